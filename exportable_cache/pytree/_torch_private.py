@@ -1,13 +1,14 @@
 """The one place of this package that touches what torch keeps private about pytrees.
 
-Two things have no public form in torch 2.13, the release this was written against:
+Three things have no public form in torch 2.13, the release this was written against:
 
 * reading a registration (`SUPPORTED_NODES`): needed to see whether somebody else registered a class before us, and to
   build an FX flatten spec that agrees with *that* registration;
 * taking a registration back: `register_pytree_node` raises when a class is registered twice, so replacing a lossy
   registration starts by removing it. torch has `_deregister_pytree_node`, but it stops half-way, with a KeyError and
   the lock released, for a class that shares its serialised name with another one (every class registered without a
-  name shares the same placeholder), and it leaves the C++ pytree alone.
+  name shares the same placeholder), and it leaves the C++ pytree alone;
+* telling a tensor that is being traced from one that merely has no value: needed to turn a length into a symbol.
 
 `tests/pytree/test_torch_private.py` fails as soon as torch offers either publicly: this file is then to be deleted.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import torch
 import torch.fx._pytree as fx_pytree
 import torch.utils._pytree as pytree
 
@@ -76,3 +78,20 @@ def _remove_cxx_node(cls: type) -> None:
             optree.unregister_pytree_node(cls, namespace="torch")
         except ValueError:  # never mirrored: a registration made through the Python-only entry points
             pass
+
+
+def is_traced(leaf: Any) -> bool:
+    """Whether `leaf` is a tensor of a graph being traced, whose `.item()` is a symbol of that graph.
+
+    A fake tensor alone does not say so: `torch.export` also unflattens while it prepares its example inputs, before any
+    graph exists, and a symbol allocated there belongs to nothing ("pending unbacked symbols").
+    """
+    from torch._subclasses.functional_tensor import FunctionalTensor
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    return isinstance(leaf, torch.Tensor) and (isinstance(leaf, FunctionalTensor) or get_proxy_mode() is not None)
+
+
+def is_plain(leaf: Any) -> bool:
+    """Whether `leaf` is a tensor with a value that Python can read now: not fake, not functional, not on `meta`."""
+    return type(leaf) in (torch.Tensor, torch.nn.Parameter) and not leaf.is_meta
