@@ -1,0 +1,33 @@
+"""Static KV caches for torch.export and torch.compile, and the exporters that carry a model and its cache to a device.
+
+Names are resolved on first use, so importing the package costs nothing and needs no backend.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "ExportableCache": "exportable_cache.cache",
+    "Session": "exportable_cache.session",
+    "export": "exportable_cache.exporter",
+    "load": "exportable_cache.session",
+}
+
+__all__ = ["__version__", *_EXPORTS]
+
+if TYPE_CHECKING:
+    from .cache import ExportableCache
+    from .exporter import export
+    from .session import Session, load
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_EXPORTS[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,147 @@
+"""Attention over a static cache, registered with transformers: grouped query heads, soft-capping, sinks, any mask.
+
+Key and value heads are never repeated: the query heads that share one are folded into its rows instead.
+
+`exportable_cache` goes through torch's fused attention where the model needs nothing it lacks; `exportable_cache_matmul`
+always spells out the two products, for runtimes that have no attention kernel of their own. Its products are 3-D `bmm` on
+views with the keys as left operand: on ExecuTorch a 4-D matmul copies the whole cache, and keys on the left are neither
+transposed nor packed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from transformers import AttentionInterface
+
+from .masks import register_masks
+
+ATTENTION = "exportable_cache"
+MATMUL_ATTENTION = "exportable_cache_matmul"
+ATTENTION_NAMES = (ATTENTION, MATMUL_ATTENTION)
+
+
+def fused_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention in the signature of transformers' `AttentionInterface`, through `scaled_dot_product_attention`.
+
+    Args:
+        query: [batch, heads, q_length, head_dim].
+        key: [batch, kv_heads, kv_length, head_dim].
+        value: [batch, kv_heads, kv_length, value_head_dim].
+        attention_mask: Additive or bool, broadcastable to [batch, heads, q_length, kv_length], or None.
+        scaling: Factor on the scores, `head_dim ** -0.5` by default.
+        is_causal: Whether None as mask means causal; the module's own `is_causal` by default.
+        **kwargs: `softcap`, `s_aux` (sink logits [heads]) and `position_bias` are honoured, through `matmul_attention`.
+
+    Returns:
+        [batch, q_length, heads, value_head_dim], and None for the weights.
+    """
+    if any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
+        return matmul_attention(
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, is_causal=is_causal, **kwargs
+        )
+    batch, heads, q_length, _ = query.shape
+    kv_heads = key.shape[1]
+    groups = heads // kv_heads
+    if attention_mask is None or groups == 1:
+        causal = attention_mask is None and _causal_without_mask(module, q_length, is_causal)
+        output = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling, is_causal=causal, enable_gqa=groups > 1
+        )
+        return output.transpose(1, 2).contiguous(), None
+    folded = query.reshape(batch, kv_heads, groups * q_length, query.shape[-1])
+    output = F.scaled_dot_product_attention(
+        folded, key, value, attn_mask=_fold_mask(attention_mask, kv_heads, groups, q_length), dropout_p=dropout, scale=scaling
+    )
+    return output.reshape(batch, heads, q_length, value.shape[-1]).transpose(1, 2).contiguous(), None
+
+
+def matmul_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The same as `fused_attention` in plain products, with everything it lacks.
+
+    Args:
+        softcap: Scores become `tanh(scores / softcap) * softcap` before the mask (Gemma 2).
+        s_aux: Sink logits [heads]: one more column under the softmax that carries no value (GPT-OSS).
+        position_bias: Added to the scores, broadcastable to [batch, heads, q_length, kv_length] (T5).
+    """
+    batch, heads, q_length, head_dim = query.shape
+    kv_heads, kv_length = key.shape[1], key.shape[2]
+    groups = heads // kv_heads
+    scaling = head_dim**-0.5 if scaling is None else scaling
+    folded = (query * scaling).reshape(batch * kv_heads, groups * q_length, head_dim)
+    scores = torch.bmm(key.reshape(batch * kv_heads, kv_length, head_dim), folded.transpose(1, 2)).transpose(1, 2)
+    scores = scores.reshape(batch, kv_heads, groups, q_length, kv_length)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if attention_mask is None and _causal_without_mask(module, q_length, is_causal):
+        attention_mask = torch.ones(q_length, kv_length, dtype=torch.bool, device=query.device).tril()[None, None]
+    for addend in (attention_mask, position_bias):
+        if addend is not None:
+            if addend.dtype == torch.bool:
+                addend = torch.where(addend, 0.0, torch.finfo(scores.dtype).min)
+            scores = scores + _by_group(addend, kv_heads, groups).to(scores.dtype)
+    if s_aux is not None:
+        sinks = s_aux.reshape(1, kv_heads, groups, 1, 1).to(scores.dtype).expand(batch, -1, -1, q_length, 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    if s_aux is not None:
+        weights = weights[..., :-1]
+    if dropout:
+        weights = F.dropout(weights, p=dropout, training=module.training)
+    weights = weights.reshape(batch * kv_heads, groups * q_length, kv_length)
+    output = torch.bmm(weights, value.reshape(batch * kv_heads, kv_length, value.shape[-1]))
+    return output.reshape(batch, heads, q_length, value.shape[-1]).transpose(1, 2).contiguous(), None
+
+
+def _causal_without_mask(module: torch.nn.Module, q_length: int, is_causal: bool | None) -> bool:
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    # The comparison comes last: under dynamic shapes it is symbolic, and only where causality matters may it be evaluated.
+    return bool(is_causal and q_length > 1)
+
+
+def _by_group(addend: torch.Tensor, kv_heads: int, groups: int) -> torch.Tensor:
+    """[batch, heads or 1, q, kv] -> [batch, kv_heads or 1, groups or 1, q, kv]."""
+    if addend.shape[1] == 1:
+        return addend[:, :, None]
+    return addend.reshape(addend.shape[0], kv_heads, groups, addend.shape[2], addend.shape[3])
+
+
+def _fold_mask(mask: torch.Tensor, kv_heads: int, groups: int, q_length: int) -> torch.Tensor:
+    """Mask for queries folded into their key head: [batch, kv_heads or 1, groups * q_length or 1, kv_length]."""
+    grouped = _by_group(mask, kv_heads, groups)
+    if q_length == 1 and grouped.shape[2] == 1:
+        return grouped[:, :, 0]
+    batch, heads, _, _, kv_length = grouped.shape
+    return grouped.expand(batch, heads, groups, q_length, kv_length).reshape(batch, heads, groups * q_length, kv_length)
+
+
+def register_attention() -> None:
+    """Register both attention functions and their mask function with transformers. Calling it again changes nothing."""
+    AttentionInterface.register(ATTENTION, fused_attention)
+    AttentionInterface.register(MATMUL_ATTENTION, matmul_attention)
+    register_masks(*ATTENTION_NAMES)

@@ -1,0 +1,287 @@
+"""The cache: the ordered layers of a model, as one `past_key_values`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from transformers import Cache, PreTrainedConfig, PreTrainedModel
+
+from .attention import ATTENTION, ATTENTION_NAMES, register_attention
+from .errors import BundleError, InputError
+from .files import atomic_path
+from .layers import CacheLayer
+from .layers.guards import check_rollback, check_room, check_rows_agree, is_traced
+from .layout import LayerLayout, layout_from_config, layout_from_model
+from .pytree import register_node
+
+register_attention()
+
+_FORMAT = "exportable_cache.cache.v1"
+
+
+class ExportableCache(Cache):
+    """A fixed-size KV cache whose lengths are tensors.
+
+    It is a `transformers.Cache`: pass it as `past_key_values` to a model, to `generate`, or to a loop of your own. No
+    step depends on how many tokens were seen, so a compiled or exported step serves every position.
+
+    Args:
+        layers: One layer per decoder layer, all of one batch size.
+
+    Raises:
+        InputError: If there are no layers, one is not a `CacheLayer`, or batch sizes differ.
+
+    Example:
+        >>> cache = ExportableCache.from_config(model.config, max_cache_len=1024)
+        >>> model(input_ids, past_key_values=cache).logits
+    """
+
+    def __init__(self, layers: Sequence[CacheLayer]) -> None:
+        layers = list(layers)
+        if not layers:
+            raise InputError("a cache needs at least one layer, got none")
+        for index, layer in enumerate(layers):
+            if not isinstance(layer, CacheLayer):
+                raise InputError(f"layer {index} is a {type(layer).__name__}; it must be a CacheLayer such as FullLayer")
+        sizes = [layer.cumulative_length.shape[0] for layer in layers]
+        if len(set(sizes)) > 1:
+            raise InputError(f"layers have batch sizes {sizes}; they must be equal")
+        super().__init__(layers=layers)
+        self._config: PreTrainedConfig | None = None
+
+    @classmethod
+    def from_config(
+        cls,
+        config: PreTrainedConfig,
+        max_cache_len: int,
+        batch_size: int = 1,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+        *,
+        slack: int = 0,
+        attn_implementation: str | None = ATTENTION,
+    ) -> ExportableCache:
+        """Allocate the cache of a model from its config: per layer type a full buffer or a ring.
+
+        Args:
+            config: The model's own config object, not a copy: its attention implementation is switched to ours, which
+                knows rings, padding and rows of different length. Models keep working with any other cache under it.
+            max_cache_len: Tokens a full-attention layer can hold.
+            batch_size: Rows.
+            dtype: Of keys and values; the config's dtype by default.
+            device: Where to allocate.
+            slack: Extra slots of each ring, so that `crop` can take back `slack + 1` tokens past the window.
+            attn_implementation: Name to set on the config; None leaves it alone. Under transformers' own `sdpa` and
+                `eager` the cache works too, but for padding masks and rows of different length.
+
+        Raises:
+            InputError: If a size is not a positive int.
+            UnsupportedModelError: If a layer's type has no storage policy here.
+        """
+        layouts = layout_from_config(config)
+        dtype = dtype or getattr(config.get_text_config(decoder=True), "dtype", None) or torch.float32
+        cache = cls._allocate(layouts, max_cache_len, batch_size, dtype, device, slack)
+        if attn_implementation is not None:
+            config._attn_implementation = attn_implementation
+        cache._config = config.get_text_config(decoder=True)
+        return cache
+
+    @classmethod
+    def from_model(
+        cls,
+        model: PreTrainedModel,
+        max_cache_len: int,
+        batch_size: int = 1,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        *,
+        slack: int = 0,
+        attn_implementation: str | None = ATTENTION,
+    ) -> ExportableCache:
+        """Allocate the cache of a model; shapes, dtype and device are read from one token run through it.
+
+        See `from_config` for the arguments; `dtype` and `device` default to what the model writes.
+        """
+        layouts, model_dtype, model_device = layout_from_model(model)
+        cache = cls._allocate(layouts, max_cache_len, batch_size, dtype or model_dtype, device or model_device, slack)
+        if attn_implementation is not None:
+            model.set_attn_implementation(attn_implementation)
+        cache._config = model.config.get_text_config(decoder=True)
+        return cache
+
+    @classmethod
+    def _allocate(
+        cls,
+        layouts: Iterable[LayerLayout],
+        max_cache_len: int,
+        batch_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        slack: int,
+    ) -> ExportableCache:
+        for name, value in (("max_cache_len", max_cache_len), ("batch_size", batch_size)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise InputError(f"{name} is {value!r}; it must be an int of at least 1")
+        return cls([layout.build(batch_size, max_cache_len, dtype, device, slack) for layout in layouts])
+
+    @classmethod
+    def from_layers(cls, layers: Any) -> ExportableCache:
+        """Rebuild a cache around existing layers without looking at them (any pytree leaf may stand in for them)."""
+        cache = cls.__new__(cls)
+        cache.layers = layers
+        cache.layer_class_to_replicate = None
+        cache.offloading = False
+        cache._config = None
+        return cache
+
+    # -- lengths and limits -----------------------------------------------------------------------------------------
+
+    @property
+    def batch_size(self) -> int:
+        """Rows."""
+        return self.layers[0].cumulative_length.shape[0]
+
+    @property
+    def cumulative_length(self) -> torch.Tensor:
+        """Tokens seen per row, int64 [batch_size]: the first layer's."""
+        return self.layers[0].cumulative_length
+
+    @property
+    def max_length(self) -> int | None:
+        """Tokens a row can hold in all, or None where only rings keep state."""
+        limits = [layer.max_length for layer in self.layers if layer.max_length is not None]
+        return min(limits, default=None)
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Transformers' form of `max_length`: -1 where there is no limit."""
+        limit = self.max_length if layer_idx is None else self.layers[layer_idx].max_length
+        return -1 if limit is None else limit
+
+    def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor | int:
+        """Tokens seen, int64 0-D: the one length of all rows.
+
+        Raises:
+            InputError: In eager mode, if rows differ.
+        """
+        if layer_idx >= len(self.layers):
+            return 0
+        lengths = self.layers[layer_idx].cumulative_length
+        if not is_traced(lengths):
+            check_rows_agree(lengths)
+        return lengths[0]
+
+    def get_query_offset(self, layer_idx: int = 0) -> torch.Tensor | int:
+        """Position of the first new token: int64 0-D, or [batch_size, 1] where rows may differ."""
+        if self._rows_may_differ:
+            return self.layers[layer_idx].cumulative_length[:, None]
+        return self.get_seq_length(layer_idx)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int | torch.Tensor]:
+        """Number of keys that `update` will return, and their offset from `arange`.
+
+        Returns:
+            `(kv_length, 0)` or `(kv_length, offset)`, offset int64 [kv_length], or [batch_size, kv_length] where rows
+            may differ.
+
+        Raises:
+            CacheFullError: In eager mode, if the new tokens do not fit a layer; no layer has written yet.
+        """
+        check_room(self.layers, query_length)
+        kv_length, offset = self.layers[layer_idx].get_mask_sizes(query_length)
+        if isinstance(offset, torch.Tensor) and not self._rows_may_differ:
+            offset = offset[0]
+        return kv_length, offset
+
+    @property
+    def _rows_may_differ(self) -> bool:
+        # Transformers' own mask functions take one offset for all rows; ours take one per row.
+        return self.batch_size > 1 and (self._config is None or self._config._attn_implementation in ATTENTION_NAMES)
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    def named_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every state tensor with its name, as `layers.0.keys`."""
+        for index, layer in enumerate(self.layers):
+            for name, tensor in layer.named_state():
+                yield f"layers.{index}.{name}", tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all state tensors."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the newest tokens of every row, in every layer or in none.
+
+        Args:
+            tokens_to_remove: Zero, or minus the number of tokens (transformers' convention).
+
+        Raises:
+            InputError: If a layer cannot; nothing has changed then.
+        """
+        if tokens_to_remove < 0:
+            for layer in self.layers:
+                check_rollback(layer, -tokens_to_remove)
+        super().crop(tokens_to_remove)
+
+    def with_state(self, tensors: Mapping[str, Any], lengths: torch.Tensor | None = None) -> ExportableCache:
+        """The same layers around other tensors; this cache is left alone.
+
+        Args:
+            tensors: State by name, as `named_state` gives it.
+            lengths: int64 [batch_size], the cumulative length of every layer; `tensors` need hold none then.
+        """
+        layers = []
+        for index, layer in enumerate(self.layers):
+            state = {name: tensors.get(f"layers.{index}.{name}") for name in layer.state}
+            if lengths is not None:
+                state["cumulative_length"] = lengths
+            layers.append(type(layer).from_state(layer.config(), state))
+        return type(self).from_layers(layers)
+
+    def save(self, path: str | Path) -> None:
+        """Write all state to a safetensors file, atomically."""
+        tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in self.named_state()}
+        layers = [
+            {"class": type(layer).__name__, "config": layer.config(), "high_water": layer._high_water} for layer in self.layers
+        ]
+        with atomic_path(Path(path)) as temporary:
+            save_file(tensors, temporary, metadata={"format": _FORMAT, "layers": json.dumps(layers)})
+
+    @classmethod
+    def load(cls, path: str | Path, device: torch.device | str = "cpu") -> ExportableCache:
+        """Read what `save` wrote; the next step continues where it stopped.
+
+        Raises:
+            BundleError: If the file is missing, damaged or not a saved cache.
+        """
+        try:
+            with safe_open(path, framework="pt", device=str(device)) as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}
+        except (OSError, SafetensorError) as error:
+            raise BundleError(f"cannot read a saved cache from {path}: {error}; save it again") from error
+        if metadata.get("format") != _FORMAT:
+            raise BundleError(f"{path} has format {metadata.get('format')!r}, expected {_FORMAT!r}; it was not written by save()")
+        layers = []
+        for index, described in enumerate(json.loads(metadata["layers"])):
+            layer_class = CacheLayer.classes[described["class"]]
+            state = {name: tensors[f"layers.{index}.{name}"] for name in layer_class.state}
+            layer = layer_class.from_state(described["config"], state)
+            layer._high_water = described["high_water"]
+            layers.append(layer)
+        return cls(layers)
+
+
+register_node(
+    ExportableCache,
+    lambda cache: ([("layers", cache.layers)], {}),
+    lambda children, context: ExportableCache.from_layers(children[0]),
+    name="exportable_cache.ExportableCache",
+)

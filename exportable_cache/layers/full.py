@@ -1,0 +1,50 @@
+"""Full attention: every token is kept, slot `s` holds position `s`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .guards import check_new_states, check_room, is_traced
+from .key_value import KeyValueLayer
+
+
+class FullLayer(KeyValueLayer):
+    """Keeps up to `capacity` tokens per row; the slot is the position. See `KeyValueLayer` for the arguments."""
+
+    @property
+    def max_length(self) -> int:
+        return self.capacity
+
+    def slot_positions(self, query_length: int) -> None:
+        # Slots past the newest token count as later positions, which causal masks exclude.
+        return None
+
+    def max_rollback(self, length: int, high_water: int) -> int:
+        return length
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append the new tokens of each row at its own length.
+
+        Args:
+            key_states: [batch_size, num_heads, query_length, head_dim].
+            value_states: [batch_size, num_heads, query_length, value_head_dim].
+
+        Returns:
+            All slots: keys [batch_size, num_heads, capacity, head_dim], values [..., value_head_dim].
+
+        Raises:
+            CacheFullError: If they do not fit; nothing was written.
+            InputError: If shape, dtype or device differ from the layer's.
+        """
+        query_length = key_states.shape[2]
+        if not is_traced(key_states):
+            check_new_states(self, key_states, value_states)
+            check_room([self], query_length)
+        slots = self.cumulative_length[:, None] + torch.arange(query_length, device=self.device)
+        self._write(slots, key_states, value_states)
+        self.advance(query_length)
+        return self.keys, self.values

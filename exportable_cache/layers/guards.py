@@ -1,0 +1,112 @@
+"""Host-side checks of a step, for eager use. Compiled and exported programs skip them: their session checks instead.
+
+This is the one place in the layers that reads lengths back to Python. Nothing here runs inside a traced path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ..errors import CacheFullError, InputError
+
+if TYPE_CHECKING:
+    from .layer import CacheLayer
+
+
+def is_traced(tensor: torch.Tensor) -> bool:
+    """Whether values of `tensor` cannot be read: under torch.compile, torch.export, or on fake and meta tensors."""
+    return torch.compiler.is_compiling() or isinstance(tensor, FakeTensor) or tensor.is_meta
+
+
+def check_room(layers: Iterable[CacheLayer], query_length: int) -> None:
+    """Refuse a step that does not fit, before any layer has written.
+
+    Raises:
+        CacheFullError: If a row of a layer with a limit has fewer than `query_length` slots left.
+    """
+    for layer in layers:
+        limit = layer.max_length
+        if limit is None:
+            continue
+        if is_traced(layer.cumulative_length):
+            # Only the static part can be checked while tracing.
+            if isinstance(query_length, int) and query_length > limit:
+                raise CacheFullError(f"{query_length} new tokens do not fit a cache of {limit} slots; allocate a larger max_cache_len")
+            continue
+        length = int(layer.cumulative_length.max())
+        if length + query_length > limit:
+            raise CacheFullError(
+                f"the cache holds {length} of at most {limit} tokens, {query_length} more do not fit; "
+                "reset it, crop it, or allocate a larger max_cache_len"
+            )
+        # Reading a length waits for an accelerator, and the layers of one cache advance together: once is enough there.
+        if layer.device.type != "cpu":
+            return
+
+
+def check_new_states(layer: CacheLayer, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    """Refuse keys and values that do not match the layer's tensors.
+
+    Args:
+        key_states: [batch_size, num_heads, query_length, head_dim].
+        value_states: [batch_size, num_heads, query_length, value_head_dim].
+
+    Raises:
+        InputError: On another batch size, head count, head size, dtype or device.
+    """
+    for name, new, kept in (("keys", key_states, layer.keys), ("values", value_states, layer.values)):
+        expected = (kept.shape[0], kept.shape[1], new.shape[2], kept.shape[3])
+        if tuple(new.shape) != expected:
+            raise InputError(
+                f"new {name} are [batch, heads, length, dim] = {list(new.shape)}, the cache was allocated for {list(expected)}; "
+                "allocate it with the model's sizes (ExportableCache.from_model reads them from the model)"
+            )
+        if new.dtype != kept.dtype:
+            raise InputError(f"new {name} are {new.dtype}, the cache holds {kept.dtype}; allocate it with dtype={new.dtype}")
+        if new.device != kept.device:
+            raise InputError(f"new {name} are on {new.device}, the cache is on {kept.device}; allocate it with device={str(new.device)!r}")
+
+
+def check_rows_agree(lengths: torch.Tensor) -> None:
+    """Refuse to give one length for rows that differ.
+
+    Args:
+        lengths: int64 [batch_size].
+
+    Raises:
+        InputError: If the rows differ.
+    """
+    if lengths.shape[0] > 1 and bool((lengths != lengths[0]).any()):
+        raise InputError(f"rows hold {lengths.tolist()} tokens, there is no one length; pass position_ids and read cumulative_length")
+
+
+def check_rollback(layer: CacheLayer, tokens: int) -> int:
+    """Refuse to take back what cannot be had back.
+
+    Returns:
+        The layer's new high-water mark: the most tokens a row ever held.
+
+    Raises:
+        InputError: If a row holds fewer than `tokens`, or a slot that is needed again was overwritten.
+    """
+    lengths = layer.cumulative_length.tolist()
+    if tokens > min(lengths):
+        raise InputError(f"cannot remove {tokens} tokens from rows that hold {lengths}; remove at most {min(lengths)}")
+    high_water = layer._high_water
+    if high_water is None and layer.max_length is None:
+        raise InputError(
+            f"{layer!r} was rebuilt from bare tensors, so which slots were overwritten is unknown; "
+            "crop the original cache, or rewind through a Session"
+        )
+    high_water = max([high_water or 0, *lengths])
+    allowed = min(layer.max_rollback(length, high_water) for length in lengths)
+    if tokens > allowed:
+        raise InputError(
+            f"{layer!r} can take back at most {allowed} tokens here, not {tokens}: older ones were overwritten; "
+            "allocate the cache with more slack"
+        )
+    return high_water

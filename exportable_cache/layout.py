@@ -1,0 +1,139 @@
+"""What each layer of a model keeps: read from the model itself, by running one token through it."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import get_layer_types_and_kwargs
+
+from .errors import InputError, UnsupportedModelError
+from .layers import CacheLayer, FullLayer, RingLayer
+
+logger = logging.getLogger(__name__)
+
+SUPPORTED_LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+@dataclass(frozen=True)
+class LayerLayout:
+    """One layer of a model, as its cache sees it.
+
+    `LayerLayout("sliding_attention", num_heads=4, head_dim=64, value_head_dim=64, window=512)` becomes a `RingLayer` of
+    512 slots, or a `FullLayer` where `max_cache_len` is no larger than the window.
+
+    Attributes:
+        layer_type: Transformers' name, as in `config.layer_types`.
+        num_heads: Key and value heads.
+        head_dim: Size of a key head.
+        value_head_dim: Size of a value head.
+        window: Tokens a query attends to, itself included; None for all.
+    """
+
+    layer_type: str
+    num_heads: int
+    head_dim: int
+    value_head_dim: int
+    window: int | None = None
+
+    def build(
+        self, batch_size: int, max_cache_len: int, dtype: torch.dtype, device: torch.device | str, slack: int = 0
+    ) -> CacheLayer:
+        """Allocate the storage policy of this layer."""
+        options: dict[str, Any] = {"value_head_dim": self.value_head_dim, "dtype": dtype, "device": device}
+        # A window that is never reached needs no ring: every token stays visible, and the slot is the position.
+        if self.window is None or self.window >= max_cache_len:
+            return FullLayer(batch_size, self.num_heads, self.head_dim, max_cache_len, **options)
+        return RingLayer(batch_size, self.num_heads, self.head_dim, self.window, slack=slack, **options)
+
+
+def layer_types_and_windows(config: PreTrainedConfig) -> list[tuple[str, int | None]]:
+    """Type and sliding window of each layer of the text decoder.
+
+    Raises:
+        UnsupportedModelError: If a layer's type has no storage policy here.
+    """
+    types, options = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+    for index, layer_type in enumerate(types):
+        if layer_type not in SUPPORTED_LAYER_TYPES:
+            raise UnsupportedModelError(
+                f"layer {index} of this {config.model_type!r} model is of type {layer_type!r}, which has no static cache layer; "
+                f"supported types: {', '.join(SUPPORTED_LAYER_TYPES)}"
+            )
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"{config.model_type!r} is an encoder-decoder: its cross-attention needs a cache layer of its own, which does not exist yet"
+        )
+    return [(layer_type, option.get("sliding_window")) for layer_type, option in zip(types, options, strict=True)]
+
+
+def layout_from_model(model: PreTrainedModel) -> tuple[list[LayerLayout], torch.dtype, torch.device]:
+    """Shapes, dtype and device of each layer's keys and values, from one token run through the model.
+
+    The model is the only reliable source: configs state head counts and sizes in many ways, some of them per layer.
+
+    Raises:
+        UnsupportedModelError: If the model keeps no keys and values in a transformers cache.
+    """
+    kinds = layer_types_and_windows(model.config)
+    cache = DynamicCache(config=model.config)
+    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            model(input_ids=token, past_key_values=cache, use_cache=True)
+    finally:
+        model.train(was_training)
+    missing = [index for index, layer in enumerate(cache.layers) if not isinstance(getattr(layer, "keys", None), torch.Tensor)]
+    if missing or len(cache.layers) != len(kinds):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} wrote {len(cache.layers) - len(missing)} of its {len(kinds)} layers to the cache; "
+            "layers that share or skip their keys and values are not supported yet"
+        )
+    layouts = [
+        LayerLayout(layer_type, layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3], window)
+        for (layer_type, window), layer in zip(kinds, cache.layers, strict=True)
+    ]
+    first = cache.layers[0].keys
+    return layouts, first.dtype, first.device
+
+
+def layout_from_config(config: PreTrainedConfig) -> list[LayerLayout]:
+    """Like `layout_from_model`, without weights: the model is built and run on the meta device.
+
+    Where its code cannot run there (it looks at values), sizes are read off the config.
+
+    Raises:
+        InputError: If `config` is not a transformers config.
+        UnsupportedModelError: See `layer_types_and_windows`.
+    """
+    if not isinstance(config, PreTrainedConfig):
+        raise InputError(f"expected a transformers config, got {type(config).__name__}; pass model.config")
+    kinds = layer_types_and_windows(config)
+    probe = copy.deepcopy(config.get_text_config(decoder=True))
+    probe._attn_implementation = "eager"
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(probe)
+        return layout_from_model(model)[0]
+    except Exception as error:  # any model code may run here, and the config still answers for most
+        logger.info("could not run %s on the meta device (%s); reading sizes off the config", config.model_type, error)
+    return [_layout_from_fields(layer, *kind) for layer, kind in zip(probe.per_layer_config, kinds, strict=True)]
+
+
+def _layout_from_fields(config: PreTrainedConfig, layer_type: str, window: int | None) -> LayerLayout:
+    heads = getattr(config, "num_attention_heads", None)
+    hidden = getattr(config, "hidden_size", None)
+    if not heads or not hidden:
+        raise UnsupportedModelError(
+            f"config of {config.model_type!r} states no num_attention_heads and hidden_size; "
+            "use ExportableCache.from_model, which reads the sizes from the model"
+        )
+    head_dim = getattr(config, "head_dim", None) or hidden // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return LayerLayout(layer_type, kv_heads, head_dim, head_dim, window)

@@ -1,0 +1,79 @@
+"""Attention masks from absolute positions, registered with transformers under our name.
+
+Transformers describes a mask as a function of (batch, head, query position, key position) and builds it from
+`arange(q_length) + q_offset` against `arange(kv_length) + kv_offset`. The offsets a static cache gives are tensors, one
+per row and slot where needed, so the same expression yields the position every slot of a ring really holds, and causal,
+sliding and chunked mask functions are right unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
+
+
+def position_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int | torch.Tensor = 0,
+    mask_function: Callable = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    allow_is_bidirectional_skip: bool = False,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """Additive mask in the signature of transformers' `AttentionMaskInterface` (masking_utils.py, 5.23).
+
+    Args:
+        batch_size: Rows of the batch.
+        q_length: New tokens.
+        kv_length: Keys that the layer returns for them.
+        q_offset: Position of the first query: int, or int64 0-D or [batch_size, 1].
+        kv_offset: Offset of the keys from `arange(kv_length)`: int, or int64 0-D, [kv_length] or [batch_size, kv_length].
+        mask_function: What may be seen, elementwise over broadcast positions.
+        attention_mask: Padding mask [batch_size, tokens], False on padding, indexed by position: left and right padding
+            alike. Positions past its end count as padding.
+        dtype: Of the result, the model's.
+        allow_is_bidirectional_skip: Whether None may stand for "everything is seen".
+
+    Returns:
+        [batch_size or 1, 1, q_length, kv_length]: 0 where seen, the lowest finite value elsewhere, so that a row of
+        padding stays finite. Or None, see above.
+    """
+    if allow_is_bidirectional_skip and attention_mask is None:
+        return None
+    query = _positions(q_length, q_offset, device)[:, None, :, None]
+    key = _positions(kv_length, kv_offset, device)[:, None, None, :]
+    batch = torch.arange(batch_size, device=device)[:, None, None, None]
+    head = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device)
+    seen = mask_function(batch, head, query, key)
+    if attention_mask is not None:
+        seen = seen & _unpadded(attention_mask, batch, key)
+    # Chosen in float32 and cast: `where` on bfloat16 is miscomputed by torch-tensorrt 2.13.
+    lowest = torch.finfo(dtype).min
+    return torch.where(seen, 0.0, lowest).to(dtype)
+
+
+def _positions(length: int, offset: int | torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """Absolute positions, int64 [batch_size or 1, length]."""
+    positions = torch.arange(length, device=device) + offset
+    return positions[None, :] if positions.dim() == 1 else positions
+
+
+def _unpadded(attention_mask: torch.Tensor, batch: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Whether each key position is a real token: bool [batch_size, 1, 1, kv_length]."""
+    last = attention_mask.shape[-1] - 1
+    known = attention_mask.to(torch.bool)[batch, key.clamp(min=0, max=last)]
+    return known & (key <= last)
+
+
+def register_masks(*names: str) -> None:
+    """Make `position_mask` the mask function of these attention implementations."""
+    for name in names:
+        AttentionMaskInterface.register(name, position_mask)

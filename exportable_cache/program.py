@@ -1,0 +1,236 @@
+"""A model with its cache as a traceable module: two forms of state, two methods, one signature."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import nn
+from torch.export import Dim, ExportedProgram
+from transformers import PreTrainedModel
+
+from .attention import ATTENTION
+from .cache import ExportableCache
+from .errors import InputError
+
+DEFAULT_PREFILL_LENGTH = 256
+
+
+class Form(str, Enum):
+    """Where a program keeps its cache."""
+
+    RESIDENT = "resident"  # buffers of the module, mutated in place
+    EXPLICIT = "explicit"  # a graph input and output, nothing mutated
+
+
+class Logits(str, Enum):
+    """Which logits a program returns."""
+
+    LAST = "last"  # [batch, vocab], of each row's last token
+    ALL = "all"  # [batch, length, vocab]
+
+
+@dataclass(frozen=True)
+class Method:
+    """One entry point: `Method("prefill", 2, 256)` takes 2 to 256 new tokens per row, `Method("decode", 1, 1)` one."""
+
+    name: str
+    min_length: int
+    max_length: int
+
+
+def methods_for(cache: ExportableCache, prefill_length: int | None = None) -> dict[str, Method]:
+    """The methods of a program over `cache`.
+
+    Args:
+        prefill_length: Longest chunk of a prompt; longer prompts go through in several. `DEFAULT_PREFILL_LENGTH`, or
+            what the cache holds, by default. At 1 there is no prefill.
+
+    Raises:
+        InputError: If it is not positive or exceeds what the cache holds.
+    """
+    limit = cache.max_length
+    if prefill_length is None:
+        prefill_length = DEFAULT_PREFILL_LENGTH if limit is None else min(DEFAULT_PREFILL_LENGTH, limit)
+    if prefill_length < 1 or (limit is not None and prefill_length > limit):
+        allowed = "at least 1" if limit is None else f"1 to {limit}, the tokens the cache holds"
+        raise InputError(f"prefill_length is {prefill_length}; it must be {allowed}")
+    methods = {"decode": Method("decode", 1, 1)}
+    if prefill_length > 1:
+        methods["prefill"] = Method("prefill", 2, prefill_length)
+    return methods
+
+
+class ProgramModule(nn.Module):
+    """What both forms share: run the model over a cache at explicit positions."""
+
+    def __init__(self, model: PreTrainedModel, cache: ExportableCache, logits: Logits) -> None:
+        super().__init__()
+        self.model = model
+        self.layout = cache
+        self.logits = logits
+        # Most models can leave out the head's work for all but the last token; the others are sliced after it.
+        self.keeps_last = logits is Logits.LAST and "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def run(self, input_ids: torch.Tensor, input_pos: torch.Tensor, cache: ExportableCache) -> torch.Tensor:
+        """Logits [batch, vocab] or [batch, length, vocab] of `input_ids` [batch, length] at `input_pos` [batch]."""
+        positions = input_pos[:, None] + torch.arange(input_ids.shape[1], device=input_ids.device)
+        options = {"logits_to_keep": 1} if self.keeps_last else {}
+        logits = self.model(
+            input_ids=input_ids, position_ids=positions, past_key_values=cache, use_cache=True, **options
+        ).logits
+        return logits[:, -1] if self.logits is Logits.LAST else logits
+
+
+class ResidentModule(ProgramModule):
+    """The cache tensors are buffers, mutated in place. Positions are an input, so the length is no state.
+
+    Position 0 starts a sequence anew without touching the buffers, and an earlier position takes tokens back.
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: ExportableCache, logits: Logits = Logits.LAST) -> None:
+        super().__init__(model, cache, logits)
+        self.state_buffers = {
+            name: name.replace(".", "_") for name, _ in cache.named_state() if not name.endswith(".cumulative_length")
+        }
+        for name, tensor in cache.named_state():
+            if name in self.state_buffers:
+                self.register_buffer(self.state_buffers[name], tensor, persistent=False)
+
+    def forward(self, input_ids: torch.Tensor, input_pos: torch.Tensor) -> torch.Tensor:
+        """
+        Args:
+            input_ids: int64 [batch, length].
+            input_pos: int64 [batch], position of each row's first token.
+
+        Returns:
+            Logits [batch, vocab], or [batch, length, vocab] if all were asked for.
+        """
+        tensors = {name: getattr(self, buffer) for name, buffer in self.state_buffers.items()}
+        cache = self.layout.with_state(tensors, lengths=input_pos)
+        for layer in cache.layers:
+            layer.counts = False
+        return self.run(input_ids, input_pos, cache)
+
+
+class ExplicitModule(ProgramModule):
+    """The cache is an input and an output, in its registered pytree form; no input is mutated."""
+
+    def __init__(self, model: PreTrainedModel, cache: ExportableCache, logits: Logits = Logits.LAST) -> None:
+        super().__init__(model, cache, logits)
+
+    def forward(
+        self, input_ids: torch.Tensor, input_pos: torch.Tensor, cache: ExportableCache
+    ) -> tuple[torch.Tensor, ExportableCache]:
+        """
+        Args:
+            input_ids: int64 [batch, length].
+            input_pos: int64 [batch], position of each row's first token; the lengths inside `cache` are not read.
+            cache: State before the step.
+
+        Returns:
+            Logits as in `ResidentModule`, and the cache after the step.
+        """
+        cache = cache.with_state(dict(cache.named_state()), lengths=input_pos)
+        for layer in cache.layers:
+            layer.in_place = False
+        return self.run(input_ids, input_pos, cache), cache
+
+
+@contextmanager
+def attention_of(model: PreTrainedModel, implementation: str, experts: str | None = None) -> Iterator[None]:
+    """Run a block with the model switched to an attention implementation, and to an experts implementation where it has
+    experts; the model's own are restored after it.
+    """
+    attention = model.config._attn_implementation
+    own_experts = getattr(model.config, "_experts_implementation", None)
+    switch_experts = experts is not None and own_experts is not None
+    model.set_attn_implementation(implementation)
+    if switch_experts:
+        model.set_experts_implementation(experts)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(attention)
+        if switch_experts:
+            model.set_experts_implementation(own_experts)
+
+
+class Program:
+    """A model, its cache, and the methods to export.
+
+    Args:
+        model: A transformers causal LM, in eval mode.
+        cache: Its cache. The exported programs start from zeros, whatever it holds.
+        form: Where the state lives.
+        logits: Which logits to return.
+        prefill_length: See `methods_for`.
+        attention: Name of one of our attention functions.
+        experts: Experts implementation for models that have experts, or None to leave it.
+
+    Raises:
+        InputError: If the model is in training mode or `prefill_length` is out of range.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: ExportableCache,
+        *,
+        form: Form | str = Form.RESIDENT,
+        logits: Logits | str = Logits.LAST,
+        prefill_length: int | None = None,
+        attention: str = ATTENTION,
+        experts: str | None = None,
+    ) -> None:
+        if model.training:
+            raise InputError(f"{type(model).__name__} is in training mode; call model.eval() before exporting it")
+        self.model = model
+        self.form = Form(form)
+        self.logits = Logits(logits)
+        self.attention = attention
+        self.experts = experts
+        self.methods = methods_for(cache, prefill_length)
+        zeros = {name: torch.zeros_like(tensor) for name, tensor in cache.named_state()}
+        self.cache = cache.with_state(zeros)
+        module_class = ResidentModule if self.form is Form.RESIDENT else ExplicitModule
+        self.module = module_class(model, self.cache, self.logits)
+
+    @property
+    def batch_size(self) -> int:
+        """Rows."""
+        return self.cache.batch_size
+
+    def example_inputs(self, method: Method) -> tuple:
+        """Inputs of the right shapes for one method."""
+        # Away from both ends of the range, so that no bound is taken for the length itself.
+        length = max(method.min_length, min(method.max_length - 1, 7))
+        device = self.cache.layers[0].device
+        inputs = (
+            torch.zeros(self.batch_size, length, dtype=torch.int64, device=device),
+            torch.zeros(self.batch_size, dtype=torch.int64, device=device),
+        )
+        return inputs if self.form is Form.RESIDENT else (*inputs, self.cache)
+
+    def export(self, name: str, strict: bool = False) -> ExportedProgram:
+        """Trace one method with torch.export; the length of a prefill is dynamic.
+
+        Args:
+            name: `prefill` or `decode`.
+            strict: Trace through TorchDynamo instead of running the Python code.
+        """
+        method = self.methods[name]
+        inputs = self.example_inputs(method)
+        dynamic = None
+        if method.min_length != method.max_length:
+            length = {1: Dim("length", min=method.min_length, max=method.max_length)}
+            dynamic = (length, None) if self.form is Form.RESIDENT else (length, None, None)
+        with torch.no_grad(), attention_of(self.model, self.attention, self.experts):
+            # The range starts at 2 while strides are compared for every length: such guards become runtime asserts.
+            return torch.export.export(
+                self.module, inputs, dynamic_shapes=dynamic, strict=strict, prefer_deferred_runtime_asserts_over_guards=True
+            )

@@ -1,0 +1,57 @@
+"""Tiny random models with enough spread in their weights that logits are not tied and mistakes show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+WINDOW = 8
+VOCAB = 128
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.125,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_HYBRID = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
+
+#: Config fields by model type, past the common sizes.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": WINDOW},
+    "gemma2": {**_HYBRID, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 8},
+    "gemma3_text": {**_HYBRID, "query_pre_attn_scalar": 8},
+    "qwen3": {},
+    "phi3": {"sliding_window": WINDOW, "tie_word_embeddings": False},
+    "gpt_oss": {**_HYBRID, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "cohere2": {**_HYBRID, "logit_scale": 1.0},
+    "olmo3": {**_HYBRID},
+}
+
+
+def tiny_model(family: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> PreTrainedModel:
+    """A two-layer random model of a family, in eval mode, with every parameter off its initial zero or one."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **{**_SIZES, **FAMILIES.get(family, {}), **overrides})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    return model.to(dtype).eval()
+
+
+def tokens(count: int, batch_size: int = 1, seed: int = 0) -> torch.Tensor:
+    """Random token ids, int64 [batch_size, count], clear of the special ones."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCAB, (batch_size, count), generator=generator)
