@@ -16,7 +16,7 @@ The object is rebuilt without calling its constructor, whose arguments (a config
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -45,18 +45,22 @@ COUNTERS = ("cumulative_length", "cumulative_length_int", "_previous_number_of_a
 _ORDER = (*CHILDREN, *(name for name in COUNTERS if name not in CHILDREN))
 
 
-def _first_tensor(state: Mapping[str, Any]) -> Any | None:
+def _tensors(state: Mapping[str, Any]) -> Iterator[Any]:
     for name in ("keys", "key_cache", "conv_states", "recurrent_states"):
         value = state.get(name)
-        candidates = value.values() if isinstance(value, dict) else value if isinstance(value, list) else (value,)
-        for candidate in candidates:
-            if candidate is not None:
-                return candidate
-    return None
+        if isinstance(value, list):  # allocated, whatever stands there
+            yield from value
+        else:
+            items = value.values() if isinstance(value, dict) else (value,)
+            yield from (item for item in items if item is not None)
+
+
+def _has_tensors(state: Mapping[str, Any]) -> bool:
+    return any(True for _ in _tensors(state))
 
 
 def _of_first(attribute: str) -> Callable[[Mapping[str, Any]], Any]:
-    return lambda state: getattr(_first_tensor(state), attribute, None)
+    return lambda state: getattr(next(_tensors(state), None), attribute, None)
 
 
 def _size_of(name: str, dim: int) -> Callable[[Mapping[str, Any]], Any]:
@@ -109,7 +113,7 @@ def flatten_object(obj: Any) -> tuple[list[tuple[str, Any]], dict[str, Any]]:
             "return; build it with offloading=False"
         )
     # A layer without tensors has seen nothing: its counter is zero, and no symbol for programs that start from it.
-    counted = _first_tensor(state) is not None or "layers" in state
+    counted = _has_tensors(state) or "layers" in state
     children: list[tuple[str, Any]] = []
     context: dict[str, Any] = {"children": [], "counters": [], "derived": [], "missing": {}, "attributes": {}}
     for name in _ORDER:
@@ -189,7 +193,7 @@ def _is_derived(name: str, state: Mapping[str, Any]) -> bool:
     if name not in DERIVED or state[name] is None:
         return False
     needs, _ = DERIVED[name]
-    return (_first_tensor(state) if needs is None else state.get(needs)) is not None
+    return _has_tensors(state) if needs is None else state.get(needs) is not None
 
 
 def _encode(value: Any, owner: type, name: str) -> Any:

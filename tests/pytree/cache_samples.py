@@ -18,6 +18,7 @@ SIZES = dict(
     hidden_size=HEADS * DIM,
     num_attention_heads=HEADS,
     num_key_value_heads=HEADS,
+    head_dim=DIM,
     num_hidden_layers=LAYERS,
     intermediate_size=8,
     vocab_size=16,
