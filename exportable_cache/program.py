@@ -10,7 +10,7 @@ from enum import Enum
 
 import torch
 from torch import nn
-from torch.export import Dim, ExportedProgram
+from torch.export import Dim, ExportedProgram, ShapesCollection
 from transformers import PreTrainedModel
 
 from .attention import ATTENTION
@@ -227,8 +227,8 @@ class Program:
         inputs = self.example_inputs(method)
         dynamic = None
         if method.min_length != method.max_length:
-            length = {1: Dim("length", min=method.min_length, max=method.max_length)}
-            dynamic = (length, None) if self.form is Form.RESIDENT else (length, None, None)
+            dynamic = ShapesCollection()
+            dynamic[inputs[0]] = {1: Dim("length", min=method.min_length, max=method.max_length)}
         with torch.no_grad(), attention_of(self.model, self.attention, self.experts):
             # The range starts at 2 while strides are compared for every length: such guards become runtime asserts.
             return torch.export.export(

@@ -1,0 +1,88 @@
+"""What a target provides: `lower` a program to files, and `open` the files as something that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from ..program import Form, Logits, Method, Program
+
+
+@dataclass(frozen=True)
+class LoweredFile:
+    """A file that `lower` wrote.
+
+    Attributes:
+        name: Path inside the folder.
+        holds: What it is, for people: "both methods, weights, cache".
+    """
+
+    name: str
+    holds: str
+
+
+class Runner(Protocol):
+    """An opened program. It trusts its caller: ranges, dtypes and room are checked by the session."""
+
+    methods: Mapping[str, Method]
+
+    def run(self, method: str, input_ids: torch.Tensor, input_pos: torch.Tensor) -> torch.Tensor:
+        """One step.
+
+        Args:
+            method: `prefill` or `decode`.
+            input_ids: int64 [batch, length], length within the method's range.
+            input_pos: int64 [batch], position of each row's first token; 0 starts anew, an earlier one takes tokens back.
+
+        Returns:
+            Logits [batch, vocab], safe to keep.
+        """
+        ...
+
+
+class Backend(Protocol):
+    """A target."""
+
+    #: Name of the target.
+    name: str
+    #: Packages whose versions decide whether a bundle can be opened.
+    packages: tuple[str, ...]
+
+    def program_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of `Program` for this target (attention, form, ...), from the user's options.
+
+        Raises:
+            InputError: On an option the target does not know.
+        """
+        ...
+
+    def lower(self, program: Program, folder: Path, options: Mapping[str, Any]) -> list[LoweredFile]:
+        """Write the program's files into `folder`."""
+        ...
+
+    def open(self, folder: Path, description: ProgramDescription) -> Runner:
+        """Open what `lower` wrote."""
+        ...
+
+
+@dataclass(frozen=True)
+class ProgramDescription:
+    """What a runner must know of a program that is on disk; part of a bundle's manifest.
+
+    Attributes:
+        methods: By name.
+        form: Where the state lives.
+        logits: Which logits come back.
+        batch_size: Rows.
+        layers: Per layer: class, config, and per state tensor shape and dtype name.
+    """
+
+    methods: dict[str, Method]
+    form: Form
+    logits: Logits
+    batch_size: int
+    layers: list[dict[str, Any]] = field(default_factory=list)

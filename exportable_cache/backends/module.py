@@ -1,0 +1,45 @@
+"""Running a program in this process, from the live model: eager or compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from transformers import PreTrainedModel
+
+from ..attention import ATTENTION
+from ..cache import ExportableCache
+from ..program import Method, ResidentModule, methods_for
+
+
+class ModuleRunner:
+    """Runs the resident form of a program over the cache's own tensors.
+
+    The model's attention implementation is switched to ours, for good.
+
+    Args:
+        model: A transformers causal LM.
+        cache: Its cache; its keys and values are written, its lengths are not.
+        compiled: Compile decode (static shapes) and prefill (dynamic length), one graph each.
+        prefill_length: See `methods_for`.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, cache: ExportableCache, compiled: bool = False, prefill_length: int | None = None
+    ) -> None:
+        model.set_attn_implementation(ATTENTION)
+        self.methods: Mapping[str, Method] = methods_for(cache, prefill_length)
+        self.module = ResidentModule(model, cache)
+        self._compiled = compiled
+        self._calls = {"decode": self.module, "prefill": self.module}
+        if compiled:
+            self._calls = {
+                "decode": torch.compile(self.module, fullgraph=True, dynamic=False),
+                "prefill": torch.compile(self.module, fullgraph=True),
+            }
+
+    @torch.no_grad()
+    def run(self, method: str, input_ids: torch.Tensor, input_pos: torch.Tensor) -> torch.Tensor:
+        if self._compiled and method == "prefill":
+            torch._dynamo.mark_dynamic(input_ids, 1, min=2, max=self.methods["prefill"].max_length)
+        return self._calls[method](input_ids, input_pos)

@@ -1,0 +1,35 @@
+"""Targets by name, as dotted paths, so that importing the package imports no target."""
+
+from __future__ import annotations
+
+from importlib import import_module, util
+from typing import TYPE_CHECKING
+
+from ..errors import InputError, MissingDependencyError
+
+if TYPE_CHECKING:
+    from .base import Backend
+
+#: Target -> (module that defines `backend`, packages it needs, extra that installs them).
+TARGETS: dict[str, tuple[str, tuple[str, ...], str | None]] = {
+    "pt2": ("exportable_cache.backends.pt2", (), None),
+    "executorch": ("exportable_cache.backends.executorch", ("executorch",), "executorch"),
+}
+
+
+def backend_for(target: str) -> Backend:
+    """The backend of a target.
+
+    Raises:
+        InputError: If there is no such target.
+        MissingDependencyError: If a package it needs is not installed.
+    """
+    if target not in TARGETS:
+        raise InputError(f"unknown target {target!r}; choose one of {', '.join(TARGETS)}")
+    module, packages, extra = TARGETS[target]
+    missing = [package for package in packages if util.find_spec(package) is None]
+    if missing:
+        raise MissingDependencyError(
+            f"target {target!r} needs {', '.join(missing)}, which is not installed; pip install 'exportable-cache[{extra}]'"
+        )
+    return import_module(module).backend
