@@ -1,0 +1,45 @@
+"""Running exported programs in torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch.export import ExportedProgram
+
+from ...cache import ExportableCache
+from ...layers import CacheLayer
+from ..base import ProgramDescription
+
+
+class ResidentRunner:
+    """Programs whose cache is inside: the methods share its buffers."""
+
+    def __init__(self, programs: Mapping[str, ExportedProgram], description: ProgramDescription) -> None:
+        self.methods = description.methods
+        self._modules = {name: program.module() for name, program in programs.items()}
+
+    @torch.no_grad()
+    def run(self, method: str, input_ids: torch.Tensor, input_pos: torch.Tensor) -> torch.Tensor:
+        return self._modules[method](input_ids, input_pos)
+
+
+class ExplicitRunner:
+    """Programs whose cache is an input and an output: it is held here and passed along."""
+
+    def __init__(self, programs: Mapping[str, ExportedProgram], description: ProgramDescription) -> None:
+        self.methods = description.methods
+        self._modules = {name: program.module() for name, program in programs.items()}
+        self.cache = ExportableCache([_empty_layer(layer) for layer in description.layers])
+
+    @torch.no_grad()
+    def run(self, method: str, input_ids: torch.Tensor, input_pos: torch.Tensor) -> torch.Tensor:
+        logits, self.cache = self._modules[method](input_ids, input_pos, self.cache)
+        return logits
+
+
+def _empty_layer(layer: dict) -> CacheLayer:
+    tensors = {
+        name: torch.zeros(tensor["shape"], dtype=getattr(torch, tensor["dtype"])) for name, tensor in layer["tensors"].items()
+    }
+    return CacheLayer.classes[layer["class"]].from_state(layer["config"], tensors)

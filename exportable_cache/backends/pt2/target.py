@@ -1,0 +1,48 @@
+"""The `pt2` target: lowering is tracing; running is torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...attention import ATTENTION
+from ...errors import InputError
+from ...program import Form, Program
+from ..base import LoweredFile, ProgramDescription, Runner
+from .archive import read_archive, write_archive
+from .runner import ExplicitRunner, ResidentRunner
+
+FILE = "program.pt2"
+
+
+class Pt2Backend:
+    """Programs as torch.export graphs.
+
+    Options:
+        form: `resident` (default: the cache is inside, updated in place) or `explicit` (the cache is an input and an
+            output, in its pytree form, for runtimes that pass state along).
+        strict: Trace through TorchDynamo.
+    """
+
+    name = "pt2"
+    packages = ("torch",)
+
+    def program_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        unknown = sorted(set(options) - {"form", "strict"})
+        if unknown:
+            raise InputError(f"target 'pt2' has no option {unknown[0]!r}; it knows form and strict")
+        form = options.get("form", Form.RESIDENT)
+        if form not in tuple(Form):
+            raise InputError(f"form is {form!r}; it must be one of {', '.join(member.value for member in Form)}")
+        return {"attention": ATTENTION, "form": Form(form)}
+
+    def lower(self, program: Program, folder: Path, options: Mapping[str, Any]) -> list[LoweredFile]:
+        exported = {name: program.export(name, strict=bool(options.get("strict", False))) for name in program.methods}
+        write_archive(folder / FILE, exported)
+        return [LoweredFile(FILE, f"methods {', '.join(exported)}, weights")]
+
+    def open(self, folder: Path, description: ProgramDescription) -> Runner:
+        programs = read_archive(folder / FILE)
+        runner = ResidentRunner if description.form is Form.RESIDENT else ExplicitRunner
+        return runner(programs, description)
