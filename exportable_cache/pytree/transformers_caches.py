@@ -3,6 +3,11 @@
     register_transformers_caches()
     torch.export.export(model, (), {"input_ids": ids, "past_key_values": cache})    # .layers[0].keys, .layers[0].values
 
+`dynamic_shapes` follows the children: `[[[{2: tokens}, {2: tokens}], ...]]` for a cache of layers with keys and values.
+Leaves come layer by layer, and the spec is the same at every step once the tensors exist: an allocated static cache has
+one spec for life; a lazy one, and the `is_updated` flags of an encoder-decoder, change it with the first token, because
+the program does.
+
 Three layouts are served by looking at the classes, not at the version: lists of tensors on the cache (4.52:
 `.key_cache[0]`), layers (4.57: `.layers[0].keys`), and layers that hold linear-attention states, indexer keys and tensor
 lengths (5.23). What an object is made of is read from the object, see `object_state.py`.

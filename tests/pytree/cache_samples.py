@@ -86,9 +86,16 @@ def feed_layer(layer: Any, seen: int, tokens: int) -> Any:
     if hasattr(layer, "update_indexer"):
         results.append(layer.update_indexer(keys.sum(1)))
     if hasattr(layer, "update_conv_state"):
-        results.append(layer.update_conv_state(keys.flatten(1, 2).mT, conv_kernel_size=3))
-        results.append(layer.update_recurrent_state(keys.sum(-2)))
+        last = layer.number_of_states - 1  # leaves the other states of a layer with several empty
+        results.append(layer.update_conv_state(keys.transpose(1, 2).flatten(2).mT, last, conv_kernel_size=3))
+        results.append(layer.update_recurrent_state(keys.sum(-2), last))
     return results
+
+
+def _recording() -> Any:
+    layer = cache_utils.DynamicSlidingWindowLayer(sliding_window=WINDOW)
+    layer.activate_past_recording()
+    return layer
 
 
 def _samples() -> list[Sample]:
@@ -116,6 +123,10 @@ def _samples() -> list[Sample]:
     for name in ("MtpCache", "DFlashCache"):
         if hasattr(cache_utils, name):
             samples.append(Sample(name, getattr(cache_utils, name), feed_cache))
+    if HAS_STATES:
+        two_states = lambda: cache_utils.LinearAttentionLayer(number_of_states=2)  # noqa: E731
+        samples.append(Sample("LinearAttentionLayer-second-state", two_states, feed_layer))
+        samples.append(Sample("DynamicSlidingWindowLayer-recording", _recording, feed_layer))
     for cls in cache_classes():
         if cls.__name__.endswith("Layer"):
             samples.append(Sample(cls.__name__, lambda cls=cls: _make_layer(cls), feed_layer))

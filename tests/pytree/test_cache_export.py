@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 from cache_samples import CAPACITY, HAS_STATES, LAYERS, LIST_BASED, SAMPLES, SIZES, WINDOW, states
-from transformers import LlamaConfig, LlamaForCausalLM, cache_utils
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, cache_utils
 
 pytestmark = pytest.mark.usefixtures("registered")
 
@@ -135,3 +135,24 @@ if HAS_STATES:  # whole models need the masks of a release that traces them
             torch.testing.assert_close(result.logits, expected.logits)
             cache, eager_cache = result.past_key_values, expected.past_key_values
             assert_caches_equal(cache, eager_cache)
+
+    @torch.no_grad()
+    def test_a_model_with_sliding_layers_is_traced_before_the_window_and_stops_past_it():
+        config = MistralConfig(**SIZES, sliding_window=WINDOW)
+        config.layer_types = ["full_attention", "sliding_attention"]
+        model = MistralForCausalLM(config).eval()
+
+        def inputs(seen):
+            cache = cache_utils.DynamicCache(config=config)
+            if seen:
+                model(torch.arange(seen)[None], past_key_values=cache)
+            position = torch.tensor([[seen]])
+            return {"input_ids": position, "position_ids": position, "past_key_values": cache}
+
+        for seen in (0, WINDOW - 2):
+            program = torch.export.export(model, (), inputs(seen))
+            result, expected = program.module()(**inputs(seen)), model(**inputs(seen))
+            torch.testing.assert_close(result.logits, expected.logits)
+            assert_caches_equal(result.past_key_values, expected.past_key_values)
+        with pytest.raises(Exception, match="data-dependent"):
+            torch.export.export(model, (), inputs(WINDOW + 1))

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.fx._pytree as fx_pytree
 import torch.utils._pytree as pytree
-from cache_samples import CAPACITY, HAS_STATES, LIST_BASED, SAMPLES, WINDOW, Sample
+from cache_samples import BATCH, CAPACITY, DIM, HAS_STATES, HEADS, LIST_BASED, SAMPLES, WINDOW, Sample
 from transformers import cache_utils
 
 from exportable_cache.pytree import cache_classes, is_ours, register_cache_class, register_transformers_caches
@@ -82,6 +82,30 @@ def test_spec_is_the_same_before_and_after_any_number_of_steps(sample: Sample):
         sample.feed(obj, seen, 1)
         assert pytree.tree_structure(obj) == first
         assert pytree.treespec_dumps(pytree.tree_structure(obj)) == dumped
+
+
+@pytest.mark.parametrize("sample", [s for s in SAMPLES if s.name.startswith("StaticCache")], ids=lambda s: s.name)
+def test_spec_of_an_allocated_static_cache_is_the_same_before_the_first_token(sample: Sample):
+    cache = sample.make()
+    if hasattr(cache, "early_initialization"):  # in 4.52 a static cache is allocated when it is made
+        cache.early_initialization(BATCH, HEADS, DIM, torch.float32, torch.device("cpu"))
+    empty = pytree.tree_structure(cache)
+    for seen in range(CAPACITY):
+        sample.feed(cache, seen, 1)
+        assert pytree.tree_structure(cache) == empty
+
+
+@EVERY
+def test_a_reset_object_goes_on_too(sample: Sample):
+    original = sample.fed(WINDOW + 1)
+    if not hasattr(original, "reset"):  # the DynamicCache of 4.52
+        assert LIST_BASED
+        return
+    original.reset()
+    copied = rebuilt(original)
+    assert_same(copied, original)
+    assert_same(sample.feed(copied, 0, 2), sample.feed(original, 0, 2))
+    assert_same(copied, original)
 
 
 @EVERY
