@@ -53,7 +53,9 @@ class RingLayer(KeyValueLayer):
         """Position each slot holds once `length` [batch_size, 1] tokens were written, int64 [batch_size, capacity]."""
         slot = torch.arange(self.capacity, device=self.device)
         newest = length - 1
-        return newest - torch.remainder(newest - slot, self.capacity)
+        # `newest - slot` may be as low as -capacity. One capacity is added so that the dividend is never negative:
+        # ExecuTorch's integer remainder takes the dividend's sign, torch's the divisor's.
+        return newest - torch.remainder(newest - slot + self.capacity, self.capacity)
 
     def max_rollback(self, length: int, high_water: int) -> int:
         if high_water <= self.capacity:

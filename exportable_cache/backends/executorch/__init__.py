@@ -1,0 +1,7 @@
+"""Target `executorch`: one `.pte` with every method, the weights once, and one cache that the methods share."""
+
+from .target import ExecutorchBackend
+
+backend = ExecutorchBackend()
+
+__all__ = ["ExecutorchBackend", "backend"]

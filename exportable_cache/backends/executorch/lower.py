@@ -1,0 +1,54 @@
+"""Lowering exported programs to one ExecuTorch program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+from executorch.exir import EdgeCompileConfig, EdgeProgramManager, ExecutorchBackendConfig, ExecutorchProgramManager
+from executorch.exir import to_edge_transform_and_lower
+from executorch.exir.passes import MemoryPlanningPass
+from torch.export import ExportedProgram
+
+
+def to_edge(programs: Mapping[str, ExportedProgram], constant_methods: Mapping[str, Any] | None = None) -> EdgeProgramManager:
+    """Partition for XNNPACK, all methods together, so that weights they share are stored once.
+
+    Args:
+        programs: By method name.
+        constant_methods: Values that the file answers as methods of their own.
+    """
+    return to_edge_transform_and_lower(
+        dict(programs),
+        partitioner=[XnnpackPartitioner()],
+        # Cache writes are not in the core operator set's validity list, and a dim order of the cache would be copied to.
+        compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
+        constant_methods=dict(constant_methods or {}),
+    )
+
+
+def to_program(edge: EdgeProgramManager) -> ExecutorchProgramManager:
+    """Plan memory and serialise.
+
+    Two settings carry the design. `share_mutable_buffers`: the methods see one cache; without it the second reads
+    garbage. `run_reinplace_pass`: a cache write stays in place; without it every write copies the whole buffer out and
+    back, per tensor and token.
+    """
+    return edge.to_executorch(
+        ExecutorchBackendConfig(
+            memory_planning_pass=MemoryPlanningPass(
+                alloc_graph_input=True, alloc_graph_output=True, share_mutable_buffers=True
+            ),
+            run_reinplace_pass=True,
+        )
+    )
+
+
+@torch.no_grad()
+def lower_programs(
+    programs: Mapping[str, ExportedProgram], constant_methods: Mapping[str, Any] | None = None
+) -> ExecutorchProgramManager:
+    """`to_edge`, then `to_program`."""
+    return to_program(to_edge(programs, constant_methods))

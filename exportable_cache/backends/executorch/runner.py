@@ -1,0 +1,32 @@
+"""Running a `.pte` through ExecuTorch's Python runtime."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from executorch.runtime import Runtime, Verification
+
+from ...errors import BundleError
+from ..base import ProgramDescription
+
+
+class ExecutorchRunner:
+    """The methods of one program instance: they share its cache, which starts at zero.
+
+    Raises:
+        BundleError: If the file cannot be loaded by this runtime.
+    """
+
+    def __init__(self, path: Path, description: ProgramDescription) -> None:
+        self.methods = description.methods
+        try:
+            # Held as well as its methods: they point into it.
+            self._program = Runtime.get().load_program(path, verification=Verification.Minimal)
+            self._methods = {name: self._program.load_method(name) for name in description.methods}
+        except (OSError, RuntimeError) as error:
+            raise BundleError(f"the ExecuTorch runtime cannot load {path.name}: {error}; export the model again") from error
+
+    def run(self, method: str, input_ids: torch.Tensor, input_pos: torch.Tensor) -> torch.Tensor:
+        # The output lives in the method's planned memory and is overwritten by the next call.
+        return self._methods[method].execute([input_ids.contiguous(), input_pos])[0].clone()

@@ -1,0 +1,39 @@
+"""The `executorch` target."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...attention import MATMUL_ATTENTION
+from ...errors import InputError
+from ...program import Form, Program
+from ..base import LoweredFile, ProgramDescription, Runner
+from .lower import lower_programs
+from .runner import ExecutorchRunner
+
+FILE = "program.pte"
+
+
+class ExecutorchBackend:
+    """Programs for the ExecuTorch runtime, with XNNPACK as delegate. It has no options yet."""
+
+    name = "executorch"
+    packages = ("executorch",)
+
+    def program_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        if options:
+            raise InputError(f"target 'executorch' has no option {sorted(options)[0]!r}; it takes none")
+        # The grouped expert kernels have no ExecuTorch counterpart; batched products do.
+        return {"attention": MATMUL_ATTENTION, "form": Form.RESIDENT, "experts": "batched_mm"}
+
+    def lower(self, program: Program, folder: Path, options: Mapping[str, Any]) -> list[LoweredFile]:
+        exported = {name: program.export(name) for name in program.methods}
+        lowered = lower_programs(exported)
+        with (folder / FILE).open("wb") as file:
+            lowered.write_to_file(file)
+        return [LoweredFile(FILE, f"methods {', '.join(exported)}, weights, one cache")]
+
+    def open(self, folder: Path, description: ProgramDescription) -> Runner:
+        return ExecutorchRunner(folder / FILE, description)
