@@ -1,0 +1,58 @@
+# Needs make and Python 3.10 to 3.12 with pip and venv; everything else goes into $(VENV).
+
+PYTHON ?= python3
+VENV ?= .venv
+OUTPUT ?= artifacts/demo
+MAX_CACHE_LEN ?= 512
+PROMPT ?= the code of amber is 4821. the quiet farmer slept near the garden. the code of walnut is 6073. it took about 12 days. the code of tiger is 9158. the old doctor sang in the kitchen. the code of comet is 3340. nobody saw maple today. the code of ivory is 7702. the bright sailor walked behind the barn. amber?
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+# torch first and by itself: a locally configured build of exactly this version is then taken instead of the default one.
+TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test clean
+
+help:
+	@echo "make demo    set up $(VENV), export the demo model to ExecuTorch, verify it, and ask it for a fact"
+	@echo "make test    set up $(VENV) and run the tests (PYTEST_ARGS='-k ring' to choose)"
+	@echo "make setup   only set up $(VENV), with the executorch extra"
+	@echo "make clean   remove $(VENV), $(OUTPUT) and caches"
+	@echo
+	@echo "Variables: PYTHON=$(PYTHON) (3.10 to 3.12)  VENV=$(VENV)  OUTPUT=$(OUTPUT)  MAX_CACHE_LEN=$(MAX_CACHE_LEN)  PROMPT='...'"
+	@echo "pip's own settings (PIP_INDEX_URL, PIP_FIND_LINKS, ...) decide where packages come from."
+
+setup: $(VENV)/.installed
+
+demo: $(VENV)/.installed
+	@$(BIN)/exportable-cache export demo --target executorch --max-cache-len $(MAX_CACHE_LEN) --output $(OUTPUT) --overwrite
+	@echo
+	@echo "> $(PROMPT)"
+	@$(BIN)/exportable-cache generate $(OUTPUT) --max-new-tokens 16 --prompt "$(PROMPT)"
+
+test: $(VENV)/.installed-test
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+clean:
+	rm -rf $(VENV) $(OUTPUT) build dist *.egg-info .pytest_cache
+	find exportable_cache tests export_scripts -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The environment is made anew only if it is missing or was left half-made; a changed pyproject.toml installs into it again.
+$(VENV)/bin/python:
+	@command -v $(PYTHON) >/dev/null || { \
+		echo "make: there is no '$(PYTHON)'; install Python 3.10 to 3.12, or name one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 10) <= v <= (3, 12) else \
+		"make: $(PYTHON) is Python %d.%d; torch and executorch need 3.10 to 3.12: make PYTHON=python3.12 ..." % v)'
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+		echo "make: $(PYTHON) has no venv module; install it (on Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)
+
+$(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install '$(TORCH)'
+	$(BIN)/python -m pip install --editable '.[executorch]'
+	@touch $@
+
+$(VENV)/.installed-test: pyproject.toml $(VENV)/.installed | $(VENV)/bin/python
+	$(BIN)/python -m pip install --editable '.[executorch,test]'
+	@touch $@

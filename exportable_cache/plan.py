@@ -1,0 +1,220 @@
+"""What a cache would take, before anything is loaded: every layer's storage and bytes, from the config alone."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .errors import InputError, UnsupportedModelError
+from .layout import LayerLayout, layout_from_config, layout_from_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PlannedLayer:
+    """One layer of a planned cache.
+
+    `PlannedLayer(0, "sliding_attention", "RingLayer", 512, 512, 4, 64, 64, "float32", 1048584)` is a ring of 512 slots.
+
+    Attributes:
+        index: Position in the model.
+        layer_type: Transformers' name, as in `config.layer_types`.
+        storage: Class of the cache layer.
+        slots: Tokens it has room for; a ring writes over the oldest.
+        window: Tokens a query attends to, itself included; None for all.
+        heads: Key and value heads.
+        head_dim: Size of a key head.
+        value_head_dim: Size of a value head.
+        dtype: Of keys and values.
+        bytes: Of all state tensors of the layer.
+    """
+
+    index: int
+    layer_type: str
+    storage: str
+    slots: int
+    window: int | None
+    heads: int
+    head_dim: int
+    value_head_dim: int
+    dtype: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `plan` found.
+
+    Attributes:
+        source: The model as it was asked for: `demo`, a hub id, a folder, or a class name.
+        model_type: The config's.
+        architecture: Class of the model, where it could be told.
+        max_cache_len: Tokens a full-attention layer would hold.
+        batch_size: Rows.
+        dtype: Of keys and values, and of the weights.
+        layers: Empty if the model is refused.
+        max_length: Tokens a row can hold in all; None where only rings keep state.
+        cache_bytes: Of the static cache.
+        dynamic_bytes: Of a transformers `DynamicCache` holding `max_cache_len` tokens.
+        weights_bytes: Of the model's parameters, tied ones counted once; None where the model cannot be built without
+            its weights.
+        refusal: Why the cache cannot hold this model, or None if it can.
+    """
+
+    source: str
+    model_type: str
+    architecture: str | None
+    max_cache_len: int
+    batch_size: int
+    dtype: str
+    layers: tuple[PlannedLayer, ...]
+    max_length: int | None
+    cache_bytes: int | None
+    dynamic_bytes: int | None
+    weights_bytes: int | None
+    refusal: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as JSON values."""
+        return {**asdict(self), "layers": [asdict(layer) for layer in self.layers]}
+
+
+def plan(
+    model_or_path: str | Path | PreTrainedModel | PreTrainedConfig,
+    max_cache_len: int,
+    batch_size: int = 1,
+    dtype: torch.dtype | str | None = None,
+) -> Plan:
+    """Size the cache of a model from its config; no weights are read, no cache memory is allocated.
+
+    Args:
+        model_or_path: `demo`, a hub id, a folder, a model or a config.
+        max_cache_len: Tokens a full-attention layer shall hold.
+        batch_size: Rows.
+        dtype: Of keys, values and weights; the config's by default, float32 if it names none.
+
+    Returns:
+        The plan. A model the cache cannot hold gives one with no layers and the reason in `refusal`.
+
+    Raises:
+        InputError: If a size is not a positive int, the dtype is no floating one, or there is no such model.
+        UnsupportedModelError: If transformers does not know the model type, or it is not a causal LM.
+    """
+    for name, value in (("max_cache_len", max_cache_len), ("batch_size", batch_size)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise InputError(f"{name} is {value!r}; it must be an int of at least 1")
+    config, source = _config_of(model_or_path)
+    chosen = _dtype(dtype if dtype is not None else getattr(config.get_text_config(decoder=True), "dtype", None))
+    model = _without_weights(config)
+    about = {
+        "source": source,
+        "model_type": config.model_type,
+        "architecture": _architecture(config, model),
+        "max_cache_len": max_cache_len,
+        "batch_size": batch_size,
+        "dtype": _name(chosen),
+        "weights_bytes": None if model is None else _weights_bytes(model, chosen),
+    }
+    try:
+        layouts = _layouts(config, model)
+    except UnsupportedModelError as error:
+        return Plan(**about, layers=(), max_length=None, cache_bytes=None, dynamic_bytes=None, refusal=str(error))
+    built = [layout.build(batch_size, max_cache_len, chosen, "meta") for layout in layouts]
+    limits = [layer.max_length for layer in built if layer.max_length is not None]
+    return Plan(
+        **about,
+        layers=tuple(
+            PlannedLayer(
+                index=index,
+                layer_type=layout.layer_type,
+                storage=type(layer).__name__,
+                slots=layer.capacity,
+                window=layout.window,
+                heads=layout.num_heads,
+                head_dim=layout.head_dim,
+                value_head_dim=layout.value_head_dim,
+                dtype=_name(chosen),
+                bytes=layer.nbytes,
+            )
+            for index, (layout, layer) in enumerate(zip(layouts, built, strict=True))
+        ),
+        max_length=min(limits, default=None),
+        cache_bytes=sum(layer.nbytes for layer in built),
+        dynamic_bytes=sum(_dynamic_bytes(layout, max_cache_len, batch_size, chosen) for layout in layouts),
+    )
+
+
+def _config_of(model_or_path: Any) -> tuple[PreTrainedConfig, str]:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    if isinstance(model_or_path, PreTrainedConfig):
+        return model_or_path, type(model_or_path).__name__
+    if isinstance(model_or_path, PreTrainedModel):
+        return model_or_path.config, type(model_or_path).__name__
+    from .models import load_config
+
+    return load_config(model_or_path), str(model_or_path)
+
+
+def _dtype(dtype: torch.dtype | str | None) -> torch.dtype:
+    chosen = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if chosen is None and dtype is None:
+        return torch.float32
+    if not isinstance(chosen, torch.dtype) or not chosen.is_floating_point:
+        raise InputError(f"dtype is {dtype!r}; it must be a floating dtype such as float32, float16 or bfloat16")
+    return chosen
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _without_weights(config: PreTrainedConfig) -> PreTrainedModel | None:
+    """The text decoder on the meta device, or None where its code cannot be built there."""
+    from transformers import AutoModelForCausalLM
+
+    probe = copy.deepcopy(config.get_text_config(decoder=True))
+    probe._attn_implementation = "eager"
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(probe)
+    except Exception as error:  # any model code may run here; the plan does without
+        logger.info("could not build %s on the meta device: %s", config.model_type, error)
+        return None
+
+
+def _architecture(config: PreTrainedConfig, model: PreTrainedModel | None) -> str | None:
+    named = getattr(config, "architectures", None)
+    if named:
+        return named[0]
+    return None if model is None else type(model).__name__
+
+
+def _layouts(config: PreTrainedConfig, model: PreTrainedModel | None) -> list[LayerLayout]:
+    if model is not None:
+        try:
+            return layout_from_model(model)[0]
+        except UnsupportedModelError:
+            raise
+        except Exception as error:  # its code looks at values; the config still answers for most
+            logger.info("could not run %s on the meta device: %s", config.model_type, error)
+    return layout_from_config(config)
+
+
+def _weights_bytes(model: PreTrainedModel, dtype: torch.dtype) -> int:
+    return sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
+
+
+def _dynamic_bytes(layout: LayerLayout, tokens: int, batch_size: int, dtype: torch.dtype) -> int:
+    """Bytes of transformers' own layer after `tokens` tokens: a sliding one keeps `window - 1`, the next being new."""
+    kept = tokens if layout.window is None else min(tokens, layout.window - 1)
+    return batch_size * layout.num_heads * (layout.head_dim + layout.value_head_dim) * kept * dtype.itemsize

@@ -1,0 +1,118 @@
+"""The plan against the caches it predicts: ours, and transformers' own at the same length."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig, DynamicCache
+
+from exportable_cache import ExportableCache
+from exportable_cache.errors import InputError
+from exportable_cache.plan import plan
+
+from .support.models import FAMILIES, WINDOW, tiny_model, tokens
+
+LENGTH = 24
+
+
+def dynamic_nbytes(model, length, batch_size):
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(tokens(length, batch_size), past_key_values=cache)
+    # Not `nbytes` of the storage: a sliding layer's tensors are views of what it was cut from.
+    return sum(t.numel() * t.element_size() for layer in cache.layers for t in (layer.keys, layer.values))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_plan_bytes_are_those_of_the_caches(family, batch_size):
+    model = tiny_model(family)
+    made = plan(model, LENGTH, batch_size)
+    cache = ExportableCache.from_model(model, LENGTH, batch_size)
+    assert made.cache_bytes == cache.nbytes
+    assert [layer.bytes for layer in made.layers] == [layer.nbytes for layer in cache.layers]
+    assert [layer.storage for layer in made.layers] == [type(layer).__name__ for layer in cache.layers]
+    assert [layer.slots for layer in made.layers] == [layer.capacity for layer in cache.layers]
+    assert made.max_length == cache.max_length
+    model.set_attn_implementation("eager")
+    assert made.dynamic_bytes == dynamic_nbytes(model, LENGTH, batch_size)
+    assert made.refusal is None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_plan_weights_are_those_of_the_model(family):
+    model = tiny_model(family)
+    assert plan(model.config, LENGTH).weights_bytes == sum(p.nbytes for p in model.parameters())
+
+
+def test_plan_describes_each_layer():
+    made = plan(tiny_model("gemma2"), LENGTH)
+    ring, full = made.layers
+    assert (ring.index, ring.layer_type, ring.storage, ring.slots, ring.window) == (0, "sliding_attention", "RingLayer", WINDOW, WINDOW)
+    assert (full.index, full.layer_type, full.storage, full.slots, full.window) == (1, "full_attention", "FullLayer", LENGTH, None)
+    assert (ring.heads, ring.head_dim, ring.value_head_dim, ring.dtype) == (2, 8, 8, "float32")
+    # keys and values [1, 2, 8, 8] float32, and one int64 length
+    assert ring.bytes == 2 * (1 * 2 * 8 * 8) * 4 + 8
+    assert made.architecture == "Gemma2ForCausalLM"
+    assert made.model_type == "gemma2"
+
+
+def test_plan_ring_layers_do_not_grow_with_max_cache_len():
+    short, long = plan(tiny_model("gemma2"), 64), plan(tiny_model("gemma2"), 1024)
+    assert short.layers[0].bytes == long.layers[0].bytes
+    assert long.layers[1].bytes - 8 == 16 * (short.layers[1].bytes - 8)
+
+
+def test_plan_has_no_limit_where_every_layer_is_a_ring():
+    assert plan(tiny_model("mistral"), LENGTH).max_length is None
+    assert plan(tiny_model("llama"), LENGTH).max_length == LENGTH
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "bfloat16", "torch.bfloat16"])
+def test_plan_dtype_sizes_cache_and_weights(dtype):
+    config = tiny_model("llama").config
+    half, single = plan(config, LENGTH, dtype=dtype), plan(config, LENGTH)
+    assert half.dtype == "bfloat16"
+    assert 2 * half.weights_bytes == single.weights_bytes
+    assert 2 * half.dynamic_bytes == single.dynamic_bytes
+
+
+def test_plan_is_json():
+    made = plan(tiny_model("gemma2"), LENGTH)
+    read = json.loads(json.dumps(made.to_dict()))
+    assert read["cache_bytes"] == sum(layer["bytes"] for layer in read["layers"]) == made.cache_bytes
+    assert read["max_cache_len"] == LENGTH
+
+
+def test_plan_refuses_layers_without_a_static_cache_in_a_sentence():
+    config = AutoConfig.for_model("mamba", hidden_size=16, num_hidden_layers=2, vocab_size=32, state_size=4)
+    made = plan(config, LENGTH)
+    assert made.layers == () and made.cache_bytes is None and made.dynamic_bytes is None
+    assert "layer 0" in made.refusal and "mamba" in made.refusal and "full_attention" in made.refusal
+
+
+def test_plan_refuses_layers_that_share_their_keys():
+    config = AutoConfig.for_model(
+        "gemma3n_text", vocab_size=64, vocab_size_per_layer_input=64, hidden_size=32, hidden_size_per_layer_input=8,
+        intermediate_size=32, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+        num_kv_shared_layers=2, laurel_rank=4, altup_num_inputs=2, sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention"] * 2, activation_sparsity_pattern=[0.0] * 4,
+    )  # fmt: skip
+    assert "layer 2" in plan(config, LENGTH).refusal
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"max_cache_len": 0}, ("max_cache_len", "0", "at least 1")),
+        ({"max_cache_len": True}, ("max_cache_len", "True", "int")),
+        ({"max_cache_len": LENGTH, "batch_size": -2}, ("batch_size", "-2", "at least 1")),
+        ({"max_cache_len": LENGTH, "dtype": "int8"}, ("dtype", "int8", "float32")),
+        ({"max_cache_len": LENGTH, "dtype": "float3"}, ("dtype", "float3", "float32")),
+    ],
+)
+def test_plan_names_the_bad_value_and_the_remedy(arguments, words):
+    with pytest.raises(InputError) as caught:
+        plan(tiny_model("llama").config, **arguments)
+    for word in words:
+        assert word in str(caught.value)
