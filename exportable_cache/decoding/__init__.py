@@ -1,0 +1,16 @@
+"""From logits to tokens to text: sampling, the decode loop, and streaming detokenisation."""
+
+from .loop import generate_tokens
+from .sampling import Sampling, keep_top_k, keep_top_p, sample
+from .text import StopStrings, TextStream, encode_prompt
+
+__all__ = [
+    "Sampling",
+    "StopStrings",
+    "TextStream",
+    "encode_prompt",
+    "generate_tokens",
+    "keep_top_k",
+    "keep_top_p",
+    "sample",
+]

@@ -1,0 +1,65 @@
+"""The decode loop: prefill, choose, feed back, until something ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from .sampling import Sampling
+from .text import StopStrings, TextStream
+
+if TYPE_CHECKING:
+    from ..session import Session
+
+
+def generate_tokens(
+    session: Session,
+    input_ids: torch.Tensor,
+    limit: int | None,
+    sampling: Sampling,
+    end_tokens: Collection[int],
+    stop_strings: Sequence[str] = (),
+    pad_token: int = 0,
+) -> Iterator[torch.Tensor]:
+    """Tokens that follow a prompt.
+
+    A token is fed back only when the next one is asked for, so the newest token is never in the cache.
+
+    Args:
+        session: What runs the steps; it continues from where it is.
+        input_ids: int64 [batch, length].
+        limit: Most tokens per row; None for as many as the cache has room for.
+        sampling: How to choose.
+        end_tokens: A row ends with any of these.
+        stop_strings: A row ends with the token that completes one of these; the session needs a tokenizer then.
+        pad_token: What a row that has ended gives while others go on.
+
+    Yields:
+        int64 [batch], on the session's device.
+    """
+    batch_size = input_ids.shape[0]
+    ended = torch.zeros(batch_size, dtype=torch.bool)
+    texts = [(TextStream(session.tokenizer), StopStrings(stop_strings)) for _ in range(batch_size if stop_strings else 0)]
+    generator = sampling.generator(session.device)
+    logits = session.prefill(input_ids)
+    count = 0
+    while True:
+        tokens = sampling.choose(logits, generator)
+        if ended.any():
+            tokens = tokens.masked_fill(ended.to(tokens.device), pad_token)
+        chosen = tokens.tolist()
+        yield tokens
+        count += 1
+        for row, token in enumerate(chosen):
+            if not ended[row]:
+                ended[row] = token in end_tokens or bool(texts) and _completes(token, *texts[row])
+        if bool(ended.all()) or count == limit or session.room == 0:
+            return
+        logits = session.decode(tokens)
+
+
+def _completes(token: int, stream: TextStream, stops: StopStrings) -> bool:
+    stops.push(stream.push(token))
+    return stops.stopped

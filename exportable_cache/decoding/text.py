@@ -1,0 +1,121 @@
+"""Text in and out: prompts to token ids, and tokens to text piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from ..errors import InputError
+
+# What decoders put in place of bytes that are not (yet) a character.
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[Mapping[str, Any]], *, starts: bool = True
+) -> torch.Tensor:
+    """Token ids of a prompt.
+
+    Args:
+        prompt: Text, or chat messages such as `[{"role": "user", "content": "hello"}]`, which the tokenizer's chat template
+            renders up to where the assistant begins.
+        starts: Whether text begins a sequence, and so gets the tokenizer's special tokens (the template has its own).
+
+    Returns:
+        int64 [1, length]; length may be 0.
+
+    Raises:
+        InputError: If the prompt is neither, or the tokenizer has no chat template for messages.
+    """
+    if isinstance(prompt, str):
+        ids = tokenizer(prompt, add_special_tokens=starts)["input_ids"]
+    elif isinstance(prompt, Sequence) and prompt and all(isinstance(message, Mapping) for message in prompt):
+        if not getattr(tokenizer, "chat_template", None):
+            raise InputError(
+                f"got {len(prompt)} chat messages, but the tokenizer has no chat template; "
+                "pass the prompt as text, or set tokenizer.chat_template before exporting"
+            )
+        messages = [dict(message) for message in prompt]
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
+    else:
+        raise InputError(
+            f"prompt is {prompt!r:.80}; pass text, or chat messages as a list of mappings with 'role' and 'content'"
+        )
+    return torch.tensor([ids], dtype=torch.int64).reshape(1, -1)
+
+
+class TextStream:
+    """Detokenises one token at a time. The pieces join to what decoding all tokens at once gives.
+
+    A piece never ends inside a character: bytes that do not make one yet are held back, until they do or the stream ends.
+    Special tokens give no text, and spaces are not cleaned up, which later tokens could undo.
+
+    Args:
+        tokenizer: Its `decode` is called on the newest few tokens only.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        # Tokens given out last, then those held back: how a token reads may depend on the one before it.
+        self._context: list[int] = []
+        self._held: list[int] = []
+
+    def push(self, token: int) -> str:
+        """Text that `token` completes, possibly none."""
+        self._held.append(token)
+        piece = self._piece()
+        if not piece or piece.endswith(_REPLACEMENT):
+            return ""
+        self._context, self._held = self._held, []
+        return piece
+
+    def finish(self) -> str:
+        """Text still held back."""
+        piece = self._piece() if self._held else ""
+        self._context, self._held = [], []
+        return piece
+
+    def _piece(self) -> str:
+        return self._decode(self._context + self._held)[len(self._decode(self._context)) :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+class StopStrings:
+    """Ends a text at the first of some strings, which is never given out, not even in part.
+
+    `StopStrings(["END"])` gives "x" for "xE", nothing for "N", and "EN" back with "y" for "y"; on "D" instead it stops.
+
+    Args:
+        strings: Not empty, any number of them.
+    """
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self._strings = tuple(strings)
+        self._held = ""
+        self.stopped = False
+
+    def push(self, piece: str) -> str:
+        """The text that may be given out now that `piece` follows; sets `stopped` once a string is complete."""
+        text = self._held + piece
+        found = [index for index in (text.find(string) for string in self._strings) if index >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)]
+        kept = max((_overlap(text, string) for string in self._strings), default=0)
+        self._held = text[len(text) - kept :]
+        return text[: len(text) - kept]
+
+    def finish(self) -> str:
+        """Text that could have begun a string and did not."""
+        text, self._held = self._held, ""
+        return text
+
+
+def _overlap(text: str, string: str) -> int:
+    """Length of the longest end of `text` that begins `string` without completing it."""
+    return next((size for size in range(min(len(text), len(string) - 1), 0, -1) if string.startswith(text[-size:])), 0)

@@ -1,0 +1,467 @@
+"""One object to prefill, decode and generate with, over any target: eager, compiled, or a bundle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from .backends.base import Runner
+from .cache import ExportableCache
+from .decoding import Sampling, StopStrings, TextStream, encode_prompt, generate_tokens
+from .errors import CacheFullError, InputError
+from .layers import CacheLayer
+from .layout import layer_types_and_windows
+
+if TYPE_CHECKING:
+    from .bundle import Bundle
+
+# High-water mark of a cache whose history is unknown: as if every slot had been overwritten.
+_UNKNOWN = 2**62
+
+
+class Session:
+    """A running program and the position of each row.
+
+    Every call checks its arguments and the room in the cache before anything runs: a refused call changes nothing.
+
+    Args:
+        runner: What runs the steps.
+        layers: The cache's layers; only their limits are asked for, so they need no tensors.
+        vocab_size: Token ids run from 0 to vocab_size - 1.
+        batch_size: Rows.
+        tokenizer: For text.
+        generation_config: Its `eos_token_id` and `pad_token_id` end and fill rows in `generate`.
+        device: Where inputs are expected and logits come back.
+        target: What the runner is, for reports.
+
+    Example:
+        >>> session = load("artifacts/demo")
+        >>> "".join(session.generate_text("the code of amber is 4821. amber?", max_new_tokens=6))
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        layers: Sequence[CacheLayer],
+        vocab_size: int,
+        *,
+        batch_size: int,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        generation_config: GenerationConfig | None = None,
+        device: torch.device | str = "cpu",
+        target: str = "eager",
+    ) -> None:
+        self.runner = runner
+        self.layers = tuple(layers)
+        self.vocab_size = vocab_size
+        self.batch_size = batch_size
+        self.tokenizer = tokenizer
+        self.generation_config = generation_config
+        self.device = torch.device(device)
+        self.target = target
+        self._cache: ExportableCache | None = None
+        self._length = torch.zeros(batch_size, dtype=torch.int64)
+        # The most tokens each row ever held since position 0: what a rewind leaves behind in a ring depends on it.
+        self._high_water = torch.zeros(batch_size, dtype=torch.int64)
+
+    @classmethod
+    def from_model(
+        cls,
+        model: PreTrainedModel,
+        cache: ExportableCache,
+        *,
+        compile: bool = False,
+        prefill_length: int | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> Session:
+        """Run a live model over a cache, which may hold tokens already: the session goes on from there.
+
+        The session owns the cache: its keys and values are written in place, and steps taken with it elsewhere go unseen.
+        The model's attention implementation is switched to ours.
+
+        Args:
+            model: A transformers causal LM in eval mode.
+            cache: Allocated for it.
+            compile: Run through torch.compile, one graph for decode and one for prefill.
+            prefill_length: Longest chunk of a prompt, see `program.methods_for`.
+            tokenizer: For text.
+
+        Raises:
+            InputError: If the model is in training mode, or the cache is not one for this model.
+        """
+        from .backends.module import ModuleRunner
+
+        if model.training:
+            raise InputError(f"{type(model).__name__} is in training mode; call model.eval() first")
+        if not isinstance(cache, ExportableCache):
+            raise InputError(f"cache is a {type(cache).__name__}; allocate one with ExportableCache.from_model(model, max_cache_len=...)")
+        expected = len(layer_types_and_windows(model.config))
+        if len(cache.layers) != expected:
+            raise InputError(
+                f"the cache has {len(cache.layers)} layers, the model {expected}; allocate it with ExportableCache.from_model"
+            )
+        device = cache.layers[0].device
+        if device != model.device:
+            raise InputError(f"the cache is on {device}, the model on {model.device}; allocate the cache with device={str(model.device)!r}")
+        session = cls(
+            ModuleRunner(model, cache, compiled=compile, prefill_length=prefill_length),
+            cache.layers,
+            model.get_input_embeddings().weight.shape[0],
+            batch_size=cache.batch_size,
+            tokenizer=tokenizer,
+            generation_config=model.generation_config,
+            device=device,
+            target="compiled" if compile else "eager",
+        )
+        session._cache = cache
+        session._length = cache.cumulative_length.detach().cpu().clone()
+        session._high_water = torch.maximum(session._length, torch.tensor(_high_water(cache.layers, session._length)))
+        return session
+
+    @classmethod
+    def from_bundle(cls, bundle: Bundle) -> Session:
+        """Open the program of a bundle and start at position 0."""
+        runner, layers = bundle.open_runner()
+        manifest = bundle.manifest
+        return cls(
+            runner,
+            layers,
+            manifest.vocab_size,
+            batch_size=manifest.program.batch_size,
+            tokenizer=bundle.tokenizer(),
+            generation_config=GenerationConfig.from_dict(dict(manifest.generation_config)),
+            target=manifest.target,
+        )
+
+    # -- position ---------------------------------------------------------------------------------------------------
+
+    @property
+    def length(self) -> torch.Tensor:
+        """Tokens seen per row, int64 [batch] on the host."""
+        return self._length.clone()
+
+    @property
+    def max_length(self) -> int | None:
+        """Tokens a row can hold in all, or None where only rings keep state."""
+        return min((layer.max_length for layer in self.layers if layer.max_length is not None), default=None)
+
+    @property
+    def room(self) -> int | None:
+        """Tokens that every row still has room for, or None for any number."""
+        return None if self.max_length is None else self.max_length - int(self._length.max())
+
+    @property
+    def cache(self) -> ExportableCache:
+        """The cache given to `from_model`, its lengths brought up to date.
+
+        Raises:
+            InputError: If the session runs a bundle, whose cache is inside the program.
+        """
+        if self._cache is None:
+            raise InputError(f"a session over a {self.target!r} bundle has no cache object; its program keeps the tensors")
+        high_water = int(self._high_water.max())
+        for layer in self._cache.layers:
+            layer.cumulative_length.copy_(self._length)
+            layer._high_water = None if high_water >= _UNKNOWN else high_water
+        return self._cache
+
+    def reset(self) -> None:
+        """Start anew at position 0; the next step is the first of a sequence."""
+        self._length.zero_()
+        self._high_water.zero_()
+
+    def rewind(self, tokens: int) -> None:
+        """Take back the newest tokens of every row, so that others can follow in their place.
+
+        Args:
+            tokens: How many, 0 or more.
+
+        Raises:
+            InputError: If a row holds fewer, or a ring has overwritten one that would be needed again.
+        """
+        if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0:
+            raise InputError(f"cannot rewind {tokens!r} tokens; pass an int of at least 0")
+        lengths = self._length.tolist()
+        if tokens > min(lengths):
+            raise InputError(f"cannot rewind {tokens} tokens, rows hold {lengths}; rewind at most {min(lengths)}")
+        allowed = min(
+            layer.max_rollback(length, high_water)
+            for layer in self.layers
+            for length, high_water in zip(lengths, self._high_water.tolist(), strict=True)
+        )
+        if tokens > allowed:
+            raise InputError(
+                f"cannot rewind {tokens} tokens at a length of {lengths}: the sliding window has overwritten older ones, "
+                f"at most {allowed} can be taken back; reset() and prefill the tokens to keep"
+            )
+        self._length -= tokens
+
+    # -- steps ------------------------------------------------------------------------------------------------------
+
+    def prefill(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Feed a prompt of any length, after whatever was fed before. Long ones go through in chunks.
+
+        Args:
+            input_ids: int64 [batch, length], length at least 1.
+
+        Returns:
+            Logits [batch, vocab] of each row's last token.
+
+        Raises:
+            InputError: If shape, dtype, device or a token id is wrong, or there is no token.
+            CacheFullError: If the prompt does not fit.
+        """
+        self._check_prompt(input_ids)
+        method = self.runner.methods.get("prefill")
+        position, length = 0, input_ids.shape[1]
+        while position < length:
+            size = min(length - position, method.max_length) if method is not None else 1
+            if method is None or size < method.min_length:
+                size = 1
+            logits = self._step(input_ids[:, position : position + size].contiguous())
+            position += size
+        return logits
+
+    def decode(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Feed one token per row.
+
+        Args:
+            tokens: int64 [batch].
+
+        Returns:
+            Logits [batch, vocab].
+
+        Raises:
+            InputError: If shape, dtype, device or a token id is wrong.
+            CacheFullError: If a row has no slot left.
+        """
+        self._check_ids("tokens", tokens, ("batch",))
+        self._check_room(1)
+        return self._step(tokens[:, None])
+
+    def _step(self, input_ids: torch.Tensor) -> torch.Tensor:
+        size = input_ids.shape[1]
+        # Before the run: should it fail halfway, slots may have been written.
+        self._high_water = torch.maximum(self._high_water, self._length + size)
+        method = "decode" if size == 1 else "prefill"
+        logits = self.runner.run(method, input_ids, self._length.to(self.device, copy=True))
+        self._length += size
+        return logits
+
+    # -- generation -------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        input_ids: torch.Tensor,
+        max_new_tokens: int | None = None,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        stop: int | str | Sequence[int | str] | None = None,
+    ) -> Iterator[Any]:
+        """Tokens that follow a prompt, one step each. Arguments are checked now, steps run as the iterator is consumed.
+
+        It continues from where the session is: `reset()` first for a new sequence. The newest token given out is not in the
+        cache yet; to continue after the end, start the next prompt with it.
+
+        Args:
+            input_ids: int64 [batch, length].
+            max_new_tokens: Most tokens per row; as many as fit by default.
+            temperature, top_k, top_p, seed: See `decoding.Sampling`; greedy by default.
+            stop: Token ids that end a row, besides the model's end tokens, or strings where there is a tokenizer. The token
+                that ends a row is given out too.
+
+        Yields:
+            A token id (int) at batch size 1, otherwise int64 [batch], where ended rows give the padding token.
+
+        Raises:
+            InputError: If an argument is wrong.
+            CacheFullError: If the prompt, or the prompt with `max_new_tokens`, does not fit.
+        """
+        tokens, strings = self._stops(stop)
+        steps = self._generate(input_ids, max_new_tokens, Sampling(temperature, top_k, top_p, seed), tokens, strings)
+        return (int(step[0]) for step in steps) if self.batch_size == 1 else steps
+
+    def generate_text(
+        self,
+        prompt: str | Sequence[Mapping[str, Any]],
+        max_new_tokens: int | None = None,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        stop: int | str | Sequence[int | str] | None = None,
+    ) -> Iterator[str]:
+        """Text that follows a prompt, in pieces that never split a character and join to the whole.
+
+        Text continues from where the session is, like `generate`. Chat messages are a whole conversation: with them the
+        session starts anew. What ends the text (an end token, a stop token or a stop string) is not part of it.
+
+        Args:
+            prompt: Text, or chat messages such as `[{"role": "user", "content": "hello"}]`.
+            max_new_tokens, temperature, top_k, top_p, seed, stop: See `generate`.
+
+        Raises:
+            InputError: If there is no tokenizer, the batch size is not 1, or an argument is wrong.
+            CacheFullError: See `generate`.
+        """
+        tokenizer = self._require_tokenizer("text")
+        if self.batch_size != 1:
+            raise InputError(f"text is generated at batch size 1, this session has {self.batch_size}; use generate with token ids")
+        is_text = isinstance(prompt, str)
+        starts = not is_text or int(self._length[0]) == 0
+        input_ids = encode_prompt(tokenizer, prompt, starts=starts).to(self.device)
+        tokens, strings = self._stops(stop)
+        sampling = Sampling(temperature, top_k, top_p, seed)
+        steps = self._generate(input_ids, max_new_tokens, sampling, tokens, (), anew=not is_text)
+        return self._pieces(steps, tokens, StopStrings(strings), TextStream(tokenizer))
+
+    def _generate(
+        self,
+        input_ids: torch.Tensor,
+        max_new_tokens: int | None,
+        sampling: Sampling,
+        stop_tokens: Sequence[int],
+        stop_strings: Sequence[str],
+        anew: bool = False,
+    ) -> Iterator[torch.Tensor]:
+        self._check_prompt(input_ids, max_new_tokens, anew)
+        if anew:
+            self.reset()
+        ends = _end_tokens(self.generation_config)
+        pad = getattr(self.generation_config, "pad_token_id", None)
+        if pad is None or not 0 <= pad < self.vocab_size:
+            pad = ends[0] if ends else 0
+        return generate_tokens(self, input_ids, max_new_tokens, sampling, {*ends, *stop_tokens}, stop_strings, pad)
+
+    def _pieces(
+        self, steps: Iterator[torch.Tensor], stop_tokens: Sequence[int], stops: StopStrings, stream: TextStream
+    ) -> Iterator[str]:
+        ends = {*_end_tokens(self.generation_config), *stop_tokens}
+        for step in steps:
+            token = int(step[0])
+            if token in ends:
+                break
+            piece = stops.push(stream.push(token))
+            if piece:
+                yield piece
+            if stops.stopped:
+                return
+        rest = stops.push(stream.finish())
+        rest += "" if stops.stopped else stops.finish()
+        if rest:
+            yield rest
+
+    # -- checks -----------------------------------------------------------------------------------------------------
+
+    def _check_prompt(self, input_ids: torch.Tensor, max_new_tokens: int | None = None, anew: bool = False) -> None:
+        self._check_ids("input_ids", input_ids, ("batch", "length"))
+        if max_new_tokens is not None and (
+            not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 1
+        ):
+            raise InputError(f"max_new_tokens is {max_new_tokens!r}; it must be an int of at least 1, or None for as many as fit")
+        self._check_room(input_ids.shape[1], max_new_tokens, anew)
+
+    def _check_ids(self, name: str, ids: torch.Tensor, dims: tuple[str, ...]) -> None:
+        shape = f"[{', '.join(dims)}]"
+        if not isinstance(ids, torch.Tensor):
+            raise InputError(f"{name} is a {type(ids).__name__}; pass an int64 tensor {shape}, as torch.tensor makes of a list")
+        if ids.dim() != len(dims):
+            raise InputError(f"{name} has shape {list(ids.shape)}; it must be {shape} with batch {self.batch_size}")
+        if ids.shape[0] != self.batch_size:
+            raise InputError(
+                f"{name} has {ids.shape[0]} rows, this session runs {self.batch_size}; pass {self.batch_size} rows, "
+                f"or allocate or export with batch_size={ids.shape[0]}"
+            )
+        if ids.dtype != torch.int64:
+            raise InputError(f"{name} is {ids.dtype}; it must be torch.int64: pass {name}.to(torch.int64)")
+        if ids.device != self.device:
+            raise InputError(f"{name} is on {ids.device}, the session runs on {self.device}; pass {name}.to({str(self.device)!r})")
+        if ids.numel() == 0:
+            raise InputError(f"{name} has shape {list(ids.shape)}: the prompt is empty; pass at least one token per row")
+        wrong = (ids < 0) | (ids >= self.vocab_size)
+        if bool(wrong.any()):
+            where = wrong.nonzero()[0].tolist()
+            raise InputError(
+                f"{name}{where} is token id {int(ids[tuple(where)])}, outside the vocabulary of 0 to {self.vocab_size - 1}; "
+                "tokenize with the model's own tokenizer"
+            )
+
+    def _check_room(self, tokens: int, max_new_tokens: int | None = None, anew: bool = False) -> None:
+        limit = self.max_length
+        if limit is None:
+            return
+        held = 0 if anew else int(self._length.max())
+        room = limit - held
+        holds = f"the cache holds {held} of at most {limit} tokens"
+        if tokens > room:
+            remedy = "reset() the session, rewind() it, or allocate or export with a larger max_cache_len"
+            if tokens > limit:
+                remedy = f"shorten the prompt, or allocate or export with max_cache_len of at least {held + tokens}"
+            raise CacheFullError(f"{holds}, {tokens} more do not fit; {remedy}")
+        # The last new token is not fed back, so it needs no slot.
+        if max_new_tokens is not None and tokens + max_new_tokens - 1 > room:
+            raise CacheFullError(
+                f"{holds}: after a prompt of {tokens} tokens max_new_tokens may be at most {room - tokens + 1}, got {max_new_tokens}; "
+                f"lower it, leave it out to stop when the cache is full, or allocate or export with a larger max_cache_len"
+            )
+
+    def _stops(self, stop: int | str | Sequence[int | str] | None) -> tuple[list[int], list[str]]:
+        given = [] if stop is None else [stop] if isinstance(stop, (int, str)) else list(stop)
+        tokens, strings = [], []
+        for item in given:
+            if isinstance(item, str) and item:
+                strings.append(item)
+            elif isinstance(item, int) and not isinstance(item, bool) and 0 <= item < self.vocab_size:
+                tokens.append(item)
+            else:
+                raise InputError(
+                    f"stop has {item!r}; pass token ids from 0 to {self.vocab_size - 1}, or strings of at least one character"
+                )
+        if strings:
+            self._require_tokenizer("stop strings")
+        return tokens, strings
+
+    def _require_tokenizer(self, purpose: str) -> PreTrainedTokenizerBase:
+        if self.tokenizer is None:
+            raise InputError(
+                f"{purpose} needs a tokenizer and this session has none; pass tokenizer= to Session.from_model or export, "
+                "or use generate with token ids"
+            )
+        return self.tokenizer
+
+
+def load(path: str | Path, *, check_versions: bool = True) -> Session:
+    """Open a bundle that `export` wrote, ready to run.
+
+    Args:
+        path: The folder.
+        check_versions: Refuse a bundle made with other versions of the packages its target depends on.
+
+    Raises:
+        BundleError: If it is missing, damaged, of another schema version or of other package versions.
+        MissingDependencyError: If its target needs a package that is not installed.
+    """
+    from .bundle import Bundle
+
+    return Session.from_bundle(Bundle.open(path, check_versions=check_versions))
+
+
+def _high_water(layers: Sequence[CacheLayer], length: torch.Tensor) -> int:
+    """The most tokens a row of these layers may ever have held."""
+    if not bool(length.any()):
+        return 0
+    known = [layer._high_water for layer in layers]
+    return _UNKNOWN if any(mark is None for mark in known) else max(known)
+
+
+def _end_tokens(generation_config: GenerationConfig | None) -> list[int]:
+    ends = getattr(generation_config, "eos_token_id", None)
+    if ends is None:
+        return []
+    return [int(end) for end in ends] if isinstance(ends, (list, tuple)) else [int(ends)]
