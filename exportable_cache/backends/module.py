@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import FunctionType
 
 import torch
 from transformers import PreTrainedModel
@@ -34,12 +35,27 @@ class ModuleRunner:
         self._calls = {"decode": self.module, "prefill": self.module}
         if compiled:
             self._calls = {
-                "decode": torch.compile(self.module, fullgraph=True, dynamic=False),
-                "prefill": torch.compile(self.module, fullgraph=True),
+                "decode": torch.compile(_step_of(self.module), fullgraph=True, dynamic=False),
+                "prefill": torch.compile(_step_of(self.module), fullgraph=True),
             }
 
     @torch.no_grad()
     def run(self, method: str, input_ids: torch.Tensor, input_pos: torch.Tensor) -> torch.Tensor:
+        # Guards look at strides, which a slice of a longer prompt carries along, and dynamic sizes are marked on the tensor.
+        input_ids = input_ids.clone(memory_format=torch.contiguous_format)
         if self._compiled and method == "prefill":
             torch._dynamo.mark_dynamic(input_ids, 1, min=2, max=self.methods["prefill"].max_length)
         return self._calls[method](input_ids, input_pos)
+
+
+def _step_of(module: torch.nn.Module) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """A function that calls `module`, with a code object of its own.
+
+    TorchDynamo keeps compiled graphs per code object: methods, and runners, that shared one would count as
+    recompilations of each other and together run into the recompile limit.
+    """
+
+    def step(input_ids: torch.Tensor, input_pos: torch.Tensor) -> torch.Tensor:
+        return module(input_ids, input_pos)
+
+    return FunctionType(step.__code__.replace(), step.__globals__, "step", None, step.__closure__)
