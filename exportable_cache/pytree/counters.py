@@ -49,8 +49,6 @@ def to_leaf(value: int | torch.SymInt | Held) -> Any:
 
 def from_leaf(leaf: Any) -> Any:
     """The counter of a pytree child: an int, a symbol while tracing, or `Held`."""
-    if torch.compiler.is_dynamo_compiling():
-        return leaf.item()
     if _torch_private.is_plain(leaf):
         return int(leaf)
     if _torch_private.is_traced(leaf):

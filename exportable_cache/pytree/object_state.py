@@ -77,9 +77,8 @@ def _tokens_in_first_layer(state: Mapping[str, Any]) -> Any:
 
 
 def _sliding_window_tensor(state: Mapping[str, Any]) -> torch.Tensor:
-    # `full` rather than `tensor`: while tracing, the latter would leave a constant behind in the program.
     device = state["keys"].device if isinstance(state.get("keys"), torch.Tensor) else "cpu"
-    return torch.full((), state["sliding_window"], dtype=torch.long, device=device)
+    return torch.tensor(state["sliding_window"], dtype=torch.long, device=device)
 
 
 # Attribute -> (state it needs, how it follows from it). Sizes can be symbols while tracing, so they may not be context.

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, MambaConfig, MistralConfig, cache_utils
 
 from exportable_cache.pytree import cache_classes
 
-BATCH, HEADS, DIM, LAYERS = 2, 2, 4, 2
+BATCH, HEADS, DIM, LAYERS = 3, 2, 4, 2
 CAPACITY, WINDOW = 12, 4
 SIZES = dict(
     hidden_size=HEADS * DIM,

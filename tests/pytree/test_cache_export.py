@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from cache_samples import CAPACITY, HAS_STATES, LAYERS, LIST_BASED, SAMPLES, SIZES, WINDOW, states
+from cache_samples import CAPACITY, DIM, HAS_STATES, HEADS, LAYERS, LIST_BASED, SAMPLES, SIZES, WINDOW, states
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, cache_utils
 
 pytestmark = pytest.mark.usefixtures("registered")
@@ -36,12 +36,12 @@ def arguments(seen, cache):
     return *states(seen, 1), torch.tensor([seen]), cache
 
 
-def growing(obj):
-    """dynamic_shapes of a cache: the token dimension of every key and value is dynamic."""
+def dynamic(dim, obj):
+    """dynamic_shapes of a cache: one dimension of every key and value."""
     if isinstance(obj, torch.Tensor):
-        return {2: torch.export.Dim.AUTO} if obj.dim() == 4 else None
+        return {dim: torch.export.Dim.AUTO} if obj.dim() == 4 else None
     children = obj if isinstance(obj, (list, tuple)) else pytree.SUPPORTED_NODES[type(obj)].flatten_fn(obj)[0]
-    return [growing(child) for child in children]
+    return [dynamic(dim, child) for child in children]
 
 
 def assert_caches_equal(left, right):
@@ -55,7 +55,7 @@ def assert_caches_equal(left, right):
 def test_one_program_serves_every_step_past_the_window(name, strict, tmp_path):
     seen = WINDOW + 3
     sample = BY_NAME[name]
-    shapes = (None, None, None, growing(sample.fed(seen))) if name.startswith("Dynamic") else None
+    shapes = (None, None, None, dynamic(2, sample.fed(seen))) if name.startswith("Dynamic") else None
     program = torch.export.export(Step(), arguments(seen, sample.fed(seen)), dynamic_shapes=shapes, strict=strict)
     assert not program.constants
     torch.export.save(program, tmp_path / "step.pt2")
@@ -69,6 +69,17 @@ def test_one_program_serves_every_step_past_the_window(name, strict, tmp_path):
         assert type(cache) is type(eager_cache)
         assert_caches_equal(cache, eager_cache)
         sample.feed(copy.deepcopy(cache), position + 1, 1)  # what comes out is a working cache
+
+
+def test_a_length_survives_decomposition():
+    name = ONE_PROGRAM[-1]
+    sample = BY_NAME[name]
+    seen = WINDOW + 3
+    module = torch.export.export(Step(), arguments(seen, sample.fed(seen))).run_decompositions().module()
+    result, cache = module(*arguments(seen, sample.fed(seen)))
+    expected, eager_cache = Step()(*arguments(seen, sample.fed(seen)))
+    torch.testing.assert_close(result, expected)
+    assert_caches_equal(cache, eager_cache)
 
 
 def test_a_length_that_python_branches_on_stops_the_export():
@@ -107,6 +118,24 @@ def test_a_cache_of_another_form_is_refused():
         other.layers[1].max_cache_len += 1
     with pytest.raises(Exception, match="max_cache_len"):
         module(*arguments(3, other))
+
+
+if not LIST_BASED:  # whose static caches carry their batch size as a setting
+
+    def test_the_batch_of_a_static_cache_can_be_dynamic():
+        def inputs(batch):
+            cache = cache_utils.StaticCache(LlamaConfig(**SIZES), max_cache_len=CAPACITY)
+            cache.early_initialization(batch, HEADS, DIM, torch.float32, torch.device("cpu"))
+            keys, values = (torch.ones(batch, HEADS, 1, DIM) for _ in range(2))
+            return keys, values, torch.tensor([0]), cache
+
+        shapes = tuple(dynamic(0, argument) for argument in inputs(2))
+        module = torch.export.export(Step(), inputs(2), dynamic_shapes=shapes).module()
+        for batch in (2, 5):
+            (result, cache), (expected, eager_cache) = module(*inputs(batch)), Step()(*inputs(batch))
+            torch.testing.assert_close(result, expected)
+            assert_caches_equal(cache, eager_cache)
+            assert [layer.values.shape[0] for layer in cache.layers] == [batch] * LAYERS
 
 
 if HAS_STATES:  # whole models need the masks of a release that traces them

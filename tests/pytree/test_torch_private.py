@@ -65,6 +65,15 @@ def test_remove_node_leaves_nothing_behind():
     pytree.register_pytree_node(Node, flatten, unflatten)
 
 
+def test_a_spec_read_before_does_not_outlive_its_class():
+    pytree.register_pytree_node(Node, flatten, unflatten, serialized_type_name="toy.Node")
+    text = pytree.treespec_dumps(pytree.tree_structure(Node()))
+    assert pytree.treespec_loads(text).type is Node
+    _torch_private.remove_node(Node)
+    pytree.register_pytree_node(Other, flatten, unflatten, serialized_type_name="toy.Node")
+    assert pytree.treespec_loads(text).type is Other
+
+
 def test_remove_node_leaves_a_name_to_the_class_that_took_it():
     pytree.register_pytree_node(Node, flatten, unflatten, serialized_type_name="toy.Node")
     pytree.register_pytree_node(Other, flatten, unflatten, serialized_type_name="toy.Node")
