@@ -216,15 +216,19 @@ class Session:
             CacheFullError: If the prompt does not fit.
         """
         self._check_prompt(input_ids)
-        method = self.runner.methods.get("prefill")
-        position, length = 0, input_ids.shape[1]
-        while position < length:
-            size = min(length - position, method.max_length) if method is not None else 1
-            if method is None or size < method.min_length:
-                size = 1
+        position = 0
+        for size in self.chunk_sizes(input_ids.shape[1]):
             logits = self._step(input_ids[:, position : position + size].contiguous())
             position += size
         return logits
+
+    def chunk_sizes(self, length: int) -> list[int]:
+        """How many tokens of a prompt of `length` go through each step; steps of one are decode steps."""
+        method = self.runner.methods.get("prefill")
+        if method is None:
+            return [1] * length
+        whole, rest = divmod(length, method.max_length)
+        return [method.max_length] * whole + ([rest] if rest >= method.min_length else [1] * rest)
 
     def decode(self, tokens: torch.Tensor) -> torch.Tensor:
         """Feed one token per row.

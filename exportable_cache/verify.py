@@ -1,0 +1,274 @@
+"""Checking a program against its model: the same tokens through both, logits compared at every step."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from .errors import InputError
+from .layout import layer_types_and_windows
+from .program import attention_of
+from .progress import Progress, silent
+from .session import Session
+
+if TYPE_CHECKING:
+    from .bundle import Bundle
+
+#: Largest |logit difference| that passes, by the dtype the model runs in.
+TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 5e-2}
+
+_PROMPTS_WITHOUT_WINDOW = (3, 8, 40)
+_DECODE_STEPS = 24
+# Steps past a window: enough for the ring to have turned over visibly.
+_PAST_WINDOW = 8
+# Up to this window every prompt is decoded past it, and one of five windows is tried: both cost time as it grows.
+_SMALL_WINDOW = 256
+# The reference takes longer prompts in pieces: eager attention keeps heads x length x length scores.
+_REFERENCE_CHUNK = 1024
+
+
+@dataclass(frozen=True)
+class VerifiedPrompt:
+    """One prompt and the steps after it.
+
+    Attributes:
+        length: Tokens of the prompt.
+        chunks: Steps that the program took for them.
+        decode_steps: Single tokens fed after it.
+        max_difference: Largest |logit difference|; not a number if either side produced one.
+        argmax_agreement: Share of positions whose most probable token is the same. Reported, not judged: ties flip.
+    """
+
+    length: int
+    chunks: int
+    decode_steps: int
+    max_difference: float
+    argmax_agreement: float
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What a verification saw.
+
+    Attributes:
+        passed: Whether every difference is a number and at most `tolerance`.
+        max_difference: Largest |logit difference| of all; not a number if any is not.
+        tolerance: The limit.
+        prompts: One entry per prompt, shortest first.
+        steps: Positions compared, over all prompts and rows.
+        windows: Sliding windows that were passed.
+        target: What was verified.
+    """
+
+    passed: bool
+    max_difference: float
+    tolerance: float
+    prompts: tuple[VerifiedPrompt, ...]
+    steps: int
+    windows: tuple[int, ...]
+    target: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON; a difference that is not a number is null."""
+        return _jsonable(asdict(self))
+
+    def __str__(self) -> str:
+        lengths = ", ".join(str(prompt.length) for prompt in self.prompts)
+        windows = f", past the window of {' and '.join(map(str, self.windows))}" if self.windows else ""
+        sign = "<=" if self.passed else "exceeds"
+        return (
+            f"{'verified' if self.passed else 'NOT verified'}: {self.steps} positions, prompts of {lengths} tokens{windows}, "
+            f"max |logit difference| {self.max_difference:.1e} {sign} {self.tolerance:.0e}"
+        )
+
+
+def default_prompts(windows: Sequence[int], max_length: int | None, prefill_length: int) -> list[int]:
+    """Prompt lengths that cross every boundary: around each window, past the longest prefill chunk, and a short one.
+
+    `default_prompts([8], 64, 256)` is `[3, 7, 8, 9, 40]`.
+
+    Args:
+        windows: Sliding windows of the model.
+        max_length: Tokens that fit, or None for any number; at least one decode step must fit after each prompt.
+        prefill_length: Longest chunk.
+    """
+    lengths = {3} if windows else set(_PROMPTS_WITHOUT_WINDOW)
+    for window in windows:
+        lengths |= {window - 1, window, window + 1, 5 * window} if window <= _SMALL_WINDOW else {window - 1, window + 1}
+    if max(lengths) <= prefill_length:
+        lengths.add(prefill_length + 3)
+    longest = math.inf if max_length is None else max_length - 1
+    fitting = sorted(length for length in lengths if 1 <= length <= longest)
+    return fitting or [max(1, int(min(longest, 1)))]
+
+
+def default_decode_steps(prompt: int, windows: Sequence[int], max_length: int | None) -> int:
+    """Decode steps after a prompt: past every small window, and no more than fit."""
+    steps = max([_DECODE_STEPS, *(window + _PAST_WINDOW + 2 - prompt for window in windows if window <= _SMALL_WINDOW)])
+    return steps if max_length is None else max(0, min(steps, max_length - prompt))
+
+
+def verify_session(
+    session: Session,
+    model: PreTrainedModel,
+    *,
+    tolerance: float | None = None,
+    prompts: Sequence[int] | None = None,
+    decode_steps: int | None = None,
+    seed: int = 0,
+    progress: Progress = silent,
+) -> VerifyReport:
+    """Feed the same random tokens to a session and to the model in eager attention with `DynamicCache`, step by step.
+
+    The session is reset before every prompt and after the last. Prompts run from the longest to the shortest, so that each
+    but the first finds the leftovers of a longer one in the buffers.
+
+    Args:
+        session: What to check.
+        model: What it was made from.
+        tolerance: Largest |logit difference| that passes; by default `TOLERANCES` of the model's dtype.
+        prompts: Lengths; `default_prompts` by default.
+        decode_steps: Single tokens after each prompt; `default_decode_steps` by default.
+        seed: Of the tokens.
+        progress: Told about every step.
+
+    Raises:
+        InputError: If a length does not fit, or the model has another vocabulary than the session.
+    """
+    vocab_size = model.get_input_embeddings().weight.shape[0]
+    if vocab_size != session.vocab_size:
+        raise InputError(
+            f"the program has a vocabulary of {session.vocab_size} tokens, the model of {vocab_size}; verify with the model it was made from"
+        )
+    if tolerance is None:
+        tolerance = TOLERANCES.get(model.dtype, TOLERANCES[torch.float32])
+    if not tolerance > 0:
+        raise InputError(f"tolerance is {tolerance}; it must be above 0")
+    limit = _limit(session, model)
+    windows = sorted({window for _, window in layer_types_and_windows(model.config) if window is not None})
+    reachable = [window for window in windows if limit is None or window < limit]
+    method = session.runner.methods.get("prefill")
+    lengths = sorted(set(prompts or default_prompts(reachable, limit, method.max_length if method else 1)))
+    plan = []
+    for length in lengths:
+        steps = default_decode_steps(length, reachable, limit) if decode_steps is None else decode_steps
+        if length < 1 or steps < 0 or (limit is not None and length + steps > limit):
+            raise InputError(
+                f"a prompt of {length} tokens and {steps} decode steps do not fit: "
+                f"{'any number' if limit is None else limit} tokens can be held, of which the prompt takes at least 1; pass fewer"
+            )
+        plan.append((length, steps))
+    total, done = 2 * sum(1 + steps for _, steps in plan), 0
+    generator = torch.Generator().manual_seed(seed)
+    verified = []
+    for length, steps in reversed(plan):
+        ids = torch.randint(vocab_size, (session.batch_size, length + steps), generator=generator)
+        # All of the reference first: the session may run the very same model, under another attention implementation.
+        expected = []
+        for logits in _reference(model, ids, length):
+            expected.append(logits)
+            done += 1
+            progress("verifying", done, total)
+        differences, agreements = [], []
+        for step, reference in enumerate(expected):
+            session_ids = ids.to(session.device)
+            if step == 0:
+                session.reset()
+                logits = session.prefill(session_ids[:, :length])
+            else:
+                logits = session.decode(session_ids[:, length + step - 1])
+            logits = logits.to(reference.device)
+            # A maximum over tensors keeps not-a-number, Python's does not.
+            differences.append((logits.float() - reference.float()).abs().max())
+            agreements.append((logits.argmax(-1) == reference.argmax(-1)).float().mean())
+            done += 1
+            progress("verifying", done, total)
+        verified.append(
+            VerifiedPrompt(
+                length,
+                len(session.chunk_sizes(length)),
+                steps,
+                torch.stack(differences).max().item(),
+                torch.stack(agreements).mean().item(),
+            )
+        )
+    session.reset()
+    verified.reverse()
+    max_difference = torch.tensor([prompt.max_difference for prompt in verified], dtype=torch.float64).max().item()
+    return VerifyReport(
+        passed=max_difference <= tolerance,
+        max_difference=max_difference,
+        tolerance=tolerance,
+        prompts=tuple(verified),
+        steps=session.batch_size * sum(1 + steps for _, steps in plan),
+        windows=tuple(window for window in windows if any(length + steps > window for length, steps in plan)),
+        target=session.target,
+    )
+
+
+def verify(
+    path_or_bundle: str | os.PathLike | Bundle,
+    model_or_path: PreTrainedModel | str | os.PathLike,
+    *,
+    tolerance: float | None = None,
+    prompts: Sequence[int] | None = None,
+    decode_steps: int | None = None,
+    seed: int = 0,
+    progress: Progress = silent,
+) -> VerifyReport:
+    """Verify a bundle against the model it was made from; see `verify_session`. A mismatch is reported, not raised.
+
+    Raises:
+        BundleError: If the bundle cannot be opened.
+        InputError: If the model cannot be loaded, or is of another type or vocabulary.
+    """
+    from .bundle import Bundle
+    from .models import load_model
+
+    bundle = path_or_bundle if isinstance(path_or_bundle, Bundle) else Bundle.open(path_or_bundle, progress=progress)
+    manifest = bundle.manifest
+    model = load_model(model_or_path, dtype=manifest.dtype, progress=progress).model
+    if model.config.model_type != manifest.model_type:
+        raise InputError(
+            f"{bundle.path.name} was made from a {manifest.model_type!r} model, this one is {model.config.model_type!r}; "
+            "verify with the model it was made from"
+        )
+    progress(f"opening {manifest.target} program", 0, None)
+    session = Session.from_bundle(bundle)
+    return verify_session(
+        session, model, tolerance=tolerance, prompts=prompts, decode_steps=decode_steps, seed=seed, progress=progress
+    )
+
+
+@torch.no_grad()
+def _reference(model: PreTrainedModel, ids: torch.Tensor, prompt: int) -> Iterator[torch.Tensor]:
+    """Logits [batch, vocab] after the prompt and after each later token of `ids` [batch, length]."""
+    ids = ids.to(model.device)
+    cache = DynamicCache(config=model.config)
+    with attention_of(model, "eager"):
+        for start in range(0, prompt, _REFERENCE_CHUNK):
+            logits = model(ids[:, start : min(start + _REFERENCE_CHUNK, prompt)], past_key_values=cache, use_cache=True).logits
+        yield logits[:, -1].clone()
+        for position in range(prompt, ids.shape[1]):
+            yield model(ids[:, position : position + 1], past_key_values=cache, use_cache=True).logits[:, -1]
+
+
+def _limit(session: Session, model: PreTrainedModel) -> int | None:
+    """Tokens that both sides can hold."""
+    # Learned position tables end there, and past it even rotary ones are not what the model was trained for.
+    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return min((limit for limit in (session.max_length, positions) if limit), default=None)
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_jsonable(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
