@@ -12,6 +12,7 @@ import torch
 
 from .errors import InputError, UnsupportedModelError
 from .layout import LayerLayout, layout_from_config, layout_from_model
+from .models import load_config, parse_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -112,11 +113,13 @@ def plan(
     for name, value in (("max_cache_len", max_cache_len), ("batch_size", batch_size)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise InputError(f"{name} is {value!r}; it must be an int of at least 1")
-    config, source = _config_of(model_or_path)
-    chosen = _dtype(dtype if dtype is not None else getattr(config.get_text_config(decoder=True), "dtype", None))
+    wanted = parse_dtype(dtype)
+    config = load_config(model_or_path)
+    stored = getattr(model_or_path, "dtype", None) or getattr(config.get_text_config(decoder=True), "dtype", None)
+    chosen = wanted or parse_dtype(stored) or torch.float32
     model = _without_weights(config)
     about = {
-        "source": source,
+        "source": _source(model_or_path),
         "model_type": config.model_type,
         "architecture": _architecture(config, model),
         "max_cache_len": max_cache_len,
@@ -153,25 +156,8 @@ def plan(
     )
 
 
-def _config_of(model_or_path: Any) -> tuple[PreTrainedConfig, str]:
-    from transformers import PreTrainedConfig, PreTrainedModel
-
-    if isinstance(model_or_path, PreTrainedConfig):
-        return model_or_path, type(model_or_path).__name__
-    if isinstance(model_or_path, PreTrainedModel):
-        return model_or_path.config, type(model_or_path).__name__
-    from .models import load_config
-
-    return load_config(model_or_path), str(model_or_path)
-
-
-def _dtype(dtype: torch.dtype | str | None) -> torch.dtype:
-    chosen = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    if chosen is None and dtype is None:
-        return torch.float32
-    if not isinstance(chosen, torch.dtype) or not chosen.is_floating_point:
-        raise InputError(f"dtype is {dtype!r}; it must be a floating dtype such as float32, float16 or bfloat16")
-    return chosen
+def _source(model_or_path: Any) -> str:
+    return str(model_or_path) if isinstance(model_or_path, (str, Path)) else type(model_or_path).__name__
 
 
 def _name(dtype: torch.dtype) -> str:

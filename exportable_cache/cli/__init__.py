@@ -1,0 +1,15 @@
+"""The command line. Starting it, asking for help and completing a word import neither torch nor transformers."""
+
+from __future__ import annotations
+
+
+def main() -> None:
+    """Entry point of `exportable-cache`."""
+    import signal
+    import sys
+
+    from .app import app
+
+    # As an exception, so that half-written files are removed on the way out.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    app(prog_name="exportable-cache")

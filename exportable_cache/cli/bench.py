@@ -1,0 +1,61 @@
+"""`exportable-cache bench`"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Optional
+
+import typer
+
+from .layer_table import simple_table
+from .options import BundleArgument, IgnoreVersionsOption, JsonOption, at_least
+from .terminal import Terminal, bytes_text
+
+if TYPE_CHECKING:
+    from ..bench import BenchReport
+
+
+def bench(
+    ctx: typer.Context,
+    folder: BundleArgument,
+    positions: Annotated[
+        Optional[list[int]],
+        typer.Option("--position", metavar="N", callback=at_least(0), help="Tokens in the cache when decoding is timed; repeat for several.", show_default="spread"),
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", metavar="N", callback=at_least(1), help="Decode steps timed at each position.")] = 32,
+    prompt_length: Annotated[
+        Optional[int], typer.Option("--prompt-length", metavar="N", callback=at_least(1), help="Tokens of the timed prompt.", show_default="one prefill chunk")
+    ] = None,
+    ignore_versions: IgnoreVersionsOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Time prefill and decode at several fill levels."""
+    terminal: Terminal = ctx.obj
+    with terminal.progress("loading libraries") as progress:
+        from ..bench import bench as run_bench
+        from ..session import load
+
+        session = load(folder, check_versions=not ignore_versions)
+        report = run_bench(session, positions=positions or None, steps=steps, prompt_length=prompt_length, progress=progress)
+    if json:
+        terminal.json({"path": str(folder), **report.to_dict()})
+    else:
+        _print_report(terminal, report)
+
+
+def _print_report(terminal: Terminal, report: BenchReport) -> None:
+    terminal.print(
+        f"prefill  {report.prefill_tokens_per_second:.0f} tokens/s over a prompt of {report.prompt_length} tokens, "
+        f"batch size {report.batch_size}\n"
+    )
+    headers = ("tokens in the cache", "decode ms/token", "p90", "tokens/s", "steps")
+    table = simple_table(*headers, right=headers)
+    for row in report.decode:
+        table.add_row(
+            str(row.position),
+            f"{row.median_ms:.2f}",
+            f"{row.p90_ms:.2f}",
+            f"{1000 * report.batch_size / row.median_ms:.1f}",
+            str(row.steps),
+        )
+    terminal.print(table)
+    terminal.print(f"\npeak memory of the process {bytes_text(report.peak_rss_bytes)}, {report.threads} torch threads")

@@ -1,0 +1,67 @@
+"""What every command shares: streams kept apart, errors turned into one line and an exit code."""
+
+from __future__ import annotations
+
+import errno
+import sys
+import traceback
+from contextlib import ExitStack, redirect_stdout
+from typing import Any
+
+import typer
+from typer.core import TyperCommand
+
+from ..errors import ExportableCacheError, VerificationError
+from .quiet import quiet_third_parties
+from .terminal import Terminal
+
+EXIT_MISMATCH = 1
+EXIT_INPUT = 2
+EXIT_UNEXPECTED = 70
+EXIT_INTERRUPTED = 130
+
+
+class Command(TyperCommand):
+    """A command whose body gets a `Terminal` as `ctx.obj`.
+
+    Whatever the body and the libraries under it print to stdout goes to stderr; only the terminal's own output reaches
+    stdout, so that `--json` leaves exactly one document there.
+    """
+
+    def invoke(self, ctx: typer.Context) -> Any:
+        debug = bool((ctx.obj or {}).get("debug"))
+        terminal = ctx.obj = Terminal(sys.stdout)
+        with ExitStack() as stack:
+            stack.enter_context(redirect_stdout(sys.stderr))
+            if not debug:
+                stack.enter_context(quiet_third_parties())
+            try:
+                return super().invoke(ctx)
+            except KeyboardInterrupt as error:
+                terminal.error("interrupted; nothing half-written was left behind")
+                raise typer.Exit(EXIT_INTERRUPTED) from error
+            except ExportableCacheError as error:
+                if debug:
+                    traceback.print_exc()
+                terminal.error(f"error: {error}")
+                raise typer.Exit(EXIT_MISMATCH if isinstance(error, VerificationError) else EXIT_INPUT) from error
+            except Exception as error:
+                if _is_ours_to_pass(error):
+                    raise
+                if debug:
+                    traceback.print_exc()
+                    terminal.error(f"error: unexpected {type(error).__name__}")
+                else:
+                    reason = " ".join(str(error).split()) or "no message"
+                    terminal.error(f"error: unexpected {type(error).__name__}: {reason}")
+                    terminal.error("for the traceback, run it again with EXPORTABLE_CACHE_DEBUG=1")
+                raise typer.Exit(EXIT_UNEXPECTED) from error
+
+
+def _is_ours_to_pass(error: Exception) -> bool:
+    """Whether typer handles it: its own signals and usage errors, and a reader of our output that went away."""
+    from typer.exceptions import TyperException
+
+    if isinstance(error, (typer.Exit, typer.Abort, TyperException)):
+        return True
+    return isinstance(error, OSError) and error.errno == errno.EPIPE

@@ -1,0 +1,78 @@
+"""`exportable-cache export`"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Optional
+
+import typer
+
+from .layer_table import simple_table
+from .options import BatchSizeOption, DtypeOption, JsonOption, ModelArgument, TargetOption, at_least
+from .terminal import Terminal, bytes_text
+
+if TYPE_CHECKING:
+    from ..bundle import Bundle
+
+
+def export(
+    ctx: typer.Context,
+    model: ModelArgument,
+    max_cache_len: Annotated[int, typer.Option("--max-cache-len", "-n", metavar="N", callback=at_least(1), help="Tokens a full-attention layer holds.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to write the bundle to.")],
+    target: TargetOption = "executorch",
+    batch_size: BatchSizeOption = 1,
+    dtype: DtypeOption = None,
+    prefill_length: Annotated[
+        Optional[int],
+        typer.Option("--prefill-length", metavar="N", callback=at_least(1), help="Longest chunk of a prompt in one call.", show_default="256, or what fits"),
+    ] = None,
+    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Compare with the eager model, past every window.")] = True,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DIR if it exists.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Export a model with its cache to a bundle, and verify it."""
+    terminal: Terminal = ctx.obj
+    with terminal.progress("loading libraries") as progress:
+        from ..exporter import export as make_bundle
+
+        bundle = make_bundle(
+            model,
+            target=target,
+            max_cache_len=max_cache_len,
+            output_dir=output,
+            batch_size=batch_size,
+            dtype=dtype,
+            prefill_length=prefill_length,
+            verify=verify,
+            overwrite=overwrite,
+            progress=progress,
+        )
+    if json:
+        terminal.json({"path": str(bundle.path), **bundle.manifest.model_dump(mode="json")})
+    else:
+        _print_export(terminal, bundle)
+
+
+def _print_export(terminal: Terminal, bundle: Bundle) -> None:
+    manifest = bundle.manifest
+    terminal.print(f"{bundle.path}: {manifest.architecture} with its cache, for {manifest.target}\n")
+    print_files(terminal, bundle)
+    terminal.print(f"\nweights {bytes_text(manifest.weights_bytes)}, cache {bytes_text(manifest.cache_bytes)}")
+    print_verification(terminal, bundle)
+
+
+def print_files(terminal: Terminal, bundle: Bundle) -> None:
+    """Every file the manifest lists, with what it holds."""
+    table = simple_table("file", "size", "holds", right=("size",))
+    for name, file in bundle.manifest.model_dump(mode="json")["files"].items():
+        table.add_row(name, bytes_text(file["bytes"]), file["holds"])
+    terminal.print(table)
+
+
+def print_verification(terminal: Terminal, bundle: Bundle) -> None:
+    """The recorded result, in one line."""
+    from ..verify import VerifyReport
+
+    recorded = bundle.manifest.verification
+    terminal.print(str(VerifyReport(**recorded)) if recorded else "not verified; run: exportable-cache verify", style=None)

@@ -1,0 +1,140 @@
+"""`exportable-cache generate`"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Optional
+
+import typer
+
+from .options import BundleArgument, IgnoreVersionsOption, JsonOption, at_least
+from .terminal import Terminal
+
+if TYPE_CHECKING:
+    from ..session import Session
+
+_MOST_BY_DEFAULT = 128
+
+
+def generate(
+    ctx: typer.Context,
+    folder: BundleArgument,
+    prompt: Annotated[str, typer.Option("--prompt", "-p", metavar="TEXT", help="The prompt, or - to read it from stdin.")],
+    max_new_tokens: Annotated[
+        Optional[int],
+        typer.Option("--max-new-tokens", metavar="N", callback=at_least(1), help="Most tokens to generate.", show_default="128, or what fits"),
+    ] = None,
+    temperature: Annotated[
+        float, typer.Option("--temperature", metavar="T", callback=at_least(0), help="0 always takes the likeliest token.")
+    ] = 0.0,
+    top_k: Annotated[
+        Optional[int], typer.Option("--top-k", metavar="K", callback=at_least(1), help="Draw from the K likeliest tokens only.")
+    ] = None,
+    top_p: Annotated[
+        Optional[float], typer.Option("--top-p", metavar="P", help="Draw from the likeliest tokens of total probability P only.")
+    ] = None,
+    seed: Annotated[Optional[int], typer.Option("--seed", metavar="N", help="Draws the same tokens every time.")] = None,
+    stop: Annotated[Optional[list[str]], typer.Option("--stop", metavar="TEXT", help="Stop at this text; may be repeated.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template, as the user's message.")] = False,
+    ignore_versions: IgnoreVersionsOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Answer a prompt: text on stdout as it comes, speed on stderr."""
+    terminal: Terminal = ctx.obj
+    text = sys.stdin.read() if prompt == "-" else prompt
+    with terminal.progress(f"opening {folder}"):
+        from ..session import load
+
+        session = load(folder, check_versions=not ignore_versions)
+    messages = [{"role": "user", "content": text}] if chat else text
+    prompt_tokens = _count(session, messages)
+    pieces = session.generate_text(
+        messages,
+        max_new_tokens=max_new_tokens or _default_new_tokens(session, prompt_tokens),
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        stop=stop or None,
+    )
+    timed = _Timed(session, prompt_tokens)
+    try:
+        for piece in timed.follow(pieces):
+            if not json:
+                terminal.write(piece)
+    finally:
+        # An interrupted answer ends its line, too.
+        if not json and timed.text and not timed.text.endswith("\n"):
+            terminal.write("\n")
+    if json:
+        terminal.json({"path": str(folder), "prompt": text, **timed.to_dict()})
+    else:
+        terminal.note(str(timed))
+
+
+@dataclass
+class _Timed:
+    """An answer and how long it took.
+
+    Attributes:
+        text: All of it.
+        first_seconds: From the start to the first text, the prompt's prefill included.
+        decode_seconds: From there to the end.
+        decode_steps: Steps in that time.
+    """
+
+    session: Session
+    prompt_tokens: int
+    text: str = ""
+    new_tokens: int = 0
+    first_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    decode_steps: int = 0
+
+    def follow(self, pieces: Iterator[str]) -> Iterator[str]:
+        start = time.perf_counter()
+        first, held_at_first = None, 0
+        for piece in pieces:
+            if first is None:
+                first, held_at_first = time.perf_counter(), self._held()
+            self.text += piece
+            yield piece
+        end = time.perf_counter()
+        # The newest token was never fed back.
+        self.new_tokens = self._held() - self.prompt_tokens + 1
+        self.first_seconds = (first or end) - start
+        if first is not None:
+            self.decode_seconds, self.decode_steps = end - first, self._held() - held_at_first
+
+    def _held(self) -> int:
+        return int(self.session.length[0])
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Decode speed, or None where nothing was decoded after the first text."""
+        return self.decode_steps / self.decode_seconds if self.decode_steps else None
+
+    def to_dict(self) -> dict[str, object]:
+        values = {key: getattr(self, key) for key in self.__dataclass_fields__ if key != "session"}
+        return {**values, "tokens_per_second": self.tokens_per_second}
+
+    def __str__(self) -> str:
+        speed = "" if self.tokens_per_second is None else f", then {self.tokens_per_second:.1f} tokens/s"
+        return f"{self.prompt_tokens} prompt tokens, {self.new_tokens} new; first text after {self.first_seconds:.2f} s{speed}"
+
+
+def _count(session: Session, messages: str | list[dict[str, str]]) -> int:
+    from ..decoding import encode_prompt
+
+    # Without a tokenizer the session refuses, in its own words.
+    return 0 if session.tokenizer is None else encode_prompt(session.tokenizer, messages).shape[1]
+
+
+def _default_new_tokens(session: Session, prompt_tokens: int) -> int | None:
+    """`_MOST_BY_DEFAULT`, or None, for as many as fit, where that is less."""
+    if session.room is not None and prompt_tokens + _MOST_BY_DEFAULT > session.room:
+        return None
+    return _MOST_BY_DEFAULT

@@ -1,0 +1,103 @@
+"""`exportable-cache inspect`"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import typer
+
+from .export import print_files, print_verification
+from .layer_table import LayerRow, layer_table, simple_table
+from .options import BundleOrDemoArgument, JsonOption, at_least
+from .plan import print_plan
+from .terminal import Terminal, bytes_text
+
+if TYPE_CHECKING:
+    from ..bundle import Bundle
+
+_DEMO_MAX_CACHE_LEN = 512
+
+
+def inspect(
+    ctx: typer.Context,
+    folder: BundleOrDemoArgument,
+    max_cache_len: Annotated[
+        Optional[int],
+        typer.Option("--max-cache-len", "-n", metavar="N", callback=at_least(1), help="With demo: tokens a full-attention layer holds.", show_default="512"),
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Show what a bundle holds, and check its files."""
+    from ..errors import InputError
+
+    terminal: Terminal = ctx.obj
+    if folder == "demo":
+        with terminal.progress("reading the config of demo"):
+            from ..plan import plan
+
+            made = plan("demo", max_cache_len or _DEMO_MAX_CACHE_LEN)
+        terminal.json(made.to_dict()) if json else print_plan(terminal, made)
+        return
+    with terminal.progress(f"reading {folder}"):
+        from ..bundle import Bundle
+
+        # Whatever is installed here, people want to see which versions a bundle needs.
+        bundle = Bundle.open(folder, check_versions=False)
+    if max_cache_len is not None:
+        raise InputError(
+            f"--max-cache-len {max_cache_len} was given, but {folder} was exported for {bundle.manifest.program.max_cache_len}; "
+            "leave it out, or export again"
+        )
+    if json:
+        terminal.json({"path": str(bundle.path), **bundle.manifest.model_dump(mode="json")})
+    else:
+        _print_bundle(terminal, bundle)
+
+
+def _print_bundle(terminal: Terminal, bundle: Bundle) -> None:
+    manifest = bundle.manifest
+    program = manifest.program
+    terminal.print(
+        f"{bundle.path}: {manifest.architecture} with its cache, for {manifest.target}\n"
+        f"from {manifest.source}, batch size {program.batch_size}, {manifest.dtype}, max_cache_len {program.max_cache_len}, "
+        f"exported {manifest.created}\n"
+    )
+    terminal.print(layer_table(_row(layer) for layer in manifest.model_dump(mode="json")["layers"]))
+    terminal.print(f"\ncache {bytes_text(manifest.cache_bytes)}, weights {bytes_text(manifest.weights_bytes)}\n")
+    terminal.print(_method_table(bundle))
+    terminal.print()
+    print_files(terminal, bundle)
+    terminal.print("every checksum is right\n")
+    terminal.print("made with " + ", ".join(f"{name} {version}" for name, version in manifest.packages.items()))
+    print_verification(terminal, bundle)
+
+
+def _row(layer: dict[str, Any]) -> LayerRow:
+    config, tensors = layer["config"], layer["tensors"]
+    keys = tensors.get("keys", {}).get("shape", [None] * 4)
+    values = tensors.get("values", {}).get("shape", [None] * 4)
+    # The lengths are int64 in every layer; the dtype people ask for is that of what is kept.
+    kept = tensors.get("keys") or next(iter(tensors.values()))
+    return LayerRow(
+        layer_type=layer["layer_type"],
+        storage=layer["class"],
+        slots=config.get("capacity"),
+        heads=keys[1],
+        head_dim=keys[3],
+        value_head_dim=values[3],
+        dtype=kept["dtype"],
+        bytes=layer["bytes"],
+    )
+
+
+def _method_table(bundle: Bundle) -> Any:
+    table = simple_table("method", "new tokens", "inputs", "outputs")
+    for name, method in bundle.manifest.model_dump(mode="json")["program"]["methods"].items():
+        low, high = method["min_length"], method["max_length"]
+        tokens = str(low) if low == high else f"{low} to {high}"
+        table.add_row(name, tokens, _signature(method["inputs"]), _signature(method["outputs"]))
+    return table
+
+
+def _signature(tensors: list[dict[str, Any]]) -> str:
+    return ", ".join(f"{tensor['name']} {tensor['dtype']} [{', '.join(map(str, tensor['shape']))}]" for tensor in tensors)

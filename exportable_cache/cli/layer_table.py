@@ -1,0 +1,73 @@
+"""The table of a cache's layers, the same for a plan and for a bundle."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+from rich.table import Table
+
+from .terminal import bytes_text
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """What the table shows of one layer; sizes a storage class does not have are None."""
+
+    layer_type: str
+    storage: str
+    slots: int | None
+    heads: int | None
+    head_dim: int | None
+    value_head_dim: int | None
+    dtype: str
+    bytes: int
+
+
+def layer_table(rows: Iterable[LayerRow]) -> Table:
+    """One line per run of equal layers."""
+    table = simple_table("layer", "type", "storage", "slots", "heads", "dim", "dtype", "bytes", right=("slots", "heads", "dim", "bytes"))
+    for first, count, row in _runs(rows):
+        table.add_row(
+            str(first) if count == 1 else f"{first}-{first + count - 1}",
+            row.layer_type,
+            row.storage,
+            _number(row.slots),
+            _number(row.heads),
+            _head_dims(row),
+            row.dtype,
+            bytes_text(row.bytes) if count == 1 else f"{count} x {bytes_text(row.bytes)}",
+        )
+    return table
+
+
+def simple_table(*headers: str, right: Collection[str] = ()) -> Table:
+    """A table without frames.
+
+    Args:
+        headers: Of the columns.
+        right: Those of the columns to align right.
+    """
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for header in headers:
+        table.add_column(header, justify="right" if header in right else "left", no_wrap=True)
+    return table
+
+
+def _runs(rows: Iterable[LayerRow]) -> Iterator[tuple[int, int, LayerRow]]:
+    first = 0
+    for row, run in groupby(rows):
+        count = sum(1 for _ in run)
+        yield first, count, row
+        first += count
+
+
+def _number(value: int | None) -> str:
+    return "-" if value is None else str(value)
+
+
+def _head_dims(row: LayerRow) -> str:
+    if row.head_dim == row.value_head_dim:
+        return _number(row.head_dim)
+    return f"K {_number(row.head_dim)}, V {_number(row.value_head_dim)}"

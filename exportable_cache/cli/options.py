@@ -1,0 +1,101 @@
+"""Arguments and options that several commands take, with their completion."""
+
+from __future__ import annotations
+
+import os
+import pkgutil
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, Literal, Optional
+
+import typer
+
+Dtype = Literal["float32", "float16", "bfloat16"]
+
+
+def targets() -> list[str]:
+    """Names of all targets: one package each, found without importing any."""
+    spec = find_spec("exportable_cache")
+    folders = [os.path.join(folder, "backends") for folder in (spec.submodule_search_locations or [])]
+    return sorted(module.name for module in pkgutil.iter_modules(folders) if module.ispkg)
+
+
+def _complete_targets(incomplete: str) -> Iterator[str]:
+    return (target for target in targets() if target.startswith(incomplete))
+
+
+def _folders(incomplete: str, marker: str) -> Iterator[str]:
+    """Folders that hold a file named `marker`, and folders on the way to one."""
+    parent, _, start = incomplete.rpartition("/")
+    root = parent + "/" if "/" in incomplete else ""
+    try:
+        names = sorted(entry.name for entry in os.scandir(root or ".") if entry.is_dir())
+    except OSError:
+        return
+    for name in names:
+        if not name.startswith(start) or (name.startswith(".") and not start.startswith(".")):
+            continue
+        folder = Path(root + name)
+        if (folder / marker).is_file():
+            yield root + name
+        else:
+            # One level ahead, since the shell ends the word after a single candidate.
+            for path in sorted(folder.glob(f"*/{marker}")):
+                yield root + name + "/" + path.parent.name
+
+
+def _complete_bundles(incomplete: str) -> Iterator[str]:
+    return _folders(incomplete, "manifest.json")
+
+
+def _complete_models(incomplete: str) -> Iterator[str]:
+    if "demo".startswith(incomplete):
+        yield "demo"
+    yield from _folders(incomplete, "config.json")
+
+
+def _complete_bundles_and_demo(incomplete: str) -> Iterator[str]:
+    if "demo".startswith(incomplete):
+        yield "demo"
+    yield from _complete_bundles(incomplete)
+
+
+def at_least(least: int) -> Callable[[Any], Any]:
+    """A callback that refuses smaller numbers, in lists of them too, before anything slow is imported."""
+
+    def check(given: Any) -> Any:
+        for value in given if isinstance(given, (list, tuple)) else [given]:
+            if value is not None and not value >= least:
+                raise typer.BadParameter(f"{value} is too small; it must be at least {least}")
+        return given
+
+    return check
+
+
+_MODEL = "A hub id, a local folder, or `demo`."
+
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL, autocompletion=_complete_models, show_default=False)]
+ModelOption = Annotated[
+    str, typer.Option("--model", metavar="MODEL", help=f"The eager model to compare with: {_MODEL}", autocompletion=_complete_models)
+]
+BundleArgument = Annotated[
+    Path, typer.Argument(metavar="DIR", help="Folder of a bundle, as `export` wrote it.", autocompletion=_complete_bundles)
+]
+BundleOrDemoArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="DIR|demo", help="Folder of a bundle, or `demo` for the shipped model.", autocompletion=_complete_bundles_and_demo
+    ),
+]
+TargetOption = Annotated[
+    str, typer.Option("--target", "-t", metavar="TARGET", help=f"What to lower to: {', '.join(targets())}.", autocompletion=_complete_targets)
+]
+BatchSizeOption = Annotated[int, typer.Option("--batch-size", "-b", metavar="N", callback=at_least(1), help="Rows.")]
+DtypeOption = Annotated[
+    Optional[Dtype], typer.Option("--dtype", help="Of weights, keys and values; the model's own by default.", show_default=False)
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+IgnoreVersionsOption = Annotated[
+    bool, typer.Option("--ignore-versions", help="Open the bundle although it was made with other package versions.")
+]

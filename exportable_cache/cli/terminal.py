@@ -1,0 +1,170 @@
+"""Where a command writes: results on stdout, everything else on stderr."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+from rich.console import Console, RenderableType
+from rich.measure import Measurement
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+# Wide enough for every table, where no terminal says how wide it is: a file or a pipe can be scrolled.
+_WIDTH_OF_A_PIPE = 160
+_SECONDS_OF_SILENCE = 2.0
+_SECONDS_BETWEEN_LINES = 10.0
+
+Callback = Callable[[str, int, "int | None"], None]
+
+
+class Terminal:
+    """Output of one command.
+
+    Args:
+        stdout: The stream of results; `sys.stdout` itself may point elsewhere while a command runs.
+    """
+
+    def __init__(self, stdout: TextIO) -> None:
+        self._stdout = stdout
+        self._out = _console(Console(file=stdout, highlight=False, markup=False, emoji=False))
+        self._err = _console(Console(stderr=True, highlight=False, markup=False, emoji=False))
+
+    def print(self, renderable: RenderableType = "", style: str | None = None) -> None:
+        """A line or a table, to stdout. Neither is cut or wrapped."""
+        if isinstance(renderable, (str, Text)):
+            self._out.print(renderable, style=style, soft_wrap=True)
+        else:
+            # A table too wide for the terminal runs on in the next line, rather than losing text.
+            wanted = Measurement.get(self._out, self._out.options.update(width=_WIDTH_OF_A_PIPE), renderable).maximum
+            self._out.print(renderable, style=style, width=max(wanted, self._out.width), crop=False)
+
+    def write(self, text: str) -> None:
+        """Text as it is, to stdout, at once."""
+        self._stdout.write(text)
+        self._stdout.flush()
+
+    def json(self, document: Any) -> None:
+        """The one JSON document of a command."""
+        self.write(json.dumps(_finite(document), indent=2) + "\n")
+
+    def note(self, text: str) -> None:
+        """A remark for people, to stderr."""
+        self._err.print(text, style="dim", soft_wrap=True)
+
+    def error(self, text: str) -> None:
+        """A complaint, to stderr."""
+        self._err.print(text, style="red", soft_wrap=True)
+
+    @contextmanager
+    def progress(self, first: str) -> Iterator[Callback]:
+        """Draw what the library reports, on stderr: a bar on a terminal; elsewhere a line per stage, of commands that take over two seconds.
+
+        Args:
+            first: Stage to show until the first report comes.
+
+        Yields:
+            A callback `(stage, done, total or None)`.
+        """
+        with (_bars if self._err.is_terminal else _lines)(self._err) as callback:
+            callback(first, 0, None)
+            yield callback
+
+
+def _console(console: Console) -> Console:
+    if not console.is_terminal:
+        console.width = max(console.width, _WIDTH_OF_A_PIPE)
+    return console
+
+
+class _Bar(BarColumn):
+    def render(self, task: Task) -> RenderableType:
+        return Text() if task.total is None else super().render(task)
+
+
+class _Count(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text("" if task.total is None else f"{task.completed:.0f}/{task.total:.0f}", style="dim")
+
+
+@contextmanager
+def _bars(console: Console) -> Iterator[Callback]:
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), _Bar(24), _Count(), TimeElapsedColumn())
+    # One bar, that of the stage at work, gone at the end.
+    with Progress(*columns, console=console, transient=True) as bars:
+        shown: dict[str, Any] = {}
+
+        def callback(stage: str, done: int, total: int | None) -> None:
+            if shown.get("stage") != stage:
+                if "task" in shown:
+                    bars.remove_task(shown["task"])
+                shown.update(stage=stage, task=bars.add_task(stage, total=total))
+            bars.update(shown["task"], completed=done, total=total)
+
+        yield callback
+
+
+@contextmanager
+def _lines(console: Console) -> Iterator[Callback]:
+    lines = _Lines(console)
+    # The first stage may never report again.
+    timer = threading.Timer(_SECONDS_OF_SILENCE, lines.speak)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield lines.report
+    finally:
+        timer.cancel()
+
+
+class _Lines:
+    """A line per stage, and now and then one about how far a long stage is; none in the first seconds of a command."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._lock = threading.Lock()
+        self._start = time.monotonic()
+        self._stage, self._count = "", ""
+        self._printed_stage, self._printed_at = "", 0.0
+
+    def report(self, stage: str, done: int, total: int | None) -> None:
+        self._stage, self._count = stage, "" if total is None else f" {done}/{total}"
+        now = time.monotonic()
+        if now - self._start < _SECONDS_OF_SILENCE:
+            return
+        if stage != self._printed_stage or (total is not None and now - self._printed_at >= _SECONDS_BETWEEN_LINES):
+            self.speak()
+
+    def speak(self) -> None:
+        with self._lock:
+            repeated = self._stage == self._printed_stage
+            self._printed_stage, self._printed_at = self._stage, time.monotonic()
+            self._console.print(f"{self._stage} ...{self._count if repeated else ''}", soft_wrap=True)
+
+
+def _finite(value: Any) -> Any:
+    """`value` with null for numbers JSON has no word for."""
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def bytes_text(count: int | None) -> str:
+    """`bytes_text(1536)` is `1.5 KiB`; None is `unknown`."""
+    if count is None:
+        return "unknown"
+    size, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
