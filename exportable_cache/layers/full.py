@@ -41,7 +41,7 @@ class FullLayer(KeyValueLayer):
             InputError: If shape, dtype or device differ from the layer's.
         """
         query_length = key_states.shape[2]
-        if not is_traced(key_states):
+        if not is_traced(self.cumulative_length):
             check_new_states(self, key_states, value_states)
             check_room([self], query_length)
         slots = self.cumulative_length[:, None] + torch.arange(query_length, device=self.device)

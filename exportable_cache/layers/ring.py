@@ -83,7 +83,7 @@ class RingLayer(KeyValueLayer):
             InputError: If shape, dtype or device differ from the layer's.
         """
         query_length = key_states.shape[2]
-        if not is_traced(key_states):
+        if not is_traced(self.cumulative_length):
             check_new_states(self, key_states, value_states)
         length = self.cumulative_length[:, None]
         if query_length == 1:

@@ -1,0 +1,53 @@
+"""Sessions over each target, without the bundle around them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from exportable_cache import ExportableCache, Session
+from exportable_cache.backends import backend_for
+from exportable_cache.backends.base import ProgramDescription
+from exportable_cache.program import Program
+
+
+def describe(program: Program) -> ProgramDescription:
+    """What a bundle's manifest would say of a program."""
+    layers = [
+        {
+            "class": type(layer).__name__,
+            "config": layer.config(),
+            "tensors": {
+                name: {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+                for name, tensor in layer.named_state()
+            },
+        }
+        for layer in program.cache.layers
+    ]
+    return ProgramDescription(program.methods, program.form, program.logits, program.batch_size, layers)
+
+
+def lowered_session(
+    model: PreTrainedModel,
+    target: str,
+    folder: Path,
+    max_cache_len: int,
+    batch_size: int = 1,
+    prefill_length: int = 16,
+    **options: Any,
+) -> Session:
+    """Lower a model for `pt2` or `executorch` into `folder` and open what was written."""
+    backend = backend_for(target)
+    cache = ExportableCache.from_model(model, max_cache_len, batch_size)
+    program = Program(model, cache, prefill_length=prefill_length, **backend.program_options(options))
+    backend.lower(program, folder, options)
+    runner = backend.open(folder, describe(program))
+    return Session(runner, cache.layers, model.config.vocab_size, batch_size=batch_size, target=target)
+
+
+def live_session(model: PreTrainedModel, compile: bool, max_cache_len: int, batch_size: int = 1) -> Session:
+    """A session over the model itself."""
+    cache = ExportableCache.from_model(model, max_cache_len, batch_size)
+    return Session.from_model(model, cache, compile=compile, prefill_length=16)

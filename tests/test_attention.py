@@ -1,0 +1,111 @@
+"""Both attention functions against the eager functions of transformers' own modeling files."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as gemma2_attention
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss_attention
+from transformers.models.llama.modeling_llama import eager_attention_forward as llama_attention
+
+from exportable_cache.attention import fused_attention, matmul_attention
+
+HEADS, KV_HEADS, KV_LENGTH = 6, 2, 11
+FORMS = {"fused": fused_attention, "matmul": matmul_attention}
+
+
+@pytest.fixture(params=FORMS)
+def attend(request):
+    return FORMS[request.param]
+
+
+def module(**attributes) -> torch.nn.Module:
+    holder = torch.nn.Module().eval()
+    holder.__dict__.update({"num_key_value_groups": HEADS // KV_HEADS, "is_causal": True, **attributes})
+    return holder
+
+
+def inputs(q_length: int, value_dim: int = 8, batch: int = 2):
+    torch.manual_seed(q_length)
+    query = torch.randn(batch, HEADS, q_length, 8)
+    key, value = torch.randn(batch, KV_HEADS, KV_LENGTH, 8), torch.randn(batch, KV_HEADS, KV_LENGTH, value_dim)
+    seen = torch.rand(batch, 1, q_length, KV_LENGTH) > 0.4
+    seen[..., 0] = True
+    return query, key, value, torch.where(seen, 0.0, torch.finfo(torch.float32).min)
+
+
+@pytest.mark.parametrize("q_length", [1, 5])
+@pytest.mark.parametrize("value_dim", [8, 4])
+def test_grouped_heads(attend, q_length: int, value_dim: int) -> None:
+    query, key, value, mask = inputs(q_length, value_dim)
+    expected, _ = llama_attention(module(), query, key, value, mask, scaling=0.3)
+    actual, weights = attend(module(), query, key, value, mask, scaling=0.3)
+    assert weights is None and actual.shape == (2, q_length, HEADS, value_dim)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("q_length", [1, 5])
+def test_soft_capping(attend, q_length: int) -> None:
+    query, key, value, mask = inputs(q_length)
+    expected, _ = gemma2_attention(module(head_dim=8), query, key, value, mask, scaling=1.0, softcap=1.5)
+    actual, _ = attend(module(), query, key, value, mask, scaling=1.0, softcap=1.5)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(actual, attend(module(), query, key, value, mask, scaling=1.0)[0], atol=1e-3)
+
+
+@pytest.mark.parametrize("q_length", [1, 5])
+def test_attention_sinks(attend, q_length: int) -> None:
+    query, key, value, mask = inputs(q_length)
+    sinks = torch.randn(HEADS)
+    expected, _ = gpt_oss_attention(module(sinks=sinks), query, key, value, mask, scaling=0.3)
+    actual, _ = attend(module(), query, key, value, mask, scaling=0.3, s_aux=sinks)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(actual, attend(module(), query, key, value, mask, scaling=0.3)[0], atol=1e-3)
+
+
+@pytest.mark.parametrize("heads", [1, HEADS])
+def test_bool_and_per_head_masks_and_position_bias(attend, heads: int) -> None:
+    query, key, value, mask = inputs(3)
+    bias = torch.randn(1, heads, 3, KV_LENGTH)
+    expected, _ = llama_attention(module(), query, key, value, (mask + bias).expand(2, HEADS, -1, -1), scaling=0.3)
+    for given in (mask, mask == 0):
+        actual, _ = attend(module(), query, key, value, given, scaling=0.3, position_bias=bias)
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+    actual, _ = attend(module(), query, key, value, (mask + bias).expand(2, heads, -1, -1), scaling=0.3)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_without_a_mask(attend, causal: bool) -> None:
+    query, key, value, _ = inputs(KV_LENGTH)
+    mask = torch.zeros(1, 1, KV_LENGTH, KV_LENGTH)
+    if causal:
+        mask = mask.masked_fill(~torch.ones(KV_LENGTH, KV_LENGTH, dtype=torch.bool).tril(), torch.finfo(torch.float32).min)
+    expected, _ = llama_attention(module(), query, key, value, mask, scaling=0.3)
+    actual, _ = attend(module(is_causal=causal), query, key, value, None, scaling=0.3)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("q_length", [1, 5])
+def test_key_heads_are_never_repeated(attend, q_length: int) -> None:
+    query, key, value, mask = inputs(q_length, batch=1)
+    graph = make_fx(lambda *tensors: attend(module(), *tensors, scaling=0.3)[0])(query, key, value, mask).graph
+    repeated = HEADS * KV_LENGTH * 8
+    sizes = [node.meta["val"].numel() for node in graph.nodes if hasattr(node.meta.get("val"), "numel")]
+    assert sizes and max(sizes) < repeated
+
+
+def test_a_fully_masked_row_stays_finite(attend) -> None:
+    query, key, value, mask = inputs(2)
+    mask[0] = torch.finfo(torch.float32).min
+    assert torch.isfinite(attend(module(), query, key, value, mask, scaling=0.3)[0]).all()
+
+
+def test_softmax_is_taken_in_float32() -> None:
+    query, key, value, mask = (tensor.to(torch.float16) if tensor.dim() == 4 else tensor for tensor in inputs(3))
+    mask = torch.where(mask == 0, 0.0, torch.finfo(torch.float16).min).to(torch.float16)
+    actual, _ = matmul_attention(module(), query, key, value, mask, scaling=0.3)
+    expected, _ = llama_attention(module(), query.float(), key.float(), value.float(), mask.float(), scaling=0.3)
+    assert actual.dtype == torch.float16
+    torch.testing.assert_close(actual.float(), expected, atol=5e-3, rtol=5e-3)
