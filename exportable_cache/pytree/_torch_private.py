@@ -86,10 +86,9 @@ def is_traced(leaf: Any) -> bool:
     A fake tensor alone does not say so: `torch.export` also unflattens while it prepares its example inputs, before any
     graph exists, and a symbol allocated there belongs to nothing ("pending unbacked symbols").
     """
-    from torch._subclasses.functional_tensor import FunctionalTensor
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-    return isinstance(leaf, torch.Tensor) and (isinstance(leaf, FunctionalTensor) or get_proxy_mode() is not None)
+    return isinstance(leaf, torch.Tensor) and get_proxy_mode() is not None
 
 
 def is_plain(leaf: Any) -> bool:

@@ -77,8 +77,9 @@ def _tokens_in_first_layer(state: Mapping[str, Any]) -> Any:
 
 
 def _sliding_window_tensor(state: Mapping[str, Any]) -> torch.Tensor:
+    # `full` rather than `tensor`: traced by make_fx, the latter leaves an unused constant in the graph.
     device = state["keys"].device if isinstance(state.get("keys"), torch.Tensor) else "cpu"
-    return torch.tensor(state["sliding_window"], dtype=torch.long, device=device)
+    return torch.full((), state["sliding_window"], dtype=torch.long, device=device)
 
 
 # Attribute -> (state it needs, how it follows from it). Sizes can be symbols while tracing, so they may not be context.

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 from cache_samples import CAPACITY, DIM, HAS_STATES, HEADS, LAYERS, LIST_BASED, SAMPLES, SIZES, WINDOW, states
+from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, cache_utils
 
 pytestmark = pytest.mark.usefixtures("registered")
@@ -80,6 +81,18 @@ def test_a_length_survives_decomposition():
     expected, eager_cache = Step()(*arguments(seen, sample.fed(seen)))
     torch.testing.assert_close(result, expected)
     assert_caches_equal(cache, eager_cache)
+
+
+def test_make_fx_traces_a_rebuilt_cache_without_constants():
+    sample = BY_NAME[ONE_PROGRAM[-1]]
+    seen = WINDOW + 3
+    leaves, spec = pytree.tree_flatten(arguments(seen, sample.fed(seen)))
+
+    def step(*leaves):
+        return pytree.tree_leaves(Step()(*pytree.tree_unflatten(list(leaves), spec)))
+
+    graph = make_fx(step, tracing_mode="symbolic")(*leaves).graph
+    assert not [node for node in graph.nodes if node.op == "get_attr"]
 
 
 def test_a_length_that_python_branches_on_stops_the_export():
