@@ -11,12 +11,11 @@ from contextlib import contextmanager
 from typing import Any, TextIO
 
 from rich.console import Console, RenderableType
-from rich.measure import Measurement
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-# Wide enough for every table, where no terminal says how wide it is: a file or a pipe can be scrolled.
-_WIDTH_OF_A_PIPE = 160
+# Wider than any table: where the terminal is narrower it continues on the next line, and nothing is lost.
+_WIDTH = 1000
 _SECONDS_OF_SILENCE = 2.0
 _SECONDS_BETWEEN_LINES = 10.0
 
@@ -32,17 +31,12 @@ class Terminal:
 
     def __init__(self, stdout: TextIO) -> None:
         self._stdout = stdout
-        self._out = _console(Console(file=stdout, highlight=False, markup=False, emoji=False))
-        self._err = _console(Console(stderr=True, highlight=False, markup=False, emoji=False))
+        self._out = Console(file=stdout, width=_WIDTH, highlight=False, markup=False, emoji=False)
+        self._err = Console(stderr=True, highlight=False, markup=False, emoji=False)
 
     def print(self, renderable: RenderableType = "", style: str | None = None) -> None:
         """A line or a table, to stdout. Neither is cut or wrapped."""
-        if isinstance(renderable, (str, Text)):
-            self._out.print(renderable, style=style, soft_wrap=True)
-        else:
-            # A table too wide for the terminal runs on in the next line, rather than losing text.
-            wanted = Measurement.get(self._out, self._out.options.update(width=_WIDTH_OF_A_PIPE), renderable).maximum
-            self._out.print(renderable, style=style, width=max(wanted, self._out.width), crop=False)
+        self._out.print(renderable, style=style, soft_wrap=isinstance(renderable, str))
 
     def write(self, text: str) -> None:
         """Text as it is, to stdout, at once."""
@@ -74,12 +68,6 @@ class Terminal:
         with (_bars if self._err.is_terminal else _lines)(self._err) as callback:
             callback(first, 0, None)
             yield callback
-
-
-def _console(console: Console) -> Console:
-    if not console.is_terminal:
-        console.width = max(console.width, _WIDTH_OF_A_PIPE)
-    return console
 
 
 class _Bar(BarColumn):

@@ -1,0 +1,43 @@
+"""Running the command line: in this process for speed, and for real where streams and exit codes matter."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from exportable_cache.cli.app import app
+
+from ..support.models import tiny_model
+
+
+@pytest.fixture(scope="session")
+def run():
+    """`run("plan", "demo", ...)` -> result with exit_code, stdout and stderr."""
+
+    def run_in_process(*arguments, **options):
+        return CliRunner().invoke(app, [str(argument) for argument in arguments], **options)
+
+    return run_in_process
+
+
+@pytest.fixture(scope="session")
+def shell():
+    """The same in a process of its own -> CompletedProcess."""
+
+    def run_in_shell(*arguments, **options):
+        command = [sys.executable, "-m", "exportable_cache.cli", *(str(argument) for argument in arguments)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=300, **options)
+
+    return run_in_shell
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory) -> Path:
+    """A tiny model on disk, one ring and one full layer, without a tokenizer."""
+    folder = tmp_path_factory.mktemp("models") / "gemma2"
+    tiny_model("gemma2").save_pretrained(folder)
+    return folder

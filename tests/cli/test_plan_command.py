@@ -1,0 +1,107 @@
+"""`exportable-cache plan` and `inspect demo`."""
+
+import json
+
+import pytest
+from transformers import AutoConfig
+
+from exportable_cache.cli.layer_table import LayerRow, layer_table
+from exportable_cache.plan import plan
+
+from ..support.models import WINDOW
+
+
+def cells(line):
+    return line.split()
+
+
+def test_plan_prints_one_line_per_layer_and_the_totals(run, tiny_folder):
+    result = run("plan", tiny_folder, "--max-cache-len", 64)
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert lines[0] == f"{tiny_folder}: Gemma2ForCausalLM, batch size 1, float32, max_cache_len 64"
+    assert cells(lines[3]) == ["0", "sliding_attention", "RingLayer", str(WINDOW), "2", "8", "float32", "1.0", "KiB"]
+    assert cells(lines[4]) == ["1", "full_attention", "FullLayer", "64", "2", "8", "float32", "8.0", "KiB"]
+    assert "static cache   9.0 KiB for up to 64 tokens per row" in lines
+    assert any(line.startswith("DynamicCache   8.9 KiB at 64 tokens") for line in lines)
+
+
+def test_plan_json_is_the_plan(run, tiny_folder):
+    result = run("plan", tiny_folder, "-n", 64, "-b", 2, "--dtype", "bfloat16", "--json")
+    assert json.loads(result.stdout) == plan(str(tiny_folder), 64, 2, "bfloat16").to_dict()
+
+
+def test_equal_consecutive_layers_share_a_line():
+    ring = LayerRow("sliding_attention", "RingLayer", 8, 2, 16, 16, "float32", 1024)
+    full = LayerRow("full_attention", "FullLayer", 64, 2, 192, 128, "float32", 8192)
+    table = layer_table([ring] * 5 + [full] + [ring])
+    columns = {column.header: list(column.cells) for column in table.columns}
+    assert columns["layer"] == ["0-4", "5", "6"]
+    assert columns["bytes"] == ["5 x 1.0 KiB", "8.0 KiB", "1.0 KiB"]
+    assert columns["dim"] == ["16", "K 192, V 128", "16"]
+
+
+def test_plan_refuses_in_one_sentence_and_still_prints_json(run, tmp_path):
+    AutoConfig.for_model("mamba", hidden_size=16, num_hidden_layers=2, vocab_size=32, state_size=4).save_pretrained(tmp_path)
+    result = run("plan", tmp_path, "-n", 64)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: layer 0 of this 'mamba' model") and "full_attention" in result.stderr
+    result = run("plan", tmp_path, "-n", 64, "--json")
+    assert result.exit_code == 2
+    assert json.loads(result.stdout)["refusal"] in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("model_type", "words"), [("nonsense", ("'nonsense'", "does not know")), ("vit", ("'vit'", "no causal LM"))]
+)
+def test_plan_refuses_unknown_model_types(run, tmp_path, model_type, words):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    result = run("plan", tmp_path, "-n", 64)
+    assert result.exit_code == 2
+    assert all(word in result.stderr for word in words) and "Traceback" not in result.stderr
+
+
+def test_plan_of_a_model_that_is_nowhere(run, tmp_path):
+    result = run("plan", tmp_path / "missing", "-n", 64)
+    assert result.exit_code == 2
+    assert str(tmp_path / "missing") in result.stderr and "check the path" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-n", "0"], ("--max-cache-len", "0 is too small", "at least 1")),
+        (["-n", "8", "-b", "-1"], ("--batch-size", "-1 is too small", "at least 1")),
+        (["-n", "8", "--dtype", "int8"], ("--dtype", "int8", "float32", "bfloat16")),
+        ([], ("--max-cache-len",)),
+    ],
+)
+def test_plan_usage_errors(run, arguments, words):
+    result = run("plan", "demo", *arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    for word in words:
+        assert word in result.stderr
+
+
+def demo_layers(run, max_cache_len):
+    result = run("inspect", "demo", "--max-cache-len", max_cache_len, "--json")
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)["layers"]
+
+
+def test_inspect_demo_ring_layers_do_not_grow(run):
+    short, long = demo_layers(run, 512), demo_layers(run, 4096)
+    rings = [index for index, layer in enumerate(short) if layer["storage"] == "RingLayer"]
+    assert rings and len(rings) < len(short)
+    for index, (before, after) in enumerate(zip(short, long, strict=True)):
+        if index in rings:
+            assert before["bytes"] == after["bytes"]
+        else:
+            assert after["bytes"] - 8 == 8 * (before["bytes"] - 8)
+
+
+def test_inspect_demo_shows_bytes_per_layer(run):
+    result = run("inspect", "demo")
+    assert result.exit_code == 0
+    assert "max_cache_len 512" in result.stdout
+    assert "RingLayer" in result.stdout and "FullLayer" in result.stdout and "KiB" in result.stdout

@@ -1,0 +1,79 @@
+"""Starting up: help, version and completion, without the cost of importing torch."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+import exportable_cache
+from exportable_cache.backends.registry import TARGETS
+
+COMMANDS = ("plan", "export", "inspect", "verify", "generate", "bench")
+HEAVY = ("torch", "transformers", "numpy", "executorch")
+
+
+def test_help_lists_every_command_in_one_line_each(run):
+    result = run("--help")
+    assert result.exit_code == 0
+    for command in COMMANDS:
+        assert re.search(rf"^│ {command} +[A-Z].*\. +│$", result.stdout, re.MULTILINE), command
+    assert "exportable-cache export demo --max-cache-len 512 -o artifacts/demo" in result.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(run, command):
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert "--json" in result.stdout
+    assert result.stderr == ""
+
+
+def test_no_arguments_show_help(run):
+    assert "Commands" in run().output
+
+
+def test_version(run):
+    result = run("--version")
+    assert (result.exit_code, result.stdout) == (0, f"exportable-cache {exportable_cache.__version__}\n")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["export", "--help"], ["plan", "demo", "-n", "0"], ["nonsense"]])
+def test_starting_imports_nothing_heavy(arguments):
+    code = (
+        "import sys\n"
+        "from exportable_cache.cli import main\n"
+        f"sys.argv = ['exportable-cache', *{arguments!r}]\n"
+        "try:\n"
+        "    main()\n"
+        "finally:\n"
+        f"    print('imported:', *[name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stderr.splitlines()[-1] == "imported:"
+
+
+def test_completion_imports_nothing_heavy_and_knows_targets(shell):
+    environment = {
+        "_EXPORTABLE_CACHE_COMPLETE": "complete_bash",
+        "COMP_WORDS": "exportable-cache export demo --target ",
+        "COMP_CWORD": "4",
+        "PYTHONPROFILEIMPORTTIME": "1",
+    }
+    done = shell(env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == sorted(TARGETS)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "exportable_cache.cli.app" in imported
+    assert imported.isdisjoint(HEAVY)
+
+
+def test_completion_script_names_the_command(shell):
+    done = shell("--show-completion", "bash", env={"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1", "PATH": ""})
+    assert "_EXPORTABLE_CACHE_COMPLETE=complete_bash" in done.stdout
+
+
+def test_unknown_command_suggests_the_right_one(run):
+    result = run("exprt")
+    assert result.exit_code == 2
+    assert "export" in result.stderr and result.stdout == ""

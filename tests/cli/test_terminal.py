@@ -1,0 +1,103 @@
+"""Progress, JSON and sizes as they are written."""
+
+import io
+import json
+import time
+
+import pytest
+from rich.console import Console
+from rich.table import Table
+
+from exportable_cache.cli import terminal as module
+from exportable_cache.cli.terminal import Terminal, bytes_text
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """A terminal whose stdout and stderr are buffers; stderr looks like a screen if asked to."""
+
+    def make(screen=False):
+        out, err = io.StringIO(), io.StringIO()
+        terminal = Terminal(out)
+        terminal._err = Console(file=err, force_terminal=screen, width=100, highlight=False, markup=False)
+        return terminal, out, err
+
+    return make
+
+
+def test_progress_off_a_terminal_is_a_line_per_stage(streams, monkeypatch):
+    monkeypatch.setattr(module, "_SECONDS_OF_SILENCE", 0.0)
+    terminal, out, err = streams()
+    with terminal.progress("loading") as progress:
+        for done in range(5):
+            progress("tracing", done, 5)
+        progress("verifying", 0, None)
+    assert err.getvalue().splitlines()[-2:] == ["tracing ...", "verifying ..."]
+    assert out.getvalue() == ""
+
+
+def test_progress_off_a_terminal_says_how_far_a_long_stage_is(streams, monkeypatch):
+    monkeypatch.setattr(module, "_SECONDS_OF_SILENCE", 0.0)
+    monkeypatch.setattr(module, "_SECONDS_BETWEEN_LINES", 0.0)
+    terminal, _, err = streams()
+    with terminal.progress("loading") as progress:
+        progress("tracing", 0, 2)
+        progress("tracing", 1, 2)
+    assert err.getvalue().splitlines()[-2:] == ["tracing ...", "tracing ... 1/2"]
+
+
+def test_progress_of_a_short_command_prints_nothing(streams):
+    terminal, out, err = streams()
+    with terminal.progress("loading") as progress:
+        progress("tracing", 0, 2)
+    assert out.getvalue() == err.getvalue() == ""
+
+
+def test_progress_speaks_up_although_the_first_stage_never_reports(streams, monkeypatch):
+    monkeypatch.setattr(module, "_SECONDS_OF_SILENCE", 0.05)
+    terminal, _, err = streams()
+    with terminal.progress("loading"):
+        for _ in range(1000):
+            if err.getvalue():
+                break
+            time.sleep(0.01)
+    assert err.getvalue() == "loading ...\n"
+
+
+def test_progress_on_a_terminal_shows_the_count_and_leaves_no_bar(streams):
+    terminal, out, err = streams(screen=True)
+    with terminal.progress("loading") as progress:
+        progress("tracing", 3, 8)
+        time.sleep(0.3)
+    drawn = err.getvalue()
+    assert "tracing" in drawn and "3/8" in drawn
+    # The cursor is shown again, and the line erased.
+    assert drawn.endswith("\x1b[2K") and "\x1b[?25h" in drawn
+    assert out.getvalue() == ""
+
+
+def test_json_is_one_document_with_null_for_what_json_has_no_word_for(streams):
+    terminal, out, _ = streams()
+    terminal.json({"a": float("nan"), "b": [float("inf"), 1.5, (2,)], "c": "ä"})
+    assert json.loads(out.getvalue()) == {"a": None, "b": [None, 1.5, [2]], "c": "ä"}
+
+
+def test_tables_and_lines_are_never_cut(streams):
+    terminal, out, _ = streams()
+    table = Table(box=None)
+    table.add_column("a", no_wrap=True)
+    table.add_column("b", no_wrap=True)
+    table.add_row("x" * 200, "y" * 200)
+    terminal.print(table)
+    terminal.print("z" * 400)
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    assert lines[1].split() == ["x" * 200, "y" * 200]
+    assert lines[2] == "z" * 400
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(None, "unknown"), (0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1536, "1.5 KiB"), (3 << 30, "3.0 GiB"), (5 << 50, "5120.0 TiB")],
+)
+def test_bytes_text(count, text):
+    assert bytes_text(count) == text

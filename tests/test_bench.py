@@ -1,0 +1,117 @@
+"""Bench on a live session, with a clock that ticks one millisecond per reading."""
+
+import itertools
+import json
+import math
+
+import pytest
+import torch
+
+from exportable_cache import ExportableCache, Session
+from exportable_cache import bench as module
+from exportable_cache.bench import bench, peak_rss_bytes
+from exportable_cache.errors import InputError
+
+from .support.models import tiny_model
+
+LIMIT = 64
+
+
+@pytest.fixture
+def ticking(monkeypatch):
+    ticks = itertools.count()
+    monkeypatch.setattr(module.time, "perf_counter", lambda: next(ticks) / 1000)
+
+
+class Recorder:
+    """A session's runner that notes each call before passing it on."""
+
+    def __init__(self, runner):
+        self._runner, self.methods, self.calls = runner, runner.methods, []
+
+    def run(self, method, input_ids, input_pos):
+        self.calls.append((method, tuple(input_ids.shape), input_pos.tolist()))
+        return self._runner.run(method, input_ids, input_pos)
+
+
+def session_of(family="gemma2", batch_size=1):
+    model = tiny_model(family)
+    session = Session.from_model(model, ExportableCache.from_model(model, LIMIT, batch_size), prefill_length=16)
+    session.runner = Recorder(session.runner)
+    return session
+
+
+def test_bench_turns_seconds_into_rates(ticking):
+    report = bench(session_of(batch_size=2), positions=[0, 20], steps=4, prompt_length=16)
+    assert report.prefill_tokens_per_second == pytest.approx(2 * 16 / 0.001)
+    assert [(row.position, row.steps) for row in report.decode] == [(0, 4), (20, 4)]
+    assert [(row.median_ms, row.p90_ms) for row in report.decode] == [(pytest.approx(1.0), pytest.approx(1.0))] * 2
+    assert (report.batch_size, report.prompt_length) == (2, 16)
+
+
+def test_bench_decodes_at_the_positions_it_reports():
+    session = session_of()
+    bench(session, positions=[20, 0], steps=4)
+    decodes = [position for method, _, (position,) in session.runner.calls if method == "decode"]
+    warm_up = 3
+    assert decodes == [*range(0, warm_up + 4), *range(20, 20 + warm_up + 4)]
+    assert session.length.tolist() == [0]
+
+
+def test_bench_starts_anew_where_positions_are_close_together():
+    session = session_of()
+    report = bench(session, positions=[4, 5], steps=2)
+    decodes = [position for method, _, (position,) in session.runner.calls if method == "decode"]
+    assert decodes == [4, 5, 6, 7, 8, 5, 6, 7, 8, 9]
+    assert [row.position for row in report.decode] == [4, 5]
+
+
+def test_bench_spreads_positions_over_the_cache():
+    report = bench(session_of(), steps=5)
+    positions = [row.position for row in report.decode]
+    assert positions[0] == 0 and positions[-1] == LIMIT - 5 - 3
+    assert positions == sorted(set(positions)) and len(positions) == 5
+
+
+def test_bench_goes_past_the_window_where_there_is_no_limit():
+    assert [row.position for row in bench(session_of("mistral"), steps=1).decode] == [0, 256, 512, 768, 1024]
+
+
+def test_bench_of_one_step_has_a_p90():
+    (row,) = bench(session_of(), positions=[0], steps=1).decode
+    assert row.p90_ms == row.median_ms and math.isfinite(row.median_ms)
+
+
+def test_bench_report_is_json():
+    report = bench(session_of(), positions=[3], steps=2)
+    read = json.loads(json.dumps(report.to_dict()))
+    assert read["decode"][0]["position"] == 3
+    assert read["threads"] == torch.get_num_threads()
+
+
+def test_peak_rss_counts_bytes():
+    peak = peak_rss_bytes()
+    assert peak is None or peak > 50 << 20
+    ballast = torch.ones(64 << 20, dtype=torch.uint8)
+    assert peak is None or peak_rss_bytes() >= peak
+    del ballast
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"steps": 0}, ("steps", "0", "1 to 61")),
+        ({"steps": LIMIT}, ("steps", str(LIMIT), "1 to 61", "fits")),
+        ({"prompt_length": LIMIT + 1}, ("prompt_length", "65", "1 to 64")),
+        ({"positions": [0, LIMIT], "steps": 1}, ("position", "64", "0 to 60")),
+        ({"positions": [-1]}, ("position", "-1", "0 to")),
+        ({"positions": []}, ("positions", "empty")),
+    ],
+)
+def test_bench_refuses_what_does_not_fit_before_running(arguments, words):
+    session = session_of()
+    with pytest.raises(InputError) as caught:
+        bench(session, **arguments)
+    for word in words:
+        assert word in str(caught.value)
+    assert session.runner.calls == []
