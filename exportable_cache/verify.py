@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +73,12 @@ class VerifyReport:
     steps: int
     windows: tuple[int, ...]
     target: str
+
+    def __post_init__(self) -> None:
+        # As `to_dict` gives them, so that a recorded report can be read back: `VerifyReport(**recorded)`.
+        prompts = (VerifiedPrompt(**prompt) if isinstance(prompt, Mapping) else prompt for prompt in self.prompts)
+        object.__setattr__(self, "prompts", tuple(prompts))
+        object.__setattr__(self, "windows", tuple(self.windows))
 
     def to_dict(self) -> dict[str, Any]:
         """JSON; a difference that is not a number is null."""

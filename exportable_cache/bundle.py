@@ -1,0 +1,236 @@
+"""The folder an export writes: program files, tokenizer, configs, and the manifest that makes it a bundle."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from .backends import LoweredFile, Runner, backend_for
+from .errors import BundleError
+from .files import atomic_folder
+from .layers import CacheLayer
+from .manifest import (
+    MANIFEST_FILE,
+    SCHEMA_VERSION,
+    File,
+    Manifest,
+    config_fields,
+    describe,
+    generation_config_fields,
+    installed_versions,
+)
+from .program import Program
+from .progress import Progress, silent
+
+__all__ = ["MANIFEST_FILE", "SCHEMA_VERSION", "Bundle", "Manifest", "check_free", "new_folder", "write_bundle"]
+
+TOKENIZER_FOLDER = "tokenizer"
+
+_HASH_PIECE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A folder and its manifest.
+
+    Attributes:
+        path: The folder.
+        manifest: What it holds.
+    """
+
+    path: Path
+    manifest: Manifest
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike,
+        check_versions: bool = True,
+        check_files: bool = True,
+        *,
+        progress: Progress = silent,
+    ) -> Bundle:
+        """Open a bundle; its program is not loaded yet.
+
+        Args:
+            path: The folder.
+            check_versions: Refuse other versions of the packages its target depends on. A build label, such as `+cpu`,
+                makes no other version.
+            check_files: Compare every file with its recorded size and checksum.
+            progress: Told about bytes read.
+
+        Raises:
+            BundleError: If there is no manifest, it cannot be read or is of another schema version, a file is missing,
+                truncated or changed, or a version differs.
+            InputError: If this release has no such target.
+            MissingDependencyError: If the target needs a package that is not installed.
+        """
+        folder = Path(path)
+        manifest = Manifest.read(folder)
+        backend = backend_for(manifest.target)
+        if check_versions:
+            _check_versions(manifest, backend.packages)
+        if check_files:
+            _check_files(folder, manifest, progress)
+        return cls(folder, manifest)
+
+    def open_runner(self) -> tuple[Runner, list[CacheLayer]]:
+        """The program, ready to run, and its cache layers without tensors."""
+        description = self.manifest.description()
+        layers = []
+        for index, layer in enumerate(self.manifest.layers):
+            if layer.class_name not in CacheLayer.classes:
+                raise BundleError(
+                    f"layer {index} of {self.path} is a {layer.class_name!r}, this release has {', '.join(CacheLayer.classes)}; "
+                    "install the release that wrote it, or export the model again"
+                )
+            layers.append(CacheLayer.classes[layer.class_name].from_state(layer.config, {}))
+        return backend_for(self.manifest.target).open(self.path, description), layers
+
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The tokenizer with its chat template, or None if the model was exported without one."""
+        from .models import load_tokenizer
+
+        return load_tokenizer(self.path / TOKENIZER_FOLDER) if self.manifest.tokenizer is not None else None
+
+
+def check_free(path: Path, overwrite: bool) -> None:
+    """Refuse a folder that exists, unless it is empty, or a bundle that may be overwritten.
+
+    Raises:
+        BundleError: If it may not be written to.
+    """
+    if path.is_dir():
+        if not any(path.iterdir()):
+            return
+        if not (path / MANIFEST_FILE).is_file():
+            raise BundleError(f"{path} exists and is no bundle, so it is never overwritten; choose another folder")
+        if not overwrite:
+            raise BundleError(f"{path} exists; choose another folder, or overwrite it (overwrite=True, --overwrite)")
+    elif path.exists() or path.is_symlink():
+        raise BundleError(f"{path} exists and is no folder; choose another one")
+    parent = next(parent for parent in path.absolute().parents if parent.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise BundleError(f"cannot write {path}: {parent} is no folder one may write to; choose another")
+
+
+@contextmanager
+def new_folder(path: Path, overwrite: bool) -> Iterator[Path]:
+    """A temporary folder that becomes `path` when the block ends well, and is removed when it does not.
+
+    Raises:
+        BundleError: If `path` may not be written to, see `check_free`, now or at the end of the block.
+    """
+    check_free(path, overwrite)
+    # A link is followed first: renaming onto it would replace the link.
+    path = Path(os.path.realpath(path))
+    with atomic_folder(path) as folder:
+        yield folder
+        check_free(path, overwrite)
+
+
+def write_bundle(
+    folder: Path,
+    program: Program,
+    lowered: Sequence[LoweredFile],
+    *,
+    target: str,
+    source: str,
+    max_cache_len: int,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    options: Mapping[str, Any] | None = None,
+    progress: Progress = silent,
+) -> Bundle:
+    """Add configs and tokenizer to the lowered files and describe them all.
+
+    The manifest is not written, so that nothing loads until the caller has checked the bundle: `bundle.manifest.write`.
+
+    Args:
+        folder: Where the backend has written `lowered`.
+        program: What was lowered.
+        target, source, max_cache_len, options: See `manifest.describe`.
+        tokenizer: Saved with its chat template, if given.
+        progress: Told about bytes read.
+    """
+    holds = {file.name: file.holds for file in lowered}
+    configs = {
+        "config.json": ("model config", config_fields(program.model)),
+        "generation_config.json": ("generation defaults", generation_config_fields(program.model)),
+    }
+    for name, (what, fields) in configs.items():
+        (folder / name).write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        holds[name] = what
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder / TOKENIZER_FOLDER)
+    files = {}
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    total, done = sum(path.stat().st_size for path in paths), 0
+    for path in paths:
+        name = path.relative_to(folder).as_posix()
+        size = path.stat().st_size
+        files[name] = File(sha256=_sha256(path, progress, done, total), bytes=size, holds=holds.get(name, "tokenizer"))
+        done += size
+    manifest = describe(
+        program,
+        target=target,
+        packages=tuple(backend_for(target).packages),
+        source=source,
+        max_cache_len=max_cache_len,
+        tokenizer=None if tokenizer is None else type(tokenizer).__name__,
+        files=files,
+        options=options or {},
+    )
+    return Bundle(folder, manifest)
+
+
+def _check_versions(manifest: Manifest, packages: Sequence[str]) -> None:
+    installed = installed_versions(tuple(packages))
+    for name in packages:
+        recorded, found = manifest.packages.get(name), installed.get(name)
+        if recorded is None or found is None or _public(recorded) != _public(found):
+            raise BundleError(
+                f"the bundle was made with {name} {recorded or '(not recorded)'}, installed is {found or 'none'}; "
+                f"install {name}=={recorded and _public(recorded)}, export the model again, or try anyway with check_versions=False"
+            )
+
+
+def _public(version: str) -> str:
+    return version.partition("+")[0]
+
+
+def _check_files(folder: Path, manifest: Manifest, progress: Progress) -> None:
+    total, done = sum(file.bytes for file in manifest.files.values()), 0
+    for name, file in manifest.files.items():
+        path = folder / name
+        if not path.is_file():
+            raise BundleError(f"{path} is missing; copy the bundle again, or export the model again")
+        size = path.stat().st_size
+        if size != file.bytes:
+            raise BundleError(
+                f"{path} has {size} bytes, the manifest says {file.bytes}; copy the bundle again, or export the model again"
+            )
+        digest = _sha256(path, progress, done, total)
+        if digest != file.sha256:
+            raise BundleError(
+                f"{path} is damaged: its sha256 is {digest[:12]}..., the manifest says {file.sha256[:12]}...; "
+                "copy the bundle again, or export the model again"
+            )
+        done += size
+
+
+def _sha256(path: Path, progress: Progress, done: int, total: int) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(_HASH_PIECE):
+            digest.update(piece)
+            done += len(piece)
+            progress("checking files", done, total)
+    return digest.hexdigest()

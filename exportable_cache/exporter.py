@@ -1,0 +1,128 @@
+"""The main job: a model goes in, a verified bundle comes out."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .backends import backend_for
+from .bundle import Bundle, check_free, new_folder, write_bundle
+from .cache import ExportableCache
+from .errors import InputError, VerificationError
+from .layout import layer_types_and_windows
+from .models import load_config, load_model, parse_dtype
+from .program import Program
+from .progress import Progress, silent
+from .session import Session
+from .verify import VerifyReport, verify_session
+
+
+def export(
+    model_or_path: PreTrainedModel | str | os.PathLike,
+    target: str = "executorch",
+    max_cache_len: int = 1024,
+    output_dir: str | os.PathLike | None = None,
+    *,
+    batch_size: int = 1,
+    dtype: torch.dtype | str | None = None,
+    prefill_length: int | None = None,
+    verify: bool = True,
+    overwrite: bool = False,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Bundle:
+    """Export a causal LM with its static cache, verify the result against the model, and write a bundle.
+
+    The bundle appears under `output_dir` when everything has succeeded; whatever stops the export before leaves nothing
+    that loads. What can be checked without the weights is checked before they are loaded.
+
+    Args:
+        model_or_path: `demo`, a local folder, a hub id, or a loaded model in eval mode.
+        target: One of `backends.TARGETS`.
+        max_cache_len: Tokens a full-attention layer can hold.
+        output_dir: Folder of the bundle; must not exist, be empty, or be a bundle to overwrite.
+        batch_size: Rows.
+        dtype: Of the weights; as stored by default.
+        prefill_length: Longest chunk of a prompt, see `program.methods_for`.
+        verify: Compare with the model, see `verify_session`; the report is recorded in the manifest.
+        overwrite: Replace a bundle that is there.
+        tokenizer: Saved in the bundle; by default the one beside the model, if there is one.
+        progress: Told about each stage.
+        **options: Of the target.
+
+    Raises:
+        InputError: If an argument is out of range or unknown, or the model cannot be loaded.
+        UnsupportedModelError: If the model is no causal LM, or needs a mechanism the cache does not have.
+        MissingDependencyError: If the target needs a package that is not installed.
+        BundleError: If `output_dir` may not be written.
+        VerificationError: If the program disagrees with the model; no bundle is left then.
+
+    Example:
+        >>> bundle = export("demo", target="executorch", max_cache_len=512, output_dir="artifacts/demo")
+        >>> session = load(bundle.path)
+    """
+    progress = progress or silent
+    backend = backend_for(target)
+    program_options = backend.program_options(options)
+    for name, value in (("max_cache_len", max_cache_len), ("batch_size", batch_size), ("prefill_length", prefill_length)):
+        _check_size(name, value, optional=name == "prefill_length")
+    parse_dtype(dtype)
+    if output_dir is None:
+        raise InputError("output_dir is missing; name the folder to write, such as 'artifacts/model'")
+    output = Path(output_dir).expanduser()
+    check_free(output, overwrite)
+    layer_types_and_windows(load_config(model_or_path))
+    loaded = load_model(model_or_path, dtype, progress=progress)
+    _check_on_cpu(loaded.model)
+    tokenizer = tokenizer if tokenizer is not None else loaded.tokenizer
+    cache = ExportableCache.from_model(loaded.model, max_cache_len, batch_size, attn_implementation=None)
+    program = Program(loaded.model, cache, prefill_length=prefill_length, **program_options)
+    with new_folder(output, overwrite) as folder:
+        progress(f"lowering to {target}", 0, None)
+        lowered = backend.lower(program, folder, options)
+        bundle = write_bundle(
+            folder,
+            program,
+            lowered,
+            target=target,
+            source=loaded.source,
+            max_cache_len=max_cache_len,
+            tokenizer=tokenizer,
+            options=options,
+            progress=progress,
+        )
+        manifest = bundle.manifest
+        if verify:
+            progress(f"opening the {target} program", 0, None)
+            report = verify_session(Session.from_bundle(bundle), loaded.model, progress=progress)
+            _require_agreement(report, output)
+            manifest = manifest.model_copy(update={"verification": report.to_dict()})
+        manifest.write(folder)
+    return Bundle(output, manifest)
+
+
+def _check_size(name: str, value: Any, optional: bool) -> None:
+    if optional and value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InputError(f"{name} is {value!r}; it must be an int of at least 1")
+
+
+def _check_on_cpu(model: PreTrainedModel) -> None:
+    if model.device.type != "cpu":
+        raise InputError(f"{type(model).__name__} is on {model.device}; programs are exported for the CPU: call model.cpu() first")
+
+
+def _require_agreement(report: VerifyReport, output: Path) -> None:
+    if report.passed:
+        return
+    prompts = "; ".join(f"{prompt.length} tokens: {prompt.max_difference:.1e}" for prompt in report.prompts)
+    raise VerificationError(
+        f"{report} ({prompts}). {output} was not written; the target computes something else than the model: "
+        "report it with the model type, or export with verify=False (--no-verify) to look into it"
+    )
