@@ -1,0 +1,100 @@
+"""Sampling: exact sets, exact repeats, and refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from exportable_cache.decoding import Sampling, keep_top_k, keep_top_p, sample
+from exportable_cache.errors import InputError
+
+# Probabilities 0.5, 0.3, 0.15, 0.05, not in order.
+LOGITS = torch.tensor([[0.15, 0.5, 0.05, 0.3]]).log()
+
+
+def kept(logits: torch.Tensor) -> list[int]:
+    return torch.isfinite(logits[0]).nonzero()[:, 0].tolist()
+
+
+def drawn(count: int, **options: float) -> set[int]:
+    generator = torch.Generator().manual_seed(0)
+    return set(sample(LOGITS.repeat(count, 1), temperature=1.0, generator=generator, **options).tolist())
+
+
+def test_greedy_takes_the_largest_of_each_row() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0], [5.0, -1.0, 4.0]])
+    assert sample(logits).tolist() == [1, 0]
+    assert sample(logits).dtype == torch.int64
+
+
+@pytest.mark.parametrize(("top_k", "expected"), [(1, [1]), (2, [1, 3]), (3, [0, 1, 3]), (4, [0, 1, 2, 3]), (9, [0, 1, 2, 3])])
+def test_top_k_keeps_the_k_largest(top_k: int, expected: list[int]) -> None:
+    assert kept(keep_top_k(LOGITS, top_k)) == expected
+    assert drawn(2000, top_k=top_k) == set(expected)
+
+
+@pytest.mark.parametrize(
+    ("top_p", "expected"), [(0.01, [1]), (0.49, [1]), (0.51, [1, 3]), (0.79, [1, 3]), (0.81, [0, 1, 3]), (1.0, [0, 1, 2, 3])]
+)
+def test_top_p_keeps_the_fewest_that_reach_it(top_p: float, expected: list[int]) -> None:
+    assert kept(keep_top_p(LOGITS, top_p)) == expected
+    assert drawn(2000, top_p=top_p) == set(expected)
+
+
+def test_top_p_counts_after_top_k() -> None:
+    # Of the two kept by top_k the first has 0.625: alone it reaches 0.6, in the full distribution it would not.
+    assert drawn(2000, top_k=2, top_p=0.6) == {1}
+    assert drawn(2000, top_p=0.6) == {1, 3}
+
+
+def test_draws_follow_the_probabilities() -> None:
+    tokens = sample(LOGITS.repeat(20000, 1), temperature=1.0, generator=torch.Generator().manual_seed(1))
+    shares = torch.bincount(tokens, minlength=4) / 20000
+    assert torch.allclose(shares, LOGITS.exp()[0], atol=0.02)
+
+
+def test_temperature_sharpens() -> None:
+    tokens = sample(LOGITS.repeat(20000, 1), temperature=0.5, generator=torch.Generator().manual_seed(1))
+    squared = LOGITS.exp()[0] ** 2
+    assert torch.allclose(torch.bincount(tokens, minlength=4) / 20000, squared / squared.sum(), atol=0.02)
+
+
+def test_tiny_temperature_is_greedy_not_infinite() -> None:
+    logits = torch.tensor([[3e4, 2e4, -3e4]], dtype=torch.float16)
+    assert sample(logits, temperature=1e-30).tolist() == [0]
+
+
+def test_seed_repeats_and_other_seed_differs() -> None:
+    logits = torch.randn(1, 1000, generator=torch.Generator().manual_seed(0))
+
+    def draws(seed: int) -> list[int]:
+        sampling = Sampling(temperature=1.0, seed=seed)
+        generator = sampling.generator()
+        return [int(sampling.choose(logits, generator)[0]) for _ in range(10)]
+
+    assert draws(3) == draws(3)
+    assert draws(3) != draws(4)
+    assert len(set(draws(3))) > 1
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"temperature": -0.5}, ["temperature", "-0.5", "at least 0"]),
+        ({"temperature": float("nan")}, ["temperature", "nan"]),
+        ({"temperature": float("inf")}, ["temperature", "inf"]),
+        ({"temperature": "hot"}, ["temperature", "'hot'"]),
+        ({"temperature": 1.0, "top_k": 0}, ["top_k", "0", "at least 1"]),
+        ({"temperature": 1.0, "top_k": 2.5}, ["top_k", "2.5"]),
+        ({"temperature": 1.0, "top_p": 0.0}, ["top_p", "0.0", "above 0"]),
+        ({"temperature": 1.0, "top_p": 1.01}, ["top_p", "1.01", "at most 1"]),
+        ({"seed": 1.5}, ["seed", "1.5"]),
+        ({"seed": 2**70}, ["seed", str(2**70)]),
+        ({"top_p": 0.9}, ["temperature is 0", "top_p=0.9"]),
+        ({"top_k": 5}, ["temperature is 0", "top_k=5"]),
+    ],
+)
+def test_out_of_range_is_refused(options: dict, parts: list[str]) -> None:
+    with pytest.raises(InputError) as error:
+        Sampling(**options)
+    assert all(part in str(error.value) for part in parts), str(error.value)
