@@ -236,4 +236,4 @@ def _class_in_bases(owner: type, qualname: str) -> type:
         found = getattr(sys.modules[base.__module__], qualname, None)
         if isinstance(found, type):
             return found
-    raise ValueError(f"{owner.__qualname__} was saved with layers of class {qualname!r}, which this release does not have")
+    raise ValueError(f"{owner.__qualname__} was saved with layers of class {qualname!r}, unknown to this release")

@@ -9,8 +9,8 @@ one spec for life; a lazy one, and the `is_updated` flags of an encoder-decoder,
 the program does.
 
 Three layouts are served by looking at the classes, not at the version: lists of tensors on the cache (4.52:
-`.key_cache[0]`), layers (4.57: `.layers[0].keys`), and layers that hold linear-attention states, indexer keys and tensor
-lengths (5.23). What an object is made of is read from the object, see `object_state.py`.
+`.key_cache[0]`), layers (4.57: `.layers[0].keys`), and layers that also hold linear-attention states, indexer keys and
+lengths that are tensors (5.23). What an object is made of is read from the object, see `object_state.py`.
 
 Why not transformers' own registrations (`integrations/executorch.py`, PR 36311; `exporters/exporter_dynamo.py`):
 the first knows DynamicCache alone, keys it `['key_cache'][0]`, forgets the window of sliding layers (4.57) or their

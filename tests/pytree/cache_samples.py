@@ -1,4 +1,4 @@
-"""One sample of every cache and layer of the installed transformers, made, fed and read the same way in every release."""
+"""One sample of every cache and layer of the installed transformers, made and fed the same way in every release."""
 
 from __future__ import annotations
 

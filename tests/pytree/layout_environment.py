@@ -71,7 +71,9 @@ def ensure(layout: Layout) -> None:
         shutil.rmtree(layout.path, ignore_errors=True)
         _run(sys.executable, "-m", "venv", "--without-pip", layout.path)
         # Before the .pth file exists, so pip sees an empty environment and installs every pin.
-        _run(sys.executable, "-m", "pip", "--python", layout.python, "install", "--quiet", *layout.requirements)
+        pip = (sys.executable, "-m", "pip", "--python", layout.python)
+        # No bytecode: the tests import a small part of the modules, and compiling all costs seconds.
+        _run(*pip, "install", "--quiet", "--no-compile", "--disable-pip-version-check", *layout.requirements)
         (site_packages,) = layout.path.glob("lib/python3*/site-packages")
         (site_packages / "parent.pth").write_text(f"{parent}\n")
         stamp.write_text(wanted)

@@ -13,7 +13,14 @@ from cache_samples import HAS_STATES, LIST_BASED, SAMPLES, WINDOW
 from transformers import cache_utils
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 
-from exportable_cache.pytree import Action, _torch_private, cache_classes, is_ours, owner_of, register_transformers_caches
+from exportable_cache.pytree import (
+    Action,
+    _torch_private,
+    cache_classes,
+    is_ours,
+    owner_of,
+    register_transformers_caches,
+)
 
 BY_NAME = {sample.name: sample for sample in SAMPLES}
 HAS_EXPORTERS = importlib.util.find_spec("transformers.exporters") is not None
