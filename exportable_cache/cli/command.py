@@ -32,9 +32,9 @@ class Command(TyperCommand):
         debug = bool((ctx.obj or {}).get("debug"))
         terminal = ctx.obj = Terminal(sys.stdout)
         with ExitStack() as stack:
-            stack.enter_context(redirect_stdout(sys.stderr))
             if not debug:
                 stack.enter_context(quiet_third_parties())
+            stack.enter_context(redirect_stdout(sys.stderr))
             try:
                 return super().invoke(ctx)
             except KeyboardInterrupt as error:

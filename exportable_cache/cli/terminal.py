@@ -14,6 +14,8 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from .quiet import without_chatter
+
 # Wider than any table: where the terminal is narrower it continues on the next line, and nothing is lost.
 _WIDTH = 1000
 _SECONDS_OF_SILENCE = 2.0
@@ -83,8 +85,8 @@ class _Count(ProgressColumn):
 @contextmanager
 def _bars(console: Console) -> Iterator[Callback]:
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), _Bar(24), _Count(), TimeElapsedColumn())
-    # One bar, that of the stage at work, gone at the end.
-    with Progress(*columns, console=console, transient=True) as bars:
+    # One bar, that of the stage at work, gone at the end. While it is drawn sys.stderr is rich's, to be filtered anew.
+    with Progress(*columns, console=console, transient=True) as bars, without_chatter():
         shown: dict[str, Any] = {}
 
         def callback(stage: str, done: int, total: int | None) -> None:

@@ -6,9 +6,9 @@ from typing import Annotated, Optional
 
 import typer
 
-from .layer_table import simple_table
 from .command import EXIT_MISMATCH
-from .options import BundleArgument, JsonOption, ModelOption, at_least
+from .layer_table import simple_table
+from .options import BundleArgument, IgnoreVersionsOption, JsonOption, ModelOption, at_least
 from .terminal import Terminal
 
 
@@ -24,26 +24,29 @@ def verify(
         Optional[int], typer.Option("--decode-steps", metavar="N", callback=at_least(1), help="Tokens to feed one by one after each prompt.", show_default="past every window")
     ] = None,
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of the random tokens.")] = 0,
+    ignore_versions: IgnoreVersionsOption = False,
     json: JsonOption = False,
 ) -> None:
     """Compare a bundle with the eager model, token by token."""
     terminal: Terminal = ctx.obj
     with terminal.progress("loading libraries") as progress:
+        from ..bundle import Bundle
         from ..verify import verify as compare
 
-        report = compare(folder, model, tolerance=tolerance, decode_steps=decode_steps, seed=seed, progress=progress)
+        bundle = Bundle.open(folder, check_versions=not ignore_versions, progress=progress)
+        report = compare(bundle, model, tolerance=tolerance, decode_steps=decode_steps, seed=seed, progress=progress)
     if json:
         terminal.json({"path": str(folder), "model": model, **report.to_dict()})
     else:
         headers = ("prompt", "chunks", "decode steps", "max |logit difference|", "same argmax")
         table = simple_table(*headers, right=headers)
-        for prompt in report.to_dict()["prompts"]:
+        for prompt in report.prompts:
             table.add_row(
-                str(prompt["length"]),
-                str(prompt["chunks"]),
-                str(prompt["decode_steps"]),
-                f"{prompt['max_difference']:.1e}",
-                f"{prompt['argmax_agreement']:.1%}",
+                str(prompt.length),
+                str(prompt.chunks),
+                str(prompt.decode_steps),
+                f"{prompt.max_difference:.1e}",
+                f"{prompt.argmax_agreement:.1%}",
             )
         terminal.print(table)
         terminal.print()
