@@ -1,0 +1,104 @@
+"""The claim of the project: every target gives the logits of the eager model with `DynamicCache`, past the window.
+
+Teacher-forced, float32: prompts shorter, equal and longer than the window of 8, each followed by 40 decode steps.
+"""
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from exportable_cache import ExportableCache
+
+from .support.models import FAMILIES, tiny_model, tokens
+from .support.oracle import difference, reference_logits
+from .support.sessions import live_session, lowered_session
+
+TOLERANCE = 1e-4
+PROMPTS = (3, 7, 8, 9, 40)
+STEPS = 40
+
+
+def worst_difference(session, model) -> dict[int, float]:
+    found = {}
+    for prompt in PROMPTS:
+        ids = tokens(prompt + STEPS, seed=prompt)
+        reference = reference_logits(model, ids, prompt)
+        session.reset()
+        found[prompt] = difference(
+            lambda piece: session.decode(piece[:, 0]) if piece.shape[1] == 1 else session.prefill(piece), reference, ids, prompt
+        )
+        assert session.length.tolist() == [prompt + STEPS]
+    return found
+
+
+@pytest.fixture
+def no_recompiles(monkeypatch):
+    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
+    torch._dynamo.reset()
+    counters.clear()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_oracle_can_tell(family: str) -> None:
+    """The first token moves the last logits, and the window changes them: a wrong cache cannot pass."""
+    model = tiny_model(family)
+    ids = tokens(12)
+    reference = reference_logits(model, ids, 12)
+    assert reference.std() > 0.05
+    for position in (0, 4):
+        changed = ids.clone()
+        changed[0, position] = 3 + (ids[0, position] + 1) % 100
+        assert (reference_logits(model, changed, 12) - reference).abs().max() > 100 * TOLERANCE
+    if getattr(model.config, "sliding_window", None):
+        model.config.sliding_window = 7
+        for module in model.modules():
+            if getattr(module, "sliding_window", None):
+                module.sliding_window = 7
+        assert (reference_logits(model, ids, 12) - reference).abs().max() > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_eager(family: str) -> None:
+    model = tiny_model(family)
+    found = worst_difference(live_session(model, False, 96), model)
+    assert max(found.values()) <= TOLERANCE, found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compiled_in_one_graph_per_method(family: str, no_recompiles) -> None:
+    model = tiny_model(family)
+    found = worst_difference(live_session(model, True, 96), model)
+    assert max(found.values()) <= TOLERANCE, found
+    assert counters["stats"]["unique_graphs"] == 2
+    assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pt2(family: str, tmp_path) -> None:
+    model = tiny_model(family)
+    found = worst_difference(lowered_session(model, "pt2", tmp_path, 96), model)
+    assert max(found.values()) <= TOLERANCE, found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_executorch(family: str, tmp_path) -> None:
+    model = tiny_model(family)
+    found = worst_difference(lowered_session(model, "executorch", tmp_path, 96), model)
+    assert max(found.values()) <= TOLERANCE, found
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text"])
+def test_a_compiled_model_call_never_recompiles(family: str, no_recompiles) -> None:
+    """Plain `torch.compile(model)`, the cache an argument: 200 steps across the window, one graph."""
+    model = tiny_model(family)
+    cache = ExportableCache.from_config(model.config, max_cache_len=256)
+    compiled = torch.compile(model, fullgraph=True, dynamic=False)
+    ids = tokens(203)
+    reference = reference_logits(model, ids, 3)
+
+    def step(piece: torch.Tensor) -> torch.Tensor:
+        return (compiled if piece.shape[1] == 1 else model)(piece, past_key_values=cache).logits[:, -1]
+
+    assert difference(step, reference, ids, 3) <= TOLERANCE
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
