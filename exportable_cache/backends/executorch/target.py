@@ -29,6 +29,12 @@ class ExecutorchBackend:
         return {"attention": MATMUL_ATTENTION, "form": Form.RESIDENT, "experts": "batched_mm"}
 
     def lower(self, program: Program, folder: Path, options: Mapping[str, Any]) -> list[LoweredFile]:
+        if program.batch_size > 1:
+            # ExecuTorch 1.4.1 writes in place at one 1-D index, the same for all rows; rows of their own length need more.
+            raise InputError(
+                f"batch_size is {program.batch_size}; target 'executorch' takes 1, because its cache writes would copy the "
+                "whole cache each step otherwise. Export with batch_size=1, or for target 'pt2'"
+            )
         exported = {name: program.export(name) for name in program.methods}
         lowered = lower_programs(exported)
         with (folder / FILE).open("wb") as file:
