@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,7 +35,8 @@ class Terminal:
     def __init__(self, stdout: TextIO) -> None:
         self._stdout = stdout
         self._out = Console(file=stdout, width=_WIDTH, highlight=False, markup=False, emoji=False)
-        self._err = Console(stderr=True, highlight=False, markup=False, emoji=False)
+        # The stream itself: what stands in for sys.stderr while a bar is drawn writes through this console.
+        self._err = Console(file=sys.stderr, highlight=False, markup=False, emoji=False)
 
     def print(self, renderable: RenderableType = "", style: str | None = None) -> None:
         """A line or a table, to stdout. Neither is cut or wrapped."""

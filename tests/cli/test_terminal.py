@@ -2,6 +2,7 @@
 
 import io
 import json
+import sys
 import time
 
 import pytest
@@ -9,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from exportable_cache.cli import terminal as module
+from exportable_cache.cli.quiet import quiet_third_parties
 from exportable_cache.cli.terminal import Terminal, bytes_text
 
 
@@ -74,6 +76,27 @@ def test_progress_on_a_terminal_shows_the_count_and_leaves_no_bar(streams):
     # The cursor is shown again, and the line erased.
     assert drawn.endswith("\x1b[2K") and "\x1b[?25h" in drawn
     assert out.getvalue() == ""
+
+
+class Screen(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_what_libraries_say_while_a_bar_is_drawn_appears_but_for_chatter(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    screen = Screen()
+    monkeypatch.setattr(sys, "stderr", screen)
+    with quiet_third_parties():
+        terminal = Terminal(io.StringIO())
+        with terminal.progress("loading"):
+            print("[cpuinfo_utils.cpp:71] Reading file x", file=sys.stderr)
+            print("a real problem", file=sys.stderr)
+        terminal.note("done")
+    assert "loading" in screen.getvalue() and "done" in screen.getvalue()
+    assert "a real problem" in screen.getvalue()
+    assert "cpuinfo" not in screen.getvalue()
+    assert sys.stderr is screen
 
 
 def test_json_is_one_document_with_null_for_what_json_has_no_word_for(streams):

@@ -1,0 +1,322 @@
+"""export, inspect, verify, generate and bench on a tiny model lowered to pt2, and every bad input they must refuse."""
+
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+
+from exportable_cache import load
+from exportable_cache.bundle import Bundle
+from exportable_cache.manifest import SCHEMA_VERSION
+
+from ..support.models import WINDOW, tiny_model, tokens
+
+MAX_CACHE_LEN = 48
+
+
+@pytest.fixture(scope="module")
+def exported(run, tiny_folder, tmp_path_factory):
+    """The export's own result, with `.path`."""
+    path = tmp_path_factory.mktemp("bundles") / "tiny"
+    result = run("export", tiny_folder, "--target", "pt2", "--max-cache-len", MAX_CACHE_LEN, "-o", path, "--prefill-length", 16)
+    assert result.exit_code == 0, result.stderr
+    result.path = path
+    return result
+
+
+@pytest.fixture
+def damaged(exported, tmp_path):
+    """A copy of the bundle to spoil."""
+    return shutil.copytree(exported.path, tmp_path / "copy")
+
+
+def edit_manifest(folder, **changes):
+    path = folder / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def refused(result, *words):
+    """The command said no, in words, and nothing else."""
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    for word in words:
+        assert word in result.stderr, result.stderr
+
+
+# -- export ---------------------------------------------------------------------------------------------------------------
+
+
+def test_export_says_where_what_and_verified(exported):
+    lines = exported.stdout.splitlines()
+    assert lines[0] == f"{exported.path}: Gemma2ForCausalLM with its cache, for pt2"
+    assert any(line.split()[0] == "program.pt2" for line in lines if line)
+    assert lines[-1].startswith("verified: ") and f"past the window of {WINDOW}" in lines[-1] and "<= 1e-04" in lines[-1]
+
+
+def test_export_json_is_the_manifest(run, tiny_folder, tmp_path):
+    result = run("export", tiny_folder, "-t", "pt2", "-n", 16, "-o", tmp_path / "x", "--no-verify", "--json", "--prefill-length", 1)
+    assert result.exit_code == 0, result.stderr
+    document = json.loads(result.stdout)
+    assert document.pop("path") == str(tmp_path / "x")
+    assert document == json.loads((tmp_path / "x" / "manifest.json").read_text())
+    assert document["verification"] is None and list(document["program"]["methods"]) == ["decode"]
+
+
+def test_export_refuses_a_folder_that_exists(run, exported, tiny_folder):
+    before = (exported.path / "manifest.json").read_bytes()
+    arguments = ("export", tiny_folder, "-t", "pt2", "-n", 16, "-o", exported.path)
+    refused(run(*arguments), str(exported.path), "exists", "--overwrite")
+    assert (exported.path / "manifest.json").read_bytes() == before
+
+
+def test_export_never_overwrites_what_is_no_bundle(run, tiny_folder, tmp_path):
+    (tmp_path / "mine").write_text("precious")
+    refused(run("export", tiny_folder, "-t", "pt2", "-n", 16, "-o", tmp_path, "--overwrite"), str(tmp_path), "no bundle")
+    assert (tmp_path / "mine").read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-t", "tpu", "-n", 16], ("'tpu'", "executorch", "pt2")),
+        (["-t", "pt2", "-n", 0], ("--max-cache-len", "0 is too small", "at least 1")),
+        (["-t", "pt2", "-n", 16, "-b", 0], ("--batch-size", "0 is too small", "at least 1")),
+        (["-t", "pt2", "-n", 16, "--prefill-length", 17], ("prefill_length", "17", "16")),
+        (["-t", "pt2", "-n", 16, "--dtype", "int8"], ("--dtype", "int8", "float32")),
+    ],
+)
+def test_export_refuses_bad_arguments_and_writes_nothing(run, tiny_folder, tmp_path, arguments, words):
+    refused(run("export", tiny_folder, "-o", tmp_path / "x", *arguments), *words)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_export_refuses_an_unknown_model_type(run, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "nonsense"}))
+    refused(run("export", tmp_path, "-t", "pt2", "-n", 16, "-o", tmp_path / "x"), "nonsense", "does not know")
+
+
+def test_export_without_the_package_of_its_target_names_the_extra(run, tiny_folder, tmp_path, monkeypatch):
+    from exportable_cache.backends import registry
+
+    monkeypatch.setitem(registry.TARGETS, "pt2", ("exportable_cache.backends.pt2", ("not_installed",), "missing"))
+    refused(run("export", tiny_folder, "-t", "pt2", "-n", 16, "-o", tmp_path / "x"), "not_installed", "pip install", "[missing]")
+
+
+# -- inspect --------------------------------------------------------------------------------------------------------------
+
+
+def test_inspect_shows_layers_methods_versions_files_and_the_result(run, exported):
+    result = run("inspect", exported.path)
+    assert result.exit_code == 0, result.stderr
+    rows = [line.split() for line in result.stdout.splitlines()]
+    assert ["0", "sliding_attention", "RingLayer", str(WINDOW), "2", "8", "float32", "1.0", "KiB"] in rows
+    assert ["1", "full_attention", "FullLayer", str(MAX_CACHE_LEN), "2", "8", "float32", "6.0", "KiB"] in rows
+    assert any(row[:4] == ["prefill", "2", "to", "16"] for row in rows)
+    assert any(row[:2] == ["decode", "1"] for row in rows)
+    assert f"torch {torch.__version__.partition('+')[0]}" in result.stdout
+    assert "input_ids int64 [batch, length]" in result.stdout and "logits float32 [batch, 128]" in result.stdout
+    assert "program.pt2" in result.stdout and "every checksum is right" in result.stdout
+    assert result.stdout.splitlines()[-1].startswith("verified: ")
+
+
+def test_inspect_json_is_the_manifest_and_its_path(run, exported):
+    document = json.loads(run("inspect", exported.path, "--json").stdout)
+    assert document.pop("path") == str(exported.path)
+    assert document == json.loads((exported.path / "manifest.json").read_text())
+
+
+def test_inspect_refuses_another_max_cache_len_for_a_bundle(run, exported):
+    refused(run("inspect", exported.path, "-n", 1024), "1024", str(MAX_CACHE_LEN), "leave it out")
+
+
+def test_inspect_shows_a_bundle_of_other_versions(run, damaged):
+    edit_manifest(damaged, packages={"python": "3.10.0", "torch": "1.0", "transformers": "4.0", "exportable-cache": "0.0"})
+    result = run("inspect", damaged)
+    assert result.exit_code == 0, result.stderr
+    assert "torch 1.0" in result.stdout
+
+
+# -- bad bundles, for every command that opens one ------------------------------------------------------------------------
+
+
+def opening(command, folder):
+    options = {"verify": ["--model", "demo"], "generate": ["--prompt", "x"]}
+    return [command, folder, *options.get(command, [])]
+
+
+@pytest.fixture(params=["inspect", "verify", "generate", "bench"])
+def opens(request):
+    return request.param
+
+
+def test_a_folder_that_is_not_there(run, opens, tmp_path):
+    refused(run(*opening(opens, tmp_path / "missing")), str(tmp_path / "missing"), "no folder")
+
+
+def test_a_folder_that_is_no_bundle(run, opens, tmp_path):
+    refused(run(*opening(opens, tmp_path)), "manifest.json", "export")
+
+
+def test_a_truncated_program(run, opens, damaged):
+    program = damaged / "program.pt2"
+    size = program.stat().st_size
+    program.write_bytes(program.read_bytes()[: size // 2])
+    refused(run(*opening(opens, damaged)), "program.pt2", str(size // 2), str(size), "export")
+
+
+def test_a_corrupted_program(run, opens, damaged):
+    program = damaged / "program.pt2"
+    content = bytearray(program.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    program.write_bytes(content)
+    refused(run(*opening(opens, damaged)), "program.pt2", "sha256", "export")
+
+
+def test_a_missing_file(run, opens, damaged):
+    (damaged / "program.pt2").unlink()
+    refused(run(*opening(opens, damaged)), "program.pt2", "missing", "export")
+
+
+def test_a_broken_manifest(run, opens, damaged):
+    (damaged / "manifest.json").write_text('{"schema_version": 1, ')
+    refused(run(*opening(opens, damaged)), "manifest.json", "export")
+
+
+def test_another_schema_version(run, opens, damaged):
+    edit_manifest(damaged, schema_version=SCHEMA_VERSION + 1)
+    refused(run(*opening(opens, damaged)), str(SCHEMA_VERSION + 1), str(SCHEMA_VERSION), "export")
+
+
+@pytest.mark.parametrize("command", ["verify", "generate", "bench"])
+def test_other_package_versions(run, command, damaged):
+    packages = {**Bundle.open(damaged).manifest.packages, "torch": "1.0"}
+    edit_manifest(damaged, packages=packages)
+    refused(run(*opening(command, damaged)), "torch 1.0", torch.__version__.partition("+")[0], "export")
+
+
+def test_other_package_versions_can_be_ignored(run, damaged):
+    edit_manifest(damaged, packages={**Bundle.open(damaged).manifest.packages, "torch": "1.0"})
+    result = run("bench", damaged, "--ignore-versions", "--steps", 1, "--position", 0, "--json")
+    assert result.exit_code == 0, result.stderr
+
+
+# -- verify ---------------------------------------------------------------------------------------------------------------
+
+
+def test_verify_agrees(run, exported, tiny_folder):
+    result = run("verify", exported.path, "--model", tiny_folder, "--decode-steps", 4)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.splitlines()[-1].startswith("verified: ")
+    assert [line.split()[0] for line in result.stdout.splitlines()[1:6]] == ["3", "7", "8", "9", "40"]
+
+
+def test_verify_json(run, exported, tiny_folder):
+    document = json.loads(run("verify", exported.path, "--model", tiny_folder, "--decode-steps", 4, "--json").stdout)
+    assert document["passed"] is True and document["max_difference"] <= document["tolerance"] == 1e-4
+    assert [prompt["length"] for prompt in document["prompts"]] == [3, 7, 8, 9, 40]
+
+
+@pytest.fixture(scope="module")
+def other_folder(tmp_path_factory):
+    """The same architecture with other weights."""
+    model = tiny_model("gemma2")
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.5)
+    folder = tmp_path_factory.mktemp("models") / "other"
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_verify_exits_with_1_on_a_mismatch(run, exported, other_folder):
+    result = run("verify", exported.path, "--model", other_folder, "--decode-steps", 4)
+    assert result.exit_code == 1
+    assert "NOT verified" in result.stdout and "exceeds 1e-04" in result.stdout
+    result = run("verify", exported.path, "--model", other_folder, "--decode-steps", 4, "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["passed"] is False
+    assert "NOT verified" in result.stderr
+
+
+def test_verify_tolerance_decides(run, exported, other_folder):
+    assert run("verify", exported.path, "--model", other_folder, "--decode-steps", 4, "--tolerance", 1e6).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--tolerance", "-1"], ("--tolerance", "-1", "at least 0")),
+        (["--tolerance", "0"], ("tolerance", "0", "above 0")),
+        (["--decode-steps", "46"], ("46 decode steps", str(MAX_CACHE_LEN))),
+    ],
+)
+def test_verify_refuses_bad_arguments(run, exported, tiny_folder, arguments, words):
+    refused(run("verify", exported.path, "--model", tiny_folder, *arguments), *words)
+
+
+def test_verify_refuses_another_kind_of_model(run, exported, tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path)
+    refused(run("verify", exported.path, "--model", tmp_path), "gemma2", "llama")
+
+
+# -- generate and bench ---------------------------------------------------------------------------------------------------
+
+
+def test_generate_needs_a_tokenizer(run, exported):
+    refused(run("generate", exported.path, "--prompt", "hello"), "tokenizer")
+
+
+def test_bench_json(run, exported):
+    result = run("bench", exported.path, "--steps", 2, "--position", 0, "--position", 20, "--prompt-length", 8, "--json")
+    assert result.exit_code == 0, result.stderr
+    document = json.loads(result.stdout)
+    assert [row["position"] for row in document["decode"]] == [0, 20]
+    assert document["prompt_length"] == 8 and document["prefill_tokens_per_second"] > 0
+
+
+def test_bench_table(run, exported):
+    result = run("bench", exported.path, "--steps", 2, "--position", 5)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.startswith("prefill  ")
+    assert any(line.split()[:1] == ["5"] for line in result.stdout.splitlines())
+    assert "peak memory" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--steps", MAX_CACHE_LEN], ("steps", str(MAX_CACHE_LEN), "45")),
+        (["--position", MAX_CACHE_LEN], ("position", str(MAX_CACHE_LEN))),
+        (["--prompt-length", MAX_CACHE_LEN + 1], ("prompt_length", str(MAX_CACHE_LEN + 1), str(MAX_CACHE_LEN))),
+        (["--steps", 0], ("--steps", "0 is too small", "at least 1")),
+    ],
+)
+def test_bench_refuses_what_does_not_fit(run, exported, arguments, words):
+    refused(run("bench", exported.path, *arguments), *words)
+
+
+# -- for real -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_recipe_runs(tiny_folder, tmp_path):
+    import subprocess
+    from pathlib import Path
+
+    script = Path(__file__).parents[2] / "export_scripts" / "export_and_verify.py"
+    command = [sys.executable, script, tiny_folder, tmp_path / "x", "--target", "pt2", "--max-cache-len", "16"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("verified: ")
+    assert load(tmp_path / "x").prefill(tokens(5)).shape == (1, 128)
+
+
+def test_a_process_of_its_own_keeps_stdout_clean(shell, exported):
+    done = shell("inspect", exported.path, "--json")
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["target"] == "pt2"
+    assert "Traceback" not in done.stderr and "torchao" not in done.stderr
+    done = shell("inspect", exported.path / "missing")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines()[-1].startswith("error: ")
