@@ -140,6 +140,11 @@ class ExportableCache(Cache):
         cache._config = None
         return cache
 
+    @property
+    def is_initialized(self) -> bool:
+        """True: the tensors exist from construction."""
+        return True
+
     # -- lengths and limits -----------------------------------------------------------------------------------------
 
     @property
@@ -192,7 +197,7 @@ class ExportableCache(Cache):
         Raises:
             CacheFullError: In eager mode, if the new tokens do not fit a layer; no layer has written yet.
         """
-        check_room(self.layers, query_length)
+        check_room(self.layers[layer_idx].cumulative_length, query_length, self.max_length)
         kv_length, offset = self.layers[layer_idx].get_mask_sizes(query_length)
         if isinstance(offset, torch.Tensor) and not self._rows_may_differ:
             offset = offset[0]

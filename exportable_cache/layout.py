@@ -18,6 +18,13 @@ logger = logging.getLogger(__name__)
 
 SUPPORTED_LAYER_TYPES = ("full_attention", "sliding_attention")
 
+#: Models whose own code is wrong with any cache of fixed size, so that ours would be silently wrong with them.
+REFUSED_MODELS = {
+    "gpt_neo": "its attention takes the newest key to be the last slot",
+    "doge": "its attention mask does not follow the cache's slots",
+    "moshi": "its attention mask leaves out the sliding window",
+}
+
 
 @dataclass(frozen=True)
 class LayerLayout:
@@ -57,6 +64,10 @@ def layer_types_and_windows(config: PreTrainedConfig) -> list[tuple[str, int | N
     Raises:
         UnsupportedModelError: If a layer's type has no storage policy here.
     """
+    if config.model_type in REFUSED_MODELS:
+        raise UnsupportedModelError(
+            f"{config.model_type!r} is wrong with any static cache: {REFUSED_MODELS[config.model_type]}; use DynamicCache"
+        )
     types, options = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
     for index, layer_type in enumerate(types):
         if layer_type not in SUPPORTED_LAYER_TYPES:

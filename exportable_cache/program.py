@@ -74,15 +74,20 @@ class ProgramModule(nn.Module):
         self.layout = cache
         self.logits = logits
         # Most models can leave out the head's work for all but the last token; the others are sliced after it.
-        self.keeps_last = logits is Logits.LAST and "logits_to_keep" in inspect.signature(model.forward).parameters
+        parameters = inspect.signature(model.forward).parameters
+        self.keeps_last = logits is Logits.LAST and "logits_to_keep" in parameters
+        # The RoBERTa family counts positions from its padding index, and some models take none: they ask the cache.
+        own_rule = any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules())
+        self.takes_positions = "position_ids" in parameters and not own_rule
 
     def run(self, input_ids: torch.Tensor, input_pos: torch.Tensor, cache: ExportableCache) -> torch.Tensor:
         """Logits [batch, vocab] or [batch, length, vocab] of `input_ids` [batch, length] at `input_pos` [batch]."""
-        positions = input_pos[:, None] + torch.arange(input_ids.shape[1], device=input_ids.device)
-        options = {"logits_to_keep": 1} if self.keeps_last else {}
-        logits = self.model(
-            input_ids=input_ids, position_ids=positions, past_key_values=cache, use_cache=True, **options
-        ).logits
+        options = {}
+        if self.takes_positions:
+            options["position_ids"] = input_pos[:, None] + torch.arange(input_ids.shape[1], device=input_ids.device)
+        if self.keeps_last:
+            options["logits_to_keep"] = 1
+        logits = self.model(input_ids=input_ids, past_key_values=cache, use_cache=True, **options).logits
         return logits[:, -1] if self.logits is Logits.LAST else logits
 
 

@@ -43,7 +43,9 @@ class FullLayer(KeyValueLayer):
         query_length = key_states.shape[2]
         if not is_traced(self.cumulative_length):
             check_new_states(self, key_states, value_states)
-            check_room([self], query_length)
+            # Elsewhere reading a length waits for the device, and the cache has already looked once for all layers.
+            if self.device.type == "cpu":
+                check_room(self.cumulative_length, query_length, self.capacity)
         slots = self.cumulative_length[:, None] + torch.arange(query_length, device=self.device)
         self._write(slots, key_states, value_states)
         self.advance(query_length)

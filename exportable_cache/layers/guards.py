@@ -5,7 +5,6 @@ This is the one place in the layers that reads lengths back to Python. Nothing h
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,30 +21,26 @@ def is_traced(tensor: torch.Tensor) -> bool:
     return torch.compiler.is_compiling() or isinstance(tensor, FakeTensor) or tensor.is_meta
 
 
-def check_room(layers: Iterable[CacheLayer], query_length: int) -> None:
-    """Refuse a step that does not fit, before any layer has written.
+def check_room(lengths: torch.Tensor, query_length: int, limit: int | None) -> None:
+    """Refuse new tokens that do not fit, before any layer has written.
+
+    Args:
+        lengths: Tokens held per row, int64 [batch_size].
+        query_length: New tokens.
+        limit: Tokens a row can hold, or None for any number.
 
     Raises:
-        CacheFullError: If a row of a layer with a limit has fewer than `query_length` slots left.
+        CacheFullError: If a row has fewer than `query_length` slots left.
     """
-    for layer in layers:
-        limit = layer.max_length
-        if limit is None:
-            continue
-        if is_traced(layer.cumulative_length):
-            # Only the static part can be checked while tracing.
-            if isinstance(query_length, int) and query_length > limit:
-                raise CacheFullError(f"{query_length} new tokens do not fit a cache of {limit} slots; allocate a larger max_cache_len")
-            continue
-        length = int(layer.cumulative_length.max())
-        if length + query_length > limit:
-            raise CacheFullError(
-                f"the cache holds {length} of at most {limit} tokens, {query_length} more do not fit; "
-                "reset it, crop it, or allocate a larger max_cache_len"
-            )
-        # Reading a length waits for an accelerator, and the layers of one cache advance together: once is enough there.
-        if layer.device.type != "cpu":
-            return
+    if limit is None:
+        return
+    # The lengths cannot be read while tracing: only what is static can be refused there.
+    held = 0 if is_traced(lengths) else int(lengths.max())
+    if isinstance(query_length, int) and held + query_length > limit:
+        raise CacheFullError(
+            f"the cache holds {held} of at most {limit} tokens, {query_length} more do not fit; "
+            "reset it, crop it, or allocate a larger max_cache_len"
+        )
 
 
 def check_new_states(layer: CacheLayer, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
