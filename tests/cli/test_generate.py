@@ -1,0 +1,147 @@
+"""`exportable-cache generate` on a tiny model with a tokenizer of single letters."""
+
+import json
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from exportable_cache import export, load
+
+from ..support.models import VOCAB, tiny_model
+
+MAX_CACHE_LEN = 48
+PROMPT = "abcdefgh"
+TEMPLATE = "{% for message in messages %}{{ message['role'][0] }}{{ message['content'] }}{% endfor %}a"
+
+
+@pytest.fixture(scope="module")
+def letters():
+    """One token per character; ids 0 to 2 are special."""
+    characters = [chr(code) for code in range(ord("0"), ord("0") + VOCAB - 3)]
+    vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": 2, **{character: index + 3 for index, character in enumerate(characters)}}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+@pytest.fixture(scope="module")
+def bundle(letters, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bundles") / "letters"
+    return export(
+        tiny_model("gemma2"), "pt2", MAX_CACHE_LEN, folder, prefill_length=16, verify=False, tokenizer=letters
+    ).path
+
+
+@pytest.fixture(scope="module")
+def expected(bundle):
+    """The greedy answer to PROMPT, from the Python API."""
+    return "".join(load(bundle).generate_text(PROMPT, max_new_tokens=12))
+
+
+def test_text_goes_to_stdout_and_speed_to_stderr(run, bundle, expected):
+    result = run("generate", bundle, "-p", PROMPT, "--max-new-tokens", 12)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout == expected + "\n" and len(expected) > 3
+    assert f"{len(PROMPT)} prompt tokens, 12 new" in result.stderr and "tokens/s" in result.stderr
+
+
+def test_json_has_text_and_counts(run, bundle, expected):
+    document = json.loads(run("generate", bundle, "-p", PROMPT, "--max-new-tokens", 12, "--json").stdout)
+    assert document["text"] == expected
+    assert (document["prompt_tokens"], document["new_tokens"]) == (len(PROMPT), 12)
+    assert document["tokens_per_second"] > 0 and document["first_seconds"] > 0
+    assert document["path"] == str(bundle) and document["prompt"] == PROMPT
+
+
+def test_prompt_from_stdin(run, bundle, expected):
+    result = run("generate", bundle, "-p", "-", "--max-new-tokens", 12, input=PROMPT)
+    assert result.stdout == expected + "\n"
+
+
+def test_fills_the_cache_by_default_and_no_more(run, bundle):
+    document = json.loads(run("generate", bundle, "-p", PROMPT, "--json").stdout)
+    # The newest token needs no slot.
+    assert document["new_tokens"] <= MAX_CACHE_LEN - len(PROMPT) + 1
+    ended_early = document["new_tokens"] < MAX_CACHE_LEN - len(PROMPT) + 1
+    assert not ended_early or len(document["text"]) < document["new_tokens"]
+
+
+def test_stop_ends_the_text_before_it(run, bundle, expected):
+    at = next(index for index in range(1, len(expected)) if expected[index] not in expected[:index])
+    result = run("generate", bundle, "-p", PROMPT, "--max-new-tokens", 12, "--stop", expected[at], "--stop", "never mind")
+    assert result.stdout == expected[:at] + "\n"
+
+
+def test_seed_repeats_a_draw(run, bundle):
+    def draw(seed):
+        arguments = ["-p", PROMPT, "--max-new-tokens", 12, "--temperature", 5, "--top-k", 50, "--top-p", 0.99]
+        return run("generate", bundle, *arguments, "--seed", seed).stdout
+
+    assert draw(1) == draw(1)
+    assert len({draw(seed) for seed in range(4)}) > 1
+
+
+def test_chat_uses_the_template(run, bundle):
+    chat = json.loads(run("generate", bundle, "-p", PROMPT, "--chat", "--max-new-tokens", 4, "--json").stdout)
+    plain = json.loads(run("generate", bundle, "-p", f"u{PROMPT}a", "--max-new-tokens", 4, "--json").stdout)
+    assert chat["prompt_tokens"] == len(PROMPT) + 2
+    assert chat["text"] == plain["text"]
+
+
+def test_interrupted_answers_end_their_line(run, bundle, monkeypatch):
+    from exportable_cache.session import Session
+
+    def interrupted(self, *arguments, **options):
+        yield "half"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Session, "generate_text", interrupted)
+    result = run("generate", bundle, "-p", PROMPT)
+    assert (result.exit_code, result.stdout) == (130, "half\n")
+    assert "interrupted" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-p", ""], ("empty",)),
+        (["-p", "a" * (MAX_CACHE_LEN + 1)], (str(MAX_CACHE_LEN + 1), str(MAX_CACHE_LEN), "max_cache_len")),
+        (["-p", PROMPT, "--max-new-tokens", "100"], ("100", str(MAX_CACHE_LEN), "max_new_tokens", "lower it")),
+        (["-p", PROMPT, "--max-new-tokens", "0"], ("--max-new-tokens", "0 is too small", "at least 1")),
+        (["-p", PROMPT, "--temperature", "-1"], ("--temperature", "-1", "at least 0")),
+        (["-p", PROMPT, "--temperature", "1", "--top-p", "1.5"], ("top_p", "1.5", "at most 1")),
+        (["-p", PROMPT, "--top-k", "5"], ("temperature", "top_k=5")),
+        (["-p", PROMPT, "--stop", ""], ("stop", "''")),
+        ([], ("--prompt",)),
+    ],
+)
+def test_bad_input(run, bundle, arguments, words):
+    result = run("generate", bundle, *arguments)
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    assert "Traceback" not in result.stderr
+    for word in words:
+        assert word in result.stderr, result.stderr
+
+
+def test_chat_without_a_template(run, letters, tmp_path):
+    template, letters.chat_template = letters.chat_template, None
+    try:
+        path = export(tiny_model("llama"), "pt2", 16, tmp_path / "x", prefill_length=1, verify=False, tokenizer=letters).path
+    finally:
+        letters.chat_template = template
+    result = run("generate", path, "-p", "a", "--chat")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "no chat template" in result.stderr
+
+
+def test_batches_have_no_text(run, letters, tmp_path):
+    path = export(
+        tiny_model("llama"), "pt2", 16, tmp_path / "x", batch_size=2, prefill_length=1, verify=False, tokenizer=letters
+    ).path
+    result = run("generate", path, "-p", "a")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "batch size 1" in result.stderr and "2" in result.stderr
