@@ -32,10 +32,11 @@ def worst_difference(session, model) -> dict[int, float]:
 
 
 @pytest.fixture
-def no_recompiles(monkeypatch):
-    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
+def no_recompiles():
     torch._dynamo.reset()
     counters.clear()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        yield
 
 
 @pytest.mark.parametrize("family", FAMILIES)
