@@ -1,0 +1,490 @@
+"""Sessions over the live model: the numbers of the oracle, and refusals that change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from exportable_cache import ExportableCache, Session
+from exportable_cache.errors import CacheFullError, InputError
+
+from .decoding.byte_tokenizer import END, SIZE, byte_tokenizer
+from .support.models import VOCAB, WINDOW, tiny_model, tokens
+from .support.oracle import reference_logits
+
+CAPACITY = 64
+CHUNK = 13
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """Hybrid: one ring, one full layer."""
+    return tiny_model("gemma3_text")
+
+
+@pytest.fixture(scope="module")
+def sliding_model() -> Any:
+    return tiny_model("mistral")
+
+
+def session_of(model: Any, capacity: int = CAPACITY, batch_size: int = 1, slack: int = 0, **options: Any) -> Session:
+    cache = ExportableCache.from_model(model, capacity, batch_size, slack=slack)
+    return Session.from_model(model, cache, **{"prefill_length": min(CHUNK, capacity), **options})
+
+
+def feed(session: Session, ids: torch.Tensor, prompt: int) -> torch.Tensor:
+    """Logits [batch, steps, vocab] after the prompt and after each later token."""
+    rows = [session.prefill(ids[:, :prompt])]
+    rows += [session.decode(ids[:, position]) for position in range(prompt, ids.shape[1])]
+    return torch.stack(rows, dim=1)
+
+
+# -- numbers ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prompt", [1, 2, 3, 7, 8, 9, 13, 14, 27, 40])
+def test_prompts_of_any_length_match_the_model(model: Any, prompt: int) -> None:
+    ids = tokens(60)
+    session = session_of(model)
+    torch.testing.assert_close(feed(session, ids, prompt), reference_logits(model, ids, prompt), atol=1e-5, rtol=0)
+    assert session.length.tolist() == [60]
+
+
+def test_compiled_matches_the_model(model: Any) -> None:
+    ids = tokens(60)
+    session = session_of(model, compile=True)
+    for prompt in (27, 3):
+        session.reset()
+        torch.testing.assert_close(feed(session, ids, prompt), reference_logits(model, ids, prompt), atol=1e-5, rtol=0)
+    assert session.target == "compiled"
+
+
+def test_rows_are_independent(model: Any) -> None:
+    ids = tokens(40, batch_size=3)
+    torch.testing.assert_close(
+        feed(session_of(model, batch_size=3), ids, 20), reference_logits(model, ids, 20), atol=1e-5, rtol=0
+    )
+
+
+def test_without_prefill_method_prompts_go_token_by_token(model: Any) -> None:
+    ids = tokens(30)
+    session = session_of(model, prefill_length=1)
+    assert session.chunk_sizes(5) == [1] * 5
+    torch.testing.assert_close(feed(session, ids, 20), reference_logits(model, ids, 20), atol=1e-5, rtol=0)
+
+
+def test_chunk_sizes_cover_the_prompt(model: Any) -> None:
+    session = session_of(model)
+    assert session.chunk_sizes(12) == [12]
+    assert session.chunk_sizes(13) == [13]
+    assert session.chunk_sizes(14) == [13, 1]
+    assert session.chunk_sizes(28) == [13, 13, 2]
+
+
+def test_prefill_continues_and_reset_starts_anew(model: Any) -> None:
+    ids = tokens(40)
+    session = session_of(model)
+    session.prefill(ids[:, :11])
+    session.decode(ids[:, 11])
+    continued = session.prefill(ids[:, 12:])
+    session.reset()
+    assert session.length.tolist() == [0]
+    assert torch.equal(session.length, torch.zeros(1, dtype=torch.int64))
+    torch.testing.assert_close(continued, session.prefill(ids), atol=1e-5, rtol=0)
+
+
+def test_every_slot_of_a_full_layer_is_used(model: Any) -> None:
+    ids = tokens(CAPACITY)
+    session = session_of(model)
+    torch.testing.assert_close(feed(session, ids, 40), reference_logits(model, ids, 40), atol=1e-5, rtol=0)
+    assert session.room == 0
+
+
+def test_pure_sliding_model_has_no_limit(sliding_model: Any) -> None:
+    session = session_of(sliding_model, capacity=16)
+    ids = tokens(200)
+    assert session.max_length is None
+    assert session.room is None
+    torch.testing.assert_close(feed(session, ids, 50), reference_logits(sliding_model, ids, 50), atol=1e-5, rtol=0)
+
+
+# -- the user's cache ---------------------------------------------------------------------------------------------------
+
+
+def test_a_cache_that_holds_tokens_is_continued(model: Any) -> None:
+    ids = tokens(30)
+    cache = ExportableCache.from_model(model, CAPACITY)
+    with torch.no_grad():
+        model(ids[:, :17], past_key_values=cache)
+    session = Session.from_model(model, cache)
+    assert session.length.tolist() == [17]
+    logits = session.prefill(ids[:, 17:])
+    torch.testing.assert_close(logits, reference_logits(model, ids, 30)[:, 0], atol=1e-5, rtol=0)
+
+
+def test_the_cache_goes_on_outside_the_session(model: Any) -> None:
+    ids = tokens(30)
+    session = session_of(model)
+    session.prefill(ids[:, :20])
+    cache = session.cache
+    assert [layer.cumulative_length.tolist() for layer in cache.layers] == [[20], [20]]
+    with torch.no_grad():
+        logits = model(ids[:, 20:], past_key_values=cache).logits[:, -1]
+    torch.testing.assert_close(logits, reference_logits(model, ids, 30)[:, 0], atol=1e-5, rtol=0)
+
+
+def test_the_cache_knows_what_the_session_overwrote(model: Any) -> None:
+    session = session_of(model, slack=2)
+    session.prefill(tokens(20))
+    session.rewind(2)
+    cache = session.cache
+    cache.crop(-1)
+    with pytest.raises(InputError, match="at most 0 tokens"):
+        cache.crop(-1)
+
+
+def test_rewind_of_a_cache_with_unknown_history_is_refused(sliding_model: Any) -> None:
+    cache = ExportableCache.from_model(sliding_model, CAPACITY)
+    with torch.no_grad():
+        sliding_model(tokens(5), past_key_values=cache)
+    rebuilt = cache.with_state(dict(cache.named_state()))
+    session = Session.from_model(sliding_model, rebuilt)
+    with pytest.raises(InputError, match="at most 0 can be taken back"):
+        session.rewind(1)
+    session.reset()
+    session.prefill(tokens(5))
+    session.rewind(5)
+
+
+# -- rewind -------------------------------------------------------------------------------------------------------------
+
+
+def test_rewind_then_other_tokens_equals_never_having_fed_them(model: Any) -> None:
+    session = session_of(model, slack=3)
+    kept, other = tokens(30), tokens(6, seed=1)
+    session.prefill(kept)
+    session.prefill(tokens(4, seed=2))
+    session.rewind(4)
+    assert session.length.tolist() == [30]
+    rows = feed(session, other, 2)
+    whole = torch.cat([kept, other], dim=1)
+    torch.testing.assert_close(rows, reference_logits(model, whole, 32), atol=1e-5, rtol=0)
+
+
+def test_rewind_of_a_full_layer_alone_goes_all_the_way(model: Any) -> None:
+    session = session_of(tiny_model("llama"))
+    session.prefill(tokens(50))
+    session.rewind(50)
+    assert session.length.tolist() == [0]
+
+
+def test_rewind_past_the_ring_is_refused_and_changes_nothing(model: Any) -> None:
+    ids = tokens(31)
+    session = session_of(model, slack=2)
+    session.prefill(ids[:, :30])
+    with pytest.raises(InputError, match=r"cannot rewind 4 tokens.*\[30\].*at most 3 can be taken back"):
+        session.rewind(4)
+    torch.testing.assert_close(session.decode(ids[:, 30]), reference_logits(model, ids, 31)[:, 0], atol=1e-5, rtol=0)
+
+
+def test_rewind_counts_from_the_most_tokens_ever_held(model: Any) -> None:
+    session = session_of(model, slack=2)
+    session.prefill(tokens(30))
+    session.rewind(2)
+    # Three slots were overwritten beyond the window, two of them are used up; growing back to 30 frees none.
+    with pytest.raises(InputError, match="at most 1 can be taken back"):
+        session.rewind(2)
+    session.prefill(tokens(2, seed=3))
+    session.rewind(3)
+    with pytest.raises(InputError, match="at most 0 can be taken back"):
+        session.rewind(1)
+    session.reset()
+    session.prefill(tokens(WINDOW + 2))
+    session.rewind(WINDOW + 2)
+
+
+@pytest.mark.parametrize("count", [-1, 1.0, True, "2"])
+def test_rewind_of_no_count_is_refused(model: Any, count: Any) -> None:
+    session = session_of(model)
+    session.prefill(tokens(5))
+    with pytest.raises(InputError, match="cannot rewind"):
+        session.rewind(count)
+    assert session.length.tolist() == [5]
+
+
+def test_rewind_of_more_than_held_is_refused(model: Any) -> None:
+    session = session_of(model)
+    session.prefill(tokens(5))
+    with pytest.raises(InputError, match=r"cannot rewind 6 tokens, rows hold \[5\]; rewind at most 5"):
+        session.rewind(6)
+
+
+# -- refusals -----------------------------------------------------------------------------------------------------------
+
+Call = Callable[[Session], Any]
+
+REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
+    "empty prompt": (lambda s: s.prefill(torch.empty(1, 0, dtype=torch.int64)), InputError, r"\[1, 0\].*empty.*at least one token"),
+    "batch": (lambda s: s.prefill(tokens(4, batch_size=2)), InputError, "2 rows.*runs 1.*batch_size=2"),
+    "decode batch": (lambda s: s.decode(torch.tensor([3, 4])), InputError, "2 rows.*runs 1"),
+    "prompt rank": (lambda s: s.prefill(torch.tensor([3, 4])), InputError, r"shape \[2\]; it must be \[batch, length\]"),
+    "decode rank": (lambda s: s.decode(torch.tensor([[3]])), InputError, r"shape \[1, 1\]; it must be \[batch\]"),
+    "int32": (lambda s: s.prefill(tokens(4).int()), InputError, r"torch.int32; it must be torch.int64.*\.to\(torch.int64\)"),
+    "float": (lambda s: s.decode(torch.tensor([3.0])), InputError, "torch.float32; it must be torch.int64"),
+    "list": (lambda s: s.prefill([[3, 4]]), InputError, "is a list; pass an int64 tensor"),
+    "device": (lambda s: s.prefill(tokens(4).to("meta")), InputError, r"on meta, the session runs on cpu; pass input_ids.to\('cpu'\)"),
+    "token too large": (
+        lambda s: s.prefill(torch.tensor([[3, 4, VOCAB]])), InputError, rf"input_ids\[0, 2\] is token id {VOCAB}.*0 to {VOCAB - 1}"
+    ),
+    "negative token": (lambda s: s.decode(torch.tensor([-1])), InputError, r"tokens\[0\] is token id -1, outside"),
+    "too long": (lambda s: s.prefill(tokens(55)), CacheFullError, "holds 10 of at most 64 tokens, 55 more do not fit.*reset"),
+    "longer than the cache": (lambda s: s.prefill(tokens(65)), CacheFullError, "65 more do not fit; shorten.*at least 75"),
+    "generate prompt": (lambda s: s.generate(tokens(55)), CacheFullError, "55 more do not fit"),
+    "generate steps": (lambda s: s.generate(tokens(50), 6), CacheFullError, "max_new_tokens may be at most 5, got 6"),
+    "no new tokens": (lambda s: s.generate(tokens(5), 0), InputError, "max_new_tokens is 0; it must be an int of at least 1"),
+    "temperature": (lambda s: s.generate(tokens(5), temperature=-1.0), InputError, "temperature is -1.0"),
+    "stop token": (lambda s: s.generate(tokens(5), stop=VOCAB), InputError, f"stop has {VOCAB}.*0 to {VOCAB - 1}"),
+    "empty stop": (lambda s: s.generate(tokens(5), stop=[""]), InputError, "stop has ''.*at least one character"),
+    "stop without tokenizer": (lambda s: s.generate(tokens(5), stop="x"), InputError, "stop strings needs a tokenizer.*pass tokenizer="),
+    "text without tokenizer": (lambda s: s.generate_text("hi"), InputError, "text needs a tokenizer.*use generate with token ids"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["eager", "compiled"])
+def session(request: pytest.FixtureRequest, model: Any) -> Session:
+    """Shared, because compiling takes long: reset it."""
+    return session_of(model, compile=request.param)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_before_anything_changes(
+    model: Any, session: Session, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, error, message = REFUSED[case]
+    ids = tokens(11)
+    session.reset()
+    session.prefill(ids[:, :10])
+    state = {name: tensor.clone() for name, tensor in session.cache.named_state()}
+    with monkeypatch.context() as patch:
+        patch.setattr(session.runner, "run", lambda *arguments: pytest.fail("a refused call ran a step"))
+        with pytest.raises(error, match=message):
+            call(session)
+    assert session.length.tolist() == [10]
+    assert all(torch.equal(tensor, state[name]) for name, tensor in session.cache.named_state())
+    torch.testing.assert_close(session.decode(ids[:, 10]), reference_logits(model, ids, 11)[:, 0], atol=1e-5, rtol=0)
+
+
+def test_decode_on_a_full_cache_is_refused(model: Any) -> None:
+    session = session_of(model)
+    session.prefill(tokens(CAPACITY))
+    with pytest.raises(CacheFullError, match="holds 64 of at most 64 tokens, 1 more do not fit"):
+        session.decode(torch.tensor([3]))
+    assert session.length.tolist() == [CAPACITY]
+
+
+def test_a_step_that_fails_leaves_the_length(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = tokens(11)
+    session = session_of(model)
+    session.prefill(ids[:, :10])
+
+    def fail(*arguments: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session.runner, "run", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            session.decode(ids[:, 10])
+    assert session.length.tolist() == [10]
+    torch.testing.assert_close(session.decode(ids[:, 10]), reference_logits(model, ids, 11)[:, 0], atol=1e-5, rtol=0)
+
+
+def test_wrong_model_or_cache_is_refused(model: Any) -> None:
+    cache = ExportableCache.from_model(model, CAPACITY)
+    with pytest.raises(InputError, match="cache is a dict; allocate one with ExportableCache.from_model"):
+        Session.from_model(model, {})
+    with pytest.raises(InputError, match="the cache has 2 layers, the model 3"):
+        Session.from_model(tiny_model("llama", num_hidden_layers=3), cache)
+    training = tiny_model("llama").train()
+    with pytest.raises(InputError, match="training mode; call model.eval"):
+        Session.from_model(training, ExportableCache.from_model(training, CAPACITY))
+    with pytest.raises(InputError, match="prefill_length is 65; it must be 1 to 64"):
+        Session.from_model(model, cache, prefill_length=65)
+
+
+def test_lengths_given_out_are_copies(model: Any) -> None:
+    session = session_of(model)
+    session.prefill(tokens(5))
+    session.length.zero_()
+    assert session.length.tolist() == [5]
+
+
+# -- generate -----------------------------------------------------------------------------------------------------------
+
+
+def greedy(model: Any, ids: torch.Tensor, count: int) -> list[int]:
+    """What the eager model says, whole sequence anew for every token."""
+    for _ in range(count):
+        ids = torch.cat([ids, reference_logits(model, ids, ids.shape[1])[:, -1].argmax(-1, keepdim=True)], dim=1)
+    return ids[0, -count:].tolist()
+
+
+def without_end(session: Session) -> Session:
+    session.generation_config = GenerationConfig()
+    return session
+
+
+def test_greedy_tokens_are_the_models(model: Any) -> None:
+    ids = tokens(5)
+    session = without_end(session_of(model))
+    generated = list(session.generate(ids, 20))
+    assert generated == greedy(model, ids, 20)
+    assert all(type(token) is int for token in generated)
+    assert session.length.tolist() == [5 + 19]
+
+
+def test_generate_continues_with_the_newest_token(model: Any) -> None:
+    ids = tokens(5)
+    session = without_end(session_of(model))
+    first = list(session.generate(ids, 4))
+    more = list(session.generate(torch.tensor([first[-1:]]), 4))
+    assert first + more == greedy(model, ids, 8)
+
+
+def test_without_limit_it_stops_when_the_cache_is_full(model: Any) -> None:
+    session = without_end(session_of(model))
+    assert len(list(session.generate(tokens(50)))) == CAPACITY - 50 + 1
+    assert session.length.tolist() == [CAPACITY]
+    session.reset()
+    # The most that may be asked for is just that.
+    assert len(list(session.generate(tokens(50), CAPACITY - 50 + 1))) == CAPACITY - 50 + 1
+    session.reset()
+    assert len(list(session.generate(tokens(CAPACITY), 1))) == 1
+
+
+def test_end_tokens_of_the_model_end_it(model: Any) -> None:
+    session = without_end(session_of(model))
+    free = list(session.generate(tokens(5, seed=4), 12, temperature=1.0, seed=0))
+    session.generation_config = GenerationConfig(eos_token_id=[free[7], 1])
+    session.reset()
+    assert list(session.generate(tokens(5, seed=4), 12, temperature=1.0, seed=0)) == free[: 1 + min(free.index(free[7]), free.index(1) if 1 in free else 99)]
+
+
+def test_stop_tokens_end_it(model: Any) -> None:
+    session = without_end(session_of(model))
+    free = list(session.generate(tokens(5), 12, temperature=1.0, seed=0))
+    for stop in (free[5], [free[5]], (free[5], free[6])):
+        session.reset()
+        ended = list(session.generate(tokens(5), 12, temperature=1.0, seed=0, stop=stop))
+        assert ended == free[: free.index(free[5]) + 1]
+
+
+def test_seed_repeats(model: Any) -> None:
+    def generated(seed: int) -> list[int]:
+        return list(without_end(session_of(model)).generate(tokens(5), 10, temperature=2.0, top_k=50, top_p=0.95, seed=seed))
+
+    assert generated(1) == generated(1)
+    assert generated(1) != generated(2)
+
+
+def test_batches_give_tensors(model: Any) -> None:
+    ids = tokens(5, batch_size=2)
+    session = without_end(session_of(model, batch_size=2))
+    steps = list(session.generate(ids, 6))
+    assert [step.shape for step in steps] == [(2,)] * 6
+    rows = torch.stack(steps, dim=1).tolist()
+    assert rows == [greedy(model, ids[:1], 6), greedy(model, ids[1:], 6)]
+
+
+# -- text ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def byte_model() -> Any:
+    """Speaks bytes, and as a random model mostly invalid ones."""
+    return tiny_model("llama", vocab_size=SIZE, eos_token_id=SIZE - 1)
+
+
+def text_session(model: Any, chat: bool = False, **options: Any) -> Session:
+    return session_of(model, tokenizer=byte_tokenizer(chat), **options)
+
+
+def test_text_is_the_decoded_tokens(byte_model: Any) -> None:
+    session = text_session(byte_model)
+    options = {"max_new_tokens": 30, "temperature": 1.0, "seed": 0}
+    pieces = list(session.generate_text("hello é", **options))
+    session.reset()
+    ids = torch.tensor([session.tokenizer("hello é")["input_ids"]])
+    generated = list(session.generate(ids, **options))
+    assert len(generated) == 30
+    assert "".join(pieces) == session.tokenizer.decode(generated, skip_special_tokens=True)
+    assert len(pieces) > 1
+
+
+def test_stop_string_is_not_given_out(byte_model: Any) -> None:
+    session = text_session(byte_model)
+    options = {"max_new_tokens": 30, "temperature": 1.0, "seed": 0}
+    whole = "".join(session.generate_text("hello", **options))
+    stop = whole[10:12]
+    session.reset()
+    assert "".join(session.generate_text("hello", **options, stop=stop)) == whole[: whole.index(stop)]
+    session.reset()
+    ids = torch.tensor([session.tokenizer("hello")["input_ids"]])
+    generated = list(session.generate(ids, **options, stop=stop))
+    assert stop in session.tokenizer.decode(generated)
+    assert stop not in session.tokenizer.decode(generated[:-1])
+
+
+def test_end_and_stop_tokens_are_not_given_out(byte_model: Any) -> None:
+    session = text_session(byte_model)
+    options = {"max_new_tokens": 30, "temperature": 1.0, "seed": 0}
+    ids = torch.tensor([session.tokenizer("hello")["input_ids"]])
+    generated = list(session.generate(ids, **options))
+    session.reset()
+    before = session.tokenizer.decode(generated[: generated.index(generated[12])])
+    assert "".join(session.generate_text("hello", **options, stop=generated[12])) == before
+
+
+def test_text_continues_and_chat_starts_anew(byte_model: Any) -> None:
+    session = text_session(byte_model, chat=True)
+    list(session.generate_text("one", 3))
+    assert session.length.tolist() == [3 + 2]
+    list(session.generate_text("two", 3))
+    assert session.length.tolist() == [5 + 3 + 2]
+    messages = [{"role": "user", "content": "hi"}]
+    answer = "".join(session.generate_text(messages, 5))
+    assert session.length.tolist() == [len("[user]hi>") + 4]
+    session.reset()
+    assert "".join(session.generate_text("[user]hi>", 5)) == answer
+
+
+def test_refused_chat_does_not_reset(byte_model: Any) -> None:
+    session = text_session(byte_model, chat=True)
+    session.prefill(torch.tensor([[70, 71]]))
+    with pytest.raises(CacheFullError, match="holds 0 of at most 64 tokens, 107 more do not fit; shorten the prompt"):
+        session.generate_text([{"role": "user", "content": "x" * 100}])
+    assert session.length.tolist() == [2]
+
+
+def test_text_refusals(byte_model: Any) -> None:
+    with pytest.raises(InputError, match="the prompt is empty"):
+        text_session(byte_model).generate_text("")
+    with pytest.raises(InputError, match="text is generated at batch size 1, this session has 2"):
+        text_session(byte_model, batch_size=2).generate_text("hi")
+    with pytest.raises(InputError, match="no chat template"):
+        text_session(byte_model).generate_text([{"role": "user", "content": "hi"}])
+
+
+def test_end_token_gives_no_text(byte_model: Any) -> None:
+    # The model's end token ends the text even where the tokenizer would print it.
+    session = text_session(byte_model)
+    free = list(session.generate(torch.tensor([[70, 71]]), 6, temperature=1.0, seed=5))
+    session.generation_config = GenerationConfig(eos_token_id=free[3])
+    session.reset()
+    prompt = session.tokenizer.decode([70, 71])
+    expected = session.tokenizer.decode(free[: free.index(free[3])])
+    assert "".join(session.generate_text(prompt, 6, temperature=1.0, seed=5)) == expected
+    assert END not in expected

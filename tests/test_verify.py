@@ -1,0 +1,234 @@
+"""The verifier: it passes what is right, fails what is wrong in any way, and leaves everything as it was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from exportable_cache import ExportableCache, Session
+from exportable_cache.errors import InputError
+from exportable_cache.verify import VerifyReport, default_decode_steps, default_prompts, verify_session
+
+from .support.models import WINDOW, tiny_model, tokens
+
+CAPACITY = 64
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model("gemma3_text")
+
+
+def session_of(model: Any, capacity: int = CAPACITY, batch_size: int = 1, **options: Any) -> Session:
+    return Session.from_model(model, ExportableCache.from_model(model, capacity, batch_size), **options)
+
+
+class Meddling:
+    """A runner whose logits pass through `change(logits, last position)`."""
+
+    def __init__(self, runner: Any, change: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
+        self.methods = runner.methods
+        self._runner = runner
+        self._change = change
+
+    def run(self, method: str, input_ids: torch.Tensor, input_pos: torch.Tensor) -> torch.Tensor:
+        logits = self._runner.run(method, input_ids, input_pos)
+        return self._change(logits, int(input_pos[0]) + input_ids.shape[1] - 1)
+
+
+def meddled(model: Any, change: Callable[[torch.Tensor, int], torch.Tensor]) -> Session:
+    session = session_of(model)
+    session.runner = Meddling(session.runner, change)
+    return session
+
+
+def test_right_session_passes(model: Any) -> None:
+    report = verify_session(session_of(model, prefill_length=13), model)
+    assert report.passed
+    assert 0 < report.max_difference < 1e-5
+    assert report.tolerance == 1e-4
+    assert report.windows == (WINDOW,)
+    assert report.target == "eager"
+    assert [(prompt.length, prompt.chunks, prompt.decode_steps) for prompt in report.prompts] == [
+        (3, 1, 24), (7, 1, 24), (8, 1, 24), (9, 1, 24), (40, 4, 24)
+    ]  # fmt: skip
+    assert report.steps == 5 * 25
+    assert [prompt.argmax_agreement for prompt in report.prompts] == [1.0] * 5
+    assert str(report) == (
+        "verified: 125 positions, prompts of 3, 7, 8, 9, 40 tokens, past the window of 8, "
+        f"max |logit difference| {report.max_difference:.1e} <= 1e-04"
+    )
+
+
+def test_rows_are_compared(model: Any) -> None:
+    report = verify_session(session_of(model, batch_size=2), model, prompts=[9], decode_steps=3)
+    assert report.passed
+    assert report.steps == 2 * 4
+
+
+def test_full_attention_crosses_a_chunk() -> None:
+    model = tiny_model("llama")
+    report = verify_session(session_of(model, prefill_length=45), model, decode_steps=2)
+    assert report.passed
+    assert report.windows == ()
+    assert [(prompt.length, prompt.chunks) for prompt in report.prompts] == [(3, 1), (8, 1), (40, 1), (48, 2)]
+
+
+@pytest.mark.parametrize("position", [3 - 1, 8, 9 + 23, 40 + 23])
+def test_one_wrong_logit_anywhere_fails(model: Any, position: int) -> None:
+    def change(logits: torch.Tensor, at: int) -> torch.Tensor:
+        logits[0, 5] += 2e-4 * (at == position)
+        return logits
+
+    report = verify_session(meddled(model, change), model)
+    assert not report.passed
+    assert 1.9e-4 < report.max_difference < 2.1e-4
+    assert str(report).startswith("NOT verified: 125 positions")
+    assert "exceeds 1e-04" in str(report)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("position", [2, 40])
+def test_not_a_number_fails(model: Any, value: float, position: int) -> None:
+    def change(logits: torch.Tensor, at: int) -> torch.Tensor:
+        logits[0, 5] += value if at == position else 0.0
+        return logits
+
+    report = verify_session(meddled(model, change), model)
+    assert not report.passed
+    assert not torch.tensor(report.max_difference).isfinite()
+    assert report.to_dict()["max_difference"] is None
+    assert "NaN" not in json.dumps(report.to_dict())
+
+
+def test_not_a_number_on_both_sides_fails() -> None:
+    model = tiny_model("llama")
+    session = session_of(model)
+    with torch.no_grad():
+        model.lm_head.weight[7] = float("nan")
+    assert not verify_session(session, model, prompts=[3], decode_steps=1).passed
+
+
+def test_wrong_window_fails(model: Any) -> None:
+    """A ring that is one too small is right up to the window and wrong past it."""
+    cache = ExportableCache.from_model(tiny_model("gemma3_text", sliding_window=WINDOW - 1), CAPACITY)
+    session = Session.from_model(model, cache)
+    assert verify_session(session, model, prompts=[3], decode_steps=4).passed
+    assert not verify_session(session, model, prompts=[3], decode_steps=5).passed
+    assert not verify_session(session, model).passed
+
+
+def test_leftovers_of_longer_prompts_are_met(model: Any) -> None:
+    """Stale slots that are seen by mistake show, because prompts shrink."""
+    session = session_of(model)
+    lengths = []
+    prefill = session.prefill
+    session.prefill = lambda ids: (lengths.append(ids.shape[1]), prefill(ids))[1]
+    verify_session(session, model)
+    assert lengths == [40, 9, 8, 7, 3]
+
+
+def test_everything_is_left_as_it_was(model: Any) -> None:
+    session = session_of(model)
+    before = model.config._attn_implementation
+    session.prefill(tokens(5))
+    verify_session(session, model, prompts=[3], decode_steps=1)
+    assert model.config._attn_implementation == before
+    assert not model.training
+    assert session.length.tolist() == [0]
+
+
+def test_same_seed_same_report(model: Any) -> None:
+    session = session_of(model)
+    first = verify_session(session, model, prompts=[9], decode_steps=5, seed=1)
+    assert verify_session(session, model, prompts=[9], decode_steps=5, seed=1) == first
+    assert verify_session(session, model, prompts=[9], decode_steps=5, seed=2).max_difference != first.max_difference
+
+
+def test_report_survives_json(model: Any) -> None:
+    report = verify_session(session_of(model), model, prompts=[9], decode_steps=5)
+    assert VerifyReport(**json.loads(json.dumps(report.to_dict()))) == report
+
+
+def test_progress_counts_every_step(model: Any) -> None:
+    calls: list[tuple[str, int, int | None]] = []
+    verify_session(session_of(model), model, prompts=[9], decode_steps=5, progress=lambda *call: calls.append(call))
+    assert [done for _, done, _ in calls] == list(range(1, 13))
+    assert {(stage, total) for stage, _, total in calls} == {("verifying", 12)}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float16, 5e-3), (torch.bfloat16, 5e-2)]
+)
+def test_tolerance_follows_the_dtype(dtype: torch.dtype, tolerance: float) -> None:
+    model = tiny_model("llama", dtype=dtype)
+    report = verify_session(session_of(model), model, prompts=[3], decode_steps=1)
+    assert report.tolerance == tolerance
+
+
+def test_given_tolerance_decides(model: Any) -> None:
+    session = session_of(model)
+    assert verify_session(session, model, prompts=[40], tolerance=1e-5).passed
+    assert not verify_session(session, model, prompts=[40], tolerance=1e-9).passed
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompts": [60], "decode_steps": 5}, "prompt of 60 tokens and 5 decode steps do not fit: 64 tokens"),
+        ({"prompts": [0]}, "prompt of 0 tokens"),
+        ({"decode_steps": -1}, "-1 decode steps"),
+        ({"tolerance": 0.0}, "tolerance is 0.0; it must be above 0"),
+        ({"tolerance": float("nan")}, "tolerance is nan"),
+    ],
+)
+def test_out_of_range_is_refused(model: Any, options: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        verify_session(session_of(model), model, **options)
+
+
+def test_another_vocabulary_is_refused(model: Any) -> None:
+    with pytest.raises(InputError, match="vocabulary of 128 tokens, the model of 200"):
+        verify_session(session_of(model), tiny_model("gemma3_text", vocab_size=200))
+
+
+@pytest.mark.parametrize(
+    ("windows", "max_length", "prefill_length", "expected"),
+    [
+        ([8], 64, 256, [3, 7, 8, 9, 40]),
+        ([8], 64, 16, [3, 7, 8, 9, 40]),
+        ([8], 41, 16, [3, 7, 8, 9, 40]),
+        ([8], 40, 16, [3, 7, 8, 9]),
+        ([8], None, 256, [3, 7, 8, 9, 40, 259]),
+        ([], 1024, 256, [3, 8, 40, 259]),
+        ([], 1024, 16, [3, 8, 40]),
+        ([8, 32], 512, 64, [3, 7, 8, 9, 31, 32, 33, 40, 160]),
+        ([4096], 8192, 256, [3, 4095, 4097]),
+        ([1], 64, 2, [1, 2, 3, 5]),
+        ([], 3, 3, [1]),
+        ([], 1, 1, [1]),
+    ],
+)
+def test_default_prompts(windows: list[int], max_length: int | None, prefill_length: int, expected: list[int]) -> None:
+    assert default_prompts(windows, max_length, prefill_length) == expected
+
+
+@pytest.mark.parametrize(
+    ("prompt", "windows", "max_length", "expected"),
+    [(3, [8], 64, 24), (3, [100], None, 107), (99, [100], None, 24), (3, [4096], None, 24), (50, [8], 64, 14), (1, [], 1, 0)],
+)
+def test_default_decode_steps(prompt: int, windows: list[int], max_length: int | None, expected: int) -> None:
+    assert default_decode_steps(prompt, windows, max_length) == expected
+    # Past the window by more than eight positions, where it is small and there is room.
+    if max_length is None and windows[0] <= 256:
+        assert prompt + expected - 1 > windows[0] + 8
+
+
+def test_positions_stop_where_the_models_do() -> None:
+    model = tiny_model("llama", max_position_embeddings=30)
+    report = verify_session(session_of(model), model)
+    assert [(prompt.length, prompt.decode_steps) for prompt in report.prompts] == [(3, 24), (8, 22)]
