@@ -1,0 +1,344 @@
+"""Export: what it writes, what it refuses before it starts, and that nothing is left when it stops halfway."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from exportable_cache import export, load
+from exportable_cache.backends import TARGETS
+from exportable_cache.bundle import Bundle
+from exportable_cache.errors import (
+    BundleError,
+    CacheFullError,
+    ExportableCacheError,
+    InputError,
+    UnsupportedModelError,
+    VerificationError,
+)
+from exportable_cache.verify import VerifyReport, verify
+
+from .decoding.byte_tokenizer import SIZE, byte_tokenizer
+from .support import fake_target
+from .support.models import VOCAB, tiny_model, tokens
+from .support.oracle import difference, reference_logits
+
+CAPACITY = 64
+CHUNK = 13
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TARGETS, "fake", fake_target.ENTRY)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model("gemma3_text")
+
+
+# -- the real targets ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["pt2", "executorch"])
+def bundle(request: pytest.FixtureRequest, model: Any, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    if request.param == "executorch":
+        pytest.importorskip("executorch")
+    path = tmp_path_factory.mktemp("exports") / request.param
+    return export(model, request.param, CAPACITY, path, prefill_length=CHUNK)
+
+
+def test_export_verifies_and_records_it(bundle: Bundle) -> None:
+    recorded = Bundle.open(bundle.path).manifest.verification
+    assert recorded is not None
+    report = VerifyReport(**recorded)
+    assert report.passed
+    assert report.target == bundle.manifest.target
+    assert [prompt.length for prompt in report.prompts] == [3, 7, 8, 9, 40]
+    assert report.max_difference <= 1e-4
+
+
+def test_loaded_program_agrees_with_the_model(bundle: Bundle, model: Any) -> None:
+    session = load(bundle.path)
+    for prompt in (1, 3, 14, 40):
+        ids = tokens(60, seed=prompt)
+        session.reset()
+        worst = difference(
+            lambda piece: session.decode(piece[:, 0]) if piece.shape[1] == 1 else session.prefill(piece),
+            reference_logits(model, ids, prompt),
+            ids,
+            prompt,
+        )
+        assert worst <= 1e-4
+
+
+def test_verify_finds_other_weights(bundle: Bundle, model: Any) -> None:
+    assert verify(bundle.path, model, prompts=[9], decode_steps=3).passed
+    other = tiny_model("gemma3_text")
+    with torch.no_grad():
+        # One column: the norm after attention would undo a common factor.
+        other.model.layers[1].self_attn.v_proj.weight[:, 0] *= 1.5
+    assert not verify(bundle, other, prompts=[9], decode_steps=3).passed
+
+
+def test_verify_refuses_another_type_or_vocabulary(bundle: Bundle) -> None:
+    with pytest.raises(InputError, match="made from a 'gemma3_text' model, this one is 'llama'"):
+        verify(bundle, tiny_model("llama"))
+    with pytest.raises(InputError, match="vocabulary of 128 tokens, the model of 200"):
+        verify(bundle, tiny_model("gemma3_text", vocab_size=200))
+
+
+@pytest.mark.parametrize(
+    ("ids", "error", "message"),
+    [
+        (tokens(55), CacheFullError, "holds 10 of at most 64 tokens, 55 more do not fit"),
+        (torch.empty(1, 0, dtype=torch.int64), InputError, "empty"),
+        (tokens(4, batch_size=2), InputError, "2 rows.*runs 1"),
+        (tokens(4).int(), InputError, "torch.int32; it must be torch.int64"),
+        (torch.tensor([[VOCAB]]), InputError, f"token id {VOCAB}"),
+    ],
+)
+def test_refused_prompts_change_nothing(bundle: Bundle, model: Any, ids: torch.Tensor, error: type, message: str) -> None:
+    session = load(bundle.path)
+    fed = tokens(11)
+    session.prefill(fed[:, :10])
+    with pytest.raises(error, match=message):
+        session.prefill(ids)
+    assert session.length.tolist() == [10]
+    torch.testing.assert_close(session.decode(fed[:, 10]), reference_logits(model, fed, 11)[:, 0], atol=1e-4, rtol=0)
+
+
+def test_rewind_on_the_target(bundle: Bundle, model: Any) -> None:
+    session = load(bundle.path)
+    ids = tokens(30)
+    session.prefill(ids[:, :29])
+    session.decode(torch.tensor([5]))
+    session.rewind(1)
+    torch.testing.assert_close(session.decode(ids[:, 29]), reference_logits(model, ids, 30)[:, 0], atol=1e-4, rtol=0)
+
+
+def test_two_sessions_of_one_bundle_do_not_share_a_cache(bundle: Bundle, model: Any) -> None:
+    first, second = load(bundle.path), load(bundle.path)
+    ids = tokens(12)
+    first.prefill(ids[:, :11])
+    second.prefill(tokens(20, seed=1))
+    torch.testing.assert_close(first.decode(ids[:, 11]), reference_logits(model, ids, 12)[:, 0], atol=1e-4, rtol=0)
+
+
+def test_damaged_program_is_refused(bundle: Bundle) -> None:
+    name = next(name for name in bundle.manifest.files if name.startswith("program"))
+    path = bundle.path / name
+    contents = path.read_bytes()
+    try:
+        path.write_bytes(contents[: len(contents) // 2])
+        with pytest.raises(BundleError, match=f"{name} has {len(contents) // 2} bytes, the manifest says {len(contents)}"):
+            load(bundle.path)
+    finally:
+        path.write_bytes(contents)
+    assert load(bundle.path).target == bundle.manifest.target
+
+
+def test_explicit_form_is_recorded_and_agrees(model: Any, tmp_path: Path) -> None:
+    bundle = export(model, "pt2", CAPACITY, tmp_path / "explicit", prefill_length=CHUNK, form="explicit")
+    assert bundle.manifest.program.form == "explicit"
+    assert bundle.manifest.options == {"form": "explicit"}
+    names = [signature.name for signature in bundle.manifest.program.methods["decode"].inputs]
+    assert names[:3] == ["input_ids", "input_pos", "cache.layers.0.keys"]
+    ids = tokens(20)
+    logits = load(bundle.path).prefill(ids)
+    torch.testing.assert_close(logits, reference_logits(model, ids, 20)[:, 0], atol=1e-4, rtol=0)
+
+
+def test_rows(tmp_path: Path) -> None:
+    model = tiny_model("gemma3_text")
+    bundle = export(model, "pt2", CAPACITY, tmp_path / "rows", batch_size=2, prefill_length=CHUNK)
+    ids = tokens(20, batch_size=2)
+    session = load(bundle.path)
+    torch.testing.assert_close(session.prefill(ids), reference_logits(model, ids, 20)[:, 0], atol=1e-4, rtol=0)
+    with pytest.raises(InputError, match="1 rows, this session runs 2"):
+        session.prefill(tokens(3))
+
+
+# -- what is written ----------------------------------------------------------------------------------------------------
+
+
+def test_folder_with_tokenizer(tmp_path: Path) -> None:
+    source = tmp_path / "tiny-bytes"
+    tiny_model("llama", vocab_size=SIZE).save_pretrained(source)
+    byte_tokenizer(chat=True).save_pretrained(source)
+    # Not verified: half precision rounds these logits by up to 6e-3, more than the tolerance of 5e-3, in the model itself.
+    bundle = export(str(source), "fake", CAPACITY, tmp_path / "out", dtype="float16", verify=False)
+    assert bundle.manifest.source == "tiny-bytes"
+    assert bundle.manifest.dtype == "float16"
+    assert bundle.manifest.layers[0].tensors["keys"].dtype == "float16"
+    tokenizer = load(bundle.path).tokenizer
+    assert tokenizer is not None and tokenizer.chat_template == byte_tokenizer(chat=True).chat_template
+
+
+def test_model_is_left_as_it_was(tmp_path: Path) -> None:
+    model = tiny_model("gemma3_text")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    export(model, "fake", CAPACITY, tmp_path / "out")
+    assert model.config._attn_implementation == "eager"
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert not [name for name, _ in model.named_buffers() if "layers_0" in name]
+
+
+def test_unverified_export_says_so(model: Any, tmp_path: Path) -> None:
+    bundle = export(model, "fake", CAPACITY, tmp_path / "out", verify=False, spoil=1.0)
+    assert bundle.manifest.verification is None
+    assert not verify(bundle, model).passed
+
+
+def test_overwrite_replaces_a_bundle(model: Any, tmp_path: Path) -> None:
+    export(model, "fake", CAPACITY, tmp_path / "out")
+    (tmp_path / "out" / "extra").write_text("1")
+    bundle = export(model, "fake", CAPACITY // 2, tmp_path / "out", overwrite=True)
+    assert Bundle.open(bundle.path).manifest.program.max_cache_len == CAPACITY // 2
+    assert not (tmp_path / "out" / "extra").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_progress_names_the_stages(model: Any, tmp_path: Path) -> None:
+    stages: dict[str, None] = {}
+    export(model, "fake", CAPACITY, tmp_path / "out", progress=lambda stage, done, total: stages.setdefault(stage))
+    assert list(stages) == ["lowering to fake", "checking files", "opening the fake program", "verifying"]
+
+
+# -- refusals -----------------------------------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "target": ({"target": "abacus"}, InputError, "unknown target 'abacus'; choose one of pt2, executorch"),
+    "option": ({"colour": "red"}, InputError, "has no option 'colour'"),
+    "cache length": ({"max_cache_len": 0}, InputError, "max_cache_len is 0; it must be an int of at least 1"),
+    "fractional length": ({"max_cache_len": 64.0}, InputError, "max_cache_len is 64.0"),
+    "batch size": ({"batch_size": -1}, InputError, "batch_size is -1; it must be an int of at least 1"),
+    "chunk": ({"prefill_length": 0}, InputError, "prefill_length is 0"),
+    "dtype": ({"dtype": "int8"}, InputError, "dtype is 'int8'"),
+    "no folder": ({"output_dir": None}, InputError, "output_dir is missing"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_before_the_model_is_looked_at(case: str, tmp_path: Path) -> None:
+    options, error, message = REFUSED[case]
+    arguments = {"target": "fake", "max_cache_len": CAPACITY, "output_dir": tmp_path / "out", **options}
+    with pytest.raises(error, match=message):
+        # A model that does not exist: had it been looked for, the error would be another.
+        export(str(tmp_path / "no-such-model"), **arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_existing_folder_is_refused_and_kept(model: Any, tmp_path: Path) -> None:
+    first = export(model, "fake", CAPACITY, tmp_path / "out")
+    with pytest.raises(BundleError, match="out exists; choose another folder, or overwrite it"):
+        export(str(tmp_path / "no-such-model"), "fake", CAPACITY, tmp_path / "out")
+    assert Bundle.open(tmp_path / "out").manifest == first.manifest
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "precious").write_text("1")
+    with pytest.raises(BundleError, match="never overwritten"):
+        export(model, "fake", CAPACITY, tmp_path / "home", overwrite=True)
+    assert (tmp_path / "home" / "precious").read_text() == "1"
+
+
+def test_chunk_longer_than_the_cache_is_refused(model: Any, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="prefill_length is 65; it must be 1 to 64"):
+        export(model, "fake", CAPACITY, tmp_path / "out", prefill_length=65)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unsupported_models_are_refused_without_loading_weights(tmp_path: Path) -> None:
+    source = tmp_path / "mamba"
+    source.mkdir()
+    (source / "config.json").write_text('{"model_type": "mamba"}')
+    with pytest.raises(ExportableCacheError) as error:
+        export(source, "fake", CAPACITY, tmp_path / "out")
+    assert isinstance(error.value, UnsupportedModelError), error.value
+    assert not (tmp_path / "out").exists()
+
+
+# -- stopping halfway ---------------------------------------------------------------------------------------------------
+
+
+def test_failed_verification_leaves_nothing(model: Any, tmp_path: Path) -> None:
+    with pytest.raises(VerificationError) as error:
+        export(model, "fake", CAPACITY, tmp_path / "out", spoil=0.5)
+    message = str(error.value)
+    assert all(part in message for part in ("NOT verified", "5.0e-01 exceeds 1e-04", "40 tokens: 5.0e-01", "out was not written"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_not_a_number_is_a_failed_verification(model: Any, tmp_path: Path) -> None:
+    with pytest.raises(VerificationError, match="nan exceeds"):
+        export(model, "fake", CAPACITY, tmp_path / "out", spoil=float("nan"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_failed_export_keeps_the_bundle_it_was_to_replace(model: Any, tmp_path: Path) -> None:
+    first = export(model, "fake", CAPACITY, tmp_path / "out")
+    for options, error in (({"fail": True}, RuntimeError), ({"spoil": 0.5}, VerificationError)):
+        with pytest.raises(error):
+            export(model, "fake", CAPACITY, tmp_path / "out", overwrite=True, **options)
+        assert Bundle.open(tmp_path / "out").manifest == first.manifest
+        assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_failed_lowering_leaves_nothing(model: Any, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="the lowering failed"):
+        export(model, "fake", CAPACITY, tmp_path / "out", fail=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+_KILLED = """
+import sys
+from exportable_cache import export
+from exportable_cache.backends import TARGETS
+from tests.support import fake_target
+from tests.support.models import tiny_model
+TARGETS["fake"] = fake_target.ENTRY
+export(tiny_model("llama"), "fake", 64, sys.argv[1], sleep=600)
+"""
+
+
+def test_killed_export_leaves_nothing_that_loads(model: Any, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    root = Path(__file__).parents[1]
+    process = subprocess.Popen(
+        [sys.executable, "-c", _KILLED, str(output)], cwd=root, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("sleeping in ")
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+    assert not output.exists()
+    leftovers = list(tmp_path.iterdir())
+    assert [str(path) for path in leftovers] == [line.split()[-1]]
+    with pytest.raises(BundleError, match="has no manifest.json"):
+        Bundle.open(leftovers[0])
+    # And the leftovers are in nobody's way.
+    assert export(model, "fake", CAPACITY, output).path == output
+
+
+def test_killed_while_verifying_leaves_nothing_that_loads(model: Any, tmp_path: Path) -> None:
+    """The manifest comes after the verification: whatever is there at that time is no bundle."""
+    seen = []
+
+    def look(stage: str, done: int, total: int | None) -> None:
+        if stage == "verifying" and not seen:
+            seen.extend(tmp_path.iterdir())
+            with pytest.raises(BundleError, match="has no manifest.json"):
+                Bundle.open(seen[0])
+
+    export(model, "fake", CAPACITY, tmp_path / "out", progress=look)
+    assert len(seen) == 1
