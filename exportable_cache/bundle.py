@@ -99,7 +99,15 @@ class Bundle:
         """The tokenizer with its chat template, or None if the model was exported without one."""
         from .models import load_tokenizer
 
-        return load_tokenizer(self.path / TOKENIZER_FOLDER) if self.manifest.tokenizer is not None else None
+        if self.manifest.tokenizer is None:
+            return None
+        tokenizer = load_tokenizer(self.path / TOKENIZER_FOLDER)
+        if tokenizer is None:
+            raise BundleError(
+                f"{self.path / TOKENIZER_FOLDER} holds no tokenizer, the manifest names a {self.manifest.tokenizer}; "
+                "export the model again with tokenizer= a transformers tokenizer"
+            )
+        return tokenizer
 
 
 def check_free(path: Path, overwrite: bool) -> None:

@@ -14,7 +14,7 @@ from .bundle import Bundle, check_free, new_folder, write_bundle
 from .cache import ExportableCache
 from .errors import InputError, VerificationError
 from .layout import layer_types_and_windows
-from .models import load_config, load_model, parse_dtype
+from .models import check_positions, load_config, load_model, parse_dtype
 from .program import Program
 from .progress import Progress, silent
 from .session import Session
@@ -81,6 +81,7 @@ def export(
     _check_on_cpu(loaded.model)
     tokenizer = tokenizer if tokenizer is not None else loaded.tokenizer
     cache = ExportableCache.from_model(loaded.model, max_cache_len, batch_size, attn_implementation=None)
+    check_positions(loaded.model, cache.max_length)
     program = Program(loaded.model, cache, prefill_length=prefill_length, **program_options)
     with new_folder(output, overwrite) as folder:
         progress(f"lowering to {target}", 0, None)

@@ -33,7 +33,15 @@ from .errors import InputError, UnsupportedModelError
 from .progress import Progress, silent
 
 # Without one of these AutoTokenizer makes up an empty tokenizer of the model's type.
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+)
 # With tied embeddings such weights would pass for a causal LM's.
 _OTHER_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMaskedLM")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -123,6 +131,31 @@ def load_tokenizer(path: str | os.PathLike) -> PreTrainedTokenizerBase | None:
     """
     with _quiet():
         return _tokenizer(_place(path))
+
+
+def check_positions(model: PreTrainedModel, max_length: int | None) -> None:
+    """Refuse a cache that holds more tokens than the model has positions for, where it looks them up in a table.
+
+    Models with computed positions (rotary, ALiBi) pass: they run past what they were trained for.
+
+    Args:
+        max_length: Tokens a row can hold in all, None for any number.
+
+    Raises:
+        InputError: If a step would read past the table.
+    """
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if not isinstance(limit, int) or (max_length is not None and max_length <= limit):
+        return
+    tokens = model.get_input_embeddings()
+    for name, module in model.named_modules():
+        # Some tables have up to two extra rows in front, for padding.
+        if isinstance(module, torch.nn.Embedding) and module is not tokens and limit <= module.num_embeddings <= limit + 2:
+            held = "any number of" if max_length is None else max_length
+            raise InputError(
+                f"the cache can hold {held} tokens, but {type(model).__name__} has positions for {limit} ({name}); "
+                f"use a max_cache_len of at most {limit}"
+            )
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

@@ -15,6 +15,7 @@ from .decoding import Sampling, StopStrings, TextStream, encode_prompt, generate
 from .errors import CacheFullError, InputError
 from .layers import CacheLayer
 from .layout import layer_types_and_windows
+from .progress import Progress, silent
 
 if TYPE_CHECKING:
     from .bundle import Bundle
@@ -91,9 +92,11 @@ class Session:
             tokenizer: For text.
 
         Raises:
-            InputError: If the model is in training mode, or the cache is not one for this model.
+            InputError: If the model is in training mode, or the cache is not one for this model, or holds more tokens than
+                the model has positions for.
         """
         from .backends.module import ModuleRunner
+        from .models import check_positions
 
         if model.training:
             raise InputError(f"{type(model).__name__} is in training mode; call model.eval() first")
@@ -107,6 +110,7 @@ class Session:
         device = cache.layers[0].device
         if device != model.device:
             raise InputError(f"the cache is on {device}, the model on {model.device}; allocate the cache with device={str(model.device)!r}")
+        check_positions(model, cache.max_length)
         session = cls(
             ModuleRunner(model, cache, compiled=compile, prefill_length=prefill_length),
             cache.layers,
@@ -440,12 +444,13 @@ class Session:
         return self.tokenizer
 
 
-def load(path: str | Path, *, check_versions: bool = True) -> Session:
+def load(path: str | Path, *, check_versions: bool = True, progress: Progress = silent) -> Session:
     """Open a bundle that `export` wrote, ready to run.
 
     Args:
         path: The folder.
         check_versions: Refuse a bundle made with other versions of the packages its target depends on.
+        progress: Told about bytes checked.
 
     Raises:
         BundleError: If it is missing, damaged, of another schema version or of other package versions.
@@ -453,7 +458,7 @@ def load(path: str | Path, *, check_versions: bool = True) -> Session:
     """
     from .bundle import Bundle
 
-    return Session.from_bundle(Bundle.open(path, check_versions=check_versions))
+    return Session.from_bundle(Bundle.open(path, check_versions=check_versions, progress=progress))
 
 
 def _high_water(layers: Sequence[CacheLayer], length: torch.Tensor) -> int:

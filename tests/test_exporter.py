@@ -263,6 +263,14 @@ def test_unsupported_models_are_refused_without_loading_weights(tmp_path: Path) 
     assert isinstance(error.value, UnsupportedModelError), error.value
     assert not (tmp_path / "out").exists()
 
+def test_more_tokens_than_positions_are_refused(tmp_path: Path) -> None:
+    model = tiny_model("gpt2", max_position_embeddings=32)
+    with pytest.raises(InputError, match="can hold 64 tokens, but GPT2LMHeadModel has positions for 32"):
+        export(model, "fake", CAPACITY, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+    bundle = export(model, "fake", 32, tmp_path / "out")
+    assert bundle.manifest.verification is not None and bundle.manifest.verification["passed"]
+
 
 # -- stopping halfway ---------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from huggingface_hub import constants
 from transformers import AutoModelForSequenceClassification
 
 from exportable_cache.errors import InputError, UnsupportedModelError
-from exportable_cache.models import load_config, load_model, load_tokenizer, parse_dtype
+from exportable_cache.models import check_positions, load_config, load_model, load_tokenizer, parse_dtype
 
 from .decoding.byte_tokenizer import SIZE, byte_tokenizer
 from .support.models import tiny_model
@@ -203,3 +203,20 @@ def test_given_model_must_fit() -> None:
 def test_wrong_dtype(dtype: Any) -> None:
     with pytest.raises(InputError, match="dtype is .*pass one of 'float32'"):
         parse_dtype(dtype)
+
+
+# -- position tables ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_positions_of_a_table_are_a_limit(family: str) -> None:
+    model = tiny_model(family, max_position_embeddings=32)
+    check_positions(model, 32)
+    for held, text in ((33, "33"), (None, "any number of")):
+        with pytest.raises(InputError, match=f"can hold {text} tokens, but .* has positions for 32 .*at most 32"):
+            check_positions(model, held)
+
+
+def test_computed_positions_are_none() -> None:
+    # As many tokens in the vocabulary as positions: the token embedding is no table of positions.
+    check_positions(tiny_model("llama", max_position_embeddings=128), 1000)
