@@ -8,6 +8,7 @@ PROMPT ?= the code of amber is 4821. the quiet farmer slept near the garden. the
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
 # torch first and by itself: a locally configured build of exactly this version is then taken instead of the default one.
 TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
@@ -49,10 +50,11 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv --clear $(VENV)
 
 $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install '$(TORCH)'
-	$(BIN)/python -m pip install --editable '.[executorch]'
+	$(PIP) install '$(TORCH)'
+	@echo "installing the rest ..."
+	$(PIP) install --quiet --editable '.[executorch]'
 	@touch $@
 
 $(VENV)/.installed-test: pyproject.toml $(VENV)/.installed | $(VENV)/bin/python
-	$(BIN)/python -m pip install --editable '.[executorch,test]'
+	$(PIP) install --quiet --editable '.[executorch,test]'
 	@touch $@
