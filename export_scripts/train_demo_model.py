@@ -20,6 +20,7 @@ tokens back: 1.00 for prompts of 40-100, 100-200, 200-300 and 300-400 tokens, 0.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import random
 import time
@@ -82,6 +83,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         pad_token=PAD,
         eos_token=EOS,
         model_max_length=CONTEXT,
+        model_input_names=["input_ids", "attention_mask"],
         clean_up_tokenization_spaces=False,
     )
     wrapped.chat_template = CHAT_TEMPLATE
@@ -268,7 +270,20 @@ def report(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, count: i
     spread = make_questions(3 * count, 20_000, (5, 26), (0, 10), WINDOW, (60, 300))
     for low, high in ((16, 50), (50, 100), (100, 200), (200, 300)):
         near = [question for question in spread if low <= question.distance < high]
-        print(f"fact {low}-{high} tokens back: {accuracy(answer, near):.3f} of {len(near)}")
+        if near:
+            print(f"fact {low}-{high} tokens back: {accuracy(answer, near):.3f} of {len(near)}")
+
+
+def _add_names_of_version_4(folder: Path) -> None:
+    """Let transformers 4 read what transformers 5 wrote: two settings were renamed."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["rope_theta"] = config["rope_parameters"]["rope_theta"]
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
 
 def main() -> None:
@@ -295,6 +310,7 @@ def main() -> None:
         args.output.mkdir(parents=True, exist_ok=True)
         model.save_pretrained(args.output)
         tokenizer.save_pretrained(args.output)
+        _add_names_of_version_4(args.output)
 
     started = time.perf_counter()
     train(model, tokenizer, args.steps, args.seed, args.rate, save)
