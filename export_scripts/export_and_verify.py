@@ -1,7 +1,7 @@
 """Export a model with its cache, verify the result step by step, and answer a prompt with it: the whole job in Python.
 
-    python export_scripts/export_and_verify.py demo artifacts/demo --prompt "the code of amber is 4821. amber?"
-    python export_scripts/export_and_verify.py Qwen/Qwen3-0.6B artifacts/qwen --target pt2 --max-cache-len 4096
+python export_scripts/export_and_verify.py demo artifacts/demo --prompt "the code of amber is 4821. amber?"
+python export_scripts/export_and_verify.py Qwen/Qwen3-0.6B artifacts/qwen --target pt2 --max-cache-len 4096
 """
 
 from __future__ import annotations

@@ -48,8 +48,20 @@ def test_plan_weights_are_those_of_the_model(family):
 def test_plan_describes_each_layer():
     made = plan(tiny_model("gemma2"), LENGTH)
     ring, full = made.layers
-    assert (ring.index, ring.layer_type, ring.storage, ring.slots, ring.window) == (0, "sliding_attention", "RingLayer", WINDOW, WINDOW)
-    assert (full.index, full.layer_type, full.storage, full.slots, full.window) == (1, "full_attention", "FullLayer", LENGTH, None)
+    assert (ring.index, ring.layer_type, ring.storage, ring.slots, ring.window) == (
+        0,
+        "sliding_attention",
+        "RingLayer",
+        WINDOW,
+        WINDOW,
+    )
+    assert (full.index, full.layer_type, full.storage, full.slots, full.window) == (
+        1,
+        "full_attention",
+        "FullLayer",
+        LENGTH,
+        None,
+    )
     assert (ring.heads, ring.head_dim, ring.value_head_dim, ring.dtype) == (2, 8, 8, "float32")
     # keys and values [1, 2, 8, 8] float32, and one int64 length
     assert ring.bytes == 2 * (1 * 2 * 8 * 8) * 4 + 8

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,12 +18,27 @@ def bench(
     ctx: typer.Context,
     folder: BundleArgument,
     positions: Annotated[
-        Optional[list[int]],
-        typer.Option("--position", metavar="N", callback=at_least(0), help="Tokens in the cache when decoding is timed; repeat for several.", show_default="spread"),
+        list[int] | None,
+        typer.Option(
+            "--position",
+            metavar="N",
+            callback=at_least(0),
+            help="Tokens in the cache when decoding is timed; repeat for several.",
+            show_default="spread",
+        ),
     ] = None,
-    steps: Annotated[int, typer.Option("--steps", metavar="N", callback=at_least(1), help="Decode steps timed at each position.")] = 32,
+    steps: Annotated[
+        int, typer.Option("--steps", metavar="N", callback=at_least(1), help="Decode steps timed at each position.")
+    ] = 32,
     prompt_length: Annotated[
-        Optional[int], typer.Option("--prompt-length", metavar="N", callback=at_least(1), help="Tokens of the timed prompt.", show_default="one prefill chunk")
+        int | None,
+        typer.Option(
+            "--prompt-length",
+            metavar="N",
+            callback=at_least(1),
+            help="Tokens of the timed prompt.",
+            show_default="one prefill chunk",
+        ),
     ] = None,
     ignore_versions: IgnoreVersionsOption = False,
     json: JsonOption = False,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,14 +18,22 @@ if TYPE_CHECKING:
 def export(
     ctx: typer.Context,
     model: ModelArgument,
-    max_cache_len: Annotated[int, typer.Option("--max-cache-len", "-n", metavar="N", callback=at_least(1), help="Tokens a full-attention layer holds.")],
+    max_cache_len: Annotated[
+        int, typer.Option("--max-cache-len", "-n", metavar="N", callback=at_least(1), help="Tokens a full-attention layer holds.")
+    ],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to write the bundle to.")],
     target: TargetOption = "executorch",
     batch_size: BatchSizeOption = 1,
     dtype: DtypeOption = None,
     prefill_length: Annotated[
-        Optional[int],
-        typer.Option("--prefill-length", metavar="N", callback=at_least(1), help="Longest chunk of a prompt in one call.", show_default="256, or what fits"),
+        int | None,
+        typer.Option(
+            "--prefill-length",
+            metavar="N",
+            callback=at_least(1),
+            help="Longest chunk of a prompt in one call.",
+            show_default="256, or what fits",
+        ),
     ] = None,
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Compare with the eager model, past every window.")] = True,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DIR if it exists.")] = False,

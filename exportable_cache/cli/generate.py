@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -24,21 +24,29 @@ def generate(
     folder: BundleArgument,
     prompt: Annotated[str, typer.Option("--prompt", "-p", metavar="TEXT", help="The prompt, or - to read it from stdin.")],
     max_new_tokens: Annotated[
-        Optional[int],
-        typer.Option("--max-new-tokens", metavar="N", callback=at_least(1), help="Most tokens to generate.", show_default="128, or what fits"),
+        int | None,
+        typer.Option(
+            "--max-new-tokens",
+            metavar="N",
+            callback=at_least(1),
+            help="Most tokens to generate.",
+            show_default="128, or what fits",
+        ),
     ] = None,
     temperature: Annotated[
         float, typer.Option("--temperature", metavar="T", callback=at_least(0), help="0 always takes the likeliest token.")
     ] = 0.0,
     top_k: Annotated[
-        Optional[int], typer.Option("--top-k", metavar="K", callback=at_least(1), help="Draw from the K likeliest tokens only.")
+        int | None, typer.Option("--top-k", metavar="K", callback=at_least(1), help="Draw from the K likeliest tokens only.")
     ] = None,
     top_p: Annotated[
-        Optional[float], typer.Option("--top-p", metavar="P", help="Draw from the likeliest tokens of total probability P only.")
+        float | None, typer.Option("--top-p", metavar="P", help="Draw from the likeliest tokens of total probability P only.")
     ] = None,
-    seed: Annotated[Optional[int], typer.Option("--seed", metavar="N", help="Draws the same tokens every time.")] = None,
-    stop: Annotated[Optional[list[str]], typer.Option("--stop", metavar="TEXT", help="Stop at this text; may be repeated.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template, as the user's message.")] = False,
+    seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Draws the same tokens every time.")] = None,
+    stop: Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", help="Stop at this text; may be repeated.")] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Put the prompt into the model's chat template, as the user's message.")
+    ] = False,
     ignore_versions: IgnoreVersionsOption = False,
     json: JsonOption = False,
 ) -> None:

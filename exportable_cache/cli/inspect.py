@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,8 +22,15 @@ def inspect(
     ctx: typer.Context,
     folder: BundleOrDemoArgument,
     max_cache_len: Annotated[
-        Optional[int],
-        typer.Option("--max-cache-len", "-n", metavar="N", callback=at_least(1), help="With demo: tokens a full-attention layer holds.", show_default="512"),
+        int | None,
+        typer.Option(
+            "--max-cache-len",
+            "-n",
+            metavar="N",
+            callback=at_least(1),
+            help="With demo: tokens a full-attention layer holds.",
+            show_default="512",
+        ),
     ] = None,
     json: JsonOption = False,
 ) -> None:
@@ -100,4 +107,7 @@ def _method_table(bundle: Bundle) -> Any:
 
 
 def _signature(tensors: list[dict[str, Any]]) -> str:
-    return ", ".join(f"{tensor['name']} {tensor['dtype']} [{', '.join(map(str, tensor['shape']))}]" for tensor in tensors)
+    named = [f"{tensor['name']} {tensor['dtype']} [{', '.join(map(str, tensor['shape']))}]" for tensor in tensors]
+    # Programs that take the cache as an argument list every tensor of every layer, which the layer table shows already.
+    others = [text for text in named if not text.startswith("cache.")]
+    return ", ".join(others if len(others) == len(named) else [*others, f"cache ({len(named) - len(others)} tensors)"])

@@ -27,7 +27,9 @@ class LayerRow:
 
 def layer_table(rows: Iterable[LayerRow]) -> Table:
     """One line per run of equal layers."""
-    table = simple_table("layer", "type", "storage", "slots", "heads", "dim", "dtype", "bytes", right=("slots", "heads", "dim", "bytes"))
+    table = simple_table(
+        "layer", "type", "storage", "slots", "heads", "dim", "dtype", "bytes", right=("slots", "heads", "dim", "bytes")
+    )
     for first, count, row in _runs(rows):
         table.add_row(
             str(first) if count == 1 else f"{first}-{first + count - 1}",

@@ -7,7 +7,7 @@ import pkgutil
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal, Optional
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -77,7 +77,8 @@ _MODEL = "A hub id, a local folder, or `demo`."
 
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL, autocompletion=_complete_models, show_default=False)]
 ModelOption = Annotated[
-    str, typer.Option("--model", metavar="MODEL", help=f"The eager model to compare with: {_MODEL}", autocompletion=_complete_models)
+    str,
+    typer.Option("--model", metavar="MODEL", help=f"The eager model to compare with: {_MODEL}", autocompletion=_complete_models),
 ]
 BundleArgument = Annotated[
     Path, typer.Argument(metavar="DIR", help="Folder of a bundle, as `export` wrote it.", autocompletion=_complete_bundles)
@@ -89,11 +90,14 @@ BundleOrDemoArgument = Annotated[
     ),
 ]
 TargetOption = Annotated[
-    str, typer.Option("--target", "-t", metavar="TARGET", help=f"What to lower to: {', '.join(targets())}.", autocompletion=_complete_targets)
+    str,
+    typer.Option(
+        "--target", "-t", metavar="TARGET", help=f"What to lower to: {', '.join(targets())}.", autocompletion=_complete_targets
+    ),
 ]
 BatchSizeOption = Annotated[int, typer.Option("--batch-size", "-b", metavar="N", callback=at_least(1), help="Rows.")]
 DtypeOption = Annotated[
-    Optional[Dtype], typer.Option("--dtype", help="Of weights, keys and values; the model's own by default.", show_default=False)
+    Dtype | None, typer.Option("--dtype", help="Of weights, keys and values; the model's own by default.", show_default=False)
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 IgnoreVersionsOption = Annotated[

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 def plan(
     ctx: typer.Context,
     model: ModelArgument,
-    max_cache_len: Annotated[int, typer.Option("--max-cache-len", "-n", metavar="N", callback=at_least(1), help="Tokens a full-attention layer holds.")],
+    max_cache_len: Annotated[
+        int, typer.Option("--max-cache-len", "-n", metavar="N", callback=at_least(1), help="Tokens a full-attention layer holds.")
+    ],
     batch_size: BatchSizeOption = 1,
     dtype: DtypeOption = None,
     json: JsonOption = False,

@@ -61,7 +61,7 @@ class Terminal:
 
     @contextmanager
     def progress(self, first: str) -> Iterator[Callback]:
-        """Draw what the library reports, on stderr: a bar on a terminal; elsewhere a line per stage, of commands that take over two seconds.
+        """Draw what the library reports, on stderr: a bar on a terminal, elsewhere a line per stage once two seconds are over.
 
         Args:
             first: Stage to show until the first report comes.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -17,11 +17,24 @@ def verify(
     folder: BundleArgument,
     model: ModelOption,
     tolerance: Annotated[
-        Optional[float],
-        typer.Option("--tolerance", metavar="X", callback=at_least(0), help="Largest |logit difference| to accept.", show_default="by dtype: 1e-4 in float32"),
+        float | None,
+        typer.Option(
+            "--tolerance",
+            metavar="X",
+            callback=at_least(0),
+            help="Largest |logit difference| to accept.",
+            show_default="by dtype: 1e-4 in float32",
+        ),
     ] = None,
     decode_steps: Annotated[
-        Optional[int], typer.Option("--decode-steps", metavar="N", callback=at_least(1), help="Tokens to feed one by one after each prompt.", show_default="past every window")
+        int | None,
+        typer.Option(
+            "--decode-steps",
+            metavar="N",
+            callback=at_least(1),
+            help="Tokens to feed one by one after each prompt.",
+            show_default="past every window",
+        ),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of the random tokens.")] = 0,
     ignore_versions: IgnoreVersionsOption = False,

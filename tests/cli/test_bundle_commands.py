@@ -57,7 +57,9 @@ def test_export_says_where_what_and_verified(exported):
 
 
 def test_export_json_is_the_manifest(run, tiny_folder, tmp_path):
-    result = run("export", tiny_folder, "-t", "pt2", "-n", 16, "-o", tmp_path / "x", "--no-verify", "--json", "--prefill-length", 1)
+    result = run(
+        "export", tiny_folder, "-t", "pt2", "-n", 16, "-o", tmp_path / "x", "--no-verify", "--json", "--prefill-length", 1
+    )
     assert result.exit_code == 0, result.stderr
     document = json.loads(result.stdout)
     assert document.pop("path") == str(tmp_path / "x")
@@ -120,6 +122,15 @@ def test_inspect_shows_layers_methods_versions_files_and_the_result(run, exporte
     assert "input_ids int64 [batch, length]" in result.stdout and "logits float32 [batch, 128]" in result.stdout
     assert "program.pt2" in result.stdout and "every checksum is right" in result.stdout
     assert result.stdout.splitlines()[-1].startswith("verified: ")
+
+
+def test_inspect_sums_up_the_tensors_of_an_explicit_cache(run, damaged):
+    program = json.loads((damaged / "manifest.json").read_text())["program"]
+    state = [{"name": f"cache.layers.0.{name}", "dtype": "float32", "shape": ["batch", 2]} for name in ("keys", "values")]
+    program["methods"]["decode"]["inputs"] += state
+    edit_manifest(damaged, program=program)
+    result = run("inspect", damaged)
+    assert "input_pos int64 [batch], cache (2 tensors)" in result.stdout and "cache.layers" not in result.stdout
 
 
 def test_inspect_json_is_the_manifest_and_its_path(run, exported):

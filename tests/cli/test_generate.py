@@ -31,9 +31,7 @@ def letters():
 @pytest.fixture(scope="module")
 def bundle(letters, tmp_path_factory):
     folder = tmp_path_factory.mktemp("bundles") / "letters"
-    return export(
-        tiny_model("gemma2"), "pt2", MAX_CACHE_LEN, folder, prefill_length=16, verify=False, tokenizer=letters
-    ).path
+    return export(tiny_model("gemma2"), "pt2", MAX_CACHE_LEN, folder, prefill_length=16, verify=False, tokenizer=letters).path
 
 
 @pytest.fixture(scope="module")

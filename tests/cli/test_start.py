@@ -38,7 +38,9 @@ def test_version(run):
     assert (result.exit_code, result.stdout) == (0, f"exportable-cache {exportable_cache.__version__}\n")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["export", "--help"], ["plan", "demo", "-n", "0"], ["nonsense"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["export", "--help"], ["plan", "demo", "-n", "0"], ["nonsense"]]
+)
 def test_starting_imports_nothing_heavy(arguments):
     code = (
         "import sys\n"

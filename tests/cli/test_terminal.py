@@ -120,7 +120,15 @@ def test_tables_and_lines_are_never_cut(streams):
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(None, "unknown"), (0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1536, "1.5 KiB"), (3 << 30, "3.0 GiB"), (5 << 50, "5120.0 TiB")],
+    [
+        (None, "unknown"),
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1536, "1.5 KiB"),
+        (3 << 30, "3.0 GiB"),
+        (5 << 50, "5120.0 TiB"),
+    ],
 )
 def test_bytes_text(count, text):
     assert bytes_text(count) == text
