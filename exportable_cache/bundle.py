@@ -204,9 +204,10 @@ def _check_versions(manifest: Manifest, packages: Sequence[str]) -> None:
     for name in packages:
         recorded, found = manifest.packages.get(name), installed.get(name)
         if recorded is None or found is None or _public(recorded) != _public(found):
+            remedy = f"install {name}=={_public(recorded)}, " if recorded else ""
             raise BundleError(
                 f"the bundle was made with {name} {recorded or '(not recorded)'}, installed is {found or 'none'}; "
-                f"install {name}=={recorded and _public(recorded)}, export the model again, or try anyway with check_versions=False"
+                f"{remedy}export the model again, or try anyway with check_versions=False"
             )
 
 

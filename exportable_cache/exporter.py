@@ -116,7 +116,9 @@ def _check_size(name: str, value: Any, optional: bool) -> None:
 
 def _check_on_cpu(model: PreTrainedModel) -> None:
     if model.device.type != "cpu":
-        raise InputError(f"{type(model).__name__} is on {model.device}; programs are exported for the CPU: call model.cpu() first")
+        raise InputError(
+            f"{type(model).__name__} is on {model.device}; programs are exported for the CPU: call model.cpu() first"
+        )
 
 
 def _require_agreement(report: VerifyReport, output: Path) -> None:

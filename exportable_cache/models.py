@@ -96,17 +96,18 @@ def load_model(
     progress(f"loading {place.source}", 0, None)
     with _quiet():
         config = _config(place)
-        model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
         try:
             model, info = AutoModelForCausalLM.from_pretrained(
                 place.path, config=config, dtype=wanted or "auto", output_loading_info=True, local_files_only=place.local
             )
         except Exception as error:  # files are read by several libraries, each with errors of its own
-            raise InputError(f"cannot load the weights of {place.source!r}: {_first_line(error)}; download or save it again") from error
+            raise InputError(
+                f"cannot load the weights of {place.source!r}: {_first_line(error)}; download or save it again"
+            ) from error
         missing = sorted(info["missing_keys"])
         if missing:
             raise UnsupportedModelError(
-                f"{place.source!r} has no weights for {len(missing)} tensors of {getattr(model_class, '__name__', 'its causal LM')}, "
+                f"{place.source!r} has no weights for {len(missing)} tensors of {type(model).__name__}, "
                 f"such as {missing[0]}: it is another kind of model, or incomplete; pass a causal LM"
             )
         tokenizer = _tokenizer(place)
@@ -176,7 +177,9 @@ def _given(model: PreTrainedModel, dtype: torch.dtype | None) -> PreTrainedModel
     if model.training:
         raise InputError(f"{type(model).__name__} is in training mode; call model.eval() first")
     if dtype is not None and dtype != model.dtype:
-        raise InputError(f"{type(model).__name__} is {model.dtype}, dtype asks for {dtype}; convert it with model.to({dtype}) first")
+        raise InputError(
+            f"{type(model).__name__} is {model.dtype}, dtype asks for {dtype}; convert it with model.to({dtype}) first"
+        )
     return model
 
 
@@ -222,7 +225,9 @@ def _config(place: _Place) -> PreTrainedConfig:
         fields, _ = PreTrainedConfig.get_config_dict(place.path, local_files_only=place.local)
     except OSError as error:
         if Path(place.path).is_dir():
-            raise InputError(f"folder {place.source!r} has no readable config.json ({_first_line(error)}); pass a model folder") from error
+            raise InputError(
+                f"folder {place.source!r} has no readable config.json ({_first_line(error)}); pass a model folder"
+            ) from error
         raise InputError(
             f"{place.source!r} is no local folder, and the hub has no such model ({_first_line(error)}); check the path or the id"
         ) from error
@@ -239,7 +244,9 @@ def _config(place: _Place) -> PreTrainedConfig:
     except Exception as error:  # configs validate their fields with errors of many classes
         raise InputError(f"cannot read config.json of {place.source!r}: {_first_line(error)}; correct it") from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UnsupportedModelError(f"model type {model_type!r} has no causal LM in transformers; pass a model that generates text")
+        raise UnsupportedModelError(
+            f"model type {model_type!r} has no causal LM in transformers; pass a model that generates text"
+        )
     heads = [name for name in config.architectures or () if name.endswith(_OTHER_HEADS)]
     if heads:
         raise UnsupportedModelError(f"{place.source!r} is a {heads[0]}, whose head gives no next token; pass a causal LM")
@@ -253,7 +260,8 @@ def _tokenizer(place: _Place) -> PreTrainedTokenizerBase | None:
         return AutoTokenizer.from_pretrained(place.path, local_files_only=place.local)
     except Exception as error:  # tokenizer files are read by several libraries, each with errors of its own
         raise InputError(
-            f"cannot read the tokenizer of {place.source!r}: {_first_line(error)}; correct its files, or remove them to go without"
+            f"cannot read the tokenizer of {place.source!r}: {_first_line(error)}; "
+            "correct its files, or remove them to go without"
         ) from error
 
 

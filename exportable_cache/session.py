@@ -11,11 +11,12 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from .backends.base import Runner
 from .cache import ExportableCache
-from .decoding import Sampling, StopStrings, TextStream, encode_prompt, generate_tokens
-from .errors import CacheFullError, InputError
+from .decoding import Sampling, encode_prompt, generate_tokens, stream_text
+from .errors import InputError
 from .layers import CacheLayer
 from .layout import layer_types_and_windows
 from .progress import Progress, silent
+from .session_checks import check_ids, check_max_new_tokens, check_room, split_stops
 
 if TYPE_CHECKING:
     from .bundle import Bundle
@@ -101,7 +102,9 @@ class Session:
         if model.training:
             raise InputError(f"{type(model).__name__} is in training mode; call model.eval() first")
         if not isinstance(cache, ExportableCache):
-            raise InputError(f"cache is a {type(cache).__name__}; allocate one with ExportableCache.from_model(model, max_cache_len=...)")
+            raise InputError(
+                f"cache is a {type(cache).__name__}; allocate one with ExportableCache.from_model(model, max_cache_len=...)"
+            )
         expected = len(layer_types_and_windows(model.config))
         if len(cache.layers) != expected:
             raise InputError(
@@ -109,7 +112,9 @@ class Session:
             )
         device = cache.layers[0].device
         if device != model.device:
-            raise InputError(f"the cache is on {device}, the model on {model.device}; allocate the cache with device={str(model.device)!r}")
+            raise InputError(
+                f"the cache is on {device}, the model on {model.device}; allocate the cache with device={str(model.device)!r}"
+            )
         check_positions(model, cache.max_length)
         session = cls(
             ModuleRunner(model, cache, compiled=compile, prefill_length=prefill_length),
@@ -248,7 +253,7 @@ class Session:
             CacheFullError: If a row has no slot left.
         """
         self._check_ids("tokens", tokens, ("batch",))
-        self._check_room(1)
+        check_room(int(self._length.max()), self.max_length, 1)
         return self._step(tokens[:, None])
 
     def _step(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -320,14 +325,17 @@ class Session:
         """
         tokenizer = self._require_tokenizer("text")
         if self.batch_size != 1:
-            raise InputError(f"text is generated at batch size 1, this session has {self.batch_size}; use generate with token ids")
+            raise InputError(
+                f"text is generated at batch size 1, this session has {self.batch_size}; use generate with token ids"
+            )
         is_text = isinstance(prompt, str)
         starts = not is_text or int(self._length[0]) == 0
         input_ids = encode_prompt(tokenizer, prompt, starts=starts).to(self.device)
         tokens, strings = self._stops(stop)
         sampling = Sampling(temperature, top_k, top_p, seed)
         steps = self._generate(input_ids, max_new_tokens, sampling, tokens, (), anew=not is_text)
-        return self._pieces(steps, tokens, StopStrings(strings), TextStream(tokenizer))
+        ends = {*_end_tokens(self.generation_config), *tokens}
+        return stream_text((int(step[0]) for step in steps), tokenizer, ends, strings)
 
     def _generate(
         self,
@@ -347,92 +355,21 @@ class Session:
             pad = ends[0] if ends else 0
         return generate_tokens(self, input_ids, max_new_tokens, sampling, {*ends, *stop_tokens}, stop_strings, pad)
 
-    def _pieces(
-        self, steps: Iterator[torch.Tensor], stop_tokens: Sequence[int], stops: StopStrings, stream: TextStream
-    ) -> Iterator[str]:
-        ends = {*_end_tokens(self.generation_config), *stop_tokens}
-        for step in steps:
-            token = int(step[0])
-            if token in ends:
-                break
-            piece = stops.push(stream.push(token))
-            if piece:
-                yield piece
-            if stops.stopped:
-                return
-        rest = stops.push(stream.finish())
-        rest += "" if stops.stopped else stops.finish()
-        if rest:
-            yield rest
-
     # -- checks -----------------------------------------------------------------------------------------------------
 
     def _check_prompt(self, input_ids: torch.Tensor, max_new_tokens: int | None = None, anew: bool = False) -> None:
         self._check_ids("input_ids", input_ids, ("batch", "length"))
-        if max_new_tokens is not None and (
-            not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 1
-        ):
-            raise InputError(f"max_new_tokens is {max_new_tokens!r}; it must be an int of at least 1, or None for as many as fit")
-        self._check_room(input_ids.shape[1], max_new_tokens, anew)
+        check_max_new_tokens(max_new_tokens)
+        held = 0 if anew else int(self._length.max())
+        check_room(held, self.max_length, input_ids.shape[1], max_new_tokens)
 
     def _check_ids(self, name: str, ids: torch.Tensor, dims: tuple[str, ...]) -> None:
-        shape = f"[{', '.join(dims)}]"
-        if not isinstance(ids, torch.Tensor):
-            raise InputError(f"{name} is a {type(ids).__name__}; pass an int64 tensor {shape}, as torch.tensor makes of a list")
-        if ids.dim() != len(dims):
-            raise InputError(f"{name} has shape {list(ids.shape)}; it must be {shape} with batch {self.batch_size}")
-        if ids.shape[0] != self.batch_size:
-            raise InputError(
-                f"{name} has {ids.shape[0]} rows, this session runs {self.batch_size}; pass {self.batch_size} rows, "
-                f"or allocate or export with batch_size={ids.shape[0]}"
-            )
-        if ids.dtype != torch.int64:
-            raise InputError(f"{name} is {ids.dtype}; it must be torch.int64: pass {name}.to(torch.int64)")
-        if ids.device != self.device:
-            raise InputError(f"{name} is on {ids.device}, the session runs on {self.device}; pass {name}.to({str(self.device)!r})")
-        if ids.numel() == 0:
-            raise InputError(f"{name} has shape {list(ids.shape)}: the prompt is empty; pass at least one token per row")
-        wrong = (ids < 0) | (ids >= self.vocab_size)
-        if bool(wrong.any()):
-            where = wrong.nonzero()[0].tolist()
-            raise InputError(
-                f"{name}{where} is token id {int(ids[tuple(where)])}, outside the vocabulary of 0 to {self.vocab_size - 1}; "
-                "tokenize with the model's own tokenizer"
-            )
-
-    def _check_room(self, tokens: int, max_new_tokens: int | None = None, anew: bool = False) -> None:
-        limit = self.max_length
-        if limit is None:
-            return
-        held = 0 if anew else int(self._length.max())
-        room = limit - held
-        holds = f"the cache holds {held} of at most {limit} tokens"
-        if tokens > room:
-            remedy = "reset() the session, rewind() it, or allocate or export with a larger max_cache_len"
-            if tokens > limit:
-                remedy = f"shorten the prompt, or allocate or export with max_cache_len of at least {held + tokens}"
-            raise CacheFullError(f"{holds}, {tokens} more do not fit; {remedy}")
-        # The last new token is not fed back, so it needs no slot.
-        if max_new_tokens is not None and tokens + max_new_tokens - 1 > room:
-            raise CacheFullError(
-                f"{holds}: after a prompt of {tokens} tokens max_new_tokens may be at most {room - tokens + 1}, got {max_new_tokens}; "
-                f"lower it, leave it out to stop when the cache is full, or allocate or export with a larger max_cache_len"
-            )
+        check_ids(name, ids, dims, self.batch_size, self.vocab_size, self.device)
 
     def _stops(self, stop: int | str | Sequence[int | str] | None) -> tuple[list[int], list[str]]:
-        given = [] if stop is None else [stop] if isinstance(stop, (int, str)) else list(stop)
-        tokens, strings = [], []
-        for item in given:
-            if isinstance(item, str) and item:
-                strings.append(item)
-            elif isinstance(item, int) and not isinstance(item, bool) and 0 <= item < self.vocab_size:
-                tokens.append(item)
-            else:
-                raise InputError(
-                    f"stop has {item!r}; pass token ids from 0 to {self.vocab_size - 1}, or strings of at least one character"
-                )
+        tokens, strings = split_stops(stop, self.vocab_size)
         if strings:
-            self._require_tokenizer("stop strings")
+            self._require_tokenizer("a stop string")
         return tokens, strings
 
     def _require_tokenizer(self, purpose: str) -> PreTrainedTokenizerBase:

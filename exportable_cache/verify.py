@@ -150,7 +150,8 @@ def verify_session(
     vocab_size = model.get_input_embeddings().weight.shape[0]
     if vocab_size != session.vocab_size:
         raise InputError(
-            f"the program has a vocabulary of {session.vocab_size} tokens, the model of {vocab_size}; verify with the model it was made from"
+            f"the program has a vocabulary of {session.vocab_size} tokens, the model of {vocab_size}; "
+            "verify with the model it was made from"
         )
     if tolerance is None:
         tolerance = TOLERANCES.get(model.dtype, TOLERANCES[torch.float32])

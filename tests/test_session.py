@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig
 
 from exportable_cache import ExportableCache, Session
 from exportable_cache.errors import CacheFullError, InputError
 
-from .decoding.byte_tokenizer import END, SIZE, byte_tokenizer
 from .support.models import VOCAB, WINDOW, tiny_model, tokens
 from .support.oracle import reference_logits
 
@@ -228,7 +226,7 @@ def test_rewind_of_more_than_held_is_refused(model: Any) -> None:
 Call = Callable[[Session], Any]
 
 REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
-    "empty prompt": (lambda s: s.prefill(torch.empty(1, 0, dtype=torch.int64)), InputError, r"\[1, 0\].*empty.*at least one token"),
+    "empty prompt": (lambda s: s.prefill(torch.empty(1, 0, dtype=torch.int64)), InputError, r"\[1, 0\].*empty.*one token"),
     "batch": (lambda s: s.prefill(tokens(4, batch_size=2)), InputError, "2 rows.*runs 1.*batch_size=2"),
     "decode batch": (lambda s: s.decode(torch.tensor([3, 4])), InputError, "2 rows.*runs 1"),
     "prompt rank": (lambda s: s.prefill(torch.tensor([3, 4])), InputError, r"shape \[2\]; it must be \[batch, length\]"),
@@ -236,9 +234,9 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
     "int32": (lambda s: s.prefill(tokens(4).int()), InputError, r"torch.int32; it must be torch.int64.*\.to\(torch.int64\)"),
     "float": (lambda s: s.decode(torch.tensor([3.0])), InputError, "torch.float32; it must be torch.int64"),
     "list": (lambda s: s.prefill([[3, 4]]), InputError, "is a list; pass an int64 tensor"),
-    "device": (lambda s: s.prefill(tokens(4).to("meta")), InputError, r"on meta, the session runs on cpu; pass input_ids.to\('cpu'\)"),
+    "device": (lambda s: s.prefill(tokens(4).to("meta")), InputError, r"on meta, the session runs on cpu; pass .*\('cpu'\)"),
     "token too large": (
-        lambda s: s.prefill(torch.tensor([[3, 4, VOCAB]])), InputError, rf"input_ids\[0, 2\] is token id {VOCAB}.*0 to {VOCAB - 1}"
+        lambda s: s.prefill(torch.tensor([[3, 4, VOCAB]])), InputError, rf"ids\[0, 2\] is token id {VOCAB}.*0 to {VOCAB - 1}"
     ),
     "negative token": (lambda s: s.decode(torch.tensor([-1])), InputError, r"tokens\[0\] is token id -1, outside"),
     "too long": (lambda s: s.prefill(tokens(55)), CacheFullError, "holds 10 of at most 64 tokens, 55 more do not fit.*reset"),
@@ -249,8 +247,8 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
     "temperature": (lambda s: s.generate(tokens(5), temperature=-1.0), InputError, "temperature is -1.0"),
     "stop token": (lambda s: s.generate(tokens(5), stop=VOCAB), InputError, f"stop has {VOCAB}.*0 to {VOCAB - 1}"),
     "empty stop": (lambda s: s.generate(tokens(5), stop=[""]), InputError, "stop has ''.*at least one character"),
-    "stop without tokenizer": (lambda s: s.generate(tokens(5), stop="x"), InputError, "stop strings needs a tokenizer.*pass tokenizer="),
-    "text without tokenizer": (lambda s: s.generate_text("hi"), InputError, "text needs a tokenizer.*use generate with token ids"),
+    "stop without tokenizer": (lambda s: s.generate(tokens(5), stop="x"), InputError, "stop string needs a tokenizer"),
+    "text without tokenizer": (lambda s: s.generate_text("hi"), InputError, "text needs a tokenizer.*use generate"),
 }  # fmt: skip
 
 
@@ -320,171 +318,3 @@ def test_lengths_given_out_are_copies(model: Any) -> None:
     session.prefill(tokens(5))
     session.length.zero_()
     assert session.length.tolist() == [5]
-
-
-# -- generate -----------------------------------------------------------------------------------------------------------
-
-
-def greedy(model: Any, ids: torch.Tensor, count: int) -> list[int]:
-    """What the eager model says, whole sequence anew for every token."""
-    for _ in range(count):
-        ids = torch.cat([ids, reference_logits(model, ids, ids.shape[1])[:, -1].argmax(-1, keepdim=True)], dim=1)
-    return ids[0, -count:].tolist()
-
-
-def without_end(session: Session) -> Session:
-    session.generation_config = GenerationConfig()
-    return session
-
-
-def test_greedy_tokens_are_the_models(model: Any) -> None:
-    ids = tokens(5)
-    session = without_end(session_of(model))
-    generated = list(session.generate(ids, 20))
-    assert generated == greedy(model, ids, 20)
-    assert all(type(token) is int for token in generated)
-    assert session.length.tolist() == [5 + 19]
-
-
-def test_generate_continues_with_the_newest_token(model: Any) -> None:
-    ids = tokens(5)
-    session = without_end(session_of(model))
-    first = list(session.generate(ids, 4))
-    more = list(session.generate(torch.tensor([first[-1:]]), 4))
-    assert first + more == greedy(model, ids, 8)
-
-
-def test_without_limit_it_stops_when_the_cache_is_full(model: Any) -> None:
-    session = without_end(session_of(model))
-    assert len(list(session.generate(tokens(50)))) == CAPACITY - 50 + 1
-    assert session.length.tolist() == [CAPACITY]
-    session.reset()
-    # The most that may be asked for is just that.
-    assert len(list(session.generate(tokens(50), CAPACITY - 50 + 1))) == CAPACITY - 50 + 1
-    session.reset()
-    assert len(list(session.generate(tokens(CAPACITY), 1))) == 1
-
-
-def test_end_tokens_of_the_model_end_it(model: Any) -> None:
-    session = without_end(session_of(model))
-    free = list(session.generate(tokens(5, seed=4), 12, temperature=1.0, seed=0))
-    session.generation_config = GenerationConfig(eos_token_id=[free[7], 1])
-    session.reset()
-    assert list(session.generate(tokens(5, seed=4), 12, temperature=1.0, seed=0)) == free[: 1 + min(free.index(free[7]), free.index(1) if 1 in free else 99)]
-
-
-def test_stop_tokens_end_it(model: Any) -> None:
-    session = without_end(session_of(model))
-    free = list(session.generate(tokens(5), 12, temperature=1.0, seed=0))
-    for stop in (free[5], [free[5]], (free[5], free[6])):
-        session.reset()
-        ended = list(session.generate(tokens(5), 12, temperature=1.0, seed=0, stop=stop))
-        assert ended == free[: free.index(free[5]) + 1]
-
-
-def test_seed_repeats(model: Any) -> None:
-    def generated(seed: int) -> list[int]:
-        return list(without_end(session_of(model)).generate(tokens(5), 10, temperature=2.0, top_k=50, top_p=0.95, seed=seed))
-
-    assert generated(1) == generated(1)
-    assert generated(1) != generated(2)
-
-
-def test_batches_give_tensors(model: Any) -> None:
-    ids = tokens(5, batch_size=2)
-    session = without_end(session_of(model, batch_size=2))
-    steps = list(session.generate(ids, 6))
-    assert [step.shape for step in steps] == [(2,)] * 6
-    rows = torch.stack(steps, dim=1).tolist()
-    assert rows == [greedy(model, ids[:1], 6), greedy(model, ids[1:], 6)]
-
-
-# -- text ---------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def byte_model() -> Any:
-    """Speaks bytes, and as a random model mostly invalid ones."""
-    return tiny_model("llama", vocab_size=SIZE, eos_token_id=SIZE - 1)
-
-
-def text_session(model: Any, chat: bool = False, **options: Any) -> Session:
-    return session_of(model, tokenizer=byte_tokenizer(chat), **options)
-
-
-def test_text_is_the_decoded_tokens(byte_model: Any) -> None:
-    session = text_session(byte_model)
-    options = {"max_new_tokens": 30, "temperature": 1.0, "seed": 0}
-    pieces = list(session.generate_text("hello é", **options))
-    session.reset()
-    ids = torch.tensor([session.tokenizer("hello é")["input_ids"]])
-    generated = list(session.generate(ids, **options))
-    assert len(generated) == 30
-    assert "".join(pieces) == session.tokenizer.decode(generated, skip_special_tokens=True)
-    assert len(pieces) > 1
-
-
-def test_stop_string_is_not_given_out(byte_model: Any) -> None:
-    session = text_session(byte_model)
-    options = {"max_new_tokens": 30, "temperature": 1.0, "seed": 0}
-    whole = "".join(session.generate_text("hello", **options))
-    stop = whole[10:12]
-    session.reset()
-    assert "".join(session.generate_text("hello", **options, stop=stop)) == whole[: whole.index(stop)]
-    session.reset()
-    ids = torch.tensor([session.tokenizer("hello")["input_ids"]])
-    generated = list(session.generate(ids, **options, stop=stop))
-    assert stop in session.tokenizer.decode(generated)
-    assert stop not in session.tokenizer.decode(generated[:-1])
-
-
-def test_end_and_stop_tokens_are_not_given_out(byte_model: Any) -> None:
-    session = text_session(byte_model)
-    options = {"max_new_tokens": 30, "temperature": 1.0, "seed": 0}
-    ids = torch.tensor([session.tokenizer("hello")["input_ids"]])
-    generated = list(session.generate(ids, **options))
-    session.reset()
-    before = session.tokenizer.decode(generated[: generated.index(generated[12])])
-    assert "".join(session.generate_text("hello", **options, stop=generated[12])) == before
-
-
-def test_text_continues_and_chat_starts_anew(byte_model: Any) -> None:
-    session = text_session(byte_model, chat=True)
-    list(session.generate_text("one", 3))
-    assert session.length.tolist() == [3 + 2]
-    list(session.generate_text("two", 3))
-    assert session.length.tolist() == [5 + 3 + 2]
-    messages = [{"role": "user", "content": "hi"}]
-    answer = "".join(session.generate_text(messages, 5))
-    assert session.length.tolist() == [len("[user]hi>") + 4]
-    session.reset()
-    assert "".join(session.generate_text("[user]hi>", 5)) == answer
-
-
-def test_refused_chat_does_not_reset(byte_model: Any) -> None:
-    session = text_session(byte_model, chat=True)
-    session.prefill(torch.tensor([[70, 71]]))
-    with pytest.raises(CacheFullError, match="holds 0 of at most 64 tokens, 107 more do not fit; shorten the prompt"):
-        session.generate_text([{"role": "user", "content": "x" * 100}])
-    assert session.length.tolist() == [2]
-
-
-def test_text_refusals(byte_model: Any) -> None:
-    with pytest.raises(InputError, match="the prompt is empty"):
-        text_session(byte_model).generate_text("")
-    with pytest.raises(InputError, match="text is generated at batch size 1, this session has 2"):
-        text_session(byte_model, batch_size=2).generate_text("hi")
-    with pytest.raises(InputError, match="no chat template"):
-        text_session(byte_model).generate_text([{"role": "user", "content": "hi"}])
-
-
-def test_end_token_gives_no_text(byte_model: Any) -> None:
-    # The model's end token ends the text even where the tokenizer would print it.
-    session = text_session(byte_model)
-    free = list(session.generate(torch.tensor([[70, 71]]), 6, temperature=1.0, seed=5))
-    session.generation_config = GenerationConfig(eos_token_id=free[3])
-    session.reset()
-    prompt = session.tokenizer.decode([70, 71])
-    expected = session.tokenizer.decode(free[: free.index(free[3])])
-    assert "".join(session.generate_text(prompt, 6, temperature=1.0, seed=5)) == expected
-    assert END not in expected

@@ -2,7 +2,7 @@
 
 from .loop import generate_tokens
 from .sampling import Sampling, keep_top_k, keep_top_p, sample
-from .text import StopStrings, TextStream, encode_prompt
+from .text import StopStrings, TextStream, encode_prompt, stream_text
 
 __all__ = [
     "Sampling",
@@ -13,4 +13,5 @@ __all__ = [
     "keep_top_k",
     "keep_top_p",
     "sample",
+    "stream_text",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -114,6 +114,29 @@ class StopStrings:
         """Text that could have begun a string and did not."""
         text, self._held = self._held, ""
         return text
+
+
+def stream_text(
+    tokens: Iterable[int],
+    tokenizer: PreTrainedTokenizerBase,
+    end_tokens: Collection[int] = (),
+    stop_strings: Sequence[str] = (),
+) -> Iterator[str]:
+    """Text of a stream of tokens, piece by piece, up to an end token or a stop string, neither of which is given out."""
+    stream, stops = TextStream(tokenizer), StopStrings(stop_strings)
+    for token in tokens:
+        if token in end_tokens:
+            break
+        piece = stops.push(stream.push(token))
+        if piece:
+            yield piece
+        if stops.stopped:
+            return
+    rest = stops.push(stream.finish())
+    if not stops.stopped:
+        rest += stops.finish()
+    if rest:
+        yield rest
 
 
 def _overlap(text: str, string: str) -> int:
