@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -176,6 +176,7 @@ class Program:
         prefill_length: See `methods_for`.
         attention: Name of one of our attention functions.
         experts: Experts implementation for models that have experts, or None to leave it.
+        adapt: Puts the layers into another layout, that of a target's own operators: `(model, cache) -> cache`.
 
     Raises:
         InputError: If the model is in training mode or `prefill_length` is out of range.
@@ -191,6 +192,7 @@ class Program:
         prefill_length: int | None = None,
         attention: str = ATTENTION,
         experts: str | None = None,
+        adapt: Callable[[PreTrainedModel, ExportableCache], ExportableCache] | None = None,
     ) -> None:
         if model.training:
             raise InputError(f"{type(model).__name__} is in training mode; call model.eval() before exporting it")
@@ -200,6 +202,8 @@ class Program:
         self.attention = attention
         self.experts = experts
         self.methods = methods_for(cache, prefill_length)
+        if adapt is not None:
+            cache = adapt(model, cache)
         zeros = {name: torch.zeros_like(tensor) for name, tensor in cache.named_state()}
         self.cache = cache.with_state(zeros)
         module_class = ResidentModule if self.form is Form.RESIDENT else ExplicitModule

@@ -60,6 +60,7 @@ class CacheLayer(CacheLayerMixin):
     classes: ClassVar[dict[str, type[CacheLayer]]] = {}
 
     cumulative_length: torch.Tensor
+    capacity: int
     in_place: bool
     counts: bool
 
@@ -186,7 +187,7 @@ class CacheLayer(CacheLayerMixin):
         """
         positions = self.slot_positions(query_length)
         if positions is None:
-            return self.keys.shape[2], 0
+            return self.capacity, 0
         kv_length = positions.shape[1]
         return kv_length, positions - torch.arange(kv_length, device=positions.device)
 

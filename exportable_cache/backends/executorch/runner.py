@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401  programs may call its operators
 import torch
 from executorch.runtime import Runtime, Verification
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...attention import MATMUL_ATTENTION
 from ...errors import InputError
 from ...program import Form, Program
 from ..base import LoweredFile, ProgramDescription, Runner
+from .fused import EXECUTORCH_ATTENTION, fuse_layers
 from .lower import lower_programs
 from .runner import ExecutorchRunner
 
@@ -26,7 +26,7 @@ class ExecutorchBackend:
         if options:
             raise InputError(f"target 'executorch' has no option {sorted(options)[0]!r}; it takes none")
         # The grouped expert kernels have no ExecuTorch counterpart; batched products do.
-        return {"attention": MATMUL_ATTENTION, "form": Form.RESIDENT, "experts": "batched_mm"}
+        return {"attention": EXECUTORCH_ATTENTION, "form": Form.RESIDENT, "experts": "batched_mm", "adapt": fuse_layers}
 
     def lower(self, program: Program, folder: Path, options: Mapping[str, Any]) -> list[LoweredFile]:
         if program.batch_size > 1:
