@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,11 @@ class ExecutorchBackend:
                 f"batch_size is {program.batch_size}; target 'executorch' takes 1, because its cache writes would copy the "
                 "whole cache each step otherwise. Export with batch_size=1, or for target 'pt2'"
             )
-        exported = {name: program.export(name) for name in program.methods}
-        lowered = lower_programs(exported)
+        with warnings.catch_warnings():
+            # Deprecations inside executorch's own operators and passes, hundreds per export, none of the caller's making.
+            warnings.simplefilter("ignore", FutureWarning)
+            exported = {name: program.export(name) for name in program.methods}
+            lowered = lower_programs(exported)
         with (folder / FILE).open("wb") as file:
             lowered.write_to_file(file)
         return [LoweredFile(FILE, f"methods {', '.join(exported)}, weights, one cache")]
