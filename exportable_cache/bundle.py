@@ -84,7 +84,8 @@ class Bundle:
 
     def open_runner(self) -> tuple[Runner, list[CacheLayer]]:
         """The program, ready to run, and its cache layers without tensors."""
-        description = self.manifest.description()
+        # First: a target may bring layer classes of its own.
+        backend = backend_for(self.manifest.target)
         layers = []
         for index, layer in enumerate(self.manifest.layers):
             if layer.class_name not in CacheLayer.classes:
@@ -93,7 +94,7 @@ class Bundle:
                     "install the release that wrote it, or export the model again"
                 )
             layers.append(CacheLayer.classes[layer.class_name].from_state(layer.config, {}))
-        return backend_for(self.manifest.target).open(self.path, description), layers
+        return backend.open(self.path, self.manifest.description()), layers
 
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The tokenizer with its chat template, or None if the model was exported without one."""
