@@ -83,4 +83,7 @@ def print_verification(terminal: Terminal, bundle: Bundle) -> None:
     from ..verify import VerifyReport
 
     recorded = bundle.manifest.verification
-    terminal.print(str(VerifyReport(**recorded)) if recorded else "not verified; run: exportable-cache verify", style=None)
+    if recorded is None:
+        terminal.print(f"not verified; run: exportable-cache verify {bundle.path} --model MODEL")
+    else:
+        terminal.print(str(VerifyReport(**recorded)))

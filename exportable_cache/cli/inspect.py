@@ -43,13 +43,16 @@ def inspect(
             from ..plan import plan
 
             made = plan("demo", max_cache_len or _DEMO_MAX_CACHE_LEN)
-        terminal.json(made.to_dict()) if json else print_plan(terminal, made)
+        if json:
+            terminal.json(made.to_dict())
+        else:
+            print_plan(terminal, made)
         return
-    with terminal.progress(f"reading {folder}"):
+    with terminal.progress(f"reading {folder}") as progress:
         from ..bundle import Bundle
 
         # Whatever is installed here, people want to see which versions a bundle needs.
-        bundle = Bundle.open(folder, check_versions=False)
+        bundle = Bundle.open(folder, check_versions=False, progress=progress)
     if max_cache_len is not None:
         raise InputError(
             f"--max-cache-len {max_cache_len} was given, but {folder} was exported for {bundle.manifest.program.max_cache_len}; "

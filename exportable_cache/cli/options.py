@@ -26,7 +26,7 @@ def _complete_targets(incomplete: str) -> Iterator[str]:
 
 
 def _folders(incomplete: str, marker: str) -> Iterator[str]:
-    """Folders that hold a file named `marker`, and folders on the way to one."""
+    """Folders that hold a file named `marker`."""
     parent, _, start = incomplete.rpartition("/")
     root = parent + "/" if "/" in incomplete else ""
     try:
@@ -52,7 +52,8 @@ def _complete_bundles(incomplete: str) -> Iterator[str]:
 def _complete_models(incomplete: str) -> Iterator[str]:
     if "demo".startswith(incomplete):
         yield "demo"
-    yield from _folders(incomplete, "config.json")
+    # A bundle has a config, too, but no weights to load.
+    yield from (folder for folder in _folders(incomplete, "config.json") if not (Path(folder) / "manifest.json").exists())
 
 
 def _complete_bundles_and_demo(incomplete: str) -> Iterator[str]:

@@ -67,6 +67,11 @@ def test_export_json_is_the_manifest(run, tiny_folder, tmp_path):
     assert document["verification"] is None and list(document["program"]["methods"]) == ["decode"]
 
 
+def test_export_without_verification_says_how_to_verify(run, tiny_folder, tmp_path):
+    result = run("export", tiny_folder, "-t", "pt2", "-n", 16, "-o", tmp_path / "x", "--no-verify", "--prefill-length", 1)
+    assert result.stdout.splitlines()[-1] == f"not verified; run: exportable-cache verify {tmp_path / 'x'} --model MODEL"
+
+
 def test_export_refuses_a_folder_that_exists(run, exported, tiny_folder):
     before = (exported.path / "manifest.json").read_bytes()
     arguments = ("export", tiny_folder, "-t", "pt2", "-n", 16, "-o", exported.path)

@@ -1,5 +1,6 @@
 """`exportable-cache generate` on a tiny model with a tokenizer of single letters."""
 
+import hashlib
 import json
 
 import pytest
@@ -7,6 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from exportable_cache import export, load
+from exportable_cache.bundle import Bundle
 
 from ..support.models import VOCAB, tiny_model
 
@@ -143,3 +145,21 @@ def test_batches_have_no_text(run, letters, tmp_path):
     result = run("generate", path, "-p", "a")
     assert (result.exit_code, result.stdout) == (2, "")
     assert "batch size 1" in result.stderr and "2" in result.stderr
+
+
+def test_tokens_outside_the_vocabulary(run, letters, tmp_path):
+    path = export(tiny_model("llama"), "pt2", 16, tmp_path / "x", prefill_length=1, verify=False, tokenizer=letters).path
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(path / "tokenizer")
+    tokenizer.add_tokens(["@@"])
+    bundle = Bundle.open(path)
+    tokenizer.save_pretrained(path / "tokenizer")
+    files = {name: _described(path / name, file) for name, file in bundle.manifest.files.items()}
+    bundle.manifest.model_copy(update={"files": files}).write(path)
+    result = run("generate", path, "-p", "ab@@")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"token id {VOCAB}" in result.stderr and f"0 to {VOCAB - 1}" in result.stderr
+
+
+def _described(path, file):
+    content = path.read_bytes()
+    return file.model_copy(update={"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)})

@@ -16,6 +16,7 @@ def folders(tmp_path, monkeypatch):
     for name in ("artifacts/demo", "artifacts/other", "alone", ".hidden"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "manifest.json").touch()
+        (tmp_path / name / "config.json").touch()
     (tmp_path / "models" / "tiny").mkdir(parents=True)
     (tmp_path / "models" / "tiny" / "config.json").touch()
     (tmp_path / "empty").mkdir()
