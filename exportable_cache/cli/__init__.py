@@ -10,6 +10,9 @@ def main() -> None:
 
     from .app import app
 
+    # A model may say what the terminal's encoding has no character for; the answer goes on.
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
     # As an exception, so that half-written files are removed on the way out.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     app(prog_name="exportable-cache")

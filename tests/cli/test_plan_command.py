@@ -1,6 +1,8 @@
 """`exportable-cache plan` and `inspect demo`."""
 
 import json
+import os
+import shutil
 
 import pytest
 from transformers import AutoConfig
@@ -29,6 +31,13 @@ def test_plan_prints_one_line_per_layer_and_the_totals(run, tiny_folder):
 def test_plan_json_is_the_plan(run, tiny_folder):
     result = run("plan", tiny_folder, "-n", 64, "-b", 2, "--dtype", "bfloat16", "--json")
     assert json.loads(result.stdout) == plan(str(tiny_folder), 64, 2, "bfloat16").to_dict()
+
+
+def test_characters_the_terminal_does_not_have_are_replaced(shell, tiny_folder, tmp_path):
+    shutil.copytree(tiny_folder, tmp_path / "modèle")
+    done = shell("plan", "modèle", "-n", 64, cwd=tmp_path, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("mod?le: Gemma2ForCausalLM")
 
 
 def test_equal_consecutive_layers_share_a_line():
