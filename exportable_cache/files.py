@@ -9,12 +9,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+#: Suffix of what is being written; names begin with a dot.
+PARTIAL = ".partial"
+
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
     """A temporary path beside `path`, moved onto it when the block ends well and removed when it does not."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=PARTIAL, dir=path.parent)
     os.close(handle)
     temporary = Path(name)
     try:
@@ -33,7 +36,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     An existing `path` is replaced only at that moment.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent))
+    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=PARTIAL, dir=path.parent))
     try:
         yield temporary
         temporary.chmod(0o755)

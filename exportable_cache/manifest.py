@@ -16,6 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from .backends.base import ProgramDescription
 from .errors import BundleError
+from .files import PARTIAL
 from .layout import layer_types_and_windows
 from .program import Form, Logits, Program
 from .program import Method as ProgramMethod
@@ -59,9 +60,10 @@ class ProgramEntry(_Entry):
 
 
 class Tensor(_Entry):
-    """One state tensor of a layer."""
+    """One state tensor of a layer; `dims` names the dimensions of `shape`."""
 
     shape: list[int]
+    dims: list[str]
     dtype: str
     bytes: int
 
@@ -151,6 +153,9 @@ class Manifest(_Entry):
             raise BundleError(f"there is no folder {folder}; export a model to it first")
         if not path.is_file():
             raise BundleError(f"{folder} is no bundle: it has no {MANIFEST_FILE}; pass a folder that export wrote")
+        # Killed between writing the manifest and the rename, an export leaves a folder that looks whole.
+        if folder.name.startswith(".") and folder.name.endswith(PARTIAL):
+            raise BundleError(f"{folder} is what an interrupted export left; delete it, and export the model again")
         try:
             fields = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -200,7 +205,12 @@ def describe(
             class_name=type(layer).__name__,
             config=layer.config(),
             tensors={
-                name: Tensor(shape=list(tensor.shape), dtype=dtype_name(tensor.dtype), bytes=tensor.nbytes)
+                name: Tensor(
+                    shape=list(tensor.shape),
+                    dims=list(layer.state[name].dims),
+                    dtype=dtype_name(tensor.dtype),
+                    bytes=tensor.nbytes,
+                )
                 for name, tensor in layer.named_state()
             },
             bytes=layer.nbytes,

@@ -43,10 +43,11 @@ class Method:
     max_length: int
 
 
-def methods_for(cache: ExportableCache, prefill_length: int | None = None) -> dict[str, Method]:
+def methods_for(cache: ExportableCache, prefill_length: int | None = None, forward: bool = False) -> dict[str, Method]:
     """The methods of a program over `cache`.
 
     Args:
+        forward: Add a method `forward` that takes any length from 1 on, for runtimes that know one entry point only.
         prefill_length: Longest chunk of a prompt; longer prompts go through in several. `DEFAULT_PREFILL_LENGTH`, or
             what the cache holds, by default. At 1 there is no prefill.
 
@@ -62,6 +63,8 @@ def methods_for(cache: ExportableCache, prefill_length: int | None = None) -> di
     methods = {"decode": Method("decode", 1, 1)}
     if prefill_length > 1:
         methods["prefill"] = Method("prefill", 2, prefill_length)
+    if forward:
+        methods["forward"] = Method("forward", 1, prefill_length)
     return methods
 
 
@@ -173,7 +176,7 @@ class Program:
         cache: Its cache. The exported programs start from zeros, whatever it holds.
         form: Where the state lives.
         logits: Which logits to return.
-        prefill_length: See `methods_for`.
+        prefill_length, forward: See `methods_for`.
         attention: Name of one of our attention functions.
         experts: Experts implementation for models that have experts, or None to leave it.
         adapt: Puts the layers into another layout, that of a target's own operators: `(model, cache) -> cache`.
@@ -190,6 +193,7 @@ class Program:
         form: Form | str = Form.RESIDENT,
         logits: Logits | str = Logits.LAST,
         prefill_length: int | None = None,
+        forward: bool = False,
         attention: str = ATTENTION,
         experts: str | None = None,
         adapt: Callable[[PreTrainedModel, ExportableCache], ExportableCache] | None = None,
@@ -201,7 +205,7 @@ class Program:
         self.logits = Logits(logits)
         self.attention = attention
         self.experts = experts
-        self.methods = methods_for(cache, prefill_length)
+        self.methods = methods_for(cache, prefill_length, forward)
         if adapt is not None:
             cache = adapt(model, cache)
         zeros = {name: torch.zeros_like(tensor) for name, tensor in cache.named_state()}

@@ -97,27 +97,42 @@ def test_manifest_records_the_program(original: Path, model: Any) -> None:
     assert {"python", "transformers", "exportable-cache"} <= manifest.packages.keys()
 
 
+def test_an_interrupted_export_is_refused_even_where_it_looks_whole(original: Path, tmp_path: Path) -> None:
+    left = tmp_path / ".out.abc123.partial"
+    shutil.copytree(original, left)
+    with pytest.raises(BundleError, match="interrupted export left; delete it"):
+        Bundle.open(left)
+
+
 def test_manifest_records_every_layer(original: Path) -> None:
     manifest = Bundle.open(original).manifest
     layers = manifest.model_dump(mode="json")["layers"]
     heads, dim = 2, 8
-    ring_tensor = {"shape": [1, heads, WINDOW, dim], "dtype": "float32", "bytes": 4 * heads * WINDOW * dim}
-    full_tensor = {"shape": [1, heads, CAPACITY, dim], "dtype": "float32", "bytes": 4 * heads * CAPACITY * dim}
-    length = {"shape": [1], "dtype": "int64", "bytes": 8}
+    length = {"shape": [1], "dims": ["batch_size"], "dtype": "int64", "bytes": 8}
+
+    def kept(slots: int) -> dict:
+        tensor = {"shape": [1, heads, slots, dim], "dtype": "float32", "bytes": 4 * heads * slots * dim}
+        dims = ["batch_size", "num_heads", "capacity"]
+        return {
+            "keys": {**tensor, "dims": [*dims, "head_dim"]},
+            "values": {**tensor, "dims": [*dims, "value_head_dim"]},
+            "cumulative_length": length,
+        }
+
     assert layers == [
         {
             "layer_type": "sliding_attention",
             "class": "RingLayer",
             "config": {"capacity": WINDOW, "window": WINDOW},
-            "tensors": {"keys": ring_tensor, "values": ring_tensor, "cumulative_length": length},
-            "bytes": 2 * ring_tensor["bytes"] + 8,
+            "tensors": kept(WINDOW),
+            "bytes": 2 * 4 * heads * WINDOW * dim + 8,
         },
         {
             "layer_type": "full_attention",
             "class": "FullLayer",
             "config": {"capacity": CAPACITY},
-            "tensors": {"keys": full_tensor, "values": full_tensor, "cumulative_length": length},
-            "bytes": 2 * full_tensor["bytes"] + 8,
+            "tensors": kept(CAPACITY),
+            "bytes": 2 * 4 * heads * CAPACITY * dim + 8,
         },
     ]
     assert manifest.cache_bytes == sum(layer["bytes"] for layer in layers)

@@ -11,7 +11,7 @@ import torch
 
 from exportable_cache import ExportableCache, Session
 from exportable_cache.errors import InputError
-from exportable_cache.verify import VerifyReport, default_decode_steps, default_prompts, verify_session
+from exportable_cache.verify import default_tolerance, VerifyReport, default_decode_steps, default_prompts, verify_session
 
 from .support.models import WINDOW, tiny_model, tokens
 
@@ -161,13 +161,21 @@ def test_progress_counts_every_step(model: Any) -> None:
     assert {(stage, total) for stage, _, total in calls} == {("verifying", 12)}
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float16, 5e-3), (torch.bfloat16, 5e-2)]
-)
-def test_tolerance_follows_the_dtype(dtype: torch.dtype, tolerance: float) -> None:
-    model = tiny_model("llama", dtype=dtype)
-    report = verify_session(session_of(model), model, prompts=[3], decode_steps=1)
-    assert report.tolerance == tolerance
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3", "phi3", "olmo3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_tolerance_follows_the_dtype_and_the_size_of_the_logits(family: str, dtype: torch.dtype) -> None:
+    model = tiny_model(family, dtype=dtype)
+    report = verify_session(session_of(model), model, prompts=[3, 20], decode_steps=20)
+    assert report.passed
+    least, most = {torch.float32: (1e-4, 1e-4), torch.float16: (5e-3, 2e-2), torch.bfloat16: (5e-2, 0.15)}[dtype]
+    assert least <= report.tolerance <= most
+
+
+def test_default_tolerance() -> None:
+    assert default_tolerance(torch.float32, 30.0) == 1e-4
+    assert default_tolerance(torch.bfloat16, 1.0) == 5e-2
+    assert default_tolerance(torch.bfloat16, 16.0) == pytest.approx(0.5)
+    assert default_tolerance(torch.float16, float("nan")) == 5e-3
 
 
 def test_given_tolerance_decides(model: Any) -> None:

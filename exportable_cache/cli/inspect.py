@@ -84,20 +84,24 @@ def _print_bundle(terminal: Terminal, bundle: Bundle) -> None:
 
 def _row(layer: dict[str, Any]) -> LayerRow:
     config, tensors = layer["config"], layer["tensors"]
-    keys = tensors.get("keys", {}).get("shape", [None] * 4)
-    values = tensors.get("values", {}).get("shape", [None] * 4)
+    # By name: layers order their dimensions as their target's operators want them.
+    keys, values = (_sizes(tensors.get(name, {"dims": [], "shape": []})) for name in ("keys", "values"))
     # The lengths are int64 in every layer; the dtype people ask for is that of what is kept.
     kept = tensors.get("keys") or next(iter(tensors.values()))
     return LayerRow(
         layer_type=layer["layer_type"],
         storage=layer["class"],
         slots=config.get("capacity"),
-        heads=keys[1],
-        head_dim=keys[3],
-        value_head_dim=values[3],
+        heads=keys.get("num_heads"),
+        head_dim=keys.get("head_dim"),
+        value_head_dim=values.get("value_head_dim"),
         dtype=kept["dtype"],
         bytes=layer["bytes"],
     )
+
+
+def _sizes(tensor: dict[str, Any]) -> dict[str, int]:
+    return dict(zip(tensor["dims"], tensor["shape"], strict=True))
 
 
 def _method_table(bundle: Bundle) -> Any:

@@ -42,7 +42,7 @@ class RingLayer(KeyValueLayer):
 
     def slot_positions(self, query_length: int) -> torch.Tensor:
         length = self.cumulative_length[:, None]
-        if query_length == 1:
+        if _is_one(query_length):
             positions = self._ring_positions(length + 1)
             return torch.where(positions < 0, length + 1, positions)
         old = self._ring_positions(length)
@@ -86,7 +86,7 @@ class RingLayer(KeyValueLayer):
         if not is_traced(self.cumulative_length):
             check_new_states(self, key_states, value_states)
         length = self.cumulative_length[:, None]
-        if query_length == 1:
+        if _is_one(query_length):
             self._write(torch.remainder(length, self.capacity), key_states, value_states)
             self.advance(1)
             return self.keys, self.values
@@ -105,3 +105,8 @@ class RingLayer(KeyValueLayer):
             self.values.copy_(values)
         else:
             self.keys, self.values = keys, values
+
+
+def _is_one(query_length: int) -> bool:
+    # A length that torch.export keeps symbolic may be one as well: it takes the general path, which is exact for any.
+    return isinstance(query_length, int) and query_length == 1

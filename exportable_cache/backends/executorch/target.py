@@ -12,22 +12,35 @@ from ...program import Form, Program
 from ..base import LoweredFile, ProgramDescription, Runner
 from .fused import EXECUTORCH_ATTENTION, fuse_layers
 from .lower import lower_programs
+from .llm_runner import runner_metadata
 from .runner import ExecutorchRunner
 
 FILE = "program.pte"
 
 
 class ExecutorchBackend:
-    """Programs for the ExecuTorch runtime, with XNNPACK as delegate. It has no options yet."""
+    """Programs for the ExecuTorch runtime, with XNNPACK as delegate.
+
+    Options:
+        llm_runner: Add what ExecuTorch's own `TextLLMRunner` asks for: a method `forward(tokens [1, S], input_pos [1])` for
+            any S up to the longest chunk, and the constant methods that describe the model.
+    """
 
     name = "executorch"
     packages = ("executorch",)
 
     def program_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        if options:
-            raise InputError(f"target 'executorch' has no option {sorted(options)[0]!r}; it takes none")
-        # The grouped expert kernels have no ExecuTorch counterpart; batched products do.
-        return {"attention": EXECUTORCH_ATTENTION, "form": Form.RESIDENT, "experts": "batched_mm", "adapt": fuse_layers}
+        unknown = sorted(set(options) - {"llm_runner"})
+        if unknown:
+            raise InputError(f"target 'executorch' has no option {unknown[0]!r}; it knows llm_runner")
+        return {
+            "attention": EXECUTORCH_ATTENTION,
+            "form": Form.RESIDENT,
+            # The grouped expert kernels have no ExecuTorch counterpart; batched products do.
+            "experts": "batched_mm",
+            "adapt": fuse_layers,
+            "forward": bool(options.get("llm_runner", False)),
+        }
 
     def lower(self, program: Program, folder: Path, options: Mapping[str, Any]) -> list[LoweredFile]:
         if program.batch_size > 1:
@@ -40,7 +53,7 @@ class ExecutorchBackend:
             # Deprecations inside executorch's own operators and passes, hundreds per export, none of the caller's making.
             warnings.simplefilter("ignore", FutureWarning)
             exported = {name: program.export(name) for name in program.methods}
-            lowered = lower_programs(exported)
+            lowered = lower_programs(exported, runner_metadata(program) if "forward" in program.methods else None)
         with (folder / FILE).open("wb") as file:
             lowered.write_to_file(file)
         return [LoweredFile(FILE, f"methods {', '.join(exported)}, weights, one cache")]

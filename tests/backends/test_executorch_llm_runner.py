@@ -1,0 +1,66 @@
+"""ExecuTorch's own `TextLLMRunner` generates from our file with our tokenizer, as our session does."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from exportable_cache import export, load
+from exportable_cache.demo.task import make_questions
+
+from ..support.models import tiny_model, tokens
+from ..support.oracle import difference, reference_logits
+from ..support.sessions import lowered_session
+
+pytest.importorskip("executorch", reason="the executorch extra is not installed")
+
+RUNNER = """
+import sys
+import executorch.extension.llm.custom_ops.custom_ops
+from executorch.extension.llm.runner import GenerationConfig, TextLLMRunner
+
+runner = TextLLMRunner(sys.argv[1] + "/program.pte", sys.argv[1] + "/tokenizer/tokenizer.json")
+for prompt in sys.argv[2:]:
+    pieces = []
+    runner.generate(prompt, GenerationConfig(echo=False, max_new_tokens=12, temperature=0.0), pieces.append)
+    runner.reset()
+    print("ANSWER", "".join(pieces), file=sys.stderr)
+"""
+
+
+def test_the_official_runner_answers_as_the_session_does(tmp_path) -> None:
+    # Chunks of 48, so that the runner takes each prompt in several.
+    bundle = export("demo", "executorch", 256, tmp_path / "demo", prefill_length=48, llm_runner=True, verify=False)
+    assert set(bundle.manifest.program.methods) == {"decode", "prefill", "forward"}
+    session = load(bundle.path)
+    questions = make_questions(3, seed=77, min_distance=16, tokens=(60, 200))
+    ran = subprocess.run(
+        [sys.executable, "-c", RUNNER, str(bundle.path), *(question.prompt for question in questions)],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    answers = [line.removeprefix("ANSWER") for line in ran.stderr.splitlines() if line.startswith("ANSWER")]
+    assert len(answers) == 3, ran.stderr[-2000:]
+    for question, answer in zip(questions, answers, strict=True):
+        session.reset()
+        ours = "".join(session.generate_text(question.prompt, max_new_tokens=12))
+        assert ours == question.answer
+        # The runner gives out the end token as well.
+        assert answer.strip().removesuffix("<eos>") == ours.strip()
+
+
+def test_forward_takes_any_length_from_one_on(tmp_path) -> None:
+    model = tiny_model("gemma3_text")
+    session = lowered_session(model, "executorch", tmp_path, 64, llm_runner=True)
+    ids = tokens(50)
+    for prompt in (1, 2, 7, 9, 16):
+        position = 0
+
+        def step(piece: torch.Tensor) -> torch.Tensor:
+            nonlocal position
+            logits = session.runner.run("forward", piece, torch.tensor([position]))
+            position += piece.shape[1]
+            return logits
+
+        reference = reference_logits(model, ids[:, : prompt + 20], prompt)
+        assert difference(step, reference, ids[:, : prompt + 20], prompt) <= 1e-4
