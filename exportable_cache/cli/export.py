@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from json import loads
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +14,11 @@ from .terminal import Terminal, bytes_text
 
 if TYPE_CHECKING:
     from ..bundle import Bundle
+
+#: What `exporter.export` takes itself; the command has options of its own for it.
+_ARGUMENTS = frozenset(
+    "model_or_path target max_cache_len output_dir batch_size dtype prefill_length verify overwrite tokenizer progress".split()
+)
 
 
 def export(
@@ -35,12 +41,17 @@ def export(
             show_default="256, or what fits",
         ),
     ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option("--option", "-O", metavar="NAME=VALUE", help="Of the target, such as llm_runner=true; may be repeated."),
+    ] = None,
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Compare with the eager model, past every window.")] = True,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DIR if it exists.")] = False,
     json: JsonOption = False,
 ) -> None:
     """Export a model with its cache to a bundle, and verify it."""
     terminal: Terminal = ctx.obj
+    options = _target_options(option or [])
     with terminal.progress("loading libraries") as progress:
         from ..exporter import export as make_bundle
 
@@ -55,11 +66,29 @@ def export(
             verify=verify,
             overwrite=overwrite,
             progress=progress,
+            **options,
         )
     if json:
         terminal.json({"path": str(bundle.path), **bundle.manifest.model_dump(mode="json")})
     else:
         _print_export(terminal, bundle)
+
+
+def _target_options(given: list[str]) -> dict[str, Any]:
+    """`["llm_runner=true", "form=explicit"]` is `{"llm_runner": True, "form": "explicit"}`."""
+    options: dict[str, Any] = {}
+    hint = "'--option' / '-O'"
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals or not name.isidentifier() or name in options:
+            raise typer.BadParameter(f"{text!r} is not NAME=VALUE, or its name was given before", param_hint=hint)
+        if name in _ARGUMENTS:
+            raise typer.BadParameter(f"{name} is no option of a target; use --{name.replace('_', '-')}", param_hint=hint)
+        try:
+            options[name] = loads(value)
+        except ValueError:
+            options[name] = value
+    return options
 
 
 def _print_export(terminal: Terminal, bundle: Bundle) -> None:

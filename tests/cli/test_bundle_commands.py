@@ -1,5 +1,6 @@
 """export, inspect, verify, generate and bench on a tiny model lowered to pt2, and every bad input they must refuse."""
 
+import inspect
 import json
 import shutil
 import sys
@@ -7,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from exportable_cache import load
+from exportable_cache import export, load
 from exportable_cache.bundle import Bundle
 from exportable_cache.manifest import SCHEMA_VERSION
 
@@ -110,6 +111,35 @@ def test_export_without_the_package_of_its_target_names_the_extra(run, tiny_fold
 
     monkeypatch.setitem(registry.TARGETS, "pt2", ("exportable_cache.backends.pt2", ("not_installed",), "missing"))
     refused(run("export", tiny_folder, "-t", "pt2", "-n", 16, "-o", tmp_path / "x"), "not_installed", "pip install", "[missing]")
+
+
+def test_export_passes_options_to_the_target(run, tiny_folder, tmp_path):
+    arguments = ["-t", "pt2", "-n", 16, "-o", tmp_path / "x", "--prefill-length", 1, "--no-verify", "--json"]
+    result = run("export", tiny_folder, *arguments, "-O", "form=explicit", "--option", "strict=false")
+    assert result.exit_code == 0, result.stderr
+    document = json.loads(result.stdout)
+    assert document["options"] == {"form": "explicit", "strict": False}
+    assert document["program"]["form"] == "explicit"
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("nonsense=1", ("'pt2'", "'nonsense'", "form")),
+        ("form", ("'form'", "NAME=VALUE")),
+        ("=1", ("'=1'", "NAME=VALUE")),
+        ("dtype=float32", ("dtype", "--dtype")),
+    ],
+)
+def test_export_refuses_bad_options(run, tiny_folder, tmp_path, option, words):
+    refused(run("export", tiny_folder, "-t", "pt2", "-n", 16, "-o", tmp_path / "x", "-O", option), *words)
+
+
+def test_every_argument_of_export_is_known_to_the_command():
+    from exportable_cache.cli.export import _ARGUMENTS
+
+    parameters = inspect.signature(export).parameters.values()
+    assert {parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD} == _ARGUMENTS
 
 
 # -- inspect --------------------------------------------------------------------------------------------------------------
