@@ -70,14 +70,13 @@ class Bundle:
         Raises:
             BundleError: If there is no manifest, it cannot be read or is of another schema version, a file is missing,
                 truncated or changed, or a version differs.
-            InputError: If this release has no such target.
-            MissingDependencyError: If the target needs a package that is not installed.
+            InputError: If versions are checked and this release has no such target.
+            MissingDependencyError: If they are and the target needs a package that is not installed.
         """
         folder = Path(path)
         manifest = Manifest.read(folder)
-        backend = backend_for(manifest.target)
         if check_versions:
-            _check_versions(manifest, backend.packages)
+            _check_versions(manifest, backend_for(manifest.target).packages)
         if check_files:
             _check_files(folder, manifest, progress)
         return cls(folder, manifest)
@@ -208,7 +207,7 @@ def _check_versions(manifest: Manifest, packages: Sequence[str]) -> None:
             remedy = f"install {name}=={_public(recorded)}, " if recorded else ""
             raise BundleError(
                 f"the bundle was made with {name} {recorded or '(not recorded)'}, installed is {found or 'none'}; "
-                f"{remedy}export the model again, or try anyway with check_versions=False"
+                f"{remedy}export the model again, or try anyway with check_versions=False (--ignore-versions)"
             )
 
 

@@ -71,6 +71,11 @@ def export(
     program_options = backend.program_options(options)
     for name, value in (("max_cache_len", max_cache_len), ("batch_size", batch_size), ("prefill_length", prefill_length)):
         _check_size(name, value, optional=name == "prefill_length")
+    if backend.max_batch_size is not None and batch_size > backend.max_batch_size:
+        raise InputError(
+            f"batch_size is {batch_size}, target {target!r} takes at most {backend.max_batch_size}; "
+            "export with that, or for target 'pt2'"
+        )
     parse_dtype(dtype)
     if output_dir is None:
         raise InputError("output_dir is missing; name the folder to write, such as 'artifacts/model'")

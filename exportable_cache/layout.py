@@ -70,6 +70,11 @@ def layer_types_and_windows(config: PreTrainedConfig) -> list[tuple[str, int | N
         )
     types, options = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
     for index, layer_type in enumerate(types):
+        if layer_type == "dummy":
+            raise UnsupportedModelError(
+                f"layer {index} of this {config.model_type!r} model keeps no keys and values of its own (it shares another layer's, or "
+                "has no attention); such layers are not supported yet"
+            )
         if layer_type not in SUPPORTED_LAYER_TYPES:
             raise UnsupportedModelError(
                 f"layer {index} of this {config.model_type!r} model is of type {layer_type!r}, which has no static cache layer; "
@@ -132,6 +137,8 @@ def layout_from_config(config: PreTrainedConfig) -> list[LayerLayout]:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(probe)
         return layout_from_model(model)[0]
+    except UnsupportedModelError:
+        raise
     except Exception as error:  # any model code may run here, and the config still answers for most
         logger.info("could not run %s on the meta device (%s); reading sizes off the config", config.model_type, error)
     return [_layout_from_fields(layer, *kind) for layer, kind in zip(probe.per_layer_config, kinds, strict=True)]

@@ -263,7 +263,7 @@ def verify(
             f"{bundle.path.name} was made from a {manifest.model_type!r} model, this one is {model.config.model_type!r}; "
             "verify with the model it was made from"
         )
-    progress(f"opening {manifest.target} program", 0, None)
+    progress(f"opening the {manifest.target} program", 0, None)
     session = Session.from_bundle(bundle)
     return verify_session(
         session, model, tolerance=tolerance, prompts=prompts, decode_steps=decode_steps, seed=seed, progress=progress

@@ -51,6 +51,8 @@ class Backend(Protocol):
     name: str
     #: Packages whose versions decide whether a bundle can be opened.
     packages: tuple[str, ...]
+    #: Most rows a program can have, or None for any number.
+    max_batch_size: int | None
 
     def program_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments of `Program` for this target (attention, form, ...), from the user's options.

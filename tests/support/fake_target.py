@@ -47,6 +47,7 @@ class FakeBackend:
 
     name = "fake"
     packages = ("torch",)
+    max_batch_size = None
 
     def program_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         unknown = sorted(set(options) - {"spoil", "fail", "sleep"})

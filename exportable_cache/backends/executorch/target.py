@@ -28,6 +28,8 @@ class ExecutorchBackend:
 
     name = "executorch"
     packages = ("executorch",)
+    # ExecuTorch 1.4.1 writes in place at one 1-D index, the same for all rows; rows of their own length would be copied.
+    max_batch_size = 1
 
     def program_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         unknown = sorted(set(options) - {"llm_runner"})
@@ -43,12 +45,6 @@ class ExecutorchBackend:
         }
 
     def lower(self, program: Program, folder: Path, options: Mapping[str, Any]) -> list[LoweredFile]:
-        if program.batch_size > 1:
-            # ExecuTorch 1.4.1 writes in place at one 1-D index, the same for all rows; rows of their own length need more.
-            raise InputError(
-                f"batch_size is {program.batch_size}; target 'executorch' takes 1, because its cache writes would copy the "
-                "whole cache each step otherwise. Export with batch_size=1, or for target 'pt2'"
-            )
         with warnings.catch_warnings():
             # Deprecations inside executorch's own operators and passes, hundreds per export, none of the caller's making.
             warnings.simplefilter("ignore", FutureWarning)

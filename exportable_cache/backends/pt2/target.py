@@ -27,6 +27,7 @@ class Pt2Backend:
 
     name = "pt2"
     packages = ("torch",)
+    max_batch_size = None
 
     def program_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         unknown = sorted(set(options) - {"form", "strict"})
