@@ -10,12 +10,16 @@ all of them. Decode does not depend on what the cache holds, only on the positio
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
+
+# Before torch starts its threads: idle ones must not spin while ExecuTorch's own thread pool works.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 import typer

@@ -73,6 +73,8 @@ def test_decode_touches_the_cache_through_the_fused_operators_only() -> None:
         calls = list(instructions(result, method))
         counts = Counter(name for name, _ in calls)
         assert counts["llama::update_cache"] == 4 and counts["llama::custom_sdpa"] == 2
+        # RMSNorm stays inside the delegate.
+        assert not {"aten::mean", "aten::rsqrt", "aten::mul", "aten::linear"} & counts.keys()
         touching = {name for name, shapes in calls if [1, CAPACITY, 2, 8] in shapes}
         assert touching == {"llama::update_cache", "llama::custom_sdpa"}
         # The mask that transformers prepares goes unused, so neither it nor anything of the allocated length is computed.
