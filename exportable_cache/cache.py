@@ -206,7 +206,13 @@ class ExportableCache(Cache):
     @property
     def _rows_may_differ(self) -> bool:
         # Transformers' own mask functions take one offset for all rows; ours take one per row.
-        return self.batch_size > 1 and (self._config is None or self._config._attn_implementation in ATTENTION_NAMES)
+        if self.batch_size == 1:
+            return False
+        if self._config is not None:
+            return self._config._attn_implementation in ATTENTION_NAMES
+        # A rebuilt cache does not know its model: one offset serves both kinds, unless rows differ or might.
+        lengths = self.cumulative_length
+        return is_traced(lengths) or bool((lengths != lengths[0]).any())
 
     # -- state ------------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from .errors import InputError, UnsupportedModelError
@@ -23,6 +23,13 @@ REFUSED_MODELS = {
     "gpt_neo": "its attention takes the newest key to be the last slot",
     "doge": "its attention mask does not follow the cache's slots",
     "moshi": "its attention mask leaves out the sliding window",
+    "prophetnet": "its attention sizes its own position bias",
+}
+
+#: Config fields that make a model one that no static cache fits: field -> (model types, reason).
+REFUSED_OPTIONS = {
+    "alibi": (("falcon",), "its position bias is sized by the tokens seen, not by the cache's slots"),
+    "use_bidirectional_attention": (("gemma3", "gemma3_text"), "its tokens see later ones, so it does not generate step by step"),
 }
 
 
@@ -68,6 +75,9 @@ def layer_types_and_windows(config: PreTrainedConfig) -> list[tuple[str, int | N
         raise UnsupportedModelError(
             f"{config.model_type!r} is wrong with any static cache: {REFUSED_MODELS[config.model_type]}; use DynamicCache"
         )
+    for field, (types, reason) in REFUSED_OPTIONS.items():
+        if config.model_type in types and getattr(config.get_text_config(decoder=True), field, False):
+            raise UnsupportedModelError(f"{config.model_type!r} with {field}=True cannot have a static cache: {reason}")
     types, options = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
     for index, layer_type in enumerate(types):
         if layer_type == "dummy":
@@ -85,6 +95,26 @@ def layer_types_and_windows(config: PreTrainedConfig) -> list[tuple[str, int | N
             f"{config.model_type!r} is an encoder-decoder: its cross-attention needs a cache layer of its own, which does not exist yet"
         )
     return [(layer_type, option.get("sliding_window")) for layer_type, option in zip(types, options, strict=True)]
+
+
+def check_layers(model: PreTrainedModel, cache: Cache) -> None:
+    """Refuse a cache whose layers are not those the model's need: another window would give other logits, silently.
+
+    Raises:
+        InputError: If the number of layers differs, or a ring is not as long as the layer's window.
+    """
+    kinds = layer_types_and_windows(model.config)
+    if len(cache.layers) != len(kinds):
+        raise InputError(
+            f"the cache has {len(cache.layers)} layers, the model {len(kinds)}; allocate it with ExportableCache.from_model"
+        )
+    for index, ((_, window), layer) in enumerate(zip(kinds, cache.layers, strict=True)):
+        if isinstance(layer, RingLayer) and layer.window != window:
+            needed = "attends to all tokens" if window is None else f"attends to {window} tokens"
+            raise InputError(
+                f"layer {index} of the cache is {layer!r}, but that layer of the model {needed}; "
+                "allocate the cache with ExportableCache.from_model"
+            )
 
 
 def layout_from_model(model: PreTrainedModel) -> tuple[list[LayerLayout], torch.dtype, torch.device]:

@@ -148,15 +148,26 @@ def check_positions(model: PreTrainedModel, max_length: int | None) -> None:
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if not isinstance(limit, int) or (max_length is not None and max_length <= limit):
         return
-    tokens = model.get_input_embeddings()
-    for name, module in model.named_modules():
+    for name, rows in _position_tables(model):
         # Some tables have up to two extra rows in front, for padding.
-        if isinstance(module, torch.nn.Embedding) and module is not tokens and limit <= module.num_embeddings <= limit + 2:
+        if limit <= rows <= limit + 2:
             held = "any number of" if max_length is None else max_length
             raise InputError(
                 f"the cache can hold {held} tokens, but {type(model).__name__} has positions for {limit} ({name}); "
                 f"use a max_cache_len of at most {limit}"
             )
+
+
+def _position_tables(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
+    """Name and rows of what may be a table of positions: embeddings, and 2-D tensors that are no parameters (GPT-J, CTRL)."""
+    tokens = model.get_input_embeddings()
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Embedding) and module is not tokens:
+            yield name, module.num_embeddings
+        plain = {key: value for key, value in vars(module).items() if isinstance(value, torch.Tensor)}
+        for key, tensor in {**dict(module.named_buffers(recurse=False)), **plain}.items():
+            if tensor.dim() == 2:
+                yield f"{name}.{key}", tensor.shape[0]
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from .attention import ATTENTION
 from .cache import ExportableCache
-from .errors import InputError
+from .errors import InputError, UnsupportedModelError
 
 DEFAULT_PREFILL_LENGTH = 256
 
@@ -221,7 +221,7 @@ class Program:
     def example_inputs(self, method: Method) -> tuple:
         """Inputs of the right shapes for one method."""
         # Away from both ends of the range, so that no bound is taken for the length itself.
-        length = max(method.min_length, min(method.max_length - 1, 7))
+        length = min(max(2, min(method.max_length - 1, 7)), method.max_length)
         device = self.cache.layers[0].device
         inputs = (
             torch.zeros(self.batch_size, length, dtype=torch.int64, device=device),
@@ -235,6 +235,9 @@ class Program:
         Args:
             name: `prefill` or `decode`.
             strict: Trace through TorchDynamo instead of running the Python code.
+
+        Raises:
+            UnsupportedModelError: If the model's code cannot be traced.
         """
         method = self.methods[name]
         inputs = self.example_inputs(method)
@@ -244,6 +247,13 @@ class Program:
             dynamic[inputs[0]] = {1: Dim("length", min=method.min_length, max=method.max_length)}
         with torch.no_grad(), attention_of(self.model, self.attention, self.experts):
             # The range starts at 2 while strides are compared for every length: such guards become runtime asserts.
-            return torch.export.export(
-                self.module, inputs, dynamic_shapes=dynamic, strict=strict, prefer_deferred_runtime_asserts_over_guards=True
-            )
+            try:
+                return torch.export.export(
+                    self.module, inputs, dynamic_shapes=dynamic, strict=strict, prefer_deferred_runtime_asserts_over_guards=True
+                )
+            except Exception as error:  # any model code runs here, under any of the tracer's own errors
+                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                raise UnsupportedModelError(
+                    f"{type(self.model).__name__} cannot be traced ({name}: {type(error).__name__}: {reason}); "
+                    "run it in a session, Session.from_model, instead of exporting it"
+                ) from error

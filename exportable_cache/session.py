@@ -14,7 +14,7 @@ from .cache import ExportableCache
 from .decoding import Sampling, encode_prompt, generate_tokens, stream_text
 from .errors import InputError
 from .layers import CacheLayer
-from .layout import layer_types_and_windows
+from .layout import check_layers
 from .progress import Progress, silent
 from .session_checks import check_ids, check_max_new_tokens, check_room, split_stops
 
@@ -105,11 +105,7 @@ class Session:
             raise InputError(
                 f"cache is a {type(cache).__name__}; allocate one with ExportableCache.from_model(model, max_cache_len=...)"
             )
-        expected = len(layer_types_and_windows(model.config))
-        if len(cache.layers) != expected:
-            raise InputError(
-                f"the cache has {len(cache.layers)} layers, the model {expected}; allocate it with ExportableCache.from_model"
-            )
+        check_layers(model, cache)
         device = cache.layers[0].device
         if device != model.device:
             raise InputError(
@@ -179,9 +175,15 @@ class Session:
         return self._cache
 
     def reset(self) -> None:
-        """Start anew at position 0; the next step is the first of a sequence."""
+        """Start anew at position 0; the next step is the first of a sequence.
+
+        A live session's buffers are zeroed. A bundle's keep their contents, which no query sees; only if a sequence has left
+        infinities or not-a-number in them, load the bundle again, as zero times those is not zero.
+        """
         self._length.zero_()
         self._high_water.zero_()
+        if self._cache is not None:
+            self._cache.reset()
 
     def rewind(self, tokens: int) -> None:
         """Take back the newest tokens of every row, so that others can follow in their place.

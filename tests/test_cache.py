@@ -302,3 +302,38 @@ def test_wrong_batch_and_dtype_are_refused_by_the_first_layer() -> None:
     cache = cache_of(model, dtype=torch.bfloat16)
     with torch.no_grad(), pytest.raises(InputError, match="allocate it with dtype=torch.float32"):
         step_with(model, cache)(tokens(3))
+
+
+def test_too_much_memory_is_a_sentence() -> None:
+    model = tiny_model("llama")
+    for length in (10**13, 99999999999999999999):
+        with pytest.raises(InputError, match="cannot allocate keys of a cache layer, .* pass a smaller max_cache_len"):
+            cache_of(model, max_cache_len=length)
+
+
+@pytest.mark.parametrize("implementation", ["eager", ATTENTION])
+def test_a_loaded_batch_works_under_any_attention(implementation: str, tmp_path) -> None:
+    model = tiny_model("mistral")
+    ids = tokens(14, batch_size=2)
+    cache = cache_of(model, batch_size=2, attn_implementation=implementation)
+    with torch.no_grad():
+        step_with(model, cache)(ids[:, :9])
+        cache.save(tmp_path / "batch.safetensors")
+        loaded = ExportableCache.load(tmp_path / "batch.safetensors")
+        for position in range(9, 14):
+            piece = ids[:, position : position + 1]
+            assert (step_with(model, loaded)(piece) - step_with(model, cache)(piece)).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options", "message"),
+    [
+        ("falcon", {"alibi": True}, "'falcon' with alibi=True"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "with use_bidirectional_attention=True"),
+        ("prophetnet", {}, "wrong with any static cache"),
+        ("gpt_neo", {}, "the newest key"),
+    ],
+)
+def test_models_that_no_static_cache_fits(model_type: str, options: dict, message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        ExportableCache.from_config(AutoConfig.for_model(model_type, **options), max_cache_len=8)

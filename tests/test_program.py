@@ -5,7 +5,7 @@ import torch
 from torch.export import ExportedProgram
 
 from exportable_cache import ExportableCache
-from exportable_cache.errors import InputError
+from exportable_cache.errors import InputError, UnsupportedModelError
 from exportable_cache.program import Method, Program, attention_of, methods_for
 
 from .support.models import tiny_model, tokens
@@ -180,3 +180,24 @@ def test_training_mode_is_refused() -> None:
     cache = ExportableCache.from_model(model, 8)
     with pytest.raises(InputError, match="call model.eval"):
         Program(model.train(), cache)
+
+
+def test_a_model_that_cannot_be_traced_is_refused_by_a_sentence() -> None:
+    model = tiny_model("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
+    program = Program(model, ExportableCache.from_model(model, 32))
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM cannot be traced .decode: .*Session.from_model"):
+        program.export("decode")
+
+
+@pytest.mark.parametrize("length", [2, 3])
+def test_short_dynamic_methods(length: int) -> None:
+    model = tiny_model("mistral")
+    program = Program(model, ExportableCache.from_model(model, 32), prefill_length=length, forward=True)
+    ids = tokens(12)
+    expected = reference_logits(model, ids, 1)[0]
+    forward = program.export("forward").module()
+    position = 0
+    for size in [1, length] * 3:
+        logits = forward(ids[:, position : position + size], torch.tensor([position]))
+        position += size
+        assert (logits[0] - expected[position - 1]).abs().max() <= TOLERANCE

@@ -318,3 +318,33 @@ def test_lengths_given_out_are_copies(model: Any) -> None:
     session.prefill(tokens(5))
     session.length.zero_()
     assert session.length.tolist() == [5]
+
+
+@pytest.mark.parametrize("family", ["mistral", "llama"])
+def test_a_cache_of_other_windows_is_refused(family: str) -> None:
+    from exportable_cache.layers import RingLayer
+
+    model = tiny_model(family)
+    with pytest.raises(InputError, match="layer 0 of the cache is RingLayer.capacity=4, window=4."):
+        Session.from_model(model, ExportableCache([RingLayer(1, 2, 8, 4), RingLayer(1, 2, 8, 4)]))
+
+
+def test_reset_cures_a_live_session_of_not_a_number() -> None:
+    model = tiny_model("gemma3_text")
+    cache = ExportableCache.from_model(model, 32)
+    session = Session.from_model(model, cache)
+    ids = torch.arange(3, 15)[None]
+    expected = session.prefill(ids)
+    for layer in cache.layers:
+        layer.values.fill_(float("nan"))
+    session.reset()
+    assert torch.equal(session.prefill(ids), expected)
+
+
+@pytest.mark.parametrize("family", ["gptj", "ctrl", "gpt2"])
+def test_position_tables_limit_the_cache_wherever_they_are_kept(family: str) -> None:
+    options = {"gptj": {"rotary_dim": 8}, "ctrl": {"dff": 64}, "gpt2": {}}[family]
+    model = tiny_model(family, max_position_embeddings=32, **options)
+    Session.from_model(model, ExportableCache.from_model(model, 32))
+    with pytest.raises(InputError, match="the cache can hold 64 tokens, but .* has positions for 32"):
+        Session.from_model(model, ExportableCache.from_model(model, 64))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
@@ -110,7 +111,15 @@ class CacheLayer(CacheLayerMixin):
         """
         for name, declared in self.state.items():
             shape = [sizes[dim] for dim in declared.dims]
-            setattr(self, name, torch.zeros(shape, dtype=declared.dtype or dtype, device=device))
+            try:
+                setattr(self, name, torch.zeros(shape, dtype=declared.dtype or dtype, device=device))
+            except (RuntimeError, TypeError, OverflowError) as error:
+                # What an allocator raises for too much memory, and what torch raises for sizes past 64 bits.
+                needed = math.prod(shape) * (declared.dtype or dtype).itemsize
+                raise InputError(
+                    f"cannot allocate {name} of a cache layer, {shape} or {needed:,} bytes on {device}; "
+                    "pass a smaller max_cache_len or batch_size"
+                ) from error
         self._finish(high_water=0)
 
     @classmethod
