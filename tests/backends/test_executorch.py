@@ -1,7 +1,7 @@
 """The `.pte`: what its graph does, what its file holds, and how long it runs."""
 
-import resource
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -102,6 +102,14 @@ def test_batches_are_refused_rather_than_copied(tmp_path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def resident_kib() -> int:
+    """Memory resident now, in KiB: a peak would hide growth below what earlier tests took."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        pytest.skip("resident memory is read from /proc, which this system does not have")
+    return int(status.read_text().partition("VmRSS:")[2].split()[0])
+
+
 @torch.no_grad()
 def test_ten_thousand_steps_of_a_sliding_model_in_constant_memory(tmp_path) -> None:
     model = tiny_model("mistral", max_position_embeddings=16384)
@@ -111,16 +119,16 @@ def test_ten_thousand_steps_of_a_sliding_model_in_constant_memory(tmp_path) -> N
     session.prefill(ids[:, :2])
     for position in range(2, 1000):
         session.decode(ids[:, position])
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    resident = resident_kib()
     for position in range(1000, steps):
         logits = session.decode(ids[:, position])
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - resident
+    grown = resident_kib() - resident
     assert session.length.tolist() == [steps]
     # Two layers of window 8 reach back 14 tokens: the last 40 decide the last logits.
     tail = ids[:, -40:]
     expected = model(tail, position_ids=torch.arange(steps - 40, steps)[None]).logits[:, -1]
     assert (logits - expected).abs().max() <= 1e-4
-    # Peak memory in KiB; a step that kept even its logits would add 9000 * 512 bytes = 4500.
+    # A step that kept even its logits would add 9000 * 512 bytes, 4500 KiB.
     assert grown < 2048
 
 
