@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .backends import LoweredFile, Runner, backend_for
 from .errors import BundleError
-from .files import atomic_folder
+from .files import PARTIAL, atomic_folder
 from .layers import CacheLayer
 from .manifest import (
     MANIFEST_FILE,
@@ -92,6 +93,12 @@ class Bundle:
                     f"layer {index} of {self.path} is a {layer.class_name!r}, this release has {', '.join(CacheLayer.classes)}; "
                     "install the release that wrote it, or export the model again"
                 )
+            # Read did so for the classes known then, not for those the target has just brought.
+            problem = layer.problem()
+            if problem is not None:
+                raise BundleError(
+                    f"{self.path / MANIFEST_FILE} is damaged: layers.{index}: {problem}; export the model again"
+                )
             layers.append(CacheLayer.classes[layer.class_name].from_state(layer.config, {}))
         return backend.open(self.path, self.manifest.description()), layers
 
@@ -111,11 +118,32 @@ class Bundle:
 
 
 def check_free(path: Path, overwrite: bool) -> None:
-    """Refuse a folder that exists, unless it is empty, or a bundle that may be overwritten.
+    """Refuse a folder that exists, unless it is empty, or a bundle that may be overwritten, and one that cannot be created.
+
+    A folder is created beside it, or in the nearest parent that exists, and removed again: permissions alone do not tell,
+    neither to root nor on file systems that are no storage.
 
     Raises:
         BundleError: If it may not be written to.
     """
+    try:
+        _check_unused(path, overwrite)
+        # Where a link leads: that is the folder to be replaced.
+        real = Path(os.path.realpath(path))
+        parent = next(parent for parent in real.parents if parent.exists())
+        if not parent.is_dir():
+            raise BundleError(f"cannot write {path}: {parent} is no folder one may write to; choose another")
+        os.rmdir(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=PARTIAL, dir=parent))
+    except (OSError, ValueError) as error:
+        raise _cannot_write(path, error) from error
+
+
+def _cannot_write(path: Path, error: Exception) -> BundleError:
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return BundleError(f"cannot write {path}: {reason}; choose a folder one may write to")
+
+
+def _check_unused(path: Path, overwrite: bool) -> None:
     if path.is_dir():
         if not any(path.iterdir()):
             return
@@ -125,9 +153,6 @@ def check_free(path: Path, overwrite: bool) -> None:
             raise BundleError(f"{path} exists; choose another folder, or overwrite it (overwrite=True, --overwrite)")
     elif path.exists() or path.is_symlink():
         raise BundleError(f"{path} exists and is no folder; choose another one")
-    parent = next(parent for parent in path.absolute().parents if parent.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise BundleError(f"cannot write {path}: {parent} is no folder one may write to; choose another")
 
 
 @contextmanager
@@ -135,12 +160,17 @@ def new_folder(path: Path, overwrite: bool) -> Iterator[Path]:
     """A temporary folder that becomes `path` when the block ends well, and is removed when it does not.
 
     Raises:
-        BundleError: If `path` may not be written to, see `check_free`, now or at the end of the block.
+        BundleError: If `path` may not be written to, see `check_free`, now or at the end of the block, or the temporary
+            folder cannot be created.
     """
     check_free(path, overwrite)
     # A link is followed first: renaming onto it would replace the link.
     path = Path(os.path.realpath(path))
-    with atomic_folder(path) as folder:
+    with ExitStack() as stack:
+        try:
+            folder = stack.enter_context(atomic_folder(path))
+        except OSError as error:
+            raise _cannot_write(path, error) from error
         yield folder
         check_free(path, overwrite)
 

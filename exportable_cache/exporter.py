@@ -80,6 +80,12 @@ def export(
     if output_dir is None:
         raise InputError("output_dir is missing; name the folder to write, such as 'artifacts/model'")
     output = Path(output_dir).expanduser()
+    if not output.name:
+        # "" and "." are one path, and "/" has no folder beside it; the export renames a new folder onto its output.
+        raise InputError(
+            f"output_dir is {os.fspath(output_dir)!r}, which is no name of a folder of its own; "
+            "name the folder to write, such as 'artifacts/model'"
+        )
     check_free(output, overwrite)
     layer_types_and_windows(load_config(model_or_path))
     loaded = load_model(model_or_path, dtype, progress=progress)

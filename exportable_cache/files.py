@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
 import tempfile
@@ -11,6 +12,8 @@ from pathlib import Path
 
 #: Suffix of what is being written; names begin with a dot.
 PARTIAL = ".partial"
+#: Suffix of a folder that is being replaced, between two renames.
+RETIRED = ".retired"
 
 
 @contextmanager
@@ -33,7 +36,13 @@ def atomic_path(path: Path) -> Iterator[Path]:
 def atomic_folder(path: Path) -> Iterator[Path]:
     """A temporary folder beside `path`, renamed to it when the block ends well and removed when it does not.
 
-    An existing `path` is replaced only at that moment.
+    An existing `path` is replaced only at that moment, by two renames: it goes aside, the new one takes its place. If the
+    second fails, the first is undone. Between them there is nothing at `path`, and a process killed there (kill -9, a power
+    failure) leaves it so: the earlier folder is then beside it, whole, see `retired_folder`, and so is the new one, under its
+    temporary name. A process killed right after them leaves the earlier folder to be deleted by hand.
+
+    Raises:
+        OSError: If the temporary folder cannot be created, or a rename fails.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=PARTIAL, dir=path.parent))
@@ -41,11 +50,23 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         yield temporary
         temporary.chmod(0o755)
         if path.exists():
-            retired = temporary.with_suffix(".retired")
-            os.replace(path, retired)
-            os.replace(temporary, path)
-            shutil.rmtree(retired)
+            retired = temporary.with_suffix(RETIRED)
+            try:
+                os.replace(path, retired)
+                os.replace(temporary, path)
+            except BaseException:
+                if not path.exists():
+                    os.replace(retired, path)
+                raise
+            # The new folder is in place: what is left of the earlier one is no failure.
+            shutil.rmtree(retired, ignore_errors=True)
         else:
             os.replace(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def retired_folder(path: Path) -> Path | None:
+    """The newest folder that was at `path` when `atomic_folder` was killed between its two renames, or None."""
+    found = (path.parent / name for name in glob.glob(f".{glob.escape(path.name)}.*{RETIRED}", root_dir=path.parent))
+    return max(found, key=lambda folder: folder.stat().st_mtime, default=None)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, computed_field, field_validator, model_validator
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from .backends.base import ProgramDescription
 from .errors import BundleError
-from .files import PARTIAL
+from .files import PARTIAL, retired_folder
+from .layers import CacheLayer
 from .layout import layer_types_and_windows
 from .program import Form, Logits, Program
 from .program import Method as ProgramMethod
@@ -25,6 +28,8 @@ SCHEMA_VERSION = 1
 MANIFEST_FILE = "manifest.json"
 
 _PACKAGES = ("exportable-cache", "torch", "transformers")
+# What the names of an explicit program's state tensors begin with, among the inputs and outputs of its methods.
+_STATE = "cache."
 
 
 class _Entry(BaseModel):
@@ -48,6 +53,12 @@ class Method(_Entry):
     inputs: list[Signature]
     outputs: list[Signature]
 
+    @model_validator(mode="after")
+    def _range(self) -> Method:
+        if self.min_length > self.max_length:
+            raise ValueError(f"min_length is {self.min_length}, above max_length {self.max_length}")
+        return self
+
 
 class ProgramEntry(_Entry):
     """The program's form and methods."""
@@ -58,6 +69,22 @@ class ProgramEntry(_Entry):
     max_cache_len: int = Field(ge=1)
     methods: dict[str, Method]
 
+    @field_validator("methods")
+    @classmethod
+    def _has_decode(cls, methods: dict[str, Method]) -> dict[str, Method]:
+        if "decode" not in methods:
+            raise ValueError(f"there is no method 'decode' among {', '.join(methods) or 'none'}")
+        return methods
+
+    @model_validator(mode="after")
+    def _state_is_where_the_form_says(self) -> ProgramEntry:
+        for name, method in self.methods.items():
+            explicit = any(signature.name.startswith(_STATE) for signature in method.inputs)
+            if explicit is not (self.form is Form.EXPLICIT):
+                takes = "takes" if explicit else "does not take"
+                raise ValueError(f"form is {self.form.value!r}, but method {name!r} {takes} the cache as an input")
+        return self
+
 
 class Tensor(_Entry):
     """One state tensor of a layer; `dims` names the dimensions of `shape`."""
@@ -66,6 +93,12 @@ class Tensor(_Entry):
     dims: list[str]
     dtype: str
     bytes: int
+
+    @model_validator(mode="after")
+    def _one_name_per_dimension(self) -> Tensor:
+        if len(self.shape) != len(self.dims):
+            raise ValueError(f"shape {self.shape} and dims {self.dims} differ in length")
+        return self
 
 
 class Layer(_Entry):
@@ -77,6 +110,41 @@ class Layer(_Entry):
     tensors: dict[str, Tensor]
     bytes: int
 
+    @model_validator(mode="after")
+    def _fits_its_class(self) -> Layer:
+        problem = self.problem()
+        if problem is not None:
+            raise ValueError(problem)
+        return self
+
+    def problem(self) -> str | None:
+        """What keeps the class from being rebuilt of this, or None.
+
+        A class that no one has imported yet is not judged: a target may bring it, so ask again when the target is there.
+        """
+        layer_class = CacheLayer.classes.get(self.class_name)
+        if layer_class is None:
+            return None
+        for what, found, expected in (
+            ("config", self.config, layer_class.config_names),
+            ("tensors", self.tensors, layer_class.state),
+        ):
+            if set(found) != set(expected):
+                return f"{what}: has {_names(found)}, a {self.class_name} has {_names(expected)}"
+        sizes: dict[str, int] = {}
+        for name, tensor in self.tensors.items():
+            expected_dims = layer_class.state[name].dims
+            if tuple(tensor.dims) != expected_dims:
+                return f"tensors.{name}.dims: are {_names(tensor.dims)}, those of a {self.class_name} are {_names(expected_dims)}"
+            for dim, size in zip(tensor.dims, tensor.shape, strict=True):
+                if sizes.setdefault(dim, size) != size:
+                    return f"tensors.{name}.shape: {dim} is {size}, it is {sizes[dim]} in another tensor"
+        for name, value in self.config.items():
+            # By type, too: True equals 1.
+            if name in sizes and (type(value) is not int or value != sizes[name]):
+                return f"config.{name}: is {value!r}, its tensors have {sizes[name]}"
+        return None
+
 
 class File(_Entry):
     """One file of the bundle, by its path inside the folder."""
@@ -87,7 +155,10 @@ class File(_Entry):
 
 
 class Manifest(_Entry):
-    """The whole of manifest.json. Two exports of one model differ in `created` only, if the target's files do not."""
+    """The whole of manifest.json.
+
+    Two exports of one model differ in `created` and so in `checksum` only, if the target's files do not.
+    """
 
     schema_version: int
     created: str
@@ -98,7 +169,7 @@ class Manifest(_Entry):
     program: ProgramEntry
     vocab_size: int = Field(ge=1)
     dtype: str
-    layers: list[Layer]
+    layers: list[Layer] = Field(min_length=1)
     cache_bytes: int
     weights_bytes: int
     tokenizer: str | None
@@ -117,6 +188,43 @@ class Manifest(_Entry):
             if path.is_absolute() or ".." in path.parts:
                 raise ValueError(f"file {name!r} lies outside the bundle")
         return files
+
+    @field_validator("generation_config")
+    @classmethod
+    def _can_be_read(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        for name in ("eos_token_id", "pad_token_id"):
+            given = fields.get(name)
+            ids = given if name == "eos_token_id" and isinstance(given, list) else [] if given is None else [given]
+            # By type: True is an int, too, and these are compared with tokens unconverted.
+            if not all(type(token) is int for token in ids):
+                raise ValueError(f"{name} is {given!r}; it must be a token id")
+        verbosity = transformers_logging.get_verbosity()
+        # What it would advise on is for who loads the config to use it, not for who reads a manifest.
+        transformers_logging.set_verbosity_error()
+        try:
+            GenerationConfig.from_dict(dict(fields))
+        except Exception as error:  # fields are checked with errors of several classes
+            raise ValueError((str(error).strip() or type(error).__name__).splitlines()[0]) from error
+        finally:
+            transformers_logging.set_verbosity(verbosity)
+        return fields
+
+    @model_validator(mode="after")
+    def _one_batch_size(self) -> Manifest:
+        for index, layer in enumerate(self.layers):
+            for name, tensor in layer.tensors.items():
+                rows = dict(zip(tensor.dims, tensor.shape, strict=True)).get("batch_size", self.program.batch_size)
+                if rows != self.program.batch_size:
+                    raise ValueError(
+                        f"program.batch_size: is {self.program.batch_size}, layers.{index}.tensors.{name} has {rows} rows"
+                    )
+        return self
+
+    @computed_field
+    @property
+    def checksum(self) -> str:
+        """sha256 of every other field, see `checksum_of`."""
+        return checksum_of(self.model_dump(mode="json", exclude={"checksum"}))
 
     def description(self) -> ProgramDescription:
         """What the target's runner is told."""
@@ -146,10 +254,16 @@ class Manifest(_Entry):
         """Read manifest.json.
 
         Raises:
-            BundleError: If it is missing, unreadable, or of another schema version.
+            BundleError: If it is missing, unreadable, of another schema version, or is not what was written.
         """
         path = folder / MANIFEST_FILE
         if not folder.is_dir():
+            retired = retired_folder(folder)
+            if retired is not None:
+                raise BundleError(
+                    f"there is no folder {folder}, but an export that was killed while it replaced it left the earlier one: "
+                    f"rename {retired} to it, or export the model again"
+                )
             raise BundleError(f"there is no folder {folder}; export a model to it first")
         if not path.is_file():
             raise BundleError(f"{folder} is no bundle: it has no {MANIFEST_FILE}; pass a folder that export wrote")
@@ -158,7 +272,7 @@ class Manifest(_Entry):
             raise BundleError(f"{folder} is what an interrupted export left; delete it, and export the model again")
         try:
             fields = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise BundleError(f"cannot read {path}: {error}; export the model again") from error
         # Before anything else is looked at: other versions have other fields.
         version = fields.get("schema_version") if isinstance(fields, dict) else None
@@ -167,12 +281,27 @@ class Manifest(_Entry):
                 f"{path} has schema version {version!r}, this release reads {SCHEMA_VERSION}; "
                 "export the model again, or install the release that wrote it"
             )
+        recorded, found = fields.pop("checksum", None), checksum_of(fields)
+        if recorded != found:
+            says = f"it records {recorded[:12]}..." if isinstance(recorded, str) else "it records none"
+            raise BundleError(
+                f"{path} is damaged: checksum: its content has sha256 {found[:12]}..., {says}; "
+                "copy the bundle again, or export the model again"
+            )
         try:
             return cls.model_validate(fields)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
-            raise BundleError(f"{path} is damaged: {where}: {first['msg']}; export the model again") from error
+            what = first["msg"].removeprefix("Value error, ")
+            what = f"{where}: {what}" if where else what
+            raise BundleError(f"{path} is damaged: {what}; export the model again") from error
+
+
+def checksum_of(fields: Mapping[str, Any]) -> str:
+    """sha256 of a manifest's fields, all but `checksum`, as JSON that does not depend on their order or on white space."""
+    content = {name: value for name, value in fields.items() if name != "checksum"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode("ascii")).hexdigest()
 
 
 def describe(
@@ -280,6 +409,10 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(names) or "none"
+
+
 def _method(program: Program, method: ProgramMethod, vocab_size: int) -> Method:
     length: int | str = method.min_length if method.min_length == method.max_length else "length"
     inputs = [
@@ -290,7 +423,7 @@ def _method(program: Program, method: ProgramMethod, vocab_size: int) -> Method:
     outputs = [Signature(name="logits", dtype=dtype_name(program.model.dtype), shape=logits_shape)]
     if program.form is Form.EXPLICIT:
         state = [
-            Signature(name=f"cache.{name}", dtype=dtype_name(tensor.dtype), shape=["batch", *tensor.shape[1:]])
+            Signature(name=f"{_STATE}{name}", dtype=dtype_name(tensor.dtype), shape=["batch", *tensor.shape[1:]])
             for name, tensor in program.cache.named_state()
         ]
         inputs, outputs = inputs + state, outputs + state

@@ -200,6 +200,9 @@ def _place(model_or_path: str | os.PathLike) -> _Place:
             f"model is a {type(model_or_path).__name__}; pass 'demo', a local folder, a hub id, or a transformers causal LM"
         )
     name = os.fspath(model_or_path)
+    if not name:
+        # As a path it would stand for the working folder.
+        raise InputError("model is an empty name; pass 'demo', a local folder, or a hub id")
     if name == "demo":
         return _Place(str(demo_path()), "demo", True)
     folder = Path(name).expanduser()

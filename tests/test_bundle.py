@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,10 @@ from exportable_cache import export, load
 from exportable_cache.backends import TARGETS
 from exportable_cache.bundle import Bundle, check_free, new_folder
 from exportable_cache.errors import BundleError, InputError, MissingDependencyError
+from exportable_cache.layers import CacheLayer
+from exportable_cache.manifest import checksum_of
 from exportable_cache.program import Method
+from exportable_cache.session import Session
 
 from .decoding.byte_tokenizer import SIZE, byte_tokenizer
 from .support import fake_target
@@ -52,10 +57,13 @@ def folder(original: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(original, tmp_path / "bundle"))
 
 
-def edit(folder: Path, change: Callable[[dict], Any]) -> None:
+def edit(folder: Path, change: Callable[[dict], Any], sign: bool = True) -> None:
+    """Change the manifest and, so that what else is checked is reached, its checksum."""
     path = folder / "manifest.json"
     fields = json.loads(path.read_text())
     change(fields)
+    if sign:
+        fields["checksum"] = checksum_of(fields)
     path.write_text(json.dumps(fields))
 
 
@@ -159,6 +167,7 @@ def test_two_exports_differ_in_the_date_only(original: Path, model: Any, tmp_pat
     again = export(model, "fake", CAPACITY, tmp_path / "again", prefill_length=13, tokenizer=byte_tokenizer(chat=True))
     fields = [bundle.manifest.model_dump(mode="json") for bundle in (Bundle.open(original), again)]
     assert [bool(field.pop("created")) for field in fields] == [True, True]
+    assert [len(field.pop("checksum")) for field in fields] == [64, 64]
     assert fields[0] == fields[1]
 
 
@@ -237,6 +246,107 @@ def test_damaged_manifest(folder: Path) -> None:
     refused(folder, "is damaged", "program.batch_size", "export the model again")
 
 
+def _inconsistent_capacity(fields: dict) -> None:
+    fields["layers"][1]["config"]["capacity"] = CAPACITY + 16
+
+
+def _state_without_its_form(fields: dict) -> None:
+    state = {"name": "cache.layers.0.keys", "dtype": "float32", "shape": ["batch", 2, WINDOW, 8]}
+    fields["program"]["methods"]["decode"]["inputs"].append(state)
+
+
+DAMAGE: dict[str, tuple[Callable[[dict], Any], str]] = {
+    "no capacity": (
+        lambda fields: fields["layers"][0]["config"].pop("capacity"),
+        "layers.0: config: has window, a RingLayer has capacity, window",
+    ),
+    "more config": (
+        lambda fields: fields["layers"][1]["config"].update(window=7),
+        "layers.1: config: has capacity, window, a FullLayer has capacity",
+    ),
+    "other capacity": (_inconsistent_capacity, f"layers.1: config.capacity: is {CAPACITY + 16}, its tensors have {CAPACITY}"),
+    "true capacity": (
+        lambda fields: fields["layers"][1]["config"].update(capacity=True),
+        f"layers.1: config.capacity: is True, its tensors have {CAPACITY}",
+    ),
+    "one tensor of another capacity": (
+        lambda fields: fields["layers"][1]["tensors"]["values"]["shape"].__setitem__(2, CAPACITY + 16),
+        f"layers.1: tensors.values.shape: capacity is {CAPACITY + 16}, it is {CAPACITY} in another tensor",
+    ),
+    "no keys": (
+        lambda fields: fields["layers"][1]["tensors"].pop("keys"),
+        "layers.1: tensors: has values, cumulative_length, a FullLayer has keys, values, cumulative_length",
+    ),
+    "other dims": (
+        lambda fields: fields["layers"][1]["tensors"]["keys"]["dims"].reverse(),
+        "layers.1: tensors.keys.dims: are head_dim, capacity, num_heads, batch_size, those of a FullLayer are batch_size",
+    ),
+    "fewer dims": (
+        lambda fields: fields["layers"][1]["tensors"]["keys"]["dims"].pop(),
+        "layers.1.tensors.keys: shape [1, 2, 64, 8] and dims ['batch_size', 'num_heads', 'capacity'] differ in length",
+    ),
+    "no layers": (lambda fields: fields.update(layers=[]), "layers: List should have at least 1 item"),
+    "no decode": (
+        lambda fields: fields["program"]["methods"].pop("decode"),
+        "program.methods: there is no method 'decode' among prefill",
+    ),
+    "empty range": (
+        lambda fields: fields["program"]["methods"]["prefill"].update(min_length=14),
+        "program.methods.prefill: min_length is 14, above max_length 13",
+    ),
+    "other form": (
+        lambda fields: fields["program"].update(form="explicit"),
+        "program: form is 'explicit', but method 'decode' does not take the cache as an input",
+    ),
+    "state without its form": (
+        _state_without_its_form,
+        "program: form is 'resident', but method 'decode' takes the cache as an input",
+    ),
+    "other batch size": (
+        lambda fields: fields["program"].update(batch_size=2),
+        "program.batch_size: is 2, layers.0.tensors.keys has 1 rows",
+    ),
+    "end token": (
+        lambda fields: fields["generation_config"].update(eos_token_id="x"),
+        "generation_config: eos_token_id is 'x'; it must be a token id",
+    ),
+    "end tokens": (
+        lambda fields: fields["generation_config"].update(eos_token_id=[1, None]),
+        "generation_config: eos_token_id is [1, None]; it must be a token id",
+    ),
+    "padding token": (
+        lambda fields: fields["generation_config"].update(pad_token_id=[1]),
+        "generation_config: pad_token_id is [1]; it must be a token id",
+    ),
+    "generation field": (
+        lambda fields: fields["generation_config"].update(max_new_tokens=-1),
+        "generation_config: `max_new_tokens` must be greater than 0, but is -1",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_inconsistent_manifest(folder: Path, case: str) -> None:
+    change, message = DAMAGE[case]
+    edit(folder, change)
+    refused(folder, f"manifest.json is damaged: {message}", "; export the model again")
+
+
+def test_any_other_edit_is_refused(folder: Path) -> None:
+    assert Bundle.open(folder).manifest.checksum == json.loads((folder / "manifest.json").read_text())["checksum"]
+    edit(folder, lambda fields: fields["program"].update(max_cache_len=CAPACITY - 1), sign=False)
+    refused(folder, "is damaged: checksum: its content has sha256", "it records", "copy the bundle again, or export")
+    edit(folder, lambda fields: fields.pop("checksum"), sign=False)
+    refused(folder, "is damaged: checksum: its content has sha256", "it records none", "copy the bundle again, or export")
+
+
+def test_white_space_and_order_are_no_edits(folder: Path) -> None:
+    path = folder / "manifest.json"
+    before = Bundle.open(folder).manifest
+    path.write_text(json.dumps(dict(reversed(json.loads(path.read_text()).items()))))
+    assert Bundle.open(folder).manifest == before
+
+
 @pytest.mark.parametrize("name", ["program.fake", "config.json", "tokenizer/tokenizer.json"])
 def test_missing_file(folder: Path, name: str) -> None:
     (folder / name).unlink()
@@ -306,6 +416,14 @@ def test_unknown_layer_class(folder: Path) -> None:
         load(folder)
 
 
+def test_layer_class_that_the_target_brings_is_checked_then(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    edit(folder, lambda fields: fields["layers"][1].update({"class": "LateLayer", "config": {}}))
+    bundle = Bundle.open(folder)
+    monkeypatch.setitem(CacheLayer.classes, "LateLayer", CacheLayer.classes["FullLayer"])
+    with pytest.raises(BundleError, match="is damaged: layers.1: config: has none, a LateLayer has capacity; export"):
+        Session.from_bundle(bundle)
+
+
 # -- folders ------------------------------------------------------------------------------------------------------------
 
 
@@ -348,6 +466,48 @@ def test_only_bundles_are_overwritten(tmp_path: Path, folder: Path) -> None:
             check_free(tmp_path / "file", overwrite=overwrite)
         with pytest.raises(BundleError, match="cannot write .*file is no folder one may write to"):
             check_free(tmp_path / "file" / "new", overwrite=overwrite)
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs /proc")
+def test_where_no_folder_can_be_created() -> None:
+    with pytest.raises(BundleError, match="cannot write /proc/out: .*; choose a folder one may write to"):
+        check_free(Path("/proc/out"), overwrite=False)
+    with pytest.raises(BundleError, match="cannot write /proc/deep/out: .*; choose a folder one may write to"):
+        check_free(Path("/proc/deep/out"), overwrite=False)
+
+
+def test_name_that_is_too_long(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="cannot write .*a: File name too long; choose"):
+        check_free(tmp_path / ("a" * 300), overwrite=False)
+
+
+def test_check_leaves_no_trace(tmp_path: Path) -> None:
+    check_free(tmp_path / "deep" / "new", overwrite=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folder_that_can_no_longer_be_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **options: Any) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("exportable_cache.bundle.check_free", lambda path, overwrite: None)
+    monkeypatch.setattr(tempfile, "mkdtemp", fail)
+    with pytest.raises(BundleError, match="cannot write .*out: No space left on device; choose"):
+        with new_folder(tmp_path / "out", overwrite=False):
+            pytest.fail("the block ran")
+
+
+def test_own_errors_of_the_block_pass(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="mine"), new_folder(tmp_path / "out", overwrite=False):
+        raise OSError("mine")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_killed_overwrite_is_told_where_the_earlier_bundle_is(folder: Path) -> None:
+    retired = folder.rename(folder.with_name(".bundle.abc123.retired"))
+    refused(folder, "there is no folder", "killed while it replaced it", f"rename {retired} to it")
+    retired.rename(folder)
+    assert Bundle.open(folder).manifest.target == "fake"
 
 
 def test_link_is_followed(tmp_path: Path) -> None:

@@ -223,6 +223,9 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "chunk": ({"prefill_length": 0}, InputError, "prefill_length is 0"),
     "dtype": ({"dtype": "int8"}, InputError, "dtype is 'int8'"),
     "no folder": ({"output_dir": None}, InputError, "output_dir is missing"),
+    "empty folder": ({"output_dir": ""}, InputError, "output_dir is '', which is no name.*; name the folder to write"),
+    "working folder": ({"output_dir": Path("")}, InputError, "output_dir is '.', which is no name.*; name the folder to write"),
+    "root": ({"output_dir": "/"}, InputError, "output_dir is '/', which is no name"),
 }
 
 
@@ -234,6 +237,12 @@ def test_refused_before_the_model_is_looked_at(case: str, tmp_path: Path) -> Non
         # A model that does not exist: had it been looked for, the error would be another.
         export(str(tmp_path / "no-such-model"), **arguments)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs /proc")
+def test_unwritable_folder_is_refused_before_the_model_is_looked_at(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="cannot write /proc/out: .*; choose a folder one may write to"):
+        export(str(tmp_path / "no-such-model"), "fake", CAPACITY, "/proc/out")
 
 
 def test_existing_folder_is_refused_and_kept(model: Any, tmp_path: Path) -> None:

@@ -220,3 +220,10 @@ def test_positions_of_a_table_are_a_limit(family: str) -> None:
 def test_computed_positions_are_none() -> None:
     # As many tokens in the vocabulary as positions: the token embedding is no table of positions.
     check_positions(tiny_model("llama", max_position_embeddings=128), 1000)
+
+
+@pytest.mark.parametrize("open_", [load_model, load_config, load_tokenizer])
+def test_empty_name_is_not_the_working_folder(folder: Path, open_: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    with pytest.raises(InputError, match="model is an empty name; pass 'demo', a local folder, or a hub id"):
+        open_("")

@@ -10,7 +10,7 @@ import torch
 
 from exportable_cache import export, load
 from exportable_cache.bundle import Bundle
-from exportable_cache.manifest import SCHEMA_VERSION
+from exportable_cache.manifest import SCHEMA_VERSION, checksum_of
 
 from ..support.models import WINDOW, tiny_model, tokens
 
@@ -35,7 +35,8 @@ def damaged(exported, tmp_path):
 
 def edit_manifest(folder, **changes):
     path = folder / "manifest.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    fields = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({**fields, "checksum": checksum_of(fields)}))
 
 
 def refused(result, *words):
@@ -101,6 +102,13 @@ def test_export_refuses_bad_arguments_and_writes_nothing(run, tiny_folder, tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
+def test_export_refuses_empty_names(run, tiny_folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    refused(run("export", tiny_folder, "-t", "pt2", "-n", 16, "-o", ""), "output_dir", "name the folder to write")
+    refused(run("export", "", "-t", "pt2", "-n", 16, "-o", "x"), "model is an empty name", "pass 'demo'")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_export_refuses_an_unknown_model_type(run, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "nonsense"}))
     refused(run("export", tmp_path, "-t", "pt2", "-n", 16, "-o", tmp_path / "x"), "nonsense", "does not know")
@@ -162,7 +170,9 @@ def test_inspect_shows_layers_methods_versions_files_and_the_result(run, exporte
 def test_inspect_sums_up_the_tensors_of_an_explicit_cache(run, damaged):
     program = json.loads((damaged / "manifest.json").read_text())["program"]
     state = [{"name": f"cache.layers.0.{name}", "dtype": "float32", "shape": ["batch", 2]} for name in ("keys", "values")]
-    program["methods"]["decode"]["inputs"] += state
+    program["form"] = "explicit"
+    for method in program["methods"].values():
+        method["inputs"] += state
     edit_manifest(damaged, program=program)
     result = run("inspect", damaged)
     assert "input_pos int64 [batch], cache (2 tensors)" in result.stdout and "cache.layers" not in result.stdout
@@ -229,6 +239,12 @@ def test_a_missing_file(run, opens, damaged):
 def test_a_broken_manifest(run, opens, damaged):
     (damaged / "manifest.json").write_text('{"schema_version": 1, ')
     refused(run(*opening(opens, damaged)), "manifest.json", "export")
+
+
+def test_an_edited_manifest(run, opens, damaged):
+    path = damaged / "manifest.json"
+    path.write_text(path.read_text().replace('"form": "resident"', '"form": "explicit"'))
+    refused(run(*opening(opens, damaged)), "manifest.json is damaged: checksum", "export")
 
 
 def test_another_schema_version(run, opens, damaged):
