@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .decoding import check_seed
 from .errors import InputError
 from .progress import Progress, silent
 
@@ -86,11 +87,13 @@ def bench(
         progress: Called as the work goes on.
 
     Raises:
-        InputError: If a number is not positive, or a position and its steps do not fit the cache.
+        InputError: If a number is not positive, a position and its steps do not fit the cache, or the seed has more than
+            64 bits.
         BundleError: See `load`.
     """
     from .session import Session, load
 
+    check_seed(seed)
     session = path if isinstance(path, Session) else load(path)
     report = progress or silent
     limit = session.max_length

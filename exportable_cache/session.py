@@ -69,6 +69,9 @@ class Session:
         self._length = torch.zeros(batch_size, dtype=torch.int64)
         # The most tokens each row ever held since position 0: what a rewind leaves behind in a ring depends on it.
         self._high_water = torch.zeros(batch_size, dtype=torch.int64)
+        # The newest token given out by `generate` or `generate_text`, while nothing was fed since and it ended nothing. Only
+        # at batch size 1: the one reader is text.
+        self._pending: int | None = None
 
     @classmethod
     def from_model(
@@ -181,12 +184,15 @@ class Session:
         infinities or not-a-number in them, load the bundle again, as zero times those is not zero.
         """
         self._length.zero_()
+        self._pending = None
         self._high_water.zero_()
         if self._cache is not None:
             self._cache.reset()
 
     def rewind(self, tokens: int) -> None:
         """Take back the newest tokens of every row, so that others can follow in their place.
+
+        A generated token that was given out and not fed yet is dropped as well, and not counted: `rewind(0)` drops it alone.
 
         Args:
             tokens: How many, 0 or more.
@@ -210,6 +216,7 @@ class Session:
                 f"at most {allowed} can be taken back; reset() and prefill the tokens to keep"
             )
         self._length -= tokens
+        self._pending = None
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
@@ -265,6 +272,7 @@ class Session:
         method = "decode" if size == 1 else "prefill"
         logits = self.runner.run(method, input_ids, self._length.to(self.device, copy=True))
         self._length += size
+        self._pending = None
         return logits
 
     # -- generation -------------------------------------------------------------------------------------------------
@@ -282,7 +290,7 @@ class Session:
         """Tokens that follow a prompt, one step each. Arguments are checked now, steps run as the iterator is consumed.
 
         It continues from where the session is: `reset()` first for a new sequence. The newest token given out is not in the
-        cache yet; to continue after the end, start the next prompt with it.
+        cache yet; to continue after the end, start the next prompt with it. (`generate_text` does so by itself.)
 
         Args:
             input_ids: int64 [batch, length].
@@ -314,11 +322,15 @@ class Session:
     ) -> Iterator[str]:
         """Text that follows a prompt, in pieces that never split a character and join to the whole.
 
-        Text continues from where the session is, like `generate`. Chat messages are a whole conversation: with them the
-        session starts anew. What ends the text (an end token, a stop token or a stop string) is not part of it.
+        Text continues from where the session is, and so from all that was generated before: the newest token given out,
+        which is not in the cache yet, is fed in front of the prompt and takes one token of room. It is left out if it is an
+        end or a stop token, or if the session was reset, rewound or fed something else since. Chat messages are a whole
+        conversation: with them the session starts anew. What ends the text (an end token, a stop token or a stop string) is
+        not part of it; the tokens that made up a stop string are seen by text that continues.
 
         Args:
-            prompt: Text, or chat messages such as `[{"role": "user", "content": "hello"}]`.
+            prompt: Text, or chat messages such as `[{"role": "user", "content": "hello"}]`. Empty text goes on from the
+                newest token, where one is left to be fed.
             max_new_tokens, temperature, top_k, top_p, seed, stop: See `generate`.
 
         Raises:
@@ -335,7 +347,7 @@ class Session:
         input_ids = encode_prompt(tokenizer, prompt, starts=starts).to(self.device)
         tokens, strings = self._stops(stop)
         sampling = Sampling(temperature, top_k, top_p, seed)
-        steps = self._generate(input_ids, max_new_tokens, sampling, tokens, (), anew=not is_text)
+        steps = self._generate(input_ids, max_new_tokens, sampling, tokens, (), continues=is_text, anew=not is_text)
         ends = {*_end_tokens(self.generation_config), *tokens}
         return stream_text((int(step[0]) for step in steps), tokenizer, ends, strings)
 
@@ -346,16 +358,32 @@ class Session:
         sampling: Sampling,
         stop_tokens: Sequence[int],
         stop_strings: Sequence[str],
+        continues: bool = False,
         anew: bool = False,
     ) -> Iterator[torch.Tensor]:
-        self._check_prompt(input_ids, max_new_tokens, anew)
+        self._check_prompt(self._after_pending(input_ids) if continues else input_ids, max_new_tokens, anew)
         if anew:
             self.reset()
         ends = _end_tokens(self.generation_config)
         pad = getattr(self.generation_config, "pad_token_id", None)
         if pad is None or not 0 <= pad < self.vocab_size:
             pad = ends[0] if ends else 0
-        return generate_tokens(self, input_ids, max_new_tokens, sampling, {*ends, *stop_tokens}, stop_strings, pad)
+        end_tokens = {*ends, *stop_tokens}
+
+        def steps() -> Iterator[torch.Tensor]:
+            # Not before the first step: what is pending may change between the call and then.
+            prompt = self._after_pending(input_ids) if continues else input_ids
+            for tokens in generate_tokens(self, prompt, max_new_tokens, sampling, end_tokens, stop_strings, pad):
+                if self.batch_size == 1:
+                    token = int(tokens[0])
+                    self._pending = None if token in end_tokens else token
+                yield tokens
+
+        return steps()
+
+    def _after_pending(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """`input_ids` [1, length] behind the token that was given out and not fed yet, if there is one."""
+        return input_ids if self._pending is None else torch.cat([input_ids.new_tensor([[self._pending]]), input_ids], dim=1)
 
     # -- checks -----------------------------------------------------------------------------------------------------
 

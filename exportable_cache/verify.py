@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from .decoding import check_seed
 from .errors import InputError
 from .layout import layer_types_and_windows
 from .program import attention_of
@@ -32,6 +33,8 @@ _DECODE_STEPS = 24
 _PAST_WINDOW = 8
 # Up to this window every prompt is decoded past it, and one of five windows is tried: both cost time as it grows.
 _SMALL_WINDOW = 256
+# A prompt that fills the cache costs as much as the cache is large: tokens over all rows up to which it is tried.
+_MOST_TO_FILL = 4096
 # The reference takes longer prompts in pieces: eager attention keeps heads x length x length scores.
 _REFERENCE_CHUNK = 1024
 
@@ -42,7 +45,7 @@ class VerifiedPrompt:
 
     Attributes:
         length: Tokens of the prompt.
-        chunks: Steps that the program took for them.
+        chunks: Steps that the program took for them, over both parts where they were fed in two.
         decode_steps: Single tokens fed after it.
         max_difference: Largest |logit difference|; not a number if either side produced one.
         argmax_agreement: Share of positions whose most probable token is the same. Reported, not judged: ties flip.
@@ -104,7 +107,8 @@ def default_prompts(windows: Sequence[int], max_length: int | None, prefill_leng
 
     Args:
         windows: Sliding windows of the model.
-        max_length: Tokens that fit, or None for any number; at least one decode step must fit after each prompt.
+        max_length: Tokens that fit, or None for any number. At least one decode step fits after each prompt, except where
+            that would leave none for prefill, which takes two tokens: `default_prompts([], 2, 2)` is `[2]`.
         prefill_length: Longest chunk.
     """
     lengths = {3} if windows else set(_PROMPTS_WITHOUT_WINDOW)
@@ -114,7 +118,29 @@ def default_prompts(windows: Sequence[int], max_length: int | None, prefill_leng
         lengths.add(prefill_length + 3)
     longest = math.inf if max_length is None else max_length - 1
     fitting = sorted(length for length in lengths if 1 <= length <= longest)
-    return fitting or [max(1, int(min(longest, 1)))]
+    return fitting or [2 if max_length is None else min(2, max_length)]
+
+
+def prompt_feeds(length: int, prefill_length: int) -> list[list[int]]:
+    """Ways in which a prompt is fed, each from position 0 and as the lengths of its prefill calls; the last one is decoded on.
+
+    From four tokens on a prompt goes in as two calls, the second of at least two tokens, so that prefill runs past position 0
+    too: `prompt_feeds(40, 256)` is `[[27, 13]]`. A longer prompt than a chunk keeps its first chunk whole,
+    `prompt_feeds(259, 256)` is `[[256, 3]]`. Where the split leaves no chunk whole the prompt is fed at once before that:
+    `prompt_feeds(64, 64)` is `[[64], [43, 21]]`. Three tokens are split only where prefill takes no more.
+
+    Args:
+        length: Tokens of the prompt.
+        prefill_length: Longest chunk.
+    """
+    if length < (4 if prefill_length > 3 else 3):
+        return [[length]]
+    second = length // 3
+    if length > prefill_length:
+        second = min(second, length - prefill_length)
+    second = max(2, second)
+    split = [length - second, second]
+    return [[length], split] if split[0] < prefill_length <= length else [split]
 
 
 def default_tolerance(dtype: torch.dtype, largest_logit: float) -> float:
@@ -149,20 +175,25 @@ def verify_session(
     """Feed the same random tokens to a session and to the model in eager attention with `DynamicCache`, step by step.
 
     The session is reset before every prompt and after the last. Prompts run from the longest to the shortest, so that each
-    but the first finds the leftovers of a longer one in the buffers.
+    but the first finds the leftovers of a longer one in the buffers. All but the shortest are fed in two parts, so that
+    prefill is seen to go on from tokens that the cache holds, see `prompt_feeds`.
 
     Args:
         session: What to check.
         model: What it was made from.
         tolerance: Largest |logit difference| that passes; `default_tolerance` by default.
-        prompts: Lengths; `default_prompts` by default.
-        decode_steps: Single tokens after each prompt; `default_decode_steps` by default.
+        prompts: Lengths; by default `default_prompts`, and one that fills the cache, or takes all of the model's positions,
+            where that is at most 4096 tokens over all rows.
+        decode_steps: Single tokens after each prompt; `default_decode_steps` by default. None follow the one that fills the
+            cache.
         seed: Of the tokens.
         progress: Told about every step.
 
     Raises:
-        InputError: If a length does not fit, or the model has another vocabulary than the session.
+        InputError: If a length does not fit, the model has another vocabulary than the session, or the seed has more than
+            64 bits.
     """
+    check_seed(seed)
     vocab_size = model.get_input_embeddings().weight.shape[0]
     if vocab_size != session.vocab_size:
         raise InputError(
@@ -175,10 +206,16 @@ def verify_session(
     windows = sorted({window for _, window in layer_types_and_windows(model.config) if window is not None})
     reachable = [window for window in windows if limit is None or window < limit]
     method = session.runner.methods.get("prefill")
-    lengths = sorted(set(prompts or default_prompts(reachable, limit, method.max_length if method else 1)))
+    chunk = method.max_length if method else 1
+    lengths = set(prompts or default_prompts(reachable, limit, chunk))
+    filling = None
+    # Rings alone are never full: no limit is theirs.
+    if not prompts and session.max_length is not None and session.batch_size * limit <= _MOST_TO_FILL:
+        filling = limit
+        lengths.add(filling)
     plan = []
-    for length in lengths:
-        steps = default_decode_steps(length, reachable, limit) if decode_steps is None else decode_steps
+    for length in sorted(lengths):
+        steps = 0 if length == filling else default_decode_steps(length, reachable, limit) if decode_steps is None else decode_steps
         if length < 1 or steps < 0 or (limit is not None and length + steps > limit):
             raise InputError(
                 f"a prompt of {length} tokens and {steps} decode steps do not fit: "
@@ -197,24 +234,24 @@ def verify_session(
             largest_logit = max(largest_logit, logits.abs().max().item())
             done += 1
             progress("verifying", done, total)
+        session_ids, feeds = ids.to(session.device), prompt_feeds(length, chunk)
         differences, agreements = [], []
         for step, reference in enumerate(expected):
-            session_ids = ids.to(session.device)
             if step == 0:
-                session.reset()
-                logits = session.prefill(session_ids[:, :length])
+                outputs = [_feed(session, session_ids[:, :length], parts) for parts in feeds]
             else:
-                logits = session.decode(session_ids[:, length + step - 1])
-            logits = logits.to(reference.device)
-            # A maximum over tensors keeps not-a-number, Python's does not.
-            differences.append((logits.float() - reference.float()).abs().max())
-            agreements.append((logits.argmax(-1) == reference.argmax(-1)).float().mean())
+                outputs = [session.decode(session_ids[:, length + step - 1])]
+            for output in outputs:
+                logits = output.to(reference.device)
+                # A maximum over tensors keeps not-a-number, Python's does not.
+                differences.append((logits.float() - reference.float()).abs().max())
+                agreements.append((logits.argmax(-1) == reference.argmax(-1)).float().mean())
             done += 1
             progress("verifying", done, total)
         verified.append(
             VerifiedPrompt(
                 length,
-                len(session.chunk_sizes(length)),
+                sum(len(session.chunk_sizes(part)) for part in feeds[-1]),
                 steps,
                 torch.stack(differences).max().item(),
                 torch.stack(agreements).mean().item(),
@@ -250,11 +287,13 @@ def verify(
 
     Raises:
         BundleError: If the bundle cannot be opened.
-        InputError: If the model cannot be loaded, or is of another type or vocabulary.
+        InputError: If the model cannot be loaded, or is of another type or vocabulary, or the seed has more than 64 bits.
     """
     from .bundle import Bundle
     from .models import load_model
 
+    # Before the model is loaded, which takes long.
+    check_seed(seed)
     bundle = path_or_bundle if isinstance(path_or_bundle, Bundle) else Bundle.open(path_or_bundle, progress=progress)
     manifest = bundle.manifest
     model = load_model(model_or_path, dtype=manifest.dtype, progress=progress).model
@@ -268,6 +307,14 @@ def verify(
     return verify_session(
         session, model, tolerance=tolerance, prompts=prompts, decode_steps=decode_steps, seed=seed, progress=progress
     )
+
+
+def _feed(session: Session, ids: torch.Tensor, parts: Sequence[int]) -> torch.Tensor:
+    """Logits [batch, vocab] after `ids` [batch, length], fed from position 0 in one prefill call per part."""
+    session.reset()
+    for part in ids.split(list(parts), dim=1):
+        logits = session.prefill(part)
+    return logits
 
 
 @torch.no_grad()

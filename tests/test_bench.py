@@ -106,6 +106,8 @@ def test_peak_rss_counts_bytes():
         ({"positions": [0, LIMIT], "steps": 1}, ("position", "64", "0 to 60")),
         ({"positions": [-1]}, ("position", "-1", "0 to")),
         ({"positions": []}, ("positions", "empty")),
+        ({"seed": 10**23 - 1}, ("seed", str(10**23 - 1), "64 bits")),
+        ({"seed": None}, ("seed", "None", "64 bits")),
     ],
 )
 def test_bench_refuses_what_does_not_fit_before_running(arguments, words):

@@ -159,12 +159,145 @@ def test_text_continues_and_chat_starts_anew(byte_model: Any) -> None:
     list(session.generate_text("one", 3))
     assert session.length.tolist() == [3 + 2]
     list(session.generate_text("two", 3))
-    assert session.length.tolist() == [5 + 3 + 2]
+    # The third token of the first turn goes in front.
+    assert session.length.tolist() == [5 + 1 + 3 + 2]
     messages = [{"role": "user", "content": "hi"}]
     answer = "".join(session.generate_text(messages, 5))
     assert session.length.tolist() == [len("[user]hi>") + 4]
     session.reset()
     assert "".join(session.generate_text("[user]hi>", 5)) == answer
+
+
+def encoded(text: str) -> list[int]:
+    return byte_tokenizer()(text)["input_ids"]
+
+
+def noted(session: Session) -> list[list[int]]:
+    """Token ids of every step from now on, filled as they run."""
+    fed: list[list[int]] = []
+    run = session.runner.run
+
+    def note(method: str, input_ids: torch.Tensor, input_pos: torch.Tensor) -> torch.Tensor:
+        fed.append(input_ids[0].tolist())
+        return run(method, input_ids, input_pos)
+
+    session.runner.run = note
+    return fed
+
+
+FREE = {"temperature": 1.0, "seed": 0}
+
+
+def test_continued_text_sees_every_token(byte_model: Any) -> None:
+    session = without_end(text_session(byte_model))
+    fed = noted(session)
+    list(session.generate_text("one", 4, **FREE))
+    assert len(fed) == 1 + 3
+    newest = session._pending
+    list(session.generate_text("two", 1))
+    assert sum(fed, []) == [*encoded("one"), *(fed[1] + fed[2] + fed[3]), newest, *encoded("two")]
+    last = session._pending
+    logits = session.decode(torch.tensor([last]))
+    whole = torch.tensor([sum(fed, [])])
+    assert whole.tolist()[0][-1] == last
+    assert (logits - reference_logits(byte_model, whole, whole.shape[1])[:, -1]).abs().max() < 1e-4
+    # Nothing dropped: the same tokens come from ids that the caller put together.
+    other = without_end(session_of(byte_model))
+    first = list(other.generate(torch.tensor([encoded("one")]), 4, **FREE))
+    assert first[-1] == newest
+    assert list(other.generate(torch.tensor([[newest, *encoded("two")]]), 1)) == [last]
+
+
+def test_text_in_turns_is_the_text_at_once(byte_model: Any) -> None:
+    session = without_end(text_session(byte_model))
+    fed = noted(session)
+    list(session.generate_text("hello", 12))
+    at_once = sum(fed, [])
+    session.reset()
+    fed.clear()
+    list(session.generate_text("hello", 5))
+    list(session.generate_text("", 7))
+    assert sum(fed, []) == at_once
+
+
+def test_text_after_generated_ids_and_after_an_abandoned_text(byte_model: Any) -> None:
+    session = without_end(text_session(byte_model))
+    generated = list(session.generate(torch.tensor([[70, 71]]), 3, **FREE))
+    fed = noted(session)
+    pieces = session.generate_text("a", 9, **FREE)
+    next(pieces)
+    assert fed[0] == [generated[-1], *encoded("a")]
+    pieces.close()
+    newest = session._pending
+    assert newest is not None
+    list(session.generate_text("b", 1))
+    assert fed[-1] == [newest, *encoded("b")]
+
+
+@pytest.mark.parametrize("ends", ["model", "stop"])
+def test_end_token_is_not_fed_to_continued_text(byte_model: Any, ends: str) -> None:
+    session = without_end(text_session(byte_model))
+    first = next(session.generate(torch.tensor([encoded("one")]), 1))
+    session.reset()
+    if ends == "model":
+        session.generation_config = GenerationConfig(eos_token_id=first)
+    assert "".join(session.generate_text("one", 5, stop=first if ends == "stop" else None)) == ""
+    fed = noted(session)
+    list(session.generate_text("two", 1))
+    assert fed == [encoded("two")]
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda session: session.reset(),
+        lambda session: session.rewind(0),
+        lambda session: session.rewind(2),
+        lambda session: session.decode(torch.tensor([70])),
+        lambda session: session.prefill(torch.tensor([[70, 71]])),
+        lambda session: list(session.generate(torch.tensor([[70, 71]]), 1, stop=list(range(SIZE)))),
+    ],
+    ids=["reset", "rewind nothing", "rewind", "decode", "prefill", "generate"],
+)
+@pytest.mark.parametrize("asked_before", [False, True])
+def test_what_comes_between_drops_the_newest_token(byte_model: Any, between: Any, asked_before: bool) -> None:
+    session = without_end(text_session(byte_model))
+    list(session.generate_text("one", 3))
+    pieces = session.generate_text("two", 1) if asked_before else None
+    between(session)
+    fed = noted(session)
+    list(session.generate_text("two", 1) if pieces is None else pieces)
+    assert fed == [encoded("two")]
+
+
+def test_refused_calls_keep_the_newest_token(byte_model: Any) -> None:
+    session = without_end(text_session(byte_model))
+    list(session.generate_text("one", 3))
+    newest = session._pending
+    for refused in (
+        lambda: session.rewind(60),
+        lambda: session.prefill(torch.tensor([[SIZE]])),
+        lambda: session.generate_text("x" * 100),
+        lambda: session.generate_text("x", 0),
+    ):
+        with pytest.raises((InputError, CacheFullError)):
+            refused()
+    fed = noted(session)
+    list(session.generate_text("two", 1))
+    assert fed == [[newest, *encoded("two")]]
+
+
+def test_newest_token_takes_room(byte_model: Any) -> None:
+    session = without_end(text_session(byte_model))
+    list(session.generate_text("one", 3))
+    room = CAPACITY - 5
+    with pytest.raises(CacheFullError, match=f"holds 5 of at most 64 tokens, {room + 1} more do not fit"):
+        session.generate_text("x" * room)
+    with pytest.raises(CacheFullError, match=f"after a prompt of {room} tokens max_new_tokens may be at most 1, got 2"):
+        session.generate_text("x" * (room - 1), 2)
+    assert session.length.tolist() == [5]
+    list(session.generate_text("x" * (room - 1), 1))
+    assert session.length.tolist() == [CAPACITY]
 
 
 def test_refused_chat_does_not_reset(byte_model: Any) -> None:

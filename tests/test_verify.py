@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from exportable_cache import ExportableCache, Session
+from exportable_cache.backends.module import ModuleRunner
 from exportable_cache.errors import InputError
-from exportable_cache.verify import default_tolerance, VerifyReport, default_decode_steps, default_prompts, verify_session
+from exportable_cache.verify import (
+    VerifyReport,
+    default_decode_steps,
+    default_prompts,
+    default_tolerance,
+    prompt_feeds,
+    verify,
+    verify_session,
+)
 
 from .support.models import WINDOW, tiny_model, tokens
 
@@ -54,12 +64,12 @@ def test_right_session_passes(model: Any) -> None:
     assert report.windows == (WINDOW,)
     assert report.target == "eager"
     assert [(prompt.length, prompt.chunks, prompt.decode_steps) for prompt in report.prompts] == [
-        (3, 1, 24), (7, 1, 24), (8, 1, 24), (9, 1, 24), (40, 4, 24)
+        (3, 1, 24), (7, 2, 24), (8, 2, 24), (9, 2, 24), (40, 4, 24), (64, 6, 0)
     ]  # fmt: skip
-    assert report.steps == 5 * 25
-    assert [prompt.argmax_agreement for prompt in report.prompts] == [1.0] * 5
+    assert report.steps == 5 * 25 + 1
+    assert [prompt.argmax_agreement for prompt in report.prompts] == [1.0] * 6
     assert str(report) == (
-        "verified: 125 positions, prompts of 3, 7, 8, 9, 40 tokens, past the window of 8, "
+        "verified: 126 positions, prompts of 3, 7, 8, 9, 40, 64 tokens, past the window of 8, "
         f"max |logit difference| {report.max_difference:.1e} <= 1e-04"
     )
 
@@ -75,7 +85,7 @@ def test_full_attention_crosses_a_chunk() -> None:
     report = verify_session(session_of(model, prefill_length=45), model, decode_steps=2)
     assert report.passed
     assert report.windows == ()
-    assert [(prompt.length, prompt.chunks) for prompt in report.prompts] == [(3, 1), (8, 1), (40, 1), (48, 2)]
+    assert [(prompt.length, prompt.chunks) for prompt in report.prompts] == [(3, 1), (8, 2), (40, 2), (48, 2), (64, 2)]
 
 
 @pytest.mark.parametrize("position", [3 - 1, 8, 9 + 23, 40 + 23])
@@ -87,7 +97,7 @@ def test_one_wrong_logit_anywhere_fails(model: Any, position: int) -> None:
     report = verify_session(meddled(model, change), model)
     assert not report.passed
     assert 1.9e-4 < report.max_difference < 2.1e-4
-    assert str(report).startswith("NOT verified: 125 positions")
+    assert str(report).startswith("NOT verified: 126 positions")
     assert "exceeds 1e-04" in str(report)
 
 
@@ -116,7 +126,8 @@ def test_not_a_number_on_both_sides_fails() -> None:
 def test_wrong_window_fails(model: Any) -> None:
     """A ring that is one too small is right up to the window and wrong past it."""
     cache = ExportableCache.from_model(tiny_model("gemma3_text", sliding_window=WINDOW - 1), CAPACITY)
-    session = Session.from_model(model, cache)
+    session = session_of(model)
+    session.runner = ModuleRunner(model, cache)
     assert verify_session(session, model, prompts=[3], decode_steps=4).passed
     assert not verify_session(session, model, prompts=[3], decode_steps=5).passed
     assert not verify_session(session, model).passed
@@ -129,7 +140,96 @@ def test_leftovers_of_longer_prompts_are_met(model: Any) -> None:
     prefill = session.prefill
     session.prefill = lambda ids: (lengths.append(ids.shape[1]), prefill(ids))[1]
     verify_session(session, model)
-    assert lengths == [40, 9, 8, 7, 3]
+    # All of a prompt is in the cache before the next one starts, and the first is the cache's own length.
+    assert lengths == [64, 43, 21, 27, 13, 6, 3, 6, 2, 5, 2, 3]
+
+
+def prefills_of(session: Session) -> list[tuple[int, int]]:
+    """Position and size of every run of the prefill program from now on, filled as they run."""
+    calls: list[tuple[int, int]] = []
+    run = session.runner.run
+
+    def note(method: str, input_ids: torch.Tensor, input_pos: torch.Tensor) -> torch.Tensor:
+        if method == "prefill":
+            calls.append((int(input_pos[0]), input_ids.shape[1]))
+        return run(method, input_ids, input_pos)
+
+    session.runner.run = note
+    return calls
+
+
+@pytest.mark.parametrize("capacity", [3, 4, 5, 8, 9, 64, 255, 256])
+@pytest.mark.parametrize("prefill_length", [None, 2, 3])
+def test_prefill_runs_from_the_start_past_it_and_at_full_length(model: Any, capacity: int, prefill_length: int | None) -> None:
+    session = session_of(model, capacity, prefill_length=prefill_length)
+    calls = prefills_of(session)
+    report = verify_session(session, model, decode_steps=None if capacity < 64 else 0)
+    assert report.passed
+    assert any(position == 0 for position, _ in calls)
+    assert any(position > 0 for position, _ in calls)
+    assert any(position > WINDOW for position, _ in calls) or capacity < WINDOW + 3
+    assert max(size for _, size in calls) == min(prefill_length or 256, capacity)
+    assert (report.prompts[-1].length, report.prompts[-1].decode_steps) == (capacity, 0)
+
+
+@pytest.mark.parametrize(("capacity", "prompts"), [(1, [1]), (2, [2]), (3, [2, 3])])
+def test_caches_too_small_for_the_shortest_prompt(model: Any, capacity: int, prompts: list[int]) -> None:
+    session = session_of(model, capacity)
+    calls = prefills_of(session)
+    report = verify_session(session, model)
+    assert report.passed
+    assert [prompt.length for prompt in report.prompts] == prompts
+    assert bool(calls) is (capacity > 1)
+
+
+def test_prefill_that_is_wrong_past_the_start_fails(model: Any) -> None:
+    session = session_of(model)
+    run = session.runner.run
+
+    def forgetful(method: str, input_ids: torch.Tensor, input_pos: torch.Tensor) -> torch.Tensor:
+        return run(method, input_ids, input_pos * 0 if method == "prefill" else input_pos)
+
+    session.runner.run = forgetful
+    report = verify_session(session, model)
+    assert not report.passed
+    assert [prompt.length for prompt in report.prompts if prompt.max_difference > 1e-2] == [7, 8, 9, 40, 64]
+
+
+def test_only_the_last_slot_wrong_fails(model: Any) -> None:
+    def change(logits: torch.Tensor, at: int) -> torch.Tensor:
+        return logits + (at == CAPACITY - 1)
+
+    assert not verify_session(meddled(model, change), model, decode_steps=3).passed
+    assert verify_session(meddled(model, change), model, prompts=[40], decode_steps=3).passed
+
+
+def test_large_caches_are_not_filled(model: Any) -> None:
+    wide = session_of(tiny_model("llama", max_position_embeddings=8192), 4097)
+    report = verify_session(wide, tiny_model("llama", max_position_embeddings=8192), decode_steps=0)
+    assert [prompt.length for prompt in report.prompts] == [3, 8, 40, 259]
+
+
+@pytest.mark.parametrize(
+    ("length", "prefill_length", "expected"),
+    [
+        (1, 256, [[1]]),
+        (3, 256, [[3]]),
+        (3, 3, [[3], [1, 2]]),
+        (3, 2, [[3], [1, 2]]),
+        (4, 256, [[2, 2]]),
+        (4, 4, [[4], [2, 2]]),
+        (7, 256, [[5, 2]]),
+        (40, 256, [[27, 13]]),
+        (40, 16, [[27, 13]]),
+        (64, 64, [[64], [43, 21]]),
+        (257, 256, [[257], [255, 2]]),
+        (259, 256, [[256, 3]]),
+        (5, 1, [[3, 2]]),
+    ],
+)
+def test_prompt_feeds(length: int, prefill_length: int, expected: list[list[int]]) -> None:
+    assert prompt_feeds(length, prefill_length) == expected
+    assert {sum(parts) for parts in expected} == {length}
 
 
 def test_everything_is_left_as_it_was(model: Any) -> None:
@@ -192,11 +292,17 @@ def test_given_tolerance_decides(model: Any) -> None:
         ({"decode_steps": -1}, "-1 decode steps"),
         ({"tolerance": 0.0}, "tolerance is 0.0; it must be above 0"),
         ({"tolerance": float("nan")}, "tolerance is nan"),
+        ({"seed": 10**23 - 1}, f"seed is {10**23 - 1}; it must be an int of at most 64 bits"),
     ],
 )
 def test_out_of_range_is_refused(model: Any, options: dict, message: str) -> None:
     with pytest.raises(InputError, match=message):
         verify_session(session_of(model), model, **options)
+
+
+def test_seed_is_refused_before_anything_is_opened(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="seed is 99999999999999999999999"):
+        verify(tmp_path / "no bundle", tmp_path / "no model", seed=10**23 - 1)
 
 
 def test_another_vocabulary_is_refused(model: Any) -> None:
@@ -217,7 +323,8 @@ def test_another_vocabulary_is_refused(model: Any) -> None:
         ([8, 32], 512, 64, [3, 7, 8, 9, 31, 32, 33, 40, 160]),
         ([4096], 8192, 256, [3, 4095, 4097]),
         ([1], 64, 2, [1, 2, 3, 5]),
-        ([], 3, 3, [1]),
+        ([], 3, 3, [2]),
+        ([], 2, 2, [2]),
         ([], 1, 1, [1]),
     ],
 )
@@ -239,4 +346,4 @@ def test_default_decode_steps(prompt: int, windows: list[int], max_length: int |
 def test_positions_stop_where_the_models_do() -> None:
     model = tiny_model("llama", max_position_embeddings=30)
     report = verify_session(session_of(model), model)
-    assert [(prompt.length, prompt.decode_steps) for prompt in report.prompts] == [(3, 24), (8, 22)]
+    assert [(prompt.length, prompt.decode_steps) for prompt in report.prompts] == [(3, 24), (8, 22), (30, 0)]

@@ -10,6 +10,16 @@ import torch
 from ..errors import InputError
 
 
+def check_seed(seed: int) -> None:
+    """Refuse what torch's generators do not take as a seed.
+
+    Raises:
+        InputError: If it is no int, or outside of -2**63 to 2**64 - 1.
+    """
+    if not _is_int(seed) or not -(2**63) <= seed < 2**64:
+        raise InputError(f"seed is {seed!r}; it must be an int of at most 64 bits, from {-(2**63)} to {2**64 - 1}")
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are chosen; checked when it is made.
@@ -39,8 +49,8 @@ class Sampling:
             raise InputError(f"top_k is {self.top_k!r}; it must be an int of at least 1, or None for all tokens")
         if self.top_p is not None and (not _is_number(self.top_p) or not 0 < self.top_p <= 1):
             raise InputError(f"top_p is {self.top_p!r}; it must be above 0 and at most 1, or None for all tokens")
-        if self.seed is not None and (not _is_int(self.seed) or not -(2**63) <= self.seed < 2**64):
-            raise InputError(f"seed is {self.seed!r}; it must be an int of at most 64 bits, or None")
+        if self.seed is not None:
+            check_seed(self.seed)
         if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
             raise InputError(
                 f"temperature is 0, which is greedy and ignores top_k={self.top_k} and top_p={self.top_p}; "
@@ -75,9 +85,11 @@ def sample(
     """
     if temperature == 0:
         return logits.argmax(dim=-1)
-    # The largest logit goes to zero first: a temperature near zero may then underflow to greedy, but never overflow.
     logits = logits.float()
-    logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
+    # The largest logit goes to zero first, and stays there under any divisor whose inverse is finite in float32; others may
+    # become minus infinity, which is greedy. A smaller temperature would count as zero, and zero by zero is not a number.
+    divisor = max(temperature, torch.finfo(logits.dtype).tiny)
+    logits = (logits - logits.amax(dim=-1, keepdim=True)) / divisor
     if top_k is not None:
         logits = keep_top_k(logits, top_k)
     if top_p is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from exportable_cache.decoding import Sampling, keep_top_k, keep_top_p, sample
+from exportable_cache.decoding import Sampling, check_seed, keep_top_k, keep_top_p, sample
 from exportable_cache.errors import InputError
 
 # Probabilities 0.5, 0.3, 0.15, 0.05, not in order.
@@ -64,6 +64,16 @@ def test_tiny_temperature_is_greedy_not_infinite() -> None:
     assert sample(logits, temperature=1e-30).tolist() == [0]
 
 
+# 1e-45 is the least float32, 5e-324 the least float64 above zero: their inverses are infinite in the same format.
+@pytest.mark.parametrize("temperature", [1e-37, 1e-39, 1e-45, 1e-300, 5e-324])
+@pytest.mark.parametrize("options", [{}, {"top_k": 2}, {"top_p": 0.5}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_any_temperature_above_zero_draws_the_largest(temperature: float, options: dict, dtype: torch.dtype) -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0, -torch.inf], [5.0, -1.0, 4.0, 4.875]], dtype=dtype)
+    for _ in range(5):
+        assert sample(logits, temperature=temperature, **options).tolist() == [1, 0]
+
+
 def test_seed_repeats_and_other_seed_differs() -> None:
     logits = torch.randn(1, 1000, generator=torch.Generator().manual_seed(0))
 
@@ -75,6 +85,14 @@ def test_seed_repeats_and_other_seed_differs() -> None:
     assert draws(3) == draws(3)
     assert draws(3) != draws(4)
     assert len(set(draws(3))) > 1
+
+
+@pytest.mark.parametrize("seed", [-(2**63), 2**64 - 1])
+def test_seeds_at_the_limits_are_what_torch_takes(seed: int) -> None:
+    check_seed(seed)
+    assert Sampling(temperature=1.0, seed=seed).generator().initial_seed() % 2**64 == seed % 2**64
+    with pytest.raises((RuntimeError, ValueError, OverflowError)):
+        torch.Generator().manual_seed(seed + (1 if seed > 0 else -1))
 
 
 @pytest.mark.parametrize(
@@ -89,7 +107,9 @@ def test_seed_repeats_and_other_seed_differs() -> None:
         ({"temperature": 1.0, "top_p": 0.0}, ["top_p", "0.0", "above 0"]),
         ({"temperature": 1.0, "top_p": 1.01}, ["top_p", "1.01", "at most 1"]),
         ({"seed": 1.5}, ["seed", "1.5"]),
-        ({"seed": 2**70}, ["seed", str(2**70)]),
+        ({"seed": 2**70}, ["seed", str(2**70), str(2**64 - 1)]),
+        ({"seed": -(2**63) - 1}, ["seed", "64 bits"]),
+        ({"seed": True}, ["seed", "True"]),
         ({"top_p": 0.9}, ["temperature is 0", "top_p=0.9"]),
         ({"top_k": 5}, ["temperature is 0", "top_k=5"]),
     ],
