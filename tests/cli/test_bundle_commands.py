@@ -272,13 +272,13 @@ def test_verify_agrees(run, exported, tiny_folder):
     result = run("verify", exported.path, "--model", tiny_folder, "--decode-steps", 4)
     assert result.exit_code == 0, result.stderr
     assert result.stdout.splitlines()[-1].startswith("verified: ")
-    assert [line.split()[0] for line in result.stdout.splitlines()[1:6]] == ["3", "7", "8", "9", "40"]
+    assert [line.split()[0] for line in result.stdout.splitlines()[1:7]] == ["3", "7", "8", "9", "40", "48"]
 
 
 def test_verify_json(run, exported, tiny_folder):
     document = json.loads(run("verify", exported.path, "--model", tiny_folder, "--decode-steps", 4, "--json").stdout)
     assert document["passed"] is True and document["max_difference"] <= document["tolerance"] == 1e-4
-    assert [prompt["length"] for prompt in document["prompts"]] == [3, 7, 8, 9, 40]
+    assert [prompt["length"] for prompt in document["prompts"]] == [3, 7, 8, 9, 40, 48]
 
 
 @pytest.fixture(scope="module")
