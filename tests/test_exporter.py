@@ -61,7 +61,7 @@ def test_export_verifies_and_records_it(bundle: Bundle) -> None:
     report = VerifyReport(**recorded)
     assert report.passed
     assert report.target == bundle.manifest.target
-    assert [prompt.length for prompt in report.prompts] == [3, 7, 8, 9, 40]
+    assert [prompt.length for prompt in report.prompts] == [3, 7, 8, 9, 40, CAPACITY]
     assert report.max_difference <= 1e-4
 
 
