@@ -15,19 +15,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from .backends import LoweredFile, Runner, backend_for
+from .describe import config_fields, describe, generation_config_fields, installed_versions
 from .errors import BundleError
 from .files import PARTIAL, atomic_folder
 from .layers import CacheLayer
-from .manifest import (
-    MANIFEST_FILE,
-    SCHEMA_VERSION,
-    File,
-    Manifest,
-    config_fields,
-    describe,
-    generation_config_fields,
-    installed_versions,
-)
+from .manifest import MANIFEST_FILE, SCHEMA_VERSION, File, Manifest
 from .program import Program
 from .progress import Progress, silent
 
@@ -194,7 +186,7 @@ def write_bundle(
     Args:
         folder: Where the backend has written `lowered`.
         program: What was lowered.
-        target, source, max_cache_len, options: See `manifest.describe`.
+        target, source, max_cache_len, options: See `describe.describe`.
         tokenizer: Saved with its chat template, if given.
         progress: Told about bytes read.
     """
