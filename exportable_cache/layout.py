@@ -161,17 +161,28 @@ def layout_from_config(config: PreTrainedConfig) -> list[LayerLayout]:
     if not isinstance(config, PreTrainedConfig):
         raise InputError(f"expected a transformers config, got {type(config).__name__}; pass model.config")
     kinds = layer_types_and_windows(config)
+    model = model_without_weights(config)
+    if model is not None:
+        try:
+            return layout_from_model(model)[0]
+        except UnsupportedModelError:
+            raise
+        except Exception as error:  # its code looks at values; the config still answers for most
+            logger.info("could not run %s on the meta device (%s); reading sizes off the config", config.model_type, error)
+    layers = config.get_text_config(decoder=True).per_layer_config
+    return [_layout_from_fields(layer, *kind) for layer, kind in zip(layers, kinds, strict=True)]
+
+
+def model_without_weights(config: PreTrainedConfig) -> PreTrainedModel | None:
+    """The text decoder on the meta device, or None where its code cannot be built there."""
     probe = copy.deepcopy(config.get_text_config(decoder=True))
     probe._attn_implementation = "eager"
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(probe)
-        return layout_from_model(model)[0]
-    except UnsupportedModelError:
-        raise
-    except Exception as error:  # any model code may run here, and the config still answers for most
-        logger.info("could not run %s on the meta device (%s); reading sizes off the config", config.model_type, error)
-    return [_layout_from_fields(layer, *kind) for layer, kind in zip(probe.per_layer_config, kinds, strict=True)]
+            return AutoModelForCausalLM.from_config(probe)
+    except Exception as error:  # any model code may run here
+        logger.info("could not build %s on the meta device: %s", config.model_type, error)
+        return None
 
 
 def _layout_from_fields(config: PreTrainedConfig, layer_type: str, window: int | None) -> LayerLayout:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .describe import dtype_name
 from .errors import InputError, UnsupportedModelError
-from .layout import LayerLayout, layout_from_config, layout_from_model
+from .layout import LayerLayout, layout_from_config, layout_from_model, model_without_weights
 from .models import load_config, parse_dtype
 
 if TYPE_CHECKING:
@@ -117,14 +117,14 @@ def plan(
     config = load_config(model_or_path)
     stored = getattr(model_or_path, "dtype", None) or getattr(config.get_text_config(decoder=True), "dtype", None)
     chosen = wanted or parse_dtype(stored) or torch.float32
-    model = _without_weights(config)
+    model = model_without_weights(config)
     about = {
         "source": _source(model_or_path),
         "model_type": config.model_type,
         "architecture": _architecture(config, model),
         "max_cache_len": max_cache_len,
         "batch_size": batch_size,
-        "dtype": _name(chosen),
+        "dtype": dtype_name(chosen),
         "weights_bytes": None if model is None else _weights_bytes(model, chosen),
     }
     try:
@@ -145,7 +145,7 @@ def plan(
                 heads=layout.num_heads,
                 head_dim=layout.head_dim,
                 value_head_dim=layout.value_head_dim,
-                dtype=_name(chosen),
+                dtype=dtype_name(chosen),
                 bytes=layer.nbytes,
             )
             for index, (layout, layer) in enumerate(zip(layouts, built, strict=True))
@@ -158,24 +158,6 @@ def plan(
 
 def _source(model_or_path: Any) -> str:
     return str(model_or_path) if isinstance(model_or_path, (str, Path)) else type(model_or_path).__name__
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _without_weights(config: PreTrainedConfig) -> PreTrainedModel | None:
-    """The text decoder on the meta device, or None where its code cannot be built there."""
-    from transformers import AutoModelForCausalLM
-
-    probe = copy.deepcopy(config.get_text_config(decoder=True))
-    probe._attn_implementation = "eager"
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(probe)
-    except Exception as error:  # any model code may run here; the plan does without
-        logger.info("could not build %s on the meta device: %s", config.model_type, error)
-        return None
 
 
 def _architecture(config: PreTrainedConfig, model: PreTrainedModel | None) -> str | None:
