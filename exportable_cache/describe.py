@@ -14,8 +14,8 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from .layout import layer_types_and_windows
 from .manifest import SCHEMA_VERSION, STATE_PREFIX, File, Layer, Manifest, Method, ProgramEntry, Signature, Tensor
+from .methods import Method as ProgramMethod
 from .program import Form, Logits, Program
-from .program import Method as ProgramMethod
 
 _PACKAGES = ("exportable-cache", "torch", "transformers")
 
@@ -139,4 +139,10 @@ def _method(program: Program, method: ProgramMethod, vocab_size: int) -> Method:
             for name, tensor in program.cache.named_state()
         ]
         inputs, outputs = inputs + state, outputs + state
-    return Method(min_length=method.min_length, max_length=method.max_length, inputs=inputs, outputs=outputs)
+    return Method(
+        min_length=method.min_length,
+        max_length=method.max_length,
+        read_length=method.read_length,
+        inputs=inputs,
+        outputs=outputs,
+    )

@@ -48,7 +48,7 @@ def export(
         output_dir: Folder of the bundle; must not exist, be empty, or be a bundle to overwrite.
         batch_size: Rows.
         dtype: Of the weights; as stored by default.
-        prefill_length: Longest chunk of a prompt, see `program.methods_for`.
+        prefill_length: Longest chunk of a prompt, see `methods.methods_for`.
         verify: Compare with the model, see `verify_session`; the report is recorded in the manifest.
         overwrite: Replace a bundle that is there.
         tokenizer: Saved in the bundle; by default the one beside the model, if there is one.

@@ -16,8 +16,8 @@ from .backends.base import ProgramDescription
 from .errors import BundleError
 from .files import PARTIAL, retired_folder
 from .layers import CacheLayer
+from .methods import Method as ProgramMethod
 from .program import Form, Logits
-from .program import Method as ProgramMethod
 
 SCHEMA_VERSION = 1
 MANIFEST_FILE = "manifest.json"
@@ -40,10 +40,11 @@ class Signature(_Entry):
 
 
 class Method(_Entry):
-    """One entry point of the program."""
+    """One entry point of the program, see `methods.Method`."""
 
     min_length: int = Field(ge=1)
     max_length: int = Field(ge=1)
+    read_length: int | None = Field(default=None, ge=1)
     inputs: list[Signature]
     outputs: list[Signature]
 
@@ -65,9 +66,9 @@ class ProgramEntry(_Entry):
 
     @field_validator("methods")
     @classmethod
-    def _has_decode(cls, methods: dict[str, Method]) -> dict[str, Method]:
-        if "decode" not in methods:
-            raise ValueError(f"there is no method 'decode' among {', '.join(methods) or 'none'}")
+    def _can_decode(cls, methods: dict[str, Method]) -> dict[str, Method]:
+        if not any(method.min_length == 1 and method.read_length is None for method in methods.values()):
+            raise ValueError(f"none of the methods {', '.join(methods) or '(none)'} takes one token at every position")
         return methods
 
     @model_validator(mode="after")
@@ -224,7 +225,8 @@ class Manifest(_Entry):
         """What the target's runner is told."""
         return ProgramDescription(
             methods={
-                name: ProgramMethod(name, method.min_length, method.max_length) for name, method in self.program.methods.items()
+                name: ProgramMethod(name, method.min_length, method.max_length, method.read_length)
+                for name, method in self.program.methods.items()
             },
             form=self.program.form,
             logits=self.program.logits,

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -16,8 +15,7 @@ from transformers import PreTrainedModel
 from .attention import ATTENTION
 from .cache import ExportableCache
 from .errors import InputError, UnsupportedModelError
-
-DEFAULT_PREFILL_LENGTH = 256
+from .methods import Method, methods_for
 
 
 class Form(str, Enum):
@@ -34,48 +32,22 @@ class Logits(str, Enum):
     ALL = "all"  # [batch, length, vocab]
 
 
-@dataclass(frozen=True)
-class Method:
-    """One entry point: `Method("prefill", 2, 256)` takes 2 to 256 new tokens per row, `Method("decode", 1, 1)` one."""
-
-    name: str
-    min_length: int
-    max_length: int
-
-
-def methods_for(cache: ExportableCache, prefill_length: int | None = None, forward: bool = False) -> dict[str, Method]:
-    """The methods of a program over `cache`.
+class ProgramModule(nn.Module):
+    """What both forms share: run the model over a cache at explicit positions.
 
     Args:
-        forward: Add a method `forward` that takes any length from 1 on, for runtimes that know one entry point only.
-        prefill_length: Longest chunk of a prompt; longer prompts go through in several. `DEFAULT_PREFILL_LENGTH`, or
-            what the cache holds, by default. At 1 there is no prefill.
-
-    Raises:
-        InputError: If it is not positive or exceeds what the cache holds.
+        model: A transformers causal LM in eval mode.
+        cache: Its layers.
+        logits: Which logits to return.
+        read_length: Tokens that no row exceeds after a step: the cache is read no further. None for all of it.
     """
-    limit = cache.max_length
-    if prefill_length is None:
-        prefill_length = DEFAULT_PREFILL_LENGTH if limit is None else min(DEFAULT_PREFILL_LENGTH, limit)
-    if prefill_length < 1 or (limit is not None and prefill_length > limit):
-        allowed = "at least 1" if limit is None else f"1 to {limit}, the tokens the cache holds"
-        raise InputError(f"prefill_length is {prefill_length}; it must be {allowed}")
-    methods = {"decode": Method("decode", 1, 1)}
-    if prefill_length > 1:
-        methods["prefill"] = Method("prefill", 2, prefill_length)
-    if forward:
-        methods["forward"] = Method("forward", 1, prefill_length)
-    return methods
 
-
-class ProgramModule(nn.Module):
-    """What both forms share: run the model over a cache at explicit positions."""
-
-    def __init__(self, model: PreTrainedModel, cache: ExportableCache, logits: Logits) -> None:
+    def __init__(self, model: PreTrainedModel, cache: ExportableCache, logits: Logits, read_length: int | None) -> None:
         super().__init__()
         self.model = model
         self.layout = cache
         self.logits = logits
+        self.read_length = read_length
         # Most models can leave out the head's work for all but the last token; the others are sliced after it.
         parameters = inspect.signature(model.forward).parameters
         self.keeps_last = logits is Logits.LAST and "logits_to_keep" in parameters
@@ -85,6 +57,8 @@ class ProgramModule(nn.Module):
 
     def run(self, input_ids: torch.Tensor, input_pos: torch.Tensor, cache: ExportableCache) -> torch.Tensor:
         """Logits [batch, vocab] or [batch, length, vocab] of `input_ids` [batch, length] at `input_pos` [batch]."""
+        for layer in cache.layers:
+            layer.read_length = self.read_length
         options = {}
         if self.takes_positions:
             options["position_ids"] = input_pos[:, None] + torch.arange(input_ids.shape[1], device=input_ids.device)
@@ -100,8 +74,10 @@ class ResidentModule(ProgramModule):
     Position 0 starts a sequence anew without touching the buffers, and an earlier position takes tokens back.
     """
 
-    def __init__(self, model: PreTrainedModel, cache: ExportableCache, logits: Logits = Logits.LAST) -> None:
-        super().__init__(model, cache, logits)
+    def __init__(
+        self, model: PreTrainedModel, cache: ExportableCache, logits: Logits = Logits.LAST, read_length: int | None = None
+    ) -> None:
+        super().__init__(model, cache, logits, read_length)
         self.state_buffers = {
             name: name.replace(".", "_") for name, _ in cache.named_state() if not name.endswith(".cumulative_length")
         }
@@ -128,8 +104,10 @@ class ResidentModule(ProgramModule):
 class ExplicitModule(ProgramModule):
     """The cache is an input and an output, in its registered pytree form; no input is mutated."""
 
-    def __init__(self, model: PreTrainedModel, cache: ExportableCache, logits: Logits = Logits.LAST) -> None:
-        super().__init__(model, cache, logits)
+    def __init__(
+        self, model: PreTrainedModel, cache: ExportableCache, logits: Logits = Logits.LAST, read_length: int | None = None
+    ) -> None:
+        super().__init__(model, cache, logits, read_length)
 
     def forward(
         self, input_ids: torch.Tensor, input_pos: torch.Tensor, cache: ExportableCache
@@ -176,7 +154,7 @@ class Program:
         cache: Its cache. The exported programs start from zeros, whatever it holds.
         form: Where the state lives.
         logits: Which logits to return.
-        prefill_length, forward: See `methods_for`.
+        prefill_length, forward, buckets: See `methods_for`.
         attention: Name of one of our attention functions.
         experts: Experts implementation for models that have experts, or None to leave it.
         adapt: Puts the layers into another layout, that of a target's own operators: `(model, cache) -> cache`.
@@ -194,6 +172,7 @@ class Program:
         logits: Logits | str = Logits.LAST,
         prefill_length: int | None = None,
         forward: bool = False,
+        buckets: Sequence[int] = (),
         attention: str = ATTENTION,
         experts: str | None = None,
         adapt: Callable[[PreTrainedModel, ExportableCache], ExportableCache] | None = None,
@@ -205,13 +184,16 @@ class Program:
         self.logits = Logits(logits)
         self.attention = attention
         self.experts = experts
-        self.methods = methods_for(cache, prefill_length, forward)
+        self.methods = methods_for(cache, prefill_length, forward, buckets)
         if adapt is not None:
             cache = adapt(model, cache)
         zeros = {name: torch.zeros_like(tensor) for name, tensor in cache.named_state()}
         self.cache = cache.with_state(zeros)
         module_class = ResidentModule if self.form is Form.RESIDENT else ExplicitModule
-        self.module = module_class(model, self.cache, self.logits)
+        self.modules = {
+            length: module_class(model, self.cache, self.logits, length)
+            for length in {method.read_length for method in self.methods.values()}
+        }
 
     @property
     def batch_size(self) -> int:
@@ -233,7 +215,7 @@ class Program:
         """Trace one method with torch.export; the length of a prefill is dynamic.
 
         Args:
-            name: `prefill` or `decode`.
+            name: Of the method.
             strict: Trace through TorchDynamo instead of running the Python code.
 
         Raises:
@@ -249,7 +231,11 @@ class Program:
             # The range starts at 2 while strides are compared for every length: such guards become runtime asserts.
             try:
                 return torch.export.export(
-                    self.module, inputs, dynamic_shapes=dynamic, strict=strict, prefer_deferred_runtime_asserts_over_guards=True
+                    self.modules[method.read_length],
+                    inputs,
+                    dynamic_shapes=dynamic,
+                    strict=strict,
+                    prefer_deferred_runtime_asserts_over_guards=True,
                 )
             except Exception as error:  # any model code runs here, under any of the tracer's own errors
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -15,6 +15,7 @@ from .decoding import Sampling, encode_prompt, generate_tokens, stream_text
 from .errors import InputError
 from .layers import CacheLayer
 from .layout import check_layers
+from .methods import chunk_sizes, length_buckets, method_for
 from .progress import Progress, silent
 from .session_checks import check_ids, check_max_new_tokens, check_room, split_stops
 
@@ -80,7 +81,9 @@ class Session:
         cache: ExportableCache,
         *,
         compile: bool = False,
+        mode: str | None = None,
         prefill_length: int | None = None,
+        buckets: bool | Sequence[int] = True,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> Session:
         """Run a live model over a cache, which may hold tokens already: the session goes on from there.
@@ -91,8 +94,11 @@ class Session:
         Args:
             model: A transformers causal LM in eval mode.
             cache: Allocated for it.
-            compile: Run through torch.compile, one graph for decode and one for prefill.
-            prefill_length: Longest chunk of a prompt, see `program.methods_for`.
+            compile: Run through torch.compile, one graph per method, each compiled once, when it is first needed.
+            mode: Of torch.compile; `reduce-overhead` (CUDA graphs) by default on a GPU.
+            prefill_length: Longest chunk of a prompt, see `methods.methods_for`.
+            buckets: Read lengths with methods of their own, so that a step costs what the filled part of the cache costs,
+                not what is allocated. True for powers of two, see `methods.length_buckets`; False for none.
             tokenizer: For text.
 
         Raises:
@@ -116,7 +122,14 @@ class Session:
             )
         check_positions(model, cache.max_length)
         session = cls(
-            ModuleRunner(model, cache, compiled=compile, prefill_length=prefill_length),
+            ModuleRunner(
+                model,
+                cache,
+                compiled=compile,
+                mode=mode,
+                prefill_length=prefill_length,
+                buckets=length_buckets(cache) if buckets is True else buckets or (),
+            ),
             cache.layers,
             model.get_input_embeddings().weight.shape[0],
             batch_size=cache.batch_size,
@@ -241,12 +254,8 @@ class Session:
         return logits
 
     def chunk_sizes(self, length: int) -> list[int]:
-        """How many tokens of a prompt of `length` go through each step; steps of one are decode steps."""
-        method = self.runner.methods.get("prefill")
-        if method is None:
-            return [1] * length
-        whole, rest = divmod(length, method.max_length)
-        return [method.max_length] * whole + ([rest] if rest >= method.min_length else [1] * rest)
+        """How many tokens of a prompt of `length` go through each step."""
+        return chunk_sizes(self.runner.methods, length)
 
     def decode(self, tokens: torch.Tensor) -> torch.Tensor:
         """Feed one token per row.
@@ -269,7 +278,7 @@ class Session:
         size = input_ids.shape[1]
         # Before the run: should it fail halfway, slots may have been written.
         self._high_water = torch.maximum(self._high_water, self._length + size)
-        method = "decode" if size == 1 else "prefill"
+        method = method_for(self.runner.methods, size, int(self._length.max()) + size)
         logits = self.runner.run(method, input_ids, self._length.to(self.device, copy=True))
         self._length += size
         self._pending = None

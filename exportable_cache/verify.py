@@ -205,9 +205,12 @@ def verify_session(
     limit = _limit(session, model)
     windows = sorted({window for _, window in layer_types_and_windows(model.config) if window is not None})
     reachable = [window for window in windows if limit is None or window < limit]
-    method = session.runner.methods.get("prefill")
-    chunk = method.max_length if method else 1
+    methods = session.runner.methods.values()
+    chunk = max(method.max_length for method in methods)
     lengths = set(prompts or default_prompts(reachable, limit, chunk))
+    if not prompts:
+        # One token short of each bucket: the steps that follow are of the next.
+        lengths.update(method.read_length - 1 for method in methods if method.read_length is not None and method.read_length > 1)
     filling = None
     # Rings alone are never full: no limit is theirs.
     if not prompts and session.max_length is not None and session.batch_size * limit <= _MOST_TO_FILL:

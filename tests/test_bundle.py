@@ -21,7 +21,7 @@ from exportable_cache.bundle import Bundle, check_free, new_folder
 from exportable_cache.errors import BundleError, InputError, MissingDependencyError
 from exportable_cache.layers import CacheLayer
 from exportable_cache.manifest import checksum_of
-from exportable_cache.program import Method
+from exportable_cache.methods import Method
 from exportable_cache.session import Session
 
 from .decoding.byte_tokenizer import SIZE, byte_tokenizer
@@ -89,7 +89,7 @@ def test_manifest_records_the_program(original: Path, model: Any) -> None:
     methods = manifest.model_dump(mode="json")["program"]["methods"]
     assert methods["prefill"] == {
         "min_length": 2,
-        "max_length": 13,
+        "max_length": 13, "read_length": None,
         "inputs": [
             {"name": "input_ids", "dtype": "int64", "shape": ["batch", "length"]},
             {"name": "input_pos", "dtype": "int64", "shape": ["batch"]},
@@ -288,7 +288,7 @@ DAMAGE: dict[str, tuple[Callable[[dict], Any], str]] = {
     "no layers": (lambda fields: fields.update(layers=[]), "layers: List should have at least 1 item"),
     "no decode": (
         lambda fields: fields["program"]["methods"].pop("decode"),
-        "program.methods: there is no method 'decode' among prefill",
+        "program.methods: none of the methods prefill takes one token at every position",
     ),
     "empty range": (
         lambda fields: fields["program"]["methods"]["prefill"].update(min_length=14),

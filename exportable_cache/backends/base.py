@@ -9,7 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
-from ..program import Form, Logits, Method, Program
+from ..methods import Method
+from ..program import Form, Logits, Program
 
 
 @dataclass(frozen=True)

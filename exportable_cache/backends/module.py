@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
 
 import torch
@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 
 from ..attention import ATTENTION
 from ..cache import ExportableCache
-from ..program import Method, ResidentModule, methods_for
+from ..methods import Method, methods_for
+from ..program import ResidentModule
 
 
 class ModuleRunner:
@@ -21,30 +22,47 @@ class ModuleRunner:
     Args:
         model: A transformers causal LM.
         cache: Its cache; its keys and values are written, its lengths are not.
-        compiled: Compile decode (static shapes) and prefill (dynamic length), one graph each.
-        prefill_length: See `methods_for`.
+        compiled: Compile every method into one graph: decode with static shapes, prefill with a dynamic length.
+        mode: Of torch.compile; `reduce-overhead` (CUDA graphs) by default on a GPU.
+        prefill_length, buckets: See `methods_for`.
     """
 
     def __init__(
-        self, model: PreTrainedModel, cache: ExportableCache, compiled: bool = False, prefill_length: int | None = None
+        self,
+        model: PreTrainedModel,
+        cache: ExportableCache,
+        *,
+        compiled: bool = False,
+        mode: str | None = None,
+        prefill_length: int | None = None,
+        buckets: Sequence[int] = (),
     ) -> None:
         model.set_attn_implementation(ATTENTION)
-        self.methods: Mapping[str, Method] = methods_for(cache, prefill_length)
-        self.module = ResidentModule(model, cache)
+        self.methods: Mapping[str, Method] = methods_for(cache, prefill_length, buckets=buckets)
+        self.modules = {
+            length: ResidentModule(model, cache, read_length=length)
+            for length in {method.read_length for method in self.methods.values()}
+        }
         self._compiled = compiled
-        self._calls = {"decode": self.module, "prefill": self.module}
-        if compiled:
-            self._calls = {
-                "decode": torch.compile(_step_of(self.module), fullgraph=True, dynamic=False),
-                "prefill": torch.compile(_step_of(self.module), fullgraph=True),
-            }
+        if mode is None and cache.layers[0].device.type == "cuda":
+            mode = "reduce-overhead"
+        self._calls: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {}
+        for name, method in self.methods.items():
+            module = self.modules[method.read_length]
+            is_static = method.min_length == method.max_length
+            self._calls[name] = (
+                torch.compile(_step_of(module), fullgraph=True, dynamic=False if is_static else None, mode=mode)
+                if compiled
+                else module
+            )
 
     @torch.no_grad()
     def run(self, method: str, input_ids: torch.Tensor, input_pos: torch.Tensor) -> torch.Tensor:
         # Guards look at strides, which a slice of a longer prompt carries along, and dynamic sizes are marked on the tensor.
         input_ids = input_ids.clone(memory_format=torch.contiguous_format)
-        if self._compiled and method == "prefill":
-            torch._dynamo.mark_dynamic(input_ids, 1, min=2, max=self.methods["prefill"].max_length)
+        described = self.methods[method]
+        if self._compiled and described.min_length != described.max_length:
+            torch._dynamo.mark_dynamic(input_ids, 1, min=described.min_length, max=described.max_length)
         return self._calls[method](input_ids, input_pos)
 
 

@@ -34,19 +34,16 @@ class FullLayer(KeyValueLayer):
             value_states: [batch_size, num_heads, query_length, value_head_dim].
 
         Returns:
-            All slots: keys [batch_size, num_heads, capacity, head_dim], values [..., value_head_dim].
+            The slots to read, all by default: keys [batch_size, num_heads, slots_read, head_dim], values
+            [..., value_head_dim].
 
         Raises:
             CacheFullError: If they do not fit; nothing was written.
             InputError: If shape, dtype or device differ from the layer's.
         """
-        query_length = key_states.shape[2]
         if not is_traced(self.cumulative_length):
             check_new_states(self, key_states, value_states)
             # Elsewhere reading a length waits for the device, and the cache has already looked once for all layers.
             if self.device.type == "cpu":
-                check_room(self.cumulative_length, query_length, self.capacity)
-        slots = self.cumulative_length[:, None] + torch.arange(query_length, device=self.device)
-        self._write(slots, key_states, value_states)
-        self.advance(query_length)
-        return self.keys, self.values
+                check_room(self.cumulative_length, key_states.shape[2], self.capacity)
+        return self._append(key_states, value_states)

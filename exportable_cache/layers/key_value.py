@@ -57,6 +57,16 @@ class KeyValueLayer(CacheLayer):
         self.capacity = capacity
         self.allocate(sizes, dtype, device)
 
+    def _append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write each row's new tokens at its own length, the slot being the position, and return the slots to read."""
+        query_length = key_states.shape[2]
+        slots = self.cumulative_length[:, None] + torch.arange(query_length, device=self.device)
+        self._write(slots, key_states, value_states)
+        self.advance(query_length)
+        if self.slots_read == self.capacity:
+            return self.keys, self.values
+        return self.keys[:, :, : self.slots_read], self.values[:, :, : self.slots_read]
+
     def _write(self, slots: torch.Tensor, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Put new keys and values [batch_size, num_heads, query_length, dim] into `slots` [batch_size, query_length]."""
         if self.in_place:

@@ -45,6 +45,9 @@ class CacheLayer(CacheLayerMixin):
         in_place: Whether `update` mutates the state tensors (buffers of a resident program, eager and compiled use) or
             rebinds the attributes to new ones (explicit programs, whose state is a graph input and output).
         counts: Whether `update` advances `cumulative_length`. Not in a resident program, whose length is an input.
+        read_length: A position that no row will reach in this step, so that slots from there on need not be read; None
+            where that is unknown. A static int, one per compiled or exported method: what makes a step cost what the
+            filled part costs, not what is allocated.
     """
 
     is_compileable = True
@@ -64,6 +67,7 @@ class CacheLayer(CacheLayerMixin):
     capacity: int
     in_place: bool
     counts: bool
+    read_length: int | None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -143,6 +147,7 @@ class CacheLayer(CacheLayerMixin):
     def _finish(self, high_water: int | None) -> None:
         self.in_place = True
         self.counts = True
+        self.read_length = None
         self.is_initialized = True
         # Host bookkeeping of `crop`, moved by it alone; None where the history of the tensors is unknown.
         self._high_water = high_water
@@ -155,6 +160,11 @@ class CacheLayer(CacheLayerMixin):
         """The state tensors with their names, in declaration order."""
         for name in self.state:
             yield name, getattr(self, name)
+
+    @property
+    def slots_read(self) -> int:
+        """Slots that a step looks at: `capacity`, or as many as `read_length` leaves of them."""
+        return self.capacity if self.read_length is None else min(self.read_length, self.capacity)
 
     @property
     def nbytes(self) -> int:
@@ -196,7 +206,7 @@ class CacheLayer(CacheLayerMixin):
         """
         positions = self.slot_positions(query_length)
         if positions is None:
-            return self.capacity, 0
+            return self.slots_read, 0
         kv_length = positions.shape[1]
         return kv_length, positions - torch.arange(kv_length, device=positions.device)
 

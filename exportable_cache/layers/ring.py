@@ -40,7 +40,14 @@ class RingLayer(KeyValueLayer):
     def max_length(self) -> None:
         return None
 
-    def slot_positions(self, query_length: int) -> torch.Tensor:
+    @property
+    def _has_no_turn(self) -> bool:
+        """Whether the ring is known not to have begun its second turn: it is a full layer until then."""
+        return self.read_length is not None and self.read_length <= self.capacity
+
+    def slot_positions(self, query_length: int) -> torch.Tensor | None:
+        if self._has_no_turn:
+            return None
         length = self.cumulative_length[:, None]
         if _is_one(query_length):
             positions = self._ring_positions(length + 1)
@@ -77,7 +84,7 @@ class RingLayer(KeyValueLayer):
 
         Returns:
             Keys and values [batch_size, num_heads, kv_length, dim], kv_length being capacity for one new token and
-            capacity + query_length for more.
+            capacity + query_length for more; `slots_read` for any number where `read_length` is within the ring.
 
         Raises:
             InputError: If shape, dtype or device differ from the layer's.
@@ -85,6 +92,8 @@ class RingLayer(KeyValueLayer):
         query_length = key_states.shape[2]
         if not is_traced(self.cumulative_length):
             check_new_states(self, key_states, value_states)
+        if self._has_no_turn:
+            return self._append(key_states, value_states)
         length = self.cumulative_length[:, None]
         if _is_one(query_length):
             self._write(torch.remainder(length, self.capacity), key_states, value_states)

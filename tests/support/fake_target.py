@@ -32,7 +32,7 @@ class FakeRunner:
     @torch.no_grad()
     def run(self, method: str, input_ids: torch.Tensor, input_pos: torch.Tensor) -> torch.Tensor:
         with attention_of(self._program.model, ATTENTION):
-            logits = self._program.module(input_ids, input_pos)
+            logits = self._program.modules[None](input_ids, input_pos)
         logits[..., -1] += self._spoil
         return logits
 
