@@ -89,7 +89,8 @@ def test_manifest_records_the_program(original: Path, model: Any) -> None:
     methods = manifest.model_dump(mode="json")["program"]["methods"]
     assert methods["prefill"] == {
         "min_length": 2,
-        "max_length": 13, "read_length": None,
+        "max_length": 13,
+        "read_length": None,
         "inputs": [
             {"name": "input_ids", "dtype": "int64", "shape": ["batch", "length"]},
             {"name": "input_pos", "dtype": "int64", "shape": ["batch"]},

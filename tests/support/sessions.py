@@ -47,7 +47,7 @@ def lowered_session(
     return Session(runner, cache.layers, model.config.vocab_size, batch_size=batch_size, target=target)
 
 
-def live_session(model: PreTrainedModel, compile: bool, max_cache_len: int, batch_size: int = 1) -> Session:
+def live_session(model: PreTrainedModel, compile: bool, max_cache_len: int, batch_size: int = 1, **options: Any) -> Session:
     """A session over the model itself."""
     cache = ExportableCache.from_model(model, max_cache_len, batch_size)
-    return Session.from_model(model, cache, compile=compile, prefill_length=16)
+    return Session.from_model(model, cache, compile=compile, prefill_length=16, **options)

@@ -23,6 +23,8 @@ class Pt2Backend:
         form: `resident` (default: the cache is inside, updated in place) or `explicit` (the cache is an input and an
             output, in its pytree form, for runtimes that pass state along).
         strict: Trace through TorchDynamo.
+        buckets: Read lengths that get methods of their own, so that a step costs what the filled part of the cache costs.
+            See `methods.methods_for`; each method adds its graph to the file, not its weights.
     """
 
     name = "pt2"
@@ -30,13 +32,13 @@ class Pt2Backend:
     max_batch_size = None
 
     def program_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        unknown = sorted(set(options) - {"form", "strict"})
+        unknown = sorted(set(options) - {"form", "strict", "buckets"})
         if unknown:
-            raise InputError(f"target 'pt2' has no option {unknown[0]!r}; it knows form and strict")
+            raise InputError(f"target 'pt2' has no option {unknown[0]!r}; it knows form, strict and buckets")
         form = options.get("form", Form.RESIDENT)
         if form not in tuple(Form):
             raise InputError(f"form is {form!r}; it must be one of {', '.join(member.value for member in Form)}")
-        return {"attention": ATTENTION, "form": Form(form)}
+        return {"attention": ATTENTION, "form": Form(form), "buckets": tuple(options.get("buckets", ()))}
 
     def lower(self, program: Program, folder: Path, options: Mapping[str, Any]) -> list[LoweredFile]:
         exported = {name: program.export(name, strict=bool(options.get("strict", False))) for name in program.methods}

@@ -1,0 +1,154 @@
+"""Which method serves a step, and that its cost follows the filled part of the cache."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from exportable_cache import ExportableCache
+from exportable_cache.errors import InputError
+from exportable_cache.methods import Method, chunk_sizes, length_buckets, method_for, methods_for
+from exportable_cache.program import Program
+
+from .support.models import tiny_model, tokens
+from .support.oracle import difference, reference_logits
+from .support.sessions import live_session, lowered_session
+
+TOLERANCE = 1e-4
+BUCKETS = (8, 16, 32)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model("gemma3_text", sliding_window=16)
+
+
+def test_buckets_get_methods_of_their_own(model: Any) -> None:
+    methods = methods_for(ExportableCache.from_model(model, 64), 24, buckets=(8, 32))
+    assert methods == {
+        "decode": Method("decode", 1, 1),
+        "prefill": Method("prefill", 2, 24),
+        "decode_8": Method("decode_8", 1, 1, 8),
+        "prefill_8": Method("prefill_8", 2, 8, 8),
+        "decode_32": Method("decode_32", 1, 1, 32),
+        "prefill_32": Method("prefill_32", 2, 24, 32),
+    }
+
+
+@pytest.mark.parametrize("bucket", [0, -8, True, "8", 8.0])
+def test_a_bucket_is_a_positive_int(model: Any, bucket: Any) -> None:
+    with pytest.raises(InputError, match="a length bucket is"):
+        methods_for(ExportableCache.from_model(model, 64), buckets=(bucket,))
+
+
+@pytest.mark.parametrize(
+    ("max_cache_len", "expected"), [(64, []), (128, []), (129, [128]), (1024, [128, 256, 512]), (4096, [128, 256, 512, 1024, 2048])]
+)
+def test_default_buckets_are_the_powers_of_two_below_the_capacity(model: Any, max_cache_len: int, expected: list[int]) -> None:
+    assert length_buckets(ExportableCache.from_model(model, max_cache_len)) == expected
+
+
+def test_rings_alone_have_buckets_below_their_capacity() -> None:
+    cache = ExportableCache.from_model(tiny_model("mistral", sliding_window=300), 4096)
+    assert length_buckets(cache) == [128, 256]
+
+
+@pytest.mark.parametrize(
+    ("size", "end", "expected"),
+    [
+        (1, 1, "decode_8"),
+        (1, 8, "decode_8"),
+        (1, 9, "decode_32"),
+        (1, 32, "decode_32"),
+        (1, 33, "decode"),
+        (8, 8, "prefill_8"),
+        (8, 9, "prefill_32"),
+        (24, 64, "prefill"),
+    ],
+)
+def test_a_step_goes_to_the_method_that_reads_least(model: Any, size: int, end: int, expected: str) -> None:
+    methods = methods_for(ExportableCache.from_model(model, 64), 24, buckets=(8, 32))
+    assert method_for(methods, size, end) == expected
+
+
+def test_one_token_goes_to_decode_where_forward_would_take_it(model: Any) -> None:
+    methods = methods_for(ExportableCache.from_model(model, 64), 24, forward=True)
+    assert method_for(methods, 1, 5) == "decode"
+    assert method_for({"forward": methods["forward"]}, 1, 5) == "forward"
+    assert chunk_sizes({"forward": methods["forward"]}, 49) == [24, 24, 1]
+
+
+def worst(session: Any, model: Any) -> float:
+    found = []
+    for prompt in (3, 8, 15, 16, 17, 40):
+        ids = tokens(prompt + 20, seed=prompt)
+        reference = reference_logits(model, ids, prompt)
+        session.reset()
+        found.append(
+            difference(lambda p: session.decode(p[:, 0]) if p.shape[1] == 1 else session.prefill(p), reference, ids, prompt)
+        )
+    return max(found)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "mistral"])
+def test_eager_is_the_same_across_buckets(family: str) -> None:
+    options = {} if family == "llama" else {"sliding_window": 16}
+    model = tiny_model(family, **options)
+    session = live_session(model, False, 64, buckets=BUCKETS)
+    calls = []
+    run = session.runner.run
+    session.runner.run = lambda method, *inputs: (calls.append(method), run(method, *inputs))[1]
+    assert worst(session, model) <= TOLERANCE
+    assert set(calls) == {"decode", "prefill"} | {f"{name}_{bucket}" for name in ("decode", "prefill") for bucket in BUCKETS}
+
+
+def test_rows_of_a_batch_share_the_bucket_of_the_longest() -> None:
+    model = tiny_model("gemma3_text", sliding_window=16)
+    session = live_session(model, False, 64, batch_size=2, buckets=BUCKETS)
+    ids = tokens(30, batch_size=2)
+    reference = reference_logits(model, ids, 5)
+    assert difference(lambda p: session.decode(p[:, 0]) if p.shape[1] == 1 else session.prefill(p), reference, ids, 5) <= TOLERANCE
+
+
+def test_a_rewind_goes_back_to_the_smaller_bucket(model: Any) -> None:
+    session = live_session(model, False, 64, buckets=BUCKETS)
+    ids = tokens(12)
+    session.prefill(ids[:, :7])
+    expected = session.decode(ids[0, 7:8])
+    session.prefill(ids[:, 8:])
+    session.rewind(5)
+    assert session.length.tolist() == [7]
+    torch.testing.assert_close(session.decode(ids[0, 7:8]), expected)
+
+
+def test_compiled_crosses_buckets_without_recompiling(model: Any) -> None:
+    """Twenty prompt lengths and 500 steps: as many graphs as methods, each compiled once."""
+    torch._dynamo.reset()
+    counters.clear()
+    session = live_session(model, True, 64, buckets=BUCKETS)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert worst(session, model) <= TOLERANCE
+        for prompt in range(2, 22):
+            session.reset()
+            session.prefill(tokens(prompt))
+            for token in tokens(25)[0]:
+                session.decode(token[None])
+    assert counters["stats"]["unique_graphs"] == len(session.runner.methods) == 8
+
+
+def test_a_bucket_reads_its_part_of_the_cache_and_no_more(model: Any) -> None:
+    cache = ExportableCache.from_model(model, 64)
+    program = Program(model, cache, prefill_length=16, buckets=BUCKETS)
+    for name, expected in (("decode_8", [8, 8]), ("decode_32", [16, 32]), ("decode", [16, 64]), ("prefill_16", [16, 16])):
+        keys = [
+            node.args[1].meta["val"].shape[2]
+            for node in program.export(name).graph.nodes
+            if node.target is torch.ops.aten.scaled_dot_product_attention.default
+        ]
+        assert keys == expected, name
+
+
+def test_pt2_with_buckets(model: Any, tmp_path: Any) -> None:
+    session = lowered_session(model, "pt2", tmp_path, 64, buckets=BUCKETS)
+    assert worst(session, model) <= TOLERANCE
