@@ -1,0 +1,110 @@
+"""Evaluating a TensorRT network definition with torch on a CPU: the oracle for programs that no GPU has run."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from graphlib import TopologicalSorter
+from typing import Any
+
+import torch
+
+from ....errors import InputError, VerificationError
+from .kv_cache import check_aliases
+from .layer import KINDS, NetworkLayer, TensorSpec, read_layer, read_tensor
+
+
+class NetworkEvaluator:
+    """An `INetworkDefinition` as a function of torch tensors.
+
+    It reads the network that TensorRT compiles, so converters and lowering are covered; what the compiler does afterwards is
+    not. Every tensor is checked against the dtype and shape that TensorRT inferred. What each layer computes is our reading
+    of TensorRT's documentation, tested against torch and, for integers, against TensorRT's own shape arithmetic.
+
+    Args:
+        network: From `tensorrt` or `tensorrt_rtx`, whichever built it, complete, with everything its weights point to alive.
+        constants: Tensors by layer name, for constants that TensorRT's Python cannot show (bfloat16).
+
+    Raises:
+        VerificationError: If a layer is of a kind or has a setting that is not modelled, or the network is invalid.
+
+    Example:
+        >>> evaluator = NetworkEvaluator(network)
+        >>> evaluator.run({"input_ids": torch.tensor([[7]]), ...})["output0"]
+    """
+
+    def __init__(self, network: Any, constants: Mapping[str, torch.Tensor] | None = None) -> None:
+        # Not imported: regular TensorRT and TensorRT-RTX have the same classes under two names.
+        module = sys.modules[type(network).__module__]
+        if not network.get_flag(module.NetworkDefinitionCreationFlag.STRONGLY_TYPED):
+            raise VerificationError("the network is not strongly typed: TensorRT may compute any layer in another precision")
+        constants = dict(constants or {})
+        layers = [read_layer(network.get_layer(index), module, constants) for index in range(network.num_layers)]
+        self.inputs = {spec.name: spec for spec in (read_tensor(network.get_input(i)) for i in range(network.num_inputs))}
+        self.outputs = {spec.name: spec for spec in (read_tensor(network.get_output(i)) for i in range(network.num_outputs))}
+        #: Output name -> name of the input whose memory it shares.
+        self.aliases = check_aliases(layers, self.inputs.keys(), self.outputs.keys())
+        #: Number of layers by kind.
+        self.layer_counts = dict(Counter(layer.kind for layer in layers))
+        self._steps = [(layer, KINDS[layer.kind].prepare(layer)) for layer in _ordered(layers, self.inputs)]
+        self._last_use = {
+            spec.name: step for step, (layer, _) in enumerate(self._steps) for spec in (*layer.inputs, *layer.outputs) if spec
+        }
+
+    @torch.no_grad()
+    def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """One execution.
+
+        Args:
+            inputs: A CPU tensor for each network input, by name. None is changed.
+
+        Returns:
+            The network's outputs by name; they may share memory with inputs.
+
+        Raises:
+            InputError: If an input is missing, unknown, or of another dtype or shape.
+            VerificationError: If a tensor contradicts what TensorRT inferred, or a layer meets values for which TensorRT
+                defines no result.
+        """
+        tensors = self._checked(inputs)
+        for step, (layer, compute) in enumerate(self._steps):
+            operands = [None if spec is None else tensors[spec.name] for spec in layer.inputs]
+            try:
+                results = compute(*operands)
+            except (RuntimeError, IndexError, ValueError, TypeError, ArithmeticError) as error:
+                shapes = ", ".join("none" if tensor is None else str(list(tensor.shape)) for tensor in operands)
+                raise VerificationError(f"{layer} cannot be evaluated on {shapes}: {error}") from error
+            results = results if isinstance(results, tuple) else (results,)
+            for spec, result in zip(layer.outputs, results, strict=True):
+                contradiction = spec.check(result)
+                if contradiction:
+                    raise VerificationError(f"{layer}: {spec.name!r} {contradiction}")
+                tensors[spec.name] = result
+            for spec in (*layer.inputs, *layer.outputs):
+                if spec and self._last_use[spec.name] == step and spec.name not in self.outputs:
+                    tensors.pop(spec.name, None)
+        return {name: tensors[name] for name in self.outputs}
+
+    def _checked(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        wrong = sorted(inputs.keys() ^ self.inputs.keys())
+        if wrong:
+            raise InputError(f"inputs {', '.join(wrong)} are missing or unknown; the network has {', '.join(self.inputs)}")
+        for name, spec in self.inputs.items():
+            contradiction = spec.check(inputs[name])
+            if contradiction:
+                raise InputError(f"input {name!r} {contradiction}")
+        return dict(inputs)
+
+
+def _ordered(layers: list[NetworkLayer], inputs: Mapping[str, TensorSpec]) -> list[NetworkLayer]:
+    """Producers before consumers; a network lists layers as they were added, and dynamic shapes refer forward."""
+    producers = {spec.name: index for index, layer in enumerate(layers) for spec in layer.outputs}
+    graph: dict[int, list[int]] = {}
+    for index, layer in enumerate(layers):
+        read = [spec.name for spec in layer.inputs if spec and spec.name not in inputs]
+        unknown = [name for name in read if name not in producers]
+        if unknown:
+            raise layer.wrong(f"reads {unknown[0]!r}, which nothing makes")
+        graph[index] = [producers[name] for name in read]
+    return [layers[index] for index in TopologicalSorter(graph).static_order()]

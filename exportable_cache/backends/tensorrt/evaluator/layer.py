@@ -1,0 +1,231 @@
+"""One layer of a network definition, read once: kind, tensors, attributes; and the registry of what each kind computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from ....errors import VerificationError
+from .dtypes import torch_dtype
+
+#: What a layer computes: its input tensors, None where one is absent, to its one output or its several ones.
+Compute = Callable[..., "torch.Tensor | tuple[torch.Tensor, ...]"]
+
+# Attributes of every layer. Those that regular TensorRT has besides only matter in weakly typed networks, which are refused.
+_COMMON = frozenset({"metadata", "name", "num_inputs", "num_outputs", "num_ranks", "precision", "precision_is_set", "type"})
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What TensorRT inferred of a tensor.
+
+    Attributes:
+        name: Unique in the network.
+        dtype: Element type.
+        shape: Sizes, -1 where they are known at run time only.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def check(self, tensor: torch.Tensor) -> str | None:
+        """What of `tensor` contradicts this, as half a sentence, or None."""
+        if tensor.dtype != self.dtype:
+            return f"has dtype {tensor.dtype}, TensorRT inferred {self.dtype}"
+        if tensor.dim() != len(self.shape) or any(size not in (-1, is_) for size, is_ in zip(self.shape, tensor.shape)):
+            return f"has shape {list(tensor.shape)}, TensorRT inferred {list(self.shape)}"
+        return None
+
+
+@dataclass(frozen=True)
+class NetworkLayer:
+    """A layer with everything that decides what it computes.
+
+    Attributes:
+        kind: Name of its `LayerType`, such as `ELEMENTWISE`.
+        name: As given by whoever built the network.
+        inputs: Tensors it reads, None where an optional one is absent.
+        outputs: Tensors it makes.
+        attributes: By name; enum members stand as their names, dims as tuples or None where they were never set.
+        constants: Tensors that the network cannot show (see `NetworkEvaluator`), by layer name.
+    """
+
+    kind: str
+    name: str
+    inputs: tuple[TensorSpec | None, ...]
+    outputs: tuple[TensorSpec, ...]
+    attributes: Mapping[str, Any]
+    constants: Mapping[str, torch.Tensor]
+
+    def __str__(self) -> str:
+        return f"layer {self.name!r} ({self.kind})"
+
+    def __getitem__(self, attribute: str) -> Any:
+        return self.attributes[attribute]
+
+    def has_input(self, index: int) -> bool:
+        """Whether the optional input at `index` is given."""
+        return index < len(self.inputs) and self.inputs[index] is not None
+
+    def unsupported(self, what: str) -> VerificationError:
+        """The error for a setting that the evaluator does not model."""
+        return VerificationError(
+            f"{self} {what}, which the reference evaluator does not model; "
+            "extend exportable_cache/backends/tensorrt/evaluator, or verify on a GPU"
+        )
+
+    def wrong(self, what: str) -> VerificationError:
+        """The error for values that TensorRT leaves undefined."""
+        return VerificationError(f"{self} {what}")
+
+    def choose(self, attribute: str, choices: Mapping[str, Any]) -> Any:
+        """The entry of `choices` for an enum attribute.
+
+        Raises:
+            VerificationError: If it is none of them.
+        """
+        value = self.attributes[attribute]
+        if value not in choices:
+            raise self.unsupported(f"has {attribute} {value}")
+        return choices[value]
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """How one kind of layer is evaluated.
+
+    Attributes:
+        class_name: TensorRT's class, whose attributes are read.
+        prepare: `layer -> Compute`; checks settings before anything runs.
+        honours: Attributes that `prepare` looks at.
+        expects: Attributes that change nothing at this value and are refused at any other.
+        inputs: Fewest and most inputs.
+        same_dtype: Positions of inputs whose dtypes must agree; torch would promote, a strongly typed network may not.
+    """
+
+    class_name: str
+    prepare: Callable[[NetworkLayer], Compute]
+    honours: tuple[str, ...] = ()
+    expects: Mapping[str, Any] = field(default_factory=dict)
+    inputs: tuple[int, int] = (1, 1)
+    same_dtype: tuple[int, ...] = ()
+
+
+#: Layer kind -> how it is evaluated.
+KINDS: dict[str, LayerKind] = {}
+
+
+def layer_kind(kind: str, class_name: str, **options: Any) -> Callable[[Callable], Callable]:
+    """Register the decorated `prepare` function for a kind; the options are fields of `LayerKind`."""
+
+    def register(prepare: Callable[[NetworkLayer], Compute]) -> Callable[[NetworkLayer], Compute]:
+        KINDS[kind] = LayerKind(class_name, prepare, **options)
+        return prepare
+
+    return register
+
+
+def read_tensor(tensor: Any) -> TensorSpec:
+    """What TensorRT inferred of an `ITensor`.
+
+    Raises:
+        VerificationError: If it could infer no shape: the network is invalid, and the TensorRT log says why.
+    """
+    try:
+        shape = tuple(tensor.shape)
+    except ValueError as error:  # dims of rank -1
+        raise VerificationError(f"TensorRT could not infer the shape of {tensor.name!r}; its log says why") from error
+    return TensorSpec(tensor.name, torch_dtype(tensor.dtype.name), shape)
+
+
+def read_layer(layer: Any, module: ModuleType, constants: Mapping[str, torch.Tensor]) -> NetworkLayer:
+    """Read a layer of a network.
+
+    Args:
+        layer: What `INetworkDefinition.get_layer` gave.
+        module: The TensorRT module that the network comes from.
+        constants: See `NetworkLayer`.
+
+    Raises:
+        VerificationError: If the kind is unknown, or has an attribute or a setting that is.
+    """
+    # By way of the base class: `IActivationLayer.type` hides the kind.
+    kind = module.ILayer.type.fget(layer).name
+    known = KINDS.get(kind)
+    if known is None:
+        raise VerificationError(
+            f"layer {layer.name!r} is of kind {kind}, which the reference evaluator does not know; "
+            f"it knows {', '.join(sorted(KINDS))}"
+        )
+    # TensorRT hands out layers as their base class, and one object to all who hold it.
+    base = layer.__class__
+    layer.__class__ = getattr(module, known.class_name)
+    try:
+        read = _read(layer, kind, constants)
+    finally:
+        layer.__class__ = base
+    if getattr(layer, "num_ranks", 1) != 1:
+        raise read.unsupported(f"runs on {layer.num_ranks} devices")
+    check_attributes(read, read.attributes, known.honours, known.expects)
+    fewest, most = known.inputs
+    if not fewest <= len(read.inputs) <= most:
+        raise read.unsupported(f"has {len(read.inputs)} inputs")
+    dtypes = {read.inputs[index].dtype for index in known.same_dtype if read.has_input(index)}
+    if len(dtypes) > 1:
+        raise read.wrong(f"mixes {' and '.join(sorted(map(str, dtypes)))}; a strongly typed network may not")
+    return read
+
+
+def _read(layer: Any, kind: str, constants: Mapping[str, torch.Tensor]) -> NetworkLayer:
+    return NetworkLayer(
+        kind=kind,
+        name=layer.name,
+        inputs=tuple(None if tensor is None else read_tensor(tensor) for tensor in _inputs(layer)),
+        outputs=tuple(read_tensor(layer.get_output(index)) for index in range(layer.num_outputs)),
+        attributes={name: _plain(getattr(layer, name)) for name in attribute_names(type(layer), _COMMON)},
+        constants=constants,
+    )
+
+
+def check_attributes(
+    layer: NetworkLayer, attributes: Mapping[str, Any], honours: Iterable[str], expects: Mapping[str, Any]
+) -> None:
+    """Refuse attributes that nobody looks at, and settings that nobody models."""
+    for name, value in attributes.items():
+        if name in expects:
+            if value != expects[name]:
+                raise layer.unsupported(f"has {name} {value}")
+        elif name not in honours:
+            raise layer.unsupported(f"has an attribute {name}")
+
+
+def attribute_names(cls: type, without: Iterable[str] = ()) -> list[str]:
+    """Public properties of a TensorRT class."""
+    hidden = set(without)
+    # `IActivationLayer.type` is an attribute of its own.
+    if "type" in vars(cls):
+        hidden.discard("type")
+    return [
+        name for name in dir(cls) if not name.startswith("_") and name not in hidden and isinstance(getattr(cls, name), property)
+    ]
+
+
+def _inputs(layer: Any) -> Iterable[Any]:
+    return (layer.get_input(index) for index in range(layer.num_inputs))
+
+
+def _plain(value: Any) -> Any:
+    """An attribute without TensorRT types: enum members as names, dims as tuples, unset dims as None."""
+    if hasattr(type(value), "__members__"):
+        return value.name
+    if type(value).__name__ in ("Dims", "Dims2", "Dims3", "Dims4", "DimsHW", "Permutation"):
+        try:
+            return tuple(value)
+        except ValueError:  # rank -1
+            return None
+    return value

@@ -1,0 +1,43 @@
+import pytest
+import torch
+
+from .networks import assert_caught, assert_same, evaluate, random, trt
+
+M = trt.MatrixOperation
+
+
+def multiply(left, right):
+    return lambda net, a, b: net.add_matrix_multiply(a, left, b, right)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("left", "right"), [(M.NONE, M.NONE), (M.TRANSPOSE, M.NONE), (M.NONE, M.TRANSPOSE)])
+def test_matrix_multiply(left, right, dtype):
+    a, b = random(2, 1, 4, 4, dtype=dtype), random(1, 3, 4, 4, dtype=dtype, seed=1)
+    expected = ((a.mT if left == M.TRANSPOSE else a).float() @ (b.mT if right == M.TRANSPOSE else b).float()).to(dtype)
+    assert_same(evaluate(multiply(left, right), a, b), expected)
+    flipped = {M.NONE: M.TRANSPOSE, M.TRANSPOSE: M.NONE}
+    assert_caught(evaluate(multiply(flipped[left], right), a, b), expected)
+    assert_caught(evaluate(multiply(left, flipped[right]), a, b), expected)
+
+
+def test_vectors():
+    a, b, c = random(3, 4), random(4, seed=1), random(3, seed=2)
+    assert_same(evaluate(multiply(M.NONE, M.VECTOR), a, b), a @ b)
+    assert_same(evaluate(multiply(M.VECTOR, M.NONE), c, a), c @ a)
+    assert_same(evaluate(multiply(M.VECTOR, M.VECTOR), b, random(4, seed=3)), b @ random(4, seed=3))
+    square = random(4, 4)
+    assert_caught(evaluate(multiply(M.TRANSPOSE, M.VECTOR), square, b), square @ b)
+
+
+def test_products_of_half_precision_are_accumulated_in_float32():
+    a = torch.ones(1, 4096, dtype=torch.float16)
+    assert evaluate(multiply(M.NONE, M.TRANSPOSE), a, a).item() == 4096
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_einsum(dtype):
+    a, b = random(2, 3, 3, dtype=dtype), random(2, 3, 3, dtype=dtype, seed=1)
+    expected = torch.einsum("bij,bkj->bik", a.float(), b.float()).to(dtype)
+    assert_same(evaluate(lambda net, a, b: net.add_einsum([a, b], "bij,bkj->bik"), a, b), expected)
+    assert_caught(evaluate(lambda net, a, b: net.add_einsum([a, b], "bij,bjk->bik"), a, b), expected)
