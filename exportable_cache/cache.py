@@ -153,6 +153,11 @@ class ExportableCache(Cache):
         return self.layers[0].cumulative_length.shape[0]
 
     @property
+    def device(self) -> torch.device:
+        """Where the state lives."""
+        return self.layers[0].device
+
+    @property
     def cumulative_length(self) -> torch.Tensor:
         """Tokens seen per row, int64 [batch_size]: the first layer's."""
         return self.layers[0].cumulative_length

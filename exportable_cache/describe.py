@@ -13,8 +13,9 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from .layout import layer_types_and_windows
-from .manifest import SCHEMA_VERSION, STATE_PREFIX, File, Layer, Manifest, Method, ProgramEntry, Signature, Tensor
+from .manifest import LOGITS, SCHEMA_VERSION, STATE_PREFIX, File, Layer, Manifest, Method, ProgramEntry, Signature, Tensor
 from .methods import Method as ProgramMethod
+from .methods import TensorSpec
 from .program import Form, Logits, Program
 
 _PACKAGES = ("exportable-cache", "torch", "transformers")
@@ -126,14 +127,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def _method(program: Program, method: ProgramMethod, vocab_size: int) -> Method:
-    length: int | str = method.min_length if method.min_length == method.max_length else "length"
-    inputs = [
-        Signature(name="input_ids", dtype="int64", shape=["batch", length]),
-        Signature(name="input_pos", dtype="int64", shape=["batch"]),
-    ]
-    logits_shape: list[int | str] = ["batch", vocab_size] if program.logits is Logits.LAST else ["batch", length, vocab_size]
-    outputs = [Signature(name="logits", dtype=dtype_name(program.model.dtype), shape=logits_shape)]
-    if program.form is Form.EXPLICIT:
+    inputs, outputs = [_signature(spec) for spec in method.inputs], [_signature(spec) for spec in method.outputs]
+    if method.is_step:
+        length = method.inputs[0].shape[1]
+        shape = ("batch", vocab_size) if program.logits is Logits.LAST else ("batch", length, vocab_size)
+        outputs = [_signature(TensorSpec(LOGITS, dtype_name(program.model.dtype), shape))]
+    if method.is_step and program.form is Form.EXPLICIT:
         state = [
             Signature(name=f"{STATE_PREFIX}{name}", dtype=dtype_name(tensor.dtype), shape=["batch", *tensor.shape[1:]])
             for name, tensor in program.cache.named_state()
@@ -143,6 +142,11 @@ def _method(program: Program, method: ProgramMethod, vocab_size: int) -> Method:
         min_length=method.min_length,
         max_length=method.max_length,
         read_length=method.read_length,
+        ranges=dict(method.ranges),
         inputs=inputs,
         outputs=outputs,
     )
+
+
+def _signature(spec: TensorSpec) -> Signature:
+    return Signature(name=spec.name, dtype=spec.dtype, shape=list(spec.shape))

@@ -17,6 +17,7 @@ from .errors import BundleError
 from .files import PARTIAL, retired_folder
 from .layers import CacheLayer
 from .methods import Method as ProgramMethod
+from .methods import TensorSpec
 from .program import Form, Logits
 
 SCHEMA_VERSION = 1
@@ -25,6 +26,9 @@ MANIFEST_FILE = "manifest.json"
 # What the names of an explicit program's state tensors begin with, among the inputs and outputs of its methods.
 STATE_PREFIX = "cache."
 
+#: Name of a step's first output.
+LOGITS = "logits"
+
 
 class _Entry(BaseModel):
     # `class` is a keyword, so that field goes by an alias; files and dumps both use it.
@@ -32,7 +36,7 @@ class _Entry(BaseModel):
 
 
 class Signature(_Entry):
-    """One input or output: `shape` has numbers, and "batch" and "length" where a method takes any length of its range."""
+    """One input or output: `shape` has numbers, and names of sizes: "batch", "length" and those of the method's `ranges`."""
 
     name: str
     dtype: str
@@ -45,6 +49,8 @@ class Method(_Entry):
     min_length: int = Field(ge=1)
     max_length: int = Field(ge=1)
     read_length: int | None = Field(default=None, ge=1)
+    # Least and most of every size named in a shape, besides "batch" and "length".
+    ranges: dict[str, tuple[int, int]] = {}
     inputs: list[Signature]
     outputs: list[Signature]
 
@@ -53,6 +59,30 @@ class Method(_Entry):
         if self.min_length > self.max_length:
             raise ValueError(f"min_length is {self.min_length}, above max_length {self.max_length}")
         return self
+
+    @model_validator(mode="after")
+    def _every_size_is_known(self) -> Method:
+        known = {"batch", "length", *self.ranges}
+        for signature in self.inputs:
+            unknown = [size for size in signature.shape if isinstance(size, str) and size not in known]
+            if unknown:
+                raise ValueError(f"input {signature.name!r} has a size {unknown[0]!r}, ranges has {_names(self.ranges)}")
+        return self
+
+    @property
+    def is_step(self) -> bool:
+        """Whether it feeds tokens over the cache and gives logits."""
+        return any(signature.name == LOGITS for signature in self.outputs)
+
+    def described(self, name: str) -> ProgramMethod:
+        """The same as a runner knows it: without the state tensors."""
+        inputs, outputs = (
+            tuple(
+                TensorSpec(item.name, item.dtype, tuple(item.shape)) for item in items if not item.name.startswith(STATE_PREFIX)
+            )
+            for items in (self.inputs, () if self.is_step else self.outputs)
+        )
+        return ProgramMethod(name, self.min_length, self.max_length, self.read_length, inputs, dict(self.ranges), outputs)
 
 
 class ProgramEntry(_Entry):
@@ -67,7 +97,7 @@ class ProgramEntry(_Entry):
     @field_validator("methods")
     @classmethod
     def _can_decode(cls, methods: dict[str, Method]) -> dict[str, Method]:
-        if not any(method.min_length == 1 and method.read_length is None for method in methods.values()):
+        if not any(method.is_step and method.min_length == 1 and method.read_length is None for method in methods.values()):
             raise ValueError(f"none of the methods {', '.join(methods) or '(none)'} takes one token at every position")
         return methods
 
@@ -75,7 +105,7 @@ class ProgramEntry(_Entry):
     def _state_is_where_the_form_says(self) -> ProgramEntry:
         for name, method in self.methods.items():
             explicit = any(signature.name.startswith(STATE_PREFIX) for signature in method.inputs)
-            if explicit is not (self.form is Form.EXPLICIT):
+            if method.is_step and explicit is not (self.form is Form.EXPLICIT):
                 takes = "takes" if explicit else "does not take"
                 raise ValueError(f"form is {self.form.value!r}, but method {name!r} {takes} the cache as an input")
         return self
@@ -224,10 +254,7 @@ class Manifest(_Entry):
     def description(self) -> ProgramDescription:
         """What the target's runner is told."""
         return ProgramDescription(
-            methods={
-                name: ProgramMethod(name, method.min_length, method.max_length, method.read_length)
-                for name, method in self.program.methods.items()
-            },
+            methods={name: method.described(name) for name, method in self.program.methods.items()},
             form=self.program.form,
             logits=self.program.logits,
             batch_size=self.program.batch_size,

@@ -1,10 +1,10 @@
-"""The entry points of a program, and which of them serves a step."""
+"""The entry points of a program: which tensors each takes, and which of them serves a step."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .cache import ExportableCache
 from .errors import InputError
@@ -15,30 +15,80 @@ SMALLEST_BUCKET = 128
 
 
 @dataclass(frozen=True)
+class TensorSpec:
+    """A tensor that a method takes or gives: `TensorSpec("input_ids", "int64", ("batch", "length"))`.
+
+    Attributes:
+        name: Of the argument.
+        dtype: Name of a torch dtype.
+        shape: Numbers, and names of sizes: "batch" is the program's batch size, "length" runs over the method's range,
+            others over the range that `Method.ranges` gives them.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
 class Method:
     """One entry point: `Method("prefill", 2, 256)` takes 2 to 256 new tokens per row, `Method("decode", 1, 1)` one.
 
     Attributes:
         name: In the program.
-        min_length: Fewest new tokens per row.
-        max_length: Most new tokens per row.
+        min_length: Least size named "length": fewest new tokens per row.
+        max_length: Largest size named "length": most new tokens per row.
         read_length: Serves steps that leave no row longer than this, and reads the cache no further; None for all.
+        inputs: What it takes, in order; `text_inputs` by default.
+        ranges: Least and most of every other named size but "batch".
+        outputs: What it gives, if that is not the logits of a step: then it takes no part in steps and has no cache.
     """
 
     name: str
     min_length: int
     max_length: int
     read_length: int | None = None
+    inputs: tuple[TensorSpec, ...] = ()
+    ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    outputs: tuple[TensorSpec, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.inputs:
+            object.__setattr__(self, "inputs", text_inputs(self.min_length, self.max_length))
+
+    @property
+    def is_step(self) -> bool:
+        """Whether it feeds tokens over the cache and gives logits."""
+        return not self.outputs
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        """Names of the inputs, in order."""
+        return tuple(spec.name for spec in self.inputs)
+
+    @property
+    def dynamic_sizes(self) -> dict[str, tuple[int, int]]:
+        """Every named size that may differ from call to call, with its range."""
+        sizes = {"length": (self.min_length, self.max_length), **self.ranges}
+        used = {size for spec in self.inputs for size in spec.shape}
+        return {name: limits for name, limits in sizes.items() if name in used and limits[0] != limits[1]}
 
     def serves(self, size: int, end: int) -> bool:
         """Whether it takes `size` new tokens after which the longest row holds `end`."""
-        return self.min_length <= size <= self.max_length and (self.read_length is None or end <= self.read_length)
+        in_range = self.min_length <= size <= self.max_length
+        return self.is_step and in_range and (self.read_length is None or end <= self.read_length)
+
+
+def text_inputs(min_length: int, max_length: int) -> tuple[TensorSpec, ...]:
+    """What a text decoder takes: token ids [batch, length], and the position of each row's first [batch]."""
+    length: int | str = min_length if min_length == max_length else "length"
+    return TensorSpec("input_ids", "int64", ("batch", length)), TensorSpec("input_pos", "int64", ("batch",))
 
 
 def methods_for(
     cache: ExportableCache, prefill_length: int | None = None, forward: bool = False, buckets: Sequence[int] = ()
 ) -> dict[str, Method]:
-    """The methods of a program over `cache`.
+    """The methods of a text decoder over `cache`.
 
     Args:
         prefill_length: Longest chunk of a prompt; longer prompts go through in several. `DEFAULT_PREFILL_LENGTH`, or
@@ -49,12 +99,7 @@ def methods_for(
     Raises:
         InputError: If `prefill_length` is not positive or exceeds what the cache holds, or a bucket is not positive.
     """
-    limit = cache.max_length
-    if prefill_length is None:
-        prefill_length = DEFAULT_PREFILL_LENGTH if limit is None else min(DEFAULT_PREFILL_LENGTH, limit)
-    if prefill_length < 1 or (limit is not None and prefill_length > limit):
-        allowed = "at least 1" if limit is None else f"1 to {limit}, the tokens the cache holds"
-        raise InputError(f"prefill_length is {prefill_length}; it must be {allowed}")
+    prefill_length = checked_prefill_length(cache, prefill_length)
     methods = [Method("decode", 1, 1)]
     if prefill_length > 1:
         methods.append(Method("prefill", 2, prefill_length))
@@ -67,6 +112,21 @@ def methods_for(
         if prefill_length > 1 and bucket > 1:
             methods.append(Method(f"prefill_{bucket}", 2, min(prefill_length, bucket), bucket))
     return {method.name: method for method in methods}
+
+
+def checked_prefill_length(cache: ExportableCache, prefill_length: int | None) -> int:
+    """The longest chunk of a prompt: the given one, or the default.
+
+    Raises:
+        InputError: If it is not positive or exceeds what the cache holds.
+    """
+    limit = cache.max_length
+    if prefill_length is None:
+        return DEFAULT_PREFILL_LENGTH if limit is None else min(DEFAULT_PREFILL_LENGTH, limit)
+    if prefill_length < 1 or (limit is not None and prefill_length > limit):
+        allowed = "at least 1" if limit is None else f"1 to {limit}, the tokens the cache holds"
+        raise InputError(f"prefill_length is {prefill_length}; it must be {allowed}")
+    return prefill_length
 
 
 def length_buckets(cache: ExportableCache, smallest: int = SMALLEST_BUCKET) -> list[int]:
@@ -92,7 +152,7 @@ def chunk_sizes(methods: Mapping[str, Method], length: int) -> list[int]:
 
     Long prompts go through in chunks of the longest method; what is left and too short for any goes token by token.
     """
-    anywhere = [method for method in methods.values() if method.read_length is None]
+    anywhere = [method for method in methods.values() if method.is_step and method.read_length is None]
     longest = max(method.max_length for method in anywhere)
     whole, rest = divmod(length, longest)
     chunks = [longest] * whole

@@ -1,4 +1,4 @@
-"""A model with its cache as a traceable module: two forms of state, two methods, one signature."""
+"""A model with its cache as traceable modules: two forms of state, one module per method."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
+from types import FunctionType, MethodType
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -33,21 +35,22 @@ class Logits(str, Enum):
 
 
 class ProgramModule(nn.Module):
-    """What both forms share: run the model over a cache at explicit positions.
+    """One method over a cache; `forward` takes the method's inputs, by name or in order. See the two forms below.
 
     Args:
-        model: A transformers causal LM in eval mode.
-        cache: Its layers.
-        logits: Which logits to return.
-        read_length: Tokens that no row exceeds after a step: the cache is read no further. None for all of it.
+        model: The model.
+        cache: Its cache.
+        method: Which inputs to take.
+        logits: Which logits to give.
     """
 
-    def __init__(self, model: PreTrainedModel, cache: ExportableCache, logits: Logits, read_length: int | None) -> None:
+    def __init__(self, model: PreTrainedModel, cache: ExportableCache, method: Method, logits: Logits = Logits.LAST) -> None:
         super().__init__()
         self.model = model
         self.layout = cache
+        self.method = method
         self.logits = logits
-        self.read_length = read_length
+        self.forward = MethodType(_forward_with((*method.input_names, *self.further_arguments)), self)
         # Most models can leave out the head's work for all but the last token; the others are sliced after it.
         parameters = inspect.signature(model.forward).parameters
         self.keeps_last = logits is Logits.LAST and "logits_to_keep" in parameters
@@ -55,10 +58,13 @@ class ProgramModule(nn.Module):
         own_rule = any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules())
         self.takes_positions = "position_ids" in parameters and not own_rule
 
-    def run(self, input_ids: torch.Tensor, input_pos: torch.Tensor, cache: ExportableCache) -> torch.Tensor:
+    #: What `forward` takes after the method's inputs.
+    further_arguments: ClassVar[tuple[str, ...]] = ()
+
+    def run(self, cache: ExportableCache, input_ids: torch.Tensor, input_pos: torch.Tensor) -> torch.Tensor:
         """Logits [batch, vocab] or [batch, length, vocab] of `input_ids` [batch, length] at `input_pos` [batch]."""
         for layer in cache.layers:
-            layer.read_length = self.read_length
+            layer.read_length = self.method.read_length
         options = {}
         if self.takes_positions:
             options["position_ids"] = input_pos[:, None] + torch.arange(input_ids.shape[1], device=input_ids.device)
@@ -74,10 +80,8 @@ class ResidentModule(ProgramModule):
     Position 0 starts a sequence anew without touching the buffers, and an earlier position takes tokens back.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, cache: ExportableCache, logits: Logits = Logits.LAST, read_length: int | None = None
-    ) -> None:
-        super().__init__(model, cache, logits, read_length)
+    def __init__(self, model: PreTrainedModel, cache: ExportableCache, method: Method, logits: Logits = Logits.LAST) -> None:
+        super().__init__(model, cache, method, logits)
         self.state_buffers = {
             name: name.replace(".", "_") for name, _ in cache.named_state() if not name.endswith(".cumulative_length")
         }
@@ -85,46 +89,48 @@ class ResidentModule(ProgramModule):
             if name in self.state_buffers:
                 self.register_buffer(self.state_buffers[name], tensor, persistent=False)
 
-    def forward(self, input_ids: torch.Tensor, input_pos: torch.Tensor) -> torch.Tensor:
+    def call(self, **inputs: torch.Tensor) -> torch.Tensor:
         """
         Args:
-            input_ids: int64 [batch, length].
-            input_pos: int64 [batch], position of each row's first token.
+            **inputs: The method's, such as input_ids int64 [batch, length] and input_pos int64 [batch], the position of each
+                row's first token.
 
         Returns:
             Logits [batch, vocab], or [batch, length, vocab] if all were asked for.
         """
         tensors = {name: getattr(self, buffer) for name, buffer in self.state_buffers.items()}
-        cache = self.layout.with_state(tensors, lengths=input_pos)
+        cache = self.layout.with_state(tensors, lengths=inputs["input_pos"])
         for layer in cache.layers:
             layer.counts = False
-        return self.run(input_ids, input_pos, cache)
+        return self.run(cache, **inputs)
 
 
 class ExplicitModule(ProgramModule):
     """The cache is an input and an output, in its registered pytree form; no input is mutated."""
 
-    def __init__(
-        self, model: PreTrainedModel, cache: ExportableCache, logits: Logits = Logits.LAST, read_length: int | None = None
-    ) -> None:
-        super().__init__(model, cache, logits, read_length)
+    further_arguments = ("cache",)
 
-    def forward(
-        self, input_ids: torch.Tensor, input_pos: torch.Tensor, cache: ExportableCache
-    ) -> tuple[torch.Tensor, ExportableCache]:
+    def call(self, cache: ExportableCache, **inputs: torch.Tensor) -> tuple[torch.Tensor, ExportableCache]:
         """
         Args:
-            input_ids: int64 [batch, length].
-            input_pos: int64 [batch], position of each row's first token; the lengths inside `cache` are not read.
-            cache: State before the step.
+            cache: State before the step; the lengths inside are not read.
+            **inputs: See `ResidentModule`.
 
         Returns:
             Logits as in `ResidentModule`, and the cache after the step.
         """
-        cache = cache.with_state(dict(cache.named_state()), lengths=input_pos)
+        cache = cache.with_state(dict(cache.named_state()), lengths=inputs["input_pos"])
         for layer in cache.layers:
             layer.in_place = False
-        return self.run(input_ids, input_pos, cache), cache
+        return self.run(cache, **inputs), cache
+
+
+def _forward_with(names: Sequence[str]) -> FunctionType:
+    """A `forward` whose parameters have these names: the tracer names a graph's inputs after them."""
+    namespace: dict[str, FunctionType] = {}
+    passed = ", ".join(f"{name}={name}" for name in names)
+    exec(f"def forward(self, {', '.join(names)}):\n    return self.call({passed})\n", namespace)
+    return namespace["forward"]
 
 
 @contextmanager
@@ -190,10 +196,7 @@ class Program:
         zeros = {name: torch.zeros_like(tensor) for name, tensor in cache.named_state()}
         self.cache = cache.with_state(zeros)
         module_class = ResidentModule if self.form is Form.RESIDENT else ExplicitModule
-        self.modules = {
-            length: module_class(model, self.cache, self.logits, length)
-            for length in {method.read_length for method in self.methods.values()}
-        }
+        self.modules = {name: module_class(model, self.cache, method, self.logits) for name, method in self.methods.items()}
 
     @property
     def batch_size(self) -> int:
@@ -201,18 +204,19 @@ class Program:
         return self.cache.batch_size
 
     def example_inputs(self, method: Method) -> tuple:
-        """Inputs of the right shapes for one method."""
-        # Away from both ends of the range, so that no bound is taken for the length itself.
-        length = min(max(2, min(method.max_length - 1, 7)), method.max_length)
-        device = self.cache.layers[0].device
-        inputs = (
-            torch.zeros(self.batch_size, length, dtype=torch.int64, device=device),
-            torch.zeros(self.batch_size, dtype=torch.int64, device=device),
+        """Inputs of the right shapes for one method; of an explicit program also the cache."""
+        sizes = {"batch": self.batch_size}
+        for name, (least, most) in method.dynamic_sizes.items():
+            # Away from both ends of the range, so that no bound is taken for the size itself.
+            sizes[name] = min(max(2, min(most - 1, 7)), most)
+        inputs = tuple(
+            torch.zeros([sizes.get(size, size) for size in spec.shape], dtype=getattr(torch, spec.dtype), device=self.cache.device)
+            for spec in method.inputs
         )
         return inputs if self.form is Form.RESIDENT else (*inputs, self.cache)
 
     def export(self, name: str, strict: bool = False) -> ExportedProgram:
-        """Trace one method with torch.export; the length of a prefill is dynamic.
+        """Trace one method with torch.export; sizes that the method has a range for are dynamic.
 
         Args:
             name: Of the method.
@@ -223,17 +227,19 @@ class Program:
         """
         method = self.methods[name]
         inputs = self.example_inputs(method)
-        dynamic = None
-        if method.min_length != method.max_length:
-            dynamic = ShapesCollection()
-            dynamic[inputs[0]] = {1: Dim("length", min=method.min_length, max=method.max_length)}
+        dynamic = ShapesCollection()
+        sizes = {name: Dim(name, min=least, max=most) for name, (least, most) in method.dynamic_sizes.items()}
+        for spec, example in zip(method.inputs, inputs):
+            named = {index: sizes[size] for index, size in enumerate(spec.shape) if size in sizes}
+            if named:
+                dynamic[example] = named
         with torch.no_grad(), attention_of(self.model, self.attention, self.experts):
             # The range starts at 2 while strides are compared for every length: such guards become runtime asserts.
             try:
                 return torch.export.export(
-                    self.modules[method.read_length],
+                    self.modules[name],
                     inputs,
-                    dynamic_shapes=dynamic,
+                    dynamic_shapes=dynamic if sizes else None,
                     strict=strict,
                     prefer_deferred_runtime_asserts_over_guards=True,
                 )

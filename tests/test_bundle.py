@@ -91,6 +91,7 @@ def test_manifest_records_the_program(original: Path, model: Any) -> None:
         "min_length": 2,
         "max_length": 13,
         "read_length": None,
+        "ranges": {},
         "inputs": [
             {"name": "input_ids", "dtype": "int64", "shape": ["batch", "length"]},
             {"name": "input_pos", "dtype": "int64", "shape": ["batch"]},

@@ -31,16 +31,17 @@ class Runner(Protocol):
 
     methods: Mapping[str, Method]
 
-    def run(self, method: str, input_ids: torch.Tensor, input_pos: torch.Tensor) -> torch.Tensor:
-        """One step.
+    def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor:
+        """One call.
 
         Args:
-            method: `prefill` or `decode`.
-            input_ids: int64 [batch, length], length within the method's range.
-            input_pos: int64 [batch], position of each row's first token; 0 starts anew, an earlier one takes tokens back.
+            method: Name of one of `methods`.
+            *inputs: The tensors that the method takes, in the order of `Method.inputs`: for text these are input_ids int64
+                [batch, length] and input_pos int64 [batch], the position of each row's first token; 0 starts anew, an
+                earlier one takes tokens back.
 
         Returns:
-            Logits [batch, vocab], safe to keep.
+            What the method gives, such as logits [batch, vocab], safe to keep.
         """
         ...
 

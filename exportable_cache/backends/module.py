@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType
 
 import torch
@@ -39,41 +39,45 @@ class ModuleRunner:
     ) -> None:
         model.set_attn_implementation(ATTENTION)
         self.methods: Mapping[str, Method] = methods_for(cache, prefill_length, buckets=buckets)
-        self.modules = {
-            length: ResidentModule(model, cache, read_length=length)
-            for length in {method.read_length for method in self.methods.values()}
-        }
+        self.modules = {name: ResidentModule(model, cache, method) for name, method in self.methods.items()}
         self._compiled = compiled
         if mode is None and cache.layers[0].device.type == "cuda":
             mode = "reduce-overhead"
-        self._calls: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {}
-        for name, method in self.methods.items():
-            module = self.modules[method.read_length]
-            is_static = method.min_length == method.max_length
-            self._calls[name] = (
-                torch.compile(_step_of(module), fullgraph=True, dynamic=False if is_static else None, mode=mode)
-                if compiled
-                else module
-            )
+        self._calls: dict[str, Callable[..., torch.Tensor]] = dict(self.modules)
+        if compiled:
+            for name, module in self.modules.items():
+                dynamic = None if self.methods[name].dynamic_sizes else False
+                self._calls[name] = torch.compile(_step_of(module), fullgraph=True, dynamic=dynamic, mode=mode)
 
     @torch.no_grad()
-    def run(self, method: str, input_ids: torch.Tensor, input_pos: torch.Tensor) -> torch.Tensor:
-        # Guards look at strides, which a slice of a longer prompt carries along, and dynamic sizes are marked on the tensor.
-        input_ids = input_ids.clone(memory_format=torch.contiguous_format)
-        described = self.methods[method]
-        if self._compiled and described.min_length != described.max_length:
-            torch._dynamo.mark_dynamic(input_ids, 1, min=described.min_length, max=described.max_length)
-        return self._calls[method](input_ids, input_pos)
+    def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor:
+        if self._compiled:
+            inputs = tuple(_marked(self.methods[method], inputs))
+        return self._calls[method](*inputs)
 
 
-def _step_of(module: torch.nn.Module) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+def _marked(method: Method, inputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Copies of the inputs that say which of their sizes are dynamic.
+
+    Guards look at strides, which a slice of a longer prompt carries along, and dynamic sizes are marked on the tensor.
+    """
+    sizes = method.dynamic_sizes
+    for spec, tensor in zip(method.inputs, inputs, strict=True):
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+        for index, size in enumerate(spec.shape):
+            if size in sizes:
+                torch._dynamo.mark_dynamic(tensor, index, min=sizes[size][0], max=sizes[size][1])
+        yield tensor
+
+
+def _step_of(module: torch.nn.Module) -> Callable[..., torch.Tensor]:
     """A function that calls `module`, with a code object of its own.
 
     TorchDynamo keeps compiled graphs per code object: methods, and runners, that shared one would count as
     recompilations of each other and together run into the recompile limit.
     """
 
-    def step(input_ids: torch.Tensor, input_pos: torch.Tensor) -> torch.Tensor:
-        return module(input_ids, input_pos)
+    def step(*inputs: torch.Tensor) -> torch.Tensor:
+        return module(*inputs)
 
     return FunctionType(step.__code__.replace(), step.__globals__, "step", None, step.__closure__)

@@ -30,9 +30,9 @@ class FakeRunner:
         self._spoil = spoil
 
     @torch.no_grad()
-    def run(self, method: str, input_ids: torch.Tensor, input_pos: torch.Tensor) -> torch.Tensor:
+    def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor:
         with attention_of(self._program.model, ATTENTION):
-            logits = self._program.modules[None](input_ids, input_pos)
+            logits = self._program.modules[method](*inputs)
         logits[..., -1] += self._spoil
         return logits
 

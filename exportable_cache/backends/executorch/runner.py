@@ -28,6 +28,6 @@ class ExecutorchRunner:
         except (OSError, RuntimeError) as error:
             raise BundleError(f"the ExecuTorch runtime cannot load {path.name}: {error}; export the model again") from error
 
-    def run(self, method: str, input_ids: torch.Tensor, input_pos: torch.Tensor) -> torch.Tensor:
+    def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor:
         # The output lives in the method's planned memory and is overwritten by the next call.
-        return self._methods[method].execute([input_ids.contiguous(), input_pos])[0].clone()
+        return self._methods[method].execute([tensor.contiguous() for tensor in inputs])[0].clone()

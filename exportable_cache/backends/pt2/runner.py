@@ -20,8 +20,8 @@ class ResidentRunner:
         self._modules = {name: program.module() for name, program in programs.items()}
 
     @torch.no_grad()
-    def run(self, method: str, input_ids: torch.Tensor, input_pos: torch.Tensor) -> torch.Tensor:
-        return self._modules[method](input_ids, input_pos)
+    def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor:
+        return self._modules[method](*inputs)
 
 
 class ExplicitRunner:
@@ -33,8 +33,8 @@ class ExplicitRunner:
         self.cache = ExportableCache([_empty_layer(layer) for layer in description.layers])
 
     @torch.no_grad()
-    def run(self, method: str, input_ids: torch.Tensor, input_pos: torch.Tensor) -> torch.Tensor:
-        logits, self.cache = self._modules[method](input_ids, input_pos, self.cache)
+    def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor:
+        logits, self.cache = self._modules[method](*inputs, self.cache)
         return logits
 
 
