@@ -30,12 +30,12 @@ def gather(layer: NetworkLayer) -> Compute:
     def rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         index = _checked(layer, index, x.shape[axis], static[axis] >= 0)
         if leading == 0:
-            return x.index_select(axis, index.flatten()).reshape(*x.shape[:axis], *index.shape, *x.shape[axis + 1 :])
+            return x.index_select(axis, index.flatten()).reshape([*x.shape[:axis], *index.shape, *x.shape[axis + 1 :]])
         size = max(len(x), len(index))
         pairs = zip(x.expand(size, *x.shape[1:]), index.expand(size, *index.shape[1:]))
         return torch.stack(
             [
-                row.index_select(axis - 1, at.flatten()).reshape(*row.shape[: axis - 1], *at.shape, *row.shape[axis:])
+                row.index_select(axis - 1, at.flatten()).reshape([*row.shape[: axis - 1], *at.shape, *row.shape[axis:]])
                 for row, at in pairs
             ]
         )

@@ -104,6 +104,7 @@ class LayerKind:
         prepare: `layer -> Compute`; checks settings before anything runs.
         honours: Attributes that `prepare` looks at.
         expects: Attributes that change nothing at this value and are refused at any other.
+        replaced: Attributes that the input at that position replaces, where it is given. They are None then.
         inputs: Fewest and most inputs.
         same_dtype: Positions of inputs whose dtypes must agree; torch would promote, a strongly typed network may not.
     """
@@ -112,6 +113,7 @@ class LayerKind:
     prepare: Callable[[NetworkLayer], Compute]
     honours: tuple[str, ...] = ()
     expects: Mapping[str, Any] = field(default_factory=dict)
+    replaced: Mapping[str, int] = field(default_factory=dict)
     inputs: tuple[int, int] = (1, 1)
     same_dtype: tuple[int, ...] = ()
 
@@ -166,7 +168,7 @@ def read_layer(layer: Any, module: ModuleType, constants: Mapping[str, torch.Ten
     base = layer.__class__
     layer.__class__ = getattr(module, known.class_name)
     try:
-        read = _read(layer, kind, constants)
+        read = _read(layer, kind, known, constants)
     finally:
         layer.__class__ = base
     if getattr(layer, "num_ranks", 1) != 1:
@@ -181,13 +183,18 @@ def read_layer(layer: Any, module: ModuleType, constants: Mapping[str, torch.Ten
     return read
 
 
-def _read(layer: Any, kind: str, constants: Mapping[str, torch.Tensor]) -> NetworkLayer:
+def _read(layer: Any, kind: str, known: LayerKind, constants: Mapping[str, torch.Tensor]) -> NetworkLayer:
+    tensors = [layer.get_input(index) for index in range(layer.num_inputs)]
+    # Reading what a tensor replaces would give a stale value, and a warning in TensorRT's log.
+    stale = {name for name, index in known.replaced.items() if index < len(tensors) and tensors[index] is not None}
     return NetworkLayer(
         kind=kind,
         name=layer.name,
-        inputs=tuple(None if tensor is None else read_tensor(tensor) for tensor in _inputs(layer)),
+        inputs=tuple(None if tensor is None else read_tensor(tensor) for tensor in tensors),
         outputs=tuple(read_tensor(layer.get_output(index)) for index in range(layer.num_outputs)),
-        attributes={name: _plain(getattr(layer, name)) for name in attribute_names(type(layer), _COMMON)},
+        attributes={
+            name: None if name in stale else _plain(getattr(layer, name)) for name in attribute_names(type(layer), _COMMON)
+        },
         constants=constants,
     )
 
@@ -213,10 +220,6 @@ def attribute_names(cls: type, without: Iterable[str] = ()) -> list[str]:
     return [
         name for name in dir(cls) if not name.startswith("_") and name not in hidden and isinstance(getattr(cls, name), property)
     ]
-
-
-def _inputs(layer: Any) -> Iterable[Any]:
-    return (layer.get_input(index) for index in range(layer.num_inputs))
 
 
 def _plain(value: Any) -> Any:

@@ -18,6 +18,7 @@ def shape(layer: NetworkLayer) -> Compute:
     "SHUFFLE",
     "IShuffleLayer",
     honours=("first_transpose", "reshape_dims", "second_transpose", "zero_is_placeholder"),
+    replaced={"reshape_dims": 1},
     inputs=(1, 2),
 )
 def shuffle(layer: NetworkLayer) -> Compute:

@@ -9,7 +9,13 @@ from .layer import Compute, NetworkLayer, layer_kind
 _MODES = ("STRICT_BOUNDS", "WRAP", "CLAMP", "FILL", "REFLECT")
 
 
-@layer_kind("SLICE", "ISliceLayer", honours=("start", "shape", "stride", "axes", "mode"), inputs=(1, 6))
+@layer_kind(
+    "SLICE",
+    "ISliceLayer",
+    honours=("start", "shape", "stride", "axes", "mode"),
+    replaced={"start": 1, "shape": 2, "stride": 3, "axes": 5},
+    inputs=(1, 6),
+)
 def slice_(layer: NetworkLayer) -> Compute:
     """Each of start, size, stride and axes is a tensor or dims; without axes they name every dimension."""
     mode = layer.choose("mode", {mode: mode for mode in _MODES})

@@ -41,7 +41,13 @@ def _callers_constant(layer: NetworkLayer, weights: Any) -> torch.Tensor:
     return tensor.detach().clone()
 
 
-@layer_kind("FILL", "IFillLayer", honours=("operation", "alpha", "beta", "shape", "to_type"), inputs=(0, 3))
+@layer_kind(
+    "FILL",
+    "IFillLayer",
+    honours=("operation", "alpha", "beta", "shape", "to_type"),
+    replaced={"shape": 0, "alpha": 1, "beta": 2},
+    inputs=(0, 3),
+)
 def fill(layer: NetworkLayer) -> Compute:
     """LINSPACE: alpha plus, along each dimension, the index times that dimension's beta."""
     layer.choose("operation", {"LINSPACE": None})

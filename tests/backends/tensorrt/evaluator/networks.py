@@ -23,15 +23,18 @@ DTYPES = {
 
 
 class Log(trt.ILogger):
-    """Keeps errors for the test that fails; without a GPU every one is followed by one about the CUDA runtime."""
+    """Keeps errors and warnings; without a GPU every error is followed by one about the CUDA runtime."""
 
     def __init__(self) -> None:
         super().__init__()
         self.errors: list[str] = []
+        self.warnings: list[str] = []
 
     def log(self, severity: Any, message: str) -> None:
         if severity <= trt.ILogger.ERROR and "catchCudaError" not in message:
             self.errors.append(message)
+        if severity == trt.ILogger.WARNING:
+            self.warnings.append(message)
 
 
 LOG = Log()

@@ -7,7 +7,7 @@ from exportable_cache.backends.tensorrt.evaluator import NetworkEvaluator
 from exportable_cache.backends.tensorrt.evaluator.layer import KINDS, LayerKind
 from exportable_cache.errors import InputError, VerificationError
 
-from .networks import Net, assert_same, evaluate, random, trt
+from .networks import LOG, Net, assert_same, evaluate, random, trt
 
 SUM = trt.ElementWiseOperation.SUM
 
@@ -76,7 +76,9 @@ def test_unknown_kind_is_named():
 def replaced(monkeypatch, kind, **changes):
     """Put a changed entry into the registry."""
     known = KINDS[kind]
-    fields = {name: getattr(known, name) for name in ("class_name", "prepare", "honours", "expects", "inputs", "same_dtype")}
+    fields = {
+        name: getattr(known, name) for name in ("class_name", "prepare", "honours", "expects", "replaced", "inputs", "same_dtype")
+    }
     monkeypatch.setitem(KINDS, kind, LayerKind(**(fields | changes)))
 
 
@@ -84,6 +86,20 @@ def test_attribute_that_nobody_looks_at_is_named(monkeypatch):
     replaced(monkeypatch, "TOPK", honours=("op", "k", "axes"))
     with pytest.raises(VerificationError, match=r"\(TOPK\) has an attribute indices_type, which the reference evaluator"):
         evaluate(lambda net, x: net.add_topk(x, trt.TopKOperation.MAX, 1, 2), random(2, 3))
+
+
+def test_nothing_stale_is_read():
+    """A start that a tensor replaces is not looked at: TensorRT would warn of it in its log."""
+
+    def build(net, x, start):
+        layer = net.add_slice(x, (1,), (2,), (1,))
+        layer.set_input(1, start)
+        return layer
+
+    x = random(5)
+    LOG.warnings.clear()
+    assert_same(evaluate(build, x, torch.tensor([3])), x[3:])
+    assert not LOG.warnings
 
 
 def test_every_attribute_of_every_kind_is_looked_at():

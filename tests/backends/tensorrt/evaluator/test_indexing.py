@@ -29,6 +29,7 @@ def test_gather_of_a_scalar_index_drops_the_dimension():
     x = random(2, 5, 3)
     assert_same(evaluate(gather(G.DEFAULT, 1), x, torch.tensor(3)), x[:, 3])
     assert_caught(evaluate(gather(G.DEFAULT, 1), x, torch.tensor(4)), x[:, 3])
+    assert_same(evaluate(gather(G.DEFAULT), x[0, :, 0], torch.tensor(3)), x[0, 3, 0])
 
 
 def test_gather_rows_elementwise_over_the_batch():
