@@ -17,7 +17,7 @@ from .errors import BundleError, InputError
 from .files import atomic_path
 from .layers import CacheLayer
 from .layers.guards import check_rollback, check_room, check_rows_agree, is_traced
-from .layout import LayerLayout, layout_from_config, layout_from_model
+from .layout import LayerLayout, Sinks, check_sinks, layout_from_config, layout_from_model
 from .pytree import register_node
 
 register_attention()
@@ -65,6 +65,8 @@ class ExportableCache(Cache):
         device: torch.device | str = "cpu",
         *,
         slack: int = 0,
+        attention_sinks: int | None = None,
+        attention_window: int | None = None,
         attn_implementation: str | None = ATTENTION,
     ) -> ExportableCache:
         """Allocate the cache of a model from its config: per layer type a full buffer or a ring.
@@ -77,6 +79,9 @@ class ExportableCache(Cache):
             dtype: Of keys and values; the config's dtype by default.
             device: Where to allocate.
             slack: Extra slots of each ring, so that `crop` can take back `slack + 1` tokens past the window.
+            attention_sinks: Have full-attention layers keep this many first tokens and the newest `attention_window`, and
+                run without end: see `layers.SinkLayer`. Works with our attention functions only.
+            attention_window: What `attention_sinks` leave of `max_cache_len` by default.
             attn_implementation: Name to set on the config; None leaves it alone. Under transformers' own `sdpa` and
                 `eager` the cache works too, but for padding masks and rows of different length.
 
@@ -84,9 +89,12 @@ class ExportableCache(Cache):
             InputError: If a size is not a positive int.
             UnsupportedModelError: If a layer's type has no storage policy here.
         """
+        sinks = Sinks.within(max_cache_len, attention_sinks, attention_window)
         layouts = layout_from_config(config)
+        if sinks is not None:
+            check_sinks(config, layouts)
         dtype = dtype or getattr(config.get_text_config(decoder=True), "dtype", None) or torch.float32
-        cache = cls._allocate(layouts, max_cache_len, batch_size, dtype, device, slack)
+        cache = cls._allocate(layouts, max_cache_len, batch_size, dtype, device, slack, sinks)
         if attn_implementation is not None:
             config._attn_implementation = attn_implementation
         cache._config = config.get_text_config(decoder=True)
@@ -102,14 +110,19 @@ class ExportableCache(Cache):
         device: torch.device | str | None = None,
         *,
         slack: int = 0,
+        attention_sinks: int | None = None,
+        attention_window: int | None = None,
         attn_implementation: str | None = ATTENTION,
     ) -> ExportableCache:
         """Allocate the cache of a model; shapes, dtype and device are read from one token run through it.
 
         See `from_config` for the arguments; `dtype` and `device` default to what the model writes.
         """
+        sinks = Sinks.within(max_cache_len, attention_sinks, attention_window)
         layouts, model_dtype, model_device = layout_from_model(model)
-        cache = cls._allocate(layouts, max_cache_len, batch_size, dtype or model_dtype, device or model_device, slack)
+        if sinks is not None:
+            check_sinks(model.config, layouts)
+        cache = cls._allocate(layouts, max_cache_len, batch_size, dtype or model_dtype, device or model_device, slack, sinks)
         if attn_implementation is not None:
             model.set_attn_implementation(attn_implementation)
         cache._config = model.config.get_text_config(decoder=True)
@@ -124,11 +137,12 @@ class ExportableCache(Cache):
         dtype: torch.dtype,
         device: torch.device | str,
         slack: int,
+        sinks: Sinks | None,
     ) -> ExportableCache:
         for name, value in (("max_cache_len", max_cache_len), ("batch_size", batch_size)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise InputError(f"{name} is {value!r}; it must be an int of at least 1")
-        return cls([layout.build(batch_size, max_cache_len, dtype, device, slack) for layout in layouts])
+        return cls([layout.build(batch_size, max_cache_len, dtype, device, slack, sinks) for layout in layouts])
 
     @classmethod
     def from_layers(cls, layers: Any) -> ExportableCache:
@@ -197,14 +211,14 @@ class ExportableCache(Cache):
 
         Returns:
             `(kv_length, 0)` or `(kv_length, offset)`, offset int64 [kv_length], or [batch_size, kv_length] where rows
-            may differ.
+            may differ, or [batch_size, query_length, kv_length] where each query sees keys of its own.
 
         Raises:
             CacheFullError: In eager mode, if the new tokens do not fit a layer; no layer has written yet.
         """
         check_room(self.layers[layer_idx].cumulative_length, query_length, self.max_length)
         kv_length, offset = self.layers[layer_idx].get_mask_sizes(query_length)
-        if isinstance(offset, torch.Tensor) and not self._rows_may_differ:
+        if isinstance(offset, torch.Tensor) and offset.dim() == 2 and not self._rows_may_differ:
             offset = offset[0]
         return kv_length, offset
 

@@ -13,7 +13,7 @@ from .backends import backend_for
 from .bundle import Bundle, check_free, new_folder, write_bundle
 from .cache import ExportableCache
 from .errors import InputError, VerificationError
-from .layout import layer_types_and_windows
+from .layout import Sinks, layer_types_and_windows
 from .models import check_positions, load_config, load_model, parse_dtype
 from .program import Program
 from .progress import Progress, silent
@@ -30,6 +30,8 @@ def export(
     batch_size: int = 1,
     dtype: torch.dtype | str | None = None,
     prefill_length: int | None = None,
+    attention_sinks: int | None = None,
+    attention_window: int | None = None,
     verify: bool = True,
     overwrite: bool = False,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -49,6 +51,8 @@ def export(
         batch_size: Rows.
         dtype: Of the weights; as stored by default.
         prefill_length: Longest chunk of a prompt, see `methods.methods_for`.
+        attention_sinks, attention_window: Have full-attention layers keep the first and the newest tokens only, and run
+            without end, see `ExportableCache.from_config`.
         verify: Compare with the model, see `verify_session`; the report is recorded in the manifest.
         overwrite: Replace a bundle that is there.
         tokenizer: Saved in the bundle; by default the one beside the model, if there is one.
@@ -76,6 +80,7 @@ def export(
             f"batch_size is {batch_size}, target {target!r} takes at most {backend.max_batch_size}; "
             "export with that, or for target 'pt2'"
         )
+    Sinks.within(max_cache_len, attention_sinks, attention_window)
     parse_dtype(dtype)
     if output_dir is None:
         raise InputError("output_dir is missing; name the folder to write, such as 'artifacts/model'")
@@ -91,7 +96,14 @@ def export(
     loaded = load_model(model_or_path, dtype, progress=progress)
     _check_on_cpu(loaded.model)
     tokenizer = tokenizer if tokenizer is not None else loaded.tokenizer
-    cache = ExportableCache.from_model(loaded.model, max_cache_len, batch_size, attn_implementation=None)
+    cache = ExportableCache.from_model(
+        loaded.model,
+        max_cache_len,
+        batch_size,
+        attention_sinks=attention_sinks,
+        attention_window=attention_window,
+        attn_implementation=None,
+    )
     check_positions(loaded.model, cache.max_length)
     program = Program(loaded.model, cache, prefill_length=prefill_length, **program_options)
     with new_folder(output, overwrite) as folder:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedCo
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from .errors import InputError, UnsupportedModelError
-from .layers import CacheLayer, FullLayer, RingLayer
+from .layers import CacheLayer, FullLayer, RingLayer, SinkLayer
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,49 @@ REFUSED_OPTIONS = {
     "alibi": (("falcon",), "its position bias is sized by the tokens seen, not by the cache's slots"),
     "use_bidirectional_attention": (("gemma3", "gemma3_text"), "its tokens see later ones, so it does not generate step by step"),
 }
+
+#: Models whose position bias counts the cache's slots, so that a slot has to be its position: no sinks for them.
+BIASED_BY_SLOT = ("bloom", "mpt")
+
+
+@dataclass(frozen=True)
+class Sinks:
+    """What full-attention layers keep when they are to run without end: `Sinks(4, 1020)` is the first 4 tokens and the last 1020.
+
+    Raises:
+        InputError: If a number is not a positive int.
+    """
+
+    tokens: int
+    window: int
+
+    def __post_init__(self) -> None:
+        for name, value in (("attention_sinks", self.tokens), ("attention_window", self.window)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise InputError(f"{name} is {value!r}; it must be an int of at least 1")
+
+    @classmethod
+    def within(cls, max_cache_len: int, tokens: int | None, window: int | None) -> Sinks | None:
+        """From the options `attention_sinks` and `attention_window`, None where neither is given.
+
+        Args:
+            max_cache_len: Slots that a layer may have; the window takes what the sinks leave of them by default.
+
+        Raises:
+            InputError: If there is a window without sinks, or both do not fit.
+        """
+        if tokens is None:
+            if window is not None:
+                raise InputError(f"attention_window is {window}, but there are no attention_sinks; pass them too, 4 is common")
+            return None
+        if window is None and isinstance(tokens, int) and isinstance(max_cache_len, int):
+            window = max_cache_len - tokens
+        if window is not None and isinstance(window, int) and isinstance(tokens, int) and tokens + max(window, 1) > max_cache_len:
+            raise InputError(
+                f"attention_sinks {tokens} and attention_window {max(window, 1)} take {tokens + max(window, 1)} slots, max_cache_len is "
+                f"{max_cache_len}; raise max_cache_len, or lower them"
+            )
+        return cls(tokens, window)
 
 
 @dataclass(frozen=True)
@@ -55,12 +99,20 @@ class LayerLayout:
     window: int | None = None
 
     def build(
-        self, batch_size: int, max_cache_len: int, dtype: torch.dtype, device: torch.device | str, slack: int = 0
+        self,
+        batch_size: int,
+        max_cache_len: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        slack: int = 0,
+        sinks: Sinks | None = None,
     ) -> CacheLayer:
         """Allocate the storage policy of this layer."""
         options: dict[str, Any] = {"value_head_dim": self.value_head_dim, "dtype": dtype, "device": device}
+        if sinks is not None and self.window is None:
+            return SinkLayer(batch_size, self.num_heads, self.head_dim, sinks.tokens, sinks.window, slack=slack, **options)
         # A window that is never reached needs no ring: every token stays visible, and the slot is the position.
-        if self.window is None or self.window >= max_cache_len:
+        if self.window is None or (self.window >= max_cache_len and sinks is None):
             return FullLayer(batch_size, self.num_heads, self.head_dim, max_cache_len, **options)
         return RingLayer(batch_size, self.num_heads, self.head_dim, self.window, slack=slack, **options)
 
@@ -95,6 +147,24 @@ def layer_types_and_windows(config: PreTrainedConfig) -> list[tuple[str, int | N
             f"{config.model_type!r} is an encoder-decoder: its cross-attention needs a cache layer of its own, which does not exist yet"
         )
     return [(layer_type, option.get("sliding_window")) for layer_type, option in zip(types, options, strict=True)]
+
+
+def check_sinks(config: PreTrainedConfig, layouts: Sequence[LayerLayout]) -> None:
+    """Refuse attention sinks where they would do nothing, or give other logits than the tokens kept.
+
+    Raises:
+        InputError: If no layer attends to all tokens.
+        UnsupportedModelError: If the model computes with slots instead of positions.
+    """
+    if all(layout.window is not None for layout in layouts):
+        raise InputError(
+            f"no layer of this {config.model_type!r} model attends to all tokens, so it runs without end as it is; "
+            "leave out attention_sinks"
+        )
+    if config.model_type in BIASED_BY_SLOT:
+        raise UnsupportedModelError(
+            f"{config.model_type!r} derives its position bias from the slots of the cache, which sinks move; leave out attention_sinks"
+        )
 
 
 def check_layers(model: PreTrainedModel, cache: Cache) -> None:

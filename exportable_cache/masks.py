@@ -35,7 +35,8 @@ def position_mask(
         q_length: New tokens.
         kv_length: Keys that the layer returns for them.
         q_offset: Position of the first query: int, or int64 0-D or [batch_size, 1].
-        kv_offset: Offset of the keys from `arange(kv_length)`: int, or int64 0-D, [kv_length] or [batch_size, kv_length].
+        kv_offset: Offset of the keys from `arange(kv_length)`: int, or int64 0-D, [kv_length], [batch_size, kv_length], or
+            [batch_size, q_length, kv_length] where each query is shown keys of its own.
         mask_function: What may be seen, elementwise over broadcast positions.
         attention_mask: Padding mask [batch_size, tokens], False on padding, indexed by position: left and right padding
             alike. Positions past its end count as padding.
@@ -49,7 +50,8 @@ def position_mask(
     if allow_is_bidirectional_skip and attention_mask is None:
         return None
     query = _positions(q_length, q_offset, device)[:, None, :, None]
-    key = _positions(kv_length, kv_offset, device)[:, None, None, :]
+    key = _positions(kv_length, kv_offset, device)
+    key = key[:, None] if key.dim() == 3 else key[:, None, None, :]
     batch = torch.arange(batch_size, device=device)[:, None, None, None]
     head = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device)
     seen = mask_function(batch, head, query, key)
@@ -61,13 +63,13 @@ def position_mask(
 
 
 def _positions(length: int, offset: int | torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Absolute positions, int64 [batch_size or 1, length]."""
+    """Absolute positions, int64 [batch_size or 1, length], or [batch_size, q_length, length] if the offset is."""
     positions = torch.arange(length, device=device) + offset
     return positions[None, :] if positions.dim() == 1 else positions
 
 
 def _unpadded(attention_mask: torch.Tensor, batch: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Whether each key position is a real token: bool [batch_size, 1, 1, kv_length]."""
+    """Whether each key position is a real token: bool [batch_size, 1, 1 or q_length, kv_length]."""
     last = attention_mask.shape[-1] - 1
     known = attention_mask.to(torch.bool)[batch, key.clamp(min=0, max=last)]
     return known & (key <= last)

@@ -13,7 +13,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 from .decoding import check_seed
 from .errors import InputError
-from .layout import layer_types_and_windows
+from .evicting import evicting_cache
+from .layers import SinkLayer
+from .layout import Sinks, layer_types_and_windows
 from .program import attention_of
 from .progress import Progress, silent
 from .session import Session
@@ -68,7 +70,7 @@ class VerifyReport:
         tolerance: The limit.
         prompts: One entry per prompt, shortest first.
         steps: Positions compared, over all prompts and rows.
-        windows: Sliding windows that were passed.
+        windows: Sliding windows that were passed; of layers with attention sinks, all that they keep.
         target: What was verified.
     """
 
@@ -204,6 +206,9 @@ def verify_session(
         raise InputError(f"tolerance is {tolerance}; it must be above 0")
     limit = _limit(session, model)
     windows = sorted({window for _, window in layer_types_and_windows(model.config) if window is not None})
+    sinks = _sinks(session)
+    if sinks is not None:
+        windows = sorted({*windows, sinks.tokens + sinks.window})
     reachable = [window for window in windows if limit is None or window < limit]
     methods = session.runner.methods.values()
     chunk = max(method.max_length for method in methods)
@@ -232,7 +237,7 @@ def verify_session(
         ids = torch.randint(vocab_size, (session.batch_size, length + steps), generator=generator)
         # All of the reference first: the session may run the very same model, under another attention implementation.
         expected = []
-        for logits in _reference(model, ids, length):
+        for logits in _reference(model, ids, length, sinks):
             expected.append(logits)
             largest_logit = max(largest_logit, logits.abs().max().item())
             done += 1
@@ -321,16 +326,23 @@ def _feed(session: Session, ids: torch.Tensor, parts: Sequence[int]) -> torch.Te
 
 
 @torch.no_grad()
-def _reference(model: PreTrainedModel, ids: torch.Tensor, prompt: int) -> Iterator[torch.Tensor]:
+def _reference(model: PreTrainedModel, ids: torch.Tensor, prompt: int, sinks: Sinks | None) -> Iterator[torch.Tensor]:
     """Logits [batch, vocab] after the prompt and after each later token of `ids` [batch, length]."""
     ids = ids.to(model.device)
-    cache = DynamicCache(config=model.config)
+    cache = DynamicCache(config=model.config) if sinks is None else evicting_cache(model.config, sinks)
+    chunk = _REFERENCE_CHUNK if sinks is None else 1
     with attention_of(model, "eager"):
-        for start in range(0, prompt, _REFERENCE_CHUNK):
-            logits = model(ids[:, start : min(start + _REFERENCE_CHUNK, prompt)], past_key_values=cache, use_cache=True).logits
+        for start in range(0, prompt, chunk):
+            logits = model(ids[:, start : min(start + chunk, prompt)], past_key_values=cache, use_cache=True).logits
         yield logits[:, -1].clone()
         for position in range(prompt, ids.shape[1]):
             yield model(ids[:, position : position + 1], past_key_values=cache, use_cache=True).logits[:, -1]
+
+
+def _sinks(session: Session) -> Sinks | None:
+    """What the session's full-attention layers keep, None where they keep every token."""
+    found = [Sinks(layer.sinks, layer.window) for layer in session.layers if isinstance(layer, SinkLayer)]
+    return found[0] if found else None
 
 
 def _limit(session: Session, model: PreTrainedModel) -> int | None:

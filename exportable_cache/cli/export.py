@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 #: What `exporter.export` takes itself; the command has options of its own for it.
 _ARGUMENTS = frozenset(
-    "model_or_path target max_cache_len output_dir batch_size dtype prefill_length verify overwrite tokenizer progress".split()
+    (
+        "model_or_path target max_cache_len output_dir batch_size dtype prefill_length attention_sinks attention_window "
+        "verify overwrite tokenizer progress"
+    ).split()
 )
 
 
@@ -39,6 +42,26 @@ def export(
             callback=at_least(1),
             help="Longest chunk of a prompt in one call.",
             show_default="256, or what fits",
+        ),
+    ] = None,
+    attention_sinks: Annotated[
+        int | None,
+        typer.Option(
+            "--attention-sinks",
+            metavar="K",
+            callback=at_least(1),
+            help="Full-attention layers keep the first K tokens and the newest ones, and run without end.",
+            show_default=False,
+        ),
+    ] = None,
+    attention_window: Annotated[
+        int | None,
+        typer.Option(
+            "--attention-window",
+            metavar="W",
+            callback=at_least(1),
+            help="Newest tokens kept beside the sinks.",
+            show_default="max-cache-len less the sinks",
         ),
     ] = None,
     option: Annotated[
@@ -63,6 +86,8 @@ def export(
             batch_size=batch_size,
             dtype=dtype,
             prefill_length=prefill_length,
+            attention_sinks=attention_sinks,
+            attention_window=attention_window,
             verify=verify,
             overwrite=overwrite,
             progress=progress,

@@ -4,5 +4,6 @@ from .full import FullLayer
 from .key_value import KeyValueLayer
 from .layer import CacheLayer, StateTensor
 from .ring import RingLayer
+from .sink import SinkLayer
 
-__all__ = ["CacheLayer", "FullLayer", "KeyValueLayer", "RingLayer", "StateTensor"]
+__all__ = ["CacheLayer", "FullLayer", "KeyValueLayer", "RingLayer", "SinkLayer", "StateTensor"]

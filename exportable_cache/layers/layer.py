@@ -86,7 +86,8 @@ class CacheLayer(CacheLayerMixin):
 
         Returns:
             int64 [batch_size, kv_length], or None where slot `s` holds position `s` in every row. An empty slot is
-            given a position past every query, so that any causal mask function excludes it.
+            given a position past every query, so that any causal mask function excludes it. A layer that hides other keys
+            from each query returns [batch_size, query_length, kv_length].
         """
 
     @property
@@ -202,12 +203,13 @@ class CacheLayer(CacheLayerMixin):
         Adding the offset to `arange(kv_length)`, as transformers' masks do, gives each key's absolute position.
 
         Returns:
-            `(kv_length, 0)`, or `(kv_length, offset)` with offset int64 [batch_size, kv_length].
+            `(kv_length, 0)`, or `(kv_length, offset)` with offset int64 [batch_size, kv_length] or [batch_size, query_length,
+            kv_length].
         """
         positions = self.slot_positions(query_length)
         if positions is None:
             return self.slots_read, 0
-        kv_length = positions.shape[1]
+        kv_length = positions.shape[-1]
         return kv_length, positions - torch.arange(kv_length, device=positions.device)
 
     def reset(self) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from ..errors import InputError
 from .guards import check_new_states, is_traced
-from .key_value import KeyValueLayer, read_slots
+from .key_value import KeyValueLayer
 
 
 class RingLayer(KeyValueLayer):
@@ -49,7 +49,7 @@ class RingLayer(KeyValueLayer):
         if self._has_no_turn:
             return None
         length = self.cumulative_length[:, None]
-        if _is_one(query_length):
+        if is_one(query_length):
             positions = self._ring_positions(length + 1)
             return torch.where(positions < 0, length + 1, positions)
         old = self._ring_positions(length)
@@ -95,27 +95,14 @@ class RingLayer(KeyValueLayer):
         if self._has_no_turn:
             return self._append(key_states, value_states)
         length = self.cumulative_length[:, None]
-        if _is_one(query_length):
+        if is_one(query_length):
             self._write(torch.remainder(length, self.capacity), key_states, value_states)
             self.advance(1)
             return self.keys, self.values
-        all_keys = torch.cat([self.keys, key_states], dim=2)
-        all_values = torch.cat([self.values, value_states], dim=2)
-        positions = self._ring_positions(length + query_length)
-        slot = torch.arange(self.capacity, device=self.device)
-        source = torch.where(positions >= length, self.capacity + positions - length, slot)
-        self._replace(read_slots(all_keys, source), read_slots(all_values, source))
-        self.advance(query_length)
-        return all_keys, all_values
-
-    def _replace(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        if self.in_place:
-            self.keys.copy_(keys)
-            self.values.copy_(values)
-        else:
-            self.keys, self.values = keys, values
+        return self._turn(key_states, value_states, self._ring_positions(length + query_length))
 
 
-def _is_one(query_length: int) -> bool:
+def is_one(query_length: int) -> bool:
+    """Whether one new token is all there can be: a decode step, static at that."""
     # A length that torch.export keeps symbolic may be one as well: it takes the general path, which is exact for any.
     return isinstance(query_length, int) and query_length == 1

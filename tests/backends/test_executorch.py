@@ -1,7 +1,6 @@
 """The `.pte`: what its graph does, what its file holds, and how long it runs."""
 
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from exportable_cache.backends import backend_for
 from exportable_cache.errors import BundleError, InputError
 from exportable_cache.program import Program
 
+from ..support.memory import resident_kib
 from ..support.models import WINDOW, tiny_model, tokens
 from ..support.oracle import reference_logits
 from ..support.sessions import describe, lowered_session
@@ -100,14 +100,6 @@ def test_batches_are_refused_rather_than_copied(tmp_path) -> None:
     with pytest.raises(InputError, match="batch_size is 2, target 'executorch' takes at most 1"):
         export(tiny_model("llama"), "executorch", 64, tmp_path / "out", batch_size=2)
     assert not list(tmp_path.iterdir())
-
-
-def resident_kib() -> int:
-    """Memory resident now, in KiB: a peak would hide growth below what earlier tests took."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        pytest.skip("resident memory is read from /proc, which this system does not have")
-    return int(status.read_text().partition("VmRSS:")[2].split()[0])
 
 
 @torch.no_grad()

@@ -36,11 +36,12 @@ def lowered_session(
     max_cache_len: int,
     batch_size: int = 1,
     prefill_length: int = 16,
+    attention_sinks: int | None = None,
     **options: Any,
 ) -> Session:
     """Lower a model for `pt2` or `executorch` into `folder` and open what was written."""
     backend = backend_for(target)
-    cache = ExportableCache.from_model(model, max_cache_len, batch_size)
+    cache = ExportableCache.from_model(model, max_cache_len, batch_size, attention_sinks=attention_sinks)
     program = Program(model, cache, prefill_length=prefill_length, **backend.program_options(options))
     backend.lower(program, folder, options)
     runner = backend.open(folder, describe(program))
