@@ -1,0 +1,131 @@
+// Generate from a bundle on the command line: text on stdout, speed on stderr.
+#include <getopt.h>
+
+#include <charconv>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <iostream>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <exportable_cache/session.h>
+
+namespace {
+
+using namespace exportable_cache;
+
+constexpr const char* kUsage =
+    "usage: exportable_cache_generate BUNDLE (--prompt TEXT | --tokens \"1 2 3\") [options]\n"
+    "\n"
+    "  --prompt TEXT           text to go on from\n"
+    "  --tokens \"1 2 3\"        token ids instead; token ids come out\n"
+    "  --max-new-tokens N      at most N; as many as fit by default\n"
+    "  --temperature T         draw, after dividing logits by T; greedy by default\n"
+    "  --top-k K, --top-p P    draw from the K most probable, from the fewest that reach P\n"
+    "  --seed N                the same draws every time\n"
+    "  --stop TEXT             end before this text; may be given several times\n"
+    "  --stop-token N          end with this token; may be given several times\n";
+
+struct Arguments {
+  std::string bundle;
+  std::optional<std::string> prompt;
+  std::optional<std::vector<int64_t>> tokens;
+  GenerateOptions options;
+};
+
+int report(const Error& error) {
+  std::cerr << "error: " << error.message << "\n";
+  return error.code == ErrorCode::kRuntime ? 1 : 2;
+}
+
+template <class T>
+bool parse(const char* text, T& value) {
+  const char* end = text + std::strlen(text);
+  const auto [stop, problem] = std::from_chars(text, end, value);
+  return problem == std::errc() && stop == end && stop != text;
+}
+
+bool parse_list(const char* text, std::vector<int64_t>& values) {
+  for (const char* rest = text; *(rest += std::strspn(rest, " ,\n"));) {
+    const std::string item(rest, std::strcspn(rest, " ,\n"));
+    if (!parse(item.c_str(), values.emplace_back())) return false;
+    rest += item.size();
+  }
+  return true;
+}
+
+// Fills `arguments`, or returns what is wrong with them.
+std::optional<std::string> parse_arguments(int argc, char** argv, Arguments& arguments) {
+  enum { kPrompt = 1, kTokens, kMaxNewTokens, kTemperature, kTopK, kTopP, kSeed, kStop, kStopToken, kHelp };
+  static const option kOptions[] = {
+      {"prompt", required_argument, nullptr, kPrompt},
+      {"tokens", required_argument, nullptr, kTokens},
+      {"max-new-tokens", required_argument, nullptr, kMaxNewTokens},
+      {"temperature", required_argument, nullptr, kTemperature},
+      {"top-k", required_argument, nullptr, kTopK},
+      {"top-p", required_argument, nullptr, kTopP},
+      {"seed", required_argument, nullptr, kSeed},
+      {"stop", required_argument, nullptr, kStop},
+      {"stop-token", required_argument, nullptr, kStopToken},
+      {"help", no_argument, nullptr, kHelp},
+      {nullptr, 0, nullptr, 0},
+  };
+  GenerateOptions& options = arguments.options;
+  int index = 0;
+  for (int found; (found = getopt_long(argc, argv, "", kOptions, &index)) != -1;) {
+    bool good = true;
+    switch (found) {
+      case kPrompt: arguments.prompt = optarg; break;
+      case kTokens: good = parse_list(optarg, arguments.tokens.emplace()); break;
+      case kMaxNewTokens: good = parse(optarg, options.max_new_tokens.emplace()); break;
+      case kTemperature: good = parse(optarg, options.sampling.temperature); break;
+      case kTopK: good = parse(optarg, options.sampling.top_k.emplace()); break;
+      case kTopP: good = parse(optarg, options.sampling.top_p.emplace()); break;
+      case kSeed: good = parse(optarg, options.sampling.seed.emplace()); break;
+      case kStop: options.stop_strings.emplace_back(optarg); break;
+      case kStopToken: good = parse(optarg, options.stop_tokens.emplace_back()); break;
+      case kHelp: std::cout << kUsage; std::exit(0);
+      default: return "see --help";
+    }
+    if (!good) return std::string("--") + kOptions[index].name + " got '" + optarg + "', which is no number it takes";
+  }
+  if (argc - optind != 1) return "pass one bundle: a folder that export wrote";
+  if (arguments.prompt.has_value() == arguments.tokens.has_value()) return "pass either --prompt or --tokens";
+  arguments.bundle = argv[optind];
+  return std::nullopt;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  Arguments arguments;
+  if (const auto problem = parse_arguments(argc, argv, arguments)) {
+    std::cerr << "error: " << *problem << "\n\n" << kUsage;
+    return 2;
+  }
+  Result<Session> session = Session::open(arguments.bundle);
+  if (!session.ok()) return report(session.error());
+
+  Result<Generation> generation =
+      arguments.prompt
+          ? session->generate_text(*arguments.prompt, arguments.options,
+                                   [](std::string_view piece) {
+                                     std::cout << piece << std::flush;
+                                     return true;
+                                   })
+          : session->generate(*arguments.tokens, arguments.options, [](int64_t token) {
+              std::cout << token << " " << std::flush;
+              return true;
+            });
+  std::cout << std::endl;
+  if (!generation.ok()) return report(generation.error());
+  const Statistics& statistics = generation->statistics;
+  std::fprintf(stderr,
+               "%lld prompt tokens, %lld new, ended by %s; first token after %.4f s (%.1f tokens/s), then %.1f tokens/s\n",
+               static_cast<long long>(statistics.prompt_tokens), static_cast<long long>(statistics.generated_tokens),
+               to_string(generation->reason), statistics.time_to_first_token, statistics.prefill_tokens_per_second(),
+               statistics.decode_tokens_per_second());
+  return 0;
+}

@@ -1,0 +1,145 @@
+// One running program and its position: prefill, decode, rewind, generate.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <exportable_cache/cache_limits.h>
+#include <exportable_cache/detokenizer.h>
+#include <exportable_cache/manifest.h>
+#include <exportable_cache/program.h>
+#include <exportable_cache/sampler.h>
+#include <exportable_cache/tokenizer.h>
+
+namespace exportable_cache {
+
+struct GenerateOptions {
+  std::optional<int64_t> max_new_tokens{};  // as many as fit by default
+  Sampling sampling{};
+  std::vector<int64_t> stop_tokens{};       // besides the model's end tokens
+  std::vector<std::string> stop_strings{};
+};
+
+enum class StopReason { kEndToken, kStopString, kMaxNewTokens, kCacheFull, kCallback };
+
+/// "end_token", "stop_string", "max_new_tokens", "cache_full" or "callback".
+const char* to_string(StopReason reason);
+
+/// How long a generation took, in seconds and tokens.
+struct Statistics {
+  int64_t prompt_tokens = 0;
+  int64_t generated_tokens = 0;
+  double time_to_first_token = 0;  // from the call to the first token chosen
+  double decode_seconds = 0;       // from then to the last
+
+  /// Prompt tokens by time_to_first_token.
+  double prefill_tokens_per_second() const;
+  /// Tokens after the first by decode_seconds; 0 where there are none.
+  double decode_tokens_per_second() const;
+};
+
+struct Generation {
+  std::vector<int64_t> tokens;  // the one that ended it included
+  StopReason reason;
+  Statistics statistics;
+};
+
+/// A program and its position.
+///
+/// Every call checks its arguments and the room in the cache before anything runs: a refused call changes nothing. The rules
+/// are those of `exportable_cache.Session` in Python. Not thread-safe; several sessions of one bundle are independent.
+///
+///     auto session = Session::open("artifacts/demo");
+///     if (!session.ok()) return report(session.error());
+///     auto done = session->generate_text("the code of amber is 4821. amber?", {.max_new_tokens = 8},
+///                                        [](std::string_view piece) { std::cout << piece; return true; });
+class Session {
+ public:
+  /// Open the bundle that `export` wrote to a folder, at position 0.
+  ///
+  /// Error kBundle if the bundle cannot be run, see `Manifest::read`, `CacheLimits::make` and `Program::open`.
+  static Result<Session> open(const std::string& folder);
+
+  const Manifest& manifest() const { return manifest_; }
+
+  /// Tokens seen.
+  int64_t length() const { return length_; }
+  /// Tokens the cache can hold in all, or nothing where only rings keep state.
+  std::optional<int64_t> max_length() const { return limits_.max_length(); }
+  /// Tokens there is still room for, or nothing for any number.
+  std::optional<int64_t> room() const;
+
+  /// Start anew at position 0. The buffers keep their contents, which no query sees.
+  void reset();
+
+  /// Take back the newest tokens, so that others can follow in their place. A generated token that was given out and not
+  /// fed yet is dropped as well, and not counted.
+  ///
+  /// Error kInput if there are fewer, or a ring has overwritten one that would be needed again.
+  Status rewind(int64_t tokens);
+
+  /// Feed a prompt of any length. Long ones go through in chunks.
+  ///
+  /// `position` is where the first token goes: by default after all that is held. 0 starts anew, an earlier one rewinds to
+  /// there, and a later one would skip ahead and is refused.
+  ///
+  /// Returns the logits [vocab_size] of the last token, valid until the next call.
+  /// Error kInput if there is no token, one is outside the vocabulary, or the position cannot be gone to; kCacheFull if they
+  /// do not fit; kRuntime if ExecuTorch fails.
+  Result<std::span<const float>> prefill(std::span<const int64_t> tokens, std::optional<int64_t> position = {});
+
+  /// Feed one token; see `prefill`.
+  Result<std::span<const float>> decode(int64_t token, std::optional<int64_t> position = {});
+
+  /// Called with each token as it is chosen; false ends the generation.
+  using OnToken = std::function<bool(int64_t token)>;
+  /// Called with each piece of text, which never ends inside a character; false ends the generation.
+  using OnText = std::function<bool(std::string_view piece)>;
+
+  /// Tokens that follow a prompt. The session continues from where it is: `reset` first for a new sequence. The newest token
+  /// is not fed, so it is not in the cache; to go on from it, start the next prompt with it.
+  ///
+  /// Error as of `prefill`; kInput also for a wrong option, kCacheFull if the prompt with max_new_tokens does not fit.
+  Result<Generation> generate(std::span<const int64_t> prompt, const GenerateOptions& options, const OnToken& on_token = {});
+
+  /// Text that follows a text. What ends it (an end token, a stop token or a stop string) is not given out. The newest token
+  /// of an earlier generation is fed in front of the prompt, unless it ended that.
+  ///
+  /// Error as of `generate`; kBundle if the bundle has no tokenizer that is known here.
+  Result<Generation> generate_text(const std::string& prompt, const GenerateOptions& options, const OnText& on_text);
+
+  /// Token ids of a text; with `starts`, as the first of a sequence. Opens the tokenizer at the first call.
+  Result<std::vector<int64_t>> encode(const std::string& text, bool starts);
+
+  /// The vocabulary, for `TextStream`. Opened at the first call.
+  Result<const Detokenizer*> detokenizer();
+
+ private:
+  Session(Manifest manifest, CacheLimits limits, Program program);
+
+  Status check_tokens(std::span<const int64_t> tokens) const;
+  Status check_room(int64_t held, int64_t tokens, std::optional<int64_t> max_new_tokens) const;
+  Status check_options(const GenerateOptions& options) const;
+  Status check_rewind(int64_t tokens) const;
+  Result<std::span<const float>> feed(std::span<const int64_t> tokens);
+  bool is_end(int64_t token, const GenerateOptions& options) const;
+  Result<Generation> run(std::vector<int64_t> prompt, const GenerateOptions& options,
+                         const std::function<std::optional<StopReason>(int64_t token)>& on_token);
+
+  Manifest manifest_;
+  CacheLimits limits_;
+  Program program_;
+  std::optional<Tokenizer> tokenizer_;
+  std::optional<Detokenizer> detokenizer_;
+  std::vector<float> logits_;
+  int64_t length_ = 0;
+  int64_t high_water_ = 0;          // the most tokens held since position 0: a rewind's limit depends on it
+  std::optional<int64_t> pending_;  // the newest token given out, while nothing was fed since and it ended nothing
+};
+
+}  // namespace exportable_cache

@@ -1,0 +1,38 @@
+// Text to token ids, by ExecuTorch's own reader of tokenizer.json (the one its LLM runner uses).
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <exportable_cache/result.h>
+
+namespace tokenizers {
+class Tokenizer;
+}
+
+namespace exportable_cache {
+
+/// The bundle's tokenizer, one way: `Detokenizer` goes back.
+class Tokenizer {
+ public:
+  /// Error kBundle if the file is missing or of a kind that the reader does not know. It logs the reason to stderr.
+  static Result<Tokenizer> open(const std::string& path);
+
+  Tokenizer(Tokenizer&&) noexcept;
+  Tokenizer& operator=(Tokenizer&&) noexcept;
+  ~Tokenizer();
+
+  /// Token ids of a text.
+  ///
+  /// With `starts` the text begins a sequence and gets the special tokens that the tokenizer puts around one.
+  Result<std::vector<int64_t>> encode(const std::string& text, bool starts) const;
+
+ private:
+  explicit Tokenizer(std::unique_ptr<tokenizers::Tokenizer> reader);
+
+  std::unique_ptr<tokenizers::Tokenizer> reader_;
+};
+
+}  // namespace exportable_cache

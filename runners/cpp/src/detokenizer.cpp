@@ -1,0 +1,180 @@
+#include <exportable_cache/detokenizer.h>
+
+#include <charconv>
+#include <fstream>
+#include <iterator>
+#include <optional>
+#include <unordered_map>
+
+#include "json.h"
+#include "utf8.h"
+
+namespace exportable_cache {
+namespace {
+
+constexpr int64_t kMaxTokens = int64_t{1} << 24;
+
+// How the pieces of a vocabulary become bytes.
+struct Decoder {
+  bool byte_level = false;
+  bool byte_fallback = false;
+  std::string pattern;  // replaced by `content` in every piece
+  std::string content;
+  int64_t strip_left = 0;
+};
+
+const std::string& text_of(const Json& value) {
+  static const std::string kNone;
+  return value.string() == nullptr ? kNone : *value.string();
+}
+
+// Adds what one decoder of tokenizer.json does; false if it is of another kind.
+bool add_decoder(const Json& fields, Decoder& decoder) {
+  const std::string& type = text_of(fields["type"]);
+  if (type == "Sequence") {
+    if (fields["decoders"].array() == nullptr) return false;
+    for (const Json& part : *fields["decoders"].array()) {
+      if (!add_decoder(part, decoder)) return false;
+    }
+    return true;
+  }
+  if (type == "Fuse") return true;
+  if (type == "ByteLevel") return decoder.byte_level = true;
+  if (type == "ByteFallback") return decoder.byte_fallback = true;
+  if (type == "Replace") {
+    decoder.pattern = text_of(fields["pattern"]["String"]);
+    decoder.content = text_of(fields["content"]);
+    return !decoder.pattern.empty();
+  }
+  if (type == "Strip") {
+    const int64_t* start = fields["start"].integer();
+    const int64_t* stop = fields["stop"].integer();
+    if (text_of(fields["content"]) != " " || start == nullptr || stop == nullptr || *stop != 0) return false;
+    decoder.strip_left = *start;
+    return true;
+  }
+  if (type == "Metaspace") {
+    decoder.pattern = text_of(fields["replacement"]);
+    decoder.content.assign(1, ' ');
+    decoder.strip_left = text_of(fields["prepend_scheme"]) == "never" ? 0 : 1;
+    return !decoder.pattern.empty();
+  }
+  return false;
+}
+
+// The byte that each character of a byte-level vocabulary stands for: printable Latin-1 stands for itself, every other byte
+// for U+0100 and on, in order (GPT 2, Radford et al. 2019).
+const std::unordered_map<std::string, char>& byte_level_table() {
+  static const std::unordered_map<std::string, char> table = [] {
+    std::unordered_map<std::string, char> bytes;
+    uint32_t next = 0x100;
+    for (uint32_t byte = 0; byte < 0x100; ++byte) {
+      const bool printable = (byte > 0x20 && byte < 0x7F) || (byte > 0xA0 && byte != 0xAD);
+      std::string character;
+      append_utf8(character, printable ? byte : next++);
+      bytes.emplace(std::move(character), static_cast<char>(byte));
+    }
+    return bytes;
+  }();
+  return table;
+}
+
+std::string byte_level_bytes(std::string_view piece) {
+  std::string bytes;
+  for (std::string_view rest = piece; !rest.empty();) {
+    const std::string character(rest.substr(0, utf8_prefix(rest).size));
+    const auto found = byte_level_table().find(character);
+    // Pieces with other characters, as added tokens have, stand for themselves.
+    if (found == byte_level_table().end()) return std::string(piece);
+    bytes += found->second;
+    rest.remove_prefix(character.size());
+  }
+  return bytes;
+}
+
+// The byte of "<0x0A>".
+std::optional<char> fallback_byte(std::string_view piece) {
+  if (piece.size() != 6 || !piece.starts_with("<0x") || piece[5] != '>') return std::nullopt;
+  unsigned value = 0;
+  const auto [stop, problem] = std::from_chars(piece.data() + 3, piece.data() + 5, value, 16);
+  if (problem != std::errc() || stop != piece.data() + 5) return std::nullopt;
+  return static_cast<char>(value);
+}
+
+std::string decode(const Decoder& decoder, const std::string& piece) {
+  if (decoder.byte_level) return byte_level_bytes(piece);
+  if (decoder.byte_fallback) {
+    if (const std::optional<char> byte = fallback_byte(piece)) return std::string(1, *byte);
+  }
+  if (decoder.pattern.empty()) return piece;
+  std::string bytes;
+  size_t position = 0;
+  for (size_t found; (found = piece.find(decoder.pattern, position)) != std::string::npos; position = found + decoder.pattern.size()) {
+    bytes.append(piece, position, found - position).append(decoder.content);
+  }
+  return bytes.append(piece, position);
+}
+
+}  // namespace
+
+Result<Detokenizer> Detokenizer::open(const std::string& path) {
+  std::ifstream stream(path, std::ios::binary);
+  const std::string text{std::istreambuf_iterator<char>(stream), std::istreambuf_iterator<char>()};
+  if (!stream) return fail(ErrorCode::kBundle, "cannot read ", path, "; copy the bundle again, or pass token ids");
+  Result<Json> parsed = Json::parse(text);
+  if (!parsed.ok()) return fail(ErrorCode::kBundle, path, " is ", parsed.error().message, "; copy the bundle again");
+  const Json& fields = *parsed;
+
+  Decoder decoder;
+  if (!add_decoder(fields["decoder"], decoder)) {
+    return fail(ErrorCode::kBundle, path, " has a decoder of type '", text_of(fields["decoder"]["type"]),
+                "' that this library does not know; pass token ids, and turn tokens to text in Python");
+  }
+  Detokenizer detokenizer;
+  detokenizer.strip_left_ = decoder.strip_left;
+  const auto set = [&detokenizer](int64_t token, std::string bytes) {
+    if (token < 0 || token >= kMaxTokens) return;
+    if (token >= static_cast<int64_t>(detokenizer.bytes_.size())) detokenizer.bytes_.resize(static_cast<size_t>(token) + 1);
+    detokenizer.bytes_[static_cast<size_t>(token)] = std::move(bytes);
+  };
+  const Json& vocabulary = fields["model"]["vocab"];
+  if (const Json::Object* pieces = vocabulary.object()) {
+    for (const auto& [piece, id] : *pieces) {
+      if (id.integer() != nullptr) set(*id.integer(), decode(decoder, piece));
+    }
+  } else if (const Json::Array* entries = vocabulary.array()) {
+    // A unigram model lists [piece, score] by id.
+    for (size_t id = 0; id < entries->size(); ++id) {
+      const Json::Array* entry = (*entries)[id].array();
+      if (entry != nullptr && !entry->empty()) set(static_cast<int64_t>(id), decode(decoder, text_of(entry->front())));
+    }
+  }
+  if (const Json::Array* added = fields["added_tokens"].array()) {
+    for (const Json& token : *added) {
+      if (token["id"].integer() == nullptr) continue;
+      const bool special = token["special"].boolean() != nullptr && *token["special"].boolean();
+      set(*token["id"].integer(), special ? std::string() : decode(decoder, text_of(token["content"])));
+    }
+  }
+  return detokenizer;
+}
+
+std::string_view Detokenizer::bytes(int64_t token) const {
+  if (token < 0 || token >= static_cast<int64_t>(bytes_.size())) return {};
+  return bytes_[static_cast<size_t>(token)];
+}
+
+std::string TextStream::push(int64_t token) {
+  std::string_view bytes = detokenizer_->bytes(token);
+  while (strip_left_ > 0 && !bytes.empty()) {
+    if (bytes.front() != ' ') {
+      strip_left_ = 0;
+    } else {
+      bytes.remove_prefix(1);
+      --strip_left_;
+    }
+  }
+  return utf8_.push(bytes);
+}
+
+}  // namespace exportable_cache

@@ -1,0 +1,41 @@
+// The seam to ExecuTorch: the two things asked of it, by either of its APIs.
+//
+// engine_method.cpp uses Program and Method, whose headers the Python wheel ships; engine_module.cpp uses
+// executorch::extension::Module, as applications built from ExecuTorch's sources do. CMake takes one (EC_ENGINE).
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <executorch/runtime/core/evalue.h>
+#include <executorch/runtime/executor/method_meta.h>
+#include <exportable_cache/result.h>
+
+namespace exportable_cache {
+
+class Engine {
+ public:
+  /// Load a file and these of its methods, over one set of memory arenas, which start at zero.
+  static Result<std::unique_ptr<Engine>> open(const std::string& path, const std::vector<std::string>& methods);
+
+  virtual ~Engine() = default;
+
+  /// What a loaded method takes and returns.
+  virtual executorch::runtime::Result<executorch::runtime::MethodMeta> meta(const std::string& method) = 0;
+
+  /// Run a loaded method. The first output lives in planned memory, until the next call.
+  virtual executorch::runtime::Result<executorch::runtime::EValue> execute(
+      const std::string& method, const executorch::runtime::EValue& tokens, const executorch::runtime::EValue& position) = 0;
+};
+
+/// "0x14 (DelegateInvalidCompatibility)", or the number alone where ExecuTorch has no names.
+std::string describe(executorch::runtime::Error error);
+
+/// The error of a method that is not among those the program has.
+Error no_such_method(const std::string& path, const std::string& method, const std::vector<std::string>& found);
+
+/// The error of a file or method that ExecuTorch does not load.
+Error cannot_load(const std::string& what, executorch::runtime::Error error);
+
+}  // namespace exportable_cache

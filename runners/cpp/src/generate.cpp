@@ -1,0 +1,123 @@
+// Generation: prefill, choose, feed back, until something ends it.
+#include <algorithm>
+#include <chrono>
+
+#include <exportable_cache/session.h>
+#include <exportable_cache/text_stream.h>
+
+namespace exportable_cache {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double seconds(Clock::duration duration) { return std::chrono::duration<double>(duration).count(); }
+
+double rate(int64_t count, double duration) { return duration > 0 ? static_cast<double>(count) / duration : 0; }
+
+bool contains(const std::vector<int64_t>& tokens, int64_t token) {
+  return std::find(tokens.begin(), tokens.end(), token) != tokens.end();
+}
+
+}  // namespace
+
+const char* to_string(StopReason reason) {
+  switch (reason) {
+    case StopReason::kEndToken: return "end_token";
+    case StopReason::kStopString: return "stop_string";
+    case StopReason::kMaxNewTokens: return "max_new_tokens";
+    case StopReason::kCacheFull: return "cache_full";
+    case StopReason::kCallback: return "callback";
+  }
+  return "unknown";
+}
+
+double Statistics::prefill_tokens_per_second() const { return rate(prompt_tokens, time_to_first_token); }
+
+double Statistics::decode_tokens_per_second() const { return rate(std::max<int64_t>(0, generated_tokens - 1), decode_seconds); }
+
+bool Session::is_end(int64_t token, const GenerateOptions& options) const {
+  return contains(manifest_.end_tokens, token) || contains(options.stop_tokens, token);
+}
+
+Result<Generation> Session::run(std::vector<int64_t> prompt, const GenerateOptions& options,
+                                const std::function<std::optional<StopReason>(int64_t token)>& on_token) {
+  if (const Status status = check_options(options); !status.ok()) return status.error();
+  if (const Status status = check_tokens(prompt); !status.ok()) return status.error();
+  const auto prompt_size = static_cast<int64_t>(prompt.size());
+  if (const Status status = check_room(length_, prompt_size, options.max_new_tokens); !status.ok()) return status.error();
+  Result<Sampler> sampler = Sampler::make(options.sampling);
+  if (!sampler.ok()) return sampler.error();
+
+  const Clock::time_point start = Clock::now();
+  Clock::time_point first = start;
+  Result<std::span<const float>> logits = feed(prompt);
+  Generation generation;
+  std::optional<StopReason> reason;
+  while (!reason) {
+    if (!logits.ok()) return logits.error();
+    const int64_t token = sampler->choose(*logits);
+    if (generation.tokens.empty()) first = Clock::now();
+    generation.tokens.push_back(token);
+    pending_ = is_end(token, options) ? std::nullopt : std::optional(token);
+    reason = on_token(token);
+    if (reason) break;
+    if (is_end(token, options)) {
+      reason = StopReason::kEndToken;
+    } else if (static_cast<int64_t>(generation.tokens.size()) == options.max_new_tokens) {
+      reason = StopReason::kMaxNewTokens;
+    } else if (room() == 0) {
+      reason = StopReason::kCacheFull;
+    } else {
+      logits = feed(std::span<const int64_t>(&token, 1));
+    }
+  }
+  generation.reason = *reason;
+  generation.statistics = {
+      .prompt_tokens = prompt_size,
+      .generated_tokens = static_cast<int64_t>(generation.tokens.size()),
+      .time_to_first_token = seconds(first - start),
+      .decode_seconds = seconds(Clock::now() - first),
+  };
+  return generation;
+}
+
+Result<Generation> Session::generate(std::span<const int64_t> prompt, const GenerateOptions& options, const OnToken& on_token) {
+  // The vocabulary is opened for stop strings alone: tokens need none.
+  std::optional<TextStream> text;
+  StopStrings stops(options.stop_strings);
+  if (!options.stop_strings.empty()) {
+    Result<const Detokenizer*> vocabulary = detokenizer();
+    if (!vocabulary.ok()) return vocabulary.error();
+    text.emplace(**vocabulary);
+  }
+  return run({prompt.begin(), prompt.end()}, options, [&](int64_t token) -> std::optional<StopReason> {
+    if (on_token && !on_token(token)) return StopReason::kCallback;
+    if (text && !is_end(token, options)) stops.push(text->push(token));
+    return stops.stopped() ? std::optional(StopReason::kStopString) : std::nullopt;
+  });
+}
+
+Result<Generation> Session::generate_text(const std::string& prompt, const GenerateOptions& options, const OnText& on_text) {
+  Result<const Detokenizer*> vocabulary = detokenizer();
+  if (!vocabulary.ok()) return vocabulary.error();
+  Result<std::vector<int64_t>> ids = encode(prompt, length_ == 0);
+  if (!ids.ok()) return ids.error();
+  if (pending_) ids->insert(ids->begin(), *pending_);
+
+  TextStream text(**vocabulary);
+  StopStrings stops(options.stop_strings);
+  const auto give = [&](const std::string& piece) { return piece.empty() || on_text(piece); };
+  Result<Generation> generation = run(std::move(*ids), options, [&](int64_t token) -> std::optional<StopReason> {
+    if (is_end(token, options)) return std::nullopt;
+    if (!give(stops.push(text.push(token)))) return StopReason::kCallback;
+    return stops.stopped() ? std::optional(StopReason::kStopString) : std::nullopt;
+  });
+  if (generation.ok() && !stops.stopped() && generation->reason != StopReason::kCallback) {
+    std::string rest = stops.push(text.finish());
+    if (!stops.stopped()) rest += stops.finish();
+    give(rest);
+  }
+  return generation;
+}
+
+}  // namespace exportable_cache

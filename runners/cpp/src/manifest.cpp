@@ -1,0 +1,129 @@
+#include <exportable_cache/manifest.h>
+
+#include <fstream>
+#include <iterator>
+
+#include "json.h"
+
+namespace exportable_cache {
+namespace {
+
+constexpr int64_t kSchemaVersion = 1;
+
+Result<std::string> read_file(const std::string& path) {
+  std::ifstream stream(path, std::ios::binary);
+  std::string content{std::istreambuf_iterator<char>(stream), std::istreambuf_iterator<char>()};
+  if (!stream) return fail(ErrorCode::kBundle, "cannot read ", path, "; pass a folder that export wrote");
+  return content;
+}
+
+// Collects the first thing that is not as it should be, so that fields can be read one after the other.
+class Reader {
+ public:
+  explicit Reader(std::string path) : path_(std::move(path)) {}
+
+  int64_t integer(const Json& value, const std::string& where, int64_t least) {
+    const int64_t* number = value.integer();
+    if (number == nullptr || *number < least) complain(where + " is no integer of at least " + std::to_string(least));
+    return number == nullptr ? least : *number;
+  }
+
+  std::string text(const Json& value, const std::string& where) {
+    if (value.string() == nullptr) complain(where + " is no text");
+    return value.string() == nullptr ? std::string() : *value.string();
+  }
+
+  void must_be(const Json& value, const std::string& where, const std::string& expected) {
+    const std::string found = text(value, where);
+    if (found != expected) complain(where + " is '" + found + "', this library runs '" + expected + "'");
+  }
+
+  void complain(std::string problem) {
+    if (problem_.empty()) problem_ = std::move(problem);
+  }
+
+  Status status() const {
+    if (problem_.empty()) return {};
+    return fail(ErrorCode::kBundle, path_, ": ", problem_, "; export the model again");
+  }
+
+ private:
+  std::string path_;
+  std::string problem_;
+};
+
+std::vector<int64_t> token_ids(const Json& ids, Reader& reader) {
+  std::vector<int64_t> tokens;
+  if (ids.is_null()) return tokens;
+  if (ids.array() == nullptr) return {reader.integer(ids, "generation_config.eos_token_id", 0)};
+  for (const Json& id : *ids.array()) tokens.push_back(reader.integer(id, "generation_config.eos_token_id", 0));
+  return tokens;
+}
+
+}  // namespace
+
+std::string Manifest::program_path() const { return folder + "/program.pte"; }
+
+std::string Manifest::tokenizer_path() const { return folder + "/tokenizer/tokenizer.json"; }
+
+Result<Manifest> Manifest::read(const std::string& folder) {
+  const std::string path = folder + "/manifest.json";
+  Result<std::string> text = read_file(path);
+  if (!text.ok()) return text.error();
+  Result<Json> parsed = Json::parse(*text);
+  if (!parsed.ok()) return fail(ErrorCode::kBundle, path, " is ", parsed.error().message, "; copy the bundle again");
+  const Json& fields = *parsed;
+
+  Reader reader(path);
+  // Before anything else: other versions have other fields.
+  const int64_t version = reader.integer(fields["schema_version"], "schema_version", 1);
+  if (version != kSchemaVersion) {
+    reader.complain("schema_version is " + std::to_string(version) + ", this library reads " + std::to_string(kSchemaVersion));
+  }
+  const Json& program = fields["program"];
+  reader.must_be(fields["target"], "target", "executorch");
+  reader.must_be(program["form"], "program.form", "resident");
+  reader.must_be(program["logits"], "program.logits", "last");
+  if (reader.integer(program["batch_size"], "program.batch_size", 1) != 1) {
+    reader.complain("program.batch_size is " + std::to_string(*program["batch_size"].integer()) + ", this library runs 1");
+  }
+
+  Manifest manifest;
+  manifest.folder = folder;
+  manifest.source = reader.text(fields["source"], "source");
+  manifest.vocab_size = reader.integer(fields["vocab_size"], "vocab_size", 1);
+  manifest.has_tokenizer = fields["tokenizer"].string() != nullptr;
+  manifest.end_tokens = token_ids(fields["generation_config"]["eos_token_id"], reader);
+
+  const Json::Object no_methods;
+  const Json::Object* methods = program["methods"].object();
+  for (const auto& [name, method] : methods == nullptr ? no_methods : *methods) {
+    const std::string where = "program.methods." + name;
+    const int64_t least = reader.integer(method["min_length"], where + ".min_length", 1);
+    manifest.methods.push_back({name, least, reader.integer(method["max_length"], where + ".max_length", least)});
+  }
+
+  const Json::Array no_layers;
+  const Json::Array* layers = fields["layers"].array();
+  if (layers == nullptr || layers->empty()) reader.complain("layers is no list of at least one");
+  for (const Json& layer : layers == nullptr ? no_layers : *layers) {
+    const std::string where = "layers." + std::to_string(manifest.layers.size());
+    const Json& config = layer["config"];
+    LayerSpec spec{reader.text(layer["class"], where + ".class"), reader.integer(config["capacity"], where + ".config.capacity", 1)};
+    if (!config["window"].is_null()) spec.window = reader.integer(config["window"], where + ".config.window", 1);
+    manifest.layers.push_back(std::move(spec));
+  }
+
+  const int64_t bytes = reader.integer(fields["files"]["program.pte"]["bytes"], "files.program.pte.bytes", 1);
+  if (const Status status = reader.status(); !status.ok()) return status.error();
+
+  std::ifstream file(manifest.program_path(), std::ios::binary | std::ios::ate);
+  if (!file) return fail(ErrorCode::kBundle, manifest.program_path(), " is missing; copy the bundle again");
+  if (const int64_t found = file.tellg(); found != bytes) {
+    return fail(ErrorCode::kBundle, manifest.program_path(), " has ", found, " bytes, the manifest says ", bytes,
+                "; copy the bundle again");
+  }
+  return manifest;
+}
+
+}  // namespace exportable_cache

@@ -1,0 +1,70 @@
+#include <exportable_cache/sampler.h>
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+
+namespace exportable_cache {
+
+Result<Sampler> Sampler::make(const Sampling& sampling) {
+  if (!std::isfinite(sampling.temperature) || sampling.temperature < 0) {
+    return fail(ErrorCode::kInput, "temperature is ", sampling.temperature, "; it must be a number of at least 0 (0 is greedy)");
+  }
+  if (sampling.top_k && *sampling.top_k < 1) {
+    return fail(ErrorCode::kInput, "top_k is ", *sampling.top_k, "; it must be at least 1, or left out for all tokens");
+  }
+  if (sampling.top_p && !(*sampling.top_p > 0 && *sampling.top_p <= 1)) {
+    return fail(ErrorCode::kInput, "top_p is ", *sampling.top_p, "; it must be above 0 and at most 1, or left out for all tokens");
+  }
+  if (sampling.temperature == 0 && (sampling.top_k || sampling.top_p)) {
+    return fail(ErrorCode::kInput, "temperature is 0, which is greedy and ignores top_k and top_p; ",
+                "pass a temperature above 0, or leave both out");
+  }
+  return Sampler(sampling);
+}
+
+Sampler::Sampler(const Sampling& sampling)
+    : sampling_(sampling), generator_(sampling.seed ? *sampling.seed : std::random_device{}()) {}
+
+int64_t Sampler::choose(std::span<const float> logits) {
+  const auto largest = std::max_element(logits.begin(), logits.end());
+  if (sampling_.temperature == 0) return largest - logits.begin();
+
+  candidates_.clear();
+  for (size_t token = 0; token < logits.size(); ++token) {
+    // In double, with the largest at zero: no temperature above 0 overflows, and the largest keeps a weight of 1.
+    const double difference = static_cast<double>(logits[token]) - static_cast<double>(*largest);
+    candidates_.emplace_back(difference == 0 ? 1.0 : std::exp(difference / sampling_.temperature), static_cast<int64_t>(token));
+  }
+  const auto heavier = [](const auto& left, const auto& right) {
+    return left.first != right.first ? left.first > right.first : left.second < right.second;
+  };
+  if (sampling_.top_k && *sampling_.top_k < static_cast<int64_t>(candidates_.size())) {
+    std::nth_element(candidates_.begin(), candidates_.begin() + *sampling_.top_k, candidates_.end(), heavier);
+    candidates_.resize(*sampling_.top_k);
+  }
+  if (sampling_.top_p || sampling_.top_k) std::sort(candidates_.begin(), candidates_.end(), heavier);
+
+  double total = 0;
+  for (const auto& [weight, token] : candidates_) total += weight;
+  if (sampling_.top_p) {
+    // A token stays while those before it have not reached top_p, so the first always does.
+    double before = 0;
+    size_t kept = 0;
+    while (kept < candidates_.size() && before < *sampling_.top_p * total) before += candidates_[kept++].first;
+    candidates_.resize(kept);
+    total = before;
+  }
+  // 53 random bits as a number in [0, 1): std::uniform_real_distribution differs between standard libraries.
+  double left = static_cast<double>(generator_() >> 11) * 0x1p-53 * total;
+  int64_t chosen = largest - logits.begin();  // where rounding leaves something over past the last weight
+  for (const auto& [weight, token] : candidates_) {
+    if (weight == 0) continue;
+    chosen = token;
+    if (left < weight) break;
+    left -= weight;
+  }
+  return chosen;
+}
+
+}  // namespace exportable_cache

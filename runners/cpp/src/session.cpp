@@ -1,0 +1,178 @@
+#include <exportable_cache/session.h>
+
+#include <algorithm>
+
+namespace exportable_cache {
+
+const char* to_string(ErrorCode code) {
+  switch (code) {
+    case ErrorCode::kInput: return "input";
+    case ErrorCode::kCacheFull: return "cache_full";
+    case ErrorCode::kBundle: return "bundle";
+    case ErrorCode::kRuntime: return "runtime";
+  }
+  return "unknown";
+}
+
+Session::Session(Manifest manifest, CacheLimits limits, Program program)
+    : manifest_(std::move(manifest)), limits_(std::move(limits)), program_(std::move(program)) {}
+
+Result<Session> Session::open(const std::string& folder) {
+  Result<Manifest> manifest = Manifest::read(folder);
+  if (!manifest.ok()) return manifest.error();
+  Result<CacheLimits> limits = CacheLimits::make(manifest->layers);
+  if (!limits.ok()) return limits.error();
+  Result<Program> program = Program::open(*manifest);
+  if (!program.ok()) return program.error();
+  return Session(std::move(*manifest), std::move(*limits), std::move(*program));
+}
+
+std::optional<int64_t> Session::room() const {
+  const std::optional<int64_t> limit = max_length();
+  if (!limit) return std::nullopt;
+  return *limit - length_;
+}
+
+void Session::reset() {
+  length_ = 0;
+  high_water_ = 0;
+  pending_.reset();
+}
+
+Status Session::rewind(int64_t tokens) {
+  if (const Status status = check_rewind(tokens); !status.ok()) return status;
+  length_ -= tokens;
+  pending_.reset();
+  return {};
+}
+
+Result<std::span<const float>> Session::prefill(std::span<const int64_t> tokens, std::optional<int64_t> position) {
+  if (const Status status = check_tokens(tokens); !status.ok()) return status.error();
+  const int64_t start = position.value_or(length_);
+  if (start > length_) {
+    return fail(ErrorCode::kInput, "position ", start, " skips ahead: the cache holds ", length_,
+                " tokens, so the next position is at most ", length_, "; feed the tokens between first");
+  }
+  if (start < 0) return fail(ErrorCode::kInput, "position is ", start, "; it must be from 0 to ", length_);
+  // Position 0 is a new sequence: nothing of what was there is needed.
+  if (start > 0) {
+    if (const Status status = check_rewind(length_ - start); !status.ok()) return status.error();
+  }
+  if (const Status status = check_room(start, static_cast<int64_t>(tokens.size()), {}); !status.ok()) return status.error();
+  if (start == 0) reset();
+  length_ = start;
+  return feed(tokens);
+}
+
+Result<std::span<const float>> Session::decode(int64_t token, std::optional<int64_t> position) {
+  return prefill(std::span<const int64_t>(&token, 1), position);
+}
+
+Result<std::span<const float>> Session::feed(std::span<const int64_t> tokens) {
+  pending_.reset();
+  while (!tokens.empty()) {
+    int64_t size = std::min<int64_t>(static_cast<int64_t>(tokens.size()), program_.max_step());
+    const MethodSpec* method = program_.method_for(size);
+    if (method == nullptr) {
+      size = 1;
+      method = program_.method_for(1);
+    }
+    // Before the run: should it fail halfway, slots may have been written.
+    high_water_ = std::max(high_water_, length_ + size);
+    const Status status = program_.run(*method, tokens.first(static_cast<size_t>(size)), length_, logits_);
+    if (!status.ok()) return status.error();
+    length_ += size;
+    tokens = tokens.subspan(static_cast<size_t>(size));
+  }
+  return std::span<const float>(logits_);
+}
+
+Result<std::vector<int64_t>> Session::encode(const std::string& text, bool starts) {
+  if (!tokenizer_) {
+    if (!manifest_.has_tokenizer) {
+      return fail(ErrorCode::kBundle, manifest_.folder, " was exported without a tokenizer; pass token ids");
+    }
+    Result<Tokenizer> tokenizer = Tokenizer::open(manifest_.tokenizer_path());
+    if (!tokenizer.ok()) return tokenizer.error();
+    tokenizer_ = std::move(*tokenizer);
+  }
+  return tokenizer_->encode(text, starts);
+}
+
+Result<const Detokenizer*> Session::detokenizer() {
+  if (!detokenizer_) {
+    if (!manifest_.has_tokenizer) {
+      return fail(ErrorCode::kBundle, manifest_.folder, " was exported without a tokenizer, which text needs; use token ids");
+    }
+    Result<Detokenizer> detokenizer = Detokenizer::open(manifest_.tokenizer_path());
+    if (!detokenizer.ok()) return detokenizer.error();
+    detokenizer_ = std::move(*detokenizer);
+  }
+  return &*detokenizer_;
+}
+
+// -- checks --------------------------------------------------------------------------------------------------------------
+
+Status Session::check_tokens(std::span<const int64_t> tokens) const {
+  if (tokens.empty()) return fail(ErrorCode::kInput, "the prompt is empty; pass at least one token");
+  for (size_t index = 0; index < tokens.size(); ++index) {
+    if (tokens[index] < 0 || tokens[index] >= manifest_.vocab_size) {
+      return fail(ErrorCode::kInput, "tokens[", index, "] is token id ", tokens[index], ", outside the vocabulary of 0 to ",
+                  manifest_.vocab_size - 1, "; tokenize with the model's own tokenizer");
+    }
+  }
+  return {};
+}
+
+Status Session::check_room(int64_t held, int64_t tokens, std::optional<int64_t> max_new_tokens) const {
+  const std::optional<int64_t> limit = max_length();
+  if (!limit) return {};
+  const int64_t room = *limit - held;
+  if (tokens > *limit) {
+    return fail(ErrorCode::kCacheFull, "the cache holds ", held, " of at most ", *limit, " tokens, ", tokens,
+                " more do not fit; shorten the prompt, or export with max_cache_len of at least ", held + tokens);
+  }
+  if (tokens > room) {
+    return fail(ErrorCode::kCacheFull, "the cache holds ", held, " of at most ", *limit, " tokens, ", tokens,
+                " more do not fit; reset() the session, rewind() it, or export with a larger max_cache_len");
+  }
+  // The last new token is not fed back, so it needs no slot.
+  if (max_new_tokens && *max_new_tokens > room - tokens + 1) {
+    return fail(ErrorCode::kCacheFull, "the cache holds ", held, " of at most ", *limit, " tokens: after a prompt of ", tokens,
+                " tokens max_new_tokens may be at most ", room - tokens + 1, ", got ", *max_new_tokens,
+                "; lower it, leave it out to stop when the cache is full, or export with a larger max_cache_len");
+  }
+  return {};
+}
+
+Status Session::check_rewind(int64_t tokens) const {
+  if (tokens < 0) return fail(ErrorCode::kInput, "cannot rewind ", tokens, " tokens; pass at least 0");
+  if (tokens > length_) {
+    return fail(ErrorCode::kInput, "cannot rewind ", tokens, " tokens, the cache holds ", length_, "; rewind at most ", length_);
+  }
+  const int64_t allowed = limits_.max_rollback(length_, high_water_);
+  if (tokens > allowed) {
+    return fail(ErrorCode::kInput, "cannot rewind ", tokens, " tokens at a length of ", length_,
+                ": the sliding window has overwritten older ones, at most ", allowed,
+                " can be taken back; reset() and prefill the tokens to keep");
+  }
+  return {};
+}
+
+Status Session::check_options(const GenerateOptions& options) const {
+  if (options.max_new_tokens && *options.max_new_tokens < 1) {
+    return fail(ErrorCode::kInput, "max_new_tokens is ", *options.max_new_tokens,
+                "; it must be at least 1, or left out for as many as fit");
+  }
+  for (const int64_t token : options.stop_tokens) {
+    if (token < 0 || token >= manifest_.vocab_size) {
+      return fail(ErrorCode::kInput, "stop token ", token, " is outside the vocabulary of 0 to ", manifest_.vocab_size - 1);
+    }
+  }
+  for (const std::string& string : options.stop_strings) {
+    if (string.empty()) return fail(ErrorCode::kInput, "a stop string is empty; pass strings of at least one character");
+  }
+  return {};
+}
+
+}  // namespace exportable_cache

@@ -1,0 +1,214 @@
+// What tests/runners/test_cpp.py drives: one command per line on stdin, one reply per line on stdout.
+//
+// Fields are separated by tabs, text is in hexadecimal. A reply is "ok" with values, or "error", the kind and the message.
+#include <charconv>
+#include <cstdio>
+#include <functional>
+#include <iostream>
+#include <map>
+#include <string>
+#include <vector>
+
+#include <exportable_cache/session.h>
+
+#include "json.h"
+
+namespace {
+
+using namespace exportable_cache;
+using Fields = std::vector<std::string>;
+
+std::optional<Session> session;
+
+std::string to_hex(std::string_view bytes) {
+  constexpr char kDigits[] = "0123456789abcdef";
+  std::string text;
+  for (const unsigned char byte : bytes) {
+    text += kDigits[byte >> 4];
+    text += kDigits[byte & 15];
+  }
+  return text;
+}
+
+std::string from_hex(std::string_view text) {
+  std::string bytes;
+  for (size_t index = 0; index + 1 < text.size(); index += 2) {
+    bytes += static_cast<char>(std::stoi(std::string(text.substr(index, 2)), nullptr, 16));
+  }
+  return bytes;
+}
+
+int64_t integer(const std::string& text) { return std::stoll(text); }
+
+std::vector<int64_t> integers(const std::string& text) {
+  std::vector<int64_t> values;
+  std::istringstream stream(text);
+  for (int64_t value; stream >> value;) values.push_back(value);
+  return values;
+}
+
+template <class T>
+std::string join(const T& values) {
+  std::ostringstream text;
+  text.precision(9);
+  const char* between = "";
+  for (const auto& value : values) {
+    text << between << value;
+    between = " ";
+  }
+  return text.str();
+}
+
+void reply(const Fields& values) {
+  std::cout << "ok";
+  for (const std::string& value : values) std::cout << "\t" << value;
+  std::cout << std::endl;
+}
+
+void reply(const Error& error) { std::cout << "error\t" << to_string(error.code) << "\t" << error.message << std::endl; }
+
+void reply(const Status& status) { status.ok() ? reply(Fields()) : reply(status.error()); }
+
+GenerateOptions options_of(const Fields& fields, size_t first) {
+  GenerateOptions options;
+  for (size_t index = first; index < fields.size(); ++index) {
+    const size_t equals = fields[index].find('=');
+    const std::string name = fields[index].substr(0, equals);
+    const std::string value = fields[index].substr(equals + 1);
+    if (name == "max_new_tokens") options.max_new_tokens = integer(value);
+    if (name == "temperature") options.sampling.temperature = std::stod(value);
+    if (name == "top_k") options.sampling.top_k = integer(value);
+    if (name == "top_p") options.sampling.top_p = std::stod(value);
+    if (name == "seed") options.sampling.seed = std::stoull(value);
+    if (name == "stop_token") options.stop_tokens.push_back(integer(value));
+    if (name == "stop") options.stop_strings.push_back(from_hex(value));
+  }
+  return options;
+}
+
+void reply(const Generation& generation, const std::string& pieces) {
+  const Statistics& statistics = generation.statistics;
+  reply({join(generation.tokens), to_string(generation.reason), pieces,
+         join(std::vector<int64_t>{statistics.prompt_tokens, statistics.generated_tokens}),
+         join(std::vector<double>{statistics.time_to_first_token, statistics.decode_seconds, statistics.prefill_tokens_per_second(),
+                                  statistics.decode_tokens_per_second()})});
+}
+
+void reply(const Result<std::span<const float>>& logits) { logits.ok() ? reply({join(*logits)}) : reply(logits.error()); }
+
+std::optional<int64_t> position_of(const Fields& fields) {
+  return fields.size() > 2 ? std::optional(integer(fields[2])) : std::nullopt;
+}
+
+const std::map<std::string, std::function<void(const Fields&)>> kCommands = {
+    {"open", [](const Fields& fields) {
+       Result<Session> opened = Session::open(fields[1]);
+       if (!opened.ok()) return reply(opened.error());
+       session.emplace(std::move(*opened));
+       reply({std::to_string(session->max_length().value_or(-1))});
+     }},
+    {"prefill", [](const Fields& fields) { reply(session->prefill(integers(fields[1]), position_of(fields))); }},
+    {"decode", [](const Fields& fields) { reply(session->decode(integer(fields[1]), position_of(fields))); }},
+    {"rewind", [](const Fields& fields) { reply(session->rewind(integer(fields[1]))); }},
+    {"reset", [](const Fields&) { session->reset(), reply(Fields()); }},
+    {"length", [](const Fields&) { reply({std::to_string(session->length()), std::to_string(session->room().value_or(-1))}); }},
+    {"generate", [](const Fields& fields) {
+       std::vector<int64_t> seen;
+       const auto generation = session->generate(integers(fields[1]), options_of(fields, 2), [&seen](int64_t token) {
+         seen.push_back(token);
+         return true;
+       });
+       generation.ok() ? reply(*generation, join(seen)) : reply(generation.error());
+     }},
+    {"text", [](const Fields& fields) {
+       Fields pieces;
+       const auto generation = session->generate_text(from_hex(fields[1]), options_of(fields, 2), [&pieces](std::string_view piece) {
+         pieces.push_back(to_hex(piece));
+         return true;
+       });
+       generation.ok() ? reply(*generation, join(pieces)) : reply(generation.error());
+     }},
+    {"take", [](const Fields& fields) {
+       int64_t left = integer(fields[2]);
+       const auto generation = session->generate(integers(fields[1]), {}, [&left](int64_t) { return --left > 0; });
+       generation.ok() ? reply(*generation, "") : reply(generation.error());
+     }},
+    {"encode", [](const Fields& fields) {
+       const Result<Tokenizer> tokenizer = Tokenizer::open(fields[1]);
+       if (!tokenizer.ok()) return reply(tokenizer.error());
+       const auto ids = tokenizer->encode(from_hex(fields[2]), fields[3] == "1");
+       ids.ok() ? reply({join(*ids)}) : reply(ids.error());
+     }},
+    {"detokenize", [](const Fields& fields) {
+       const Result<Detokenizer> vocabulary = Detokenizer::open(fields[1]);
+       if (!vocabulary.ok()) return reply(vocabulary.error());
+       TextStream stream(*vocabulary);
+       Fields pieces;
+       for (const int64_t token : integers(fields[2])) pieces.push_back(to_hex(stream.push(token)));
+       pieces.push_back(to_hex(stream.finish()));
+       reply(pieces);
+     }},
+    {"utf8", [](const Fields& fields) {
+       Utf8Stream stream;
+       Fields pieces;
+       for (size_t index = 1; index < fields.size(); ++index) pieces.push_back(to_hex(stream.push(from_hex(fields[index]))));
+       pieces.push_back(to_hex(stream.finish()));
+       reply(pieces);
+     }},
+    {"stops", [](const Fields& fields) {
+       std::vector<std::string> strings;
+       std::istringstream words(fields[1]);
+       for (std::string word; words >> word;) strings.push_back(from_hex(word));
+       StopStrings stops(strings);
+       Fields pieces;
+       for (size_t index = 2; index < fields.size() && !stops.stopped(); ++index) {
+         pieces.push_back(to_hex(stops.push(from_hex(fields[index]))));
+       }
+       pieces.push_back(stops.stopped() ? "stopped" : to_hex(stops.finish()));
+       reply(pieces);
+     }},
+    {"rollback", [](const Fields& fields) {
+       LayerSpec layer{fields[1], integer(fields[2])};
+       if (fields[3] != "-") layer.window = integer(fields[3]);
+       const Result<CacheLimits> limits = CacheLimits::make({layer});
+       if (!limits.ok()) return reply(limits.error());
+       reply({std::to_string(limits->max_length().value_or(-1)),
+              std::to_string(limits->max_rollback(integer(fields[4]), integer(fields[5])))});
+     }},
+    {"sample", [](const Fields& fields) {
+       std::vector<float> logits;
+       std::istringstream stream(fields[1]);
+       for (float value; stream >> value;) logits.push_back(value);
+       Result<Sampler> sampler = Sampler::make(options_of(fields, 3).sampling);
+       if (!sampler.ok()) return reply(sampler.error());
+       std::vector<int64_t> tokens(static_cast<size_t>(integer(fields[2])));
+       for (int64_t& token : tokens) token = sampler->choose(logits);
+       reply({join(tokens)});
+     }},
+    {"json", [](const Fields& fields) {
+       const Result<Json> parsed = Json::parse(from_hex(fields[1]));
+       if (!parsed.ok()) return reply(parsed.error());
+       const Json& value = (*parsed)["key"];
+       reply({value.string() != nullptr    ? "string " + to_hex(*value.string())
+              : value.integer() != nullptr ? "integer " + std::to_string(*value.integer())
+              : value.number() != nullptr  ? "number " + join(std::vector<double>{*value.number()})
+              : value.boolean() != nullptr ? std::string(*value.boolean() ? "true" : "false")
+              : value.array() != nullptr   ? "array " + std::to_string(value.array()->size())
+              : value.object() != nullptr  ? "object " + std::to_string(value.object()->size())
+                                           : "null"});
+     }},
+};
+
+}  // namespace
+
+int main() {
+  for (std::string line; std::getline(std::cin, line);) {
+    Fields fields;
+    std::istringstream stream(line);
+    for (std::string field; std::getline(stream, field, '\t');) fields.push_back(field);
+    const auto command = kCommands.find(fields.empty() ? "" : fields[0]);
+    if (command == kCommands.end()) return 3;
+    command->second(fields);
+  }
+  return 0;
+}
