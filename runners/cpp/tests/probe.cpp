@@ -1,11 +1,12 @@
 // What tests/runners/test_cpp.py drives: one command per line on stdin, one reply per line on stdout.
 //
 // Fields are separated by tabs, text is in hexadecimal. A reply is "ok" with values, or "error", the kind and the message.
-#include <charconv>
-#include <cstdio>
+#include <cstdlib>
 #include <functional>
 #include <iostream>
 #include <map>
+#include <optional>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -177,8 +178,9 @@ const std::map<std::string, std::function<void(const Fields&)>> kCommands = {
      }},
     {"sample", [](const Fields& fields) {
        std::vector<float> logits;
-       std::istringstream stream(fields[1]);
-       for (float value; stream >> value;) logits.push_back(value);
+       // By strtof, which reads infinities too.
+       std::istringstream words(fields[1]);
+       for (std::string word; words >> word;) logits.push_back(std::strtof(word.c_str(), nullptr));
        Result<Sampler> sampler = Sampler::make(options_of(fields, 3).sampling);
        if (!sampler.ok()) return reply(sampler.error());
        std::vector<int64_t> tokens(static_cast<size_t>(integer(fields[2])));
@@ -203,10 +205,11 @@ const std::map<std::string, std::function<void(const Fields&)>> kCommands = {
 
 int main() {
   for (std::string line; std::getline(std::cin, line);) {
-    Fields fields;
-    std::istringstream stream(line);
-    for (std::string field; std::getline(stream, field, '\t');) fields.push_back(field);
-    const auto command = kCommands.find(fields.empty() ? "" : fields[0]);
+    Fields fields(1);
+    for (const char character : line) {
+      character == '\t' ? static_cast<void>(fields.emplace_back()) : fields.back().push_back(character);
+    }
+    const auto command = kCommands.find(fields[0]);
     if (command == kCommands.end()) return 3;
     command->second(fields);
   }

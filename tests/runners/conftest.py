@@ -1,0 +1,92 @@
+"""The C++ runner, built once for all tests, and its probe driven line by line."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+SOURCES = Path(__file__).parent.parent.parent / "runners" / "cpp"
+
+
+@dataclass(frozen=True)
+class Reply:
+    """`ok` with its values, or not, with the kind of error and its message as values."""
+
+    ok: bool
+    values: list[str]
+
+    def numbers(self, index: int = 0) -> list[float]:
+        return [float(text) for text in self.values[index].split()]
+
+    def tokens(self, index: int = 0) -> list[int]:
+        return [int(text) for text in self.values[index].split()]
+
+    def texts(self) -> list[str]:
+        return [bytes.fromhex(text).decode("utf-8") for text in self.values]
+
+
+Probe = Callable[..., list[Reply]]
+
+
+@pytest.fixture(scope="session")
+def cpp_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the programs, built against the executorch wheel of this interpreter."""
+    pytest.importorskip("executorch", reason="the executorch extra is not installed")
+    beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    cmake = shutil.which("cmake", path=beside)
+    if cmake is None:
+        pytest.skip("there is no cmake; the test extra installs one")
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None or subprocess.run(
+        [*compiler.split(), "-std=c++20", "-fsyntax-only", "-x", "c++", "-"],
+        input="#include <span>\n#include <version>\n", text=True, capture_output=True,
+    ).returncode:  # fmt: skip
+        pytest.skip("there is no C++20 compiler (g++ 10 or clang 13 on)")
+    library = Path(sysconfig.get_config_var("LIBDIR") or "", sysconfig.get_config_var("INSTSONAME") or "")
+    if not sysconfig.get_config_var("Py_ENABLE_SHARED") or not library.is_file():
+        pytest.skip("this Python has no shared libpython, which the executorch wheel's libraries refer to")
+    folder = tmp_path_factory.mktemp("cpp")
+    options = [f"-DPython3_EXECUTABLE={sys.executable}", f"-DCMAKE_CXX_COMPILER={compiler}", "-DEC_BUILD_TESTS=ON"]
+    for command in (
+        [cmake, "-S", SOURCES, "-B", folder, *options],
+        [cmake, "--build", folder, "--parallel", str(os.cpu_count() or 1)],
+    ):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return folder
+
+
+@pytest.fixture(scope="session")
+def probe(cpp_build: Path) -> Probe:
+    """`probe(("prefill", "5 6 7"), ("length",))` -> one `Reply` each, of a process of its own."""
+
+    def run(*commands: Sequence[object]) -> list[Reply]:
+        lines = "".join("\t".join(str(field) for field in command) + "\n" for command in commands)
+        done = subprocess.run(
+            [cpp_build / "exportable_cache_probe"], input=lines, capture_output=True, text=True, timeout=300,
+            env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-2000:]
+        replies = [line.split("\t") for line in done.stdout.split("\n")[:-1]]
+        assert len(replies) == len(commands), done.stderr[-2000:]
+        return [Reply(fields[0] == "ok", fields[1:]) for fields in replies]
+
+    return run
+
+
+def ids(tokens: Sequence[int]) -> str:
+    """Token ids as a field."""
+    return " ".join(str(int(token)) for token in tokens)
+
+
+def hexed(text: str | bytes) -> str:
+    """Text as a field."""
+    return (text.encode("utf-8") if isinstance(text, str) else text).hex()

@@ -1,0 +1,112 @@
+"""What the C++ session opens: bundles of either set of methods; and what it refuses, before it runs anything."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from exportable_cache import export, load
+
+from .conftest import Probe, ids
+
+CHUNK = 24
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle whose program has `forward` besides `prefill` and `decode`."""
+    pytest.importorskip("executorch", reason="the executorch extra is not installed")
+    folder = tmp_path_factory.mktemp("bundles") / "both"
+    return export("demo", "executorch", 96, folder, prefill_length=CHUNK, llm_runner=True, verify=False).path
+
+
+def edited(folder: Path, copy: Path, edit: Callable[[dict[str, Any]], object]) -> Path:
+    """A copy of a bundle with another manifest. C++ compares no checksum of it."""
+    shutil.copytree(folder, copy)
+    path = copy / "manifest.json"
+    fields = json.loads(path.read_text())
+    edit(fields)
+    path.write_text(json.dumps(fields))
+    return copy
+
+
+@pytest.mark.parametrize("names", [["forward"], ["decode", "prefill"], ["decode"], ["decode", "prefill", "forward"]])
+def test_any_set_of_methods_gives_the_same(both, tmp_path, probe: Probe, names: list[str]) -> None:
+    def keep(fields: dict[str, Any]) -> None:
+        methods = fields["program"]["methods"]
+        fields["program"]["methods"] = {name: methods[name] for name in names}
+
+    bundle = edited(both, tmp_path / "bundle", keep)
+    session = load(both)
+    prompt = torch.randint(2, 394, (1, 60), generator=torch.Generator().manual_seed(0))
+    expected = [session.prefill(prompt), *(session.decode(torch.tensor([token])) for token in range(20, 30))]
+    commands = [("prefill", ids(prompt[0])), *(("decode", token) for token in range(20, 30))]
+    replies = probe(("open", bundle), *commands)[1:]
+    for reply, logits in zip(replies, expected, strict=True):
+        assert (torch.tensor(reply.numbers()) - logits[0]).abs().max() <= 1e-5
+
+
+def _set(*path: str | int, value: Any) -> Callable[[dict[str, Any]], None]:
+    def edit(fields: dict[str, Any]) -> None:
+        for name in path[:-1]:
+            fields = fields[name]
+        fields[path[-1]] = value
+
+    return edit
+
+
+def _rename(old: str, new: str) -> Callable[[dict[str, Any]], None]:
+    def edit(fields: dict[str, Any]) -> None:
+        methods = fields["program"]["methods"]
+        methods[new] = methods.pop(old)
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (_set("schema_version", value=7), "schema_version is 7, this library reads 1"),
+        (_set("target", value="pt2"), "target is 'pt2', this library runs 'executorch'"),
+        (_set("program", "form", value="explicit"), "program.form is 'explicit'"),
+        (_set("program", "logits", value="all"), "program.logits is 'all'"),
+        (_set("program", "batch_size", value=2), "program.batch_size is 2, this library runs 1"),
+        (_set("vocab_size", value=0), "vocab_size is no integer of at least 1"),
+        (_set("layers", value=[]), "layers is no list of at least one"),
+        (_set("layers", 1, "class", value="CleverLayer"), "layer 1 is a CleverLayer, this library knows"),
+        (_set("layers", 0, "config", value={"capacity": 16}), "layer 0 is a RingLayer"),
+        (_set("files", "program.pte", "bytes", value=17), "bytes, the manifest says 17"),
+        # Another program than the one described.
+        (_rename("prefill", "fill"), "has no method 'fill' but"),
+        (_set("vocab_size", value=400), "returns [1, 394], not floating [1, 400]"),
+        (_set("program", "methods", "prefill", "max_length", value=25), "takes tokens [1, 24], not int64 [1, 25]"),
+        (_set("program", "methods", "get_vocab_size", value={"min_length": 1, "max_length": 1}), "takes 0 inputs and returns 1"),
+        (_set("program", "methods", value={}), "has no method that takes one token"),
+    ],
+)
+def test_what_is_no_bundle_of_ours_is_refused(both, tmp_path, probe: Probe, edit, message: str) -> None:
+    (reply,) = probe(("open", edited(both, tmp_path / "bundle", edit)))
+    assert (reply.ok, reply.values[0]) == (False, "bundle")
+    assert message in reply.values[1]
+
+
+def test_missing_and_broken_files_are_refused(both, tmp_path, probe: Probe) -> None:
+    paths = {name: edited(both, tmp_path / name, lambda fields: None) for name in ("missing", "broken", "junk")}
+    (paths["missing"] / "program.pte").unlink()
+    (paths["broken"] / "manifest.json").write_text('{"schema_version": 1,')
+    size = (paths["junk"] / "program.pte").stat().st_size
+    (paths["junk"] / "program.pte").write_bytes(b"x" * size)
+    replies = probe(("open", tmp_path), *(("open", path) for path in paths.values()))
+    for reply, part in zip(replies, ("cannot read", "is missing", "at byte", "ExecuTorch cannot load"), strict=True):
+        assert reply.values[0] == "bundle" and part in reply.values[1]
+
+
+def test_text_needs_a_tokenizer_and_ids_do_not(both, tmp_path, probe: Probe) -> None:
+    bundle = edited(both, tmp_path / "bundle", _set("tokenizer", value=None))
+    replies = probe(("open", bundle), ("text", "61"), ("generate", "5 6", "max_new_tokens=2"), ("generate", "5", "stop=61"))
+    assert "without a tokenizer" in replies[1].values[1] and "without a tokenizer" in replies[3].values[1]
+    assert replies[2].ok
