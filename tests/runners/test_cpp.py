@@ -1,5 +1,6 @@
 """The C++ session does what the Python session does: logits, tokens, limits, refusals."""
 
+import importlib
 import random
 import re
 import subprocess
@@ -11,6 +12,7 @@ import torch
 from exportable_cache import Session, load
 from exportable_cache.demo.task import make_questions
 from exportable_cache.errors import CacheFullError, InputError
+from exportable_cache.layers import CacheLayer
 
 from .conftest import Probe, Reply, hexed, ids
 
@@ -124,18 +126,20 @@ def test_rewind_has_the_sessions_limits(demo_bundle, session, probe: Probe) -> N
 
 @pytest.mark.parametrize("slack", [0, 3])
 def test_rollback_rules_are_the_layers(probe: Probe, slack: int) -> None:
-    from exportable_cache.layers import CacheLayer
-
-    ring = CacheLayer.classes["RingLayer"].from_state({"capacity": 8 + slack, "window": 8}, {})
-    full = CacheLayer.classes["FullLayer"].from_state({"capacity": 40}, {})
+    importlib.import_module("exportable_cache.backends.executorch.fused")  # which brings a layer class of its own
+    configs = {
+        "RingLayer": {"capacity": 8 + slack, "window": 8},
+        "SinkLayer": {"capacity": 3 + 8 + slack, "window": 8, "sinks": 3},
+        "FullLayer": {"capacity": 40},
+        "FusedFullLayer": {"capacity": 40},
+    }
     marks = [(length, high) for high in range(0, 30) for length in range(0, high + 1)]
-    replies = probe(
-        *(("rollback", "RingLayer", 8 + slack, 8, *mark) for mark in marks),
-        *(("rollback", name, 40, "-", *mark) for name in ("FullLayer", "FusedFullLayer") for mark in marks),
-    )
-    found = [tuple(int(value) for value in reply.values) for reply in replies]
-    assert found[: len(marks)] == [(-1, ring.max_rollback(*mark)) for mark in marks]
-    assert found[len(marks) :] == 2 * [(full.max_length, full.max_rollback(*mark)) for mark in marks]
+    for name, config in configs.items():
+        layer = CacheLayer.classes[name].from_state(config, {})
+        sizes = (config["capacity"], config.get("window", "-"), config.get("sinks", 0))
+        replies = probe(*(("rollback", name, *sizes, *mark) for mark in marks))
+        assert [int(reply.values[0]) for reply in replies] == [layer.max_length or -1] * len(marks)
+        assert [int(reply.values[1]) for reply in replies] == [layer.max_rollback(*mark) for mark in marks]
 
 
 def test_position_zero_starts_anew(demo_bundle, probe: Probe) -> None:

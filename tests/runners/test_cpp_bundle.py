@@ -59,6 +59,13 @@ def _set(*path: str | int, value: Any) -> Callable[[dict[str, Any]], None]:
     return edit
 
 
+def _only(old: str, new: str) -> Callable[[dict[str, Any]], None]:
+    def edit(fields: dict[str, Any]) -> None:
+        fields["program"]["methods"] = {new: fields["program"]["methods"][old]}
+
+    return edit
+
+
 def _rename(old: str, new: str) -> Callable[[dict[str, Any]], None]:
     def edit(fields: dict[str, Any]) -> None:
         methods = fields["program"]["methods"]
@@ -84,7 +91,7 @@ def _rename(old: str, new: str) -> Callable[[dict[str, Any]], None]:
         (_rename("prefill", "fill"), "has no method 'fill' but"),
         (_set("vocab_size", value=400), "returns [1, 394], not floating [1, 400]"),
         (_set("program", "methods", "prefill", "max_length", value=25), "takes tokens [1, 24], not int64 [1, 25]"),
-        (_set("program", "methods", "get_vocab_size", value={"min_length": 1, "max_length": 1}), "takes 0 inputs and returns 1"),
+        (_only("decode", "get_vocab_size"), "takes 0 inputs and returns 1"),
         (_set("program", "methods", value={}), "has no method that takes one token"),
     ],
 )

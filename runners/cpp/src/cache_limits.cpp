@@ -11,7 +11,7 @@ enum class Kind { kFull, kRing, kUnknown };
 
 Kind kind_of(const LayerSpec& layer) {
   if (layer.class_name == "FullLayer" || layer.class_name == "FusedFullLayer") return Kind::kFull;
-  if (layer.class_name == "RingLayer" && layer.window) return Kind::kRing;
+  if ((layer.class_name == "RingLayer" || layer.class_name == "SinkLayer") && layer.window) return Kind::kRing;
   return Kind::kUnknown;
 }
 
@@ -21,7 +21,7 @@ Result<CacheLimits> CacheLimits::make(std::vector<LayerSpec> layers) {
   for (size_t index = 0; index < layers.size(); ++index) {
     if (kind_of(layers[index]) == Kind::kUnknown) {
       return fail(ErrorCode::kBundle, "layer ", index, " is a ", layers[index].class_name,
-                  ", this library knows FullLayer, FusedFullLayer and RingLayer; build the library of the release that wrote it");
+                  ", this library knows FullLayer, FusedFullLayer, RingLayer and SinkLayer; build that of the release that wrote it");
     }
   }
   return CacheLimits(std::move(layers));
@@ -39,8 +39,10 @@ int64_t CacheLimits::max_rollback(int64_t length, int64_t high_water) const {
   int64_t allowed = length;
   for (const LayerSpec& layer : layers_) {
     if (kind_of(layer) != Kind::kRing || high_water <= layer.capacity) continue;
-    // Positions up to high_water - 1 - capacity are overwritten; the next query needs those from its own - window + 1 on.
-    const int64_t oldest = high_water - 1 - layer.capacity + *layer.window;
+    // Past the sinks, positions up to high_water - 1 - ring are overwritten; the next query needs those from its own
+    // position - window + 1 on.
+    const int64_t ring = layer.capacity - layer.sinks;
+    const int64_t oldest = high_water - 1 - ring + *layer.window;
     allowed = std::min(allowed, std::max<int64_t>(0, length - oldest));
   }
   return allowed;

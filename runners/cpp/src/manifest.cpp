@@ -60,6 +60,16 @@ std::vector<int64_t> token_ids(const Json& ids, Reader& reader) {
   return tokens;
 }
 
+// Other methods, such as an encoder, are no steps over the cache.
+bool gives_logits(const Json& method) {
+  const Json::Array* outputs = method["outputs"].array();
+  if (outputs == nullptr) return false;
+  for (const Json& output : *outputs) {
+    if (output["name"].string() != nullptr && *output["name"].string() == "logits") return true;
+  }
+  return false;
+}
+
 }  // namespace
 
 std::string Manifest::program_path() const { return folder + "/program.pte"; }
@@ -99,8 +109,11 @@ Result<Manifest> Manifest::read(const std::string& folder) {
   const Json::Object* methods = program["methods"].object();
   for (const auto& [name, method] : methods == nullptr ? no_methods : *methods) {
     const std::string where = "program.methods." + name;
+    if (!gives_logits(method)) continue;
     const int64_t least = reader.integer(method["min_length"], where + ".min_length", 1);
-    manifest.methods.push_back({name, least, reader.integer(method["max_length"], where + ".max_length", least)});
+    MethodSpec spec{name, least, reader.integer(method["max_length"], where + ".max_length", least)};
+    if (!method["read_length"].is_null()) spec.read_length = reader.integer(method["read_length"], where + ".read_length", 1);
+    manifest.methods.push_back(std::move(spec));
   }
 
   const Json::Array no_layers;
@@ -111,6 +124,7 @@ Result<Manifest> Manifest::read(const std::string& folder) {
     const Json& config = layer["config"];
     LayerSpec spec{reader.text(layer["class"], where + ".class"), reader.integer(config["capacity"], where + ".config.capacity", 1)};
     if (!config["window"].is_null()) spec.window = reader.integer(config["window"], where + ".config.window", 1);
+    if (!config["sinks"].is_null()) spec.sinks = reader.integer(config["sinks"], where + ".config.sinks", 0);
     manifest.layers.push_back(std::move(spec));
   }
 

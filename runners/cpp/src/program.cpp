@@ -1,6 +1,7 @@
 #include <exportable_cache/program.h>
 
 #include <algorithm>
+#include <limits>
 #include <utility>
 
 #include <executorch/extension/tensor/tensor_ptr_maker.h>
@@ -18,6 +19,8 @@ std::string shape_text(et::Span<const int32_t> sizes) {
   for (const int32_t size : sizes) text += (text.size() > 1 ? ", " : "") + std::to_string(size);
   return text + "]";
 }
+
+int64_t reads(const MethodSpec& method) { return method.read_length.value_or(std::numeric_limits<int64_t>::max()); }
 
 bool is_floating(ScalarType type) {
   return type == ScalarType::Float || type == ScalarType::Half || type == ScalarType::BFloat16;
@@ -82,25 +85,28 @@ Result<Program> Program::open(const Manifest& manifest) {
     }
   }
   Program program(manifest.methods, std::move(*engine));
-  if (program.method_for(1) == nullptr) {
-    return fail(ErrorCode::kBundle, manifest.program_path(), " has no method that takes one token; export the model again");
+  if (program.method_for(1, std::numeric_limits<int64_t>::max()) == nullptr) {
+    return fail(ErrorCode::kBundle, manifest.program_path(), " has no method that takes one token at every position; ",
+                "export the model again");
   }
   return program;
 }
 
-const MethodSpec* Program::method_for(int64_t length) const {
+const MethodSpec* Program::method_for(int64_t length, int64_t end) const {
   const MethodSpec* best = nullptr;
   for (const MethodSpec& method : methods_) {
-    // The narrowest range: it is the one made for this length.
-    const bool fits = method.min_length <= length && length <= method.max_length;
-    if (fits && (best == nullptr || method.max_length - method.min_length < best->max_length - best->min_length)) best = &method;
+    if (length < method.min_length || length > method.max_length || end > reads(method)) continue;
+    // Of those that serve, the one that reads and takes least.
+    if (best == nullptr || std::pair(reads(method), method.max_length) < std::pair(reads(*best), best->max_length)) best = &method;
   }
   return best;
 }
 
 int64_t Program::max_step() const {
   int64_t longest = 1;
-  for (const MethodSpec& method : methods_) longest = std::max(longest, method.max_length);
+  for (const MethodSpec& method : methods_) {
+    if (!method.read_length) longest = std::max(longest, method.max_length);
+  }
   return longest;
 }
 

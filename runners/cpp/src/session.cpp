@@ -72,10 +72,10 @@ Result<std::span<const float>> Session::feed(std::span<const int64_t> tokens) {
   pending_.reset();
   while (!tokens.empty()) {
     int64_t size = std::min<int64_t>(static_cast<int64_t>(tokens.size()), program_.max_step());
-    const MethodSpec* method = program_.method_for(size);
+    const MethodSpec* method = program_.method_for(size, length_ + size);
     if (method == nullptr) {
       size = 1;
-      method = program_.method_for(1);
+      method = program_.method_for(1, length_ + 1);
     }
     // Before the run: should it fail halfway, slots may have been written.
     high_water_ = std::max(high_water_, length_ + size);

@@ -10,18 +10,20 @@
 
 namespace exportable_cache {
 
-/// One entry point of the program: takes min_length to max_length tokens.
+/// One step of the program: takes min_length to max_length tokens.
 struct MethodSpec {
   std::string name;
   int64_t min_length;
   int64_t max_length;
+  std::optional<int64_t> read_length{};  // reads only so many tokens of the cache, so it serves no later position
 };
 
 /// One cache layer: its class in exportable_cache/layers, and the sizes that limit it.
 struct LayerSpec {
   std::string class_name;
   int64_t capacity;                 // slots
-  std::optional<int64_t> window{};  // tokens a query attends to, in a ring
+  std::optional<int64_t> window{};  // newest tokens a query attends to, in a ring
+  int64_t sinks = 0;                // first tokens it attends to as well
 };
 
 /// The fields of manifest.json that a runner needs.
@@ -29,7 +31,7 @@ struct Manifest {
   std::string folder;
   std::string source;   // where the model came from
   int64_t vocab_size;   // token ids run from 0 to vocab_size - 1
-  std::vector<MethodSpec> methods;
+  std::vector<MethodSpec> methods;  // those that give logits
   std::vector<LayerSpec> layers;
   std::vector<int64_t> end_tokens;  // eos_token_id of the generation config; may be empty
   bool has_tokenizer;

@@ -28,10 +28,10 @@ class Program {
 
   const std::vector<MethodSpec>& methods() const { return methods_; }
 
-  /// The method for a step of `length` tokens: `decode` for one where there is one, or null.
-  const MethodSpec* method_for(int64_t length) const;
+  /// The method that serves a step of `length` tokens, after which the cache holds `end`, at the least cost; or null.
+  const MethodSpec* method_for(int64_t length, int64_t end) const;
 
-  /// The longest step that a method takes.
+  /// The longest step that a method takes at every position.
   int64_t max_step() const;
 
   /// Run one step. Nothing is checked here: `Session` has done so.
