@@ -32,6 +32,7 @@ def fused_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
+    indices: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention in the signature of transformers' `AttentionInterface`, through `scaled_dot_product_attention`.
@@ -43,11 +44,14 @@ def fused_attention(
         attention_mask: Additive or bool, broadcastable to [batch, heads, q_length, kv_length], or None.
         scaling: Factor on the scores, `head_dim ** -0.5` by default.
         is_causal: Whether None as mask means causal; the module's own `is_causal` by default.
+        indices: Keys that each query may see, see `among_indices`.
         **kwargs: `softcap`, `s_aux` (sink logits [heads]) and `position_bias` are honoured, through `matmul_attention`.
 
     Returns:
         [batch, q_length, heads, value_head_dim], and None for the weights.
     """
+    if indices is not None:
+        attention_mask = among_indices(attention_mask, indices, key.shape[2], query.dtype)
     if any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
         return matmul_attention(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, is_causal=is_causal, **kwargs
@@ -80,6 +84,7 @@ def matmul_attention(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The same as `fused_attention` in plain products, with everything it lacks.
@@ -88,7 +93,10 @@ def matmul_attention(
         softcap: Scores become `tanh(scores / softcap) * softcap` before the mask (Gemma 2).
         s_aux: Sink logits [heads]: one more column under the softmax that carries no value (GPT-OSS).
         position_bias: Added to the scores, broadcastable to [batch, heads, q_length, kv_length] (T5).
+        indices: See `among_indices`.
     """
+    if indices is not None:
+        attention_mask = among_indices(attention_mask, indices, key.shape[2], query.dtype)
     batch, heads, q_length, head_dim = query.shape
     kv_heads, kv_length = key.shape[1], key.shape[2]
     groups = heads // kv_heads
@@ -116,6 +124,32 @@ def matmul_attention(
     weights = weights.reshape(batch * kv_heads, groups * q_length, kv_length)
     output = torch.bmm(weights, value.reshape(batch * kv_heads, kv_length, value.shape[-1]))
     return output.reshape(batch, heads, q_length, value.shape[-1]).transpose(1, 2).contiguous(), None
+
+
+def among_indices(
+    attention_mask: torch.Tensor | None, indices: torch.Tensor, kv_length: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """A mask that leaves each query the keys an indexer chose, as far as it may see them (DeepSeek V3.2, GLM MoE DSA).
+
+    Transformers folds the choice into the mask for its own `eager` and `sdpa`; other implementations are given the indices.
+
+    Args:
+        attention_mask: Additive or bool, broadcastable to [batch, heads, q_length, kv_length], or None.
+        indices: Chosen slots, integers [batch, q_length, number].
+        kv_length: Keys.
+        dtype: Of the result.
+
+    Returns:
+        Additive mask [batch, heads or 1, q_length, kv_length].
+    """
+    lowest = torch.finfo(dtype).min
+    chosen = torch.full((*indices.shape[:2], kv_length), lowest, dtype=dtype, device=indices.device)
+    chosen = chosen.scatter(-1, indices.to(torch.int64), 0.0)[:, None]
+    if attention_mask is None:
+        return chosen
+    if attention_mask.dtype == torch.bool:
+        attention_mask = torch.where(attention_mask, 0.0, lowest)
+    return torch.minimum(attention_mask.to(dtype), chosen)
 
 
 def _causal_without_mask(module: torch.nn.Module, q_length: int, is_causal: bool | None) -> bool:

@@ -15,9 +15,10 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from .attention import ATTENTION, ATTENTION_NAMES, register_attention
 from .errors import BundleError, InputError
 from .files import atomic_path
-from .layers import CacheLayer
+from .layers import CacheLayer, LinearStates
 from .layers.guards import check_rollback, check_room, check_rows_agree, is_traced
 from .layout import LayerLayout, Sinks, check_sinks, layout_from_config, layout_from_model
+from .patches.transformers import patch_model
 from .pytree import register_node
 
 register_attention()
@@ -49,7 +50,9 @@ class ExportableCache(Cache):
         for index, layer in enumerate(layers):
             if not isinstance(layer, CacheLayer):
                 raise InputError(f"layer {index} is a {type(layer).__name__}; it must be a CacheLayer such as FullLayer")
-        sizes = [layer.cumulative_length.shape[0] for layer in layers]
+        if all(layer.is_dummy for layer in layers):
+            raise InputError("none of the layers keeps anything; a cache needs at least one that does")
+        sizes = [layer.cumulative_length.shape[0] for layer in layers if not layer.is_dummy]
         if len(set(sizes)) > 1:
             raise InputError(f"layers have batch sizes {sizes}; they must be equal")
         super().__init__(layers=layers)
@@ -119,6 +122,7 @@ class ExportableCache(Cache):
         See `from_config` for the arguments; `dtype` and `device` default to what the model writes.
         """
         sinks = Sinks.within(max_cache_len, attention_sinks, attention_window)
+        patch_model(model)
         layouts, model_dtype, model_device = layout_from_model(model)
         if sinks is not None:
             check_sinks(model.config, layouts)
@@ -164,17 +168,37 @@ class ExportableCache(Cache):
     @property
     def batch_size(self) -> int:
         """Rows."""
-        return self.layers[0].cumulative_length.shape[0]
+        return self.cumulative_length.shape[0]
 
     @property
     def device(self) -> torch.device:
         """Where the state lives."""
-        return self.layers[0].device
+        return self.cumulative_length.device
 
     @property
     def cumulative_length(self) -> torch.Tensor:
-        """Tokens seen per row, int64 [batch_size]: the first layer's."""
-        return self.layers[0].cumulative_length
+        """Tokens seen per row, int64 [batch_size]: those of the first layer that attends, or of the first that keeps a state."""
+        return self.layers[self._counting_layer(0)].cumulative_length
+
+    def _counting_layer(self, layer_idx: int) -> int:
+        """`layer_idx`, or where that layer sees no keys, the first that does: masks are asked for at index 0 by default."""
+        if not (self.layers[layer_idx].is_linear or self.layers[layer_idx].is_dummy):
+            return layer_idx
+        for kinds in ((False, False), (True, False)):
+            for index, layer in enumerate(self.layers):
+                if (layer.is_linear, layer.is_dummy) == kinds:
+                    return index
+        return layer_idx
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """Per layer, whether it keeps states and no keys. (Transformers' own takes hybrid layers of fixed size for such.)"""
+        return [layer.is_linear for layer in self.layers]
+
+    @property
+    def is_dummy(self) -> list[bool]:
+        """Per layer, whether it keeps nothing."""
+        return [layer.is_dummy for layer in self.layers]
 
     @property
     def max_length(self) -> int | None:
@@ -195,7 +219,7 @@ class ExportableCache(Cache):
         """
         if layer_idx >= len(self.layers):
             return 0
-        lengths = self.layers[layer_idx].cumulative_length
+        lengths = self.layers[self._counting_layer(layer_idx)].cumulative_length
         if not is_traced(lengths):
             check_rows_agree(lengths)
         return lengths[0]
@@ -203,7 +227,7 @@ class ExportableCache(Cache):
     def get_query_offset(self, layer_idx: int = 0) -> torch.Tensor | int:
         """Position of the first new token: int64 0-D, or [batch_size, 1] where rows may differ."""
         if self._rows_may_differ:
-            return self.layers[layer_idx].cumulative_length[:, None]
+            return self.layers[self._counting_layer(layer_idx)].cumulative_length[:, None]
         return self.get_seq_length(layer_idx)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int | torch.Tensor]:
@@ -216,6 +240,7 @@ class ExportableCache(Cache):
         Raises:
             CacheFullError: In eager mode, if the new tokens do not fit a layer; no layer has written yet.
         """
+        layer_idx = self._counting_layer(layer_idx)
         check_room(self.layers[layer_idx].cumulative_length, query_length, self.max_length)
         kv_length, offset = self.layers[layer_idx].get_mask_sizes(query_length)
         if isinstance(offset, torch.Tensor) and offset.dim() == 2 and not self._rows_may_differ:
@@ -232,6 +257,39 @@ class ExportableCache(Cache):
         # A rebuilt cache does not know its model: one offset serves both kinds, unless rows differ or might.
         lengths = self.cumulative_length
         return is_traced(lengths) or bool((lengths != lengths[0]).any())
+
+    # -- linear layers ----------------------------------------------------------------------------------------------
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """True: a state of zeros gives what no state gives, so the first step is like every other."""
+        return True
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """See `LinearStates.get_conv_state`."""
+        return self._linear_layer(layer_idx).get_conv_state(state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """See `LinearStates.get_recurrent_state`."""
+        return self._linear_layer(layer_idx).get_recurrent_state(state_idx)
+
+    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
+        """See `LinearStates.update_conv_state`."""
+        return self._linear_layer(layer_idx).update_conv_state(conv_states, state_idx, **kwargs)
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        """See `LinearStates.update_recurrent_state`."""
+        return self._linear_layer(layer_idx).update_recurrent_state(recurrent_states, state_idx, **kwargs)
+
+    def _linear_layer(self, layer_idx: int) -> LinearStates:
+        layer = self.layers[layer_idx]
+        if not isinstance(layer, LinearStates):
+            raise InputError(
+                f"layer {layer_idx} of the cache is {layer!r}, but that layer of the model keeps a linear state; "
+                "allocate the cache with ExportableCache.from_model"
+            )
+        return layer
 
     # -- state ------------------------------------------------------------------------------------------------------
 
@@ -257,7 +315,8 @@ class ExportableCache(Cache):
         """
         if tokens_to_remove < 0:
             for layer in self.layers:
-                check_rollback(layer, -tokens_to_remove)
+                if not layer.is_dummy:
+                    check_rollback(layer, -tokens_to_remove)
         super().crop(tokens_to_remove)
 
     def with_state(self, tensors: Mapping[str, Any], lengths: torch.Tensor | None = None) -> ExportableCache:
@@ -272,7 +331,9 @@ class ExportableCache(Cache):
             state = {name: tensors.get(f"layers.{index}.{name}") for name in layer.state}
             if lengths is not None:
                 state["cumulative_length"] = lengths
-            layers.append(type(layer).from_state(layer.config(), state))
+            rebuilt = type(layer).from_state(layer.config(), state)
+            rebuilt.start = lengths
+            layers.append(rebuilt)
         return type(self).from_layers(layers)
 
     def save(self, path: str | Path) -> None:
@@ -302,7 +363,7 @@ class ExportableCache(Cache):
         layers = []
         for index, described in enumerate(json.loads(metadata["layers"])):
             layer_class = CacheLayer.classes[described["class"]]
-            state = {name: tensors[f"layers.{index}.{name}"] for name in layer_class.state}
+            state = {name: tensors[f"layers.{index}.{name}"] for name in layer_class.declare(described["config"])}
             layer = layer_class.from_state(described["config"], state)
             layer._high_water = described["high_water"]
             layers.append(layer)

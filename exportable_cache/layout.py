@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,11 +14,28 @@ from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedCo
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from .errors import InputError, UnsupportedModelError
-from .layers import CacheLayer, FullLayer, RingLayer, SinkLayer
+from .layers import (
+    CacheLayer,
+    DummyLayer,
+    FullLayer,
+    HybridFullLayer,
+    HybridRingLayer,
+    IndexedLayer,
+    KeyValueLayer,
+    LinearLayer,
+    LinearStates,
+    RingLayer,
+    SinkLayer,
+    StateShape,
+)
+from .patches.transformers import patch_model
 
 logger = logging.getLogger(__name__)
 
-SUPPORTED_LAYER_TYPES = ("full_attention", "sliding_attention")
+_KEYS = ("full_attention", "sliding_attention", "chunked_attention", "indexed_attention")
+_STATES = ("linear_attention", "conv")
+_BOTH = ("hybrid", "hybrid_sliding")
+SUPPORTED_LAYER_TYPES = (*_KEYS, *_STATES, *_BOTH, "dummy")
 
 #: Models whose own code is wrong with any cache of fixed size, so that ours would be silently wrong with them.
 REFUSED_MODELS = {
@@ -86,17 +104,23 @@ class LayerLayout:
 
     Attributes:
         layer_type: Transformers' name, as in `config.layer_types`.
-        num_heads: Key and value heads.
+        num_heads: Key and value heads; None where the layer keeps no keys.
         head_dim: Size of a key head.
         value_head_dim: Size of a value head.
-        window: Tokens a query attends to, itself included; None for all.
+        window: Tokens a query attends to at most, itself included: a sliding window or a chunk; None for all.
+        index_head_dim: Size of an indexer key, where the layer has an indexer.
+        conv_states: Shape of each convolution state, where the layer has any.
+        recurrent_states: Shape of each recurrent state.
     """
 
     layer_type: str
-    num_heads: int
-    head_dim: int
-    value_head_dim: int
+    num_heads: int | None = None
+    head_dim: int | None = None
+    value_head_dim: int | None = None
     window: int | None = None
+    index_head_dim: int | None = None
+    conv_states: tuple[StateShape | None, ...] = ()
+    recurrent_states: tuple[StateShape | None, ...] = ()
 
     def build(
         self,
@@ -108,13 +132,25 @@ class LayerLayout:
         sinks: Sinks | None = None,
     ) -> CacheLayer:
         """Allocate the storage policy of this layer."""
+        states: dict[str, Any] = {"conv_states": self.conv_states, "recurrent_states": self.recurrent_states}
+        has_states = any((*self.conv_states, *self.recurrent_states))
+        if self.num_heads is None:
+            return LinearLayer(batch_size, **states, dtype=dtype, device=device) if has_states else DummyLayer()
         options: dict[str, Any] = {"value_head_dim": self.value_head_dim, "dtype": dtype, "device": device}
+        if has_states:
+            options |= states
+        if self.index_head_dim is not None:
+            return IndexedLayer(
+                batch_size, self.num_heads, self.head_dim, max_cache_len, index_head_dim=self.index_head_dim, **options
+            )
         if sinks is not None and self.window is None:
             return SinkLayer(batch_size, self.num_heads, self.head_dim, sinks.tokens, sinks.window, slack=slack, **options)
         # A window that is never reached needs no ring: every token stays visible, and the slot is the position.
         if self.window is None or (self.window >= max_cache_len and sinks is None):
-            return FullLayer(batch_size, self.num_heads, self.head_dim, max_cache_len, **options)
-        return RingLayer(batch_size, self.num_heads, self.head_dim, self.window, slack=slack, **options)
+            full = HybridFullLayer if has_states else FullLayer
+            return full(batch_size, self.num_heads, self.head_dim, max_cache_len, **options)
+        ring = HybridRingLayer if has_states else RingLayer
+        return ring(batch_size, self.num_heads, self.head_dim, self.window, slack=slack, **options)
 
 
 def layer_types_and_windows(config: PreTrainedConfig) -> list[tuple[str, int | None]]:
@@ -132,11 +168,6 @@ def layer_types_and_windows(config: PreTrainedConfig) -> list[tuple[str, int | N
             raise UnsupportedModelError(f"{config.model_type!r} with {field}=True cannot have a static cache: {reason}")
     types, options = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
     for index, layer_type in enumerate(types):
-        if layer_type == "dummy":
-            raise UnsupportedModelError(
-                f"layer {index} of this {config.model_type!r} model keeps no keys and values of its own (it shares another layer's, or "
-                "has no attention); such layers are not supported yet"
-            )
         if layer_type not in SUPPORTED_LAYER_TYPES:
             raise UnsupportedModelError(
                 f"layer {index} of this {config.model_type!r} model is of type {layer_type!r}, which has no static cache layer; "
@@ -156,9 +187,15 @@ def check_sinks(config: PreTrainedConfig, layouts: Sequence[LayerLayout]) -> Non
         InputError: If no layer attends to all tokens.
         UnsupportedModelError: If the model computes with slots instead of positions.
     """
-    if all(layout.window is not None for layout in layouts):
+    full = [layout for layout in layouts if layout.num_heads is not None and layout.window is None]
+    if not full:
         raise InputError(
             f"no layer of this {config.model_type!r} model attends to all tokens, so it runs without end as it is; "
+            "leave out attention_sinks"
+        )
+    if any(layout.index_head_dim or layout.conv_states or layout.recurrent_states for layout in full):
+        raise UnsupportedModelError(
+            f"the full-attention layers of {config.model_type!r} keep more than keys and values, for which there is no layer with sinks; "
             "leave out attention_sinks"
         )
     if config.model_type in BIASED_BY_SLOT:
@@ -171,14 +208,20 @@ def check_layers(model: PreTrainedModel, cache: Cache) -> None:
     """Refuse a cache whose layers are not those the model's need: another window would give other logits, silently.
 
     Raises:
-        InputError: If the number of layers differs, or a ring is not as long as the layer's window.
+        InputError: If the number of layers differs, a layer is of another kind, or a ring is not as long as the layer's window.
     """
     kinds = layer_types_and_windows(model.config)
     if len(cache.layers) != len(kinds):
         raise InputError(
             f"the cache has {len(cache.layers)} layers, the model {len(kinds)}; allocate it with ExportableCache.from_model"
         )
-    for index, ((_, window), layer) in enumerate(zip(kinds, cache.layers, strict=True)):
+    for index, ((layer_type, window), layer) in enumerate(zip(kinds, cache.layers, strict=True)):
+        found = (isinstance(layer, KeyValueLayer), isinstance(layer, LinearStates))
+        if found != (layer_type in _KEYS + _BOTH, layer_type in _STATES + _BOTH):
+            raise InputError(
+                f"layer {index} of the cache is {layer!r}, but that layer of the model is of type {layer_type!r}; "
+                "allocate the cache with ExportableCache.from_model"
+            )
         if isinstance(layer, RingLayer) and layer.window != window:
             needed = "attends to all tokens" if window is None else f"attends to {window} tokens"
             raise InputError(
@@ -202,21 +245,63 @@ def layout_from_model(model: PreTrainedModel) -> tuple[list[LayerLayout], torch.
     model.eval()
     try:
         with torch.no_grad():
-            model(input_ids=token, past_key_values=cache, use_cache=True)
+            model(input_ids=token, use_cache=True, **{cache_argument(model): cache})
     finally:
         model.train(was_training)
-    missing = [index for index, layer in enumerate(cache.layers) if not isinstance(getattr(layer, "keys", None), torch.Tensor)]
-    if missing or len(cache.layers) != len(kinds):
+    if len(cache.layers) != len(kinds):
         raise UnsupportedModelError(
-            f"{type(model).__name__} wrote {len(cache.layers) - len(missing)} of its {len(kinds)} layers to the cache; "
-            "layers that share or skip their keys and values are not supported yet"
+            f"{type(model).__name__} wrote {len(cache.layers)} layers to the cache, its config names {len(kinds)}; "
+            "a cache of its own kind is not supported"
         )
     layouts = [
-        LayerLayout(layer_type, layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3], window)
-        for (layer_type, window), layer in zip(kinds, cache.layers, strict=True)
+        _layout_of(index, model, layer, layer_type, window)
+        for index, ((layer_type, window), layer) in enumerate(zip(kinds, cache.layers, strict=True))
     ]
-    first = cache.layers[0].keys
-    return layouts, first.dtype, first.device
+    keys = [layer.keys for layer in cache.layers if isinstance(getattr(layer, "keys", None), torch.Tensor)]
+    return (layouts, keys[0].dtype, keys[0].device) if keys else (layouts, model.dtype, model.device)
+
+
+def _layout_of(index: int, model: PreTrainedModel, layer: Any, layer_type: str, window: int | None) -> LayerLayout:
+    """What one layer of a `DynamicCache` holds after a token."""
+    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+    conv, recurrent = _state_shapes(layer, "conv_states", model.dtype), _state_shapes(layer, "recurrent_states", None)
+    if layer_type in _KEYS + _BOTH and not isinstance(keys, torch.Tensor):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} wrote no keys and values to layer {index} of the cache, which is of type {layer_type!r}; "
+            "layers that keep them elsewhere are not supported"
+        )
+    if layer_type in _STATES + _BOTH and not any((*conv, *recurrent)):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} wrote no state to layer {index} of the cache, which is of type {layer_type!r}; "
+            "layers that keep it elsewhere are not supported"
+        )
+    indexer_keys = getattr(layer, "indexer_keys", None)
+    sizes = {}
+    if isinstance(keys, torch.Tensor):
+        sizes = {"num_heads": keys.shape[1], "head_dim": keys.shape[3], "value_head_dim": values.shape[3], "window": window}
+    return LayerLayout(
+        layer_type,
+        **sizes,
+        index_head_dim=None if indexer_keys is None else indexer_keys.shape[-1],
+        conv_states=conv,
+        recurrent_states=recurrent,
+    )
+
+
+def _state_shapes(layer: Any, name: str, model_dtype: torch.dtype | None) -> tuple[StateShape | None, ...]:
+    states = getattr(layer, name, None) or {}
+    shapes = [states[index] for index in sorted(states)]
+    # Convolutions take their inputs in the model's dtype; recurrences often keep a wider one, whatever the model's.
+    return tuple(
+        None if state is None else StateShape(tuple(state.shape[1:]), None if state.dtype == model_dtype else state.dtype)
+        for state in shapes
+    )
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """Name of the argument of `model.forward` that takes the cache: Mamba's family calls it `cache_params`."""
+    parameters = inspect.signature(model.forward).parameters
+    return "cache_params" if "cache_params" in parameters and "past_key_values" not in parameters else "past_key_values"
 
 
 def layout_from_config(config: PreTrainedConfig) -> list[LayerLayout]:
@@ -239,6 +324,11 @@ def layout_from_config(config: PreTrainedConfig) -> list[LayerLayout]:
             raise
         except Exception as error:  # its code looks at values; the config still answers for most
             logger.info("could not run %s on the meta device (%s); reading sizes off the config", config.model_type, error)
+    for layer_type, _ in kinds:
+        if layer_type in _STATES + _BOTH:
+            raise UnsupportedModelError(
+                f"the sizes of a {layer_type!r} layer of {config.model_type!r} are known from the model only; use ExportableCache.from_model"
+            )
     layers = config.get_text_config(decoder=True).per_layer_config
     return [_layout_from_fields(layer, *kind) for layer, kind in zip(layers, kinds, strict=True)]
 
@@ -249,10 +339,13 @@ def model_without_weights(config: PreTrainedConfig) -> PreTrainedModel | None:
     probe._attn_implementation = "eager"
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(probe)
+            model = AutoModelForCausalLM.from_config(probe)
     except Exception as error:  # any model code may run here
         logger.info("could not build %s on the meta device: %s", config.model_type, error)
         return None
+    # Its files are those of the model that the cache is for.
+    patch_model(model)
+    return model
 
 
 def _layout_from_fields(config: PreTrainedConfig, layer_type: str, window: int | None) -> LayerLayout:
@@ -263,6 +356,8 @@ def _layout_from_fields(config: PreTrainedConfig, layer_type: str, window: int |
             f"config of {config.model_type!r} states no num_attention_heads and hidden_size; "
             "use ExportableCache.from_model, which reads the sizes from the model"
         )
+    if layer_type == "dummy":
+        return LayerLayout(layer_type)
     head_dim = getattr(config, "head_dim", None) or hidden // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     return LayerLayout(layer_type, kv_heads, head_dim, head_dim, window)

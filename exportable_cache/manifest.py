@@ -150,15 +150,17 @@ class Layer(_Entry):
         layer_class = CacheLayer.classes.get(self.class_name)
         if layer_class is None:
             return None
-        for what, found, expected in (
-            ("config", self.config, layer_class.config_names),
-            ("tensors", self.tensors, layer_class.state),
-        ):
-            if set(found) != set(expected):
-                return f"{what}: has {_names(found)}, a {self.class_name} has {_names(expected)}"
+        if set(self.config) != set(layer_class.config_names):
+            return f"config: has {_names(self.config)}, a {self.class_name} has {_names(layer_class.config_names)}"
+        try:
+            declared = layer_class.declare(self.config)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            return f"config: declares no state tensors ({type(error).__name__}: {error})"
+        if set(self.tensors) != set(declared):
+            return f"tensors: has {_names(self.tensors)}, a {self.class_name} has {_names(declared)}"
         sizes: dict[str, int] = {}
         for name, tensor in self.tensors.items():
-            expected_dims = layer_class.state[name].dims
+            expected_dims = declared[name].dims
             if tuple(tensor.dims) != expected_dims:
                 return f"tensors.{name}.dims: are {_names(tensor.dims)}, those of a {self.class_name} are {_names(expected_dims)}"
             for dim, size in zip(tensor.dims, tensor.shape, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ import torch
 
 from .describe import dtype_name
 from .errors import InputError, UnsupportedModelError
+from .layers import CacheLayer
 from .layout import LayerLayout, layout_from_config, layout_from_model, model_without_weights
 from .models import load_config, parse_dtype
 
@@ -30,7 +32,7 @@ class PlannedLayer:
         index: Position in the model.
         layer_type: Transformers' name, as in `config.layer_types`.
         storage: Class of the cache layer.
-        slots: Tokens it has room for; a ring writes over the oldest.
+        slots: Tokens it has room for; a ring writes over the oldest. None where it keeps no keys.
         window: Tokens a query attends to, itself included; None for all.
         heads: Key and value heads.
         head_dim: Size of a key head.
@@ -42,11 +44,11 @@ class PlannedLayer:
     index: int
     layer_type: str
     storage: str
-    slots: int
+    slots: int | None
     window: int | None
-    heads: int
-    head_dim: int
-    value_head_dim: int
+    heads: int | None
+    head_dim: int | None
+    value_head_dim: int | None
     dtype: str
     bytes: int
 
@@ -140,12 +142,12 @@ def plan(
                 index=index,
                 layer_type=layout.layer_type,
                 storage=type(layer).__name__,
-                slots=layer.capacity,
+                slots=getattr(layer, "capacity", None),
                 window=layout.window,
                 heads=layout.num_heads,
                 head_dim=layout.head_dim,
                 value_head_dim=layout.value_head_dim,
-                dtype=dtype_name(chosen),
+                dtype=_kept_dtype(layer),
                 bytes=layer.nbytes,
             )
             for index, (layout, layer) in enumerate(zip(layouts, built, strict=True))
@@ -154,6 +156,12 @@ def plan(
         cache_bytes=sum(layer.nbytes for layer in built),
         dynamic_bytes=sum(_dynamic_bytes(layout, max_cache_len, batch_size, chosen) for layout in layouts),
     )
+
+
+def _kept_dtype(layer: CacheLayer) -> str:
+    """Of what a layer keeps besides its lengths, the first tensor's; "-" where it keeps nothing."""
+    kept = (dtype_name(tensor.dtype) for name, tensor in layer.named_state() if name != "cumulative_length")
+    return next(kept, "-")
 
 
 def _source(model_or_path: Any) -> str:
@@ -184,5 +192,8 @@ def _weights_bytes(model: PreTrainedModel, dtype: torch.dtype) -> int:
 
 def _dynamic_bytes(layout: LayerLayout, tokens: int, batch_size: int, dtype: torch.dtype) -> int:
     """Bytes of transformers' own layer after `tokens` tokens: a sliding one keeps `window - 1`, the next being new."""
+    states = [state for state in (*layout.conv_states, *layout.recurrent_states) if state is not None]
+    fixed = sum(math.prod(state.shape) * (state.dtype or dtype).itemsize for state in states)
     kept = tokens if layout.window is None else min(tokens, layout.window - 1)
-    return batch_size * layout.num_heads * (layout.head_dim + layout.value_head_dim) * kept * dtype.itemsize
+    per_token = (layout.num_heads or 0) * ((layout.head_dim or 0) + (layout.value_head_dim or 0)) + (layout.index_head_dim or 0)
+    return batch_size * (fixed + per_token * kept * dtype.itemsize)

@@ -17,7 +17,10 @@ from transformers import PreTrainedModel
 from .attention import ATTENTION
 from .cache import ExportableCache
 from .errors import InputError, UnsupportedModelError
+from .layout import cache_argument
 from .methods import Method, methods_for
+from .patches.transformers import patch_model
+from .scans import longest_step
 
 
 class Form(str, Enum):
@@ -34,6 +37,15 @@ class Logits(str, Enum):
     ALL = "all"  # [batch, length, vocab]
 
 
+def takes_positions(model: PreTrainedModel) -> bool:
+    """Whether positions are handed to the model explicitly. Without them some count from 0 in every call (Bamba).
+
+    The RoBERTa family counts from its padding index, and some models take none: those ask the cache.
+    """
+    own_rule = any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules())
+    return "position_ids" in inspect.signature(model.forward).parameters and not own_rule
+
+
 class ProgramModule(nn.Module):
     """One method over a cache; `forward` takes the method's inputs, by name or in order. See the two forms below.
 
@@ -48,15 +60,15 @@ class ProgramModule(nn.Module):
         super().__init__()
         self.model = model
         self.layout = cache
+        patch_model(model)
         self.method = method
         self.logits = logits
         self.forward = MethodType(_forward_with((*method.input_names, *self.further_arguments)), self)
         # Most models can leave out the head's work for all but the last token; the others are sliced after it.
         parameters = inspect.signature(model.forward).parameters
         self.keeps_last = logits is Logits.LAST and "logits_to_keep" in parameters
-        # The RoBERTa family counts positions from its padding index, and some models take none: they ask the cache.
-        own_rule = any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules())
-        self.takes_positions = "position_ids" in parameters and not own_rule
+        self.cache_argument = cache_argument(model)
+        self.takes_positions = takes_positions(model)
 
     #: What `forward` takes after the method's inputs.
     further_arguments: ClassVar[tuple[str, ...]] = ()
@@ -70,7 +82,9 @@ class ProgramModule(nn.Module):
             options["position_ids"] = input_pos[:, None] + torch.arange(input_ids.shape[1], device=input_ids.device)
         if self.keeps_last:
             options["logits_to_keep"] = 1
-        logits = self.model(input_ids=input_ids, past_key_values=cache, use_cache=True, **options).logits
+        options[self.cache_argument] = cache
+        with longest_step(self.method.max_length):
+            logits = self.model(input_ids=input_ids, use_cache=True, **options).logits
         return logits[:, -1] if self.logits is Logits.LAST else logits
 
 

@@ -115,7 +115,7 @@ class Session:
                 f"cache is a {type(cache).__name__}; allocate one with ExportableCache.from_model(model, max_cache_len=...)"
             )
         check_layers(model, cache)
-        device = cache.layers[0].device
+        device = cache.device
         if device != model.device:
             raise InputError(
                 f"the cache is on {device}, the model on {model.device}; allocate the cache with device={str(model.device)!r}"
@@ -186,7 +186,8 @@ class Session:
             raise InputError(f"a session over a {self.target!r} bundle has no cache object; its program keeps the tensors")
         high_water = int(self._high_water.max())
         for layer in self._cache.layers:
-            layer.cumulative_length.copy_(self._length)
+            if not layer.is_dummy:
+                layer.cumulative_length.copy_(self._length)
             layer._high_water = None if high_water >= _UNKNOWN else high_water
         return self._cache
 
@@ -211,21 +212,21 @@ class Session:
             tokens: How many, 0 or more.
 
         Raises:
-            InputError: If a row holds fewer, or a ring has overwritten one that would be needed again.
+            InputError: If a row holds fewer, a ring has overwritten one that would be needed again, or a layer keeps a state.
         """
         if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0:
             raise InputError(f"cannot rewind {tokens!r} tokens; pass an int of at least 0")
         lengths = self._length.tolist()
         if tokens > min(lengths):
             raise InputError(f"cannot rewind {tokens} tokens, rows hold {lengths}; rewind at most {min(lengths)}")
-        allowed = min(
-            layer.max_rollback(length, high_water)
+        allowed, reason = min(
+            (layer.max_rollback(length, high_water), layer.forgetting)
             for layer in self.layers
             for length, high_water in zip(lengths, self._high_water.tolist(), strict=True)
         )
         if tokens > allowed:
             raise InputError(
-                f"cannot rewind {tokens} tokens at a length of {lengths}: the sliding window has overwritten older ones, "
+                f"cannot rewind {tokens} tokens at a length of {lengths}: {reason}, "
                 f"at most {allowed} can be taken back; reset() and prefill the tokens to keep"
             )
         self._length -= tokens

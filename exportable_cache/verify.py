@@ -15,8 +15,8 @@ from .decoding import check_seed
 from .errors import InputError
 from .evicting import evicting_cache
 from .layers import SinkLayer
-from .layout import Sinks, layer_types_and_windows
-from .program import attention_of
+from .layout import Sinks, cache_argument, layer_types_and_windows
+from .program import attention_of, takes_positions
 from .progress import Progress, silent
 from .session import Session
 
@@ -331,12 +331,20 @@ def _reference(model: PreTrainedModel, ids: torch.Tensor, prompt: int, sinks: Si
     ids = ids.to(model.device)
     cache = DynamicCache(config=model.config) if sinks is None else evicting_cache(model.config, sinks)
     chunk = _REFERENCE_CHUNK if sinks is None else 1
+    argument, explicit = cache_argument(model), takes_positions(model)
+
+    def logits(start: int, end: int) -> torch.Tensor:
+        options: dict[str, Any] = {argument: cache}
+        if explicit:
+            options["position_ids"] = torch.arange(start, end, device=ids.device).expand(ids.shape[0], -1)
+        return model(ids[:, start:end], use_cache=True, **options).logits[:, -1]
+
     with attention_of(model, "eager"):
         for start in range(0, prompt, chunk):
-            logits = model(ids[:, start : min(start + chunk, prompt)], past_key_values=cache, use_cache=True).logits
-        yield logits[:, -1].clone()
+            last = logits(start, min(start + chunk, prompt))
+        yield last.clone()
         for position in range(prompt, ids.shape[1]):
-            yield model(ids[:, position : position + 1], past_key_values=cache, use_cache=True).logits[:, -1]
+            yield logits(position, position + 1)
 
 
 def _sinks(session: Session) -> Sinks | None:

@@ -41,7 +41,7 @@ class ModuleRunner:
         self.methods: Mapping[str, Method] = methods_for(cache, prefill_length, buckets=buckets)
         self.modules = {name: ResidentModule(model, cache, method) for name, method in self.methods.items()}
         self._compiled = compiled
-        if mode is None and cache.layers[0].device.type == "cuda":
+        if mode is None and cache.device.type == "cuda":
             mode = "reduce-overhead"
         self._calls: dict[str, Callable[..., torch.Tensor]] = dict(self.modules)
         if compiled:

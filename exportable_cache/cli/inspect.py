@@ -87,7 +87,7 @@ def _row(layer: dict[str, Any]) -> LayerRow:
     # By name: layers order their dimensions as their target's operators want them.
     keys, values = (_sizes(tensors.get(name, {"dims": [], "shape": []})) for name in ("keys", "values"))
     # The lengths are int64 in every layer; the dtype people ask for is that of what is kept.
-    kept = tensors.get("keys") or next(iter(tensors.values()))
+    kept = tensors.get("keys") or next(iter(tensors.values()), {"dtype": "-"})
     return LayerRow(
         layer_type=layer["layer_type"],
         storage=layer["class"],

@@ -1,9 +1,27 @@
 """Storage policies: what one attention layer keeps, where a new token is written, and which position each slot holds."""
 
+from .dummy import DummyLayer
 from .full import FullLayer
+from .hybrid import HybridFullLayer, HybridRingLayer
+from .indexed import IndexedLayer
 from .key_value import KeyValueLayer
 from .layer import CacheLayer, StateTensor
+from .linear import LinearLayer, LinearStates, StateShape
 from .ring import RingLayer
 from .sink import SinkLayer
 
-__all__ = ["CacheLayer", "FullLayer", "KeyValueLayer", "RingLayer", "SinkLayer", "StateTensor"]
+__all__ = [
+    "CacheLayer",
+    "DummyLayer",
+    "FullLayer",
+    "HybridFullLayer",
+    "HybridRingLayer",
+    "IndexedLayer",
+    "KeyValueLayer",
+    "LinearLayer",
+    "LinearStates",
+    "RingLayer",
+    "SinkLayer",
+    "StateShape",
+    "StateTensor",
+]

@@ -101,7 +101,7 @@ def check_rollback(layer: CacheLayer, tokens: int) -> int:
     allowed = min(layer.max_rollback(length, high_water) for length in lengths)
     if tokens > allowed:
         raise InputError(
-            f"{layer!r} can take back at most {allowed} tokens here, not {tokens}: older ones were overwritten; "
-            "allocate the cache with more slack"
+            f"{layer!r} can take back at most {allowed} tokens here, not {tokens}: {layer.forgetting}; "
+            "reset the cache and feed the tokens to keep, or allocate rings with more slack"
         )
     return high_water

@@ -14,6 +14,9 @@ from ..errors import InputError
 from ..pytree import register_node
 
 
+_INTERFACE = ("update", "slot_positions", "max_length", "max_rollback")
+
+
 class StateTensor:
     """Declaration of one state tensor: its dimensions by name, batch first, and its dtype.
 
@@ -48,11 +51,19 @@ class CacheLayer(CacheLayerMixin):
         read_length: A position that no row will reach in this step, so that slots from there on need not be read; None
             where that is unknown. A static int, one per compiled or exported method: what makes a step cost what the
             filled part costs, not what is allocated.
+        start: Length of each row before the step, int64 [batch_size], where a program takes it as an input; None in plain
+            use, where `cumulative_length` is the only count.
     """
 
     is_compileable = True
     is_sliding = False
+    #: Whether it keeps states of fixed size and no keys and values per token, as transformers' `Cache.is_linear`.
+    is_linear = False
+    #: Whether it keeps nothing, as transformers' `Cache.is_dummy`.
+    is_dummy = False
     is_croppable = True
+    #: Why `max_rollback` is less than all, for messages.
+    forgetting: ClassVar[str] = "the sliding window has overwritten older ones"
     # Transformers would allocate lazily, from the first keys it sees; our tensors exist from construction.
     supports_early_init = False
 
@@ -68,17 +79,24 @@ class CacheLayer(CacheLayerMixin):
     in_place: bool
     counts: bool
     read_length: int | None
+    start: torch.Tensor | None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "update" in cls.__dict__:
+        # ABCMeta has not filled __abstractmethods__ in yet.
+        if not any(getattr(getattr(cls, name), "__isabstractmethod__", False) for name in _INTERFACE):
             CacheLayer.classes[cls.__name__] = cls
             register_node(
                 cls,
                 lambda layer: (list(layer.named_state()), layer.config()),
-                lambda children, config: cls.from_state(config, dict(zip(cls.state, children, strict=True))),
+                lambda children, config: cls.from_state(config, dict(zip(cls.declare(config), children, strict=True))),
                 name=f"exportable_cache.{cls.__name__}",
             )
+
+    @classmethod
+    def declare(cls, config: Mapping[str, Any]) -> dict[str, StateTensor]:
+        """The state tensors of a layer with this `config`: the class's own `state`, unless their number depends on the model."""
+        return cls.state
 
     @abstractmethod
     def slot_positions(self, query_length: int) -> torch.Tensor | None:
@@ -140,7 +158,7 @@ class CacheLayer(CacheLayerMixin):
         layer = cls.__new__(cls)
         for name in cls.config_names:
             setattr(layer, name, config[name])
-        for name in cls.state:
+        for name in cls.declare(config):
             setattr(layer, name, tensors.get(name))
         layer._finish(high_water=None)
         return layer
@@ -149,6 +167,7 @@ class CacheLayer(CacheLayerMixin):
         self.in_place = True
         self.counts = True
         self.read_length = None
+        self.start = None
         self.is_initialized = True
         # Host bookkeeping of `crop`, moved by it alone; None where the history of the tensors is unknown.
         self._high_water = high_water
