@@ -97,20 +97,31 @@ def test_plan_is_json():
 
 
 def test_plan_refuses_layers_without_a_static_cache_in_a_sentence():
+    made = plan(AutoConfig.for_model("deepseek_v4", num_hidden_layers=1), LENGTH)
+    assert made.layers == () and made.cache_bytes is None and made.dynamic_bytes is None
+    assert "layer 0" in made.refusal and "deepseek_v4" in made.refusal and "full_attention" in made.refusal
+
+
+def test_plan_of_states_does_not_grow_with_the_length():
     config = AutoConfig.for_model("mamba", hidden_size=16, num_hidden_layers=2, vocab_size=32, state_size=4)
     made = plan(config, LENGTH)
-    assert made.layers == () and made.cache_bytes is None and made.dynamic_bytes is None
-    assert "layer 0" in made.refusal and "mamba" in made.refusal and "full_attention" in made.refusal
+    # Per layer: 32 channels x kernel of 4, 32 channels x 4 states, both float32, and the length.
+    assert [layer.bytes for layer in made.layers] == [4 * 32 * 4 + 4 * 32 * 4 + 8] * 2
+    assert {(layer.storage, layer.slots, layer.heads, layer.dtype) for layer in made.layers} == {
+        ("LinearLayer", None, None, "float32")
+    }
+    assert made.cache_bytes == plan(config, 2 * LENGTH).cache_bytes and made.max_length is None
+    assert made.dynamic_bytes == made.cache_bytes - 2 * 8
 
 
-def test_plan_refuses_layers_that_share_their_keys():
+def test_plan_of_layers_that_share_their_keys():
     config = AutoConfig.for_model(
         "gemma3n_text", vocab_size=64, vocab_size_per_layer_input=64, hidden_size=32, hidden_size_per_layer_input=8,
         intermediate_size=32, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
         num_kv_shared_layers=2, laurel_rank=4, altup_num_inputs=2, sliding_window=WINDOW,
         layer_types=["sliding_attention", "full_attention"] * 2, activation_sparsity_pattern=[0.0] * 4,
     )  # fmt: skip
-    assert "layer 2" in plan(config, LENGTH).refusal
+    assert [(layer.storage, layer.bytes) for layer in plan(config, LENGTH).layers[2:]] == [("DummyLayer", 0)] * 2
 
 
 @pytest.mark.parametrize(
