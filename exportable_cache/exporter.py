@@ -14,9 +14,13 @@ from .bundle import Bundle, check_free, new_folder, write_bundle
 from .cache import ExportableCache
 from .errors import InputError, VerificationError
 from .layout import Sinks, layer_types_and_windows
+from .manifest import Quantized
 from .models import check_positions, load_config, load_model, parse_dtype
 from .program import Program
 from .progress import Progress, silent
+from .quantization_effect import measure_quantization, tolerance_of
+from .quantize import check_schemes, quantization_of
+from .quantize import quantize as quantize_model
 from .session import Session
 from .verify import VerifyReport, verify_session
 
@@ -30,6 +34,9 @@ def export(
     batch_size: int = 1,
     dtype: torch.dtype | str | None = None,
     prefill_length: int | None = None,
+    quantize: str | None = None,
+    group_size: int | None = None,
+    quantize_embeddings: str | None = None,
     attention_sinks: int | None = None,
     attention_window: int | None = None,
     verify: bool = True,
@@ -51,6 +58,10 @@ def export(
         batch_size: Rows.
         dtype: Of the weights; as stored by default.
         prefill_length: Longest chunk of a prompt, see `methods.methods_for`.
+        quantize: Scheme of the linear layers' weights, such as "8da4w", see `quantize.Quantization`; None for none. The program
+            is then verified against the quantised model, and its distance from the float one is recorded.
+        group_size: Weights that share a scale in 4-bit schemes.
+        quantize_embeddings: Scheme of the embedding table, "8w" or "4w".
         attention_sinks, attention_window: Have full-attention layers keep the first and the newest tokens only, and run
             without end, see `ExportableCache.from_config`.
         verify: Compare with the model, see `verify_session`; the report is recorded in the manifest.
@@ -81,6 +92,11 @@ def export(
             "export with that, or for target 'pt2'"
         )
     Sinks.within(max_cache_len, attention_sinks, attention_window)
+    quantization = quantization_of(quantize, group_size, quantize_embeddings)
+    if quantization is not None:
+        check_schemes(
+            quantization, target, getattr(backend, "linear_schemes", ()), getattr(backend, "embedding_schemes", ())
+        )
     parse_dtype(dtype)
     if output_dir is None:
         raise InputError("output_dir is missing; name the folder to write, such as 'artifacts/model'")
@@ -96,16 +112,21 @@ def export(
     loaded = load_model(model_or_path, dtype, progress=progress)
     _check_on_cpu(loaded.model)
     tokenizer = tokenizer if tokenizer is not None else loaded.tokenizer
+    model, weights_bytes = loaded.model, None
+    if quantization is not None:
+        progress(f"quantising to {quantization}", 0, None)
+        quantized = quantize_model(loaded.model, quantization)
+        model, weights_bytes = quantized.model, quantized.weights_bytes
     cache = ExportableCache.from_model(
-        loaded.model,
+        model,
         max_cache_len,
         batch_size,
         attention_sinks=attention_sinks,
         attention_window=attention_window,
         attn_implementation=None,
     )
-    check_positions(loaded.model, cache.max_length)
-    program = Program(loaded.model, cache, prefill_length=prefill_length, **program_options)
+    check_positions(model, cache.max_length)
+    program = Program(model, cache, prefill_length=prefill_length, **program_options)
     with new_folder(output, overwrite) as folder:
         progress(f"lowering to {target}", 0, None)
         lowered = backend.lower(program, folder, options)
@@ -121,11 +142,19 @@ def export(
             progress=progress,
         )
         manifest = bundle.manifest
+        if quantization is not None:
+            manifest = manifest.model_copy(
+                update={"weights_bytes": weights_bytes, "quantization": Quantized(**quantization.to_dict())}
+            )
         if verify:
             progress(f"opening the {target} program", 0, None)
-            report = verify_session(Session.from_bundle(bundle), loaded.model, progress=progress)
+            session = Session.from_bundle(Bundle(folder, manifest))
+            report = verify_session(session, model, tolerance=tolerance_of(model, quantization), progress=progress)
             _require_agreement(report, output)
             manifest = manifest.model_copy(update={"verification": report.to_dict()})
+            if quantization is not None:
+                effect = measure_quantization(session, loaded, progress)
+                manifest = manifest.model_copy(update={"quantization": manifest.quantization.model_copy(update=effect)})
         manifest.write(folder)
     return Bundle(output, manifest)
 

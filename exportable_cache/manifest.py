@@ -181,6 +181,23 @@ class File(_Entry):
     holds: str
 
 
+class Quantized(_Entry):
+    """How weights were quantised, and what that did to the logits: the program against the float model, on random tokens.
+
+    `accuracy_before` and `accuracy_after` are shares of `questions` of the demo model's task, for that model only.
+    """
+
+    linear: str | None
+    group_size: int | None
+    embeddings: str | None
+    positions: int | None = None
+    max_difference: float | None = None
+    argmax_agreement: float | None = None
+    questions: int | None = None
+    accuracy_before: float | None = None
+    accuracy_after: float | None = None
+
+
 class Manifest(_Entry):
     """The whole of manifest.json.
 
@@ -206,6 +223,7 @@ class Manifest(_Entry):
     files: dict[str, File]
     options: dict[str, Any]
     verification: dict[str, Any] | None
+    quantization: Quantized | None = None
 
     @field_validator("files")
     @classmethod

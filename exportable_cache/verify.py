@@ -293,6 +293,8 @@ def verify(
 ) -> VerifyReport:
     """Verify a bundle against the model it was made from; see `verify_session`. A mismatch is reported, not raised.
 
+    A quantised program is compared with the model quantised the same way.
+
     Raises:
         BundleError: If the bundle cannot be opened.
         InputError: If the model cannot be loaded, or is of another type or vocabulary, or the seed has more than 64 bits.
@@ -310,6 +312,15 @@ def verify(
             f"{bundle.path.name} was made from a {manifest.model_type!r} model, this one is {model.config.model_type!r}; "
             "verify with the model it was made from"
         )
+    if manifest.quantization is not None:
+        from .quantization_effect import tolerance_of
+        from .quantize import Quantization, quantize
+
+        recorded = manifest.quantization
+        quantization = Quantization(recorded.linear, recorded.group_size, recorded.embeddings)
+        progress(f"quantising to {quantization}", 0, None)
+        model = quantize(model, quantization).model
+        tolerance = tolerance_of(model, quantization) if tolerance is None else tolerance
     progress(f"opening the {manifest.target} program", 0, None)
     session = Session.from_bundle(bundle)
     return verify_session(

@@ -55,6 +55,9 @@ class Backend(Protocol):
     packages: tuple[str, ...]
     #: Most rows a program can have, or None for any number.
     max_batch_size: int | None
+    #: Schemes of `quantize.Quantization` that it has kernels for.
+    linear_schemes: tuple[str, ...]
+    embedding_schemes: tuple[str, ...]
 
     def program_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments of `Program` for this target (attention, form, ...), from the user's options.

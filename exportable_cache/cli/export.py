@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from json import loads
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 #: What `exporter.export` takes itself; the command has options of its own for it.
 _ARGUMENTS = frozenset(
     (
-        "model_or_path target max_cache_len output_dir batch_size dtype prefill_length attention_sinks attention_window "
-        "verify overwrite tokenizer progress"
+        "model_or_path target max_cache_len output_dir batch_size dtype prefill_length quantize group_size quantize_embeddings "
+        "attention_sinks attention_window verify overwrite tokenizer progress"
     ).split()
 )
 
@@ -43,6 +43,22 @@ def export(
             help="Longest chunk of a prompt in one call.",
             show_default="256, or what fits",
         ),
+    ] = None,
+    quantize: Annotated[
+        Literal["8da4w", "8da8w", "8w"] | None,
+        typer.Option(
+            "--quantize",
+            help="Weights of linear layers: 8da4w is 4 bits with 8-bit activations, 8da8w 8 bits with them, 8w 8 bits alone.",
+            show_default=False,
+        ),
+    ] = None,
+    group_size: Annotated[
+        int | None,
+        typer.Option("--group-size", metavar="N", callback=at_least(1), help="4-bit weights that share a scale.", show_default="32"),
+    ] = None,
+    quantize_embeddings: Annotated[
+        Literal["8w", "4w"] | None,
+        typer.Option("--quantize-embeddings", help="Weights of the embedding table.", show_default=False),
     ] = None,
     attention_sinks: Annotated[
         int | None,
@@ -86,6 +102,9 @@ def export(
             batch_size=batch_size,
             dtype=dtype,
             prefill_length=prefill_length,
+            quantize=quantize,
+            group_size=group_size,
+            quantize_embeddings=quantize_embeddings,
             attention_sinks=attention_sinks,
             attention_window=attention_window,
             verify=verify,
@@ -141,3 +160,24 @@ def print_verification(terminal: Terminal, bundle: Bundle) -> None:
         terminal.print(f"not verified; run: exportable-cache verify {bundle.path} --model MODEL")
     else:
         terminal.print(str(VerifyReport(**recorded)))
+    print_quantization(terminal, bundle)
+
+
+def print_quantization(terminal: Terminal, bundle: Bundle) -> None:
+    """How weights were quantised and what it cost, if they were."""
+    quantized = bundle.manifest.quantization
+    if quantized is None:
+        return
+    from ..quantize import Quantization
+
+    terminal.print(f"quantised: {Quantization(quantized.linear, quantized.group_size, quantized.embeddings)}")
+    if quantized.max_difference is not None:
+        terminal.print(
+            f"against the float model, {quantized.positions} positions of random tokens: max |logit difference| "
+            f"{quantized.max_difference:.1e}, same argmax {quantized.argmax_agreement:.1%}"
+        )
+    if quantized.accuracy_after is not None:
+        terminal.print(
+            f"{quantized.questions} questions of the demo's task right: "
+            f"{quantized.accuracy_before:.1%} before, {quantized.accuracy_after:.1%} after"
+        )

@@ -14,6 +14,7 @@ from torch.export import ExportedProgram
 
 from .decompositions import decompose
 from .means import means_to_linear
+from .quantized import fuse_quantized_embeddings
 
 
 def to_edge(programs: Mapping[str, ExportedProgram], constant_methods: Mapping[str, Any] | None = None) -> EdgeProgramManager:
@@ -24,7 +25,7 @@ def to_edge(programs: Mapping[str, ExportedProgram], constant_methods: Mapping[s
         constant_methods: Values that the file answers as methods of their own.
     """
     return to_edge_transform_and_lower(
-        {name: means_to_linear(decompose(program)) for name, program in programs.items()},
+        {name: means_to_linear(decompose(fuse_quantized_embeddings(program))) for name, program in programs.items()},
         partitioner=[XnnpackPartitioner()],
         # Cache writes are not in the core operator set's validity list, and a dim order of the cache would be copied to.
         compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),

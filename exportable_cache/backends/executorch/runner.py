@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401  programs may call its operators
+import executorch.kernels.quantized  # noqa: F401  and these, where embeddings are quantised
 import torch
 from executorch.runtime import Runtime, Verification
 

@@ -1,0 +1,73 @@
+"""One copy of a tied table in a `.pte`: where a delegate's weights repeat a constant, both names point at the same bytes.
+
+ExecuTorch stores constants of its own kernels (the embedding table) in one segment and what delegates read (the head) in named
+segments, and compares contents within each kind only. Segments are offsets into the file, so one may lie inside another.
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+from executorch.exir import ExecutorchProgramManager
+from executorch.exir._serialize._flatbuffer_program import _patch_generated_flatbuffer_aliases
+from executorch.exir._serialize._program import _get_extended_header
+from executorch.exir._serialize.generated.executorch_flatbuffer.DataSegment import DataSegment
+from executorch.exir._serialize.generated.executorch_flatbuffer.Program import Program
+
+# Of segments, and so of what follows one that is left out.
+_ALIGNMENT = 128
+# Below this a repetition is not worth a search.
+_SMALLEST = 1024
+# Of the fields in the schema's table DataSegment: what a generated class reads, and has no setter for.
+_OFFSET_FIELD = 4
+
+
+def write_pte(program: ExecutorchProgramManager, path: Path) -> None:
+    """Write a program, a delegate's named data that equals a constant only once."""
+    path.write_bytes(share_tied(bytes(program.buffer)))
+
+
+def share_tied(data: bytes) -> bytes:
+    """The same program without the named segments whose bytes the constant segment holds already."""
+    header = _get_extended_header(data)
+    if header is None:
+        return data
+    # The generated readers name modules where they need classes, until the serialiser's own reader has been here.
+    _patch_generated_flatbuffer_aliases()
+    base = header.segment_base_offset
+    table = bytearray(data[:base])
+    program = Program.GetRootAs(table)
+    constants = program.ConstantSegment()
+    named = {program.NamedData(index).SegmentIndex() for index in range(program.NamedDataLength())}
+    if constants is None or not named:
+        return data
+    segments = [program.Segments(index) for index in range(program.SegmentsLength())]
+    start = segments[constants.SegmentIndex()].Offset()
+    end = start + segments[constants.SegmentIndex()].Size()
+    starts = [start + constants.Offsets(index) for index in range(constants.OffsetsLength())]
+    pieces: list[bytes] = []
+    size = 0
+    for index, segment in enumerate(segments):
+        content = data[base + segment.Offset() : base + segment.Offset() + segment.Size()]
+        found = None
+        if index in named and len(content) >= _SMALLEST:
+            found = next((at for at in starts if at + len(content) <= end and data.startswith(content, base + at)), None)
+        if found is None:
+            padding = -size % _ALIGNMENT
+            found = size + padding
+            pieces += [bytes(padding), content]
+            size += padding + len(content)
+        _set_offset(table, segment, found)
+    # The header's length of all segments: after magic, header length, program size and segment base offset.
+    struct.pack_into("<Q", table, 8 + 24, size)
+    return b"".join([bytes(table), *pieces])
+
+
+def _set_offset(table: bytearray, segment: DataSegment, offset: int) -> None:
+    field = segment._tab.Offset(_OFFSET_FIELD)
+    # Zero is the default and is not stored; the first segment stays where it is.
+    if field:
+        struct.pack_into("<Q", table, segment._tab.Pos + field, offset)
+    elif offset:
+        raise ValueError(f"segment without an offset of its own cannot move to {offset}")

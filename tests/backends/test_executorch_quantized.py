@@ -1,0 +1,66 @@
+"""Quantised programs for ExecuTorch: operators, bytes, and logits against the quantised model."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from exportable_cache.quantization_effect import tolerance_of
+from exportable_cache.quantize import Quantization, quantize
+from exportable_cache.verify import verify_session
+
+from ..support.models import tiny_model
+from ..support.sessions import lowered_session
+
+pytest.importorskip("executorch", reason="the executorch extra is not installed")
+
+from executorch.exir._serialize._program import deserialize_pte_binary  # noqa: E402
+
+from exportable_cache.backends.executorch.quantized import pack_int4  # noqa: E402
+
+VOCAB = 2048
+
+
+@pytest.mark.parametrize(
+    ("scheme", "tied", "operator"),
+    [
+        (Quantization("8da4w", 32, "8w"), True, "quantized_decomposed::embedding_byte"),
+        (Quantization("8da8w", None, "4w"), False, "quantized_decomposed::embedding_4bit"),
+    ],
+    ids=str,
+)
+def test_programs_equal_the_quantised_model_and_read_integers(tmp_path: Path, scheme: Quantization, tied: bool, operator: str) -> None:
+    model = tiny_model("llama", hidden_size=64, head_dim=16, vocab_size=VOCAB, tie_word_embeddings=tied)
+    quantized = quantize(model, scheme)
+    session = lowered_session(quantized.model, "executorch", tmp_path, 64)
+    report = verify_session(
+        session, quantized.model, tolerance=tolerance_of(quantized.model, scheme), prompts=[3, 9, 20, 40], decode_steps=8
+    )
+    assert report.passed
+    # Prompts in which no activation was rounded the other way agree to float32 rounding: the lowering is exact.
+    assert min(prompt.max_difference for prompt in report.prompts) <= 1e-4
+    file = (tmp_path / "program.pte").read_bytes()
+    plan = deserialize_pte_binary(file).program.execution_plan[0]
+    names = {op.name for op in plan.operators}
+    assert operator in names
+    assert not [name for name in names if "dequantize" in name or name in ("aten::embedding", "aten::linear", "aten::mm")]
+    rows = quantized.model.get_input_embeddings().weight.qdata
+    if tied:
+        # The head and the table: one copy.
+        assert file.count(rows[:16].numpy().tobytes()) == 1
+    else:
+        assert file.count(pack_int4(rows)[:16].numpy().tobytes()) == 1
+    # The graph of two methods takes some 70 kB whatever the weights.
+    assert len(file) < quantized.weights_bytes + 90_000
+
+
+def test_a_tied_table_in_float32_is_stored_once(tmp_path: Path) -> None:
+    model = tiny_model("llama", vocab_size=VOCAB, tie_word_embeddings=True, num_hidden_layers=1)
+    session = lowered_session(model, "executorch", tmp_path, 64)
+    assert verify_session(session, model, prompts=[9], decode_steps=4).passed
+    file = (tmp_path / "program.pte").read_bytes()
+    assert file.count(model.lm_head.weight[:8].detach().numpy().tobytes()) == 1
+
+
+def test_four_bits_are_packed_as_the_kernel_reads_them() -> None:
+    assert pack_int4(torch.tensor([[-8, 7, 0, 1]], dtype=torch.int8)).tolist() == [[0x0F, 0x89]]

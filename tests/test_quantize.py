@@ -1,0 +1,140 @@
+"""Quantised weights: what is quantised, what stays tied, what is refused, and how a quantised program is judged."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from exportable_cache import ExportableCache, Session, export
+from exportable_cache.errors import InputError, UnsupportedModelError
+from exportable_cache.manifest import Manifest
+from exportable_cache.quantization_effect import tolerance_of
+from exportable_cache.quantize import Quantization, check_quantizable, is_tied, quantize, rounding_sensitivity
+from exportable_cache.verify import verify, verify_session
+
+from .support.models import tiny_model
+
+pytest.importorskip("torchao", reason="the executorch extra is not installed")
+
+
+def model_of(tied: bool = False, **sizes):
+    return tiny_model("llama", **{"hidden_size": 64, "head_dim": 16, "tie_word_embeddings": tied, **sizes})
+
+
+@torch.no_grad()
+def weight_error(model, scheme: Quantization, path: str) -> float:
+    before = model.get_submodule(path).weight
+    after = quantize(model, scheme).model.get_submodule(path).weight.dequantize()
+    return ((before - after).abs() / before.abs().amax(-1, keepdim=True)).max().item()
+
+
+def test_weights_are_rounded_to_the_bits_asked_for_and_the_original_is_left_alone() -> None:
+    model = model_of()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    path, table = "model.layers.0.self_attn.q_proj", "model.embed_tokens"
+    # Half a step of the largest weight: of 127 steps in 8 bits, of 7 in 4 bits, whose scales are rounded to bfloat16 as well.
+    assert 0.002 < weight_error(model, Quantization("8da8w"), path) <= 0.5 / 127 + 1e-4
+    assert 0.02 < weight_error(model, Quantization("8da4w", 32), path) <= 0.5 / 7 + 0.01
+    assert weight_error(model, Quantization(embeddings="8w"), table) <= 0.5 / 127 + 1e-4
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_bytes_are_those_that_a_target_stores() -> None:
+    model = model_of(tied=True)
+    floats = sum(parameter.numel() for name, parameter in model.named_parameters() if "norm" in name)
+    linear = sum(module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear)) - 128 * 64
+    quantized = quantize(model, Quantization("8da4w", 32, "8w"))
+    # Norms in float32; half a byte a weight and a bfloat16 scale per 32; the tied table once, a byte each and a scale per row.
+    assert quantized.weights_bytes == 4 * floats + linear // 2 + 2 * linear // 32 + 128 * 64 + 4 * 128
+
+
+def test_a_tied_head_keeps_reading_the_table() -> None:
+    model = quantize(model_of(tied=True), Quantization("8da4w", 32, "8w")).model
+    table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    assert table.qdata.data_ptr() == head.qdata.data_ptr() and table.scale.data_ptr() == head.scale.data_ptr()
+    untouched = quantize(model_of(tied=True), Quantization("8da4w", 32)).model
+    assert is_tied(untouched) and untouched.lm_head.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("4da4w",), "quantize is '4da4w'; it must be one of 8da4w, 8da8w, 8w"),
+        (("8da4w", None, "2w"), "quantize_embeddings is '2w'; it must be one of 8w, 4w"),
+        (("8da4w", 20), "group_size is 20; it must be a multiple of 32"),
+        (("8da4w", -32), "group_size is -32; it must be"),
+        (("8da8w", 32), "group_size is 32, but 8-bit weights have one scale per row"),
+        ((None, 32), "group_size is 32, but nothing is quantised"),
+    ],
+)
+def test_schemes_are_checked_at_construction(options: tuple, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Quantization(*options)
+
+
+def test_layers_that_a_scheme_cannot_take_are_refused() -> None:
+    with pytest.raises(InputError, match=r"group_size 64 does not divide the rows of .*, 32 weights long; use a group_size of 32"):
+        check_quantizable(tiny_model("llama"), Quantization("8da4w", 64))
+    with pytest.raises(InputError, match="48 weights long; use quantize='8da8w', which has no groups"):
+        check_quantizable(tiny_model("llama", hidden_size=48, head_dim=12), Quantization("8da4w", 64))
+    with pytest.raises(UnsupportedModelError, match="tied to its embeddings.*use quantize_embeddings='8w'"):
+        check_quantizable(model_of(tied=True), Quantization("8da4w", 32, "4w"))
+    with pytest.raises(InputError, match="is torch.bfloat16.*pass dtype='float32'"):
+        check_quantizable(model_of().to(torch.bfloat16), Quantization("8da4w"))
+    with pytest.raises(UnsupportedModelError, match="has no torch.nn.Linear besides its head"):
+        check_quantizable(tiny_model("gpt2", n_embd=64, n_layer=1, n_head=4), Quantization("8da4w"))
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "message"),
+    [
+        ("pt2", {"quantize": "8da4w"}, "quantize is '8da4w', for which target 'pt2' has no kernels worth using; it takes 8w, 8da8w"),
+        ("executorch", {"quantize": "8w"}, "target 'executorch' has no kernels worth using; it takes 8da4w, 8da8w"),
+    ],
+)
+def test_schemes_without_kernels_are_refused_before_anything_is_loaded(tmp_path: Path, target: str, options: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        export("no/such-model", target, 32, tmp_path / "out", **options)
+
+
+def test_one_different_rounding_moves_the_logits_less_than_quantisation_does() -> None:
+    model = model_of()
+    quantized = quantize(model, Quantization("8da4w", 32)).model
+    ids = torch.arange(24)[None]
+    with torch.no_grad():
+        moved = (quantized(ids).logits - model(ids).logits).abs().max().item()
+    assert 1e-3 < rounding_sensitivity(quantized) < moved / 2
+    assert rounding_sensitivity(quantize(model, Quantization("8w")).model) == 0.0
+    assert tolerance_of(model, None) is None
+    assert tolerance_of(quantize(model, Quantization("8w")).model, Quantization("8w")) == 1e-4
+
+
+def test_a_program_is_judged_by_the_quantised_model() -> None:
+    model = model_of()
+    scheme = Quantization("8da4w", 32)
+    quantized = quantize(model, scheme).model
+    session = Session.from_model(quantized, ExportableCache.from_model(quantized, 64), buckets=False)
+    tolerance = tolerance_of(quantized, scheme)
+    report = verify_session(session, quantized, tolerance=tolerance, prompts=[3, 20], decode_steps=8)
+    assert report.passed and min(prompt.max_difference for prompt in report.prompts) <= 1e-4
+    # Neither the float model nor other groups pass for it.
+    other = quantize(model, Quantization("8da4w", 64)).model
+    assert not verify_session(session, model, tolerance=tolerance, prompts=[20], decode_steps=8).passed
+    assert not verify_session(session, other, tolerance=tolerance, prompts=[20], decode_steps=8).passed
+
+
+def test_the_bundle_records_scheme_error_and_bytes(tmp_path: Path) -> None:
+    model = model_of(tied=True, vocab_size=2048)
+    model.save_pretrained(tmp_path / "model")
+    bundle = export(tmp_path / "model", "pt2", 64, tmp_path / "out", quantize="8w", quantize_embeddings="8w", prefill_length=16)
+    recorded = Manifest.read(bundle.path).quantization
+    assert (recorded.linear, recorded.group_size, recorded.embeddings) == ("8w", None, "8w")
+    assert recorded.accuracy_after is None and recorded.positions == 25
+    # Weights alone in 8 bits: equal to the quantised model to rounding, close to the float one.
+    assert bundle.manifest.verification["max_difference"] <= 1e-4 < recorded.max_difference < 1.0
+    assert bundle.manifest.weights_bytes == quantize(model, Quantization("8w", None, "8w")).weights_bytes
+    # Two methods and a tied table, all of it once.
+    file = (bundle.path / "program.pt2").read_bytes()
+    table = quantize(model, Quantization("8w", None, "8w")).model.get_input_embeddings().weight.qdata
+    assert file.count(table[7].numpy().tobytes()) == 1
+    assert verify(bundle, tmp_path / "model", prompts=[5], decode_steps=3).passed
