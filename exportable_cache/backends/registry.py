@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 #: Target -> (module that defines `backend`, packages it needs, extra that installs them).
 TARGETS: dict[str, tuple[str, tuple[str, ...], str | None]] = {
     "pt2": ("exportable_cache.backends.pt2", (), None),
+    "aoti": ("exportable_cache.backends.aoti", (), None),
     "executorch": ("exportable_cache.backends.executorch", ("executorch",), "executorch"),
 }
 

@@ -1,0 +1,134 @@
+#include "session.h"
+
+#include <algorithm>
+#include <fstream>
+#include <iterator>
+#include <limits>
+#include <stdexcept>
+
+#include <torch/csrc/inductor/aoti_package/model_package_loader.h>
+#include <torch/torch.h>
+
+namespace exportable_cache {
+namespace {
+
+std::vector<char> read_file(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  if (!file) {
+    throw std::invalid_argument("cannot open " + path + "; export the model with --target aoti");
+  }
+  return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+}
+
+std::optional<int64_t> optional_int(const c10::IValue& value) {
+  return value.isNone() ? std::nullopt : std::optional<int64_t>(value.toInt());
+}
+
+}  // namespace
+
+Session::Session(const std::string& folder) {
+  const auto stored = torch::pickle_load(read_file(folder + "/constants.pt")).toGenericDict();
+  for (const auto& entry : stored.at("weights").toGenericDict()) {
+    tensors_[entry.key().toStringRef()] = entry.value().toTensor();
+  }
+  for (const auto& entry : stored.at("state").toGenericDict()) {
+    const auto& name = entry.key().toStringRef();
+    const auto shape = entry.value().toTensor();
+    tensors_[name] = at::zeros(shape.sizes(), shape.options());
+    state_names_.push_back(name);
+  }
+  const auto limits = stored.at("limits").toGenericDict();
+  batch_size_ = limits.at("batch_size").toInt();
+  vocab_size_ = limits.at("vocab_size").toInt();
+  max_length_ = optional_int(limits.at("max_length"));
+  for (const auto& entry : stored.at("methods").toGenericDict()) {
+    const auto range = entry.value().toTupleRef().elements();
+    Method method{entry.key().toStringRef(), range[0].toInt(), range[1].toInt(), optional_int(range[2]), nullptr};
+    method.model = std::make_unique<torch::inductor::AOTIModelPackageLoader>(folder + "/program.pt2", method.name);
+    std::unordered_map<std::string, at::Tensor> constants;
+    for (const auto& name : method.model->get_constant_fqns()) {
+      constants[name] = tensors_.at(name);
+    }
+    // The model keeps bare pointers, so that all methods write one cache; tensors_ keeps what they point to.
+    method.model->load_constants(constants, /*use_inactive=*/false, /*check_full_update=*/true, /*user_managed=*/true);
+    methods_.push_back(std::move(method));
+  }
+}
+
+Session::~Session() = default;
+
+void Session::reset() {
+  length_ = 0;
+  for (const auto& name : state_names_) {
+    tensors_.at(name).zero_();
+  }
+}
+
+at::Tensor Session::prefill(const at::Tensor& input_ids) {
+  check(input_ids, 2);
+  int64_t longest = 1;
+  for (const auto& method : methods_) {
+    longest = method.read_length ? longest : std::max(longest, method.max_length);
+  }
+  at::Tensor logits;
+  for (int64_t position = 0; position < input_ids.size(1);) {
+    const int64_t size = std::min(longest, input_ids.size(1) - position);
+    logits = step(input_ids.slice(1, position, position + size).contiguous());
+    position += size;
+  }
+  return logits;
+}
+
+at::Tensor Session::decode(const at::Tensor& tokens) {
+  check(tokens, 1);
+  return step(tokens.unsqueeze(1));
+}
+
+at::Tensor Session::step(const at::Tensor& input_ids) {
+  const int64_t size = input_ids.size(1);
+  const auto& method = method_for(size, length_ + size);
+  const auto input_pos = at::full({batch_size_}, length_, at::kLong);
+  const auto logits = method.model->run({input_ids, input_pos}).at(0);
+  length_ += size;
+  return logits;
+}
+
+const Method& Session::method_for(int64_t size, int64_t end) const {
+  const auto cost = [](const Method& method) {
+    return std::pair(method.read_length.value_or(std::numeric_limits<int64_t>::max()), method.max_length);
+  };
+  const Method* best = nullptr;
+  for (const auto& method : methods_) {
+    const bool serves = method.min_length <= size && size <= method.max_length && end <= method.read_length.value_or(end);
+    if (serves && (best == nullptr || cost(method) < cost(*best))) {
+      best = &method;
+    }
+  }
+  if (best == nullptr) {
+    throw std::invalid_argument("no method takes " + std::to_string(size) + " tokens");
+  }
+  return *best;
+}
+
+void Session::check(const at::Tensor& ids, int64_t dims) const {
+  if (ids.dim() != dims || ids.size(0) != batch_size_ || ids.numel() == 0 || ids.scalar_type() != at::kLong) {
+    throw std::invalid_argument(
+        "token ids must be int64 with " + std::to_string(batch_size_) + " rows and " + std::to_string(dims) +
+        " dimensions, and not empty");
+  }
+  const auto smallest = ids.min().item<int64_t>();
+  const auto largest = ids.max().item<int64_t>();
+  if (smallest < 0 || largest >= vocab_size_) {
+    throw std::invalid_argument(
+        "token id " + std::to_string(smallest < 0 ? smallest : largest) + " is outside the vocabulary of 0 to " +
+        std::to_string(vocab_size_ - 1));
+  }
+  const int64_t size = dims == 2 ? ids.size(1) : 1;
+  if (max_length_ && length_ + size > *max_length_) {
+    throw std::invalid_argument(
+        "the cache holds " + std::to_string(length_) + " of at most " + std::to_string(*max_length_) + " tokens, " +
+        std::to_string(size) + " more do not fit; reset it, or export with a larger max_cache_len");
+  }
+}
+
+}  // namespace exportable_cache

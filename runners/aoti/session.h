@@ -1,0 +1,66 @@
+// A running `aoti` bundle: prefill and decode over one set of weights and one KV cache.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+namespace torch::inductor {
+class AOTIModelPackageLoader;
+}
+
+namespace exportable_cache {
+
+// One entry point, as in the Python package: takes min_length to max_length new tokens per row, and serves steps that leave
+// no row longer than read_length, if it has one.
+struct Method {
+  std::string name;
+  int64_t min_length;
+  int64_t max_length;
+  std::optional<int64_t> read_length;
+  std::unique_ptr<torch::inductor::AOTIModelPackageLoader> model;
+};
+
+// Every call checks its arguments and the room in the cache before anything runs and throws std::invalid_argument, with the
+// numbers, on what it refuses: a refused call changes nothing. Not for use from several threads at once.
+class Session {
+ public:
+  // Opens program.pt2 and constants.pt in `folder`, as `exportable-cache export --target aoti` wrote them.
+  explicit Session(const std::string& folder);
+  ~Session();
+
+  // Feeds `input_ids`, int64 [batch, length], after whatever was fed before; long prompts go through in chunks.
+  // Returns the logits of each row's last token, [batch, vocab].
+  at::Tensor prefill(const at::Tensor& input_ids);
+
+  // Feeds one token per row, int64 [batch]. Returns logits [batch, vocab].
+  at::Tensor decode(const at::Tensor& tokens);
+
+  // Starts anew at position 0.
+  void reset();
+
+  int64_t length() const { return length_; }
+  int64_t batch_size() const { return batch_size_; }
+  std::optional<int64_t> max_length() const { return max_length_; }
+
+ private:
+  void check(const at::Tensor& ids, int64_t dims) const;
+  at::Tensor step(const at::Tensor& input_ids);
+  const Method& method_for(int64_t size, int64_t end) const;
+
+  std::vector<Method> methods_;
+  // What the models point to: weights by name, then the cache.
+  std::unordered_map<std::string, at::Tensor> tensors_;
+  std::vector<std::string> state_names_;
+  int64_t batch_size_ = 0;
+  int64_t vocab_size_ = 0;
+  std::optional<int64_t> max_length_;
+  int64_t length_ = 0;
+};
+
+}  // namespace exportable_cache

@@ -1,0 +1,103 @@
+"""The `aoti` target: machine code over one set of weights and one cache that is updated in place."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from exportable_cache import export, load
+from exportable_cache.backends.aoti.target import CODE, CONSTANTS
+from exportable_cache.errors import BundleError, InputError
+
+from ..support.models import tiny_model, tokens
+from ..support.oracle import difference, reference_logits
+from ..support.sessions import lowered_session
+
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model("gemma3_text", tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="module")
+def bundle(model: Any, tmp_path_factory: Any) -> Path:
+    return export(model, "aoti", 64, tmp_path_factory.mktemp("aoti") / "bundle", prefill_length=16, buckets=(16,)).path
+
+
+def worst(session: Any, model: Any) -> float:
+    found = []
+    for prompt in (3, 7, 8, 9, 24):
+        ids = tokens(prompt + 30, seed=prompt)
+        reference = reference_logits(model, ids, prompt)
+        session.reset()
+        found.append(
+            difference(lambda p: session.decode(p[:, 0]) if p.shape[1] == 1 else session.prefill(p), reference, ids, prompt)
+        )
+    return max(found)
+
+
+def test_a_loaded_bundle_computes_the_model_past_the_window(bundle: Path, model: Any) -> None:
+    assert worst(load(bundle), model) <= TOLERANCE
+
+
+def test_methods_write_one_cache_in_place(bundle: Path) -> None:
+    session = load(bundle)
+    state = session.runner.state
+    assert set(state) == {f"layers_{layer}_{name}" for layer in (0, 1) for name in ("keys", "values")}
+    addresses = {name: tensor.data_ptr() for name, tensor in state.items()}
+    session.prefill(tokens(5))
+    after_prefill = {name: tensor.clone() for name, tensor in state.items()}
+    session.decode(tokens(1)[0])
+    for name, tensor in state.items():
+        assert tensor.data_ptr() == addresses[name]
+        changed = (tensor != after_prefill[name]).any(dim=-1).any(dim=1)[0].nonzero().flatten().tolist()
+        assert changed == [5], name
+
+
+def test_two_sessions_do_not_share_a_cache(bundle: Path) -> None:
+    first, second = load(bundle), load(bundle)
+    expected = first.prefill(tokens(7))
+    second.prefill(tokens(9, seed=1))
+    torch.testing.assert_close(first.decode(tokens(1)[0]), second_opinion(bundle))
+    assert not torch.equal(expected, second.prefill(tokens(3)))
+
+
+def second_opinion(bundle: Path) -> torch.Tensor:
+    session = load(bundle)
+    session.prefill(tokens(7))
+    return session.decode(tokens(1)[0])
+
+
+def test_weights_are_stored_once_and_the_cache_not_at_all(bundle: Path, model: Any) -> None:
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    assert weights <= (bundle / CONSTANTS).stat().st_size <= weights + 32_000
+    stored = torch.load(bundle / CONSTANTS, weights_only=True)
+    assert sum(name.endswith(("lm_head.weight", "embed_tokens.weight")) for name in stored["weights"]) == 1
+    assert stored["state"]["layers_1_keys"].shape == (1, 2, 64, 8)
+    assert stored["state"]["layers_1_keys"].untyped_storage().nbytes() == 4
+
+
+def test_rows_of_a_batch(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    session = lowered_session(model, "aoti", tmp_path, 32, batch_size=2)
+    ids = tokens(20, batch_size=2)
+    reference = reference_logits(model, ids, 6)
+    assert difference(lambda p: session.decode(p[:, 0]) if p.shape[1] == 1 else session.prefill(p), reference, ids, 6) <= TOLERANCE
+
+
+def test_a_damaged_package_is_refused(bundle: Path) -> None:
+    session_files = {name: (bundle / name).read_bytes() for name in (CODE,)}
+    try:
+        (bundle / CODE).write_bytes(session_files[CODE][:1000])
+        with pytest.raises(BundleError):
+            load(bundle)
+    finally:
+        (bundle / CODE).write_bytes(session_files[CODE])
+
+
+def test_an_unknown_option_is_refused(model: Any, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="target 'aoti' has no option 'form'; it knows buckets"):
+        export(model, "aoti", 64, tmp_path / "bundle", form="explicit")

@@ -1,0 +1,76 @@
+"""The C++ session over an `aoti` bundle, built against the libtorch of the torch wheel."""
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from exportable_cache import export, load
+
+from ..support.models import tiny_model, tokens
+
+SOURCE = Path(__file__).parents[2] / "runners" / "aoti"
+
+pytestmark = pytest.mark.skipif(
+    not (shutil.which("cmake") and (shutil.which("c++") or shutil.which("g++"))), reason="needs cmake and a C++20 compiler"
+)
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: Any) -> Path:
+    model = tiny_model("gemma3_text")
+    return export(model, "aoti", 48, tmp_path_factory.mktemp("aoti") / "bundle", prefill_length=16, buckets=(16,)).path
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: Any) -> Path:
+    build = tmp_path_factory.mktemp("build")
+    for command in (
+        ["cmake", "-S", str(SOURCE), "-B", str(build), f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"],
+        ["cmake", "--build", str(build)],
+    ):
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    return build / "generate"
+
+
+def run(program: Path, *arguments: Any) -> subprocess.CompletedProcess:
+    return subprocess.run([str(program), *map(str, arguments)], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 20])
+def test_tokens_and_logits_are_those_of_the_python_session(program: Path, bundle: Path, length: int) -> None:
+    prompt = tokens(length, seed=length)
+    done = run(program, bundle, 25, *prompt[0].tolist())
+    assert done.returncode == 0, done.stderr
+    session = load(bundle)
+    logits = session.prefill(prompt)
+    for line in done.stdout.splitlines():
+        token, logit = int(line.split()[0]), float(line.split()[1])
+        assert token == int(logits.argmax())
+        assert logit == pytest.approx(float(logits.max()), abs=1e-4)
+        logits = session.decode(torch.tensor([token]))
+    assert session.length.tolist() == [length + 25]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((46, 5, 6, 7, 8), "the cache holds 48 of at most 48 tokens, 1 more do not fit"),
+        ((1, 5, 128), "token id 128 is outside the vocabulary of 0 to 127"),
+        ((1, *[5] * 49), "the cache holds 0 of at most 48 tokens, 49 more do not fit"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_numbers(program: Path, bundle: Path, arguments: tuple, message: str) -> None:
+    done = run(program, bundle, *arguments)
+    assert done.returncode == 1
+    assert message in done.stderr
+
+
+def test_a_missing_bundle_is_named(program: Path, tmp_path: Path) -> None:
+    done = run(program, tmp_path / "none", 1, 5)
+    assert done.returncode == 1
+    assert "cannot open" in done.stderr and "constants.pt" in done.stderr
