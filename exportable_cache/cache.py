@@ -299,6 +299,10 @@ class ExportableCache(Cache):
             for name, tensor in layer.named_state():
                 yield f"layers.{index}.{name}", tensor
 
+    def stored_state(self) -> dict[str, torch.Tensor]:
+        """`named_state` without the lengths: what a program keeps whose positions are inputs."""
+        return {name: tensor for name, tensor in self.named_state() if not name.endswith(".cumulative_length")}
+
     @property
     def nbytes(self) -> int:
         """Bytes of all state tensors."""

@@ -14,6 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from .layout import layer_types_and_windows
 from .manifest import LOGITS, SCHEMA_VERSION, STATE_PREFIX, File, Layer, Manifest, Method, ProgramEntry, Signature, Tensor
+from .fingerprint import fingerprint
 from .methods import Method as ProgramMethod
 from .methods import TensorSpec
 from .program import Form, Logits, Program
@@ -83,6 +84,7 @@ def describe(
         layers=layers,
         cache_bytes=cache.nbytes,
         weights_bytes=weights_bytes(model),
+        fingerprint=fingerprint(model),
         tokenizer=tokenizer,
         config=config_fields(model),
         generation_config=generation_config_fields(model),

@@ -216,6 +216,7 @@ class Manifest(_Entry):
     layers: list[Layer] = Field(min_length=1)
     cache_bytes: int
     weights_bytes: int
+    fingerprint: str
     tokenizer: str | None
     config: dict[str, Any]
     generation_config: dict[str, Any]

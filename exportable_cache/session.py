@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,13 +11,16 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from .backends.base import Runner
+from .backends.fork import ForkedRunner
 from .cache import ExportableCache
 from .decoding import Sampling, encode_prompt, generate_tokens, stream_text
 from .errors import InputError
+from .fingerprint import fingerprint
 from .layers import CacheLayer
 from .layout import check_layers
 from .methods import chunk_sizes, length_buckets, method_for
 from .progress import Progress, silent
+from .session_state import load_state, runner_state, save_state
 from .session_checks import check_ids, check_max_new_tokens, check_room, split_stops
 
 if TYPE_CHECKING:
@@ -40,6 +44,7 @@ class Session:
         generation_config: Its `eos_token_id` and `pad_token_id` end and fill rows in `generate`.
         device: Where inputs are expected and logits come back.
         target: What the runner is, for reports.
+        fingerprint: Of the model's weights, see `fingerprint.fingerprint`; saved states are refused to other models by it.
 
     Example:
         >>> session = load("artifacts/demo")
@@ -57,6 +62,7 @@ class Session:
         generation_config: GenerationConfig | None = None,
         device: torch.device | str = "cpu",
         target: str = "eager",
+        fingerprint: str | None = None,
     ) -> None:
         self.runner = runner
         self.layers = tuple(layers)
@@ -66,6 +72,7 @@ class Session:
         self.generation_config = generation_config
         self.device = torch.device(device)
         self.target = target
+        self.fingerprint = fingerprint
         self._cache: ExportableCache | None = None
         self._length = torch.zeros(batch_size, dtype=torch.int64)
         # The most tokens each row ever held since position 0: what a rewind leaves behind in a ring depends on it.
@@ -137,6 +144,7 @@ class Session:
             generation_config=model.generation_config,
             device=device,
             target="compiled" if compile else "eager",
+            fingerprint=fingerprint(model),
         )
         session._cache = cache
         session._length = cache.cumulative_length.detach().cpu().clone()
@@ -156,6 +164,7 @@ class Session:
             tokenizer=bundle.tokenizer(),
             generation_config=GenerationConfig.from_dict(dict(manifest.generation_config)),
             target=manifest.target,
+            fingerprint=manifest.fingerprint,
         )
 
     # -- position ---------------------------------------------------------------------------------------------------
@@ -184,6 +193,8 @@ class Session:
         """
         if self._cache is None:
             raise InputError(f"a session over a {self.target!r} bundle has no cache object; its program keeps the tensors")
+        if isinstance(self.runner, ForkedRunner):
+            self.runner.take_turn()
         high_water = int(self._high_water.max())
         for layer in self._cache.layers:
             if not layer.is_dummy:
@@ -194,14 +205,49 @@ class Session:
     def reset(self) -> None:
         """Start anew at position 0; the next step is the first of a sequence.
 
-        A live session's buffers are zeroed. A bundle's keep their contents, which no query sees; only if a sequence has left
-        infinities or not-a-number in them, load the bundle again, as zero times those is not zero.
+        The buffers are zeroed, except by runtimes that do not give them out (executorch). Those keep their contents, which
+        no query sees; only if a sequence has left infinities or not-a-number in them, load the bundle again, as zero times
+        those is not zero.
         """
         self._length.zero_()
         self._pending = None
         self._high_water.zero_()
-        if self._cache is not None:
-            self._cache.reset()
+        for tensor in (getattr(self.runner, "state", None) or {}).values():
+            tensor.zero_()
+
+    def save_state(self, path: str | Path) -> None:
+        """Write what the cache holds (safetensors, atomically), to go on from in another session of the same model.
+
+        Raises:
+            InputError: If the runtime does not give out its cache.
+        """
+        save_state(self, Path(path))
+
+    def load_state(self, path: str | Path) -> None:
+        """Go on from what `save_state` wrote, on this or another target; nothing changes if it is refused.
+
+        Raises:
+            BundleError: If the file is missing, damaged or not a saved state.
+            InputError: If it is of another model, other layers, another batch size or dtype, or does not fit.
+        """
+        load_state(self, Path(path))
+
+    def fork(self) -> Session:
+        """A second session that goes on from here by itself, over the same weights and compiled graphs.
+
+        Each keeps a cache of its own; whenever another one's turn comes, the cache in place is exchanged, at the cost of a
+        copy. The session that was forked goes on unchanged.
+
+        Raises:
+            InputError: If the runtime does not give out its cache.
+        """
+        runner_state(self)
+        self.runner, runner = ForkedRunner.of(self.runner)
+        forked = copy.copy(self)
+        forked.runner = runner
+        forked._length, forked._high_water = self._length.clone(), self._high_water.clone()
+        forked._cache = None
+        return forked
 
     def rewind(self, tokens: int) -> None:
         """Take back the newest tokens of every row, so that others can follow in their place.

@@ -27,7 +27,11 @@ class LoweredFile:
 
 
 class Runner(Protocol):
-    """An opened program. It trusts its caller: ranges, dtypes and room are checked by the session."""
+    """An opened program. It trusts its caller: ranges, dtypes and room are checked by the session.
+
+    A runner that can has an attribute `state`: the cache tensors by name (`layers.0.keys`), which steps change and which may
+    be changed in place between steps. Sessions save, load and fork through it.
+    """
 
     methods: Mapping[str, Method]
 

@@ -40,6 +40,7 @@ class ModuleRunner:
         model.set_attn_implementation(ATTENTION)
         self.methods: Mapping[str, Method] = methods_for(cache, prefill_length, buckets=buckets)
         self.modules = {name: ResidentModule(model, cache, method) for name, method in self.methods.items()}
+        self.state: Mapping[str, torch.Tensor] = cache.stored_state()
         self._compiled = compiled
         if mode is None and cache.device.type == "cuda":
             mode = "reduce-overhead"

@@ -46,7 +46,7 @@ def test_a_loaded_bundle_computes_the_model_past_the_window(bundle: Path, model:
 def test_methods_write_one_cache_in_place(bundle: Path) -> None:
     session = load(bundle)
     state = session.runner.state
-    assert set(state) == {f"layers_{layer}_{name}" for layer in (0, 1) for name in ("keys", "values")}
+    assert set(state) == {f"layers.{layer}.{name}" for layer in (0, 1) for name in ("keys", "values")}
     addresses = {name: tensor.data_ptr() for name, tensor in state.items()}
     session.prefill(tokens(5))
     after_prefill = {name: tensor.clone() for name, tensor in state.items()}

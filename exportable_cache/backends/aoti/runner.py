@@ -25,8 +25,10 @@ class AotiRunner:
             self._models = {name: load_package(str(code), name) for name in description.methods}
         except (OSError, RuntimeError, ValueError) as error:
             raise BundleError(f"cannot load {code.name}: {error}; export the model again, on this machine") from error
-        self.state = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in stored["state"].items()}
-        self._tensors = {**stored["weights"], **self.state}
+        state = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in stored["state"].items()}
+        self._tensors = {**stored["weights"], **state}
+        names = (f"layers.{index}.{name}" for index, layer in enumerate(description.layers) for name in layer["tensors"])
+        self.state = {name: state[name.replace(".", "_")] for name in names if name.replace(".", "_") in state}
         for model in self._models.values():
             shared = {name: self._tensors[name] for name in model.get_constant_fqns()}
             # The models keep bare pointers: `_tensors` keeps what they point to.

@@ -18,6 +18,13 @@ class ResidentRunner:
     def __init__(self, programs: Mapping[str, ExportedProgram], description: ProgramDescription) -> None:
         self.methods = description.methods
         self._modules = {name: program.module() for name, program in programs.items()}
+        self.state: Mapping[str, torch.Tensor] = {
+            f"layers.{index}.{name}": program.constants[f"layers_{index}_{name}"]
+            for program in programs.values()
+            for index, layer in enumerate(description.layers)
+            for name in layer["tensors"]
+            if f"layers_{index}_{name}" in program.constants
+        }
 
     @torch.no_grad()
     def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor:
@@ -31,6 +38,11 @@ class ExplicitRunner:
         self.methods = description.methods
         self._modules = {name: program.module() for name, program in programs.items()}
         self.cache = ExportableCache([_empty_layer(layer) for layer in description.layers])
+
+    @property
+    def state(self) -> Mapping[str, torch.Tensor]:
+        """The cache as it is now, without the lengths, which are inputs."""
+        return self.cache.stored_state()
 
     @torch.no_grad()
     def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor:

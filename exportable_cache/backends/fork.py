@@ -1,0 +1,59 @@
+"""Several states over one runner: its weights and compiled graphs are shared, its cache is swapped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from ..methods import Method
+from .base import Runner
+
+
+class ForkedRunner:
+    """A runner over another's graphs with a cache of its own, which is put in place when it is its turn.
+
+    A graph knows its cache by address, so two states cannot be stepped on at once; a turn costs a copy of the cache, and
+    turns taken in a row cost it once.
+
+    Args:
+        base: What runs; it must give out its `state`.
+        parked: State by name, or None for the one that is in place now.
+    """
+
+    def __init__(self, base: Runner, parked: dict[str, torch.Tensor] | None = None) -> None:
+        self.base = base
+        self._parked = parked
+        if parked is None:
+            base.in_turn = self
+
+    @classmethod
+    def of(cls, runner: Runner) -> tuple[ForkedRunner, ForkedRunner]:
+        """The runner as one of two, and a second one that starts with a copy of its state."""
+        first = runner if isinstance(runner, ForkedRunner) else cls(runner)
+        copied = {name: tensor.clone() for name, tensor in first.state.items()}
+        return first, cls(first.base, copied)
+
+    @property
+    def methods(self) -> Mapping[str, Method]:
+        return self.base.methods
+
+    @property
+    def state(self) -> Mapping[str, torch.Tensor]:
+        """This fork's cache, in place."""
+        self.take_turn()
+        return self.base.state
+
+    def take_turn(self) -> None:
+        """Put this fork's cache in place, and park the one that was."""
+        other: ForkedRunner = self.base.in_turn
+        if other is not self:
+            other._parked = {name: tensor.clone() for name, tensor in self.base.state.items()}
+            for name, tensor in self.base.state.items():
+                tensor.copy_(self._parked[name])
+            self._parked = None
+            self.base.in_turn = self
+
+    def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor:
+        self.take_turn()
+        return self.base.run(method, *inputs)

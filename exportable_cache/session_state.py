@@ -1,0 +1,135 @@
+"""A session's state as a file, and as a copy: prefixes computed once and continued many times, on any target."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from .errors import BundleError, InputError
+from .files import atomic_path
+from .layers import CacheLayer
+
+if TYPE_CHECKING:
+    from .session import Session
+
+_FORMAT = "exportable_cache.session_state.v1"
+
+
+def runner_state(session: Session) -> Mapping[str, torch.Tensor]:
+    """The cache tensors that a session's runner steps on, by name as `layers.0.keys`.
+
+    Raises:
+        InputError: If its runtime keeps them to itself.
+    """
+    state = getattr(session.runner, "state", None)
+    if state is None:
+        raise InputError(
+            f"the {session.target!r} runtime does not give out its cache, so its state cannot be copied; "
+            "use an eager or compiled session, or target pt2 or aoti"
+        )
+    return state
+
+
+def save_state(session: Session, path: Path) -> None:
+    """Write the filled part of a session's cache, its lengths and the token still to be fed, atomically.
+
+    Slots that no row has reached are left out, so the file is as large as what it holds.
+    """
+    high_water = int(session._high_water.max())
+    tensors = {
+        name: _filled(tensor, _capacity_dim(session, name), high_water).detach().cpu().contiguous().clone()
+        for name, tensor in runner_state(session).items()
+    }
+    tensors["length"] = session._length.clone()
+    tensors["high_water"] = session._high_water.clone()
+    described = {
+        "format": _FORMAT,
+        "layers": json.dumps([_describe(layer) for layer in session.layers]),
+        "pending": json.dumps(session._pending),
+        "fingerprint": session.fingerprint or "",
+    }
+    with atomic_path(path) as temporary:
+        save_file(tensors, temporary, metadata=described)
+
+
+def load_state(session: Session, path: Path) -> None:
+    """Continue where `save_state` was called, with the same model on any target. Everything is checked before a change.
+
+    Raises:
+        BundleError: If the file is missing, damaged or not a saved state.
+        InputError: If it is of another model, of other layers or another batch size, or longer than this cache.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+    except (OSError, SafetensorError) as error:
+        raise BundleError(f"cannot read a session's state from {path}: {error}; save it again") from error
+    if metadata.get("format") != _FORMAT:
+        raise BundleError(f"{path} has format {metadata.get('format')!r}, expected {_FORMAT!r}; save_state writes such files")
+    saved_print = metadata["fingerprint"]
+    if saved_print and session.fingerprint and saved_print != session.fingerprint:
+        raise InputError(f"{path} was computed with other weights than this session's model; save the state again with this one")
+    saved = json.loads(metadata["layers"])
+    ours = json.loads(json.dumps([_describe(layer) for layer in session.layers]))
+    if saved != ours:
+        index = next((i for i, (a, b) in enumerate(zip(saved, ours)) if a != b), min(len(saved), len(ours)))
+        theirs = saved[index] if index < len(saved) else "missing"
+        raise InputError(
+            f"{path} has other layers than this session: layer {index} is {theirs} there, "
+            f"{ours[index] if index < len(ours) else 'missing'} here; allocate or export with the same slack and layer options"
+        )
+    length, high_water = tensors.pop("length"), tensors.pop("high_water")
+    if length.shape != session._length.shape:
+        raise InputError(f"{path} has {length.shape[0]} rows, this session {session.batch_size}; use the same batch_size")
+    if session.max_length is not None and int(length.max()) > session.max_length:
+        raise InputError(
+            f"{path} holds {int(length.max())} tokens, this cache at most {session.max_length}; use a larger max_cache_len"
+        )
+    state = runner_state(session)
+    for name, tensor in state.items():
+        expected = list(tensor.shape)
+        dim = _capacity_dim(session, name)
+        given = list(tensors[name].shape)
+        if dim is not None:
+            # A high-water mark past this cache's end: the slots behind its length are no longer wanted.
+            tensors[name] = tensors[name].narrow(dim, 0, min(given[dim], expected[dim]))
+            expected[dim] = tensors[name].shape[dim]
+        if list(tensors[name].shape) != expected or tensors[name].dtype != tensor.dtype:
+            raise InputError(
+                f"{name} is {tensors[name].dtype} {given} in {path}, this session's is {tensor.dtype} {list(tensor.shape)}; "
+                "use the same dtype and model"
+            )
+    for name, tensor in state.items():
+        tensor.zero_()
+        dim = _capacity_dim(session, name)
+        part = tensor if dim is None else tensor.narrow(dim, 0, tensors[name].shape[dim])
+        part.copy_(tensors[name])
+    session._length = length
+    session._high_water = high_water
+    session._pending = json.loads(metadata["pending"])
+
+
+def _describe(layer: CacheLayer) -> dict:
+    """What must agree. How many tokens a full layer can hold need not: its slots are positions."""
+    config = dict(layer.config())
+    if layer.max_length is not None:
+        config.pop("capacity", None)
+    return {"class": type(layer).__name__, **config}
+
+
+def _capacity_dim(session: Session, name: str) -> int | None:
+    """Which dimension of a state tensor `layers.0.keys` counts slots."""
+    _, index, attribute = name.split(".")
+    dims = session.layers[int(index)].state[attribute].dims
+    return dims.index("capacity") if "capacity" in dims else None
+
+
+def _filled(tensor: torch.Tensor, dim: int | None, high_water: int) -> torch.Tensor:
+    return tensor if dim is None else tensor.narrow(dim, 0, min(high_water, tensor.shape[dim]))
