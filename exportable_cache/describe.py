@@ -132,7 +132,8 @@ def _method(program: Program, method: ProgramMethod, vocab_size: int) -> Method:
     inputs, outputs = [_signature(spec) for spec in method.inputs], [_signature(spec) for spec in method.outputs]
     if method.is_step:
         length = method.inputs[0].shape[1]
-        shape = ("batch", vocab_size) if program.logits is Logits.LAST else ("batch", length, vocab_size)
+        gives_all = method.scores or program.logits is Logits.ALL
+        shape = ("batch", length, vocab_size) if gives_all else ("batch", vocab_size)
         outputs = [_signature(TensorSpec(LOGITS, dtype_name(program.model.dtype), shape))]
     if method.is_step and program.form is Form.EXPLICIT:
         state = [
@@ -144,6 +145,7 @@ def _method(program: Program, method: ProgramMethod, vocab_size: int) -> Method:
         min_length=method.min_length,
         max_length=method.max_length,
         read_length=method.read_length,
+        scores=method.scores,
         ranges=dict(method.ranges),
         inputs=inputs,
         outputs=outputs,

@@ -49,6 +49,7 @@ class Method(_Entry):
     min_length: int = Field(ge=1)
     max_length: int = Field(ge=1)
     read_length: int | None = Field(default=None, ge=1)
+    scores: bool = False
     # Least and most of every size named in a shape, besides "batch" and "length".
     ranges: dict[str, tuple[int, int]] = {}
     inputs: list[Signature]
@@ -82,7 +83,7 @@ class Method(_Entry):
             )
             for items in (self.inputs, () if self.is_step else self.outputs)
         )
-        return ProgramMethod(name, self.min_length, self.max_length, self.read_length, inputs, dict(self.ranges), outputs)
+        return ProgramMethod(name, self.min_length, self.max_length, self.read_length, inputs, dict(self.ranges), outputs, self.scores)
 
 
 class ProgramEntry(_Entry):

@@ -41,6 +41,7 @@ class Method:
         read_length: Serves steps that leave no row longer than this, and reads the cache no further; None for all.
         inputs: What it takes, in order; `text_inputs` by default.
         ranges: Least and most of every other named size but "batch".
+        scores: Gives logits after every token, [batch, length, vocab], instead of after the last.
         outputs: What it gives, if that is not the logits of a step: then it takes no part in steps and has no cache.
     """
 
@@ -51,6 +52,7 @@ class Method:
     inputs: tuple[TensorSpec, ...] = ()
     ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     outputs: tuple[TensorSpec, ...] = ()
+    scores: bool = False
 
     def __post_init__(self) -> None:
         if not self.inputs:
@@ -86,7 +88,11 @@ def text_inputs(min_length: int, max_length: int) -> tuple[TensorSpec, ...]:
 
 
 def methods_for(
-    cache: ExportableCache, prefill_length: int | None = None, forward: bool = False, buckets: Sequence[int] = ()
+    cache: ExportableCache,
+    prefill_length: int | None = None,
+    forward: bool = False,
+    buckets: Sequence[int] = (),
+    score_length: int = 0,
 ) -> dict[str, Method]:
     """The methods of a text decoder over `cache`.
 
@@ -95,9 +101,11 @@ def methods_for(
             what the cache holds, by default. At 1 there is no prefill.
         forward: Add a method `forward` that takes any length from 1 on, for runtimes that know one entry point only.
         buckets: Read lengths that get methods of their own, `decode_128` and `prefill_128` for 128; see `length_buckets`.
+        score_length: Add a method `score` that takes 2 up to this many tokens and gives logits after each, as speculative
+            decoding needs; 0 for none.
 
     Raises:
-        InputError: If `prefill_length` is not positive or exceeds what the cache holds, or a bucket is not positive.
+        InputError: If `prefill_length` or `score_length` is out of range, or a bucket is not positive.
     """
     prefill_length = checked_prefill_length(cache, prefill_length)
     methods = [Method("decode", 1, 1)]
@@ -105,12 +113,18 @@ def methods_for(
         methods.append(Method("prefill", 2, prefill_length))
     if forward:
         methods.append(Method("forward", 1, prefill_length))
+    if not isinstance(score_length, int) or isinstance(score_length, bool) or score_length in (1,) or score_length < 0:
+        raise InputError(f"score_length is {score_length!r}; it must be an int of at least 2, or 0 for no such method")
+    if score_length:
+        methods.append(Method("score", 2, score_length, scores=True))
     for bucket in buckets:
         if not isinstance(bucket, int) or isinstance(bucket, bool) or bucket < 1:
             raise InputError(f"a length bucket is {bucket!r}; each must be an int of at least 1, such as 128")
         methods.append(Method(f"decode_{bucket}", 1, 1, bucket))
         if prefill_length > 1 and bucket > 1:
             methods.append(Method(f"prefill_{bucket}", 2, min(prefill_length, bucket), bucket))
+        if score_length and bucket > 1:
+            methods.append(Method(f"score_{bucket}", 2, min(score_length, bucket), bucket, scores=True))
     return {method.name: method for method in methods}
 
 
@@ -135,15 +149,16 @@ def length_buckets(cache: ExportableCache, smallest: int = SMALLEST_BUCKET) -> l
     return [2**power for power in range(math.ceil(math.log2(smallest)), 63) if 2**power < most]
 
 
-def method_for(methods: Mapping[str, Method], size: int, end: int) -> str:
+def method_for(methods: Mapping[str, Method], size: int, end: int, scores: bool = False) -> str:
     """Name of the method that serves a step at the least cost: of those that can, the one that reads and takes least.
 
     Args:
         methods: Of a program, by name.
         size: New tokens per row.
         end: Tokens that the longest row holds after the step.
+        scores: Whether logits after every token are wanted.
     """
-    able = [method for method in methods.values() if method.serves(size, end)]
+    able = [method for method in methods.values() if method.scores is scores and method.serves(size, end)]
     return min(able, key=lambda method: (method.read_length or math.inf, method.max_length)).name
 
 
@@ -152,7 +167,7 @@ def chunk_sizes(methods: Mapping[str, Method], length: int) -> list[int]:
 
     Long prompts go through in chunks of the longest method; what is left and too short for any goes token by token.
     """
-    anywhere = [method for method in methods.values() if method.is_step and method.read_length is None]
+    anywhere = [method for method in methods.values() if method.is_step and not method.scores and method.read_length is None]
     longest = max(method.max_length for method in anywhere)
     whole, rest = divmod(length, longest)
     chunks = [longest] * whole

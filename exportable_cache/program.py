@@ -62,11 +62,11 @@ class ProgramModule(nn.Module):
         self.layout = cache
         patch_model(model)
         self.method = method
-        self.logits = logits
+        self.logits = Logits.ALL if method.scores else logits
         self.forward = MethodType(_forward_with((*method.input_names, *self.further_arguments)), self)
         # Most models can leave out the head's work for all but the last token; the others are sliced after it.
         parameters = inspect.signature(model.forward).parameters
-        self.keeps_last = logits is Logits.LAST and "logits_to_keep" in parameters
+        self.keeps_last = self.logits is Logits.LAST and "logits_to_keep" in parameters
         self.cache_argument = cache_argument(model)
         self.takes_positions = takes_positions(model)
 
@@ -174,7 +174,7 @@ class Program:
         cache: Its cache. The exported programs start from zeros, whatever it holds.
         form: Where the state lives.
         logits: Which logits to return.
-        prefill_length, forward, buckets: See `methods_for`.
+        prefill_length, forward, buckets, score_length: See `methods_for`.
         attention: Name of one of our attention functions.
         experts: Experts implementation for models that have experts, or None to leave it.
         adapt: Puts the layers into another layout, that of a target's own operators: `(model, cache) -> cache`.
@@ -193,6 +193,7 @@ class Program:
         prefill_length: int | None = None,
         forward: bool = False,
         buckets: Sequence[int] = (),
+        score_length: int = 0,
         attention: str = ATTENTION,
         experts: str | None = None,
         adapt: Callable[[PreTrainedModel, ExportableCache], ExportableCache] | None = None,
@@ -204,7 +205,7 @@ class Program:
         self.logits = Logits(logits)
         self.attention = attention
         self.experts = experts
-        self.methods = methods_for(cache, prefill_length, forward, buckets)
+        self.methods = methods_for(cache, prefill_length, forward, buckets, score_length)
         if adapt is not None:
             cache = adapt(model, cache)
         zeros = {name: torch.zeros_like(tensor) for name, tensor in cache.named_state()}

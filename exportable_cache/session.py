@@ -13,7 +13,16 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from .backends.base import Runner
 from .backends.fork import ForkedRunner
 from .cache import ExportableCache
-from .decoding import Sampling, encode_prompt, generate_tokens, stream_text
+from .decoding import (
+    Chooser,
+    Draft,
+    Sampling,
+    check_can_rewind,
+    encode_prompt,
+    generate_speculative,
+    generate_tokens,
+    stream_text,
+)
 from .errors import InputError
 from .fingerprint import fingerprint
 from .layers import CacheLayer
@@ -91,6 +100,7 @@ class Session:
         mode: str | None = None,
         prefill_length: int | None = None,
         buckets: bool | Sequence[int] = True,
+        score_length: int = 0,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> Session:
         """Run a live model over a cache, which may hold tokens already: the session goes on from there.
@@ -106,6 +116,7 @@ class Session:
             prefill_length: Longest chunk of a prompt, see `methods.methods_for`.
             buckets: Read lengths with methods of their own, so that a step costs what the filled part of the cache costs,
                 not what is allocated. True for powers of two, see `methods.length_buckets`; False for none.
+            score_length: Most tokens that `score` takes, as speculative decoding needs it; 0 for no such method.
             tokenizer: For text.
 
         Raises:
@@ -136,6 +147,7 @@ class Session:
                 mode=mode,
                 prefill_length=prefill_length,
                 buckets=length_buckets(cache) if buckets is True else buckets or (),
+                score_length=score_length,
             ),
             cache.layers,
             model.get_input_embeddings().weight.shape[0],
@@ -275,8 +287,12 @@ class Session:
                 f"cannot rewind {tokens} tokens at a length of {lengths}: {reason}, "
                 f"at most {allowed} can be taken back; reset() and prefill the tokens to keep"
             )
-        self._length -= tokens
+        self.take_back(tokens)
         self._pending = None
+
+    def take_back(self, tokens: int) -> None:
+        """`rewind` without its checks, for decoding loops: a token that was given out and not fed stays so."""
+        self._length -= tokens
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
@@ -304,6 +320,35 @@ class Session:
         """How many tokens of a prompt of `length` go through each step."""
         return chunk_sizes(self.runner.methods, length)
 
+    @property
+    def score_length(self) -> int:
+        """Most tokens that `score` takes, or 0 if the program has no such method."""
+        return max((method.max_length for method in self.runner.methods.values() if method.scores), default=0)
+
+    def score(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Feed a few tokens and judge each: like `prefill`, with the logits after every token.
+
+        Args:
+            input_ids: int64 [batch, length], length 1 to `score_length`.
+
+        Returns:
+            Logits [batch, length, vocab].
+
+        Raises:
+            InputError: If the program has no `score` method, or as `prefill` does.
+            CacheFullError: If the tokens do not fit.
+        """
+        if self.score_length == 0:
+            raise InputError(
+                "this program gives the logits of the last token only; make the session, or export, with score_length=8 or more"
+            )
+        self._check_prompt(input_ids)
+        if input_ids.shape[1] > self.score_length:
+            raise InputError(f"score takes up to {self.score_length} tokens at once, got {input_ids.shape[1]}")
+        if input_ids.shape[1] == 1:
+            return self._step(input_ids)[:, None]
+        return self._step(input_ids.contiguous(), scores=True)
+
     def decode(self, tokens: torch.Tensor) -> torch.Tensor:
         """Feed one token per row.
 
@@ -321,11 +366,11 @@ class Session:
         check_room(int(self._length.max()), self.max_length, 1)
         return self._step(tokens[:, None])
 
-    def _step(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def _step(self, input_ids: torch.Tensor, scores: bool = False) -> torch.Tensor:
         size = input_ids.shape[1]
         # Before the run: should it fail halfway, slots may have been written.
         self._high_water = torch.maximum(self._high_water, self._length + size)
-        method = method_for(self.runner.methods, size, int(self._length.max()) + size)
+        method = method_for(self.runner.methods, size, int(self._length.max()) + size, scores)
         logits = self.runner.run(method, input_ids, self._length.to(self.device, copy=True))
         self._length += size
         self._pending = None
@@ -340,8 +385,11 @@ class Session:
         temperature: float = 0.0,
         top_k: int | None = None,
         top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
         seed: int | None = None,
         stop: int | str | Sequence[int | str] | None = None,
+        draft: Draft | None = None,
     ) -> Iterator[Any]:
         """Tokens that follow a prompt, one step each. Arguments are checked now, steps run as the iterator is consumed.
 
@@ -351,9 +399,11 @@ class Session:
         Args:
             input_ids: int64 [batch, length].
             max_new_tokens: Most tokens per row; as many as fit by default.
-            temperature, top_k, top_p, seed: See `decoding.Sampling`; greedy by default.
+            temperature, top_k, top_p, min_p, repetition_penalty, seed: See `decoding.Sampling`; greedy by default.
             stop: Token ids that end a row, besides the model's end tokens, or strings where there is a tokenizer. The token
                 that ends a row is given out too.
+            draft: Speculative decoding, at batch size 1: `PromptLookup()` or `DraftModel(session)`. The tokens are those of
+                plain decoding, or follow the same distribution; several are judged per step.
 
         Yields:
             A token id (int) at batch size 1, otherwise int64 [batch], where ended rows give the padding token.
@@ -363,7 +413,8 @@ class Session:
             CacheFullError: If the prompt, or the prompt with `max_new_tokens`, does not fit.
         """
         tokens, strings = self._stops(stop)
-        steps = self._generate(input_ids, max_new_tokens, Sampling(temperature, top_k, top_p, seed), tokens, strings)
+        sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+        steps = self._generate(input_ids, max_new_tokens, sampling, tokens, strings, draft=draft)
         return (int(step[0]) for step in steps) if self.batch_size == 1 else steps
 
     def generate_text(
@@ -373,8 +424,11 @@ class Session:
         temperature: float = 0.0,
         top_k: int | None = None,
         top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
         seed: int | None = None,
         stop: int | str | Sequence[int | str] | None = None,
+        draft: Draft | None = None,
     ) -> Iterator[str]:
         """Text that follows a prompt, in pieces that never split a character and join to the whole.
 
@@ -387,7 +441,7 @@ class Session:
         Args:
             prompt: Text, or chat messages such as `[{"role": "user", "content": "hello"}]`. Empty text goes on from the
                 newest token, where one is left to be fed.
-            max_new_tokens, temperature, top_k, top_p, seed, stop: See `generate`.
+            max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop, draft: See `generate`.
 
         Raises:
             InputError: If there is no tokenizer, the batch size is not 1, or an argument is wrong.
@@ -402,8 +456,8 @@ class Session:
         starts = not is_text or int(self._length[0]) == 0
         input_ids = encode_prompt(tokenizer, prompt, starts=starts).to(self.device)
         tokens, strings = self._stops(stop)
-        sampling = Sampling(temperature, top_k, top_p, seed)
-        steps = self._generate(input_ids, max_new_tokens, sampling, tokens, (), continues=is_text, anew=not is_text)
+        sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+        steps = self._generate(input_ids, max_new_tokens, sampling, tokens, (), continues=is_text, anew=not is_text, draft=draft)
         ends = {*_end_tokens(self.generation_config), *tokens}
         return stream_text((int(step[0]) for step in steps), tokenizer, ends, strings)
 
@@ -416,8 +470,11 @@ class Session:
         stop_strings: Sequence[str],
         continues: bool = False,
         anew: bool = False,
+        draft: Draft | None = None,
     ) -> Iterator[torch.Tensor]:
         self._check_prompt(self._after_pending(input_ids) if continues else input_ids, max_new_tokens, anew)
+        if draft is not None:
+            self._check_draft(draft, stop_strings)
         if anew:
             self.reset()
         ends = _end_tokens(self.generation_config)
@@ -429,7 +486,15 @@ class Session:
         def steps() -> Iterator[torch.Tensor]:
             # Not before the first step: what is pending may change between the call and then.
             prompt = self._after_pending(input_ids) if continues else input_ids
-            for tokens in generate_tokens(self, prompt, max_new_tokens, sampling, end_tokens, stop_strings, pad):
+            chooser = Chooser(sampling, prompt, self.vocab_size)
+            if draft is None:
+                chosen = generate_tokens(self, prompt, max_new_tokens, chooser, end_tokens, stop_strings, pad)
+            else:
+                chosen = (
+                    torch.tensor([token])
+                    for token in generate_speculative(self, prompt, max_new_tokens, chooser, end_tokens, draft)
+                )
+            for tokens in chosen:
                 if self.batch_size == 1:
                     token = int(tokens[0])
                     self._pending = None if token in end_tokens else token
@@ -440,6 +505,18 @@ class Session:
     def _after_pending(self, input_ids: torch.Tensor) -> torch.Tensor:
         """`input_ids` [1, length] behind the token that was given out and not fed yet, if there is one."""
         return input_ids if self._pending is None else torch.cat([input_ids.new_tensor([[self._pending]]), input_ids], dim=1)
+
+    def _check_draft(self, draft: Draft, stop_strings: Sequence[str]) -> None:
+        if self.batch_size != 1:
+            raise InputError(f"a draft serves batch size 1, this session has {self.batch_size}; decode without one")
+        if stop_strings:
+            raise InputError("a draft takes stop tokens, not stop strings; use generate_text, which stops at strings")
+        if self.score_length == 0:
+            raise InputError(
+                f"a draft needs a program that judges several tokens at once; make the session, or export, with "
+                f"score_length={draft.max_tokens + 1}"
+            )
+        check_can_rewind(self, min(draft.max_tokens, self.score_length - 1))
 
     # -- checks -----------------------------------------------------------------------------------------------------
 

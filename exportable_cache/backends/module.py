@@ -24,7 +24,7 @@ class ModuleRunner:
         cache: Its cache; its keys and values are written, its lengths are not.
         compiled: Compile every method into one graph: decode with static shapes, prefill with a dynamic length.
         mode: Of torch.compile; `reduce-overhead` (CUDA graphs) by default on a GPU.
-        prefill_length, buckets: See `methods_for`.
+        prefill_length, buckets, score_length: See `methods_for`.
     """
 
     def __init__(
@@ -36,9 +36,10 @@ class ModuleRunner:
         mode: str | None = None,
         prefill_length: int | None = None,
         buckets: Sequence[int] = (),
+        score_length: int = 0,
     ) -> None:
         model.set_attn_implementation(ATTENTION)
-        self.methods: Mapping[str, Method] = methods_for(cache, prefill_length, buckets=buckets)
+        self.methods: Mapping[str, Method] = methods_for(cache, prefill_length, buckets=buckets, score_length=score_length)
         self.modules = {name: ResidentModule(model, cache, method) for name, method in self.methods.items()}
         self.state: Mapping[str, torch.Tensor] = cache.stored_state()
         self._compiled = compiled

@@ -1,18 +1,38 @@
 """From logits to tokens to text: sampling, the decode loop, and streaming detokenisation."""
 
+from .chooser import Chooser
 from .loop import generate_tokens
-from .sampling import Sampling, check_seed, keep_top_k, keep_top_p, sample
+from .sampling import Sampling, SamplingSettings, check_seed, draw, penalise, sample, sorted_distribution
+from .speculative import (
+    Draft,
+    DraftModel,
+    PromptLookup,
+    Proposal,
+    SpeculationStatistics,
+    check_can_rewind,
+    generate_speculative,
+)
 from .text import StopStrings, TextStream, encode_prompt, stream_text
 
 __all__ = [
+    "Chooser",
+    "Draft",
+    "DraftModel",
+    "PromptLookup",
+    "Proposal",
     "Sampling",
     "StopStrings",
     "TextStream",
+    "SamplingSettings",
+    "SpeculationStatistics",
+    "check_can_rewind",
     "check_seed",
+    "draw",
     "encode_prompt",
+    "generate_speculative",
     "generate_tokens",
-    "keep_top_k",
-    "keep_top_p",
+    "penalise",
     "sample",
+    "sorted_distribution",
     "stream_text",
 ]

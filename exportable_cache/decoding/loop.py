@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .sampling import Sampling
+from .chooser import Chooser
 from .text import StopStrings, TextStream
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ def generate_tokens(
     session: Session,
     input_ids: torch.Tensor,
     limit: int | None,
-    sampling: Sampling,
+    chooser: Chooser,
     end_tokens: Collection[int],
     stop_strings: Sequence[str] = (),
     pad_token: int = 0,
@@ -31,7 +31,7 @@ def generate_tokens(
         session: What runs the steps; it continues from where it is.
         input_ids: int64 [batch, length].
         limit: Most tokens per row; None for as many as the cache has room for.
-        sampling: How to choose.
+        chooser: How to choose.
         end_tokens: A row ends with any of these.
         stop_strings: A row ends with the token that completes one of these; the session needs a tokenizer then.
         pad_token: What a row that has ended gives while others go on.
@@ -42,11 +42,10 @@ def generate_tokens(
     batch_size = input_ids.shape[0]
     ended = torch.zeros(batch_size, dtype=torch.bool)
     texts = [(TextStream(session.tokenizer), StopStrings(stop_strings)) for _ in range(batch_size if stop_strings else 0)]
-    generator = sampling.generator(session.device)
     logits = session.prefill(input_ids)
     count = 0
     while True:
-        tokens = sampling.choose(logits, generator)
+        tokens = chooser.choose(logits)
         if ended.any():
             tokens = tokens.masked_fill(ended.to(tokens.device), pad_token)
         chosen = tokens.tolist()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -31,15 +32,19 @@ class Sampling:
         temperature: Divisor of the logits; 0 takes the most probable token.
         top_k: Draw from the k most probable tokens; None for all.
         top_p: Draw from the fewest most probable tokens whose probabilities reach p; None for all. After `top_k`.
+        min_p: Draw from tokens at least p times as probable as the most probable one; None for all (Nguyen et al. 2024).
+        repetition_penalty: Makes tokens of the prompt and of the answer so far less likely where above 1; see `penalise`.
         seed: Of the draws; None goes on with torch's global generator.
 
     Raises:
-        InputError: If a value is out of range, or `top_k` or `top_p` is given where nothing is drawn.
+        InputError: If a value is out of range, or one is given that greedy choice ignores.
     """
 
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -49,67 +54,129 @@ class Sampling:
             raise InputError(f"top_k is {self.top_k!r}; it must be an int of at least 1, or None for all tokens")
         if self.top_p is not None and (not _is_number(self.top_p) or not 0 < self.top_p <= 1):
             raise InputError(f"top_p is {self.top_p!r}; it must be above 0 and at most 1, or None for all tokens")
+        if self.min_p is not None and (not _is_number(self.min_p) or not 0 <= self.min_p <= 1):
+            raise InputError(f"min_p is {self.min_p!r}; it must be from 0 to 1, or None for all tokens")
+        penalty = self.repetition_penalty
+        if penalty is not None and (not _is_number(penalty) or not math.isfinite(penalty) or penalty <= 0):
+            raise InputError(f"repetition_penalty is {penalty!r}; it must be a number above 0 (1 changes nothing)")
         if self.seed is not None:
             check_seed(self.seed)
-        if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
+        ignored = [f"{name}={getattr(self, name)}" for name in ("top_k", "top_p", "min_p") if getattr(self, name) is not None]
+        if self.temperature == 0 and ignored:
             raise InputError(
-                f"temperature is 0, which is greedy and ignores top_k={self.top_k} and top_p={self.top_p}; "
-                "pass a temperature above 0, or leave both out"
+                f"temperature is 0, which is greedy and ignores {' and '.join(ignored)}; "
+                "pass a temperature above 0, or leave it out"
             )
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most probable token is always taken."""
+        return self.temperature == 0
 
     def generator(self, device: torch.device | str = "cpu") -> torch.Generator | None:
         """A generator at the start of the seed's sequence, or None without a seed."""
         return None if self.seed is None else torch.Generator(device).manual_seed(self.seed)
 
-    def choose(self, logits: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
-        """The next tokens, int64 [batch], from logits [batch, vocab]."""
-        return sample(logits, self.temperature, self.top_k, self.top_p, generator)
+    def settings(self, device: torch.device | str = "cpu") -> SamplingSettings:
+        """The numbers as tensors, for graphs that serve any of them."""
+        tiniest = torch.finfo(torch.float32).tiny
+        values = (max(self.temperature, tiniest), self.top_p or 1.0, self.min_p or 0.0, self.repetition_penalty or 1.0)
+        # Past every vocabulary where all tokens are drawn from.
+        top_k = torch.tensor(2**31 if self.top_k is None else self.top_k, device=device)
+        temperature, *rest = (torch.tensor(value, dtype=torch.float32, device=device) for value in values)
+        return SamplingSettings(temperature, top_k, *rest)
+
+    def choose(
+        self, logits: torch.Tensor, generator: torch.Generator | None = None, seen: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The next tokens, int64 [batch], from logits [batch, vocab].
+
+        Args:
+            generator: Source of the draws, on the device of `logits`; torch's global one by default.
+            seen: bool [batch, vocab], the tokens of the prompt and the answer so far, for the repetition penalty.
+        """
+        settings = self.settings(logits.device)
+        if seen is not None:
+            logits = penalise(logits, seen, settings.repetition_penalty)
+        if self.is_greedy:
+            return logits.argmax(dim=-1)
+        uniform = torch.rand(logits.shape[0], generator=generator, device=logits.device)
+        return draw(*sorted_distribution(logits, settings), uniform)
 
 
-def sample(
-    logits: torch.Tensor,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    generator: torch.Generator | None = None,
-) -> torch.Tensor:
-    """Choose one token per row.
+@dataclass(frozen=True)
+class SamplingSettings:
+    """`Sampling` as 0-D tensors, so that one graph serves all settings: float32, but `top_k` int64."""
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    repetition_penalty: torch.Tensor
+
+
+def penalise(logits: torch.Tensor, seen: torch.Tensor, penalty: torch.Tensor) -> torch.Tensor:
+    """Logits of tokens seen before, made less likely: divided by the penalty if positive, multiplied otherwise.
+
+    The penalty of CTRL (Keskar et al. 2019, section 4.1), as transformers applies it.
+
+    Args:
+        logits: [batch, vocab].
+        seen: bool [batch, vocab].
+        penalty: 0-D; 1 changes nothing.
+    """
+    penalised = torch.where(logits < 0, logits * penalty, logits / penalty)
+    return torch.where(seen, penalised, logits).to(logits.dtype)
+
+
+def sorted_distribution(logits: torch.Tensor, settings: SamplingSettings) -> tuple[torch.Tensor, torch.Tensor]:
+    """The probabilities that are drawn from, most probable first.
 
     Args:
         logits: [batch, vocab], any floating dtype.
-        temperature, top_k, top_p: See `Sampling`.
-        generator: Source of the draws, on the device of `logits`; torch's global one by default.
+        settings: See `Sampling`; `top_k` applies first, then `top_p`, then `min_p`.
+
+    Returns:
+        Probabilities float32 [batch, vocab] that sum to one, and the tokens they belong to, int64 [batch, vocab].
+    """
+    ordered, tokens = logits.float().sort(dim=-1, descending=True, stable=True)
+    # The largest logit goes to zero first, and stays there under any divisor whose inverse is finite in float32; others may
+    # become minus infinity, which is greedy.
+    probabilities = ((ordered - ordered[:, :1]) / settings.temperature).softmax(dim=-1)
+    rank = torch.arange(logits.shape[-1], device=logits.device)
+    probabilities = _renormalised(probabilities, rank < settings.top_k)
+    # A token stays while those before it have not reached top_p, so the first always does.
+    before = probabilities.cumsum(dim=-1) - probabilities
+    kept = (before < settings.top_p) | (rank == 0)
+    return _renormalised(probabilities, kept & (probabilities >= settings.min_p * probabilities[:, :1])), tokens
+
+
+def _renormalised(probabilities: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    probabilities = torch.where(kept, probabilities, 0.0)
+    return probabilities / probabilities.sum(dim=-1, keepdim=True)
+
+
+def draw(probabilities: torch.Tensor, tokens: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """One token per row, by the inverse of the cumulative distribution: traceable, as the random number is an input.
+
+    Args:
+        probabilities: [batch, vocab], most probable first.
+        tokens: Which tokens they belong to, int64 [batch, vocab].
+        uniform: [batch], in [0, 1).
 
     Returns:
         int64 [batch].
     """
-    if temperature == 0:
-        return logits.argmax(dim=-1)
-    logits = logits.float()
-    # The largest logit goes to zero first, and stays there under any divisor whose inverse is finite in float32; others may
-    # become minus infinity, which is greedy. A smaller temperature would count as zero, and zero by zero is not a number.
-    divisor = max(temperature, torch.finfo(logits.dtype).tiny)
-    logits = (logits - logits.amax(dim=-1, keepdim=True)) / divisor
-    if top_k is not None:
-        logits = keep_top_k(logits, top_k)
-    if top_p is not None:
-        logits = keep_top_p(logits, top_p)
-    return torch.multinomial(logits.softmax(dim=-1), num_samples=1, generator=generator)[:, 0]
+    # Rounding may leave the sum below one; a token of probability zero is never taken for it.
+    cumulative = probabilities.cumsum(dim=-1)
+    index = (cumulative <= uniform[:, None] * cumulative[:, -1:]).sum(dim=-1)
+    last = (probabilities > 0).sum(dim=-1) - 1
+    return tokens.gather(-1, torch.minimum(index, last)[:, None])[:, 0]
 
 
-def keep_top_k(logits: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Logits [batch, vocab] with all but the `top_k` largest of each row at minus infinity."""
-    kept = logits.topk(min(top_k, logits.shape[-1]), dim=-1)
-    return torch.full_like(logits, -torch.inf).scatter(-1, kept.indices, kept.values)
-
-
-def keep_top_p(logits: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Logits [batch, vocab] with all but the fewest largest whose probabilities reach `top_p` at minus infinity."""
-    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
-    probabilities = ordered.softmax(dim=-1)
-    # A token stays while those before it have not reached top_p, so the first always does.
-    before = probabilities.cumsum(dim=-1) - probabilities
-    return torch.full_like(logits, -torch.inf).scatter(-1, order, ordered.masked_fill(before >= top_p, -torch.inf))
+def sample(logits: torch.Tensor, generator: torch.Generator | None = None, **options: Any) -> torch.Tensor:
+    """Choose one token per row: int64 [batch] from logits [batch, vocab]; `options` are those of `Sampling`."""
+    return Sampling(**options).choose(logits, generator)
 
 
 def _is_int(value: object) -> bool:

@@ -7,9 +7,16 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from exportable_cache.decoding import Sampling, generate_tokens
+from exportable_cache.decoding import Chooser, Sampling, generate_tokens
 
 from .byte_tokenizer import SIZE, byte_tokenizer
+
+
+PROMPT = torch.zeros(1, 2, dtype=torch.int64)
+
+
+def chooser(prompt: torch.Tensor) -> Chooser:
+    return Chooser(Sampling(), prompt, SIZE)
 
 
 class Scripted:
@@ -35,7 +42,7 @@ class Scripted:
 
 def run(session: Scripted, limit: int | None = None, ends: Sequence[int] = (), strings: Sequence[str] = ()) -> list[list[int]]:
     prompt = torch.zeros(session.script.shape[0], 2, dtype=torch.int64)
-    return [step.tolist() for step in generate_tokens(session, prompt, limit, Sampling(), ends, strings, pad_token=99)]
+    return [step.tolist() for step in generate_tokens(session, prompt, limit, chooser(prompt), ends, strings, pad_token=99)]
 
 
 def test_limit_ends_and_the_last_token_is_not_fed() -> None:
@@ -46,7 +53,7 @@ def test_limit_ends_and_the_last_token_is_not_fed() -> None:
 
 def test_nothing_runs_before_it_is_asked_for() -> None:
     session = Scripted([[5, 6, 7]])
-    steps = generate_tokens(session, torch.zeros(1, 2, dtype=torch.int64), None, Sampling(), ())
+    steps = generate_tokens(session, PROMPT, None, chooser(PROMPT), ())
     assert next(steps).tolist() == [5]
     assert session.fed == []
     assert next(steps).tolist() == [6]

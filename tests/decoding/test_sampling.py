@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
+
 import pytest
 import torch
+from transformers import RepetitionPenaltyLogitsProcessor
 
-from exportable_cache.decoding import Sampling, check_seed, keep_top_k, keep_top_p, sample
+from exportable_cache.decoding import Sampling, check_seed, draw, penalise, sample, sorted_distribution
+from exportable_cache.decoding.sampling import SamplingSettings
 from exportable_cache.errors import InputError
 
 # Probabilities 0.5, 0.3, 0.15, 0.05, not in order.
 LOGITS = torch.tensor([[0.15, 0.5, 0.05, 0.3]]).log()
 
 
-def kept(logits: torch.Tensor) -> list[int]:
-    return torch.isfinite(logits[0]).nonzero()[:, 0].tolist()
+def kept(**options: float) -> list[int]:
+    probabilities, tokens = sorted_distribution(LOGITS, Sampling(temperature=1.0, **options).settings())
+    assert probabilities.sum().item() == pytest.approx(1.0)
+    return sorted(tokens[0, probabilities[0] > 0].tolist())
 
 
 def drawn(count: int, **options: float) -> set[int]:
@@ -29,7 +35,7 @@ def test_greedy_takes_the_largest_of_each_row() -> None:
 
 @pytest.mark.parametrize(("top_k", "expected"), [(1, [1]), (2, [1, 3]), (3, [0, 1, 3]), (4, [0, 1, 2, 3]), (9, [0, 1, 2, 3])])
 def test_top_k_keeps_the_k_largest(top_k: int, expected: list[int]) -> None:
-    assert kept(keep_top_k(LOGITS, top_k)) == expected
+    assert kept(top_k=top_k) == expected
     assert drawn(2000, top_k=top_k) == set(expected)
 
 
@@ -37,8 +43,41 @@ def test_top_k_keeps_the_k_largest(top_k: int, expected: list[int]) -> None:
     ("top_p", "expected"), [(0.01, [1]), (0.49, [1]), (0.51, [1, 3]), (0.79, [1, 3]), (0.81, [0, 1, 3]), (1.0, [0, 1, 2, 3])]
 )
 def test_top_p_keeps_the_fewest_that_reach_it(top_p: float, expected: list[int]) -> None:
-    assert kept(keep_top_p(LOGITS, top_p)) == expected
+    assert kept(top_p=top_p) == expected
     assert drawn(2000, top_p=top_p) == set(expected)
+
+
+@pytest.mark.parametrize(("min_p", "expected"), [(0.0, [0, 1, 2, 3]), (0.2, [0, 1, 3]), (0.5, [1, 3]), (1.0, [1])])
+def test_min_p_keeps_those_near_the_most_probable(min_p: float, expected: list[int]) -> None:
+    assert kept(min_p=min_p) == expected
+    assert drawn(2000, min_p=min_p) == set(expected)
+
+
+def test_the_penalty_is_transformers_own() -> None:
+    logits = torch.tensor([[1.5, -2.0, 0.5, -0.1], [0.3, 0.2, -0.7, 4.0]])
+    ids = torch.tensor([[0, 1], [3, 3]])
+    seen = torch.zeros(2, 4, dtype=torch.bool).scatter(1, ids, True)
+    expected = RepetitionPenaltyLogitsProcessor(1.3)(ids, logits.clone())
+    torch.testing.assert_close(penalise(logits, seen, torch.tensor(1.3)), expected)
+    assert Sampling(repetition_penalty=100.0).choose(logits, seen=seen).tolist() == [2, 0]
+
+
+def test_draws_are_the_inverse_of_the_cumulative_distribution() -> None:
+    probabilities, tokens = torch.tensor([[0.5, 0.25, 0.25, 0.0]]), torch.tensor([[7, 5, 6, 4]])
+    for uniform, token in ((0.0, 7), (0.499, 7), (0.5, 5), (0.749, 5), (0.75, 6), (1.0, 6)):
+        assert draw(probabilities, tokens, torch.tensor([uniform])).tolist() == [token]
+
+
+def test_one_graph_serves_all_settings() -> None:
+    torch._dynamo.reset()
+    step = torch.compile(lambda logits, u, *s: draw(*sorted_distribution(logits, SamplingSettings(*s)), u), backend="eager")
+    logits, uniform = torch.randn(3, 50), torch.rand(3)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for options in ({"temperature": 0.5}, {"temperature": 1.0, "top_k": 3}, {"temperature": 2.0, "top_p": 0.4, "min_p": 0.1}):
+            settings = Sampling(**options).settings()
+            assert step(logits, uniform, *astuple(settings)).tolist() == draw(
+                *sorted_distribution(logits, settings), uniform
+            ).tolist()
 
 
 def test_top_p_counts_after_top_k() -> None:
@@ -106,6 +145,9 @@ def test_seeds_at_the_limits_are_what_torch_takes(seed: int) -> None:
         ({"temperature": 1.0, "top_k": 2.5}, ["top_k", "2.5"]),
         ({"temperature": 1.0, "top_p": 0.0}, ["top_p", "0.0", "above 0"]),
         ({"temperature": 1.0, "top_p": 1.01}, ["top_p", "1.01", "at most 1"]),
+        ({"temperature": 1.0, "min_p": 1.5}, ["min_p", "1.5", "from 0 to 1"]),
+        ({"repetition_penalty": 0.0}, ["repetition_penalty", "0.0", "above 0"]),
+        ({"min_p": 0.1}, ["temperature is 0", "min_p=0.1"]),
         ({"seed": 1.5}, ["seed", "1.5"]),
         ({"seed": 2**70}, ["seed", str(2**70), str(2**64 - 1)]),
         ({"seed": -(2**63) - 1}, ["seed", "64 bits"]),

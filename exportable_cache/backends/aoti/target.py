@@ -23,6 +23,7 @@ class AotiBackend:
     Options:
         buckets: Read lengths that get methods of their own, see `methods.methods_for`. Each is compiled by itself: it adds
             about as much export time as the first, and code to the file, but no weights.
+        score_length: Add a method that gives logits after each of up to this many tokens, for speculative decoding.
     """
 
     name = "aoti"
@@ -30,10 +31,15 @@ class AotiBackend:
     max_batch_size = None
 
     def program_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        unknown = sorted(set(options) - {"buckets"})
+        unknown = sorted(set(options) - {"buckets", "score_length"})
         if unknown:
-            raise InputError(f"target 'aoti' has no option {unknown[0]!r}; it knows buckets")
-        return {"attention": ATTENTION, "form": Form.RESIDENT, "buckets": tuple(options.get("buckets", ()))}
+            raise InputError(f"target 'aoti' has no option {unknown[0]!r}; it knows buckets and score_length")
+        return {
+            "attention": ATTENTION,
+            "form": Form.RESIDENT,
+            "buckets": tuple(options.get("buckets", ())),
+            "score_length": options.get("score_length", 0),
+        }
 
     def lower(self, program: Program, folder: Path, options: Mapping[str, Any]) -> list[LoweredFile]:
         exported = {name: program.export(name) for name in program.methods}

@@ -25,6 +25,7 @@ class Pt2Backend:
         strict: Trace through TorchDynamo.
         buckets: Read lengths that get methods of their own, so that a step costs what the filled part of the cache costs.
             See `methods.methods_for`; each method adds its graph to the file, not its weights.
+        score_length: Add a method that gives logits after each of up to this many tokens, for speculative decoding.
     """
 
     name = "pt2"
@@ -35,13 +36,18 @@ class Pt2Backend:
     embedding_schemes = ("8w",)
 
     def program_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        unknown = sorted(set(options) - {"form", "strict", "buckets"})
+        unknown = sorted(set(options) - {"form", "strict", "buckets", "score_length"})
         if unknown:
-            raise InputError(f"target 'pt2' has no option {unknown[0]!r}; it knows form, strict and buckets")
+            raise InputError(f"target 'pt2' has no option {unknown[0]!r}; it knows form, strict, buckets and score_length")
         form = options.get("form", Form.RESIDENT)
         if form not in tuple(Form):
             raise InputError(f"form is {form!r}; it must be one of {', '.join(member.value for member in Form)}")
-        return {"attention": ATTENTION, "form": Form(form), "buckets": tuple(options.get("buckets", ()))}
+        return {
+            "attention": ATTENTION,
+            "form": Form(form),
+            "buckets": tuple(options.get("buckets", ())),
+            "score_length": options.get("score_length", 0),
+        }
 
     def lower(self, program: Program, folder: Path, options: Mapping[str, Any]) -> list[LoweredFile]:
         exported = {name: program.export(name, strict=bool(options.get("strict", False))) for name in program.methods}
