@@ -55,5 +55,4 @@ class Chooser:
 
     def draw_from(self, probabilities: torch.Tensor) -> int:
         """One token drawn from probabilities [vocab] that need not sum to one."""
-        order = torch.arange(probabilities.shape[0], device=probabilities.device)[None]
-        return int(draw(probabilities[None], order, self.uniform(1))[0])
+        return int(draw(*probabilities[None].sort(dim=-1, descending=True, stable=True), self.uniform(1))[0])

@@ -139,6 +139,7 @@ def test_a_draft_model_with_other_weights_changes_nothing(model: Any) -> None:
 def test_sampled_tokens_follow_the_distribution_of_the_model(kind: str) -> None:
     """Pairs of tokens after a fixed prompt, counted against their exact probabilities."""
     model = tiny_model("llama", vocab_size=8)
+    model.generation_config.eos_token_id = None
     prompt = torch.tensor([[3, 5, 3, 5, 3]])
     sampling = {"temperature": 1.2, "top_k": 5}
     session = session_of(model, slack=0, score_length=4, length=16)
