@@ -1,0 +1,89 @@
+"""Tiny random models with spread, and the logits that everything is compared with."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from .architectures import Architecture
+from .shrink import FIRST_TOKEN, VOCAB, WINDOW, tiny_config
+
+#: Prompts, as the pieces they are fed in: shorter than the window, longer, and longer in two pieces.
+PROMPTS = ((6,), (11,), (5, 6))
+STEPS = 24
+LENGTH = 11 + STEPS
+#: A model is no test if what should move its logits moves them less than this.
+LEAST_SPREAD = 1e-2
+
+
+def tiny_model(architecture: Architecture, window: int = WINDOW) -> PreTrainedModel:
+    """A random model in eval mode, every parameter off its initial zero or one; the same weights for every window."""
+    torch.manual_seed(0)
+    config = tiny_config(architecture.model_class.config_class, window)
+    if architecture.group == "causal":
+        # The decoder alone, of types that are an encoder-decoder otherwise.
+        config.is_decoder, config.is_encoder_decoder = True, False
+    config._attn_implementation = "eager"
+    model = architecture.model_class(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    return model.float().eval()
+
+
+def tokens(seed: int = 0) -> torch.Tensor:
+    """Random token ids clear of the special ones, int64 [1, LENGTH]."""
+    return torch.randint(FIRST_TOKEN, VOCAB, (1, LENGTH), generator=torch.Generator().manual_seed(seed))
+
+
+def positions_of(model: PreTrainedModel, start: int, count: int) -> dict[str, Any]:
+    """`position_ids` where the model takes them and has no rule of its own, as `generate` passes them."""
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return {}
+    if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
+        return {}
+    return {"position_ids": torch.arange(start, start + count)[None]}
+
+
+@torch.no_grad()
+def cached_logits(model: PreTrainedModel, ids: torch.Tensor, prompt: int) -> torch.Tensor:
+    """The reference: eager attention, `DynamicCache`, teacher-forced. [STEPS + 1, vocab], after the prompt and each token."""
+    cache = DynamicCache(config=model.config)
+    names = [name for name in ("past_key_values", "cache_params") if name in inspect.signature(model.forward).parameters]
+    if not names:
+        raise TypeError(f"{type(model).__name__} takes no transformers cache")
+    start, rows = 0, []
+    for count in (prompt, *[1] * STEPS):
+        inputs = {names[0]: cache, **positions_of(model, start, count)}
+        rows.append(model(input_ids=ids[:, start : start + count], use_cache=True, **inputs).logits[0, -1])
+        start += count
+    return torch.stack(rows)
+
+
+@torch.no_grad()
+def uncached_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """All tokens at once, without a cache: [length, vocab]. Says whether the reference itself is right."""
+    return model(input_ids=ids, use_cache=False, **positions_of(model, 0, ids.shape[1])).logits[0]
+
+
+def spread(architecture: Architecture, model: PreTrainedModel, ids: torch.Tensor) -> dict[str, float]:
+    """How far the last logits move with the first token of a prompt of 6, and how far later ones move with the window."""
+    other = ids.clone()
+    other[0, 0] = FIRST_TOKEN if int(ids[0, 0]) != FIRST_TOKEN else FIRST_TOKEN + 1
+    moved = {"first token": _gap(uncached_logits(model, ids[:, :6])[-1], uncached_logits(model, other[:, :6])[-1])}
+    if "'sliding" in repr(model.config) or _has_window(model.config.get_text_config(decoder=True)):
+        wide = tiny_model(architecture, window=4 * WINDOW)
+        moved["window"] = _gap(uncached_logits(model, ids)[-1], uncached_logits(wide, ids)[-1])
+    return moved
+
+
+def _has_window(config: Any) -> bool:
+    kinds = getattr(config, "layer_types", None) or []
+    return any(word in str(kind) for kind in kinds for word in ("sliding", "chunked"))
+
+
+def _gap(left: torch.Tensor, right: torch.Tensor) -> float:
+    return (left - right).abs().max().item()

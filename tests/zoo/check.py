@@ -1,0 +1,164 @@
+"""One architecture on every target: pass, refused, wrong or error, written down as it is found."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from exportable_cache import ExportableCache, Session
+from exportable_cache.backends import backend_for
+from exportable_cache.backends.module import ModuleRunner
+from exportable_cache.errors import ExportableCacheError
+from exportable_cache.program import Program
+
+from ..support.sessions import describe
+from .architectures import Architecture
+from .build import LEAST_SPREAD, PROMPTS, STEPS, cached_logits, spread, tiny_model, tokens, uncached_logits
+
+TARGETS = ("eager", "compiled", "pt2", "executorch")
+TOLERANCE = 1e-4
+MAX_CACHE_LEN = 64
+PREFILL_LENGTH = 16
+
+
+@dataclass
+class Outcome:
+    """Of one target.
+
+    Attributes:
+        status: pass, refused (with a reason), wrong (the logits differ), error (anything else, a crash or a time limit too).
+        difference: Largest |logit difference| to the reference, where it ran.
+        reason: Of a refusal or an error.
+        where: Last lines of an error's traceback.
+        seconds: It took.
+    """
+
+    status: str
+    difference: float | None = None
+    reason: str = ""
+    where: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def check(architecture: Architecture, targets: list[str], report: Callable[[dict[str, Any]], None]) -> None:
+    """Run `targets`, one model instance for all. `report` gets what is known, again and again, as a dict of JSON."""
+    torch.set_num_threads(1)
+    facts: dict[str, Any] = {"running": "model"}
+    report(facts)
+    try:
+        model = tiny_model(architecture)
+        facts["parameters"] = sum(parameter.numel() for parameter in model.parameters())
+        ids = tokens()
+        references = _references(model, ids, facts)
+        facts["spread"] = spread(architecture, model, ids)
+    except Exception as error:
+        facts["running"] = None
+        facts["targets"] = {target: asdict(_outcome_of(error, "model: ")) for target in targets}
+        report(facts)
+        return
+    weak = {name: moved for name, moved in facts["spread"].items() if not moved > LEAST_SPREAD}
+    facts["unfit"] = f"no test: {weak}" if weak else None
+    for target in targets:
+        facts["running"] = target
+        report(facts)
+        start = time.monotonic()
+        try:
+            outcome = _run(model, target, ids, references, facts)
+        except Exception as error:  # any model's code runs here
+            outcome = _outcome_of(error)
+        outcome.seconds = round(time.monotonic() - start, 2)
+        facts.setdefault("targets", {})[target] = asdict(outcome)
+    facts["running"] = None
+    report(facts)
+
+
+def _references(model: PreTrainedModel, ids: torch.Tensor, facts: dict[str, Any]) -> dict[int, torch.Tensor]:
+    """By prompt length: logits [STEPS + 1, vocab]."""
+    whole = uncached_logits(model, ids)
+    references, gap = {}, 0.0
+    for prompt in sorted({sum(pieces) for pieces in PROMPTS}):
+        uncached = whole[prompt - 1 : prompt + STEPS]
+        try:
+            references[prompt] = cached_logits(model, ids, prompt)
+        except Exception as error:  # models with a cache of their own, or none
+            facts["reference"] = f"uncached: {type(error).__name__}: {_first_line(error)}"
+            references[prompt] = uncached
+        gap = max(gap, (references[prompt] - uncached).abs().max().item())
+    #: Above the tolerance, transformers' own cached and uncached logits differ.
+    facts["cached against uncached"] = gap
+    return references
+
+
+def _run(
+    model: PreTrainedModel, target: str, ids: torch.Tensor, references: dict[int, torch.Tensor], facts: dict[str, Any]
+) -> Outcome:
+    cache = ExportableCache.from_model(model, MAX_CACHE_LEN, attn_implementation=None)
+    facts["layers"] = dict(Counter(type(layer).__name__ for layer in cache.layers))
+    attention = model.config._attn_implementation
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            session = _session(model, cache, target, Path(folder))
+            difference = max(_difference(session, ids, pieces, references[sum(pieces)]) for pieces in PROMPTS)
+    finally:
+        model.set_attn_implementation(attention)
+    return Outcome("pass" if difference <= TOLERANCE else "wrong", difference)
+
+
+def _session(model: PreTrainedModel, cache: ExportableCache, target: str, folder: Path) -> Session:
+    if target == "eager":
+        return Session.from_model(model, cache, prefill_length=PREFILL_LENGTH)
+    if target == "compiled":
+        # One graph per method and no recompilation, through a backend that generates no code: inductor's C++ takes minutes.
+        torch._dynamo.reset()
+        torch._dynamo.config.error_on_recompile = True
+        torch.compiler.set_default_backend("aot_eager")
+        return Session.from_model(model, cache, compile=True, prefill_length=PREFILL_LENGTH)
+    backend = backend_for(target)
+    program = Program(model, cache, prefill_length=PREFILL_LENGTH, **backend.program_options({}))
+    backend.lower(program, folder, {})
+    runner = backend.open(folder, describe(program))
+    return Session(runner, cache.layers, model.get_input_embeddings().weight.shape[0], batch_size=1, target=target)
+
+
+@torch.no_grad()
+def _difference(session: Session, ids: torch.Tensor, pieces: tuple[int, ...], reference: torch.Tensor) -> float:
+    session.reset()
+    start = 0
+    for count in pieces:
+        logits = session.prefill(ids[:, start : start + count])
+        start += count
+    rows = [logits[0].clone()]
+    for position in range(start, start + STEPS):
+        rows.append(session.decode(ids[:, position])[0].clone())
+    difference = (torch.stack(rows) - reference).abs().max().item()
+    return float("inf") if difference != difference else difference
+
+
+def _outcome_of(error: Exception, prefix: str = "") -> Outcome:
+    refused = isinstance(error, ExportableCacheError)
+    reason = str(error) if refused else f"{prefix}{type(error).__name__}: {_first_line(error)}"
+    frames = traceback.extract_tb((error.__cause__ or error).__traceback__)[-4:]
+    where = [f"{'/'.join(Path(frame.filename).parts[-3:])}:{frame.lineno} {frame.line}" for frame in frames]
+    return Outcome("refused" if refused else "error", reason=reason, where=where)
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[0][:300] if lines else ""
+
+
+def write_json(path: Path, facts: dict[str, Any]) -> None:
+    """Atomically, as the reader may come at any time."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(facts, indent=1))
+    temporary.rename(path)

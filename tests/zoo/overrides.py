@@ -1,0 +1,51 @@
+"""Config fields that the rules of `shrink.py` do not reach, by model type (sub-configs have one of their own).
+
+`_base` goes to the default config that the rules start from, where that cannot be built without it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_LINEAR_AND_FULL = {"layer_types": ["linear_attention", "full_attention"]}
+_SHARED_KV = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 8,
+}
+
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1], "mamba_d_head": 32, "mamba_n_heads": 4},
+    "granitemoehybrid": {**_LINEAR_AND_FULL, "mamba_d_head": 32, "mamba_n_heads": 4},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4},
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32, "layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4, "mamba_dt_rank": 4},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4, "intermediate_size": 64},
+    "mamba2": {"num_heads": 4, "head_dim": 32},
+    "gemma3n_text": {**_SHARED_KV, "intermediate_size": 64, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0], "laurel_rank": 8},
+    "gemma4_text": {**_SHARED_KV, "global_head_dim": 32},
+    "gemma4_unified_text": {"global_head_dim": 32},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]},
+            "full_attention": None,
+        },
+    },
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10_000.0, "clip_qkv": 8.0}, "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2}},
+    "xlstm": {"chunk_size": 64},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+    },
+    "reformer": {"attn_layers": ["local", "lsh"], "axial_pos_embds_dim": [32, 32], "axial_pos_shape": [16, 16]},
+    "xmod": {"default_language": "en_XX"},
+    "hy_v4": {"indexer_types": ["full", "shared"]},
+    "glm_moe_dsa": {"indexer_types": ["full", "shared"]},
+}

@@ -1,0 +1,164 @@
+"""The zoo: every architecture on every target, each in a process of its own. `make zoo`, or `python -m tests.zoo.run --help`.
+
+Results are one JSON file per architecture and target set in `artifacts/zoo/`; what is there is not run again.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import argparse  # noqa: E402
+import json  # noqa: E402
+import multiprocessing  # noqa: E402
+import sys  # noqa: E402
+import time  # noqa: E402
+import warnings  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+
+from .architectures import Architecture, architectures  # noqa: E402
+from .check import TARGETS, check, write_json  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "artifacts" / "zoo"
+LIMITS = {"model": 120, "eager": 120, "compiled": 300, "pt2": 400, "executorch": 600}
+
+
+def main() -> None:
+    arguments = _parser().parse_args()
+    if arguments.table:
+        from .table import write_table
+
+        write_table(RESULTS)
+        return
+    rows = _selected(arguments)
+    targets = arguments.targets.split(",")
+    queue = []
+    for row in rows:
+        missing = [target for target in targets if arguments.redo or _needs(row, target, arguments.status)]
+        if missing:
+            queue.append((row, missing))
+    print(f"{len(queue)} of {len(rows)} architectures to run, {arguments.jobs} at a time", flush=True)
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)
+    _preload(targets)
+    _run_all(queue, arguments.jobs)
+    from .table import write_table
+
+    write_table(RESULTS)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.zoo.run", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", help="model types, comma-separated")
+    parser.add_argument("--groups", help="causal, image, audio, seq2seq, speech")
+    parser.add_argument("--targets", default=",".join(TARGETS))
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--redo", action="store_true", help="run again what has a result")
+    parser.add_argument("--status", help="run again what has one of these results, comma-separated (error,wrong,refused)")
+    parser.add_argument("--table", action="store_true", help="only write docs/architectures.md from the results there are")
+    return parser
+
+
+def _selected(arguments: argparse.Namespace) -> list[Architecture]:
+    rows = architectures()
+    if arguments.groups:
+        rows = [row for row in rows if row.group in arguments.groups.split(",")]
+    if arguments.only:
+        wanted = arguments.only.split(",")
+        rows = [row for row in rows if row.model_type in wanted or row.name in wanted]
+        unknown = set(wanted) - {row.model_type for row in rows} - {row.name for row in rows}
+        if unknown:
+            sys.exit(f"no architecture {', '.join(sorted(unknown))}; see tests/zoo/architectures.py")
+    return rows
+
+
+def _needs(row: Architecture, target: str, statuses: str | None) -> bool:
+    known = read_result(RESULTS, row)["targets"].get(target)
+    return known is None or (statuses is not None and known["status"] in statuses.split(","))
+
+
+def read_result(folder: Path, row: Architecture) -> dict:
+    path = folder / f"{row.name}.json"
+    facts = json.loads(path.read_text()) if path.exists() else {}
+    facts.setdefault("targets", {})
+    return facts
+
+
+def _preload(targets: list[str]) -> None:
+    """Import once what every process needs: they are forked."""
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    if "executorch" in targets:
+        import exportable_cache.backends.executorch  # noqa: F401
+
+
+def _run_all(queue: list[tuple[Architecture, list[str]]], jobs: int) -> None:
+    context = multiprocessing.get_context("fork")
+    running: list[dict] = []
+    done, total, begun = 0, len(queue), time.monotonic()
+    waiting = list(queue)
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            row, targets = waiting.pop(0)
+            part = RESULTS / f"{row.name}.part"
+            part.unlink(missing_ok=True)
+            process = context.Process(target=_child, args=(row, targets, part), daemon=True)
+            process.start()
+            running.append({"row": row, "targets": targets, "part": part, "process": process, "stage": None, "since": time.monotonic()})
+        time.sleep(0.05)
+        for job in list(running):
+            facts = json.loads(job["part"].read_text()) if job["part"].exists() else {"running": "model"}
+            if facts["running"] != job["stage"]:
+                job["stage"], job["since"] = facts["running"], time.monotonic()
+            limit = LIMITS.get(job["stage"] or "model", 60)
+            late = time.monotonic() - job["since"] > limit
+            if job["process"].is_alive() and not late:
+                continue
+            if late:
+                job["process"].kill()
+            job["process"].join()
+            facts = json.loads(job["part"].read_text()) if job["part"].exists() else facts
+            running.remove(job)
+            left = _finish(job, facts, f"no result within {limit} s" if late else f"the process died ({job['process'].exitcode})")
+            if left:
+                waiting.insert(0, (job["row"], left))
+            else:
+                done += 1
+                told = " ".join(f"{name}:{outcome['status']}" for name, outcome in read_result(RESULTS, job["row"])["targets"].items() if name in job["targets"])
+                print(f"[{done}/{total} {time.monotonic() - begun:.0f}s] {job['row'].name} {told}", flush=True)
+
+
+def _child(row: Architecture, targets: list[str], part: Path) -> None:
+    # Native code prints to the descriptors; the results are in the file.
+    log = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    check(row, targets, lambda facts: write_json(part, facts))
+
+
+def _finish(job: dict, facts: dict, why: str) -> list[str]:
+    """Merge what a process left into the results; the targets it did not come to, if it ended early."""
+    left: list[str] = []
+    outcomes = facts.pop("targets", {})
+    stage = facts.pop("running")
+    if stage is not None:
+        broken = job["targets"] if stage == "model" else [stage]
+        for target in broken:
+            outcomes[target] = {"status": "error", "difference": None, "reason": why, "where": [], "seconds": 0.0}
+        left = [target for target in job["targets"] if target not in outcomes]
+    merged = read_result(RESULTS, job["row"])
+    merged.update(facts)
+    merged["targets"].update(outcomes)
+    write_json(RESULTS / f"{job['row'].name}.json", merged)
+    job["part"].unlink(missing_ok=True)
+    return left
+
+
+if __name__ == "__main__":
+    main()
