@@ -15,6 +15,8 @@ _SHARED_KV = {
     "hidden_size_per_layer_input": 8,
 }
 
+_SIGLIP = {"model_type": "siglip_vision_model", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1], "mamba_d_head": 32, "mamba_n_heads": 4},
     "granitemoehybrid": {**_LINEAR_AND_FULL, "mamba_d_head": 32, "mamba_n_heads": 4},
@@ -38,7 +40,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10_000.0, "clip_qkv": 8.0}, "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2}},
     "xlstm": {"chunk_size": 64},
     "qwen4_exp_text": {
-        "indexer_n_heads": 2,
+        "indexer_n_heads": 16,
         "indexer_kv_heads": 1,
         "indexer_head_dim": 16,
         "indexer_budget": 8,
@@ -48,4 +50,31 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "hy_v4": {"indexer_types": ["full", "shared"]},
     "glm_moe_dsa": {"indexer_types": ["full", "shared"]},
+    # multimodal: rotary sections that the modeling code assumes where the config states none
+    **{
+        f"{name}_text": {"_mrope": [2, 3, 3]}
+        for name in "glm4v glm4v_moe glm_ocr paddleocr_vl qwen2_vl qwen2_5_vl qwen2_5_omni hunyuan_vl".split()
+    },
+    # multimodal: towers
+    "chameleon": {"vocabulary_map": {"<image>": 9, "IMGIMGA": 10}},
+    "emu3": {"vocabulary_map": {"<image>": 9, "<|extra_200|>": 10, "<|visual token 000000|>": 11}},
+    "granite4_vision": {"downsample_rate": "1/2", "deepstack_layer_map": [[0, 0]]},
+    "fast_vlm": {"vision_config": _SIGLIP},
+    "gemma3n": {"vision_config": _SIGLIP},
+    "perception_lm": {"vision_config": _SIGLIP},
+    "ernie4_5_vl_moe_text": {"_mrope": [3, 3, 2]},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"], "num_hidden_layers": 2},
+    "inkling_text": {"logits_mup_width_multiplier": 1.0},
+    "inkling2_text": {"logits_mup_width_multiplier": 1.0},
+    "inkling_vision": {"num_hidden_layers": 2, "patch_size": 4},
+    "molmo2_adapter": {"vision_feature_layer": [-1, -2]},
+    "muse_spark_audio": {"num_hidden_layers": 4, "hidden_sizes": [8, 8, 8, 64], "depths": [1, 1, 1, 1]},
+    "dots3_note_vision_encoder": {"mlp_layer_types": ["dense", "dense"], "adapter_in_dim": 64},
+    "dots3_note_audio_encoder": {"adapter_input_size": 64},
+    "mimi": {"upsample_groups": 8},
+    "fun_asr_nano": {"adaptor_config": {"intermediate_size": 16}},
+    "gemma3n_vision": {"architecture": "resnet18"},
+    "glm5_next_text": {"index_kpool": 2},
+    "step3p5": {"sliding_window": 8, "num_sliding_attention_heads": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    "nemotron_h_omni": {"video_temporal_patch_size": 2},
 }

@@ -13,6 +13,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import argparse  # noqa: E402
 import json  # noqa: E402
 import multiprocessing  # noqa: E402
+import resource  # noqa: E402
 import sys  # noqa: E402
 import time  # noqa: E402
 import warnings  # noqa: E402
@@ -139,6 +140,8 @@ def _child(row: Architecture, targets: list[str], part: Path) -> None:
     log = os.open(os.devnull, os.O_WRONLY)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    # Rather an error of one model than the machine's memory.
+    resource.setrlimit(resource.RLIMIT_AS, (12 << 30, 12 << 30))
     check(row, targets, lambda facts: write_json(part, facts))
 
 

@@ -66,7 +66,8 @@ SIZES: dict[str, Any] = {
     "q_lora_rank": 16,
     "o_lora_rank": 16,
     "rotary_dim": 8,
-    "index_n_heads": 2,
+    # Scores pass through a ReLU: with fewer heads many are zero in all of them, and ties of a top-k are broken anyhow.
+    "index_n_heads": 16,
     "index_topk": 6,
     # layers of encoders and towers; the decoder's are chosen by `_layers`
     **dict.fromkeys(
@@ -135,24 +136,24 @@ def _shrink(config_class: type[PreTrainedConfig], window: int, special: Any, tow
     base = own.pop("_base", {})
     default = config_class(**base)
     fields: dict[str, Any] = dict(base)
-    kept = own.pop("_keep", ())
+    sections = own.pop("_mrope", None)
     names = {field.name for field in dataclasses.fields(config_class)} if dataclasses.is_dataclass(config_class) else set()
     for name, value in vars(default).items():
-        if isinstance(value, PreTrainedConfig):
+        if isinstance(value, PreTrainedConfig) and name not in own:
             is_tower = bool(re.search("vision|audio|image|encoder|qformer|tokenizer|vq|codec|acoustic|semantic", name)) or tower
             fields[name] = _shrink(type(value), window, special, is_tower)
-        elif name in names and name not in kept:
+        elif name in names and name not in own:
             small = _OPEN.get(name) if value is None else _small(name, value, special)
             if small is not None and small != value:
                 fields[name] = small
     fields.update(_heads(default, fields))
     values = vars(default)
     if values.get("head_dim") is not None and values["head_dim"] == values.get("qk_rope_head_dim"):
-        fields["head_dim"] = fields["qk_rope_head_dim"]  # MLA models rotate that part alone
+        fields["head_dim"] = fields.get("qk_rope_head_dim", values["qk_rope_head_dim"])  # MLA models rotate that part alone
     if not tower:
         fields.update(_layers(default, names))
     if "rope_parameters" in names and getattr(default, "rope_parameters", None):
-        fields["rope_parameters"] = _rope(default.rope_parameters, fields, default)
+        fields["rope_parameters"] = _rope(default.rope_parameters, fields, sections)
     fields.update(own)
     fields.update({name: window for name in WINDOWS if name in fields and fields[name] == WINDOW and not tower})
     return config_class(**fields)
@@ -214,9 +215,9 @@ def _layers(default: Any, names: set[str]) -> dict[str, Any]:
     return {"num_hidden_layers": count, **lists}
 
 
-def _rope(parameters: dict[str, Any], fields: dict[str, Any], default: Any) -> dict[str, Any]:
+def _rope(parameters: dict[str, Any], fields: dict[str, Any], sections: list[int] | None) -> dict[str, Any]:
     if any(isinstance(value, dict) for value in parameters.values()):
-        return {name: _rope(value, fields, default) if isinstance(value, dict) else value for name, value in parameters.items()}
+        return {name: _rope(value, fields, sections) if isinstance(value, dict) else value for name, value in parameters.items()}
     rope = dict(parameters)
     head_dim = fields.get("head_dim") or HEAD_DIM
     half = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
@@ -224,7 +225,7 @@ def _rope(parameters: dict[str, Any], fields: dict[str, Any], default: Any) -> d
         rope["original_max_position_embeddings"] = 64
     if "max_position_embeddings" in rope:
         rope["max_position_embeddings"] = 256
-    section = rope.get("mrope_section")
+    section = rope.get("mrope_section") or sections
     if section:
         small = [max(1, round(part * half / sum(section))) for part in section]
         small[0] += half - sum(small)
