@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from .masks import register_masks
 
@@ -179,3 +179,16 @@ def register_attention() -> None:
     AttentionInterface.register(ATTENTION, fused_attention)
     AttentionInterface.register(MATMUL_ATTENTION, matmul_attention)
     register_masks(*ATTENTION_NAMES)
+
+
+def set_attention(model: PreTrainedModel, implementation: str) -> None:
+    """Switch a model to an attention implementation, its own code's limits aside.
+
+    Some models compute attention in code of their own, and transformers will not switch them. Their masks still come from the
+    function registered under the name in their config: with our name there, they see the slots of a static cache as they are.
+    """
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and not module._can_set_attn_implementation():
+            module.config._attn_implementation_internal = implementation
+    if model._can_set_attn_implementation():
+        model.set_attn_implementation(implementation)

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
-from .attention import ATTENTION, ATTENTION_NAMES, register_attention
+from .attention import ATTENTION, ATTENTION_NAMES, register_attention, set_attention
 from .errors import BundleError, InputError
 from .files import atomic_path
 from .layers import CacheLayer, LinearStates
@@ -128,7 +128,7 @@ class ExportableCache(Cache):
             check_sinks(model.config, layouts)
         cache = cls._allocate(layouts, max_cache_len, batch_size, dtype or model_dtype, device or model_device, slack, sinks)
         if attn_implementation is not None:
-            model.set_attn_implementation(attn_implementation)
+            set_attention(model, attn_implementation)
         cache._config = model.config.get_text_config(decoder=True)
         return cache
 

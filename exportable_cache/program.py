@@ -14,12 +14,13 @@ from torch import nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
 from transformers import PreTrainedModel
 
-from .attention import ATTENTION
+from .attention import ATTENTION, set_attention
 from .cache import ExportableCache
 from .errors import InputError, UnsupportedModelError
 from .layout import cache_argument
 from .methods import Method, methods_for
 from .patches.transformers import patch_model
+from .patches.transformers_methods import patch_methods
 from .scans import longest_step
 
 
@@ -61,6 +62,7 @@ class ProgramModule(nn.Module):
         self.model = model
         self.layout = cache
         patch_model(model)
+        patch_methods(model)
         self.method = method
         self.logits = Logits.ALL if method.scores else logits
         self.forward = MethodType(_forward_with((*method.input_names, *self.further_arguments)), self)
@@ -155,13 +157,13 @@ def attention_of(model: PreTrainedModel, implementation: str, experts: str | Non
     attention = model.config._attn_implementation
     own_experts = getattr(model.config, "_experts_implementation", None)
     switch_experts = experts is not None and own_experts is not None
-    model.set_attn_implementation(implementation)
+    set_attention(model, implementation)
     if switch_experts:
         model.set_experts_implementation(experts)
     try:
         yield
     finally:
-        model.set_attn_implementation(attention)
+        set_attention(model, attention)
         if switch_experts:
             model.set_experts_implementation(own_experts)
 

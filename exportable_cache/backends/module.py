@@ -8,7 +8,7 @@ from types import FunctionType
 import torch
 from transformers import PreTrainedModel
 
-from ..attention import ATTENTION
+from ..attention import ATTENTION, set_attention
 from ..cache import ExportableCache
 from ..methods import Method, methods_for
 from ..program import ResidentModule
@@ -38,7 +38,7 @@ class ModuleRunner:
         buckets: Sequence[int] = (),
         score_length: int = 0,
     ) -> None:
-        model.set_attn_implementation(ATTENTION)
+        set_attention(model, ATTENTION)
         self.methods: Mapping[str, Method] = methods_for(cache, prefill_length, buckets=buckets, score_length=score_length)
         self.modules = {name: ResidentModule(model, cache, method) for name, method in self.methods.items()}
         self.state: Mapping[str, torch.Tensor] = cache.stored_state()

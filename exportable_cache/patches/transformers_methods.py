@@ -1,0 +1,180 @@
+"""Methods of transformers' modules that look at the values of tensors, which no traced step can.
+
+| method | models | why | upstream (v5.23.0, src/transformers/models) |
+|---|---|---|---|
+| `forward` of position tables | MVP, TrOCR | `arange(past, past + n)`: a length that depends on data | mvp/modeling_mvp.py, trocr/... |
+| `forward` of experts | DBRX, LongCat Flash, NLLB-MoE, Switch | loop over the experts that were hit | dbrx/modeling_dbrx.py, longcat_flash/..., nllb_moe/..., switch_transformers/... |
+| `MptAttention.forward` | MPT | slices its position bias by the tokens seen | mpt/modeling_mpt.py |
+
+A replacement acts only where values cannot be read, that is under a tracer, and hands everything else to the original. Each
+has a test that fails once the original can be traced (tests/patches/test_transformers_methods.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+_MARK = "_exportable_cache_original"
+
+
+def patch_methods(model: nn.Module) -> list[str]:
+    """Replace the methods of the table in the classes that this model is made of. Calling it again changes nothing.
+
+    Returns:
+        Names of the patched classes that the model has need of, sorted.
+    """
+    found = set()
+    for kind in {type(module) for module in model.modules()}:
+        replacement = METHODS.get(kind.__name__)
+        if replacement is None or not kind.__module__.startswith("transformers."):
+            continue
+        found.add(kind.__name__)
+        if not hasattr(kind.forward, _MARK):
+            original = kind.forward
+            forward = wraps(original)(_only_traced(replacement, original))
+            setattr(forward, _MARK, original)
+            kind.forward = forward
+    return sorted(found)
+
+
+def _only_traced(replacement: Callable, original: Callable) -> Callable:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return replacement(self, *args, original=original, **kwargs)
+        return original(self, *args, **kwargs)
+
+    return forward
+
+
+def _positions(
+    self: nn.Embedding,
+    input_ids: torch.Tensor,
+    past_key_values_length: int | torch.Tensor = 0,
+    position_ids: torch.Tensor | None = None,
+    *,
+    original: Callable,
+) -> torch.Tensor:
+    """Positions as `past + arange(n)`, n being a size."""
+    if position_ids is None:
+        position_ids = past_key_values_length + torch.arange(input_ids.shape[1], device=self.weight.device)
+    return original(self, input_ids, past_key_values_length, position_ids)
+
+
+def mix_experts(
+    hidden_states: torch.Tensor, weights: torch.Tensor, count: int, expert: Callable[[int, torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Every expert on every token, weighted: as static as a computation over experts can be.
+
+    Args:
+        hidden_states: [tokens, hidden].
+        weights: [tokens, count], 0 where an expert was not chosen.
+        count: Experts.
+        expert: `(index, hidden_states) -> [tokens, hidden]`.
+    """
+    output = torch.zeros_like(hidden_states)
+    for index in range(count):
+        output = output + (expert(index, hidden_states) * weights[:, index, None]).to(hidden_states.dtype)
+    return output
+
+
+def _weights_by_expert(top_k_index: torch.Tensor, top_k_weights: torch.Tensor, count: int) -> torch.Tensor:
+    """[tokens, k] indices and weights -> [tokens, count]."""
+    return (F.one_hot(top_k_index, count).to(top_k_weights.dtype) * top_k_weights[..., None]).sum(dim=1)
+
+
+def _dbrx_experts(
+    self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, *, original: Callable
+) -> torch.Tensor:
+    batch_size = hidden_states.shape[0]
+    shape = (self.num_experts, self.ffn_hidden_size, self.hidden_size)
+    w1, v1, w2 = self.mlp.w1.view(shape), self.mlp.v1.view(shape), self.mlp.w2.view(shape)
+    output = mix_experts(
+        hidden_states.reshape(-1, self.hidden_size),
+        _weights_by_expert(top_k_index, top_k_weights, self.num_experts),
+        self.num_experts,
+        lambda index, states: self.mlp(states, w1[index], v1[index], w2[index]),
+    )
+    return output.view(batch_size, -1, self.hidden_size)
+
+
+def _longcat_experts(
+    self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, *, original: Callable
+) -> torch.Tensor:
+    weights = _weights_by_expert(top_k_index, top_k_weights, self.total_experts)
+
+    def expert(index: int, states: torch.Tensor) -> torch.Tensor:
+        gate, up = F.linear(states, self.gate_up_proj[index]).chunk(2, dim=-1)
+        return F.linear(self.act_fn(gate) * up, self.down_proj[index])
+
+    output = mix_experts(hidden_states, weights, self.num_routed_experts, expert)
+    # The experts behind the routed ones compute nothing: their tokens pass as they are.
+    return output + hidden_states * weights[:, self.num_routed_experts :].sum(dim=1, keepdim=True).to(hidden_states.dtype)
+
+
+def _nllb_experts(
+    self: nn.Module, hidden_states: torch.Tensor, router_mask: torch.Tensor, router_probs: torch.Tensor, *, original: Callable
+) -> torch.Tensor:
+    # What is never written to reads 0 in `router_mask`, upstream as well: one column per choice.
+    chosen = F.one_hot(router_mask, self.num_experts).to(router_probs.dtype)
+    weights = (chosen * router_probs[..., None]).sum(dim=1)
+    keep = 1.0 if self.training else 1.0 - self.moe_token_dropout
+    return mix_experts(
+        hidden_states, weights * keep, self.num_experts, lambda index, states: self[f"expert_{index}"](states)
+    )
+
+
+def _switch_experts(
+    self: nn.Module, hidden_states: torch.Tensor, selected_experts: torch.Tensor, routing_weights: torch.Tensor, *, original: Callable
+) -> torch.Tensor:
+    # `selected_experts` is one-hot already, [tokens, 1, experts]; nothing where an expert was full.
+    weights = selected_experts[:, 0].to(routing_weights.dtype) * routing_weights
+    return mix_experts(
+        hidden_states, weights, self.num_experts, lambda index, states: self[f"expert_{index}"](states)
+    )
+
+
+def _mpt_attention(
+    self: nn.Module,
+    hidden_states: torch.Tensor,
+    position_bias: torch.Tensor,
+    past_key_values: Any = None,
+    attention_mask: torch.Tensor | None = None,
+    *,
+    original: Callable,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    batch_size, query_length = hidden_states.shape[:2]
+    mixed = self.Wqkv(hidden_states)
+    if self.clip_qkv:
+        mixed = mixed.clamp(min=-self.clip_qkv, max=self.clip_qkv)
+    query, key, value = (
+        part.reshape(batch_size, query_length, self.n_heads, self.head_dim).transpose(1, 2) for part in mixed.chunk(3, dim=2)
+    )
+    if past_key_values is not None:
+        key, value = past_key_values.update(key, value, self.layer_idx)
+    scores = torch.matmul(query, key.transpose(-1, -2)) * self.softmax_scale
+    # One bias for every query, [heads, 1, slots]: relative to the last slot, which shifts a row of scores as a whole.
+    scores = scores + position_bias[:, :, position_bias.shape[2] - key.shape[2] :]
+    if attention_mask is not None:
+        scores = scores.masked_fill(attention_mask, torch.finfo(query.dtype).min)
+    weights = F.softmax(scores.float(), dim=-1).to(value.dtype)
+    output = torch.matmul(weights, value).transpose(1, 2).reshape(batch_size, query_length, self.hidden_size)
+    return self.out_proj(output), weights
+
+
+#: Class -> replacement of its `forward`.
+METHODS: dict[str, Callable] = {
+    "MvpLearnedPositionalEmbedding": _positions,
+    "TrOCRLearnedPositionalEmbedding": _positions,
+    "DbrxExperts": _dbrx_experts,
+    "LongcatFlashExperts": _longcat_experts,
+    "NllbMoeExperts": _nllb_experts,
+    "SwitchTransformersExperts": _switch_experts,
+    "MptAttention": _mpt_attention,
+}
