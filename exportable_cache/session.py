@@ -290,6 +290,23 @@ class Session:
         self.take_back(tokens)
         self._pending = None
 
+    def set_length(self, row: int, length: int) -> None:
+        """Say how many tokens a row holds, for loops that write a row's state themselves (continuous batching)."""
+        self._length[row] = length
+        self._high_water[row] = length
+
+    def check_request(self, input_ids: torch.Tensor, max_new_tokens: int | None, stop: Sequence[int]) -> list[int]:
+        """Refuse a prompt that could not be answered from an empty cache; nothing changes.
+
+        Returns:
+            The tokens that end an answer: the model's own and `stop`.
+        """
+        self._check_prompt(input_ids, max_new_tokens, anew=True)
+        tokens, strings = self._stops(stop)
+        if strings:
+            raise InputError(f"stop has {strings[0]!r}; rows of a batch stop at token ids only")
+        return [*_end_tokens(self.generation_config), *tokens]
+
     def take_back(self, tokens: int) -> None:
         """`rewind` without its checks, for decoding loops: a token that was given out and not fed stays so."""
         self._length -= tokens

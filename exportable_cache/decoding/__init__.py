@@ -1,5 +1,7 @@
 """From logits to tokens to text: sampling, the decode loop, and streaming detokenisation."""
 
+from .batching import ContinuousBatch, Request
+from .beam import Hypothesis, beam_search
 from .chooser import Chooser
 from .loop import generate_tokens
 from .sampling import Sampling, SamplingSettings, check_seed, draw, penalise, sample, sorted_distribution
@@ -16,15 +18,19 @@ from .text import StopStrings, TextStream, encode_prompt, stream_text
 
 __all__ = [
     "Chooser",
+    "ContinuousBatch",
     "Draft",
     "DraftModel",
+    "Hypothesis",
     "PromptLookup",
     "Proposal",
+    "Request",
     "Sampling",
     "StopStrings",
     "TextStream",
     "SamplingSettings",
     "SpeculationStatistics",
+    "beam_search",
     "check_can_rewind",
     "check_seed",
     "draw",

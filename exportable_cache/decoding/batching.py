@@ -1,0 +1,180 @@
+"""Continuous batching: rows of one decode step that start and finish on their own, at a fixed batch size."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import InputError
+from .chooser import Chooser
+from .sampling import Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ..session import Session
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt and what has been generated for it.
+
+    Attributes:
+        input_ids: The prompt, int64 [1, length].
+        max_new_tokens: Most tokens; None for as many as fit.
+        stop_tokens: Any of these is the last token.
+        tokens: Generated so far.
+        finished: Whether no more will come.
+    """
+
+    input_ids: torch.Tensor
+    max_new_tokens: int | None
+    stop_tokens: frozenset[int]
+    chooser: Chooser
+    tokens: list[int] = field(default_factory=list)
+    finished: bool = False
+
+
+class ContinuousBatch:
+    """Requests served side by side: a row that finishes takes up the next request at once.
+
+    Prompts are prefilled one by one into a cache of batch size 1, whose state is then copied into the free row; all rows
+    are decoded together, each at its own position. Shapes never change, so nothing recompiles.
+
+    Args:
+        prefill: A session at batch size 1.
+        decode: A session of the same model with one row per concurrent request; both hold as many tokens.
+
+    Raises:
+        InputError: If the sessions do not fit together or do not give out their caches.
+
+    Example:
+        >>> batch = ContinuousBatch.from_model(model, max_cache_len=1024, batch_size=8, compile=True)
+        >>> requests = [batch.submit(ids, max_new_tokens=100) for ids in prompts]
+        >>> for request, token in batch.run(): ...
+    """
+
+    def __init__(self, prefill: Session, decode: Session) -> None:
+        from ..session_state import runner_state
+
+        if prefill.batch_size != 1:
+            raise InputError(f"prompts are prefilled one by one, but the prefill session has {prefill.batch_size} rows; use 1")
+        source, target = runner_state(prefill), runner_state(decode)
+        for name, tensor in target.items():
+            if name not in source or source[name].shape[1:] != tensor.shape[1:] or source[name].dtype != tensor.dtype:
+                given = list(source[name].shape) if name in source else "missing"
+                raise InputError(
+                    f"{name} is {given} in the prefill session and {list(tensor.shape)} in the decode session; "
+                    "allocate both caches for the same model, length and dtype"
+                )
+        self.prefill = prefill
+        self.decode = decode
+        self._waiting: deque[Request] = deque()
+        self._rows: list[Request | None] = [None] * decode.batch_size
+
+    @classmethod
+    def from_model(
+        cls, model: PreTrainedModel, max_cache_len: int, batch_size: int, *, compile: bool = False, **options: Any
+    ) -> ContinuousBatch:
+        """Allocate both caches and open both sessions.
+
+        Args:
+            model: A transformers causal LM in eval mode.
+            max_cache_len: Tokens that each row can hold.
+            batch_size: Rows decoded together.
+            compile, **options: See `Session.from_model`.
+        """
+        from ..cache import ExportableCache
+        from ..session import Session
+
+        caches = [ExportableCache.from_model(model, max_cache_len, rows) for rows in (1, batch_size)]
+        return cls(*(Session.from_model(model, cache, compile=compile, **options) for cache in caches))
+
+    @property
+    def active(self) -> int:
+        """Rows in use."""
+        return sum(request is not None for request in self._rows)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have no row yet."""
+        return len(self._waiting)
+
+    def submit(
+        self,
+        input_ids: torch.Tensor,
+        max_new_tokens: int | None = None,
+        sampling: Sampling | None = None,
+        stop: Sequence[int] = (),
+    ) -> Request:
+        """Queue a prompt; at any time, also while others are being served.
+
+        Args:
+            input_ids: int64 [1, length].
+            max_new_tokens: Most tokens; None for as many as fit.
+            sampling: How its tokens are chosen; greedy by default.
+            stop: Token ids that end it, besides the model's end tokens.
+
+        Raises:
+            InputError: If an argument is wrong.
+            CacheFullError: If the prompt does not fit a row, or not with `max_new_tokens`.
+        """
+        ends = self.prefill.check_request(input_ids, max_new_tokens, stop)
+        chooser = Chooser(sampling or Sampling(), input_ids, self.decode.vocab_size)
+        request = Request(input_ids, max_new_tokens, frozenset(ends), chooser)
+        self._waiting.append(request)
+        return request
+
+    def step(self) -> list[tuple[Request, int]]:
+        """Give waiting requests the free rows, then decode all rows once.
+
+        Returns:
+            One token per request that was served: the first of those admitted, the next of the others.
+        """
+        given: list[tuple[Request, int]] = []
+        decoding = [row for row, request in enumerate(self._rows) if request is not None]
+        if decoding:
+            feed = torch.tensor([request.tokens[-1] if request else 0 for request in self._rows], device=self.decode.device)
+            logits = self.decode.decode(feed)
+            for row in decoding:
+                request = self._rows[row]
+                given.append((request, self._give(row, request, logits[row : row + 1])))
+            for row, request in enumerate(self._rows):
+                if request is None:
+                    self.decode.set_length(row, 0)
+        for row, request in enumerate(self._rows):
+            if request is None and self._waiting:
+                admitted = self._waiting.popleft()
+                given.append((admitted, self._admit(row, admitted)))
+        return given
+
+    def run(self) -> Iterator[tuple[Request, int]]:
+        """Tokens as they come, each with its request, until all requests are finished."""
+        while self._waiting or self.active:
+            yield from self.step()
+
+    def _admit(self, row: int, request: Request) -> int:
+        self.prefill.reset()
+        logits = self.prefill.prefill(request.input_ids)
+        source = self.prefill.runner.state
+        for name, tensor in self.decode.runner.state.items():
+            tensor[row].copy_(source[name][0])
+        self._rows[row] = request
+        self.decode.set_length(row, request.input_ids.shape[1])
+        return self._give(row, request, logits)
+
+    def _give(self, row: int, request: Request, logits: torch.Tensor) -> int:
+        token = int(request.chooser.choose(logits)[0])
+        request.tokens.append(token)
+        limit = self.decode.max_length
+        is_full = limit is not None and int(self.decode.length[row]) >= limit
+        if token in request.stop_tokens or len(request.tokens) == request.max_new_tokens or is_full:
+            request.finished = True
+            self._rows[row] = None
+            # A row without a request is fed too; at position 0 there is always room.
+            self.decode.set_length(row, 0)
+        return token

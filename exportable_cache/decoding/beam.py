@@ -1,0 +1,90 @@
+"""Beam search: the rows of a batch are hypotheses, and their caches are reordered as the hypotheses are."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..errors import InputError
+
+if TYPE_CHECKING:
+    from ..session import Session
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """A finished answer.
+
+    Attributes:
+        tokens: Its ids, the end token included if it has one.
+        score: Sum of its tokens' log probabilities over its length to the power of the length penalty.
+    """
+
+    tokens: list[int]
+    score: float
+
+
+def beam_search(
+    session: Session,
+    input_ids: torch.Tensor,
+    max_new_tokens: int,
+    end_tokens: Collection[int] = (),
+    length_penalty: float = 1.0,
+) -> list[Hypothesis]:
+    """The most probable answers that a beam finds, best first: as many as the session has rows.
+
+    Each step keeps, of all continuations of all beams, the best that have not ended; those that end among the best are
+    finished. It stops once there are as many finished answers as beams (transformers' `early_stopping=True`).
+
+    Args:
+        session: At batch size beams; it starts anew, and holds the last beams afterwards.
+        input_ids: The prompt, int64 [1, length].
+        max_new_tokens: Most tokens.
+        end_tokens: Any of these ends a hypothesis.
+        length_penalty: Above 0 favours longer answers.
+
+    Raises:
+        InputError: If an argument is wrong, or the runtime does not give out its cache.
+        CacheFullError: If the prompt with `max_new_tokens` does not fit.
+    """
+    from ..session_state import runner_state
+
+    state = runner_state(session)
+    beams, vocab = session.batch_size, session.vocab_size
+    session.reset()
+    if not isinstance(input_ids, torch.Tensor) or input_ids.dim() != 2 or input_ids.shape[0] != 1:
+        raise InputError("beam search takes one prompt, int64 [1, length]")
+    prompt = input_ids.expand(beams, -1).contiguous()
+    session.check_request(prompt, max_new_tokens, ())
+    logits = session.prefill(prompt)
+    # All rows are the same at first: only one of them may continue.
+    scores = torch.full((beams,), -torch.inf, device=session.device)
+    scores[0] = 0.0
+    tokens = prompt.new_empty(beams, 0)
+    finished: list[Hypothesis] = []
+    ends = torch.tensor(sorted(end_tokens), dtype=torch.int64, device=session.device)
+    for step in range(max_new_tokens):
+        totals = (scores[:, None] + logits.float().log_softmax(dim=-1)).flatten()
+        # Twice as many as beams, so that enough remain should all of them end; more, with several end tokens.
+        best = totals.topk(min(beams * (1 + max(1, len(ends))), totals.shape[0]))
+        rows, candidates = best.indices // vocab, best.indices % vocab
+        has_ended = torch.isin(candidates, ends)
+        for rank in range(beams):
+            if bool(has_ended[rank]) and bool(torch.isfinite(best.values[rank])):
+                answer = [*tokens[rows[rank]].tolist(), int(candidates[rank])]
+                finished.append(Hypothesis(answer, float(best.values[rank]) / len(answer) ** length_penalty))
+        kept = (~has_ended).nonzero()[:beams, 0]
+        rows, scores = rows[kept], best.values[kept]
+        tokens = torch.cat([tokens[rows], candidates[kept][:, None]], dim=1)
+        if len(finished) >= beams or step + 1 == max_new_tokens:
+            break
+        for tensor in state.values():
+            tensor.copy_(tensor.index_select(0, rows))
+        logits = session.decode(tokens[:, -1])
+    if len(finished) < beams:
+        for row in range(beams):
+            finished.append(Hypothesis(tokens[row].tolist(), float(scores[row]) / tokens.shape[1] ** length_penalty))
+    return sorted(finished, key=lambda hypothesis: -hypothesis.score)[:beams]

@@ -1,0 +1,110 @@
+"""Continuous batching: every request gets the tokens it would get alone, whoever its neighbours are."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from exportable_cache.decoding import ContinuousBatch, Sampling
+from exportable_cache.errors import CacheFullError, InputError
+
+from ..support.models import tiny_model, tokens
+from ..support.sessions import live_session
+
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model("gemma3_text")
+
+
+def alone(model: Any, prompt: torch.Tensor, count: int | None, **options: Any) -> list[int]:
+    return list(live_session(model, False, 48).generate(prompt, count, **options))
+
+
+def test_requests_of_different_lengths_share_rows(model: Any) -> None:
+    batch = ContinuousBatch.from_model(model, 48, 3, prefill_length=16)
+    prompts = [tokens(length, seed=length) for length in (3, 20, 8, 9, 5, 30, 12)]
+    counts = [10, 3, 25, 1, 12, None, 7]
+    requests = [batch.submit(prompt, count) for prompt, count in zip(prompts, counts, strict=True)]
+    assert batch.waiting == 7
+    most = 0
+    for _, _ in batch.run():
+        most = max(most, batch.active)
+    assert most == 3 and batch.active == 0
+    for request, prompt, count in zip(requests, prompts, counts, strict=True):
+        assert request.finished
+        assert request.tokens == alone(model, prompt, count)
+
+
+def test_logits_of_a_row_do_not_depend_on_its_neighbours(model: Any) -> None:
+    """Teacher-forced through the decode session: a row admitted late, beside one that is past the window."""
+    batch = ContinuousBatch.from_model(model, 48, 2, prefill_length=16)
+    batch.submit(tokens(20, seed=1), 20)
+    for _ in range(5):
+        batch.step()
+    late = batch.submit(tokens(6, seed=2), 12)
+    single = live_session(model, False, 48)
+    expected = single.prefill(tokens(6, seed=2))
+    seen = []
+    decode = batch.decode.decode
+    batch.decode.decode = lambda feed: seen.append(decode(feed)) or seen[-1]
+    batch.step()
+    seen.clear()
+    while not late.finished:
+        batch.step()
+    for logits, token in zip(seen, late.tokens, strict=False):
+        expected = single.decode(torch.tensor([token]))
+        assert (logits[1] - expected[0]).abs().max() <= TOLERANCE
+    assert len(seen) == 11
+
+
+def test_linear_states_move_with_their_row() -> None:
+    model = tiny_model("mamba2", num_heads=4, head_dim=16, state_size=8, n_groups=1, num_hidden_layers=2)
+    batch = ContinuousBatch.from_model(model, 48, 2, prefill_length=16)
+    prompts = [tokens(length, seed=length) for length in (5, 9, 7)]
+    requests = [batch.submit(prompt, 8) for prompt in prompts]
+    for _ in batch.run():
+        pass
+    assert [request.tokens for request in requests] == [alone(model, prompt, 8) for prompt in prompts]
+
+
+def test_compiled_admission_recompiles_nothing(model: Any) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    batch = ContinuousBatch.from_model(model, 48, 2, compile=True, prefill_length=16, buckets=False)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        requests = [batch.submit(tokens(length, seed=length), 6) for length in range(2, 12)]
+        for _ in batch.run():
+            pass
+    assert all(len(request.tokens) == 6 for request in requests)
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+def test_each_request_has_its_own_sampling_and_stops(model: Any) -> None:
+    batch = ContinuousBatch.from_model(model, 48, 2, prefill_length=16)
+    prompt = tokens(6, seed=4)
+    greedy = alone(model, prompt, 10)
+    sampled = batch.submit(prompt, 10, Sampling(temperature=1.0, seed=3))
+    stopped = batch.submit(prompt, 10, stop=[greedy[2]])
+    for _ in batch.run():
+        pass
+    assert sampled.tokens == alone(model, prompt, 10, temperature=1.0, seed=3)
+    assert stopped.tokens == greedy[: greedy.index(greedy[2]) + 1]
+
+
+def test_what_does_not_fit_is_refused_when_it_is_submitted(model: Any) -> None:
+    batch = ContinuousBatch.from_model(model, 48, 2, prefill_length=16)
+    with pytest.raises(CacheFullError, match="at most 48 tokens"):
+        batch.submit(tokens(49))
+    with pytest.raises(CacheFullError, match="max_new_tokens may be at most 9"):
+        batch.submit(tokens(40), 10)
+    with pytest.raises(InputError, match="stop at token ids only"):
+        batch.submit(tokens(4), 3, stop=["x"])
+    assert batch.waiting == 0
+    with pytest.raises(InputError, match="the prefill session has 2 rows"):
+        ContinuousBatch(batch.decode, batch.decode)
+    with pytest.raises(InputError, match="allocate both caches for the same model"):
+        ContinuousBatch(live_session(model, False, 32), batch.decode)
