@@ -302,7 +302,7 @@ class Session:
             The tokens that end an answer: the model's own and `stop`.
         """
         self._check_prompt(input_ids, max_new_tokens, anew=True)
-        tokens, strings = self._stops(stop)
+        tokens, strings = split_stops(stop, self.vocab_size)
         if strings:
             raise InputError(f"stop has {strings[0]!r}; rows of a batch stop at token ids only")
         return [*_end_tokens(self.generation_config), *tokens]
