@@ -1,0 +1,24 @@
+"""Operators spelled out before lowering, because torch_tensorrt 2.13.0's converters fail on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ...ops.kv_cache_update import scatter_update
+
+
+def scatter_value(x: torch.Tensor, dim: int, index: torch.Tensor, value: float) -> torch.Tensor:
+    """`scatter` of one number as that of a tensor: the converter makes it float64, which TensorRT does not have."""
+    return torch.scatter(x, dim, index, torch.full_like(index, value, dtype=x.dtype))
+
+
+def decompositions(in_place: bool) -> dict[torch._ops.OperatorBase, Callable]:
+    """What to spell out.
+
+    Args:
+        in_place: Leave cache writes as they are, for TensorRT's KVCacheUpdate layer; otherwise they become scatters.
+    """
+    table: dict[torch._ops.OperatorBase, Callable] = {torch.ops.aten.scatter.value: scatter_value}
+    return table if in_place else {**table, torch.ops.exportable_cache.kv_cache_update.default: scatter_update}

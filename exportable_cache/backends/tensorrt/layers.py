@@ -1,0 +1,68 @@
+"""Cache layers whose writes stay one node, `kv_cache_update`, for TensorRT to do in place. They exist in traced programs only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ...cache import ExportableCache
+from ...errors import UnsupportedModelError
+from ...layers import FullLayer, RingLayer
+from ...ops.kv_cache_update import kv_cache_update
+
+
+class EngineFullLayer(FullLayer):
+    """A `FullLayer` that writes through `kv_cache_update`."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `FullLayer.update`; the tensors are rebound, not mutated."""
+        self.keys = kv_cache_update(self.keys, key_states, self.cumulative_length)
+        self.values = kv_cache_update(self.values, value_states, self.cumulative_length)
+        self.advance(key_states.shape[2])
+        return self.keys, self.values
+
+
+class EngineRingLayer(RingLayer):
+    """A `RingLayer` whose one-token write goes through `kv_cache_update`, at `remainder(length, capacity)`.
+
+    A prompt's write gathers the newest tokens, as in any ring: it reads the cache and the new tokens together, which no
+    layer of TensorRT does in place.
+    """
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `RingLayer.update`; the tensors are rebound, not mutated."""
+        query_length = key_states.shape[2]
+        if not (isinstance(query_length, int) and query_length == 1):
+            return super().update(key_states, value_states, *args, **kwargs)
+        slot = torch.remainder(self.cumulative_length, self.capacity)
+        self.keys = kv_cache_update(self.keys, key_states, slot)
+        self.values = kv_cache_update(self.values, value_states, slot)
+        self.advance(1)
+        return self.keys, self.values
+
+
+_ENGINE_LAYERS = {FullLayer: EngineFullLayer, RingLayer: EngineRingLayer}
+
+
+def engine_layers(model: PreTrainedModel, cache: ExportableCache) -> ExportableCache:
+    """The cache with its layers as TensorRT programs keep them; shapes and contents are the same.
+
+    Raises:
+        UnsupportedModelError: If a layer is of another kind.
+    """
+    layers = []
+    for index, layer in enumerate(cache.layers):
+        kind = _ENGINE_LAYERS.get(type(layer))
+        if kind is None:
+            raise UnsupportedModelError(
+                f"layer {index} of {type(model).__name__} is a {type(layer).__name__}, which has no TensorRT form; "
+                f"those of {', '.join(cls.__name__ for cls in _ENGINE_LAYERS)} do: export for another target"
+            )
+        layers.append(kind.from_state(layer.config(), dict(layer.named_state())))
+    return ExportableCache(layers)

@@ -1,0 +1,105 @@
+"""What an engine takes and gives: the method's inputs and the state, all as tensors with names of their own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule
+
+from ...errors import UnsupportedModelError
+from ...program import Program
+
+#: Inputs that hold state before a step are `cache.layers.0.keys`, the outputs that hold it after are `next.layers.0.keys`.
+STATE_IN, STATE_OUT = "cache.", "next."
+LOGITS, NEXT_POS = "logits", "next_pos"
+
+_LENGTH = ".cumulative_length"
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """One network input: its name, and its shape at the fewest, the usual and the most new tokens."""
+
+    name: str
+    dtype: torch.dtype
+    min_shape: tuple[int, ...]
+    opt_shape: tuple[int, ...]
+    max_shape: tuple[int, ...]
+
+    @property
+    def is_dynamic(self) -> bool:
+        return self.min_shape != self.max_shape
+
+
+@dataclass(frozen=True)
+class EngineSignature:
+    """Names and sizes of one method's tensors.
+
+    Attributes:
+        inputs: Of the method, in order: `input_ids`, `input_pos`.
+        state: Names of every state tensor in the order of the cache's pytree, lengths among them.
+        lengths: Fewest, usual and most new tokens.
+    """
+
+    inputs: tuple[str, ...]
+    state: tuple[str, ...]
+    lengths: tuple[int, int, int]
+
+    @property
+    def kept_state(self) -> tuple[str, ...]:
+        """State tensors that the engine takes and gives: all but the lengths, which are an input of the method."""
+        return tuple(name for name in self.state if not name.endswith(_LENGTH))
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of the engine's outputs, in order: logits, the position after the step, the state after it."""
+        return (LOGITS, NEXT_POS, *(STATE_OUT + name for name in self.kept_state))
+
+    def bind(self, graph: GraphModule) -> tuple[InputSpec, ...]:
+        """Take the layers' lengths out of a lowered graph, in place: as inputs they are never read, as outputs all are one.
+
+        Returns:
+            What is left of the inputs, in order.
+
+        Raises:
+            UnsupportedModelError: If the graph reads a length.
+        """
+        specs = []
+        placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        for node, name in zip(placeholders, (*self.inputs, *(STATE_IN + name for name in self.state)), strict=True):
+            if name.endswith(_LENGTH):
+                if node.users:
+                    raise UnsupportedModelError(f"the program reads {name}, not its own input_pos; export for another target")
+                graph.graph.erase_node(node)
+            else:
+                specs.append(self._spec(name, node.meta["val"]))
+        output = next(node for node in graph.graph.nodes if node.op == "output")
+        given = dict(zip((LOGITS, *self.state), output.args[0], strict=True))
+        position = given[next(name for name in self.state if name.endswith(_LENGTH))]
+        output.args = ((given[LOGITS], position, *(given[name] for name in self.kept_state)),)
+        output.meta.pop("val", None)
+        graph.graph.eliminate_dead_code()
+        graph.graph._codegen = torch.fx.graph.CodeGen()
+        graph.recompile()
+        return tuple(specs)
+
+    def _spec(self, name: str, traced: torch.Tensor) -> InputSpec:
+        shapes = (tuple(size if isinstance(size, int) else length for size in traced.shape) for length in self.lengths)
+        return InputSpec(name, traced.dtype, *shapes)
+
+
+def signature_of(program: Program, method: str, opt_length: int | None = None) -> EngineSignature:
+    """The signature of one method.
+
+    Args:
+        opt_length: New tokens that TensorRT should expect, within the method's range; the most by default.
+    """
+    described = program.methods[method]
+    lengths = (described.min_length, opt_length or described.max_length, described.max_length)
+    return EngineSignature(_input_names(described), tuple(name for name, _ in program.cache.named_state()), lengths)
+
+
+def _input_names(method: object) -> tuple[str, ...]:
+    return tuple(getattr(method, "input_names", ("input_ids", "input_pos")))
+

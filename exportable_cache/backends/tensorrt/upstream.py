@@ -1,0 +1,89 @@
+"""The one place that imports torch_tensorrt: with or without a GPU, on torch with or without CUDA.
+
+torch_tensorrt 2.13.0 asks torch.cuda for a device while it is imported, although building a network and a plan needs none
+(https://github.com/pytorch/TensorRT, py/torch_tensorrt/_enums.py and _Device.py). For the time of the import alone, what
+it asks is answered; nothing of it stays patched. On CUDA machines nothing is touched at all.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
+import torch
+
+# They link libtorch_cuda; without it torch_tensorrt takes its own branch for "no C++ runtime", if it does not find them.
+_CUDA_LIBRARIES = frozenset({"libtorchtrt.so", "libtorchtrt_runtime.so"})
+
+
+@contextmanager
+def answered_cuda_queries() -> Iterator[None]:
+    """Answer the queries of the import for the time of a block; where there is a GPU, leave them to it."""
+    if torch.cuda.is_available():
+        yield
+        return
+    is_file = os.path.isfile
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch.cuda, "get_device_capability", lambda *args, **kwargs: (0, 0)))
+        stack.enter_context(mock.patch.object(torch.cuda, "current_device", lambda: 0))
+        if torch.version.cuda is None:
+            stack.enter_context(
+                mock.patch.object(os.path, "isfile", lambda path: os.path.basename(str(path)) not in _CUDA_LIBRARIES and is_file(path))
+            )
+            if not hasattr(torch._C, "_CudaDeviceProperties"):
+                # A type annotation.
+                stack.enter_context(mock.patch.object(torch._C, "_CudaDeviceProperties", object, create=True))
+        yield
+
+
+@contextmanager
+def _quiet_import() -> Iterator[None]:
+    """Drop what the import says about features that nothing here uses (no C++ runtime, no modelopt, no TensorRT-LLM).
+
+    It also redirects the warnings of the whole process to its logger, which is undone.
+    """
+    previous, show = logging.root.manager.disable, warnings.showwarning
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(previous)
+        if warnings.showwarning is not show:
+            logging.captureWarnings(False)
+
+
+with _quiet_import(), answered_cuda_queries():
+    import torch_tensorrt
+    import tensorrt as trt  # after torch_tensorrt, which puts tensorrt_rtx under this name where that is installed
+    from torch_tensorrt.dynamo._settings import CompilationSettings
+    from torch_tensorrt.dynamo.conversion import ConversionContext, ConverterPriority, dynamo_tensorrt_converter
+    from torch_tensorrt.dynamo.conversion._ConverterRegistry import DYNAMO_CONVERTERS
+    from torch_tensorrt.dynamo.conversion._TRTInterpreter import TRTInterpreter
+    from torch_tensorrt.dynamo.conversion._conversion import infer_module_output_dtypes
+    from torch_tensorrt.dynamo.conversion.converter_utils import cast_trt_tensor, get_trt_tensor, set_layer_name
+    from torch_tensorrt.dynamo.lowering import get_decompositions, post_lowering, pre_export_lowering
+    from torch_tensorrt.dynamo.partitioning import construct_submodule_inputs
+
+__all__ = [
+    "DYNAMO_CONVERTERS",
+    "CompilationSettings",
+    "ConversionContext",
+    "ConverterPriority",
+    "TRTInterpreter",
+    "answered_cuda_queries",
+    "cast_trt_tensor",
+    "construct_submodule_inputs",
+    "dynamo_tensorrt_converter",
+    "get_decompositions",
+    "get_trt_tensor",
+    "infer_module_output_dtypes",
+    "post_lowering",
+    "pre_export_lowering",
+    "set_layer_name",
+    "torch_tensorrt",
+    "trt",
+]
