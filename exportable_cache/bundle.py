@@ -76,8 +76,17 @@ class Bundle:
 
     def open_runner(self) -> tuple[Runner, list[CacheLayer]]:
         """The program, ready to run, and its cache layers without tensors."""
-        # First: a target may bring layer classes of its own.
-        backend = backend_for(self.manifest.target)
+        layers = self.layers()
+        return backend_for(self.manifest.target).open(self.path, self.manifest.description()), layers
+
+    def layers(self) -> list[CacheLayer]:
+        """The cache layers, without tensors.
+
+        Raises:
+            BundleError: If one is of a class that this release does not have, or does not fit its class.
+        """
+        # A target may bring layer classes of its own.
+        backend_for(self.manifest.target)
         layers = []
         for index, layer in enumerate(self.manifest.layers):
             if layer.class_name not in CacheLayer.classes:
@@ -92,7 +101,7 @@ class Bundle:
                     f"{self.path / MANIFEST_FILE} is damaged: layers.{index}: {problem}; export the model again"
                 )
             layers.append(CacheLayer.classes[layer.class_name].from_state(layer.config, {}))
-        return backend.open(self.path, self.manifest.description()), layers
+        return layers
 
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The tokenizer with its chat template, or None if the model was exported without one."""
@@ -191,6 +200,7 @@ def write_bundle(
         progress: Told about bytes read.
     """
     holds = {file.name: file.holds for file in lowered}
+    details = {file.name: dict(file.details) for file in lowered}
     configs = {
         "config.json": ("model config", config_fields(program.model)),
         "generation_config.json": ("generation defaults", generation_config_fields(program.model)),
@@ -206,7 +216,12 @@ def write_bundle(
     for path in paths:
         name = path.relative_to(folder).as_posix()
         size = path.stat().st_size
-        files[name] = File(sha256=_sha256(path, progress, done, total), bytes=size, holds=holds.get(name, "tokenizer"))
+        files[name] = File(
+            sha256=_sha256(path, progress, done, total),
+            bytes=size,
+            holds=holds.get(name, "tokenizer"),
+            details=details.get(name, {}),
+        )
         done += size
     manifest = describe(
         program,

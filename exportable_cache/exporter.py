@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from .progress import Progress, silent
 from .quantization_effect import measure_quantization, tolerance_of
 from .quantize import check_schemes, quantization_of
 from .quantize import quantize as quantize_model
-from .session import Session
+from .stand_in import session_to_verify
 from .verify import VerifyReport, verify_session
 
 
@@ -147,9 +148,9 @@ def export(
                 update={"weights_bytes": weights_bytes, "quantization": Quantized(**quantization.to_dict())}
             )
         if verify:
-            progress(f"opening the {target} program", 0, None)
-            session = Session.from_bundle(Bundle(folder, manifest))
+            session, remark = session_to_verify(Bundle(folder, manifest), model, program, progress=progress)
             report = verify_session(session, model, tolerance=tolerance_of(model, quantization), progress=progress)
+            report = replace(report, remark=remark)
             _require_agreement(report, output)
             manifest = manifest.model_copy(update={"verification": report.to_dict()})
             if quantization is not None:

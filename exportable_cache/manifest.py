@@ -175,11 +175,12 @@ class Layer(_Entry):
 
 
 class File(_Entry):
-    """One file of the bundle, by its path inside the folder."""
+    """One file of the bundle, by its path inside the folder; `details` are its target's."""
 
     sha256: str
     bytes: int
     holds: str
+    details: dict[str, Any] = Field(default_factory=dict)
 
 
 class Quantized(_Entry):
@@ -288,6 +289,7 @@ class Manifest(_Entry):
                 }
                 for layer in self.layers
             ],
+            details={name: file.details for name, file in self.files.items()},
         )
 
     def write(self, folder: Path) -> None:

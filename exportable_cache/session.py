@@ -164,9 +164,16 @@ class Session:
         return session
 
     @classmethod
-    def from_bundle(cls, bundle: Bundle) -> Session:
-        """Open the program of a bundle and start at position 0."""
-        runner, layers = bundle.open_runner()
+    def from_bundle(cls, bundle: Bundle, runner: Runner | None = None) -> Session:
+        """Open the program of a bundle and start at position 0.
+
+        Args:
+            runner: What runs the steps instead of the bundle's own program.
+        """
+        if runner is None:
+            runner, layers = bundle.open_runner()
+        else:
+            layers = bundle.layers()
         manifest = bundle.manifest
         return cls(
             runner,
@@ -175,6 +182,7 @@ class Session:
             batch_size=manifest.program.batch_size,
             tokenizer=bundle.tokenizer(),
             generation_config=GenerationConfig.from_dict(dict(manifest.generation_config)),
+            device=getattr(runner, "device", "cpu"),
             target=manifest.target,
             fingerprint=manifest.fingerprint,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,6 +72,7 @@ class VerifyReport:
         steps: Positions compared, over all prompts and rows.
         windows: Sliding windows that were passed; of layers with attention sinks, all that they keep.
         target: What was verified.
+        remark: What the result does not cover, where the program itself was not run.
     """
 
     passed: bool
@@ -81,6 +82,7 @@ class VerifyReport:
     steps: int
     windows: tuple[int, ...]
     target: str
+    remark: str = ""
 
     def __post_init__(self) -> None:
         # As `to_dict` gives them, so that a recorded report can be read back: `VerifyReport(**recorded)`.
@@ -99,6 +101,7 @@ class VerifyReport:
         return (
             f"{'verified' if self.passed else 'NOT verified'}: {self.steps} positions, prompts of {lengths} tokens{windows}, "
             f"max |logit difference| {self.max_difference:.1e} {sign} {self.tolerance:.0e}"
+            + (f"; {self.remark}" if self.remark and self.passed else "")
         )
 
 
@@ -301,6 +304,7 @@ def verify(
     """
     from .bundle import Bundle
     from .models import load_model
+    from .stand_in import session_to_verify
 
     # Before the model is loaded, which takes long.
     check_seed(seed)
@@ -321,11 +325,11 @@ def verify(
         progress(f"quantising to {quantization}", 0, None)
         model = quantize(model, quantization).model
         tolerance = tolerance_of(model, quantization) if tolerance is None else tolerance
-    progress(f"opening the {manifest.target} program", 0, None)
-    session = Session.from_bundle(bundle)
-    return verify_session(
+    session, remark = session_to_verify(bundle, model, progress=progress)
+    report = verify_session(
         session, model, tolerance=tolerance, prompts=prompts, decode_steps=decode_steps, seed=seed, progress=progress
     )
+    return replace(report, remark=remark)
 
 
 def _feed(session: Session, ids: torch.Tensor, parts: Sequence[int]) -> torch.Tensor:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from ..methods import Method
+from ..layers import CacheLayer
 from ..program import Form, Logits, Program
 
 
@@ -20,10 +21,25 @@ class LoweredFile:
     Attributes:
         name: Path inside the folder.
         holds: What it is, for people: "both methods, weights, cache".
+        details: What the target must know of it later and cannot read from it: JSON, kept in the manifest.
     """
 
     name: str
     holds: str
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """What verification runs instead of a program that this machine cannot execute.
+
+    Attributes:
+        runner: Computes what the program was made from, step by step.
+        remark: What that says of the program, and what not: "built for SM 80; network verified on CPU; not executed".
+    """
+
+    runner: Runner
+    remark: str
 
 
 class Runner(Protocol):
@@ -80,6 +96,27 @@ class Backend(Protocol):
         ...
 
 
+@runtime_checkable
+class RunsElsewhere(Protocol):
+    """A backend whose programs may be for another machine than the one they are lowered and verified on."""
+
+    def stand_in(
+        self, program: Program, folder: Path, description: ProgramDescription, options: Mapping[str, Any]
+    ) -> StandIn | None:
+        """What to verify in place of the program in `folder`, or None where this machine runs the program itself.
+
+        Args:
+            program: What was lowered into `folder`, or one made anew from the model and the manifest.
+            folder: Where `lower` wrote.
+            description: Of what is there.
+            options: Of the target, as given at export.
+
+        Raises:
+            VerificationError: If `program` is not what the files were made from.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class ProgramDescription:
     """What a runner must know of a program that is on disk; part of a bundle's manifest.
@@ -90,6 +127,7 @@ class ProgramDescription:
         logits: Which logits come back.
         batch_size: Rows.
         layers: Per layer: class, config, and per state tensor shape and dtype name.
+        details: Of each file, see `LoweredFile`.
     """
 
     methods: dict[str, Method]
@@ -97,3 +135,18 @@ class ProgramDescription:
     logits: Logits
     batch_size: int
     layers: list[dict[str, Any]] = field(default_factory=list)
+    details: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+def empty_layers(description: ProgramDescription) -> list[CacheLayer]:
+    """The layers of a program on disk, zeroed."""
+    return [
+        CacheLayer.classes[layer["class"]].from_state(
+            layer["config"],
+            {
+                name: torch.zeros(tensor["shape"], dtype=getattr(torch, tensor["dtype"]))
+                for name, tensor in layer["tensors"].items()
+            },
+        )
+        for layer in description.layers
+    ]

@@ -15,6 +15,7 @@ TARGETS: dict[str, tuple[str, tuple[str, ...], str | None]] = {
     "pt2": ("exportable_cache.backends.pt2", (), None),
     "aoti": ("exportable_cache.backends.aoti", (), None),
     "executorch": ("exportable_cache.backends.executorch", ("executorch",), "executorch"),
+    "tensorrt": ("exportable_cache.backends.tensorrt", ("torch_tensorrt",), "tensorrt-rtx"),
 }
 
 

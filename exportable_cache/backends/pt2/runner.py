@@ -8,8 +8,7 @@ import torch
 from torch.export import ExportedProgram
 
 from ...cache import ExportableCache
-from ...layers import CacheLayer
-from ..base import ProgramDescription
+from ..base import ProgramDescription, empty_layers
 
 
 class ResidentRunner:
@@ -37,7 +36,7 @@ class ExplicitRunner:
     def __init__(self, programs: Mapping[str, ExportedProgram], description: ProgramDescription) -> None:
         self.methods = description.methods
         self._modules = {name: program.module() for name, program in programs.items()}
-        self.cache = ExportableCache([_empty_layer(layer) for layer in description.layers])
+        self.cache = ExportableCache(empty_layers(description))
 
     @property
     def state(self) -> Mapping[str, torch.Tensor]:
@@ -48,10 +47,3 @@ class ExplicitRunner:
     def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor:
         logits, self.cache = self._modules[method](*inputs, self.cache)
         return logits
-
-
-def _empty_layer(layer: dict) -> CacheLayer:
-    tensors = {
-        name: torch.zeros(tensor["shape"], dtype=getattr(torch, tensor["dtype"])) for name, tensor in layer["tensors"].items()
-    }
-    return CacheLayer.classes[layer["class"]].from_state(layer["config"], tensors)

@@ -8,7 +8,6 @@ import torch
 from transformers import PreTrainedModel
 
 from ...cache import ExportableCache
-from ...errors import UnsupportedModelError
 from ...layers import FullLayer, RingLayer
 from ...ops.kv_cache_update import kv_cache_update
 
@@ -53,16 +52,11 @@ _ENGINE_LAYERS = {FullLayer: EngineFullLayer, RingLayer: EngineRingLayer}
 def engine_layers(model: PreTrainedModel, cache: ExportableCache) -> ExportableCache:
     """The cache with its layers as TensorRT programs keep them; shapes and contents are the same.
 
-    Raises:
-        UnsupportedModelError: If a layer is of another kind.
+    Layers of other kinds stay as they are: if their operators convert, their state is copied in every step.
     """
-    layers = []
-    for index, layer in enumerate(cache.layers):
-        kind = _ENGINE_LAYERS.get(type(layer))
-        if kind is None:
-            raise UnsupportedModelError(
-                f"layer {index} of {type(model).__name__} is a {type(layer).__name__}, which has no TensorRT form; "
-                f"those of {', '.join(cls.__name__ for cls in _ENGINE_LAYERS)} do: export for another target"
-            )
-        layers.append(kind.from_state(layer.config(), dict(layer.named_state())))
-    return ExportableCache(layers)
+    return ExportableCache([
+        _ENGINE_LAYERS[type(layer)].from_state(layer.config(), dict(layer.named_state()))
+        if type(layer) in _ENGINE_LAYERS
+        else layer
+        for layer in cache.layers
+    ])

@@ -97,9 +97,5 @@ def signature_of(program: Program, method: str, opt_length: int | None = None) -
     """
     described = program.methods[method]
     lengths = (described.min_length, opt_length or described.max_length, described.max_length)
-    return EngineSignature(_input_names(described), tuple(name for name, _ in program.cache.named_state()), lengths)
-
-
-def _input_names(method: object) -> tuple[str, ...]:
-    return tuple(getattr(method, "input_names", ("input_ids", "input_pos")))
+    return EngineSignature(described.input_names, tuple(name for name, _ in program.cache.named_state()), lengths)
 

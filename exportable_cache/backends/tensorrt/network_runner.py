@@ -1,0 +1,44 @@
+"""Stepping through the network definitions of a program on the CPU, in place of its engines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from ...methods import Method
+from .evaluator import NetworkEvaluator
+from .log import collected_errors
+from .network import Network
+from .signature import LOGITS, STATE_IN, STATE_OUT
+
+
+class NetworkRunner:
+    """The methods' networks over one cache, which is passed from step to step as an engine's caller would.
+
+    Args:
+        methods: By name.
+        networks: Of each of them.
+
+    Raises:
+        VerificationError: If a network has a layer that the evaluator does not model.
+    """
+
+    def __init__(self, methods: Mapping[str, Method], networks: Mapping[str, Network]) -> None:
+        self.methods = methods
+        self._inputs = {name: [spec.name for spec in network.inputs] for name, network in networks.items()}
+        # Looking at a layer's static attributes where it has dynamic ones is logged, every time.
+        with collected_errors():
+            self._evaluators = {
+                name: NetworkEvaluator(network.definition, network.constants) for name, network in networks.items()
+            }
+        first = next(iter(networks.values()))
+        self._state = {
+            spec.name: torch.zeros(spec.min_shape, dtype=spec.dtype) for spec in first.inputs if spec.name.startswith(STATE_IN)
+        }
+
+    def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor:
+        given = dict(zip((name for name in self._inputs[method] if not name.startswith(STATE_IN)), inputs, strict=True))
+        outputs = self._evaluators[method].run({**given, **self._state})
+        self._state = {name: outputs[STATE_OUT + name.removeprefix(STATE_IN)] for name in self._state}
+        return outputs[LOGITS]

@@ -1,0 +1,193 @@
+"""The `tensorrt` target."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from ...errors import InputError, VerificationError
+from ...program import Form, Program
+from ..base import LoweredFile, ProgramDescription, Runner, StandIn
+from .attention import TENSORRT_ATTENTION
+from .capabilities import parse_capabilities
+from .layers import engine_layers
+from .record import EngineRecord, records_of
+
+if TYPE_CHECKING:
+    from .network import Network
+
+OPTIONS = ("opt_length", "sm")
+
+
+class TensorRTBackend:
+    """One TensorRT plan per method, weights inside, built without a GPU.
+
+    Options:
+        sm: Compute capabilities to build for, as "80,86,89,120"; by default a portable plan.
+        opt_length: New tokens per prefill that TensorRT optimises for; the longest chunk by default.
+    """
+
+    name = "tensorrt"
+    max_batch_size = None
+
+    def __init__(self) -> None:
+        # Tracing and converting take most of an export; verification reads the same networks.
+        self._networks: WeakKeyDictionary[Program, dict[str, Network]] = WeakKeyDictionary()
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """TensorRT-RTX or regular TensorRT, whichever is installed: plans of one do not load in the other."""
+        return ("tensorrt-rtx",) if has_rtx() else ("tensorrt",)
+
+    def program_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        unknown = sorted(set(options) - set(OPTIONS))
+        if unknown:
+            raise InputError(f"target 'tensorrt' has no option {unknown[0]!r}; it knows {', '.join(OPTIONS)}")
+        return engine_program_options(options)
+
+    def lower(self, program: Program, folder: Path, options: Mapping[str, Any]) -> list[LoweredFile]:
+        capabilities = parse_capabilities(options.get("sm"))
+        files = []
+        for method, network in self.networks(program, options).items():
+            plan = network.build_plan(capabilities)
+            name = f"{method}.plan"
+            (folder / name).write_bytes(plan)
+            record = record_of(method, network, capabilities)
+            files.append(LoweredFile(name, f"engine of {method}, weights", record.model_dump()))
+        return files
+
+    def networks(self, program: Program, options: Mapping[str, Any]) -> dict[str, Network]:
+        """The network definition of each method; made once per program."""
+        if program not in self._networks:
+            self._networks[program] = engine_networks(program, options)
+        return self._networks[program]
+
+    def open(self, folder: Path, description: ProgramDescription) -> Runner:
+        from .engine_runner import open_engines
+
+        return open_engines(folder, description)
+
+    def stand_in(
+        self, program: Program, folder: Path, description: ProgramDescription, options: Mapping[str, Any]
+    ) -> StandIn | None:
+        """The networks on the CPU, where no GPU here can run the plans."""
+        from .engine_runner import runs_here
+
+        records = {method: record for method, (_, record) in records_of(description.details).items()}
+        if runs_here(records.values()):
+            return None
+        return network_stand_in(records, description, self.networks(program, options))
+
+
+def engine_program_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `Program` for engines.
+
+    Raises:
+        InputError: If an option's value is wrong.
+    """
+    parse_capabilities(options.get("sm"))
+    opt_length = options.get("opt_length")
+    if opt_length is not None and (not isinstance(opt_length, int) or isinstance(opt_length, bool) or opt_length < 2):
+        raise InputError(f"opt_length is {opt_length!r}; it must be an int of at least 2, within the length of a prefill")
+    return {
+        "attention": TENSORRT_ATTENTION,
+        "form": Form.EXPLICIT,
+        # The grouped expert kernels have no TensorRT counterpart; batched products do.
+        "experts": "batched_mm",
+        "adapt": engine_layers,
+    }
+
+
+def engine_networks(program: Program, options: Mapping[str, Any], in_place: bool = True) -> dict[str, Network]:
+    """Trace and convert every method.
+
+    Raises:
+        InputError: If `opt_length` is outside the prefill's range.
+        UnsupportedModelError: If a method has no network.
+    """
+    from .network import build_network
+    from .signature import signature_of
+
+    opt_length = options.get("opt_length")
+    networks = {}
+    for name, method in program.methods.items():
+        expected = opt_length if method.min_length != method.max_length else None
+        if expected is not None and not method.min_length <= expected <= method.max_length:
+            raise InputError(
+                f"opt_length is {expected}; method {name!r} takes {method.min_length} to {method.max_length} new tokens: "
+                "pass one of these, or a longer prefill_length"
+            )
+        networks[name] = build_network(program.export(name), signature_of(program, name, expected), in_place=in_place)
+    return networks
+
+
+def network_stand_in(
+    records: Mapping[str, EngineRecord], description: ProgramDescription, networks: Mapping[str, Network]
+) -> StandIn:
+    """Networks made from the model, once each is known to be the one that its plan was built from.
+
+    Raises:
+        VerificationError: If one is not.
+    """
+    from .network_runner import NetworkRunner
+
+    for method, network in networks.items():
+        if method not in records or records[method].network != network.digest:
+            raise VerificationError(
+                f"the network of {method!r} made from this model is not the one that the plan was built from: its weights, or the "
+                "versions of torch, transformers or torch_tensorrt, are others; verify with the model it was made from, or on a GPU"
+            )
+    built_for = next(iter(records.values())).built_for
+    return StandIn(NetworkRunner(description.methods, networks), f"built for {built_for}; network verified on CPU; not executed")
+
+
+def record_of(method: str, network: Network, capabilities: tuple[int, ...]) -> EngineRecord:
+    """What the manifest keeps of an engine."""
+    from .converters import TORCH_DTYPES
+
+    definition = network.definition
+    outputs = [definition.get_output(index) for index in range(definition.num_outputs)]
+    return EngineRecord(
+        method=method,
+        inputs=[
+            {
+                "name": spec.name,
+                "dtype": str(spec.dtype).removeprefix("torch."),
+                "min_shape": list(spec.min_shape),
+                "opt_shape": list(spec.opt_shape),
+                "max_shape": list(spec.max_shape),
+            }
+            for spec in network.inputs
+        ],
+        outputs=[
+            {
+                "name": tensor.name,
+                "dtype": str(TORCH_DTYPES[tensor.dtype]).removeprefix("torch."),
+                "shape": list(tensor.shape),
+            }
+            for tensor in outputs
+        ],
+        aliases=network.aliases,
+        capabilities=list(capabilities),
+        layers=network.layer_counts,
+        network=network.digest,
+        builder=builder_version(),
+    )
+
+
+def has_rtx() -> bool:
+    """Whether torch-tensorrt-rtx is what is installed."""
+    try:
+        metadata.version("torch-tensorrt-rtx")
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def builder_version() -> str:
+    """`tensorrt-rtx 1.5.0.114`."""
+    name = "tensorrt-rtx" if has_rtx() else "tensorrt"
+    return f"{name} {metadata.version(name)}"

@@ -1,0 +1,56 @@
+"""Opening a bundle for verification where the machine cannot run its program: what stands in for it, and what that proves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from transformers import PreTrainedModel
+
+from .backends import backend_for
+from .backends.base import RunsElsewhere, empty_layers
+from .cache import ExportableCache
+from .program import Program
+from .progress import Progress, silent
+from .session import Session
+
+if TYPE_CHECKING:
+    from .bundle import Bundle
+    from .manifest import Manifest
+
+
+def session_to_verify(
+    bundle: Bundle, model: PreTrainedModel, program: Program | None = None, *, progress: Progress = silent
+) -> tuple[Session, str]:
+    """A session over a bundle's program, or over what stands in for it where this machine cannot run it.
+
+    Args:
+        model: What the bundle was made from.
+        program: What was lowered, if it is at hand; made anew from the model and the manifest otherwise.
+
+    Returns:
+        The session, and what verifying it says of the program where that goes without saying no longer.
+
+    Raises:
+        VerificationError: If the program is not the one that the bundle's files were made from.
+    """
+    manifest = bundle.manifest
+    backend = backend_for(manifest.target)
+    if isinstance(backend, RunsElsewhere):
+        progress(f"reading the {manifest.target} program", 0, None)
+        program = program or program_of(manifest, model)
+        stand_in = backend.stand_in(program, bundle.path, manifest.description(), manifest.options)
+        if stand_in is not None:
+            return Session.from_bundle(bundle, stand_in.runner), stand_in.remark
+    progress(f"opening the {manifest.target} program", 0, None)
+    return Session.from_bundle(bundle), ""
+
+
+def program_of(manifest: Manifest, model: PreTrainedModel) -> Program:
+    """The program that a manifest describes, made anew from its model; its layers are already in the target's layout."""
+    prefill = manifest.program.methods.get("prefill")
+    return Program(
+        model,
+        ExportableCache(empty_layers(manifest.description())),
+        prefill_length=prefill.max_length if prefill else 1,
+        **backend_for(manifest.target).program_options(manifest.options),
+    )

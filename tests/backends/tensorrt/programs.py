@@ -1,0 +1,43 @@
+"""Programs lowered to networks, each made once for all tests."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from exportable_cache import ExportableCache, Session
+from exportable_cache.backends.tensorrt.network import Network
+from exportable_cache.backends.tensorrt.network_runner import NetworkRunner
+from exportable_cache.backends.tensorrt.target import engine_networks, engine_program_options
+from exportable_cache.program import Program
+
+from .models import engine_model
+
+CAPACITY = 64
+PREFILL = 16
+
+
+@lru_cache(maxsize=None)
+def engine_program(
+    family: str, dtype: torch.dtype = torch.float32, batch_size: int = 1, in_place: bool = True
+) -> tuple[PreTrainedModel, Program, dict[str, Network]]:
+    """A tiny model, its program, and the network of each method."""
+    model = engine_model(family, dtype)
+    program = program_of(model, batch_size)
+    return model, program, engine_networks(program, {}, in_place=in_place)
+
+
+def program_of(model: PreTrainedModel, batch_size: int = 1, **options: Any) -> Program:
+    """The program of a model as the target makes it."""
+    cache = ExportableCache.from_model(model, CAPACITY, batch_size, attn_implementation=None)
+    return Program(model, cache, prefill_length=PREFILL, **engine_program_options(options))
+
+
+def network_session(model: PreTrainedModel, program: Program, networks: dict[str, Network]) -> Session:
+    """A session over networks on the CPU."""
+    runner = NetworkRunner(program.methods, networks)
+    vocab_size = model.config.vocab_size
+    return Session(runner, program.cache.layers, vocab_size, batch_size=program.batch_size, target="tensorrt")

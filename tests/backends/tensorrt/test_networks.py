@@ -1,0 +1,102 @@
+"""Networks of whole programs, evaluated on the CPU: against the model, and what they consist of."""
+
+import pytest
+import torch
+
+from exportable_cache.verify import verify_session
+
+from ...support.models import WINDOW
+
+pytest.importorskip("torch_tensorrt", reason="no tensorrt extra is installed")
+
+from .programs import engine_program, network_session  # noqa: E402
+
+# Family -> full layers, and layers whose attention is TensorRT's own (not: sinks, soft-capping, keys and values of two sizes).
+FAMILIES = {
+    "llama": (2, 2),
+    "mistral": (0, 2),
+    "gemma3_text": (1, 2),
+    "qwen3": (2, 2),
+    "gpt_oss": (1, 0),
+    "deepseek_v3": (2, 0),
+    "mixtral": (2, 2),
+}
+LAYERS = 2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_networks_equal_the_model(family: str) -> None:
+    model, program, networks = engine_program(family)
+    report = verify_session(network_session(model, program, networks), model, tolerance=1e-4)
+    assert report.passed, str(report)
+    assert min(prompt.decode_steps for prompt in report.prompts[:-1]) >= 24
+    assert report.windows == ((WINDOW,) if FAMILIES[family][0] < LAYERS else ())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_layer_census(family: str) -> None:
+    full, attention = FAMILIES[family]
+    _, program, networks = engine_program(family)
+    assert sorted(networks) == ["decode", "prefill"]
+    for method, network in networks.items():
+        # A ring's one-token write is an update in place; what a prompt leaves in it is gathered.
+        updated = LAYERS if method == "decode" else full
+        assert network.layer_counts.get("KV_CACHE_UPDATE", 0) == 2 * updated
+        assert len(network.aliases) == 2 * updated
+        assert network.layer_counts.get("ATTENTION_INPUT", 0) == attention
+        assert all(output == "next." + name.removeprefix("cache.") for output, name in network.aliases.items())
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [("llama", torch.float16), ("gemma3_text", torch.bfloat16)],
+)
+def test_half_precision(family: str, dtype: torch.dtype) -> None:
+    model, program, networks = engine_program(family, dtype)
+    report = verify_session(network_session(model, program, networks), model)
+    assert report.passed, str(report)
+    # Everything that is not a position, a mask or a sum stays in the model's dtype.
+    kept = {spec.dtype for spec in networks["decode"].inputs if spec.name.startswith("cache.")}
+    assert kept == {dtype}
+
+
+def test_rows_of_a_batch() -> None:
+    model, program, networks = engine_program("gemma3_text", batch_size=2)
+    report = verify_session(network_session(model, program, networks), model, tolerance=1e-4, prompts=[3, 20])
+    assert report.passed, str(report)
+
+
+def test_scatters_instead_of_updates_in_place() -> None:
+    model, program, networks = engine_program("llama", in_place=False)
+    for network in networks.values():
+        assert network.aliases == {}
+        assert network.layer_counts["SCATTER"] == 2 * LAYERS and "KV_CACHE_UPDATE" not in network.layer_counts
+    assert verify_session(network_session(model, program, networks), model, tolerance=1e-4, prompts=[3, 20]).passed
+
+
+def test_grouped_keys_reach_the_attention_layer_unexpanded() -> None:
+    _, _, networks = engine_program("llama")
+    from exportable_cache.backends.tensorrt.network import layer_kind
+
+    definition = networks["decode"].definition
+    layers = [definition.get_layer(index) for index in range(definition.num_layers)]
+    shapes = [
+        [tuple(layer.get_input(index).shape) for index in range(3)] for layer in layers if layer_kind(layer) == "ATTENTION_INPUT"
+    ]
+    assert shapes == [[(1, 4, 1, 8), (1, 2, 64, 8), (1, 2, 64, 8)]] * LAYERS
+
+
+def test_the_same_program_has_the_same_digest_and_other_weights_another() -> None:
+    from exportable_cache.backends.tensorrt.target import engine_networks
+
+    from .models import engine_model
+    from .programs import program_of
+
+    _, _, networks = engine_program("llama")
+    model = engine_model("llama")
+    again = engine_networks(program_of(model), {})
+    assert {name: network.digest for name, network in again.items()} == {name: n.digest for name, n in networks.items()}
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] += 1e-3
+    changed = engine_networks(program_of(model), {})
+    assert all(changed[name].digest != network.digest for name, network in networks.items())
