@@ -7,7 +7,7 @@ from exportable_cache.verify import verify_session
 
 from ...support.models import WINDOW
 
-pytest.importorskip("torch_tensorrt", reason="no tensorrt extra is installed")
+pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no tensorrt extra is installed")
 
 from .programs import engine_program, network_session  # noqa: E402
 
