@@ -57,4 +57,6 @@ $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
 
 $(VENV)/.installed-test: pyproject.toml $(VENV)/.installed | $(VENV)/bin/python
 	$(PIP) install --quiet --editable '.[executorch,test]'
+	@$(PIP) install --quiet --editable '.[tensorrt-rtx]' || \
+		echo "make: TensorRT-RTX does not install on this machine; its tests are skipped"
 	@touch $@

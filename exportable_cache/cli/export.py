@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from .layer_table import simple_table
-from .options import BatchSizeOption, DtypeOption, JsonOption, ModelArgument, TargetOption, at_least
+from .options import (
+    BatchSizeOption,
+    DelegateOption,
+    DtypeOption,
+    JsonOption,
+    ModelArgument,
+    SmOption,
+    TargetOption,
+    at_least,
+)
 from .terminal import Terminal, bytes_text
 
 if TYPE_CHECKING:
@@ -84,13 +93,16 @@ def export(
         list[str] | None,
         typer.Option("--option", "-O", metavar="NAME=VALUE", help="Of the target, such as llm_runner=true; may be repeated."),
     ] = None,
+    sm: SmOption = None,
+    delegate: DelegateOption = None,
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Compare with the eager model, past every window.")] = True,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DIR if it exists.")] = False,
     json: JsonOption = False,
 ) -> None:
     """Export a model with its cache to a bundle, and verify it."""
     terminal: Terminal = ctx.obj
-    options = _target_options(option or [])
+    shorthands = [f"{name}={value}" for name, value in (("sm", sm), ("delegate", delegate)) if value is not None]
+    options = _target_options([*(option or []), *shorthands])
     with terminal.progress("loading libraries") as progress:
         from ..exporter import export as make_bundle
 

@@ -100,6 +100,24 @@ BatchSizeOption = Annotated[int, typer.Option("--batch-size", "-b", metavar="N",
 DtypeOption = Annotated[
     Dtype | None, typer.Option("--dtype", help="Of weights, keys and values; the model's own by default.", show_default=False)
 ]
+SmOption = Annotated[
+    str | None,
+    typer.Option(
+        "--sm",
+        metavar="LIST",
+        help="With TensorRT: compute capabilities to build for, such as 80,86,89,120.",
+        show_default="a portable plan",
+    ),
+]
+DelegateOption = Annotated[
+    str | None,
+    typer.Option(
+        "--delegate",
+        metavar="NAME",
+        help="With ExecuTorch: what the program is delegated to, xnnpack or tensorrt.",
+        show_default="xnnpack",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 IgnoreVersionsOption = Annotated[
     bool, typer.Option("--ignore-versions", help="Open the bundle although it was made with other package versions.")
