@@ -17,14 +17,11 @@ def engine_table(files: Mapping[str, File]) -> Table:
     """One line per engine: what it was built for, its optimisation profile, and what its network consists of."""
     columns = ("layers", "cache updates", "attention layers", "in place")
     table = simple_table("engine", "built with", "for", "new tokens, least/usual/most", *columns, right=columns)
-    for name, file in files.items():
-        record = file.details
-        if "network" not in record:
-            continue
+    for record in engines(files):
         layers = record["layers"]
         state = [tensor for tensor in record["inputs"] if tensor["name"].startswith("cache.")]
         table.add_row(
-            name,
+            record["method"],
             record["builder"],
             "SM " + ", ".join(map(str, record["capabilities"])) if record["capabilities"] else "portable",
             _profile(record["inputs"]),
@@ -34,6 +31,11 @@ def engine_table(files: Mapping[str, File]) -> Table:
             f"{len(record['aliases'])} of {len(state)} tensors",
         )
     return table
+
+
+def engines(files: Mapping[str, File]) -> list[dict[str, Any]]:
+    """The records of all engines in a bundle's files."""
+    return [record for file in files.values() for record in file.details.get("engines", [])]
 
 
 def _profile(inputs: list[Mapping[str, Any]]) -> str:

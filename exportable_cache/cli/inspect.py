@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .engine_table import engine_table
+from .engine_table import engine_table, engines
 from .export import print_files, print_verification
 from .layer_table import LayerRow, layer_table, simple_table
 from .options import BundleOrDemoArgument, JsonOption, at_least
@@ -79,7 +79,7 @@ def _print_bundle(terminal: Terminal, bundle: Bundle) -> None:
     terminal.print()
     print_files(terminal, bundle)
     terminal.print("every checksum is right\n")
-    if any("network" in file.details for file in manifest.files.values()):
+    if engines(manifest.files):
         terminal.print(engine_table(manifest.files))
         terminal.print()
     terminal.print("made with " + ", ".join(f"{name} {version}" for name, version in manifest.packages.items()))

@@ -139,7 +139,7 @@ def test_a_damaged_file_is_refused(tmp_path) -> None:
 
 
 def test_unknown_options_are_refused() -> None:
-    with pytest.raises(InputError, match="no option 'quantize'; it knows llm_runner"):
+    with pytest.raises(InputError, match="no option 'quantize'; it knows delegate, llm_runner"):
         backend_for("executorch").program_options({"quantize": True})
 
 

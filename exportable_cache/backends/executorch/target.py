@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...errors import InputError
+from ...errors import BundleError, InputError
 from ...program import Form, Program
-from ..base import LoweredFile, ProgramDescription, Runner
+from ..base import LoweredFile, ProgramDescription, Runner, StandIn
+from ..registry import backend_for
 from .fused import EXECUTORCH_ATTENTION, fuse_layers
 from .lower import lower_programs
 from .llm_runner import runner_metadata
@@ -18,11 +19,16 @@ from .tied import write_pte
 
 FILE = "program.pte"
 
+#: Options by delegate.
+DELEGATES = {"xnnpack": ("llm_runner",), "tensorrt": ("sm", "opt_length")}
+
 
 class ExecutorchBackend:
-    """Programs for the ExecuTorch runtime, with XNNPACK as delegate.
+    """Programs for the ExecuTorch runtime, with XNNPACK as delegate, or TensorRT.
 
     Options:
+        delegate: `xnnpack` (default) or `tensorrt`: then every method is one TensorRT plan, the cache is an input and an output
+            of it, and the options of target `tensorrt` are taken, too.
         llm_runner: Add what ExecuTorch's own `TextLLMRunner` asks for: a method `forward(tokens [1, S], input_pos [1])` for
             any S up to the longest chunk, and the constant methods that describe the model.
     """
@@ -37,9 +43,17 @@ class ExecutorchBackend:
     embedding_schemes = ("8w", "4w")
 
     def program_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        unknown = sorted(set(options) - {"llm_runner"})
+        delegate = options.get("delegate", "xnnpack")
+        if delegate not in DELEGATES:
+            raise InputError(f"delegate is {delegate!r}; it must be one of {', '.join(DELEGATES)}")
+        known = DELEGATES[delegate]
+        unknown = sorted(set(options) - {"delegate", *known})
         if unknown:
-            raise InputError(f"target 'executorch' has no option {unknown[0]!r}; it knows llm_runner")
+            raise InputError(
+                f"target 'executorch' with delegate {delegate!r} has no option {unknown[0]!r}; it knows delegate, {', '.join(known)}"
+            )
+        if delegate == "tensorrt":
+            return backend_for("tensorrt").program_options(_without_delegate(options))
         return {
             "attention": EXECUTORCH_ATTENTION,
             "form": Form.RESIDENT,
@@ -50,6 +64,10 @@ class ExecutorchBackend:
         }
 
     def lower(self, program: Program, folder: Path, options: Mapping[str, Any]) -> list[LoweredFile]:
+        if options.get("delegate") == "tensorrt":
+            from .tensorrt_delegate import lower_to_plans
+
+            return lower_to_plans(program, folder, FILE, options)
         with warnings.catch_warnings():
             # Deprecations inside executorch's own operators and passes, hundreds per export, none of the caller's making.
             warnings.simplefilter("ignore", FutureWarning)
@@ -59,4 +77,23 @@ class ExecutorchBackend:
         return [LoweredFile(FILE, f"methods {', '.join(exported)}, weights, one cache")]
 
     def open(self, folder: Path, description: ProgramDescription) -> Runner:
+        if description.form is Form.EXPLICIT:
+            raise BundleError(
+                f"the methods of {FILE} are TensorRT plans, which ExecuTorch runs through the delegate of regular torch-tensorrt, "
+                "in C++ on a machine with an NVIDIA GPU; check it here with: exportable-cache verify"
+            )
         return ExecutorchRunner(folder / FILE, description)
+
+    def stand_in(
+        self, program: Program, folder: Path, description: ProgramDescription, options: Mapping[str, Any]
+    ) -> StandIn | None:
+        """The networks of TensorRT plans, on the CPU: no Python runtime of ExecuTorch has the delegate."""
+        if options.get("delegate") != "tensorrt":
+            return None
+        from ..tensorrt.target import network_stand_in, program_networks
+
+        return network_stand_in(description, program_networks(program, options, in_place=False))
+
+
+def _without_delegate(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name != "delegate"}

@@ -11,6 +11,9 @@ from ...errors import BundleError
 from .capabilities import describe_capabilities
 from .signature import STATE_IN
 
+#: Field of a file's details that lists its engines.
+ENGINES = "engines"
+
 
 class _Entry(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -67,23 +70,27 @@ class EngineRecord(_Entry):
         return [tensor for tensor in self.inputs if tensor.name.startswith(STATE_IN)]
 
 
+def details_of(*records: EngineRecord) -> dict[str, Any]:
+    """What a file that holds these engines has in the manifest."""
+    return {ENGINES: [record.model_dump() for record in records]}
+
+
 def records_of(details: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[str, EngineRecord]]:
     """File name and record of each method's engine.
 
     Args:
-        details: By file name, as the manifest has them.
+        details: By file name, as `details_of` made them; files without engines are passed over.
 
     Raises:
         BundleError: If one does not describe an engine.
     """
     records = {}
     for file, fields in details.items():
-        if not fields:
-            continue
-        try:
-            record = EngineRecord.model_validate(fields)
-        except ValidationError as error:
-            where = ".".join(str(part) for part in error.errors()[0]["loc"])
-            raise BundleError(f"the manifest does not describe the engine in {file}: {where}; export the model again") from error
-        records[record.method] = (file, record)
+        for entry in fields.get(ENGINES, []):
+            try:
+                record = EngineRecord.model_validate(entry)
+            except ValidationError as error:
+                where = ".".join(str(part) for part in error.errors()[0]["loc"])
+                raise BundleError(f"the manifest does not describe the engine in {file}: {where}; export the model again") from error
+            records[record.method] = (file, record)
     return records

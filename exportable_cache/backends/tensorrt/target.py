@@ -14,7 +14,7 @@ from ..base import LoweredFile, ProgramDescription, Runner, StandIn
 from .attention import TENSORRT_ATTENTION
 from .capabilities import parse_capabilities
 from .layers import engine_layers
-from .record import EngineRecord, records_of
+from .record import EngineRecord, details_of, records_of
 
 if TYPE_CHECKING:
     from .network import Network
@@ -33,10 +33,6 @@ class TensorRTBackend:
     name = "tensorrt"
     max_batch_size = None
 
-    def __init__(self) -> None:
-        # Tracing and converting take most of an export; verification reads the same networks.
-        self._networks: WeakKeyDictionary[Program, dict[str, Network]] = WeakKeyDictionary()
-
     @property
     def packages(self) -> tuple[str, ...]:
         """TensorRT-RTX or regular TensorRT, whichever is installed: plans of one do not load in the other."""
@@ -51,19 +47,13 @@ class TensorRTBackend:
     def lower(self, program: Program, folder: Path, options: Mapping[str, Any]) -> list[LoweredFile]:
         capabilities = parse_capabilities(options.get("sm"))
         files = []
-        for method, network in self.networks(program, options).items():
+        for method, network in program_networks(program, options).items():
             plan = network.build_plan(capabilities)
             name = f"{method}.plan"
             (folder / name).write_bytes(plan)
-            record = record_of(method, network, capabilities)
-            files.append(LoweredFile(name, f"engine of {method}, weights", record.model_dump()))
+            details = details_of(record_of(method, network, capabilities))
+            files.append(LoweredFile(name, f"engine of {method}, weights", details))
         return files
-
-    def networks(self, program: Program, options: Mapping[str, Any]) -> dict[str, Network]:
-        """The network definition of each method; made once per program."""
-        if program not in self._networks:
-            self._networks[program] = engine_networks(program, options)
-        return self._networks[program]
 
     def open(self, folder: Path, description: ProgramDescription) -> Runner:
         from .engine_runner import open_engines
@@ -76,10 +66,9 @@ class TensorRTBackend:
         """The networks on the CPU, where no GPU here can run the plans."""
         from .engine_runner import runs_here
 
-        records = {method: record for method, (_, record) in records_of(description.details).items()}
-        if runs_here(records.values()):
+        if runs_here(record for _, record in records_of(description.details).values()):
             return None
-        return network_stand_in(records, description, self.networks(program, options))
+        return network_stand_in(description, program_networks(program, options))
 
 
 def engine_program_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,9 +113,17 @@ def engine_networks(program: Program, options: Mapping[str, Any], in_place: bool
     return networks
 
 
-def network_stand_in(
-    records: Mapping[str, EngineRecord], description: ProgramDescription, networks: Mapping[str, Network]
-) -> StandIn:
+def program_networks(program: Program, options: Mapping[str, Any], in_place: bool = True) -> dict[str, Network]:
+    """`engine_networks`, once per program: tracing and converting take most of an export, and verification reads the same."""
+    if program not in _networks:
+        _networks[program] = engine_networks(program, options, in_place)
+    return _networks[program]
+
+
+_networks: WeakKeyDictionary[Program, dict[str, Network]] = WeakKeyDictionary()
+
+
+def network_stand_in(description: ProgramDescription, networks: Mapping[str, Network]) -> StandIn:
     """Networks made from the model, once each is known to be the one that its plan was built from.
 
     Raises:
@@ -134,6 +131,7 @@ def network_stand_in(
     """
     from .network_runner import NetworkRunner
 
+    records = {method: record for method, (_, record) in records_of(description.details).items()}
     for method, network in networks.items():
         if method not in records or records[method].network != network.digest:
             raise VerificationError(

@@ -83,7 +83,20 @@ __all__ = [
     "infer_module_output_dtypes",
     "post_lowering",
     "pre_export_lowering",
+    "register_engine_operator",
     "set_layer_name",
     "torch_tensorrt",
     "trt",
 ]
+
+
+def register_engine_operator() -> None:
+    """Make `torch.ops.tensorrt.no_op_placeholder_for_execute_engine` known, which holds a plan in a graph.
+
+    The module that registers it also describes the C++ engine class, which exists only where torch_tensorrt's library loads.
+    """
+    has_engines = torch_tensorrt.ENABLED_FEATURES.torch_tensorrt_runtime
+    with ExitStack() as stack:
+        if not has_engines:
+            stack.enter_context(mock.patch.object(torch._library, "register_fake_class", lambda name: lambda cls: cls))
+        from torch_tensorrt.dynamo.runtime.meta_ops import register_meta_ops  # noqa: F401
