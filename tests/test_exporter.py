@@ -215,7 +215,7 @@ def test_progress_names_the_stages(model: Any, tmp_path: Path) -> None:
 # -- refusals -----------------------------------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "target": ({"target": "abacus"}, InputError, "unknown target 'abacus'; choose one of pt2, executorch"),
+    "target": ({"target": "abacus"}, InputError, "unknown target 'abacus'; choose one of pt2, executorch, tensorrt"),
     "option": ({"colour": "red"}, InputError, "has no option 'colour'"),
     "cache length": ({"max_cache_len": 0}, InputError, "max_cache_len is 0; it must be an int of at least 1"),
     "fractional length": ({"max_cache_len": 64.0}, InputError, "max_cache_len is 64.0"),
