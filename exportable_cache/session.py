@@ -222,6 +222,28 @@ class Session:
             layer._high_water = None if high_water >= _UNKNOWN else high_water
         return self._cache
 
+    def warm_up(self, progress: Progress = silent) -> None:
+        """Run every method once, so that no later step waits for a compilation; then start anew at position 0.
+
+        Args:
+            progress: Told about each method.
+
+        Raises:
+            InputError: If tokens were fed already, which this would overwrite.
+        """
+        if bool(self._length.any()):
+            raise InputError(f"warm_up overwrites the cache, which holds {self._length.tolist()} tokens; call it first, or reset()")
+        methods = [method for method in self.runner.methods.values() if method.is_step]
+        for done, method in enumerate(methods):
+            progress(f"warming up {method.name}", done, len(methods))
+            ids = torch.zeros(self.batch_size, method.min_length, dtype=torch.int64, device=self.device)
+            position = torch.zeros(self.batch_size, dtype=torch.int64, device=self.device)
+            self.runner.run(method.name, ids, position)
+            if method.max_length == 1 and hasattr(self.runner, "run_and_choose"):
+                for sampling in (Sampling(), Sampling(temperature=1.0)):
+                    self.runner.run_and_choose(method.name, Chooser(sampling, ids, self.vocab_size), ids, position)
+        self.reset()
+
     def reset(self) -> None:
         """Start anew at position 0; the next step is the first of a sequence.
 
@@ -391,15 +413,38 @@ class Session:
         check_room(int(self._length.max()), self.max_length, 1)
         return self._step(tokens[:, None])
 
-    def _step(self, input_ids: torch.Tensor, scores: bool = False) -> torch.Tensor:
+    def decode_and_choose(self, tokens: torch.Tensor, chooser: Chooser) -> torch.Tensor:
+        """Feed one token per row and choose the next ones: inside the graph where the target can.
+
+        Args:
+            tokens: int64 [batch].
+            chooser: How to choose.
+
+        Returns:
+            int64 [batch].
+
+        Raises:
+            InputError, CacheFullError: See `decode`.
+        """
+        if not hasattr(self.runner, "run_and_choose"):
+            return chooser.choose(self.decode(tokens))
+        self._check_ids("tokens", tokens, ("batch",))
+        check_room(int(self._length.max()), self.max_length, 1)
+        return self._step(tokens[:, None], chooser=chooser)
+
+    def _step(self, input_ids: torch.Tensor, scores: bool = False, chooser: Chooser | None = None) -> torch.Tensor:
         size = input_ids.shape[1]
         # Before the run: should it fail halfway, slots may have been written.
         self._high_water = torch.maximum(self._high_water, self._length + size)
         method = method_for(self.runner.methods, size, int(self._length.max()) + size, scores)
-        logits = self.runner.run(method, input_ids, self._length.to(self.device, copy=True))
+        inputs = (input_ids, self._length.to(self.device, copy=True))
+        if chooser is None:
+            result = self.runner.run(method, *inputs)
+        else:
+            result = self.runner.run_and_choose(method, chooser, *inputs)
         self._length += size
         self._pending = None
-        return logits
+        return result
 
     # -- generation -------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -57,3 +58,15 @@ class ForkedRunner:
     def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor:
         self.take_turn()
         return self.base.run(method, *inputs)
+
+    def __getattr__(self, name: str) -> Any:
+        # What only some runners have: a decode step that chooses tokens inside its graph.
+        if name != "run_and_choose":
+            raise AttributeError(name)
+        choose = self.base.run_and_choose
+
+        def run_and_choose(*arguments: Any) -> torch.Tensor:
+            self.take_turn()
+            return choose(*arguments)
+
+        return run_and_choose

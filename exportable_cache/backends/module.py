@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple
 from types import FunctionType
 
 import torch
@@ -10,6 +11,8 @@ from transformers import PreTrainedModel
 
 from ..attention import ATTENTION, set_attention
 from ..cache import ExportableCache
+from ..decoding.chooser import Chooser
+from ..decoding.choosing_step import ChoosingStep
 from ..methods import Method, methods_for
 from ..program import ResidentModule
 
@@ -40,22 +43,44 @@ class ModuleRunner:
     ) -> None:
         set_attention(model, ATTENTION)
         self.methods: Mapping[str, Method] = methods_for(cache, prefill_length, buckets=buckets, score_length=score_length)
-        self.modules = {name: ResidentModule(model, cache, method) for name, method in self.methods.items()}
+        self.modules: dict[str, ResidentModule] = {name: ResidentModule(model, cache, method) for name, method in self.methods.items()}
         self.state: Mapping[str, torch.Tensor] = cache.stored_state()
         self._compiled = compiled
         if mode is None and cache.device.type == "cuda":
             mode = "reduce-overhead"
-        self._calls: dict[str, Callable[..., torch.Tensor]] = dict(self.modules)
-        if compiled:
-            for name, module in self.modules.items():
-                dynamic = None if self.methods[name].dynamic_sizes else False
-                self._calls[name] = torch.compile(_step_of(module), fullgraph=True, dynamic=dynamic, mode=mode)
+        self._mode = mode
+        # By method, and by how tokens are chosen inside the graph, which is compiled when it is first asked for.
+        self._calls: dict[tuple, Callable[..., torch.Tensor]] = {}
 
     @torch.no_grad()
     def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor:
+        return self._call((method,), inputs)
+
+    @torch.no_grad()
+    def run_and_choose(self, method: str, chooser: Chooser, *inputs: torch.Tensor) -> torch.Tensor:
+        """One decode step with the choice of the next tokens inside the graph: int64 [batch].
+
+        One graph serves all settings of a `Sampling`; greedy choice and the repetition penalty have graphs of their own.
+        """
+        greedy, penalised = chooser.sampling.is_greedy, chooser.seen is not None
+        further: list[torch.Tensor] = [] if greedy else [chooser.uniform(inputs[0].shape[0])]
+        if penalised:
+            further.append(chooser.seen)
+        return self._call((method, greedy, penalised), inputs, *further, *astuple(chooser.settings))
+
+    def _call(self, key: tuple, inputs: Sequence[torch.Tensor], *further: torch.Tensor) -> torch.Tensor:
+        method = self.methods[key[0]]
+        if key not in self._calls:
+            call = self.modules[method.name] if len(key) == 1 else ChoosingStep(self.modules[method.name], *key[1:])
+            if self._compiled:
+                dynamic = None if method.dynamic_sizes else False
+                call = torch.compile(_step_of(call), fullgraph=True, dynamic=dynamic, mode=self._mode)
+            self._calls[key] = call
         if self._compiled:
-            inputs = tuple(_marked(self.methods[method], inputs))
-        return self._calls[method](*inputs)
+            inputs = tuple(_marked(method, inputs))
+        result = self._calls[key](*inputs, *further)
+        # CUDA graphs give out their own buffers, which the next step overwrites.
+        return result.clone() if result.is_cuda else result
 
 
 def _marked(method: Method, inputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:

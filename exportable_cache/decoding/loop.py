@@ -42,10 +42,9 @@ def generate_tokens(
     batch_size = input_ids.shape[0]
     ended = torch.zeros(batch_size, dtype=torch.bool)
     texts = [(TextStream(session.tokenizer), StopStrings(stop_strings)) for _ in range(batch_size if stop_strings else 0)]
-    logits = session.prefill(input_ids)
+    tokens = chooser.choose(session.prefill(input_ids))
     count = 0
     while True:
-        tokens = chooser.choose(logits)
         if ended.any():
             tokens = tokens.masked_fill(ended.to(tokens.device), pad_token)
         chosen = tokens.tolist()
@@ -56,7 +55,7 @@ def generate_tokens(
                 ended[row] = token in end_tokens or bool(texts) and _completes(token, *texts[row])
         if bool(ended.all()) or count == limit or session.room == 0:
             return
-        logits = session.decode(tokens)
+        tokens = session.decode_and_choose(tokens, chooser)
 
 
 def _completes(token: int, stream: TextStream, stops: StopStrings) -> bool:

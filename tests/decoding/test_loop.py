@@ -35,9 +35,9 @@ class Scripted:
             self.room -= input_ids.shape[1]
         return torch.nn.functional.one_hot(self.script[:, len(self.fed)], SIZE).float()
 
-    def decode(self, tokens: torch.Tensor) -> torch.Tensor:
+    def decode_and_choose(self, tokens: torch.Tensor, chooser: Chooser) -> torch.Tensor:
         self.fed.append(tokens.tolist())
-        return self.prefill(tokens[:, None])
+        return chooser.choose(self.prefill(tokens[:, None]))
 
 
 def run(session: Scripted, limit: int | None = None, ends: Sequence[int] = (), strings: Sequence[str] = ()) -> list[list[int]]:

@@ -1,0 +1,80 @@
+"""Choosing inside the graph gives the tokens that choosing outside of it gives, with one graph for all settings."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from exportable_cache import ExportableCache, Session
+from exportable_cache.decoding import Chooser, Sampling
+from exportable_cache.errors import InputError
+
+from ..support.models import tiny_model, tokens
+
+SETTINGS = [
+    {},
+    {"repetition_penalty": 1.5},
+    {"temperature": 0.8, "seed": 1},
+    {"temperature": 1.5, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "seed": 2},
+    {"temperature": 1.0, "repetition_penalty": 1.2, "seed": 3},
+]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model("gemma3_text")
+
+
+def session_of(model: Any, compile: bool, rows: int = 1) -> Session:
+    cache = ExportableCache.from_model(model, 48, rows)
+    return Session.from_model(model, cache, compile=compile, prefill_length=16, buckets=False)
+
+
+def outside(session: Session, prompt: torch.Tensor, count: int, **options: Any) -> list[list[int]]:
+    """The same loop by hand, choosing from logits."""
+    chooser = Chooser(Sampling(**options), prompt, session.vocab_size)
+    chosen = [chooser.choose(session.prefill(prompt))]
+    while len(chosen) < count:
+        chosen.append(chooser.choose(session.decode(chosen[-1])))
+    return [step.tolist() for step in chosen]
+
+
+@pytest.mark.parametrize("options", SETTINGS)
+def test_rows_of_a_batch_get_the_same_tokens_either_way(model: Any, options: dict) -> None:
+    model.generation_config.eos_token_id = None
+    prompt = tokens(9, batch_size=2)
+    expected = outside(session_of(model, False, 2), prompt, 20, **options)
+    found = [step.tolist() for step in session_of(model, False, 2).generate(prompt, 20, **options)]
+    assert found == expected
+
+
+def test_one_compiled_graph_serves_all_settings(model: Any) -> None:
+    model.generation_config.eos_token_id = None
+    torch._dynamo.reset()
+    counters.clear()
+    session, prompt = session_of(model, True), tokens(9)
+    expected = [outside(session_of(model, False), prompt, 12, **options) for options in SETTINGS]
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for options, rows in zip(SETTINGS, expected, strict=True):
+            session.reset()
+            assert [[token] for token in session.generate(prompt, 12, **options)] == rows, options
+    # Prefill, and decode: greedy or drawn, with or without the penalty.
+    assert counters["stats"]["unique_graphs"] == 5
+
+
+def test_warm_up_compiles_everything_and_leaves_an_empty_cache(model: Any) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    session, told = session_of(model, True), []
+    session.warm_up(lambda *report: told.append(report))
+    compiled = counters["stats"]["unique_graphs"]
+    assert compiled == 4  # prefill; decode to logits, to the likeliest token, to a drawn one
+    assert told == [("warming up decode", 0, 2), ("warming up prefill", 1, 2)]
+    assert not any(tensor.any() for tensor in session.runner.state.values())
+    list(session.generate(tokens(5), 4))
+    session.reset()
+    list(session.generate(tokens(7), 4, temperature=1.0))
+    assert counters["stats"]["unique_graphs"] == compiled
+    with pytest.raises(InputError, match="warm_up overwrites the cache"):
+        session.warm_up()
