@@ -175,13 +175,17 @@ def encoded(text: str) -> list[int]:
 def noted(session: Session) -> list[list[int]]:
     """Token ids of every step from now on, filled as they run."""
     fed: list[list[int]] = []
-    run = session.runner.run
+    run, run_and_choose = session.runner.run, session.runner.run_and_choose
 
     def note(method: str, input_ids: torch.Tensor, input_pos: torch.Tensor) -> torch.Tensor:
         fed.append(input_ids[0].tolist())
         return run(method, input_ids, input_pos)
 
-    session.runner.run = note
+    def note_choice(method: str, chooser: Any, input_ids: torch.Tensor, input_pos: torch.Tensor) -> torch.Tensor:
+        fed.append(input_ids[0].tolist())
+        return run_and_choose(method, chooser, input_ids, input_pos)
+
+    session.runner.run, session.runner.run_and_choose = note, note_choice
     return fed
 
 
