@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -43,6 +43,13 @@ class ExportableCache(Cache):
         >>> model(input_ids, past_key_values=cache).logits
     """
 
+    #: Every cache class by name, for rebuilding from a file.
+    classes: ClassVar[dict[str, type[ExportableCache]]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        ExportableCache.classes[cls.__name__] = cls
+
     def __init__(self, layers: Sequence[CacheLayer]) -> None:
         layers = list(layers)
         if not layers:
@@ -55,7 +62,7 @@ class ExportableCache(Cache):
         sizes = [layer.cumulative_length.shape[0] for layer in layers if not layer.is_dummy]
         if len(set(sizes)) > 1:
             raise InputError(f"layers have batch sizes {sizes}; they must be equal")
-        super().__init__(layers=layers)
+        Cache.__init__(self, layers=layers)
         self._config: PreTrainedConfig | None = None
 
     @classmethod
@@ -115,18 +122,36 @@ class ExportableCache(Cache):
         slack: int = 0,
         attention_sinks: int | None = None,
         attention_window: int | None = None,
+        max_encoder_len: int | None = None,
         attn_implementation: str | None = ATTENTION,
     ) -> ExportableCache:
         """Allocate the cache of a model; shapes, dtype and device are read from one token run through it.
 
-        See `from_config` for the arguments; `dtype` and `device` default to what the model writes.
+        See `from_config` for the arguments; `dtype` and `device` default to what the model writes. An encoder-decoder gets
+        an `ExportableEncoderDecoderCache`.
+
+        Args:
+            max_encoder_len: Longest input of an encoder-decoder's encoder, in tokens, frames or samples; see
+                `seq2seq.encoder_of` for the default.
         """
         sinks = Sinks.within(max_cache_len, attention_sinks, attention_window)
         patch_model(model)
-        layouts, model_dtype, model_device = layout_from_model(model)
+        encoder = None
+        if getattr(model.config, "is_encoder_decoder", False):
+            from .seq2seq import ExportableEncoderDecoderCache, encoder_decoder_layers, encoder_of
+
+            encoder = encoder_of(model, max_encoder_len, batch_size)
+            layouts, model_dtype, model_device = encoder_decoder_layers(model, encoder)
+            cls = ExportableEncoderDecoderCache
+        elif max_encoder_len is not None:
+            raise InputError(f"max_encoder_len is {max_encoder_len}, but {type(model).__name__} has no encoder; leave it out")
+        else:
+            layouts, model_dtype, model_device = layout_from_model(model)
         if sinks is not None:
             check_sinks(model.config, layouts)
         cache = cls._allocate(layouts, max_cache_len, batch_size, dtype or model_dtype, device or model_device, slack, sinks)
+        if encoder is not None:
+            cache.encoder = encoder
         if attn_implementation is not None:
             set_attention(model, attn_implementation)
         cache._config = model.config.get_text_config(decoder=True)
@@ -347,7 +372,7 @@ class ExportableCache(Cache):
             {"class": type(layer).__name__, "config": layer.config(), "high_water": layer._high_water} for layer in self.layers
         ]
         with atomic_path(Path(path)) as temporary:
-            save_file(tensors, temporary, metadata={"format": _FORMAT, "layers": json.dumps(layers)})
+            save_file(tensors, temporary, metadata={"format": _FORMAT, "cache": type(self).__name__, "layers": json.dumps(layers)})
 
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str = "cpu") -> ExportableCache:
@@ -371,9 +396,10 @@ class ExportableCache(Cache):
             layer = layer_class.from_state(described["config"], state)
             layer._high_water = described["high_water"]
             layers.append(layer)
-        return cls(layers)
+        return ExportableCache.classes[metadata.get("cache", "ExportableCache")](layers)
 
 
+ExportableCache.classes["ExportableCache"] = ExportableCache
 register_node(
     ExportableCache,
     lambda cache: ([("layers", cache.layers)], {}),

@@ -16,6 +16,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from .errors import InputError, UnsupportedModelError
 from .layers import (
     CacheLayer,
+    CrossLayer,
     DummyLayer,
     FullLayer,
     HybridFullLayer,
@@ -36,6 +37,9 @@ _KEYS = ("full_attention", "sliding_attention", "chunked_attention", "indexed_at
 _STATES = ("linear_attention", "conv")
 _BOTH = ("hybrid", "hybrid_sliding")
 SUPPORTED_LAYER_TYPES = (*_KEYS, *_STATES, *_BOTH, "dummy")
+
+#: Our name for the layer type that transformers has none for: attention to an encoder's output.
+CROSS_ATTENTION = "cross_attention"
 
 #: Models whose own code is wrong with any cache of fixed size, so that ours would be silently wrong with them.
 REFUSED_MODELS = {
@@ -111,6 +115,7 @@ class LayerLayout:
         index_head_dim: Size of an indexer key, where the layer has an indexer.
         conv_states: Shape of each convolution state, where the layer has any.
         recurrent_states: Shape of each recurrent state.
+        encoder_slots: Positions of the longest encoder output, where the layer is one of cross-attention.
     """
 
     layer_type: str
@@ -121,6 +126,7 @@ class LayerLayout:
     index_head_dim: int | None = None
     conv_states: tuple[StateShape | None, ...] = ()
     recurrent_states: tuple[StateShape | None, ...] = ()
+    encoder_slots: int | None = None
 
     def build(
         self,
@@ -139,6 +145,8 @@ class LayerLayout:
         options: dict[str, Any] = {"value_head_dim": self.value_head_dim, "dtype": dtype, "device": device}
         if has_states:
             options |= states
+        if self.encoder_slots is not None:
+            return CrossLayer(batch_size, self.num_heads, self.head_dim, self.encoder_slots, **options)
         if self.index_head_dim is not None:
             return IndexedLayer(
                 batch_size, self.num_heads, self.head_dim, max_cache_len, index_head_dim=self.index_head_dim, **options
@@ -166,6 +174,8 @@ def layer_types_and_windows(config: PreTrainedConfig) -> list[tuple[str, int | N
     for field, (types, reason) in REFUSED_OPTIONS.items():
         if config.model_type in types and getattr(config.get_text_config(decoder=True), field, False):
             raise UnsupportedModelError(f"{config.model_type!r} with {field}=True cannot have a static cache: {reason}")
+    if getattr(config, "is_encoder_decoder", False):
+        return _decoder_layer_types(config)
     types, options = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
     for index, layer_type in enumerate(types):
         if layer_type not in SUPPORTED_LAYER_TYPES:
@@ -173,10 +183,6 @@ def layer_types_and_windows(config: PreTrainedConfig) -> list[tuple[str, int | N
                 f"layer {index} of this {config.model_type!r} model is of type {layer_type!r}, which has no static cache layer; "
                 f"supported types: {', '.join(SUPPORTED_LAYER_TYPES)}"
             )
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(
-            f"{config.model_type!r} is an encoder-decoder: its cross-attention needs a cache layer of its own, which does not exist yet"
-        )
     return [(layer_type, option.get("sliding_window")) for layer_type, option in zip(types, options, strict=True)]
 
 
@@ -204,6 +210,24 @@ def check_sinks(config: PreTrainedConfig, layouts: Sequence[LayerLayout]) -> Non
         )
 
 
+def _decoder_layer_types(config: PreTrainedConfig) -> list[tuple[str, int | None]]:
+    """The self-attention layers of an encoder-decoder, then its cross-attention layers."""
+    text_config = config.get_text_config(decoder=True)
+    types, options = get_layer_types_and_kwargs(text_config)
+    kinds = [(layer_type, option.get("sliding_window")) for layer_type, option in zip(types, options, strict=True)]
+    # T5's family counts the decoder's layers apart, and has no kinds of them.
+    count = getattr(text_config, "num_decoder_layers", None)
+    if count is not None and len(set(kinds)) == 1:
+        kinds = kinds[:1] * count
+    for index, (layer_type, _) in enumerate(kinds):
+        if layer_type not in ("full_attention", "sliding_attention"):
+            raise UnsupportedModelError(
+                f"decoder layer {index} of this {config.model_type!r} model is of type {layer_type!r}, "
+                "which has no static cache layer in an encoder-decoder"
+            )
+    return [*kinds, *[(CROSS_ATTENTION, None)] * len(kinds)]
+
+
 def check_layers(model: PreTrainedModel, cache: Cache) -> None:
     """Refuse a cache whose layers are not those the model's need: another window would give other logits, silently.
 
@@ -217,7 +241,8 @@ def check_layers(model: PreTrainedModel, cache: Cache) -> None:
         )
     for index, ((layer_type, window), layer) in enumerate(zip(kinds, cache.layers, strict=True)):
         found = (isinstance(layer, KeyValueLayer), isinstance(layer, LinearStates))
-        if found != (layer_type in _KEYS + _BOTH, layer_type in _STATES + _BOTH):
+        expected = (layer_type in (*_KEYS, *_BOTH, CROSS_ATTENTION), layer_type in _STATES + _BOTH)
+        if found != expected or isinstance(layer, CrossLayer) is not (layer_type == CROSS_ATTENTION):
             raise InputError(
                 f"layer {index} of the cache is {layer!r}, but that layer of the model is of type {layer_type!r}; "
                 "allocate the cache with ExportableCache.from_model"
@@ -315,6 +340,10 @@ def layout_from_config(config: PreTrainedConfig) -> list[LayerLayout]:
     """
     if not isinstance(config, PreTrainedConfig):
         raise InputError(f"expected a transformers config, got {type(config).__name__}; pass model.config")
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"{config.model_type!r} is an encoder-decoder, whose encoder has to be looked at; use ExportableCache.from_model"
+        )
     kinds = layer_types_and_windows(config)
     model = model_without_weights(config)
     if model is not None:

@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from types import FunctionType, MethodType
 from typing import ClassVar
 
 import torch
@@ -19,9 +18,11 @@ from .cache import ExportableCache
 from .errors import InputError, UnsupportedModelError
 from .layout import cache_argument
 from .methods import Method, methods_for
+from .named_forward import name_forward
 from .patches.transformers import patch_model
 from .patches.transformers_methods import patch_methods
 from .scans import longest_step
+from .seq2seq import EncodeModule, ExportableEncoderDecoderCache, decoder_arguments, seq2seq_methods
 
 
 class Form(str, Enum):
@@ -38,13 +39,13 @@ class Logits(str, Enum):
     ALL = "all"  # [batch, length, vocab]
 
 
-def takes_positions(model: PreTrainedModel) -> bool:
-    """Whether positions are handed to the model explicitly. Without them some count from 0 in every call (Bamba).
+def takes_positions(model: PreTrainedModel, name: str = "position_ids") -> bool:
+    """Whether positions are handed to the model explicitly, as argument `name`. Without them some count from 0 in every call (Bamba).
 
     The RoBERTa family counts from its padding index, and some models take none: those ask the cache.
     """
     own_rule = any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules())
-    return "position_ids" in inspect.signature(model.forward).parameters and not own_rule
+    return name in inspect.signature(model.forward).parameters and not own_rule
 
 
 class ProgramModule(nn.Module):
@@ -65,28 +66,34 @@ class ProgramModule(nn.Module):
         patch_methods(model)
         self.method = method
         self.logits = Logits.ALL if method.scores else logits
-        self.forward = MethodType(_forward_with((*method.input_names, *self.further_arguments)), self)
+        name_forward(self, (*method.input_names, *self.further_arguments))
         # Most models can leave out the head's work for all but the last token; the others are sliced after it.
         parameters = inspect.signature(model.forward).parameters
         self.keeps_last = self.logits is Logits.LAST and "logits_to_keep" in parameters
+        self.positions_name = "decoder_position_ids" if isinstance(cache, ExportableEncoderDecoderCache) else "position_ids"
         self.cache_argument = cache_argument(model)
-        self.takes_positions = takes_positions(model)
+        self.takes_positions = takes_positions(model, self.positions_name)
 
     #: What `forward` takes after the method's inputs.
     further_arguments: ClassVar[tuple[str, ...]] = ()
 
-    def run(self, cache: ExportableCache, input_ids: torch.Tensor, input_pos: torch.Tensor) -> torch.Tensor:
+    def run(
+        self, cache: ExportableCache, input_ids: torch.Tensor, input_pos: torch.Tensor, **further: torch.Tensor
+    ) -> torch.Tensor:
         """Logits [batch, vocab] or [batch, length, vocab] of `input_ids` [batch, length] at `input_pos` [batch]."""
         for layer in cache.layers:
             layer.read_length = self.method.read_length
-        options = {}
+        if isinstance(cache, ExportableEncoderDecoderCache):
+            options = decoder_arguments(self.model, cache, input_ids, **further)
+        else:
+            options = {"input_ids": input_ids}
         if self.takes_positions:
-            options["position_ids"] = input_pos[:, None] + torch.arange(input_ids.shape[1], device=input_ids.device)
+            options[self.positions_name] = input_pos[:, None] + torch.arange(input_ids.shape[1], device=input_ids.device)
         if self.keeps_last:
             options["logits_to_keep"] = 1
         options[self.cache_argument] = cache
         with longest_step(self.method.max_length):
-            logits = self.model(input_ids=input_ids, use_cache=True, **options).logits
+            logits = self.model(use_cache=True, **options).logits
         return logits[:, -1] if self.logits is Logits.LAST else logits
 
 
@@ -141,14 +148,6 @@ class ExplicitModule(ProgramModule):
         return self.run(cache, **inputs), cache
 
 
-def _forward_with(names: Sequence[str]) -> FunctionType:
-    """A `forward` whose parameters have these names: the tracer names a graph's inputs after them."""
-    namespace: dict[str, FunctionType] = {}
-    passed = ", ".join(f"{name}={name}" for name in names)
-    exec(f"def forward(self, {', '.join(names)}):\n    return self.call({passed})\n", namespace)
-    return namespace["forward"]
-
-
 @contextmanager
 def attention_of(model: PreTrainedModel, implementation: str, experts: str | None = None) -> Iterator[None]:
     """Run a block with the model switched to an attention implementation, and to an experts implementation where it has
@@ -166,6 +165,30 @@ def attention_of(model: PreTrainedModel, implementation: str, experts: str | Non
         set_attention(model, attention)
         if switch_experts:
             model.set_experts_implementation(own_experts)
+
+
+def program_methods(
+    cache: ExportableCache,
+    prefill_length: int | None = None,
+    forward: bool = False,
+    buckets: Sequence[int] = (),
+    score_length: int = 0,
+) -> dict[str, Method]:
+    """The methods of a program over `cache`: of a text decoder, or of an encoder and its decoder.
+
+    Args:
+        prefill_length, forward, buckets, score_length: See `methods_for`.
+
+    Raises:
+        InputError: Where those refuse, or for `forward` with an encoder-decoder.
+    """
+    if not isinstance(cache, ExportableEncoderDecoderCache):
+        return methods_for(cache, prefill_length, forward, buckets, score_length)
+    if score_length:
+        raise InputError(f"score_length is {score_length}; drafts are scored by text decoders only: leave it out")
+    if forward:
+        raise InputError("a method 'forward' feeds a text decoder; an encoder-decoder has none: export without it")
+    return seq2seq_methods(cache, prefill_length, buckets)
 
 
 class Program:
@@ -207,13 +230,16 @@ class Program:
         self.logits = Logits(logits)
         self.attention = attention
         self.experts = experts
-        self.methods = methods_for(cache, prefill_length, forward, buckets, score_length)
+        self.methods = program_methods(cache, prefill_length, forward, buckets, score_length)
         if adapt is not None:
             cache = adapt(model, cache)
         zeros = {name: torch.zeros_like(tensor) for name, tensor in cache.named_state()}
         self.cache = cache.with_state(zeros)
         module_class = ResidentModule if self.form is Form.RESIDENT else ExplicitModule
-        self.modules = {name: module_class(model, self.cache, method, self.logits) for name, method in self.methods.items()}
+        self.modules = {
+            name: module_class(model, self.cache, method, self.logits) if method.is_step else EncodeModule(model, self.cache.encoder)
+            for name, method in self.methods.items()
+        }
 
     @property
     def batch_size(self) -> int:
@@ -225,12 +251,12 @@ class Program:
         sizes = {"batch": self.batch_size}
         for name, (least, most) in method.dynamic_sizes.items():
             # Away from both ends of the range, so that no bound is taken for the size itself.
-            sizes[name] = min(max(2, min(most - 1, 7)), most)
+            sizes[name] = min(max(2, least, min(most - 1, least + 5)), most)
         inputs = tuple(
             torch.zeros([sizes.get(size, size) for size in spec.shape], dtype=getattr(torch, spec.dtype), device=self.cache.device)
             for spec in method.inputs
         )
-        return inputs if self.form is Form.RESIDENT else (*inputs, self.cache)
+        return (*inputs, self.cache) if method.is_step and self.form is Form.EXPLICIT else inputs
 
     def export(self, name: str, strict: bool = False) -> ExportedProgram:
         """Trace one method with torch.export; sizes that the method has a range for are dynamic.

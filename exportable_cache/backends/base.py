@@ -51,7 +51,7 @@ class Runner(Protocol):
 
     methods: Mapping[str, Method]
 
-    def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor:
+    def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """One call.
 
         Args:
@@ -61,7 +61,7 @@ class Runner(Protocol):
                 earlier one takes tokens back.
 
         Returns:
-            What the method gives, such as logits [batch, vocab], safe to keep.
+            What the method gives, safe to keep: of a step logits [batch, vocab], of others all of `Method.outputs`.
         """
         ...
 

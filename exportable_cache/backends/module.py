@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 from types import FunctionType
+from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from ..attention import ATTENTION, set_attention
 from ..cache import ExportableCache
 from ..decoding.chooser import Chooser
 from ..decoding.choosing_step import ChoosingStep
-from ..methods import Method, methods_for
-from ..program import ResidentModule
+from ..methods import Method
+from ..program import ResidentModule, program_methods
+from ..seq2seq import EncodeModule
 
 
 class ModuleRunner:
@@ -42,18 +45,22 @@ class ModuleRunner:
         score_length: int = 0,
     ) -> None:
         set_attention(model, ATTENTION)
-        self.methods: Mapping[str, Method] = methods_for(cache, prefill_length, buckets=buckets, score_length=score_length)
-        self.modules: dict[str, ResidentModule] = {name: ResidentModule(model, cache, method) for name, method in self.methods.items()}
+        self.methods: Mapping[str, Method] = program_methods(cache, prefill_length, buckets=buckets, score_length=score_length)
+        self.modules: dict[str, torch.nn.Module] = {
+            name: ResidentModule(model, cache, method) if method.is_step else EncodeModule(model, cache.encoder)
+            for name, method in self.methods.items()
+        }
         self.state: Mapping[str, torch.Tensor] = cache.stored_state()
         self._compiled = compiled
         if mode is None and cache.device.type == "cuda":
             mode = "reduce-overhead"
         self._mode = mode
-        # By method, and by how tokens are chosen inside the graph, which is compiled when it is first asked for.
+        # By method, by how tokens are chosen inside the graph, which is compiled when it is first asked for, and by which of
+        # the dynamic sizes are 1: TorchDynamo has no graph for those and others in common.
         self._calls: dict[tuple, Callable[..., torch.Tensor]] = {}
 
     @torch.no_grad()
-    def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor:
+    def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         return self._call((method,), inputs)
 
     @torch.no_grad()
@@ -68,33 +75,36 @@ class ModuleRunner:
             further.append(chooser.seen)
         return self._call((method, greedy, penalised), inputs, *further, *astuple(chooser.settings))
 
-    def _call(self, key: tuple, inputs: Sequence[torch.Tensor], *further: torch.Tensor) -> torch.Tensor:
-        method = self.methods[key[0]]
-        if key not in self._calls:
+    def _call(self, key: tuple, inputs: Sequence[torch.Tensor], *further: torch.Tensor) -> Any:
+        method, ones = self.methods[key[0]], frozenset()
+        if self._compiled:
+            inputs, ones = _marked(method, inputs)
+        if (key, ones) not in self._calls:
             call = self.modules[method.name] if len(key) == 1 else ChoosingStep(self.modules[method.name], *key[1:])
             if self._compiled:
-                dynamic = None if method.dynamic_sizes else False
+                dynamic = None if method.dynamic_sizes.keys() - ones else False
                 call = torch.compile(_step_of(call), fullgraph=True, dynamic=dynamic, mode=self._mode)
-            self._calls[key] = call
-        if self._compiled:
-            inputs = tuple(_marked(method, inputs))
-        result = self._calls[key](*inputs, *further)
+            self._calls[key, ones] = call
+        result = self._calls[key, ones](*inputs, *further)
         # CUDA graphs give out their own buffers, which the next step overwrites.
-        return result.clone() if result.is_cuda else result
+        return tree_map(lambda tensor: tensor.clone() if tensor.is_cuda else tensor, result)
 
 
-def _marked(method: Method, inputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Copies of the inputs that say which of their sizes are dynamic.
+def _marked(method: Method, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], frozenset[str]]:
+    """Copies of the inputs that say which of their sizes are dynamic, and the names of dynamic sizes that are 1 here.
 
     Guards look at strides, which a slice of a longer prompt carries along, and dynamic sizes are marked on the tensor.
     """
-    sizes = method.dynamic_sizes
+    sizes, marked, ones = method.dynamic_sizes, [], set()
     for spec, tensor in zip(method.inputs, inputs, strict=True):
         tensor = tensor.clone(memory_format=torch.contiguous_format)
         for index, size in enumerate(spec.shape):
-            if size in sizes:
-                torch._dynamo.mark_dynamic(tensor, index, min=sizes[size][0], max=sizes[size][1])
-        yield tensor
+            if size in sizes and tensor.shape[index] == 1:
+                ones.add(size)
+            elif size in sizes:
+                torch._dynamo.mark_dynamic(tensor, index, min=max(2, sizes[size][0]), max=sizes[size][1])
+        marked.append(tensor)
+    return marked, frozenset(ones)
 
 
 def _step_of(module: torch.nn.Module) -> Callable[..., torch.Tensor]:

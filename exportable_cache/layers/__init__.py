@@ -1,5 +1,6 @@
 """Storage policies: what one attention layer keeps, where a new token is written, and which position each slot holds."""
 
+from .cross import CrossLayer
 from .dummy import DummyLayer
 from .full import FullLayer
 from .hybrid import HybridFullLayer, HybridRingLayer
@@ -12,6 +13,7 @@ from .sink import SinkLayer
 
 __all__ = [
     "CacheLayer",
+    "CrossLayer",
     "DummyLayer",
     "FullLayer",
     "HybridFullLayer",

@@ -64,6 +64,8 @@ class CacheLayer(CacheLayerMixin):
     is_croppable = True
     #: Why `max_rollback` is less than all, for messages.
     forgetting: ClassVar[str] = "the sliding window has overwritten older ones"
+    #: Whether the layer's length is the decoder's: a step may say what it is. Not of cross-attention.
+    follows_decoder: ClassVar[bool] = True
     # Transformers would allocate lazily, from the first keys it sees; our tensors exist from construction.
     supports_early_init = False
 

@@ -18,6 +18,7 @@ from ...cache import ExportableCache
 from ...layers import FullLayer, StateTensor
 from ...masks import register_masks
 from ...program import attention_of
+from ...seq2seq import ExportableEncoderDecoderCache
 
 EXECUTORCH_ATTENTION = "exportable_cache_executorch"
 _PROBE_ATTENTION = "exportable_cache_probe"
@@ -103,6 +104,9 @@ def executorch_attention(
 
 def fuse_layers(model: PreTrainedModel, cache: ExportableCache) -> ExportableCache:
     """The cache with its fusable full layers in the operators' layout, and all others as they are."""
+    if isinstance(cache, ExportableEncoderDecoderCache):
+        # The probe below feeds a text decoder, and T5's family has a position bias.
+        return cache
     fusable = fusable_layers(model, cache)
     return ExportableCache(
         [FusedFullLayer.like(layer) if fuse else layer for layer, fuse in zip(cache.layers, fusable, strict=True)]

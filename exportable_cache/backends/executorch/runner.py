@@ -29,6 +29,7 @@ class ExecutorchRunner:
         except (OSError, RuntimeError) as error:
             raise BundleError(f"the ExecuTorch runtime cannot load {path.name}: {error}; export the model again") from error
 
-    def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor:
-        # The output lives in the method's planned memory and is overwritten by the next call.
-        return self._methods[method].execute([tensor.contiguous() for tensor in inputs])[0].clone()
+    def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        # Outputs live in the method's planned memory and are overwritten by the next call.
+        outputs = self._methods[method].execute([tensor.contiguous() for tensor in inputs])
+        return outputs[0].clone() if self.methods[method].is_step else tuple(output.clone() for output in outputs)

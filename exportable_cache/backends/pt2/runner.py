@@ -8,6 +8,8 @@ import torch
 from torch.export import ExportedProgram
 
 from ...cache import ExportableCache
+from ...layers import CrossLayer
+from ...seq2seq import ExportableEncoderDecoderCache
 from ..base import ProgramDescription, empty_layers
 
 
@@ -26,7 +28,7 @@ class ResidentRunner:
         }
 
     @torch.no_grad()
-    def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor:
+    def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         return self._modules[method](*inputs)
 
 
@@ -36,7 +38,9 @@ class ExplicitRunner:
     def __init__(self, programs: Mapping[str, ExportedProgram], description: ProgramDescription) -> None:
         self.methods = description.methods
         self._modules = {name: program.module() for name, program in programs.items()}
-        self.cache = ExportableCache(empty_layers(description))
+        layers = empty_layers(description)
+        has_encoder = any(isinstance(layer, CrossLayer) for layer in layers)
+        self.cache = (ExportableEncoderDecoderCache if has_encoder else ExportableCache)(layers)
 
     @property
     def state(self) -> Mapping[str, torch.Tensor]:
@@ -44,6 +48,8 @@ class ExplicitRunner:
         return self.cache.stored_state()
 
     @torch.no_grad()
-    def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor:
+    def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        if not self.methods[method].is_step:
+            return self._modules[method](*inputs)
         logits, self.cache = self._modules[method](*inputs, self.cache)
         return logits
