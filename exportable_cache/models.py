@@ -145,7 +145,8 @@ def check_positions(model: PreTrainedModel, max_length: int | None) -> None:
     Raises:
         InputError: If a step would read past the table.
     """
-    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    config = model.config.get_text_config(decoder=True)
+    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "max_target_positions", None)
     if not isinstance(limit, int) or (max_length is not None and max_length <= limit):
         return
     for name, rows in _position_tables(model):

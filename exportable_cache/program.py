@@ -84,7 +84,7 @@ class ProgramModule(nn.Module):
         for layer in cache.layers:
             layer.read_length = self.method.read_length
         if isinstance(cache, ExportableEncoderDecoderCache):
-            options = decoder_arguments(self.model, cache, input_ids, **further)
+            options = decoder_arguments(self.layout.encoder, cache, input_ids, **further)
         else:
             options = {"input_ids": input_ids}
         if self.takes_positions:

@@ -27,8 +27,9 @@ from .errors import InputError
 from .fingerprint import fingerprint
 from .layers import CacheLayer
 from .layout import check_layers
-from .methods import chunk_sizes, length_buckets, method_for
+from .methods import Method, chunk_sizes, length_buckets, method_for
 from .progress import Progress, silent
+from .seq2seq.session import SessionEncoder, start_tokens
 from .session_state import load_state, runner_state, save_state
 from .session_checks import check_ids, check_max_new_tokens, check_room, split_stops
 
@@ -82,6 +83,9 @@ class Session:
         self.device = torch.device(device)
         self.target = target
         self.fingerprint = fingerprint
+        self._encoder = None
+        if "encode" in runner.methods:
+            self._encoder = SessionEncoder(runner, vocab_size, batch_size, self.device)
         self._cache: ExportableCache | None = None
         self._length = torch.zeros(batch_size, dtype=torch.int64)
         # The most tokens each row ever held since position 0: what a rewind leaves behind in a ring depends on it.
@@ -217,7 +221,7 @@ class Session:
             self.runner.take_turn()
         high_water = int(self._high_water.max())
         for layer in self._cache.layers:
-            if not layer.is_dummy:
+            if layer.follows_decoder and not layer.is_dummy:
                 layer.cumulative_length.copy_(self._length)
             layer._high_water = None if high_water >= _UNKNOWN else high_water
         return self._cache
@@ -341,6 +345,32 @@ class Session:
         """`rewind` without its checks, for decoding loops: a token that was given out and not fed stays so."""
         self._length -= tokens
 
+    # -- encoder ----------------------------------------------------------------------------------------------------
+
+    def encode(self, main_input: torch.Tensor | None = None, **inputs: torch.Tensor) -> torch.Tensor:
+        """Run an encoder-decoder's encoder, and start anew at position 0: the next prefill attends to what it gave.
+
+        `reset()` starts another answer to the same input.
+
+        Args:
+            main_input: int64 [batch, length] token ids, or what else the encoder reads.
+            **inputs: The same by name, as the tokenizer or processor gives it (input_ids, input_features or input_values), and
+                `attention_mask` [batch, length], 0 on the padding behind each row.
+
+        Returns:
+            Hidden states [batch, encoder_length, hidden_size].
+
+        Raises:
+            InputError: If the model has no encoder, or an input is not what it takes; nothing has changed then.
+        """
+        if self._encoder is None:
+            raise InputError(f"this {self.target!r} session runs a text decoder, which has no encoder; use prefill")
+        if main_input is not None:
+            inputs = {self._encoder.method.inputs[0].name: main_input, **inputs}
+        hidden = self._encoder.encode(inputs)
+        self.reset()
+        return hidden
+
     # -- steps ------------------------------------------------------------------------------------------------------
 
     def prefill(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -410,6 +440,8 @@ class Session:
             CacheFullError: If a row has no slot left.
         """
         self._check_ids("tokens", tokens, ("batch",))
+        if self._encoder is not None:
+            self._encoder.required()
         check_room(int(self._length.max()), self.max_length, 1)
         return self._step(tokens[:, None])
 
@@ -436,8 +468,14 @@ class Session:
         size = input_ids.shape[1]
         # Before the run: should it fail halfway, slots may have been written.
         self._high_water = torch.maximum(self._high_water, self._length + size)
-        method = method_for(self.runner.methods, size, int(self._length.max()) + size, scores)
-        inputs = (input_ids, self._length.to(self.device, copy=True))
+        methods, further = self.runner.methods, ()
+        if self._encoder is not None and not bool(self._length.any()):
+            # The first step of a sequence, however short, is the one that fills the cross-attention layers.
+            methods = {name: method for name, method in methods.items() if self._takes_encoding(method)}
+        method = method_for(methods, size, int(self._length.max()) + size, scores)
+        if self._encoder is not None and self._takes_encoding(methods[method]):
+            further = self._encoder.required()
+        inputs = (input_ids, self._length.to(self.device, copy=True), *further)
         if chooser is None:
             result = self.runner.run(method, *inputs)
         else:
@@ -445,6 +483,10 @@ class Session:
         self._length += size
         self._pending = None
         return result
+
+    @staticmethod
+    def _takes_encoding(method: Method) -> bool:
+        return "encoder_hidden_states" in method.input_names
 
     # -- generation -------------------------------------------------------------------------------------------------
 
@@ -502,6 +544,8 @@ class Session:
     ) -> Iterator[str]:
         """Text that follows a prompt, in pieces that never split a character and join to the whole.
 
+        An encoder-decoder encodes the prompt, and its decoder starts anew with the model's start token.
+
         Text continues from where the session is, and so from all that was generated before: the newest token given out,
         which is not in the cache yet, is fed in front of the prompt and takes one token of room. It is left out if it is an
         end or a stop token, or if the session was reset, rewound or fed something else since. Chat messages are a whole
@@ -522,13 +566,20 @@ class Session:
             raise InputError(
                 f"text is generated at batch size 1, this session has {self.batch_size}; use generate with token ids"
             )
+        tokens, strings = self._stops(stop)
+        sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+        ends = {*_end_tokens(self.generation_config), *tokens}
+        if self._encoder is not None:
+            start = start_tokens(self.generation_config, 1, self.device)
+            self.encode(encode_prompt(tokenizer, prompt).to(self.device))
+            if draft is not None:
+                raise InputError("drafts are for text decoders; leave out draft with an encoder-decoder")
+            steps = self._generate(start, max_new_tokens, sampling, tokens, ())
+            return stream_text((int(step[0]) for step in steps), tokenizer, ends, strings)
         is_text = isinstance(prompt, str)
         starts = not is_text or int(self._length[0]) == 0
         input_ids = encode_prompt(tokenizer, prompt, starts=starts).to(self.device)
-        tokens, strings = self._stops(stop)
-        sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
         steps = self._generate(input_ids, max_new_tokens, sampling, tokens, (), continues=is_text, anew=not is_text, draft=draft)
-        ends = {*_end_tokens(self.generation_config), *tokens}
         return stream_text((int(step[0]) for step in steps), tokenizer, ends, strings)
 
     def _generate(
@@ -593,6 +644,8 @@ class Session:
     def _check_prompt(self, input_ids: torch.Tensor, max_new_tokens: int | None = None, anew: bool = False) -> None:
         self._check_ids("input_ids", input_ids, ("batch", "length"))
         check_max_new_tokens(max_new_tokens)
+        if self._encoder is not None:
+            self._encoder.required()
         held = 0 if anew else int(self._length.max())
         check_room(held, self.max_length, input_ids.shape[1], max_new_tokens)
 

@@ -25,8 +25,10 @@ def runner_state(session: Session) -> Mapping[str, torch.Tensor]:
     """The cache tensors that a session's runner steps on, by name as `layers.0.keys`.
 
     Raises:
-        InputError: If its runtime keeps them to itself.
+        InputError: If its runtime keeps them to itself, or it runs an encoder-decoder.
     """
+    if any(not layer.follows_decoder for layer in session.layers):
+        raise InputError("the state of an encoder-decoder's session is not saved or forked; encode its input again instead")
     state = getattr(session.runner, "state", None)
     if state is None:
         raise InputError(

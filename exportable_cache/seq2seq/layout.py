@@ -40,11 +40,11 @@ def encoder_decoder_layers(model: PreTrainedModel, encoder: Encoder) -> tuple[li
     layouts = [
         LayerLayout(
             layer_type,
-            layer.keys.shape[1],
-            layer.keys.shape[3],
-            layer.values.shape[3],
-            window,
-            encoder.capacity if layer_type == CROSS_ATTENTION else None,
+            num_heads=layer.keys.shape[1],
+            head_dim=layer.keys.shape[3],
+            value_head_dim=layer.values.shape[3],
+            window=window,
+            encoder_slots=encoder.capacity if layer_type == CROSS_ATTENTION else None,
         )
         for (layer_type, window), layer in zip(kinds, layers, strict=True)
     ]

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from ..errors import InputError
 from ..methods import Method, methods_for
@@ -41,7 +40,7 @@ def _with_encoder(method: Method, encoder: Encoder) -> Method:
 
 
 def decoder_arguments(
-    model: PreTrainedModel,
+    encoder: Encoder,
     cache: ExportableEncoderDecoderCache,
     input_ids: torch.Tensor,
     encoder_hidden_states: torch.Tensor | None = None,
@@ -50,12 +49,13 @@ def decoder_arguments(
     """Arguments of the model for one step of its decoder.
 
     Args:
+        encoder: Of the model.
         cache: Told whether the cross-attention's keys and values are there, and how many are real.
         input_ids: int64 [batch, length], the decoder's.
         encoder_hidden_states: [batch, encoder_length, hidden_size] in prefill, None in decode.
         encoder_lengths: int64 [batch], how many of them are real.
     """
-    encoder, crosses = cache.encoder, cache.cross_layers
+    crosses = cache.cross_layers
     is_prefill = encoder_hidden_states is not None
     cache.is_updated = dict.fromkeys(range(len(cache)), not is_prefill)
     if is_prefill:

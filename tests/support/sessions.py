@@ -37,11 +37,14 @@ def lowered_session(
     batch_size: int = 1,
     prefill_length: int = 16,
     attention_sinks: int | None = None,
+    max_encoder_len: int | None = None,
     **options: Any,
 ) -> Session:
     """Lower a model for `pt2` or `executorch` into `folder` and open what was written."""
     backend = backend_for(target)
-    cache = ExportableCache.from_model(model, max_cache_len, batch_size, attention_sinks=attention_sinks)
+    cache = ExportableCache.from_model(
+        model, max_cache_len, batch_size, attention_sinks=attention_sinks, max_encoder_len=max_encoder_len
+    )
     program = Program(model, cache, prefill_length=prefill_length, **backend.program_options(options))
     backend.lower(program, folder, options)
     runner = backend.open(folder, describe(program))

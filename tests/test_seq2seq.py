@@ -1,0 +1,222 @@
+"""Encoder-decoder models: sessions over every form against eager `EncoderDecoderCache`; where cross-attention is computed."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import EncoderDecoderCache, PreTrainedModel
+
+from exportable_cache import ExportableCache, Session
+from exportable_cache.errors import InputError, UnsupportedModelError
+from exportable_cache.layers import CrossLayer, FullLayer
+from exportable_cache.program import Program
+from exportable_cache.seq2seq import ExportableEncoderDecoderCache
+
+from .support.models import tokens
+from .support.seq2seq import encoder_inputs, reference_logits, tiny_seq2seq
+from .support.sessions import lowered_session
+
+TOLERANCE = 1e-4
+MAX_CACHE_LEN = 48
+STEPS = 40
+#: Longest encoder input, and the lengths tried: tokens, or samples.
+ENCODER = {"moonshine": (8000, (3000, 8000)), "whisper": (24, (24,))}
+
+
+def sizes(family: str) -> tuple[int, tuple[int, ...]]:
+    return ENCODER.get(family, (20, (3, 20, 1)))
+
+
+def live(model: PreTrainedModel, family: str, batch_size: int = 1, **options: Any) -> Session:
+    cache = ExportableCache.from_model(model, MAX_CACHE_LEN, batch_size, max_encoder_len=sizes(family)[0])
+    return Session.from_model(model, cache, prefill_length=16, **options)
+
+
+def largest_difference(session: Session, model: PreTrainedModel, family: str, prompts: tuple[int, ...] = (1, 4)) -> float:
+    """Over encoder inputs and prompts of several lengths, each with 40 steps after it."""
+    differences = []
+    for index, length in enumerate(sizes(family)[1]):
+        inputs = encoder_inputs(model, length, session.batch_size, seed=index)
+        ids = tokens(STEPS + prompts[-1], session.batch_size, seed=index)
+        for prompt in prompts:
+            expected = reference_logits(model, inputs, ids, prompt)
+            model.set_attn_implementation("exportable_cache")
+            session.encode(**inputs)
+            rows = [session.prefill(ids[:, :prompt])]
+            rows += [session.decode(ids[:, position]) for position in range(prompt, ids.shape[1])]
+            differences.append((torch.stack(rows, 1) - expected).abs().max().item())
+    return max(differences)
+
+
+@pytest.mark.parametrize(
+    "family",
+    "t5 mt5 umt5 longt5 bart marian pegasus pegasus_x m2m_100 mbart blenderbot blenderbot-small plbart mvp bigbird_pegasus "
+    "switch_transformers whisper moonshine".split(),
+)
+def test_eager_sessions_equal_the_model(family: str) -> None:
+    model = tiny_seq2seq(family)
+    assert largest_difference(live(model, family), model, family) <= TOLERANCE
+
+
+@pytest.mark.parametrize(("family", "form"), [("t5", "resident"), ("whisper", "resident"), ("bart", "explicit")])
+def test_pt2_programs_equal_the_model(family: str, form: str, tmp_path: Path) -> None:
+    model = tiny_seq2seq(family)
+    session = lowered_session(model, "pt2", tmp_path, MAX_CACHE_LEN, max_encoder_len=sizes(family)[0], form=form)
+    assert largest_difference(session, model, family) <= TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["t5", "whisper"])
+def test_executorch_programs_equal_the_model(family: str, tmp_path: Path) -> None:
+    model = tiny_seq2seq(family)
+    session = lowered_session(model, "executorch", tmp_path, MAX_CACHE_LEN, max_encoder_len=sizes(family)[0])
+    assert largest_difference(session, model, family, prompts=(4,)) <= TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["t5", "whisper"])
+def test_compiled_sessions_equal_the_model(family: str) -> None:
+    model = tiny_seq2seq(family)
+    assert largest_difference(live(model, family, compile=True), model, family) <= TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["t5", "bart", "moonshine"])
+def test_padded_rows_equal_the_rows_alone(family: str) -> None:
+    model = tiny_seq2seq(family)
+    longest, lengths = sizes(family)
+    inputs = encoder_inputs(model, longest, 2)
+    if family == "moonshine":
+        pytest.skip("its encoder normalises over time, so padding changes the real part")
+    inputs["attention_mask"][1, lengths[0] :] = 0
+    session = live(model, family, batch_size=2)
+    session.encode(**inputs)
+    ids = tokens(12, 2)
+    rows = [session.prefill(ids[:, :3])] + [session.decode(ids[:, position]) for position in range(3, 12)]
+    alone = {name: tensor[1:, : lengths[0]] for name, tensor in inputs.items()}
+    expected = reference_logits(model, alone, ids[1:], 3)
+    assert (torch.stack(rows, 1)[1:] - expected).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize(("family", "projections"), [("t5", (".EncDecAttention.k.", ".EncDecAttention.v.")), ("whisper", ("encoder_attn.k_proj.", "encoder_attn.v_proj."))])
+def test_cross_attention_is_projected_in_prefill_only(family: str, projections: tuple[str, str]) -> None:
+    model = tiny_seq2seq(family)
+    cache = ExportableCache.from_model(model, MAX_CACHE_LEN, max_encoder_len=sizes(family)[0])
+    program = Program(model, cache, prefill_length=16)
+    layers = model.config.decoder_layers if family == "whisper" else model.config.num_decoder_layers
+    counts = {}
+    for name in program.methods:
+        exported = program.export(name)
+        weights = exported.graph_signature.inputs_to_parameters
+        used = [
+            weights[node.name]
+            for node in exported.graph.nodes
+            if node.op == "placeholder" and node.name in weights and node.users and weights[node.name].endswith("weight")
+        ]
+        counts[name] = sum(any(part in weight for part in projections) for weight in used)
+    assert counts == {"encode": 0, "prefill": 2 * layers, "decode": 0}
+
+
+def test_the_encoder_input_matters() -> None:
+    model = tiny_seq2seq("t5")
+    ids = tokens(6)
+    first, second = (reference_logits(model, encoder_inputs(model, 9, seed=seed), ids, 1) for seed in (0, 1))
+    assert (first - second).abs().amax(dim=-1).min() > 0.05
+
+
+def test_layers_come_from_the_models_own_run() -> None:
+    model = tiny_seq2seq("t5")
+    cache = ExportableCache.from_model(model, 32, batch_size=2, max_encoder_len=10)
+    assert isinstance(cache, ExportableEncoderDecoderCache) and isinstance(cache, EncoderDecoderCache)
+    assert [type(layer) for layer in cache.layers] == [FullLayer] * 3 + [CrossLayer] * 3
+    assert cache.layers[3].keys.shape == (2, 4, 10, 8) and cache.layers[0].keys.shape == (2, 4, 32, 8)
+    assert len(cache) == 3 and cache.max_length == 32
+
+
+def test_plain_transformers_use_goes_through_the_protocol() -> None:
+    model = tiny_seq2seq("bart")
+    inputs, ids = encoder_inputs(model, 7), tokens(10)
+    expected = reference_logits(model, inputs, ids, 2)
+    cache = ExportableCache.from_model(model, 32, max_encoder_len=20)
+    with torch.no_grad():
+        outputs = model.get_encoder()(**inputs)
+        rows = [model(encoder_outputs=outputs, decoder_input_ids=ids[:, :2], past_key_values=cache).logits[:, -1]]
+        assert cache.is_updated == {0: True, 1: True, 2: True} and cache.cross_layers[0].encoder_length.tolist() == [7]
+        for position in range(2, 10):
+            step = ids[:, position : position + 1]
+            rows.append(model(encoder_outputs=outputs, decoder_input_ids=step, past_key_values=cache).logits[:, -1])
+    assert (torch.stack(rows, 1) - expected).abs().max() <= TOLERANCE
+    cache.crop(-1)
+    assert cache.cumulative_length.tolist() == [9] and cache.cross_layers[0].encoder_length.tolist() == [7]
+    cache.reset()
+    assert cache.is_updated == {0: False, 1: False, 2: False}
+
+
+def test_saved_and_loaded(tmp_path: Path) -> None:
+    model = tiny_seq2seq("bart")
+    session = live(model, "bart")
+    session.encode(**encoder_inputs(model, 5))
+    session.prefill(tokens(3))
+    session.cache.save(tmp_path / "cache.safetensors")
+    loaded = ExportableCache.load(tmp_path / "cache.safetensors")
+    assert isinstance(loaded, ExportableEncoderDecoderCache)
+    assert loaded.cumulative_length.tolist() == [3] and loaded.cross_layers[0].encoder_length.tolist() == [5]
+
+
+def test_reset_answers_the_same_input_anew_and_encode_starts_over() -> None:
+    model = tiny_seq2seq("t5")
+    session = live(model, "t5")
+    session.encode(**encoder_inputs(model, 9))
+    ids = tokens(4)
+    first = session.prefill(ids)
+    session.reset()
+    assert torch.equal(session.prefill(ids), first)
+    session.encode(**encoder_inputs(model, 4, seed=3))
+    assert session.length.tolist() == [0]
+    assert not torch.allclose(session.prefill(ids), first, atol=1e-2)
+
+
+def test_one_decoder_token_at_position_0_is_a_prefill() -> None:
+    model = tiny_seq2seq("t5")
+    session, other = live(model, "t5"), live(model, "t5")
+    inputs, ids = encoder_inputs(model, 9), tokens(3)
+    for each in (session, other):
+        each.encode(**inputs)
+    assert torch.equal(session.prefill(ids[:, :1]), other.decode(ids[:, 0]))
+
+
+def test_generate_equals_the_models_own() -> None:
+    model = tiny_seq2seq("bart")
+    inputs = encoder_inputs(model, 9)
+    start = torch.tensor([[model.config.decoder_start_token_id]])
+    options = {"max_new_tokens": 12, "do_sample": False, "num_beams": 1, "forced_bos_token_id": None, "forced_eos_token_id": None}
+    expected = model.generate(**inputs, **options)[0, 1:].tolist()
+    session = live(model, "bart")
+    session.encode(**inputs)
+    assert list(session.generate(start, max_new_tokens=12))[: len(expected)] == expected
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda session: session.prefill(tokens(3)), "call session.encode"),
+        (lambda session: session.generate(tokens(3)), "call session.encode"),
+        (lambda session: session.encode(tokens(21)), "the encoder takes 1 to 20"),
+        (lambda session: session.encode(input_features=tokens(3)), "encode takes input_ids"),
+        (lambda session: session.encode(tokens(3), attention_mask=torch.tensor([[0, 1, 1]])), "pad on the right"),
+        (lambda session: session.encode(tokens(3).int()), "must be torch.int64"),
+    ],
+)
+def test_refused_calls(call: Any, message: str) -> None:
+    session = live(tiny_seq2seq("t5"), "t5")
+    with pytest.raises(InputError, match=message):
+        call(session)
+
+
+def test_refused_allocations() -> None:
+    with pytest.raises(InputError, match="the encoder of WhisperForConditionalGeneration takes 24 frames"):
+        ExportableCache.from_model(tiny_seq2seq("whisper"), 16, max_encoder_len=30)
+    with pytest.raises(InputError, match="has positions for 256"):
+        ExportableCache.from_model(tiny_seq2seq("bart"), 16, max_encoder_len=257)
+    with pytest.raises(UnsupportedModelError, match="'prophetnet' is wrong with any static cache"):
+        ExportableCache.from_model(tiny_seq2seq("prophetnet"), 16)
