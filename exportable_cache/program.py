@@ -256,7 +256,10 @@ class Program:
             torch.zeros([sizes.get(size, size) for size in spec.shape], dtype=getattr(torch, spec.dtype), device=self.cache.device)
             for spec in method.inputs
         )
-        return (*inputs, self.cache) if method.is_step and self.form is Form.EXPLICIT else inputs
+        if self.form is Form.RESIDENT or not method.is_step:
+            return inputs
+        # The example is pickled with the program, and read back only if torch knows all it refers to.
+        return (*inputs, type(self.cache).from_layers(self.cache.layers))
 
     def export(self, name: str, strict: bool = False) -> ExportedProgram:
         """Trace one method with torch.export; sizes that the method has a range for are dynamic.
