@@ -1,0 +1,303 @@
+"""On a machine with an NVIDIA GPU: build a TensorRT program, run it, compare it with eager, look at its cache, time it.
+
+    python export_scripts/check_tensorrt_on_gpu.py                                  # the demo model
+    python export_scripts/check_tensorrt_on_gpu.py Qwen/Qwen3-0.6B --dtype float16 --max-cache-len 4096 --json gpu.json
+
+Needs one of the extras `tensorrt` and `tensorrt-rtx`, and torch with CUDA. It says PASSED or FAILED for each of
+
+- load: the plans load on this GPU;
+- logits: prefill and decode equal the eager model's, token by token, past every sliding window;
+- aliases: the engine itself names the same pairs of inputs and outputs as the manifest, bound to one address;
+- in place: a decode step changes one slot of each cache, the one it should, and no other byte of it;
+
+and prints tokens per second beside eager, `torch.compile` and CUDA graphs. It exits with 1 if anything failed, and with 2
+where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from transformers import DynamicCache, PreTrainedModel
+
+from exportable_cache import ExportableCache, Session, export
+from exportable_cache.backends.module import ModuleRunner
+from exportable_cache.bundle import Bundle
+from exportable_cache.errors import ExportableCacheError, MissingDependencyError
+from exportable_cache.models import load_model
+from exportable_cache.verify import verify_session
+
+Step = Callable[[int], object]
+
+
+class Checks:
+    """What was looked at, printed as it goes and kept for the record."""
+
+    def __init__(self, console: Console) -> None:
+        self.results: dict[str, dict[str, Any]] = {}
+        self._console = console
+
+    def add(self, name: str, passed: bool, detail: str) -> None:
+        """Note one result."""
+        self.results[name] = {"passed": passed, "detail": detail}
+        self._console.print(f"[{'green' if passed else 'red'}]{'PASSED' if passed else 'FAILED'}[/] {name}: {detail}")
+
+    @property
+    def passed(self) -> bool:
+        """Whether all did."""
+        return all(result["passed"] for result in self.results.values())
+
+
+def _wait() -> None:
+    """Until the GPU has done what it was given."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def machine() -> dict[str, str]:
+    """GPU, driver and packages."""
+    found = {"gpu": torch.cuda.get_device_name(), "sm": str(compute_capability()), "cuda": str(torch.version.cuda)}
+    for package in ("torch", "transformers", "torch-tensorrt-rtx", "tensorrt-rtx", "torch-tensorrt", "tensorrt"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def compute_capability() -> int:
+    """89 for SM 8.9."""
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
+
+
+def build(model: PreTrainedModel, max_cache_len: int, folder: Path) -> Bundle:
+    """Export for this GPU, or portably where plans cannot be built for it by name."""
+    from exportable_cache.backends.tensorrt.capabilities import CAPABILITIES
+
+    here = compute_capability()
+    options = {"sm": str(here)} if here in CAPABILITIES else {}
+    return export(model, "tensorrt", max_cache_len, folder, verify=False, **options)
+
+
+def check_aliases(runner: Any, checks: Checks) -> None:
+    """Compare what the engines say of shared memory with the manifest, and the addresses that are bound."""
+    for method, record in runner.records.items():
+        context = runner._contexts[method]
+        said = {output.name: context.engine.get_aliased_input_tensor(output.name) for output in record.outputs}
+        said = {output: source for output, source in said.items() if source}
+        apart = [
+            output for output, source in said.items() if context.get_tensor_address(output) != context.get_tensor_address(source)
+        ]
+        detail = f"{len(said)} outputs share memory with an input"
+        if said != record.aliases:
+            detail = f"the engine says {said}, the manifest {record.aliases}"
+        elif apart:
+            detail = f"{', '.join(apart)} are bound to other addresses than their inputs"
+        checks.add(f"aliases of {method}", said == record.aliases and not apart, detail)
+
+
+def check_in_place(session: Session, checks: Checks) -> None:
+    """Feed a prompt, keep a copy of every cache, decode one token, and see which slots differ."""
+    session.reset()
+    generator = torch.Generator().manual_seed(0)
+    length = min(5, (session.max_length or 8) - 1)
+    tokens = torch.randint(session.vocab_size, (session.batch_size, length + 1), generator=generator).to(session.device)
+    session.prefill(tokens[:, :length])
+    _wait()
+    state = session.runner.state
+    before = {name: tensor.clone() for name, tensor in state.items()}
+    session.decode(tokens[:, length])
+    _wait()
+    wrong = []
+    for name, tensor in state.items():
+        # [batch, heads, slots, dim]: a full layer writes slot `length`, a ring that modulo its capacity.
+        changed = (tensor != before[name]).any(-1).any(1).any(0).nonzero().flatten().tolist()
+        if changed != [length % tensor.shape[2]]:
+            wrong.append(f"{name} changed in slots {changed}")
+    detail = "; ".join(wrong) or f"slot {length} of {len(state)} tensors changed, nothing else"
+    checks.add("in place", not wrong, detail)
+    session.reset()
+
+
+def dynamic_step(model: PreTrainedModel) -> Step:
+    """transformers, eager, `DynamicCache` filled up to a position once; each step is taken back by `crop`."""
+    filled: dict[int, DynamicCache] = {}
+    token = torch.ones(1, 1, dtype=torch.int64, device=model.device)
+
+    def step(position: int) -> object:
+        if position not in filled:
+            filled.clear()
+            filled[position] = DynamicCache(config=model.config)
+            model(token.expand(1, position), past_key_values=filled[position], logits_to_keep=1)
+        logits = model(token, past_key_values=filled[position]).logits
+        # A sliding layer keeps its window however many it has seen; the others forget the token again.
+        if not any(filled[position].is_sliding):
+            filled[position].crop(-1)
+        return logits
+
+    return step
+
+
+def runner_step(runner: Any, device: torch.device | str) -> Step:
+    """One decode step of a runner at a position."""
+    token = torch.ones(1, 1, dtype=torch.int64, device=device)
+    positions: dict[int, torch.Tensor] = {}
+
+    def step(position: int) -> object:
+        if position not in positions:
+            positions[position] = torch.tensor([position], device=device)
+        return runner.run("decode", token, positions[position])
+
+    return step
+
+
+def graphed_step(model: PreTrainedModel, max_cache_len: int) -> Step:
+    """The eager step over a static cache, captured as one CUDA graph."""
+    runner = ModuleRunner(model, ExportableCache.from_model(model, max_cache_len))
+    token = torch.ones(1, 1, dtype=torch.int64, device=model.device)
+    place = torch.zeros(1, dtype=torch.int64, device=model.device)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            runner.run("decode", token, place)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = runner.run("decode", token, place)
+
+    def step(position: int) -> object:
+        place.fill_(position)
+        graph.replay()
+        return logits
+
+    return step
+
+
+def compiled_step(model: PreTrainedModel, max_cache_len: int, mode: str) -> Step:
+    """Our compiled decode in a mode of torch.compile; `reduce-overhead` records CUDA graphs."""
+    cache = ExportableCache.from_model(model, max_cache_len)
+    return runner_step(ModuleRunner(model, cache, compiled=True, mode=mode), model.device)
+
+
+def engine_step(bundle: Bundle, captured: bool) -> Step:
+    """The engine's decode, replayed as a CUDA graph or launched anew."""
+    runner = Session.from_bundle(bundle).runner
+    if not captured:
+        runner.steps["decode"]._captures = False
+    return runner_step(runner, "cpu")
+
+
+def forms_of(path: str, dtype: str | None, max_cache_len: int, bundle: Bundle) -> dict[str, Callable[[], Step]]:
+    """Each way of decoding, made on demand with a model of its own on the GPU: a runner keeps the one it switched."""
+
+    def model() -> PreTrainedModel:
+        return load_model(path, dtype).model.to("cuda")
+
+    return {
+        "transformers eager, DynamicCache": lambda: dynamic_step(model()),
+        "torch.compile": lambda: compiled_step(model(), max_cache_len, "default"),
+        "torch.compile, reduce-overhead": lambda: compiled_step(model(), max_cache_len, "reduce-overhead"),
+        "eager step as a CUDA graph": lambda: graphed_step(model(), max_cache_len),
+        "TensorRT, launched": lambda: engine_step(bundle, captured=False),
+        "TensorRT, CUDA graph": lambda: engine_step(bundle, captured=True),
+    }
+
+
+def timed(forms: dict[str, Step], positions: list[int], rounds: int, steps: int) -> dict[str, dict[int, float]]:
+    """Median milliseconds per decode step, by form and position. Rounds are interleaved: a slow moment falls on all."""
+    times: dict[tuple[str, int], list[float]] = {}
+    for position in positions:
+        for step in forms.values():
+            for _ in range(5):
+                step(position)
+        for _ in range(rounds):
+            for name, step in forms.items():
+                _wait()
+                start = time.perf_counter()
+                for _ in range(steps):
+                    step(position)
+                _wait()
+                times.setdefault((name, position), []).append(1e3 * (time.perf_counter() - start) / steps)
+    return {name: {position: statistics.median(times[name, position]) for position in positions} for name in forms}
+
+
+def speed_table(medians: dict[str, dict[int, float]], title: str) -> Table:
+    """Tokens per second, and each form's speed relative to the first."""
+    base = next(iter(medians.values()))
+    table = Table(title=title)
+    table.add_column("decode")
+    for position in base:
+        table.add_column(f"tokens/s @{position}", justify="right")
+        table.add_column("speed", justify="right")
+    for name, by_position in medians.items():
+        cells = ((f"{1e3 / ms:.1f}", f"{base[position] / ms:.2f}x") for position, ms in by_position.items())
+        table.add_row(name, *(cell for pair in cells for cell in pair))
+    return table
+
+
+@torch.no_grad()
+def main(
+    model: Annotated[str, typer.Argument(help="demo, a local folder, or a hub id.")] = "demo",
+    dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16; as stored by default.")] = None,
+    max_cache_len: Annotated[int, typer.Option(help="Slots of a full-attention layer.")] = 512,
+    output: Annotated[Path | None, typer.Option(help="Folder to keep the bundle in.")] = None,
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds of the timing; 0 for none.")] = 10,
+    steps: Annotated[int, typer.Option(help="Decode steps of each form per round.")] = 32,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Also write everything here.")] = None,
+) -> None:
+    """Build, run, verify and time a TensorRT program on the GPU of this machine."""
+    console = Console()
+    if not torch.cuda.is_available():
+        console.print("torch finds no NVIDIA GPU here. Without one, `exportable-cache verify` checks the network on the CPU.")
+        raise typer.Exit(2)
+    record: dict[str, Any] = {"model": model, "max_cache_len": max_cache_len, "machine": machine()}
+    console.print(", ".join(f"{name} {value}" for name, value in record["machine"].items()))
+    checks = Checks(console)
+    reference = load_model(model, dtype).model
+    record["dtype"] = str(reference.dtype).removeprefix("torch.")
+    with tempfile.TemporaryDirectory() as temporary:
+        try:
+            start = time.perf_counter()
+            bundle = build(reference, max_cache_len, output or Path(temporary) / "bundle")
+            record["build_seconds"] = time.perf_counter() - start
+            console.print(f"built {', '.join(bundle.manifest.files)} in {record['build_seconds']:.1f} s")
+            session = Session.from_bundle(bundle)
+            checks.add("load", True, f"{len(session.runner.methods)} engines")
+            report = verify_session(session, reference)
+            record["verification"] = report.to_dict()
+            checks.add("logits", report.passed, str(report))
+            check_aliases(session.runner, checks)
+            check_in_place(session, checks)
+        except MissingDependencyError:
+            raise
+        except ExportableCacheError as error:
+            checks.add("load" if "load" not in checks.results else "run", False, str(error))
+        if rounds and checks.passed:
+            del session
+            positions = sorted({min(100, max_cache_len // 2), max_cache_len - 2})
+            forms = {name: make() for name, make in forms_of(model, dtype, max_cache_len, bundle).items()}
+            record["milliseconds"] = timed(forms, positions, rounds, steps)
+            title = f"{model}, {record['dtype']}, cache {max_cache_len}, one row, {record['machine']['gpu']}: median"
+            console.print(speed_table(record["milliseconds"], title))
+    record["checks"] = checks.results
+    if json_path is not None:
+        json_path.write_text(json.dumps(record, indent=2))
+    if not checks.passed:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,69 @@
+"""An engine on the CPU: a network behind TensorRT's way of binding, addresses instead of tensors. For tests of the runtime."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from types import SimpleNamespace
+
+import torch
+
+from exportable_cache.backends.tensorrt.engine_runner import EngineRunner
+from exportable_cache.backends.tensorrt.evaluator import NetworkEvaluator
+from exportable_cache.backends.tensorrt.network import Network
+from exportable_cache.backends.tensorrt.target import record_of
+from exportable_cache.program import Program
+
+
+class CpuContext:
+    """What is used of `IExecutionContext`, over the evaluator: reads inputs where they are bound and writes outputs there.
+
+    As in an engine, an update of a cache writes the new tokens where the output is bound, and leaves the rest to the input
+    being there.
+    """
+
+    def __init__(self, network: Network) -> None:
+        self.evaluator = NetworkEvaluator(network.definition, network.constants)
+        self.engine = SimpleNamespace(get_aliased_input_tensor=self.evaluator.aliases.get)
+        self.runs = 0
+        self._addresses: dict[str, int] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+
+    def set_tensor_address(self, name: str, address: int) -> bool:
+        self._addresses[name] = address
+        return name in self.evaluator.inputs or name in self.evaluator.outputs
+
+    def get_tensor_address(self, name: str) -> int:
+        return self._addresses[name]
+
+    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        self._shapes[name] = shape
+        return True
+
+    def execute_async_v3(self, stream_handle: int) -> bool:
+        self.runs += 1
+        inputs = {
+            name: _tensor_at(self._addresses[name], self._shapes.get(name, spec.shape), spec.dtype)
+            for name, spec in self.evaluator.inputs.items()
+        }
+        for name, result in self.evaluator.run(inputs).items():
+            bound = _tensor_at(self._addresses[name], tuple(result.shape), result.dtype)
+            source = self.evaluator.aliases.get(name)
+            if source is None:
+                bound.copy_(result)
+            else:
+                written = result != inputs[source]
+                bound[written] = result[written]
+        return True
+
+
+def cpu_engine_runner(program: Program, networks: dict[str, Network]) -> EngineRunner:
+    """The runner of a bundle on a GPU, over engines on the CPU."""
+    records = {name: record_of(name, network, ()) for name, network in networks.items()}
+    contexts = {name: CpuContext(network) for name, network in networks.items()}
+    return EngineRunner(program.methods, records, contexts, torch.device("cpu"))
+
+
+def _tensor_at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    buffer = (ctypes.c_char * (math.prod(shape) * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(buffer, dtype=dtype).reshape(shape)

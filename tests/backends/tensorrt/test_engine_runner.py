@@ -1,0 +1,132 @@
+"""The runtime's bindings and the checks of the GPU script, over engines on the CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from rich.console import Console
+
+from exportable_cache import Session
+from exportable_cache.errors import BundleError
+from exportable_cache.verify import verify_session
+
+pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no tensorrt extra is installed")
+
+from .cpu_engine import cpu_engine_runner
+from .programs import engine_program
+
+SCRIPT = Path(__file__).parents[3] / "export_scripts" / "check_tensorrt_on_gpu.py"
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    """The GPU check script as a module."""
+    spec = importlib.util.spec_from_file_location("check_tensorrt_on_gpu", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def engine_session(family: str = "gemma3_text") -> tuple[Session, torch.nn.Module]:
+    """A session over engines on the CPU, as on a GPU machine, and its model."""
+    model, program, networks = engine_program(family)
+    runner = cpu_engine_runner(program, networks)
+    return Session(runner, program.cache.layers, model.config.vocab_size, batch_size=1, target="tensorrt"), model
+
+
+def test_engines_over_one_cache_equal_the_model() -> None:
+    session, model = engine_session()
+    report = verify_session(session, model, tolerance=1e-4, prompts=[3, 20])
+    assert report.passed, str(report)
+    assert all(context.runs for context in session.runner._contexts.values())
+
+
+def test_updates_are_bound_to_their_cache_and_rings_of_a_prompt_beside_it() -> None:
+    session, _ = engine_session()
+    for method, record in session.runner.records.items():
+        context = session.runner._contexts[method]
+        for tensor in record.outputs:
+            if tensor.name.startswith("next."):
+                cache = "cache." + tensor.name.removeprefix("next.")
+                same = context.get_tensor_address(tensor.name) == context.get_tensor_address(cache)
+                assert same == (tensor.name in record.aliases)
+    assert not session.runner.steps["decode"].copies
+    assert len(session.runner.steps["prefill"].copies) == 2
+
+
+def test_unknown_tensor_is_refused() -> None:
+    session, _ = engine_session()
+    context = next(iter(session.runner._contexts.values()))
+    context.set_tensor_address = lambda name, address: False
+    with pytest.raises(BundleError, match="the engine of 'decode' has no tensor"):
+        type(session.runner)(session.runner.methods, session.runner.records, session.runner._contexts, torch.device("cpu"))
+
+
+def checked(script: ModuleType, check: str, subject: object) -> dict[str, dict]:
+    """Results of one of the script's checks."""
+    checks = script.Checks(Console(quiet=True))
+    getattr(script, check)(subject, checks)
+    return checks.results
+
+
+def test_script_sees_shared_memory(script: ModuleType) -> None:
+    session, _ = engine_session()
+    results = checked(script, "check_aliases", session.runner)
+    assert all(result["passed"] for result in results.values())
+    assert results["aliases of decode"]["detail"] == "4 outputs share memory with an input"
+
+
+@pytest.mark.parametrize("fault", ["engine without aliases", "another address"])
+def test_script_sees_memory_that_is_not_shared(script: ModuleType, fault: str) -> None:
+    session, _ = engine_session()
+    context = session.runner._contexts["decode"]
+    if fault == "engine without aliases":
+        context.engine = SimpleNamespace(get_aliased_input_tensor=lambda name: None)
+    else:
+        context.set_tensor_address("next.layers.0.keys", 0)
+    results = checked(script, "check_aliases", session.runner)
+    assert not results["aliases of decode"]["passed"]
+    assert results["aliases of prefill"]["passed"]
+
+
+def test_script_sees_that_one_slot_changes(script: ModuleType) -> None:
+    session, _ = engine_session()
+    (result,) = checked(script, "check_in_place", session).values()
+    assert result["passed"], result
+
+
+def test_script_sees_a_second_slot_that_changes(script: ModuleType) -> None:
+    session, _ = engine_session()
+    context = session.runner._contexts["decode"]
+    execute = context.execute_async_v3
+
+    def spills(stream: int) -> bool:
+        session.runner.state["cache.layers.1.values"][:, :, 9] += 1
+        return execute(stream)
+
+    context.execute_async_v3 = spills
+    (result,) = checked(script, "check_in_place", session).values()
+    assert not result["passed"]
+    assert result["detail"] == "cache.layers.1.values changed in slots [5, 9]"
+
+
+def test_script_times_interleaved_rounds(script: ModuleType) -> None:
+    calls: list[tuple[str, int]] = []
+    forms = {name: lambda position, name=name: calls.append((name, position)) for name in ("a", "b")}
+    medians = script.timed(forms, [1, 2], rounds=2, steps=3)
+    assert set(medians) == {"a", "b"} and set(medians["a"]) == {1, 2}
+    after_warm_up = [name for name, position in calls if position == 1][10:]
+    assert after_warm_up == ["a"] * 3 + ["b"] * 3 + ["a"] * 3 + ["b"] * 3
+
+
+def test_script_without_a_gpu_says_so(script: ModuleType, capsys: pytest.CaptureFixture) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(script.typer.Exit) as exit_:
+        script.main()
+    assert exit_.value.exit_code == 2
+    assert "torch finds no NVIDIA GPU here" in capsys.readouterr().out
