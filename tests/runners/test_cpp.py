@@ -31,6 +31,9 @@ def session(demo_bundle: Path) -> Session:
     return load(demo_bundle)
 
 
+STATES = {"conv_states": [None], "recurrent_states": [None]}
+
+
 def refused(reply: Reply, kind: str, *parts: str) -> None:
     assert not reply.ok and reply.values[0] == kind, reply
     for part in parts:
@@ -132,11 +135,16 @@ def test_rollback_rules_are_the_layers(probe: Probe, slack: int) -> None:
         "SinkLayer": {"capacity": 3 + 8 + slack, "window": 8, "sinks": 3},
         "FullLayer": {"capacity": 40},
         "FusedFullLayer": {"capacity": 40},
+        "IndexedLayer": {"capacity": 40},
+        "DummyLayer": {},
+        "LinearLayer": STATES,
+        "HybridFullLayer": {"capacity": 40, **STATES},
+        "HybridRingLayer": {"capacity": 8 + slack, "window": 8, **STATES},
     }
     marks = [(length, high) for high in range(0, 30) for length in range(0, high + 1)]
     for name, config in configs.items():
         layer = CacheLayer.classes[name].from_state(config, {})
-        sizes = (config["capacity"], config.get("window", "-"), config.get("sinks", 0))
+        sizes = (config.get("capacity", "-"), config.get("window", "-"), config.get("sinks", 0))
         replies = probe(*(("rollback", name, *sizes, *mark) for mark in marks))
         assert [int(reply.values[0]) for reply in replies] == [layer.max_length or -1] * len(marks)
         assert [int(reply.values[1]) for reply in replies] == [layer.max_rollback(*mark) for mark in marks]

@@ -1,51 +1,69 @@
 #include <exportable_cache/cache_limits.h>
 
 #include <algorithm>
+#include <iterator>
 #include <string>
 
 namespace exportable_cache {
 namespace {
 
-// By class name; a class that is not here may have other rules, so it is refused.
-enum class Kind { kFull, kRing, kUnknown };
+struct Rules {
+  const char* class_name;
+  bool keeps_all;     // `capacity` tokens and no more
+  bool keeps_newest;  // those of a window
+  bool keeps_states;  // of linear attention or convolutions
+};
 
-Kind kind_of(const LayerSpec& layer) {
-  if (layer.class_name == "FullLayer" || layer.class_name == "FusedFullLayer") return Kind::kFull;
-  if ((layer.class_name == "RingLayer" || layer.class_name == "SinkLayer") && layer.window) return Kind::kRing;
-  return Kind::kUnknown;
-}
+// A class that is not here may have other rules, so it is refused.
+constexpr Rules kRules[] = {
+    {"FullLayer", true, false, false},
+    {"FusedFullLayer", true, false, false},
+    {"IndexedLayer", true, false, false},
+    {"RingLayer", false, true, false},
+    {"SinkLayer", false, true, false},
+    {"LinearLayer", false, false, true},
+    {"HybridFullLayer", true, false, true},
+    {"HybridRingLayer", false, true, true},
+    {"DummyLayer", false, false, false},
+};
 
 }  // namespace
 
-Result<CacheLimits> CacheLimits::make(std::vector<LayerSpec> layers) {
+Result<CacheLimits> CacheLimits::make(const std::vector<LayerSpec>& layers) {
+  CacheLimits limits;
   for (size_t index = 0; index < layers.size(); ++index) {
-    if (kind_of(layers[index]) == Kind::kUnknown) {
-      return fail(ErrorCode::kBundle, "layer ", index, " is a ", layers[index].class_name,
-                  ", this library knows FullLayer, FusedFullLayer, RingLayer and SinkLayer; build that of the release that wrote it");
+    const LayerSpec& layer = layers[index];
+    const Rules* rules = std::find_if(std::begin(kRules), std::end(kRules),
+                                      [&layer](const Rules& candidate) { return layer.class_name == candidate.class_name; });
+    if (rules == std::end(kRules)) {
+      std::string known;
+      for (const Rules& candidate : kRules) known += (known.empty() ? "" : ", ") + std::string(candidate.class_name);
+      return fail(ErrorCode::kBundle, "layer ", index, " is a ", layer.class_name, ", this library knows ", known,
+                  "; build that of the release that wrote it");
     }
+    const bool sized = layer.capacity && (!rules->keeps_newest || layer.window);
+    if ((rules->keeps_all || rules->keeps_newest) && !sized) {
+      return fail(ErrorCode::kBundle, "layer ", index, " is a ", layer.class_name, " without its ",
+                  layer.capacity ? "window" : "capacity", "; export the model again");
+    }
+    if (rules->keeps_all) limits.max_length_ = std::min(limits.max_length_.value_or(*layer.capacity), *layer.capacity);
+    if (rules->keeps_newest) limits.rings_.push_back({*layer.capacity, *layer.capacity - layer.sinks, *layer.window});
+    limits.keeps_states_ = limits.keeps_states_ || rules->keeps_states;
   }
-  return CacheLimits(std::move(layers));
+  return limits;
 }
 
-std::optional<int64_t> CacheLimits::max_length() const {
-  std::optional<int64_t> limit;
-  for (const LayerSpec& layer : layers_) {
-    if (kind_of(layer) == Kind::kFull) limit = std::min(limit.value_or(layer.capacity), layer.capacity);
-  }
-  return limit;
-}
-
-int64_t CacheLimits::max_rollback(int64_t length, int64_t high_water) const {
+Rollback CacheLimits::max_rollback(int64_t length, int64_t high_water) const {
+  // What it was before the newest token is gone.
+  if (keeps_states_) return {0, "a layer's state sums up all that was seen"};
   int64_t allowed = length;
-  for (const LayerSpec& layer : layers_) {
-    if (kind_of(layer) != Kind::kRing || high_water <= layer.capacity) continue;
-    // Past the sinks, positions up to high_water - 1 - ring are overwritten; the next query needs those from its own
+  for (const Ring& ring : rings_) {
+    if (high_water <= ring.capacity) continue;
+    // Past the first tokens, positions up to high_water - 1 - slots are overwritten; the next query needs those from its own
     // position - window + 1 on.
-    const int64_t ring = layer.capacity - layer.sinks;
-    const int64_t oldest = high_water - 1 - ring + *layer.window;
-    allowed = std::min(allowed, std::max<int64_t>(0, length - oldest));
+    allowed = std::min(allowed, std::max<int64_t>(0, length - (high_water - 1 - ring.slots + ring.window)));
   }
-  return allowed;
+  return {allowed, "the sliding window has overwritten older ones"};
 }
 
 }  // namespace exportable_cache

@@ -122,7 +122,8 @@ Result<Manifest> Manifest::read(const std::string& folder) {
   for (const Json& layer : layers == nullptr ? no_layers : *layers) {
     const std::string where = "layers." + std::to_string(manifest.layers.size());
     const Json& config = layer["config"];
-    LayerSpec spec{reader.text(layer["class"], where + ".class"), reader.integer(config["capacity"], where + ".config.capacity", 1)};
+    LayerSpec spec{reader.text(layer["class"], where + ".class")};
+    if (!config["capacity"].is_null()) spec.capacity = reader.integer(config["capacity"], where + ".config.capacity", 1);
     if (!config["window"].is_null()) spec.window = reader.integer(config["window"], where + ".config.window", 1);
     if (!config["sinks"].is_null()) spec.sinks = reader.integer(config["sinks"], where + ".config.sinks", 0);
     manifest.layers.push_back(std::move(spec));

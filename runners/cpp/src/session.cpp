@@ -150,10 +150,9 @@ Status Session::check_rewind(int64_t tokens) const {
   if (tokens > length_) {
     return fail(ErrorCode::kInput, "cannot rewind ", tokens, " tokens, the cache holds ", length_, "; rewind at most ", length_);
   }
-  const int64_t allowed = limits_.max_rollback(length_, high_water_);
+  const auto [allowed, reason] = limits_.max_rollback(length_, high_water_);
   if (tokens > allowed) {
-    return fail(ErrorCode::kInput, "cannot rewind ", tokens, " tokens at a length of ", length_,
-                ": the sliding window has overwritten older ones, at most ", allowed,
+    return fail(ErrorCode::kInput, "cannot rewind ", tokens, " tokens at a length of ", length_, ": ", reason, ", at most ", allowed,
                 " can be taken back; reset() and prefill the tokens to keep");
   }
   return {};

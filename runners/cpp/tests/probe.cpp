@@ -169,13 +169,14 @@ const std::map<std::string, std::function<void(const Fields&)>> kCommands = {
        reply(pieces);
      }},
     {"rollback", [](const Fields& fields) {
-       LayerSpec layer{fields[1], integer(fields[2])};
+       LayerSpec layer{fields[1]};
+       if (fields[2] != "-") layer.capacity = integer(fields[2]);
        if (fields[3] != "-") layer.window = integer(fields[3]);
        layer.sinks = integer(fields[4]);
        const Result<CacheLimits> limits = CacheLimits::make({layer});
        if (!limits.ok()) return reply(limits.error());
        reply({std::to_string(limits->max_length().value_or(-1)),
-              std::to_string(limits->max_rollback(integer(fields[5]), integer(fields[6])))});
+              std::to_string(limits->max_rollback(integer(fields[5]), integer(fields[6])).tokens)});
      }},
     {"sample", [](const Fields& fields) {
        std::vector<float> logits;

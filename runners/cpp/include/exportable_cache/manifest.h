@@ -18,12 +18,12 @@ struct MethodSpec {
   std::optional<int64_t> read_length{};  // reads only so many tokens of the cache, so it serves no later position
 };
 
-/// One cache layer: its class in exportable_cache/layers, and the sizes that limit it.
+/// One cache layer: its class in exportable_cache/layers, and the sizes that limit it, as far as it has them.
 struct LayerSpec {
   std::string class_name;
-  int64_t capacity;                 // slots
-  std::optional<int64_t> window{};  // newest tokens a query attends to, in a ring
-  int64_t sinks = 0;                // first tokens it attends to as well
+  std::optional<int64_t> capacity{};  // slots
+  std::optional<int64_t> window{};    // newest tokens a query attends to, in a ring
+  int64_t sinks = 0;                  // first tokens it attends to as well
 };
 
 /// The fields of manifest.json that a runner needs.

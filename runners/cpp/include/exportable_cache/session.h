@@ -69,7 +69,7 @@ class Session {
 
   /// Tokens seen.
   int64_t length() const { return length_; }
-  /// Tokens the cache can hold in all, or nothing where only rings keep state.
+  /// Tokens the cache can hold in all, or nothing where no layer keeps all of them.
   std::optional<int64_t> max_length() const { return limits_.max_length(); }
   /// Tokens there is still room for, or nothing for any number.
   std::optional<int64_t> room() const;
@@ -80,7 +80,7 @@ class Session {
   /// Take back the newest tokens, so that others can follow in their place. A generated token that was given out and not
   /// fed yet is dropped as well, and not counted.
   ///
-  /// Error kInput if there are fewer, or a ring has overwritten one that would be needed again.
+  /// Error kInput if there are fewer, a ring has overwritten one that would be needed again, or a layer keeps a state.
   Status rewind(int64_t tokens);
 
   /// Feed a prompt of any length. Long ones go through in chunks.
