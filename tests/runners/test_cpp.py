@@ -132,6 +132,7 @@ def test_rollback_rules_are_the_layers(probe: Probe, slack: int) -> None:
     importlib.import_module("exportable_cache.backends.executorch.fused")  # which brings a layer class of its own
     configs = {
         "RingLayer": {"capacity": 8 + slack, "window": 8},
+        "FusedRingLayer": {"capacity": 8 + slack, "window": 8},
         "SinkLayer": {"capacity": 3 + 8 + slack, "window": 8, "sinks": 3},
         "FullLayer": {"capacity": 40},
         "FusedFullLayer": {"capacity": 40},
@@ -143,7 +144,7 @@ def test_rollback_rules_are_the_layers(probe: Probe, slack: int) -> None:
     }
     marks = [(length, high) for high in range(0, 30) for length in range(0, high + 1)]
     for name, config in configs.items():
-        layer = CacheLayer.classes[name].from_state(config, {})
+        layer = CacheLayer.classes[name.replace("FusedRing", "Ring")].from_state(config, {})
         sizes = (config.get("capacity", "-"), config.get("window", "-"), config.get("sinks", 0))
         replies = probe(*(("rollback", name, *sizes, *mark) for mark in marks))
         assert [int(reply.values[0]) for reply in replies] == [layer.max_length or -1] * len(marks)

@@ -20,6 +20,7 @@ constexpr Rules kRules[] = {
     {"FusedFullLayer", true, false, false},
     {"IndexedLayer", true, false, false},
     {"RingLayer", false, true, false},
+    {"FusedRingLayer", false, true, false},
     {"SinkLayer", false, true, false},
     {"LinearLayer", false, false, true},
     {"HybridFullLayer", true, false, true},

@@ -60,10 +60,11 @@ std::vector<int64_t> token_ids(const Json& ids, Reader& reader) {
   return tokens;
 }
 
-// Other methods, such as an encoder, are no steps over the cache.
+// Whether a method gives the last token's logits. Others, such as an encoder, or one that scores every token, are not needed.
 bool gives_logits(const Json& method) {
   const Json::Array* outputs = method["outputs"].array();
-  if (outputs == nullptr) return false;
+  const bool* scores = method["scores"].boolean();
+  if (outputs == nullptr || (scores != nullptr && *scores)) return false;
   for (const Json& output : *outputs) {
     if (output["name"].string() != nullptr && *output["name"].string() == "logits") return true;
   }

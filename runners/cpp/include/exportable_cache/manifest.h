@@ -31,7 +31,7 @@ struct Manifest {
   std::string folder;
   std::string source;   // where the model came from
   int64_t vocab_size;   // token ids run from 0 to vocab_size - 1
-  std::vector<MethodSpec> methods;  // those that give logits
+  std::vector<MethodSpec> methods;  // those that give the last token's logits
   std::vector<LayerSpec> layers;
   std::vector<int64_t> end_tokens;  // eos_token_id of the generation config; may be empty
   bool has_tokenizer;
