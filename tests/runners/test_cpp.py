@@ -143,12 +143,13 @@ def test_rollback_rules_are_the_layers(probe: Probe, slack: int) -> None:
         "HybridRingLayer": {"capacity": 8 + slack, "window": 8, **STATES},
     }
     marks = [(length, high) for high in range(0, 30) for length in range(0, high + 1)]
+    commands, expected = [], []
     for name, config in configs.items():
         layer = CacheLayer.classes[name.replace("FusedRing", "Ring")].from_state(config, {})
         sizes = (config.get("capacity", "-"), config.get("window", "-"), config.get("sinks", 0))
-        replies = probe(*(("rollback", name, *sizes, *mark) for mark in marks))
-        assert [int(reply.values[0]) for reply in replies] == [layer.max_length or -1] * len(marks)
-        assert [int(reply.values[1]) for reply in replies] == [layer.max_rollback(*mark) for mark in marks]
+        commands += [("rollback", name, *sizes, *mark) for mark in marks]
+        expected += [[str(layer.max_length or -1), str(layer.max_rollback(*mark))] for mark in marks]
+    assert [reply.values for reply in probe(*commands)] == expected
 
 
 def test_position_zero_starts_anew(demo_bundle, probe: Probe) -> None:

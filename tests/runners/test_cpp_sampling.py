@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from exportable_cache.decoding import keep_top_k, keep_top_p
+from exportable_cache.decoding import Sampling, sorted_distribution
 
 from .conftest import Probe, ids
 
@@ -16,21 +16,23 @@ def sample(*options: str, count: int = DRAWS, logits: torch.Tensor = LOGITS) -> 
 
 
 @pytest.mark.parametrize(
-    ("options", "kept"),
+    "options",
     [
-        (["temperature=1"], LOGITS),
-        (["temperature=0.5"], LOGITS / 0.5),
-        (["temperature=1", "top_k=3"], keep_top_k(LOGITS, 3)),
-        (["temperature=1", "top_k=100"], LOGITS),
-        (["temperature=2", "top_p=0.7"], keep_top_p(LOGITS / 2, 0.7)),
-        (["temperature=1", "top_p=0.0001"], keep_top_p(LOGITS, 0.0001)),
-        (["temperature=1", "top_p=1"], LOGITS),
-        (["temperature=0.7", "top_k=4", "top_p=0.8"], keep_top_p(keep_top_k(LOGITS / 0.7, 4), 0.8)),
+        {"temperature": 1.0},
+        {"temperature": 0.5},
+        {"temperature": 1.0, "top_k": 3},
+        {"temperature": 1.0, "top_k": 100},
+        {"temperature": 2.0, "top_p": 0.7},
+        {"temperature": 1.0, "top_p": 0.0001},
+        {"temperature": 1.0, "top_p": 1.0},
+        {"temperature": 0.7, "top_k": 4, "top_p": 0.8},
     ],
 )
-def test_frequencies_are_the_probabilities(probe: Probe, options: list[str], kept: torch.Tensor) -> None:
-    counts = torch.bincount(torch.tensor(probe(sample(*options, "seed=11"))[0].tokens()), minlength=8)
-    expected = kept.softmax(-1)[0]
+def test_frequencies_are_the_probabilities(probe: Probe, options: dict[str, float]) -> None:
+    draws = probe(sample(*(f"{name}={value}" for name, value in options.items()), "seed=11"))[0].tokens()
+    counts = torch.bincount(torch.tensor(draws), minlength=8)
+    probabilities, tokens = sorted_distribution(LOGITS, Sampling(**options).settings())
+    expected = torch.zeros(8).scatter(0, tokens[0], probabilities[0])
     assert not counts[expected == 0].any() and counts[expected > 1e-2].all()
     # Five standard deviations of a binomial count.
     assert ((counts / DRAWS - expected).abs() <= 5 * (expected * (1 - expected) / DRAWS).sqrt() + 1e-9).all()
