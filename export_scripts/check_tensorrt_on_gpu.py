@@ -132,7 +132,7 @@ def check_in_place(session: Session, checks: Checks) -> None:
 
 
 def dynamic_step(model: PreTrainedModel) -> Step:
-    """transformers, eager, `DynamicCache` filled up to a position once; each step is taken back by `crop`."""
+    """transformers, eager, `DynamicCache` filled up to a position once; each step is taken back where a layer grew."""
     filled: dict[int, DynamicCache] = {}
     token = torch.ones(1, 1, dtype=torch.int64, device=model.device)
 
@@ -142,9 +142,10 @@ def dynamic_step(model: PreTrainedModel) -> Step:
             filled[position] = DynamicCache(config=model.config)
             model(token.expand(1, position), past_key_values=filled[position], logits_to_keep=1)
         logits = model(token, past_key_values=filled[position]).logits
-        # A sliding layer keeps its window however many it has seen; the others forget the token again.
-        if not any(filled[position].is_sliding):
-            filled[position].crop(-1)
+        for layer in filled[position].layers:
+            # A sliding layer holds no more than its window, and gives nothing back.
+            if not layer.is_sliding:
+                layer.crop(-1)
         return logits
 
     return step
@@ -192,27 +193,27 @@ def compiled_step(model: PreTrainedModel, max_cache_len: int, mode: str) -> Step
     return runner_step(ModuleRunner(model, cache, compiled=True, mode=mode), model.device)
 
 
-def engine_step(bundle: Bundle, captured: bool) -> Step:
+def engine_step(runner: Any, captured: bool) -> Step:
     """The engine's decode, replayed as a CUDA graph or launched anew."""
-    runner = Session.from_bundle(bundle).runner
-    if not captured:
-        runner.steps["decode"]._captures = False
-    return runner_step(runner, "cpu")
+    decode, step = runner.steps["decode"], runner_step(runner, "cpu")
+
+    def run(position: int) -> object:
+        decode._captures = captured
+        return step(position)
+
+    return run
 
 
-def forms_of(path: str, dtype: str | None, max_cache_len: int, bundle: Bundle) -> dict[str, Callable[[], Step]]:
-    """Each way of decoding, made on demand with a model of its own on the GPU: a runner keeps the one it switched."""
-
-    def model() -> PreTrainedModel:
-        return load_model(path, dtype).model.to("cuda")
-
+def forms_of(path: str, dtype: str | None, max_cache_len: int, engines: Any) -> dict[str, Step]:
+    """Each way of decoding, over two copies of the model on the GPU: a runner of ours keeps the one that it switched."""
+    theirs, ours = (load_model(path, dtype).model.to("cuda") for _ in range(2))
     return {
-        "transformers eager, DynamicCache": lambda: dynamic_step(model()),
-        "torch.compile": lambda: compiled_step(model(), max_cache_len, "default"),
-        "torch.compile, reduce-overhead": lambda: compiled_step(model(), max_cache_len, "reduce-overhead"),
-        "eager step as a CUDA graph": lambda: graphed_step(model(), max_cache_len),
-        "TensorRT, launched": lambda: engine_step(bundle, captured=False),
-        "TensorRT, CUDA graph": lambda: engine_step(bundle, captured=True),
+        "transformers eager, DynamicCache": dynamic_step(theirs),
+        "torch.compile": compiled_step(ours, max_cache_len, "default"),
+        "torch.compile, reduce-overhead": compiled_step(ours, max_cache_len, "reduce-overhead"),
+        "eager step as a CUDA graph": graphed_step(ours, max_cache_len),
+        "TensorRT, launched": engine_step(engines, captured=False),
+        "TensorRT, CUDA graph": engine_step(engines, captured=True),
     }
 
 
@@ -286,9 +287,8 @@ def main(
         except ExportableCacheError as error:
             checks.add("load" if "load" not in checks.results else "run", False, str(error))
         if rounds and checks.passed:
-            del session
             positions = sorted({min(100, max_cache_len // 2), max_cache_len - 2})
-            forms = {name: make() for name, make in forms_of(model, dtype, max_cache_len, bundle).items()}
+            forms = forms_of(model, dtype, max_cache_len, session.runner)
             record["milliseconds"] = timed(forms, positions, rounds, steps)
             title = f"{model}, {record['dtype']}, cache {max_cache_len}, one row, {record['machine']['gpu']}: median"
             console.print(speed_table(record["milliseconds"], title))

@@ -123,6 +123,27 @@ def test_script_times_interleaved_rounds(script: ModuleType) -> None:
     assert after_warm_up == ["a"] * 3 + ["b"] * 3 + ["a"] * 3 + ["b"] * 3
 
 
+def test_script_decodes_eagerly_at_one_position_again_and_again(script: ModuleType) -> None:
+    """A hybrid model: its full layers must not grow from step to step."""
+    model, _, _ = engine_program("gemma3_text")
+    step = script.dynamic_step(model)
+    with torch.no_grad():
+        step(12)
+        cache = next(cell.cell_contents for cell in step.__closure__ if isinstance(cell.cell_contents, dict))[12]
+        lengths = [layer.keys.shape[2] for layer in cache.layers]
+        step(12)
+    assert [layer.keys.shape[2] for layer in cache.layers] == lengths
+    assert 12 in lengths
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_script_times_engines_with_and_without_a_graph(script: ModuleType, captured: bool) -> None:
+    session, _ = engine_session()
+    logits = script.engine_step(session.runner, captured)(3)
+    assert logits.shape == (1, session.vocab_size)
+    assert session.runner.steps["decode"]._captures is captured
+
+
 def test_script_without_a_gpu_says_so(script: ModuleType, capsys: pytest.CaptureFixture) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
