@@ -6,6 +6,7 @@ OUTPUT ?= artifacts/demo
 MAX_CACHE_LEN ?= 512
 PROMPT ?= the code of amber is 4821. the quiet farmer slept near the garden. the code of walnut is 6073. it took about 12 days. the code of tiger is 9158. the old doctor sang in the kitchen. the code of comet is 3340. nobody saw maple today. the code of ivory is 7702. the bright sailor walked behind the barn. amber?
 PYTEST_ARGS ?=
+ZOO_ARGS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -13,11 +14,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test clean
+.PHONY: help setup demo test zoo clean
 
 help:
 	@echo "make demo    set up $(VENV), export the demo model to ExecuTorch, verify it, and ask it for a fact"
 	@echo "make test    set up $(VENV) and run the tests (PYTEST_ARGS='-k ring' to choose)"
+	@echo "make zoo     every generative architecture of transformers on every target, into docs/architectures.md"
+	@echo "             (hours; resumes; ZOO_ARGS='--only llama,mamba2 --targets eager,pt2' to choose)"
 	@echo "make setup   only set up $(VENV), with the executorch extra"
 	@echo "make clean   remove $(VENV), $(OUTPUT) and caches"
 	@echo
@@ -34,6 +37,9 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed-test
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+zoo: $(VENV)/.installed-test
+	@$(BIN)/python -m tests.zoo.run $(ZOO_ARGS)
 
 clean:
 	rm -rf $(VENV) $(OUTPUT) build dist *.egg-info .pytest_cache

@@ -16,9 +16,12 @@ import torch
 from transformers import PreTrainedModel
 
 from exportable_cache import ExportableCache, Session
+from exportable_cache.attention import set_attention
 from exportable_cache.backends import backend_for
 from exportable_cache.backends.module import ModuleRunner
 from exportable_cache.errors import ExportableCacheError
+from exportable_cache.patches.transformers import patch_model
+from exportable_cache.patches.transformers_methods import patch_methods
 from exportable_cache.program import Program
 
 from ..support.sessions import describe
@@ -104,13 +107,14 @@ def _run(
 ) -> Outcome:
     cache = ExportableCache.from_model(model, MAX_CACHE_LEN, attn_implementation=None)
     facts["layers"] = dict(Counter(type(layer).__name__ for layer in cache.layers))
+    facts["patches"] = sorted([*patch_model(model), *patch_methods(model)])
     attention = model.config._attn_implementation
     try:
         with tempfile.TemporaryDirectory() as folder:
             session = _session(model, cache, target, Path(folder))
             difference = max(_difference(session, ids, pieces, references[sum(pieces)]) for pieces in PROMPTS)
     finally:
-        model.set_attn_implementation(attention)
+        set_attention(model, attention)
     return Outcome("pass" if difference <= TOLERANCE else "wrong", difference)
 
 
@@ -162,3 +166,11 @@ def write_json(path: Path, facts: dict[str, Any]) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(facts, indent=1))
     temporary.rename(path)
+
+
+def read_result(folder: Path, row: Architecture) -> dict[str, Any]:
+    """What is known of an architecture; without results yet, no targets."""
+    path = folder / f"{row.name}.json"
+    facts = json.loads(path.read_text()) if path.exists() else {}
+    facts.setdefault("targets", {})
+    return facts

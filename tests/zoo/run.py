@@ -23,7 +23,8 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 from .architectures import Architecture, architectures  # noqa: E402
-from .check import TARGETS, check, write_json  # noqa: E402
+from .check import TARGETS, check, read_result, write_json  # noqa: E402
+from .table import write_table  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "artifacts" / "zoo"
@@ -33,8 +34,6 @@ LIMITS = {"model": 120, "eager": 120, "compiled": 300, "pt2": 400, "executorch":
 def main() -> None:
     arguments = _parser().parse_args()
     if arguments.table:
-        from .table import write_table
-
         write_table(RESULTS)
         return
     rows = _selected(arguments)
@@ -49,8 +48,6 @@ def main() -> None:
     torch.set_num_threads(1)
     _preload(targets)
     _run_all(queue, arguments.jobs)
-    from .table import write_table
-
     write_table(RESULTS)
 
 
@@ -82,13 +79,6 @@ def _selected(arguments: argparse.Namespace) -> list[Architecture]:
 def _needs(row: Architecture, target: str, statuses: str | None) -> bool:
     known = read_result(RESULTS, row)["targets"].get(target)
     return known is None or (statuses is not None and known["status"] in statuses.split(","))
-
-
-def read_result(folder: Path, row: Architecture) -> dict:
-    path = folder / f"{row.name}.json"
-    facts = json.loads(path.read_text()) if path.exists() else {}
-    facts.setdefault("targets", {})
-    return facts
 
 
 def _preload(targets: list[str]) -> None:
@@ -133,6 +123,13 @@ def _run_all(queue: list[tuple[Architecture, list[str]]], jobs: int) -> None:
                 done += 1
                 told = " ".join(f"{name}:{outcome['status']}" for name, outcome in read_result(RESULTS, job["row"])["targets"].items() if name in job["targets"])
                 print(f"[{done}/{total} {time.monotonic() - begun:.0f}s] {job['row'].name} {told}", flush=True)
+
+
+def run_apart(row: Architecture, targets: list[str]) -> dict:
+    """One architecture in a process of its own; its results, which are kept."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    _run_all([(row, targets)], 1)
+    return read_result(RESULTS, row)
 
 
 def _child(row: Architecture, targets: list[str], part: Path) -> None:

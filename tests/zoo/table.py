@@ -1,2 +1,107 @@
+"""docs/architectures.md, written from the results."""
+
+from __future__ import annotations
+
+from collections import Counter
 from pathlib import Path
-def write_table(folder: Path) -> None: pass
+from typing import Any
+
+from .architectures import GROUPS, LEFT_OUT, Architecture, architectures
+from .build import PROMPTS, STEPS
+from .check import TARGETS, TOLERANCE, read_result
+from .overrides import OVERRIDES
+from .shrink import HIDDEN, VOCAB, WINDOW
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "architectures.md"
+STATUSES = ("pass", "refused", "wrong", "error")
+TITLES = {
+    "causal": "Causal language models",
+    "image": "Text decoders of vision models",
+    "audio": "Text decoders of audio models",
+    "seq2seq": "Encoder-decoders",
+    "speech": "Speech encoder-decoders",
+}
+
+
+def write_table(folder: Path, document: Path = DOCUMENT) -> None:
+    """Write the document from the results in `folder`; what was not run yet is left blank."""
+    results = {row: read_result(folder, row) for row in architectures()}
+    document.parent.mkdir(exist_ok=True)
+    document.write_text("\n".join(_lines(results)) + "\n")
+
+
+def _lines(results: dict[Architecture, dict[str, Any]]) -> list[str]:
+    prompts = ", ".join(" + ".join(map(str, pieces)) for pieces in PROMPTS)
+    return [
+        "# Every generative architecture of transformers",
+        "",
+        "Written by `make zoo`. Each row is a tiny random model of one architecture of transformers 5.23, made from its default",
+        f"config by rule (hidden size {HIDDEN}, windows and chunks of {WINDOW}, few experts, vocabulary {VOCAB}; {len(OVERRIDES)} of the",
+        "configs and sub-configs need a field set by hand), with enough layers that every kind of layer appears.",
+        "",
+        f"**pass** means: for prompts of {prompts} tokens and {STEPS} single tokens after each, teacher-forced, no logit differs by more",
+        f"than {TOLERANCE:.0e} from the same model in eager mode with `DynamicCache`; the largest difference is in the table. **refused**",
+        "means that the package says no at construction, with the reason. **wrong** means other logits, **error** anything else.",
+        "`compiled` goes through `torch.compile` with the `aot_eager` backend, one full graph per method and no recompilation allowed;",
+        "`executorch` through a `.pte` on its runtime; both methods, prefill and decode, on every target.",
+        "",
+        *_counts(results),
+        "",
+        *(line for group in GROUPS for line in _group(group, {row: facts for row, facts in results.items() if row.group == group})),
+        "## Left out",
+        "",
+        *(f"- `{model_type}`: {reason}." for model_type, reason in LEFT_OUT.items()),
+    ]
+
+
+def _counts(results: dict[Architecture, dict[str, Any]]) -> list[str]:
+    lines = [f"| {len(results)} architectures | {' | '.join(STATUSES)} | not run | minutes |", "|---|" + "---|" * (len(STATUSES) + 2)]
+    total = 0.0
+    for target in TARGETS:
+        outcomes = [facts["targets"].get(target) for facts in results.values()]
+        found = Counter(outcome["status"] for outcome in outcomes if outcome)
+        minutes = sum(outcome["seconds"] for outcome in outcomes if outcome) / 60
+        total += minutes
+        cells = [str(found[status]) for status in STATUSES]
+        lines.append(f"| {target} | {' | '.join(cells)} | {outcomes.count(None)} | {minutes:.0f} |")
+    patched = sum(1 for facts in results.values() if facts.get("patches"))
+    kinds = Counter(kind for facts in results.values() for kind in facts.get("layers", {}))
+    return [
+        *lines,
+        "",
+        f"Minutes are of processes, of which two ran at a time on 2 cores: about {total / 2:.0f} minutes for all.",
+        f"{patched} architectures go through patched functions of transformers (`exportable_cache/patches/`).",
+        "Layer kinds, and architectures that have them: " + ", ".join(f"{kind} {count}" for kind, count in kinds.most_common()) + ".",
+    ]
+
+
+def _group(group: str, results: dict[Architecture, dict[str, Any]]) -> list[str]:
+    reasons: dict[str, list[str]] = {}
+    lines = [
+        f"## {TITLES[group]} ({len(results)})",
+        "",
+        f"| model type | {' | '.join(TARGETS)} | layers | patches |",
+        "|---|" + "---|" * (len(TARGETS) + 2),
+    ]
+    for row, facts in results.items():
+        cells = []
+        for target in TARGETS:
+            outcome = facts["targets"].get(target)
+            cells.append(_cell(outcome, reasons))
+        layers = ", ".join(f"{count} {kind.removesuffix('Layer')}" for kind, count in facts.get("layers", {}).items())
+        patches = ", ".join(facts.get("patches") or [])
+        lines.append(f"| {row.model_type} | {' | '.join(cells)} | {layers} | {patches} |")
+    notes = [f"{number}. {reason}" for number, reason in enumerate(reasons, 1)]
+    return [*lines, "", *notes, ""]
+
+
+def _cell(outcome: dict[str, Any] | None, reasons: dict[str, list[str]]) -> str:
+    if outcome is None:
+        return ""
+    if outcome["status"] == "pass":
+        return f"{outcome['difference']:.0e}"
+    if outcome["status"] == "wrong":
+        return f"**wrong** {outcome['difference']:.0e}"
+    reason = outcome["reason"].replace("|", "\\|").replace("\n", " ")
+    reasons.setdefault(reason, [])
+    return f"{outcome['status']} ({list(reasons).index(reason) + 1})"

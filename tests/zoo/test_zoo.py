@@ -1,0 +1,77 @@
+"""A spread of the zoo that shows every kind of layer. The whole: `make zoo`, or `pytest -m zoo tests/zoo`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from exportable_cache.layers import CacheLayer
+
+from .architectures import GROUPS, LEFT_OUT, Architecture, architectures
+from .check import TARGETS, check
+from .run import run_apart
+
+#: Model types of the spread, by what they show.
+SPREAD = {
+    "full": "llama gpt2 opt phi falcon bloom mpt bert megatron-bert biogpt whisper",
+    "sliding": "mistral gemma2 gemma3_text cohere2 gpt_oss olmo3 modernbert-decoder",
+    "chunked": "llama4_text",
+    "shared keys": "gemma3n_text gemma4_text",
+    "latent keys": "deepseek_v2 deepseek_v3",
+    "indexed": "glm_moe_dsa dots3_note_text",
+    "experts": "mixtral qwen3_moe olmoe dbrx longcat_flash",
+    "convolution": "lfm2_moe",
+    "states": "mamba mamba2 falcon_mamba",
+    "states and keys": "jamba bamba qwen3_next falcon_h1 zamba2 granitemoehybrid",
+}
+#: Lowered for ExecuTorch as well: each takes a quarter of a minute.
+ON_EXECUTORCH = ("gemma2", "mixtral", "mamba2")
+#: Refused by name, and what the reason must say.
+REFUSED = {"gpt_neo": "newest key", "xlnet": "XLNet", "rwkv": "Rwkv"}
+
+
+def row_of(model_type: str) -> Architecture:
+    return next(row for row in architectures() if row.model_type == model_type)
+
+
+def outcomes(model_type: str, targets: list[str]) -> dict[str, Any]:
+    facts: dict[str, Any] = {}
+    check(row_of(model_type), targets, facts.update)
+    assert facts["unfit"] is None
+    return facts
+
+
+@pytest.mark.parametrize("model_type", " ".join(SPREAD.values()).split())
+def test_the_spread_passes(model_type: str) -> None:
+    targets = ["eager", "pt2", *(["executorch"] if model_type in ON_EXECUTORCH else [])]
+    if "executorch" in targets:
+        pytest.importorskip("executorch", reason="the executorch extra is not installed")
+    found = outcomes(model_type, targets)["targets"]
+    assert {target: outcome["status"] for target, outcome in found.items()} == dict.fromkeys(targets, "pass"), found
+
+
+def test_compiled_methods_are_one_graph_each() -> None:
+    found = outcomes("gemma2", ["compiled"])["targets"]["compiled"]
+    assert found["status"] == "pass", found
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_what_cannot_be_right_is_refused(model_type: str) -> None:
+    found = outcomes(model_type, ["eager"])["targets"]["eager"]
+    assert found["status"] == "refused" and REFUSED[model_type] in found["reason"]
+
+
+def test_the_list_is_transformers_own() -> None:
+    rows = architectures()
+    assert len({row.name for row in rows}) == len(rows)
+    assert len({row.class_name for row in rows}) == len(rows)
+    listed = {class_name for mapping in GROUPS.values() for model_type, class_name in mapping.items() if model_type not in LEFT_OUT}
+    assert listed == {row.class_name for row in rows}
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("row", architectures(), ids=lambda row: row.name)
+def test_the_whole(row: Architecture) -> None:
+    found = run_apart(row, list(TARGETS))["targets"]
+    assert {outcome["status"] for outcome in found.values()} <= {"pass", "refused"}, found
