@@ -49,6 +49,23 @@ REFUSED_MODELS = {
     "prophetnet": "its attention sizes its own position bias",
 }
 
+#: Models that leave no room for a cache of ours, and what they do instead.
+WITHOUT_CACHE = {
+    "blt": "it cuts bytes into patches where a model of its own finds them surprising, so the shapes of a step depend on data",
+    "cpmant": "it takes every token at every step, and computes its position bias from them",
+    "minimax": "it insists on a cache class of its own, MiniMaxCache",
+    "musicgen": "it takes a token of each codebook at every step, where a session feeds one",
+    "musicgen_decoder": "it takes a token of each codebook at every step, where a session feeds one",
+    "musicgen_melody": "it takes a token of each codebook at every step, where a session feeds one",
+    "musicgen_melody_decoder": "it takes a token of each codebook at every step, where a session feeds one",
+    "openai-gpt": "it keeps nothing between steps and takes every token at every step",
+    "reformer": "it keeps hashed buckets and hidden states, ReformerDynamicCache",
+    "rwkv": "it keeps its state in a list of its own, the argument `state`",
+    "xlm": "it keeps its keys and values in a dict of its own, the argument `cache`",
+    "xlnet": "it keeps hidden states, the argument `mems`, and takes a dummy token with each step",
+    "xlstm": "it keeps its state in a cache class of its own, xLSTMCache",
+}
+
 #: Config fields that make a model one that no static cache fits: field -> (model types, reason).
 REFUSED_OPTIONS = {
     "alibi": (("falcon",), "its position bias is sized by the tokens seen, not by the cache's slots"),
@@ -171,6 +188,8 @@ def layer_types_and_windows(config: PreTrainedConfig) -> list[tuple[str, int | N
         raise UnsupportedModelError(
             f"{config.model_type!r} is wrong with any static cache: {REFUSED_MODELS[config.model_type]}; use DynamicCache"
         )
+    if config.model_type in WITHOUT_CACHE:
+        raise UnsupportedModelError(f"{config.model_type!r} has no place for a static cache: {WITHOUT_CACHE[config.model_type]}")
     for field, (types, reason) in REFUSED_OPTIONS.items():
         if config.model_type in types and getattr(config.get_text_config(decoder=True), field, False):
             raise UnsupportedModelError(f"{config.model_type!r} with {field}=True cannot have a static cache: {reason}")
@@ -271,6 +290,12 @@ def layout_from_model(model: PreTrainedModel) -> tuple[list[LayerLayout], torch.
     try:
         with torch.no_grad():
             model(input_ids=token, use_cache=True, **{cache_argument(model): cache})
+    except Exception as error:  # any model code runs here
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot run a token of text by itself ({type(error).__name__}: {reason}); "
+            "pass its text decoder, or a model that takes text alone"
+        ) from error
     finally:
         model.train(was_training)
     if len(cache.layers) != len(kinds):
@@ -349,8 +374,10 @@ def layout_from_config(config: PreTrainedConfig) -> list[LayerLayout]:
     if model is not None:
         try:
             return layout_from_model(model)[0]
-        except UnsupportedModelError:
-            raise
+        except UnsupportedModelError as error:
+            if error.__cause__ is None:
+                raise
+            logger.info("could not run %s on the meta device (%s); reading sizes off the config", config.model_type, error)
         except Exception as error:  # its code looks at values; the config still answers for most
             logger.info("could not run %s on the meta device (%s); reading sizes off the config", config.model_type, error)
     for layer_type, _ in kinds:

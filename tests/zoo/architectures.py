@@ -27,6 +27,8 @@ LEFT_OUT = {
     "diffusion_gemma": "denoises blocks of tokens, it does not generate step by step",
     "pi0": "generates robot actions",
     "vibevoice": "generates speech by diffusion, text only inside",
+    "gemma3n": "its vision tower needs timm; the text model is in the list",
+    "perception_lm": "its vision tower needs timm",
     "qwen2_5_omni": "a pipeline around qwen2_5_omni_thinker",
     "qwen3_omni_moe": "a pipeline around qwen3_omni_moe_thinker",
 }

@@ -66,7 +66,7 @@ def check(architecture: Architecture, targets: list[str], report: Callable[[dict
         facts["spread"] = spread(architecture, model, ids)
     except Exception as error:
         facts["running"] = None
-        facts["targets"] = {target: asdict(_outcome_of(error, "model: ")) for target in targets}
+        facts["targets"] = {target: asdict(_without_reference(architecture, error)) for target in targets}
         report(facts)
         return
     weak = {name: moved for name, moved in facts["spread"].items() if not moved > LEAST_SPREAD}
@@ -83,6 +83,17 @@ def check(architecture: Architecture, targets: list[str], report: Callable[[dict
         facts.setdefault("targets", {})[target] = asdict(outcome)
     facts["running"] = None
     report(facts)
+
+
+def _without_reference(architecture: Architecture, error: Exception) -> Outcome:
+    """A model that runs no text by itself, or not step by step, is to be refused as well."""
+    try:
+        ExportableCache.from_model(tiny_model(architecture), MAX_CACHE_LEN, attn_implementation=None)
+    except ExportableCacheError as refusal:
+        return _outcome_of(refusal)
+    except Exception:  # the model cannot even be built, or the refusal is missing: what stopped the reference says more
+        pass
+    return _outcome_of(error, "model: ")
 
 
 def _references(model: PreTrainedModel, ids: torch.Tensor, facts: dict[str, Any]) -> dict[int, torch.Tensor]:
