@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,7 +14,7 @@ from safetensors.torch import save_file
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from .attention import ATTENTION, ATTENTION_NAMES, register_attention, set_attention
-from .errors import BundleError, InputError
+from .errors import BundleError, ExportableCacheError, InputError, UnsupportedModelError
 from .files import atomic_path
 from .layers import CacheLayer, LinearStates
 from .layers.guards import check_rollback, check_room, check_rows_agree, is_traced
@@ -133,6 +134,9 @@ class ExportableCache(Cache):
         Args:
             max_encoder_len: Longest input of an encoder-decoder's encoder, in tokens, frames or samples; see
                 `seq2seq.encoder_of` for the default.
+
+        Raises:
+            UnsupportedModelError: If a layer has no storage policy here, or the model cannot run a token by itself.
         """
         sinks = Sinks.within(max_cache_len, attention_sinks, attention_window)
         patch_model(model)
@@ -140,13 +144,15 @@ class ExportableCache(Cache):
         if getattr(model.config, "is_encoder_decoder", False):
             from .seq2seq import ExportableEncoderDecoderCache, encoder_decoder_layers, encoder_of
 
-            encoder = encoder_of(model, max_encoder_len, batch_size)
-            layouts, model_dtype, model_device = encoder_decoder_layers(model, encoder)
+            with _refused_if_it_fails(model):
+                encoder = encoder_of(model, max_encoder_len, batch_size)
+                layouts, model_dtype, model_device = encoder_decoder_layers(model, encoder)
             cls = ExportableEncoderDecoderCache
         elif max_encoder_len is not None:
             raise InputError(f"max_encoder_len is {max_encoder_len}, but {type(model).__name__} has no encoder; leave it out")
         else:
-            layouts, model_dtype, model_device = layout_from_model(model)
+            with _refused_if_it_fails(model):
+                layouts, model_dtype, model_device = layout_from_model(model)
         if sinks is not None:
             check_sinks(model.config, layouts)
         cache = cls._allocate(layouts, max_cache_len, batch_size, dtype or model_dtype, device or model_device, slack, sinks)
@@ -400,6 +406,21 @@ class ExportableCache(Cache):
 
 
 ExportableCache.classes["ExportableCache"] = ExportableCache
+@contextmanager
+def _refused_if_it_fails(model: PreTrainedModel) -> Iterator[None]:
+    """Any model code runs in the block: its errors, of any class, become a refusal."""
+    try:
+        yield
+    except ExportableCacheError:
+        raise
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot run a token of text by itself ({type(error).__name__}: {reason}); "
+            "pass its text decoder, or a model that takes text alone"
+        ) from error
+
+
 register_node(
     ExportableCache,
     lambda cache: ([("layers", cache.layers)], {}),

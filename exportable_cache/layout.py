@@ -290,12 +290,6 @@ def layout_from_model(model: PreTrainedModel) -> tuple[list[LayerLayout], torch.
     try:
         with torch.no_grad():
             model(input_ids=token, use_cache=True, **{cache_argument(model): cache})
-    except Exception as error:  # any model code runs here
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UnsupportedModelError(
-            f"{type(model).__name__} cannot run a token of text by itself ({type(error).__name__}: {reason}); "
-            "pass its text decoder, or a model that takes text alone"
-        ) from error
     finally:
         model.train(was_training)
     if len(cache.layers) != len(kinds):
@@ -374,10 +368,8 @@ def layout_from_config(config: PreTrainedConfig) -> list[LayerLayout]:
     if model is not None:
         try:
             return layout_from_model(model)[0]
-        except UnsupportedModelError as error:
-            if error.__cause__ is None:
-                raise
-            logger.info("could not run %s on the meta device (%s); reading sizes off the config", config.model_type, error)
+        except UnsupportedModelError:
+            raise
         except Exception as error:  # its code looks at values; the config still answers for most
             logger.info("could not run %s on the meta device (%s); reading sizes off the config", config.model_type, error)
     for layer_type, _ in kinds:
