@@ -154,6 +154,8 @@ def _settings() -> CompilationSettings:
         attn_bias_is_causal=False,
         # Refittable plans cannot be built without a GPU.
         immutable_weights=True,
+        # torch_tensorrt's default rounds float32 products to 10 bits on a GPU, which no check on a CPU would see.
+        disable_tf32=True,
     )
 
 

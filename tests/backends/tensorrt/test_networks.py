@@ -100,3 +100,13 @@ def test_the_same_program_has_the_same_digest_and_other_weights_another() -> Non
         model.model.layers[1].mlp.up_proj.weight[0, 0] += 1e-3
     changed = engine_networks(program_of(model), {})
     assert all(changed[name].digest != network.digest for name, network in networks.items())
+
+
+def test_float32_products_stay_float32() -> None:
+    """TensorRT takes TF32 unless told otherwise, whose 10 bits the evaluator would not see."""
+    from exportable_cache.backends.tensorrt.upstream import trt
+
+    _, _, networks = engine_program("llama")
+    interpreter = networks["decode"].interpreter
+    assert interpreter.builder.create_builder_config().get_flag(trt.BuilderFlag.TF32)
+    assert not interpreter._populate_trt_builder_config().get_flag(trt.BuilderFlag.TF32)

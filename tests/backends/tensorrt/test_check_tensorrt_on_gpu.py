@@ -1,4 +1,4 @@
-"""The runtime's bindings and the checks of the GPU script, over engines on the CPU."""
+"""The GPU check script and the bindings that it looks at, over engines on the CPU."""
 
 from __future__ import annotations
 
