@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from ..layers import linear
-from ..scans import delta_rule, selective_scan
+from ..scans import delta_rule, selective_scan, state_space_scan
 
 _MARK = "_exportable_cache_original"
 
@@ -73,11 +73,14 @@ def _selective_scan(original: Callable) -> Callable:
 
 
 def _chunk_scan(original: Callable) -> Callable:
-    def mamba2_chunk_scan(hidden_states: torch.Tensor, *args: Any, chunk_size: int, **kwargs: Any) -> Any:
-        if kwargs.get("initial_states") is not None and torch.compiler.is_compiling():
-            # One chunk of exactly the step's tokens needs no padding.
-            chunk_size = hidden_states.shape[1]
-        return original(hidden_states, *args, chunk_size=chunk_size, **kwargs)
+    def mamba2_chunk_scan(
+        hidden_states: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, **kwargs: Any
+    ) -> Any:
+        if kwargs.get("initial_states") is None or not torch.compiler.is_compiling():
+            return original(hidden_states, dt, A, B, C, **kwargs)
+        options = {name: kwargs[name] for name in ("D", "dt_bias", "dt_softplus", "dt_limit") if name in kwargs}
+        output, last = state_space_scan(hidden_states, dt, A, B, C, kwargs["initial_states"], **options)
+        return (output, last) if kwargs.get("return_final_states") else output
 
     return mamba2_chunk_scan
 
