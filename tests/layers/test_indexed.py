@@ -1,0 +1,50 @@
+"""The indexer's keys of a sparse attention layer."""
+
+import pytest
+import torch
+
+from exportable_cache import ExportableCache
+from exportable_cache.errors import InputError
+from exportable_cache.layers import IndexedLayer
+
+CAPACITY, DIM = 8, 3
+
+
+def layer(batch_size: int = 1) -> IndexedLayer:
+    return IndexedLayer(batch_size, 1, 2, CAPACITY, index_head_dim=DIM)
+
+
+def new(length: int, value: float, batch_size: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.full((batch_size, 1, length, 2), value), torch.full((batch_size, length, DIM), value)
+
+
+@pytest.mark.parametrize("indexer_first", [False, True])
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_keys_of_both_kinds_share_their_slots(indexer_first: bool, batch_size: int) -> None:
+    kept = layer(batch_size)
+    for step, length in enumerate((3, 1, 2), start=1):
+        keys, indexer_keys = new(length, float(step), batch_size)
+        if indexer_first:
+            found = kept.update_indexer(indexer_keys)
+            kept.update(keys, keys)
+        else:
+            kept.update(keys, keys)
+            found = kept.update_indexer(indexer_keys)
+    for row in range(batch_size):
+        assert found[row, :, 0].tolist() == kept.keys[row, 0, :, 0].tolist() == [1, 1, 1, 2, 3, 3, 0, 0]
+
+
+def test_rows_of_different_length_in_a_program() -> None:
+    cache = ExportableCache([layer(2)])
+    stepped = cache.with_state(dict(cache.named_state()), lengths=torch.tensor([0, 4])).layers[0]
+    stepped.in_place = False
+    keys, indexer_keys = new(2, 5.0, 2)
+    stepped.update(keys, keys)
+    found = stepped.update_indexer(indexer_keys)
+    assert found[:, :, 0].tolist() == [[5, 5, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 5, 5, 0, 0]]
+    assert not cache.layers[0].indexer_keys.any()
+
+
+def test_wrong_size() -> None:
+    with pytest.raises(InputError, match="index_head_dim of an indexed layer is 0"):
+        IndexedLayer(1, 1, 2, CAPACITY, index_head_dim=0)

@@ -1,0 +1,126 @@
+"""Every kind of layer on every target that runs here: logits of the eager model with `DynamicCache`, past windows and kernels.
+
+Teacher-forced, float32; prompts shorter, equal and longer than the window or chunk of 8, whole and in two parts, which makes
+the second part start from what the first left behind.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from transformers import DynamicCache
+
+from exportable_cache import ExportableCache
+from exportable_cache.errors import InputError
+from exportable_cache.layout import cache_argument
+from exportable_cache.program import takes_positions
+
+from .support.kinds import KINDS, kind_model
+from .support.models import tokens
+from .support.sessions import live_session, lowered_session
+
+TOLERANCE = 1e-4
+PROMPTS = ((3,), (2, 1), (8,), (5, 4), (21,), (13, 8))
+STEPS = 30
+
+# Compiling takes long; these between them have every kind of layer.
+COMPILED = ["llama4_text", "mamba2", "qwen3_next", "nemotron_h"]
+
+
+@torch.no_grad()
+def reference(model, ids: torch.Tensor, prompt: int) -> torch.Tensor:
+    """[1, steps + 1, vocab], eager attention with `DynamicCache`, positions given where the model takes them."""
+    implementation = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    cache, rows = DynamicCache(config=model.config), []
+    for start, end in [(0, prompt), *((at, at + 1) for at in range(prompt, ids.shape[1]))]:
+        positions = {"position_ids": torch.arange(start, end)[None]} if takes_positions(model) else {}
+        options = {cache_argument(model): cache, **positions}
+        rows.append(model(ids[:, start:end], use_cache=True, **options).logits[:, -1])
+    model.set_attn_implementation(implementation)
+    return torch.stack(rows, 1)
+
+
+def worst_difference(session, model) -> dict[tuple[int, ...], float]:
+    """By the parts of the prompt. The session is not told that a new sequence starts, but by position 0."""
+    found = {}
+    for parts in PROMPTS:
+        prompt = sum(parts)
+        ids = tokens(prompt + STEPS, seed=prompt)
+        session._length.zero_()
+        for part in ids[:, :prompt].split(parts, dim=1):
+            last = session.prefill(part)
+        rows = [last, *(session.decode(ids[:, at]) for at in range(prompt, prompt + STEPS))]
+        found[parts] = (torch.stack(rows, 1) - reference(model, ids, prompt)).abs().max().item()
+    return found
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_eager(family: str) -> None:
+    model = kind_model(family)
+    session = live_session(model, False, 64)
+    assert [type(layer).__name__ for layer in session.layers] == KINDS[family][1]
+    found = worst_difference(session, model)
+    assert max(found.values()) <= TOLERANCE, found
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_pt2(family: str, tmp_path) -> None:
+    model = kind_model(family)
+    found = worst_difference(lowered_session(model, "pt2", tmp_path, 64), model)
+    assert max(found.values()) <= TOLERANCE, found
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "falcon_h1", "mamba", "gemma3n_text"])
+def test_pt2_with_the_cache_as_an_argument(family: str, tmp_path) -> None:
+    model = kind_model(family)
+    found = worst_difference(lowered_session(model, "pt2", tmp_path, 64, form="explicit"), model)
+    assert max(found.values()) <= TOLERANCE, found
+
+
+@pytest.mark.parametrize("family", [name if name in COMPILED else pytest.param(name, marks=pytest.mark.slow) for name in KINDS])
+def test_compiled_in_one_graph_per_method(family: str) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    model = kind_model(family)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        found = worst_difference(live_session(model, True, 64), model)
+    assert max(found.values()) <= TOLERANCE, found
+    assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_the_oracle_can_tell(family: str) -> None:
+    """The first token moves the last logits, so a layer that forgets cannot pass."""
+    model = kind_model(family)
+    ids = tokens(12)
+    changed = ids.clone()
+    changed[0, 0] = 3 + (ids[0, 0] + 1) % 100
+    expected = reference(model, ids, 12)
+    assert expected.std() > 0.05
+    assert (reference(model, changed, 12) - expected).abs().max() > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["lfm2", "mamba", "falcon_h1"])
+def test_a_plain_model_call(family: str) -> None:
+    """The model with the cache as an argument, outside a session: the cache counts, and reset starts anew."""
+    model, ids = kind_model(family), tokens(20)
+    cache = ExportableCache.from_model(model, max_cache_len=32)
+    for _ in range(2):
+        with torch.no_grad():
+            options = {cache_argument(model): cache}
+            model(ids[:, :9], **options)
+            model(ids[:, 9:10], **options)
+            last = model(ids[:, 10:20], **options).logits[:, -1]
+        assert cache.cumulative_length.tolist() == [20]
+        assert (last - reference(model, ids, 20)[:, -1]).abs().max() <= TOLERANCE
+        cache.reset()
+
+
+def test_states_are_not_wound_back() -> None:
+    session = live_session(kind_model("lfm2"), False, 32)
+    session.prefill(tokens(6))
+    with pytest.raises(InputError, match="a layer's state sums up all that was seen, at most 0 can be taken back"):
+        session.rewind(1)
+    assert session.length.tolist() == [6]
