@@ -22,6 +22,9 @@ ATTENTION = "exportable_cache"
 MATMUL_ATTENTION = "exportable_cache_matmul"
 ATTENTION_NAMES = (ATTENTION, MATMUL_ATTENTION)
 
+#: Arguments that models pass for attention that is not the plain kind; `matmul_attention` knows them all.
+EXTRAS = ("softcap", "s_aux", "sinks", "position_bias")
+
 
 def fused_attention(
     module: torch.nn.Module,
@@ -45,14 +48,14 @@ def fused_attention(
         scaling: Factor on the scores, `head_dim ** -0.5` by default.
         is_causal: Whether None as mask means causal; the module's own `is_causal` by default.
         indices: Keys that each query may see, see `among_indices`.
-        **kwargs: `softcap`, `s_aux` (sink logits [heads]) and `position_bias` are honoured, through `matmul_attention`.
+        **kwargs: What `matmul_attention` knows besides is honoured, through it.
 
     Returns:
         [batch, q_length, heads, value_head_dim], and None for the weights.
     """
     if indices is not None:
         attention_mask = among_indices(attention_mask, indices, key.shape[2], query.dtype)
-    if any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
+    if any(kwargs.get(name) is not None for name in EXTRAS):
         return matmul_attention(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, is_causal=is_causal, **kwargs
         )
@@ -83,6 +86,7 @@ def matmul_attention(
     is_causal: bool | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
     indices: torch.Tensor | None = None,
     **kwargs: Any,
@@ -92,6 +96,7 @@ def matmul_attention(
     Args:
         softcap: Scores become `tanh(scores / softcap) * softcap` before the mask (Gemma 2).
         s_aux: Sink logits [heads]: one more column under the softmax that carries no value (GPT-OSS).
+        sinks: The same with logits of each query, [batch, heads, q_length, 1] (Inkling 2).
         position_bias: Added to the scores, broadcastable to [batch, heads, q_length, kv_length] (T5).
         indices: See `among_indices`.
     """
@@ -114,10 +119,11 @@ def matmul_attention(
                 addend = torch.where(addend, 0.0, torch.finfo(scores.dtype).min)
             scores = scores + _by_group(addend, kv_heads, groups).to(scores.dtype)
     if s_aux is not None:
-        sinks = s_aux.reshape(1, kv_heads, groups, 1, 1).to(scores.dtype).expand(batch, -1, -1, q_length, 1)
-        scores = torch.cat([scores, sinks], dim=-1)
+        sinks = s_aux.reshape(1, kv_heads * groups, 1, 1).expand(batch, -1, q_length, 1)
+    if sinks is not None:
+        scores = torch.cat([scores, _by_group(sinks, kv_heads, groups).to(scores.dtype)], dim=-1)
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    if s_aux is not None:
+    if sinks is not None:
         weights = weights[..., :-1]
     if dropout:
         weights = F.dropout(weights, p=dropout, training=module.training)

@@ -47,6 +47,9 @@ REFUSED_MODELS = {
     "doge": "its attention mask does not follow the cache's slots",
     "moshi": "its attention mask leaves out the sliding window",
     "prophetnet": "its attention sizes its own position bias",
+    "cpmant": "its position bias is sized by the tokens seen",
+    "qwen4_exp_text": "its indexer looks at as many blocks of keys as are complete",
+    "qwen4_exp": "its indexer looks at as many blocks of keys as are complete",
 }
 
 #: Models that leave no room for a cache of ours, and what they do instead.

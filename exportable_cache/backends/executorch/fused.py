@@ -13,7 +13,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface, PreTrainedModel
 
-from ...attention import matmul_attention
+from ...attention import EXTRAS, matmul_attention
 from ...cache import ExportableCache
 from ...layers import FullLayer, StateTensor
 from ...masks import register_masks
@@ -128,7 +128,7 @@ def fusable_layers(model: PreTrainedModel, cache: ExportableCache) -> list[bool]
         causal = torch.ones(_PROBE_LENGTH, _PROBE_LENGTH, dtype=torch.bool).tril()
         for index, layer in enumerate(probe.layers):
             if key is layer.keys and value is layer.values:
-                is_plain = all(kwargs.get(name) is None for name in ("softcap", "s_aux", "position_bias"))
+                is_plain = all(kwargs.get(name) is None for name in (*EXTRAS, "indices"))
                 is_causal = attention_mask is not None and torch.equal(
                     (attention_mask == 0).reshape(-1, _PROBE_LENGTH), causal.repeat(attention_mask.shape[0], 1)
                 )

@@ -8,13 +8,13 @@ import torch
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
-from ...attention import matmul_attention
+from ...attention import EXTRAS, matmul_attention
 from ...masks import register_masks
 
 TENSORRT_ATTENTION = "exportable_cache_tensorrt"
 
 # What the attention layer cannot express; plain products can.
-_PLAIN = ("softcap", "s_aux", "position_bias")
+_PLAIN = (*EXTRAS, "indices")
 
 
 def tensorrt_attention(
