@@ -139,6 +139,7 @@ def build_network(program: ExportedProgram, signature: EngineSignature, *, in_pl
         interpreter._construct_trt_network_def()
     _check_weights(interpreter)
     network = interpreter.ctx.net
+    _check_outputs(graph, network, signature.outputs)
     _rename(network, inputs, signature.outputs)
     aliases = _aliases(network)
     return Network(network, inputs, signature.outputs, aliases, _digest(graph, interpreter), interpreter)
@@ -213,6 +214,17 @@ def _check_like_traced(node: Node, tensor: trt.ITensor, traced: torch.Tensor) ->
         raise UnsupportedModelError(
             f"TensorRT gives {describe_node(node)} the dtype {tensor.dtype}, it was traced as {traced.dtype}; {_REMEDY}"
         )
+
+
+def _check_outputs(graph: GraphModule, network: trt.INetworkDefinition, names: Sequence[str]) -> None:
+    """Refuse an output of other dimensions than traced: a 0-D result comes out as [1], which callers would not expect."""
+    output = next(node for node in graph.graph.nodes if node.op == "output")
+    for index, (name, node) in enumerate(zip(names, output.args[0], strict=True)):
+        shape, traced = tuple(network.get_output(index).shape), node.meta["val"].shape
+        if len(shape) != len(traced):
+            raise UnsupportedModelError(
+                f"output {name!r} of the network has shape {list(shape)}, it was traced as {list(traced)}; {_REMEDY}"
+            )
 
 
 def _check_weights(interpreter: NetworkInterpreter) -> None:
