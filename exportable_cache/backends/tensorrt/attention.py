@@ -13,6 +13,9 @@ from ...masks import register_masks
 
 TENSORRT_ATTENTION = "exportable_cache_tensorrt"
 
+# Of float16, see `_trips_the_builder`.
+_MOST_KEYS_OF_ONE_QUERY = 512
+
 # What the attention layer cannot express; plain products can.
 _PLAIN = (*EXTRAS, "indices")
 
@@ -47,10 +50,26 @@ def tensorrt_attention(
         return matmul_attention(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     # Stated, not left to the converter, which would compute it from shapes in float32 for every layer.
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    mask = attention_mask.to(query.dtype)
+    doubled = _trips_the_builder(query, key)
+    if doubled:
+        query, mask = torch.cat([query, query], dim=2), torch.cat([mask, mask], dim=2)
     output = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=attention_mask.to(query.dtype), scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+        query, key, value, attn_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
     )
+    if doubled:
+        output = output[:, :, :1]
     return output.transpose(1, 2).contiguous(), None
+
+
+def _trips_the_builder(query: torch.Tensor, key: torch.Tensor) -> bool:
+    """Whether TensorRT-RTX 1.5.0.114 takes its kernel for one float16 query over many keys, and fails as that has no mask.
+
+    "MyelinCheckException: wrap_attention_op_in_kgen: Expected 3 live inputs, got 4", seen from 1024 keys on and not at 512. The
+    same query twice goes to the general kernel; keys and values, which a step's time goes to, are still read once.
+    """
+    is_one = isinstance(query.shape[2], int) and query.shape[2] == 1
+    return is_one and query.dtype == torch.float16 and key.shape[2] > _MOST_KEYS_OF_ONE_QUERY
 
 
 AttentionInterface.register(TENSORRT_ATTENTION, tensorrt_attention)

@@ -1,0 +1,139 @@
+"""Binding engines to one cache: addresses, aliases and copies, with networks on the CPU in the place of engines."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from exportable_cache import Session
+from exportable_cache.errors import BundleError, CacheFullError
+from exportable_cache.verify import verify_session
+
+pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no tensorrt extra is installed")
+
+from exportable_cache.backends.tensorrt.engine_runner import EngineRunner, runs_here  # noqa: E402
+from exportable_cache.backends.tensorrt.evaluator import NetworkEvaluator  # noqa: E402
+from exportable_cache.backends.tensorrt.network import Network  # noqa: E402
+from exportable_cache.backends.tensorrt.record import EngineRecord  # noqa: E402
+from exportable_cache.backends.tensorrt.target import record_of  # noqa: E402
+
+from .programs import CAPACITY, engine_program  # noqa: E402
+
+
+class MemoryContext:
+    """An execution context over the CPU's memory: reads its inputs and writes its outputs at the addresses it was given.
+
+    As an engine may, it writes an aliased output over its input before anything else.
+    """
+
+    def __init__(self, network: Network) -> None:
+        self.evaluator = NetworkEvaluator(network.definition, network.constants)
+        self.addresses: dict[str, int] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.memory: dict[int, torch.Tensor] = {}
+
+    def set_tensor_address(self, name: str, address: int) -> bool:
+        if name not in self.evaluator.inputs and name not in self.evaluator.outputs:
+            return False
+        self.addresses[name] = address
+        return True
+
+    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        self.shapes[name] = shape
+        return True
+
+    def execute_async_v3(self, stream_handle: int) -> bool:
+        inputs = {}
+        for name in self.evaluator.inputs:
+            tensor = self.memory[self.addresses[name]]
+            shape = self.shapes.get(name, tensor.shape)
+            inputs[name] = tensor.reshape(-1)[: torch.Size(shape).numel()].reshape(shape).clone()
+        for name, value in self.evaluator.run(inputs).items():
+            self.memory[self.addresses[name]].copy_(value)
+        return True
+
+
+def runner_over(program, networks: dict[str, Network], shuffled: bool = False) -> EngineRunner:
+    records = {name: record_of(name, network, ()) for name, network in networks.items()}
+    if shuffled:
+        # As torch_tensorrt may: only the method's own inputs keep their order, which is that of the call.
+        records = {
+            name: record.model_copy(update={"inputs": [*record.inputs[2:][::-1], *record.inputs[:2]], "outputs": record.outputs[::-1]})
+            for name, record in records.items()
+        }
+    contexts = {name: MemoryContext(network) for name, network in networks.items()}
+    runner = EngineRunner(program.methods, records, contexts, torch.device("cpu"))
+    for name, step in runner.steps.items():
+        tensors = [*runner.state.values(), *step.inputs.values(), *step.outputs.values()]
+        contexts[name].memory = {tensor.data_ptr(): tensor for tensor in tensors}
+    return runner
+
+
+def session_over(model, program, runner: EngineRunner) -> Session:
+    return Session(runner, program.cache.layers, model.config.vocab_size, batch_size=program.batch_size, target="tensorrt")
+
+
+@pytest.mark.parametrize(
+    ("family", "in_place", "shuffled"), [("gemma3_text", True, False), ("llama", True, True), ("llama", False, False)]
+)
+def test_engines_share_one_cache_by_address(family: str, in_place: bool, shuffled: bool) -> None:
+    model, program, networks = engine_program(family, in_place=in_place)
+    runner = runner_over(program, networks, shuffled)
+    report = verify_session(session_over(model, program, runner), model, tolerance=1e-4, prompts=[3, 20])
+    assert report.passed, str(report)
+
+
+def test_aliased_outputs_are_bound_to_their_inputs_and_the_others_are_copied() -> None:
+    _, program, networks = engine_program("gemma3_text")
+    runner = runner_over(program, networks)
+    state = {name: tensor.data_ptr() for name, tensor in runner.state.items()}
+    assert len(set(state.values())) == 4
+    for method, in_place in (("decode", [0, 1]), ("prefill", [1])):
+        addresses = runner._contexts[method].addresses
+        assert {name: addresses[name] for name in state} == state
+        for layer in (0, 1):
+            for kind in ("keys", "values"):
+                same = addresses[f"next.layers.{layer}.{kind}"] == addresses[f"cache.layers.{layer}.{kind}"]
+                assert same is (layer in in_place)
+        assert len(runner.steps[method].copies) == 4 - 2 * len(in_place)
+
+
+def test_the_session_refuses_a_write_past_the_cache_before_it_runs() -> None:
+    model, program, networks = engine_program("llama")
+    runner = runner_over(program, networks)
+    session = session_over(model, program, runner)
+    session.prefill(torch.ones(1, CAPACITY, dtype=torch.int64))
+    before = {name: tensor.clone() for name, tensor in runner.state.items()}
+    with pytest.raises(CacheFullError):
+        session.decode(torch.tensor([1]))
+    assert all(torch.equal(runner.state[name], tensor) for name, tensor in before.items())
+
+
+def test_an_engine_without_a_recorded_tensor_is_refused() -> None:
+    _, program, networks = engine_program("llama")
+    records = {name: record_of(name, network, ()) for name, network in networks.items()}
+    record = records["decode"]
+    records["decode"] = record.model_copy(update={"outputs": [*record.outputs, record.outputs[0].model_copy(update={"name": "more"})]})
+    contexts = {name: MemoryContext(network) for name, network in networks.items()}
+    with pytest.raises(BundleError, match="has no tensor 'more'"):
+        EngineRunner(program.methods, records, contexts, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("capability", "built_for", "expected"),
+    [
+        ((8, 0), [], True),
+        ((8, 6), [80, 86], True),
+        ((8, 9), [80, 86], False),
+        ((9, 0), [], False),  # not on TensorRT-RTX's list
+        ((12, 0), [], True),
+        (None, [], False),
+    ],
+)
+def test_which_gpus_run_a_plan(monkeypatch, capability, built_for: list[int], expected: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: capability)
+    record = EngineRecord(
+        method="decode", inputs=[], outputs=[], aliases={}, capabilities=built_for, layers={}, network="", builder=""
+    )
+    assert runs_here([record]) is expected

@@ -1,0 +1,137 @@
+"""The target as users meet it: a bundle written, looked at, verified and refused on a machine without a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from exportable_cache import export, load
+from exportable_cache.backends import backend_for
+from exportable_cache.backends.tensorrt.capabilities import CAPABILITIES, parse_capabilities
+from exportable_cache.bundle import Bundle
+from exportable_cache.cli.app import app
+from exportable_cache.errors import BundleError, InputError, VerificationError
+from exportable_cache.verify import VerifyReport, verify
+
+from .models import engine_model
+
+pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no tensorrt extra is installed")
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+REMARK = "built for SM 80, 89; network verified on CPU; not executed"
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """A tiny Gemma 3, one ring and one full layer, as a bundle; made on a machine without a GPU unless there is one."""
+    folder = tmp_path_factory.mktemp("bundles") / "gemma3"
+    model = engine_model("gemma3_text")
+    return export(model, "tensorrt", 64, folder, prefill_length=16, sm="80,89", opt_length=8)
+
+
+@no_gpu
+def test_export_verifies_and_says_what_was_not_run(bundle: Bundle) -> None:
+    report = VerifyReport(**bundle.manifest.verification)
+    assert report.passed and report.windows == (8,)
+    assert report.remark == REMARK and str(report).endswith(REMARK)
+
+
+def test_the_manifest_records_what_a_plan_does_not_show(bundle: Bundle) -> None:
+    files = bundle.manifest.files
+    assert {"decode.plan", "prefill.plan"} <= set(files)
+    (record,) = files["prefill.plan"].details["engines"]
+    ids, pos, *state = record["inputs"]
+    assert ids == {"name": "input_ids", "dtype": "int64", "min_shape": [1, 2], "opt_shape": [1, 8], "max_shape": [1, 16]}
+    assert pos["min_shape"] == pos["max_shape"] == [1]
+    names = [f"layers.{layer}.{kind}" for layer in (0, 1) for kind in ("keys", "values")]
+    assert [tensor["name"] for tensor in state] == [f"cache.{name}" for name in names]
+    assert [tensor["name"] for tensor in record["outputs"]] == ["logits", "next_pos", *(f"next.{name}" for name in names)]
+    assert record["outputs"][0] == {"name": "logits", "dtype": "float32", "shape": [1, 128]}
+    assert record["aliases"] == {f"next.{name}": f"cache.{name}" for name in names[2:]}
+    assert record["capabilities"] == [80, 89]
+    assert record["layers"]["KV_CACHE_UPDATE"] == 2 and record["layers"]["ATTENTION_INPUT"] == 2
+    assert record["builder"].startswith("tensorrt")
+    (decode,) = files["decode.plan"].details["engines"]
+    assert decode["layers"]["KV_CACHE_UPDATE"] == 4 and decode["network"] != record["network"]
+    assert [layer.class_name for layer in bundle.manifest.layers] == ["EngineRingLayer", "EngineFullLayer"]
+    assert bundle.manifest.packages.keys() & {"tensorrt-rtx", "tensorrt"}
+
+
+def test_inspect_shows_the_engines(bundle: Bundle) -> None:
+    from typer.testing import CliRunner
+
+    result = CliRunner().invoke(app, ["inspect", str(bundle.path)])
+    assert result.exit_code == 0
+    decode, prefill = ([line.split() for line in result.stdout.splitlines() if line.startswith(name)][-1] for name in ("decode", "prefill"))
+    assert "80," in decode and "2/8/16" in prefill
+    assert decode[-8:][1:3] == ["4", "2"] or "4 of 4 tensors" in " ".join(decode)
+    assert "2 of 4 tensors" in " ".join(prefill)
+
+
+@no_gpu
+def test_verify_rebuilds_the_network_from_the_model(bundle: Bundle) -> None:
+    report = verify(bundle, engine_model("gemma3_text"), prompts=[3, 20])
+    assert report.passed and report.remark == REMARK
+
+
+@no_gpu
+def test_verify_refuses_another_model_of_the_same_shape(bundle: Bundle) -> None:
+    other = engine_model("gemma3_text")
+    with torch.no_grad():
+        other.model.norm.weight.mul_(1.01)
+    with pytest.raises(VerificationError, match="not the one that the plan was built from"):
+        verify(bundle, other, prompts=[3])
+
+
+@no_gpu
+def test_running_without_a_gpu_is_refused_in_a_sentence(bundle: Bundle) -> None:
+    with pytest.raises(BundleError, match=r"runs on an NVIDIA GPU \(this one was built for SM 80, 89\), and torch finds none here"):
+        load(bundle.path)
+
+
+def test_a_record_that_describes_no_engine_is_refused(bundle: Bundle) -> None:
+    description = bundle.manifest.description()
+    broken = json.loads(json.dumps(description.details["decode.plan"]))
+    del broken["engines"][0]["aliases"]
+    description.details["decode.plan"] = broken
+    with pytest.raises(BundleError, match="does not describe the engine in decode.plan: aliases"):
+        backend_for("tensorrt").open(bundle.path, description)
+
+
+def test_the_capabilities_are_those_of_the_installed_tensorrt() -> None:
+    from exportable_cache.backends.tensorrt.upstream import trt
+
+    if not hasattr(trt, "ComputeCapability"):
+        pytest.skip("regular TensorRT builds for the GPU at hand")
+    assert {f"SM{capability}" for capability in CAPABILITIES} == set(trt.ComputeCapability.__members__) - {"NONE", "CURRENT"}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [(None, ()), ("80,86", (80, 86)), (89, (89,)), ([120, 80], (80, 120)), ("8.6, sm_75", (75, 86))],
+)
+def test_capabilities_are_read_as_people_write_them(given, expected: tuple[int, ...]) -> None:
+    assert parse_capabilities(given) == expected
+
+
+@pytest.mark.parametrize("given", ["", "90", "80,x", [], 1.5])
+def test_other_capabilities_are_refused(given) -> None:
+    with pytest.raises(InputError, match="it must be one or more of 75, 80, 86, 89, 120, 121"):
+        parse_capabilities(given)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"opt_length": 17}, "opt_length is 17; method 'prefill' takes 2 to 16"),
+        ({"opt_length": 1}, "opt_length is 1; it must be an int of at least 2"),
+        ({"precision": "int8"}, "has no option 'precision'; it knows opt_length, sm"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict, message: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=message):
+        export(engine_model("llama"), "tensorrt", 64, tmp_path / "out", prefill_length=16, **options)
+    assert not (tmp_path / "out").exists()
