@@ -97,7 +97,7 @@ def bench(
     session = path if isinstance(path, Session) else load(path)
     report = progress or silent
     limit = session.max_length
-    chunk = max(method.max_length for method in session.runner.methods.values())
+    chunk = max(method.max_length for method in session.runner.methods.values() if method.is_step)
     # The steps that warm up take room, too.
     needed = steps + _WARM_UP_STEPS
     _check("steps", steps, 1, None if limit is None else limit - _WARM_UP_STEPS)

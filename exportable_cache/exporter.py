@@ -40,6 +40,7 @@ def export(
     quantize_embeddings: str | None = None,
     attention_sinks: int | None = None,
     attention_window: int | None = None,
+    max_encoder_len: int | None = None,
     verify: bool = True,
     overwrite: bool = False,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -65,6 +66,8 @@ def export(
         quantize_embeddings: Scheme of the embedding table, "8w" or "4w".
         attention_sinks, attention_window: Have full-attention layers keep the first and the newest tokens only, and run
             without end, see `ExportableCache.from_config`.
+        max_encoder_len: Longest input of an encoder-decoder's encoder, in tokens, frames or samples, see
+            `ExportableCache.from_model`.
         verify: Compare with the model, see `verify_session`; the report is recorded in the manifest.
         overwrite: Replace a bundle that is there.
         tokenizer: Saved in the bundle; by default the one beside the model, if there is one.
@@ -124,6 +127,7 @@ def export(
         batch_size,
         attention_sinks=attention_sinks,
         attention_window=attention_window,
+        max_encoder_len=max_encoder_len,
         attn_implementation=None,
     )
     check_positions(model, cache.max_length)

@@ -385,12 +385,15 @@ def layout_from_config(config: PreTrainedConfig) -> list[LayerLayout]:
 
 
 def model_without_weights(config: PreTrainedConfig) -> PreTrainedModel | None:
-    """The text decoder on the meta device, or None where its code cannot be built there."""
-    probe = copy.deepcopy(config.get_text_config(decoder=True))
+    """The text decoder, with the encoder of an encoder-decoder, on the meta device, or None where its code cannot be built there."""
+    from .models import auto_class
+
+    has_encoder = getattr(config, "is_encoder_decoder", False)
+    probe = copy.deepcopy(config if has_encoder else config.get_text_config(decoder=True))
     probe._attn_implementation = "eager"
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(probe)
+            model = (auto_class(probe) or AutoModelForCausalLM).from_config(probe)
     except Exception as error:  # any model code may run here
         logger.info("could not build %s on the meta device: %s", config.model_type, error)
         return None

@@ -18,8 +18,12 @@ from huggingface_hub.utils import get_session
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -97,7 +101,7 @@ def load_model(
     with _quiet():
         config = _config(place)
         try:
-            model, info = AutoModelForCausalLM.from_pretrained(
+            model, info = auto_class(config).from_pretrained(
                 place.path, config=config, dtype=wanted or "auto", output_loading_info=True, local_files_only=place.local
             )
         except Exception as error:  # files are read by several libraries, each with errors of its own
@@ -122,6 +126,16 @@ def load_config(model_or_path: PreTrainedModel | PreTrainedConfig | str | os.Pat
         return model_or_path.config
     with _quiet():
         return _config(_place(model_or_path))
+
+
+def auto_class(config: PreTrainedConfig) -> type | None:
+    """The auto class that loads the generating model of a config, None where there is none."""
+    if getattr(config, "is_encoder_decoder", False):
+        if type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
+            return AutoModelForSeq2SeqLM
+        if type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING:
+            return AutoModelForSpeechSeq2Seq
+    return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else None
 
 
 def load_tokenizer(path: str | os.PathLike) -> PreTrainedTokenizerBase | None:
@@ -258,9 +272,10 @@ def _config(place: _Place) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(place.path, local_files_only=place.local)
     except Exception as error:  # configs validate their fields with errors of many classes
         raise InputError(f"cannot read config.json of {place.source!r}: {_first_line(error)}; correct it") from error
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if auto_class(config) is None:
         raise UnsupportedModelError(
-            f"model type {model_type!r} has no causal LM in transformers; pass a model that generates text"
+            f"model type {model_type!r} has no causal LM in transformers, nor an encoder-decoder that gives text; "
+            "pass a model that generates text"
         )
     heads = [name for name in config.architectures or () if name.endswith(_OTHER_HEADS)]
     if heads:

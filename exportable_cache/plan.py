@@ -96,6 +96,7 @@ def plan(
     max_cache_len: int,
     batch_size: int = 1,
     dtype: torch.dtype | str | None = None,
+    max_encoder_len: int | None = None,
 ) -> Plan:
     """Size the cache of a model from its config; no weights are read, no cache memory is allocated.
 
@@ -104,6 +105,7 @@ def plan(
         max_cache_len: Tokens a full-attention layer shall hold.
         batch_size: Rows.
         dtype: Of keys, values and weights; the config's by default, float32 if it names none.
+        max_encoder_len: Longest input of an encoder-decoder's encoder, see `ExportableCache.from_model`.
 
     Returns:
         The plan. A model the cache cannot hold gives one with no layers and the reason in `refusal`.
@@ -130,7 +132,7 @@ def plan(
         "weights_bytes": None if model is None else _weights_bytes(model, chosen),
     }
     try:
-        layouts = _layouts(config, model)
+        layouts = _layouts(config, model, max_encoder_len, batch_size)
     except UnsupportedModelError as error:
         return Plan(**about, layers=(), max_length=None, cache_bytes=None, dynamic_bytes=None, refusal=str(error))
     built = [layout.build(batch_size, max_cache_len, chosen, "meta") for layout in layouts]
@@ -175,7 +177,15 @@ def _architecture(config: PreTrainedConfig, model: PreTrainedModel | None) -> st
     return None if model is None else type(model).__name__
 
 
-def _layouts(config: PreTrainedConfig, model: PreTrainedModel | None) -> list[LayerLayout]:
+def _layouts(
+    config: PreTrainedConfig, model: PreTrainedModel | None, max_encoder_len: int | None, batch_size: int
+) -> list[LayerLayout]:
+    if getattr(config, "is_encoder_decoder", False) and model is not None:
+        from .seq2seq import encoder_decoder_layers, encoder_of
+
+        return encoder_decoder_layers(model, encoder_of(model, max_encoder_len, batch_size))[0]
+    if max_encoder_len is not None:
+        raise InputError(f"max_encoder_len is {max_encoder_len}, but {config.model_type!r} has no encoder; leave it out")
     if model is not None:
         try:
             return layout_from_model(model)[0]
@@ -194,6 +204,7 @@ def _dynamic_bytes(layout: LayerLayout, tokens: int, batch_size: int, dtype: tor
     """Bytes of transformers' own layer after `tokens` tokens: a sliding one keeps `window - 1`, the next being new."""
     states = [state for state in (*layout.conv_states, *layout.recurrent_states) if state is not None]
     fixed = sum(math.prod(state.shape) * (state.dtype or dtype).itemsize for state in states)
+    tokens = layout.encoder_slots or tokens
     kept = tokens if layout.window is None else min(tokens, layout.window - 1)
     per_token = (layout.num_heads or 0) * ((layout.head_dim or 0) + (layout.value_head_dim or 0)) + (layout.index_head_dim or 0)
     return batch_size * (fixed + per_token * kept * dtype.itemsize)

@@ -347,6 +347,11 @@ class Session:
 
     # -- encoder ----------------------------------------------------------------------------------------------------
 
+    @property
+    def has_encoder(self) -> bool:
+        """Whether it runs an encoder-decoder, whose input goes through `encode`."""
+        return self._encoder is not None
+
     def encode(self, main_input: torch.Tensor | None = None, **inputs: torch.Tensor) -> torch.Tensor:
         """Run an encoder-decoder's encoder, and start anew at position 0: the next prefill attends to what it gave.
 

@@ -18,6 +18,7 @@ from .layers import SinkLayer
 from .layout import Sinks, cache_argument, layer_types_and_windows
 from .program import attention_of, takes_positions
 from .progress import Progress, silent
+from .seq2seq.reference import decoder_of, encoder_lengths, random_inputs
 from .session import Session
 
 if TYPE_CHECKING:
@@ -213,7 +214,9 @@ def verify_session(
     if sinks is not None:
         windows = sorted({*windows, sinks.tokens + sinks.window})
     reachable = [window for window in windows if limit is None or window < limit]
-    methods = session.runner.methods.values()
+    methods = [method for method in session.runner.methods.values() if method.is_step]
+    encode = session.runner.methods.get("encode")
+    encoder_inputs = None
     chunk = max(method.max_length for method in methods)
     lengths = set(prompts or default_prompts(reachable, limit, chunk))
     if not prompts:
@@ -236,15 +239,22 @@ def verify_session(
     total, done = 2 * sum(1 + steps for _, steps in plan), 0
     generator = torch.Generator().manual_seed(seed)
     verified, largest_logit = [], 0.0
-    for length, steps in reversed(plan):
+    for index, (length, steps) in enumerate(reversed(plan)):
         ids = torch.randint(vocab_size, (session.batch_size, length + steps), generator=generator)
+        if encode is not None:
+            lengths_to_encode = encoder_lengths(encode)
+            encoder_inputs = random_inputs(
+                encode, lengths_to_encode[index % len(lengths_to_encode)], session.batch_size, vocab_size, generator
+            )
         # All of the reference first: the session may run the very same model, under another attention implementation.
         expected = []
-        for logits in _reference(model, ids, length, sinks):
+        for logits in _reference(model, ids, length, sinks, encoder_inputs):
             expected.append(logits)
             largest_logit = max(largest_logit, logits.abs().max().item())
             done += 1
             progress("verifying", done, total)
+        if encoder_inputs is not None:
+            session.encode(**{name: tensor.to(session.device) for name, tensor in encoder_inputs.items()})
         session_ids, feeds = ids.to(session.device), prompt_feeds(length, chunk)
         differences, agreements = [], []
         for step, reference in enumerate(expected):
@@ -341,9 +351,22 @@ def _feed(session: Session, ids: torch.Tensor, parts: Sequence[int]) -> torch.Te
 
 
 @torch.no_grad()
-def _reference(model: PreTrainedModel, ids: torch.Tensor, prompt: int, sinks: Sinks | None) -> Iterator[torch.Tensor]:
+def _reference(
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    prompt: int,
+    sinks: Sinks | None,
+    encoder_inputs: dict[str, torch.Tensor] | None = None,
+) -> Iterator[torch.Tensor]:
     """Logits [batch, vocab] after the prompt and after each later token of `ids` [batch, length]."""
     ids = ids.to(model.device)
+    if encoder_inputs is not None:
+        with attention_of(model, "eager"):
+            decoder = decoder_of(model, encoder_inputs)
+            yield decoder(ids[:, :prompt]).clone()
+            for position in range(prompt, ids.shape[1]):
+                yield decoder(ids[:, position : position + 1])
+        return
     cache = DynamicCache(config=model.config) if sinks is None else evicting_cache(model.config, sinks)
     chunk = _REFERENCE_CHUNK if sinks is None else 1
     argument, explicit = cache_argument(model), takes_positions(model)
@@ -371,7 +394,8 @@ def _sinks(session: Session) -> Sinks | None:
 def _limit(session: Session, model: PreTrainedModel) -> int | None:
     """Tokens that both sides can hold."""
     # Learned position tables end there, and past it even rotary ones are not what the model was trained for.
-    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    config = model.config.get_text_config(decoder=True)
+    positions = getattr(config, "max_position_embeddings", None) or getattr(config, "max_target_positions", None)
     return min((limit for limit in (session.max_length, positions) if limit), default=None)
 
 

@@ -14,6 +14,7 @@ from .options import (
     DelegateOption,
     DtypeOption,
     JsonOption,
+    MaxEncoderLenOption,
     ModelArgument,
     SmOption,
     TargetOption,
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 _ARGUMENTS = frozenset(
     (
         "model_or_path target max_cache_len output_dir batch_size dtype prefill_length quantize group_size quantize_embeddings "
-        "attention_sinks attention_window verify overwrite tokenizer progress"
+        "attention_sinks attention_window max_encoder_len verify overwrite tokenizer progress"
     ).split()
 )
 
@@ -89,6 +90,7 @@ def export(
             show_default="max-cache-len less the sinks",
         ),
     ] = None,
+    max_encoder_len: MaxEncoderLenOption = None,
     option: Annotated[
         list[str] | None,
         typer.Option("--option", "-O", metavar="NAME=VALUE", help="Of the target, such as llm_runner=true; may be repeated."),
@@ -119,6 +121,7 @@ def export(
             quantize_embeddings=quantize_embeddings,
             attention_sinks=attention_sinks,
             attention_window=attention_window,
+            max_encoder_len=max_encoder_len,
             verify=verify,
             overwrite=overwrite,
             progress=progress,

@@ -59,16 +59,18 @@ def generate(
         session = load(folder, check_versions=not ignore_versions)
     messages = [{"role": "user", "content": text}] if chat else text
     prompt_tokens = _count(session, messages)
+    # An encoder-decoder answers in a sequence of its own, which begins with one token.
+    fed_tokens = 1 if session.has_encoder else prompt_tokens
     pieces = session.generate_text(
         messages,
-        max_new_tokens=max_new_tokens or _default_new_tokens(session, prompt_tokens),
+        max_new_tokens=max_new_tokens or _default_new_tokens(session, fed_tokens),
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
         seed=seed,
         stop=stop or None,
     )
-    timed = _Timed(session, prompt_tokens)
+    timed = _Timed(session, prompt_tokens, fed_tokens)
     try:
         for piece in timed.follow(pieces):
             if not json:
@@ -89,6 +91,7 @@ class _Timed:
 
     Attributes:
         text: All of it.
+        fed_tokens: Of them, those that the decoder was fed.
         first_seconds: From the start to the first text, the prompt's prefill included.
         decode_seconds: From there to the end.
         decode_steps: Steps in that time.
@@ -96,6 +99,7 @@ class _Timed:
 
     session: Session
     prompt_tokens: int
+    fed_tokens: int
     text: str = ""
     new_tokens: int = 0
     first_seconds: float = 0.0
@@ -112,7 +116,7 @@ class _Timed:
             yield piece
         end = time.perf_counter()
         # The newest token was never fed back.
-        self.new_tokens = self._held() - self.prompt_tokens + 1
+        self.new_tokens = self._held() - self.fed_tokens + 1
         self.first_seconds = (first or end) - start
         if first is not None:
             self.decode_seconds, self.decode_steps = end - first, self._held() - held_at_first
@@ -126,7 +130,7 @@ class _Timed:
         return self.decode_steps / self.decode_seconds if self.decode_steps else None
 
     def to_dict(self) -> dict[str, object]:
-        values = {key: getattr(self, key) for key in self.__dataclass_fields__ if key != "session"}
+        values = {key: getattr(self, key) for key in self.__dataclass_fields__ if key not in ("session", "fed_tokens")}
         return {**values, "tokens_per_second": self.tokens_per_second}
 
     def __str__(self) -> str:

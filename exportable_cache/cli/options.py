@@ -96,6 +96,17 @@ TargetOption = Annotated[
         "--target", "-t", metavar="TARGET", help=f"What to lower to: {', '.join(targets())}.", autocompletion=_complete_targets
     ),
 ]
+MaxEncoderLenOption = Annotated[
+    int | None,
+    typer.Option(
+        "--max-encoder-len",
+        metavar="N",
+        callback=at_least(1),
+        help="Encoder-decoders: longest encoder input, in tokens, frames or samples.",
+        show_default="512 tokens, 30 s of samples, or what the encoder has positions for",
+    ),
+]
+
 BatchSizeOption = Annotated[int, typer.Option("--batch-size", "-b", metavar="N", callback=at_least(1), help="Rows.")]
 DtypeOption = Annotated[
     Dtype | None, typer.Option("--dtype", help="Of weights, keys and values; the model's own by default.", show_default=False)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .layer_table import LayerRow, layer_table
-from .options import BatchSizeOption, DtypeOption, JsonOption, ModelArgument, at_least
+from .options import BatchSizeOption, DtypeOption, JsonOption, MaxEncoderLenOption, ModelArgument, at_least
 from .terminal import Terminal, bytes_text
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ def plan(
     ],
     batch_size: BatchSizeOption = 1,
     dtype: DtypeOption = None,
+    max_encoder_len: MaxEncoderLenOption = None,
     json: JsonOption = False,
 ) -> None:
     """Size the cache of a model, without loading its weights."""
@@ -32,7 +33,7 @@ def plan(
     with terminal.progress(f"reading the config of {model}"):
         from ..plan import plan as make_plan
 
-        made = make_plan(model, max_cache_len, batch_size, dtype)
+        made = make_plan(model, max_cache_len, batch_size, dtype, max_encoder_len)
     if json:
         terminal.json(made.to_dict())
     if made.refusal:

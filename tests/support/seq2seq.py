@@ -77,11 +77,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny_seq2seq(family: str) -> PreTrainedModel:
+def tiny_seq2seq(family: str, **overrides: Any) -> PreTrainedModel:
     """A random model of a family with two encoder and three decoder layers, every parameter off its initial value."""
     torch.manual_seed(0)
     common = _T5 if family in _T5_FAMILY else {} if family in ("moonshine", "prophetnet") else _BART
-    config = AutoConfig.for_model(family, **{**common, **FAMILIES.get(family, {})})
+    config = AutoConfig.for_model(family, **{**common, **FAMILIES.get(family, {}), **overrides})
     auto = AutoModelForSpeechSeq2Seq if family in _SPEECH else AutoModelForSeq2SeqLM
     model = auto.from_config(config, attn_implementation="eager")
     with torch.no_grad():
