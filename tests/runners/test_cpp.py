@@ -1,6 +1,5 @@
 """The C++ session does what the Python session does: logits, tokens, limits, refusals."""
 
-import importlib
 import random
 import re
 import subprocess
@@ -129,13 +128,15 @@ def test_rewind_has_the_sessions_limits(demo_bundle, session, probe: Probe) -> N
 
 @pytest.mark.parametrize("slack", [0, 3])
 def test_rollback_rules_are_the_layers(probe: Probe, slack: int) -> None:
-    importlib.import_module("exportable_cache.backends.executorch.fused")  # which brings a layer class of its own
     configs = {
         "RingLayer": {"capacity": 8 + slack, "window": 8},
         "FusedRingLayer": {"capacity": 8 + slack, "window": 8},
         "SinkLayer": {"capacity": 3 + 8 + slack, "window": 8, "sinks": 3},
         "FullLayer": {"capacity": 40},
         "FusedFullLayer": {"capacity": 40},
+        "QuantizedFullLayer": {"capacity": 40},
+        "QuantizedRingLayer": {"capacity": 8 + slack, "window": 8},
+        "QuantizedSinkLayer": {"capacity": 3 + 8 + slack, "window": 8, "sinks": 3},
         "IndexedLayer": {"capacity": 40},
         "DummyLayer": {},
         "LinearLayer": STATES,
@@ -145,7 +146,8 @@ def test_rollback_rules_are_the_layers(probe: Probe, slack: int) -> None:
     marks = [(length, high) for high in range(0, 30) for length in range(0, high + 1)]
     commands, expected = [], []
     for name, config in configs.items():
-        layer = CacheLayer.classes[name.replace("FusedRing", "Ring")].from_state(config, {})
+        # The limits are the same whatever the layout and the type of what is kept.
+        layer = CacheLayer.classes[name.removeprefix("Fused").removeprefix("Quantized")].from_state(config, {})
         sizes = (config.get("capacity", "-"), config.get("window", "-"), config.get("sinks", 0))
         commands += [("rollback", name, *sizes, *mark) for mark in marks]
         expected += [[str(layer.max_length or -1), str(layer.max_rollback(*mark))] for mark in marks]

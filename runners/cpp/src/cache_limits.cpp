@@ -18,10 +18,13 @@ struct Rules {
 constexpr Rules kRules[] = {
     {"FullLayer", true, false, false},
     {"FusedFullLayer", true, false, false},
+    {"QuantizedFullLayer", true, false, false},
     {"IndexedLayer", true, false, false},
     {"RingLayer", false, true, false},
     {"FusedRingLayer", false, true, false},
+    {"QuantizedRingLayer", false, true, false},
     {"SinkLayer", false, true, false},
+    {"QuantizedSinkLayer", false, true, false},
     {"LinearLayer", false, false, true},
     {"HybridFullLayer", true, false, true},
     {"HybridRingLayer", false, true, true},
