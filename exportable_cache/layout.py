@@ -45,6 +45,7 @@ CROSS_ATTENTION = "cross_attention"
 REFUSED_MODELS = {
     "gpt_neo": "its attention takes the newest key to be the last slot",
     "doge": "its attention mask does not follow the cache's slots",
+    "led": "it masks nothing in a step of one token, so it would see the cache's empty slots",
     "moshi": "its attention mask leaves out the sliding window",
     "prophetnet": "its attention sizes its own position bias",
     "cpmant": "its position bias is sized by the tokens seen",

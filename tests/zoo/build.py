@@ -6,7 +6,9 @@ import inspect
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
+
+from exportable_cache.seq2seq import encoder_of
 
 from .architectures import Architecture
 from .shrink import FIRST_TOKEN, VOCAB, WINDOW, tiny_config
@@ -15,6 +17,8 @@ from .shrink import FIRST_TOKEN, VOCAB, WINDOW, tiny_config
 PROMPTS = ((6,), (11,), (5, 6))
 STEPS = 24
 LENGTH = 11 + STEPS
+#: Tokens that an encoder is given.
+ENCODER_LENGTH = 9
 #: A model is no test if what should move its logits moves them less than this.
 LEAST_SPREAD = 1e-2
 
@@ -49,34 +53,72 @@ def positions_of(model: PreTrainedModel, start: int, count: int) -> dict[str, An
 
 
 @torch.no_grad()
-def cached_logits(model: PreTrainedModel, ids: torch.Tensor, prompt: int) -> torch.Tensor:
-    """The reference: eager attention, `DynamicCache`, teacher-forced. [STEPS + 1, vocab], after the prompt and each token."""
-    cache = DynamicCache(config=model.config)
+def encoder_inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Random inputs of the encoder, none for a model without one: `ENCODER_LENGTH` tokens, or the sound that it takes."""
+    if not model.config.is_encoder_decoder:
+        return {}
+    generator = torch.Generator().manual_seed(1)
+    if model.main_input_name == "input_ids":
+        ids = torch.randint(FIRST_TOKEN, VOCAB, (1, ENCODER_LENGTH), generator=generator)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    shape = [{"batch": 1, "length": 4000}.get(size, size) for size in encoder_of(model, None).main_input.shape]
+    return {model.main_input_name: torch.randn(shape, generator=generator)}
+
+
+def forward(model: PreTrainedModel, ids: torch.Tensor, encoding: dict[str, Any], **options: Any) -> torch.Tensor:
+    """Logits [length, vocab] of `ids` [1, length], the decoder's where there is an encoder."""
+    return model(**{"decoder_input_ids" if encoding else "input_ids": ids}, **encoding, **options).logits[0]
+
+
+@torch.no_grad()
+def encoded(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """What the decoder is given of the encoder."""
+    mask = {name: tensor for name, tensor in inputs.items() if name == "attention_mask"}
+    return {"encoder_outputs": model.get_encoder()(**inputs), **mask} if inputs else {}
+
+
+@torch.no_grad()
+def cached_logits(
+    model: PreTrainedModel, ids: torch.Tensor, prompt: int, inputs: dict[str, torch.Tensor] | None = None
+) -> torch.Tensor:
+    """The reference: eager attention, `DynamicCache`, teacher-forced. [STEPS + 1, vocab], after the prompt and each token.
+
+    Args:
+        inputs: Of the encoder, where there is one.
+    """
+    encoding = encoded(model, inputs or {})
+    cache = EncoderDecoderCache(DynamicCache(), DynamicCache()) if encoding else DynamicCache(config=model.config)
     names = [name for name in ("past_key_values", "cache_params") if name in inspect.signature(model.forward).parameters]
     if not names:
         raise TypeError(f"{type(model).__name__} takes no transformers cache")
     start, rows = 0, []
     for count in (prompt, *[1] * STEPS):
-        inputs = {names[0]: cache, **positions_of(model, start, count)}
-        rows.append(model(input_ids=ids[:, start : start + count], use_cache=True, **inputs).logits[0, -1])
+        given = {names[0]: cache, **positions_of(model, start, count)}
+        rows.append(forward(model, ids[:, start : start + count], encoding, use_cache=True, **given)[-1])
         start += count
     return torch.stack(rows)
 
 
 @torch.no_grad()
-def uncached_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+def uncached_logits(model: PreTrainedModel, ids: torch.Tensor, inputs: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
     """All tokens at once, without a cache: [length, vocab]. Says whether the reference itself is right."""
-    return model(input_ids=ids, use_cache=False, **positions_of(model, 0, ids.shape[1])).logits[0]
+    return forward(model, ids, encoded(model, inputs or {}), use_cache=False, **positions_of(model, 0, ids.shape[1]))
 
 
-def spread(architecture: Architecture, model: PreTrainedModel, ids: torch.Tensor) -> dict[str, float]:
-    """How far the last logits move with the first token of a prompt of 6, and how far later ones move with the window."""
+def spread(
+    architecture: Architecture, model: PreTrainedModel, ids: torch.Tensor, inputs: dict[str, torch.Tensor]
+) -> dict[str, float]:
+    """How far the last logits move with the first token of a prompt of 6, the encoder's input, and the window."""
     other = ids.clone()
     other[0, 0] = FIRST_TOKEN if int(ids[0, 0]) != FIRST_TOKEN else FIRST_TOKEN + 1
-    moved = {"first token": _gap(uncached_logits(model, ids[:, :6])[-1], uncached_logits(model, other[:, :6])[-1])}
-    if "'sliding" in repr(model.config) or _has_window(model.config.get_text_config(decoder=True)):
+    expected = uncached_logits(model, ids[:, :6], inputs)[-1]
+    moved = {"first token": _gap(expected, uncached_logits(model, other[:, :6], inputs)[-1])}
+    if inputs:
+        turned = {name: tensor if name == "attention_mask" else tensor.flip(-1) for name, tensor in inputs.items()}
+        moved["encoder input"] = _gap(expected, uncached_logits(model, ids[:, :6], turned)[-1])
+    if _has_window(model.config.get_text_config(decoder=True)):
         wide = tiny_model(architecture, window=4 * WINDOW)
-        moved["window"] = _gap(uncached_logits(model, ids)[-1], uncached_logits(wide, ids)[-1])
+        moved["window"] = _gap(uncached_logits(model, ids, inputs)[-1], uncached_logits(wide, ids, inputs)[-1])
     return moved
 
 

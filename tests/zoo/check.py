@@ -26,7 +26,7 @@ from exportable_cache.program import Program
 
 from ..support.sessions import describe
 from .architectures import Architecture
-from .build import LEAST_SPREAD, PROMPTS, STEPS, cached_logits, spread, tiny_model, tokens, uncached_logits
+from .build import LEAST_SPREAD, PROMPTS, STEPS, cached_logits, encoder_inputs, spread, tiny_model, tokens, uncached_logits
 
 TARGETS = ("eager", "compiled", "pt2", "executorch")
 TOLERANCE = 1e-4
@@ -62,8 +62,9 @@ def check(architecture: Architecture, targets: list[str], report: Callable[[dict
         model = tiny_model(architecture)
         facts["parameters"] = sum(parameter.numel() for parameter in model.parameters())
         ids = tokens()
-        references = _references(model, ids, facts)
-        facts["spread"] = spread(architecture, model, ids)
+        inputs = encoder_inputs(model)
+        references = _references(model, ids, inputs, facts)
+        facts["spread"] = spread(architecture, model, ids, inputs)
     except Exception as error:
         facts["running"] = None
         facts["targets"] = {target: asdict(_without_reference(architecture, error)) for target in targets}
@@ -76,7 +77,7 @@ def check(architecture: Architecture, targets: list[str], report: Callable[[dict
         report(facts)
         start = time.monotonic()
         try:
-            outcome = _run(model, target, ids, references, facts)
+            outcome = _run(model, target, ids, inputs, references, facts)
         except Exception as error:  # any model's code runs here
             outcome = _outcome_of(error)
         outcome.seconds = round(time.monotonic() - start, 2)
@@ -96,14 +97,16 @@ def _without_reference(architecture: Architecture, error: Exception) -> Outcome:
     return _outcome_of(error, "model: ")
 
 
-def _references(model: PreTrainedModel, ids: torch.Tensor, facts: dict[str, Any]) -> dict[int, torch.Tensor]:
+def _references(
+    model: PreTrainedModel, ids: torch.Tensor, inputs: dict[str, torch.Tensor], facts: dict[str, Any]
+) -> dict[int, torch.Tensor]:
     """By prompt length: logits [STEPS + 1, vocab]."""
-    whole = uncached_logits(model, ids)
+    whole = uncached_logits(model, ids, inputs)
     references, gap = {}, 0.0
     for prompt in sorted({sum(pieces) for pieces in PROMPTS}):
         uncached = whole[prompt - 1 : prompt + STEPS]
         try:
-            references[prompt] = cached_logits(model, ids, prompt)
+            references[prompt] = cached_logits(model, ids, prompt, inputs)
         except Exception as error:  # models with a cache of their own, or none
             facts["reference"] = f"uncached: {type(error).__name__}: {_first_line(error)}"
             references[prompt] = uncached
@@ -114,16 +117,22 @@ def _references(model: PreTrainedModel, ids: torch.Tensor, facts: dict[str, Any]
 
 
 def _run(
-    model: PreTrainedModel, target: str, ids: torch.Tensor, references: dict[int, torch.Tensor], facts: dict[str, Any]
+    model: PreTrainedModel,
+    target: str,
+    ids: torch.Tensor,
+    inputs: dict[str, torch.Tensor],
+    references: dict[int, torch.Tensor],
+    facts: dict[str, Any],
 ) -> Outcome:
-    cache = ExportableCache.from_model(model, MAX_CACHE_LEN, attn_implementation=None)
+    options = {"max_encoder_len": next(iter(inputs.values())).shape[-1]} if inputs else {}
+    cache = ExportableCache.from_model(model, MAX_CACHE_LEN, attn_implementation=None, **options)
     facts["layers"] = dict(Counter(type(layer).__name__ for layer in cache.layers))
     facts["patches"] = sorted([*patch_model(model), *patch_methods(model)])
     attention = model.config._attn_implementation
     try:
         with tempfile.TemporaryDirectory() as folder:
             session = _session(model, cache, target, Path(folder))
-            difference = max(_difference(session, ids, pieces, references[sum(pieces)]) for pieces in PROMPTS)
+            difference = max(_difference(session, ids, inputs, pieces, references[sum(pieces)]) for pieces in PROMPTS)
     finally:
         set_attention(model, attention)
     return Outcome("pass" if difference <= TOLERANCE else "wrong", difference)
@@ -146,8 +155,12 @@ def _session(model: PreTrainedModel, cache: ExportableCache, target: str, folder
 
 
 @torch.no_grad()
-def _difference(session: Session, ids: torch.Tensor, pieces: tuple[int, ...], reference: torch.Tensor) -> float:
+def _difference(
+    session: Session, ids: torch.Tensor, inputs: dict[str, torch.Tensor], pieces: tuple[int, ...], reference: torch.Tensor
+) -> float:
     session.reset()
+    if inputs:
+        session.encode(**inputs)
     start = 0
     for count in pieces:
         logits = session.prefill(ids[:, start : start + count])
