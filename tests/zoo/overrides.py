@@ -74,6 +74,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "mimi": {"upsample_groups": 8},
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": 16}},
     "gemma3n_vision": {"architecture": "resnet18"},
+    "moonshine_streaming": {"num_key_value_heads": 4},
     "glm5_next_text": {"index_kpool": 2},
     "step3p5": {"sliding_window": 8, "num_sliding_attention_heads": 4, "layer_types": ["sliding_attention", "full_attention"]},
     "nemotron_h_omni": {"video_temporal_patch_size": 2},
