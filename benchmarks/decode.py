@@ -28,6 +28,7 @@ from rich.table import Table
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, StaticCache
 
 from exportable_cache import ExportableCache, Session, export, load
+from exportable_cache.methods import method_for
 
 SIZES = {
     "10m": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "vocab_size": 8000},
@@ -82,8 +83,8 @@ def static_step(model: PreTrainedModel, length: int) -> Step:
 
 def session_step(session: Session) -> Step:
     """One of our sessions."""
-    token = torch.ones(1, 1, dtype=torch.int64)
-    return lambda position: session.runner.run("decode", token, torch.tensor([position]))
+    token, runner = torch.ones(1, 1, dtype=torch.int64), session.runner
+    return lambda position: runner.run(method_for(runner.methods, 1, position + 1), token, torch.tensor([position]))
 
 
 @torch.no_grad()

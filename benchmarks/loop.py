@@ -1,0 +1,268 @@
+"""The compiled decoding loop beside its alternatives and beside what the memory allows, in one run on one machine.
+
+    python benchmarks/loop.py --quick                                  # 110M Llama, batch 1
+    python benchmarks/loop.py --plot loop.svg --json loop.json         # everything; the better part of an hour on 2 cores
+
+Forms: transformers' own step with `DynamicCache` in eager mode, which is what `generate` runs; its `StaticCache` compiled;
+a loop in the manner of gpt-fast (Llamas only); ours, compiled, read by length buckets. The bound is the time it takes to
+read every weight and the filled cache once at the bandwidth that a large copy reaches here; a copy reads and writes.
+
+Rounds are interleaved, so that a slow moment of the machine falls on all forms. Positions are set, not generated: what a
+step costs depends on the position and not on what the cache holds. Every form is checked first, on a short sequence.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from gpt_fast_loop import GptFastLlama
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, DynamicCache, Gemma3TextConfig, LlamaConfig, PreTrainedModel, StaticCache
+
+from exportable_cache import ExportableCache, Session
+from exportable_cache.methods import method_for
+
+Step = Callable[[int], torch.Tensor]
+DYNAMIC, STATIC, GPT_FAST, OURS = "transformers dynamic", "transformers static, compiled", "gpt-fast style", "ours, compiled"
+
+MODELS = {
+    "llama-110m": lambda n: LlamaConfig(
+        hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12, num_key_value_heads=4,
+        vocab_size=32000, max_position_embeddings=n,
+    ),
+    "llama-500m": lambda n: LlamaConfig(
+        hidden_size=1536, intermediate_size=4096, num_hidden_layers=16, num_attention_heads=16, num_key_value_heads=4,
+        vocab_size=32000, max_position_embeddings=n,
+    ),
+    "gemma3-hybrid": lambda n: Gemma3TextConfig(
+        hidden_size=640, intermediate_size=2048, num_hidden_layers=18, num_attention_heads=4, num_key_value_heads=1, head_dim=256,
+        vocab_size=32000, max_position_embeddings=n, sliding_window=512,
+        layer_types=["full_attention" if layer % 6 == 5 else "sliding_attention" for layer in range(18)],
+    ),
+}  # fmt: skip
+
+
+@dataclass
+class Row:
+    """One measurement: milliseconds are medians."""
+
+    model: str
+    batch: int
+    position: int
+    form: str
+    ms: float
+    bound_ms: float
+
+
+def random_model(name: str, length: int) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(MODELS[name](length), dtype=torch.float32).eval()
+
+
+def dynamic_step(model: PreTrainedModel, tokens: torch.Tensor) -> Step:
+    filled: dict[int, DynamicCache] = {}
+
+    def step(position: int) -> torch.Tensor:
+        if position not in filled:
+            filled.clear()
+            filled[position] = cache = DynamicCache(config=model.config)
+            for index in range(model.config.num_hidden_layers):
+                shape = (tokens.shape[0], model.config.num_key_value_heads, position, model.config.head_dim)
+                cache.update(torch.zeros(shape), torch.zeros(shape), index)
+        cache = filled[position]
+        kept = [(layer.keys, layer.values) for layer in cache.layers]
+        logits = model(tokens, past_key_values=cache, position_ids=torch.full_like(tokens, position)).logits[:, -1]
+        for layer, (keys, values) in zip(cache.layers, kept, strict=True):
+            layer.keys, layer.values = keys, values
+            if hasattr(layer, "cumulative_length"):
+                layer.cumulative_length = position
+        return logits
+
+    return step
+
+
+def static_step(model: PreTrainedModel, tokens: torch.Tensor, length: int) -> Step:
+    cache = StaticCache(config=model.config, max_cache_len=length)
+    config = model.config
+    cache.early_initialization(tokens.shape[0], config.num_key_value_heads, config.head_dim, torch.float32, "cpu")
+    compiled = torch.compile(model, fullgraph=True, dynamic=False)
+
+    def step(position: int) -> torch.Tensor:
+        for layer in cache.layers:
+            if isinstance(layer.cumulative_length, torch.Tensor):
+                layer.cumulative_length.fill_(position)
+            if hasattr(layer, "cumulative_length_int"):
+                layer.cumulative_length_int = position
+        return compiled(tokens, past_key_values=cache, position_ids=torch.full_like(tokens, position), logits_to_keep=1).logits[:, -1]
+
+    return step
+
+
+def gpt_fast_step(model: PreTrainedModel, tokens: torch.Tensor, length: int) -> Step:
+    compiled = torch.compile(GptFastLlama(model, tokens.shape[0], length).eval(), fullgraph=True, dynamic=False)
+    return lambda position: compiled(tokens, torch.tensor([position]))
+
+
+def our_step(model: PreTrainedModel, tokens: torch.Tensor, length: int) -> Step:
+    session = Session.from_model(model, ExportableCache.from_model(model, length, tokens.shape[0]), compile=True)
+    runner = session.runner
+    return lambda position: runner.run(
+        method_for(runner.methods, 1, position + 1), tokens, torch.full((tokens.shape[0],), position, dtype=torch.int64)
+    )
+
+
+def copy_bandwidth() -> float:
+    """Bytes read and written per second by a copy of 512 MB, the best of ten."""
+    source = torch.ones(2**27)
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(10):
+        start = time.perf_counter()
+        target.copy_(source)
+        times.append(time.perf_counter() - start)
+    return 2 * source.nbytes / min(times)
+
+
+def bytes_read(model: PreTrainedModel, batch: int, position: int) -> int:
+    """Weights that a step reads, and the filled part of every layer's keys and values."""
+    embedding = model.get_input_embeddings().weight
+    tied = embedding is model.get_output_embeddings().weight
+    weights = sum(parameter.nbytes for parameter in model.parameters()) - (0 if tied else embedding.nbytes)
+    config = model.config
+    windows = [
+        config.sliding_window if kind == "sliding_attention" else position + 1
+        for kind in getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    ]
+    slots = sum(min(window, position + 1) for window in windows)
+    return weights + 2 * 4 * batch * slots * config.num_key_value_heads * config.head_dim
+
+
+@torch.no_grad()
+def main(
+    models: Annotated[list[str] | None, typer.Option("--model", help=f"Of {', '.join(MODELS)}; all by default.")] = None,
+    batches: Annotated[list[int] | None, typer.Option("--batch", help="Rows; 1 and 8 by default.")] = None,
+    length: Annotated[int, typer.Option(help="Slots allocated.")] = 4096,
+    positions: Annotated[list[int] | None, typer.Option("--position", help="100, 1000 and 4000 by default.")] = None,
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds.")] = 6,
+    steps: Annotated[int, typer.Option(help="Steps of each form per round.")] = 4,
+    quick: Annotated[bool, typer.Option("--quick", help="The 110M Llama at batch 1 only.")] = False,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Also write the figures here.")] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Also draw them here; needs matplotlib.")] = None,
+) -> None:
+    """Print milliseconds per step and the ratios that matter."""
+    console = Console(width=150)
+    names = ["llama-110m"] if quick else models or list(MODELS)
+    batches = [1] if quick else batches or [1, 8]
+    positions = positions or [100, 1000, 4000]
+    bandwidth = copy_bandwidth()
+    console.print(f"copy bandwidth {bandwidth / 1e9:.1f} GB/s, {torch.get_num_threads()} threads, cache {length}, float32")
+    rows: list[Row] = []
+    for name in names:
+        for batch in batches:
+            rows += measure(name, batch, length, positions, rounds, steps, bandwidth, console)
+            console.print(table_of([row for row in rows if (row.model, row.batch) == (name, batch)]))
+    if json_path is not None:
+        json_path.write_text(json.dumps({"bandwidth": bandwidth, "rows": [asdict(row) for row in rows]}, indent=1))
+    if plot is not None:
+        draw(rows, plot)
+
+
+def measure(
+    name: str, batch: int, length: int, positions: list[int], rounds: int, steps: int, bandwidth: float, console: Console
+) -> list[Row]:
+    """Time every form of one model at one batch size."""
+    torch._dynamo.reset()
+    model, tokens = random_model(name, length), torch.randint(0, 32000, (batch, 1))
+    again = lambda: _copy(model)  # noqa: E731  each form switches its model's attention and compiles it
+    forms: dict[str, Step] = {DYNAMIC: dynamic_step(model, tokens)}
+    forms[STATIC] = static_step(again(), tokens, length)
+    if name.startswith("llama"):
+        forms[GPT_FAST] = gpt_fast_step(model, tokens, length)
+    forms[OURS] = our_step(again(), tokens, length)
+    rows = []
+    with console.status("") as status:
+        expected = model(tokens.expand(-1, 6)).logits
+        for form, step in forms.items():
+            if form != DYNAMIC:
+                status.update(f"{name}, batch {batch}: checking {form}")
+                difference = max((step(position) - expected[:, position]).abs().max().item() for position in range(6))
+                if difference > 1e-3:
+                    raise SystemExit(f"{form} is wrong on {name}: |logit difference| {difference:.1e}")
+        for position in positions:
+            for form, step in list(forms.items()):
+                status.update(f"{name}, batch {batch}, position {position}: preparing {form}")
+                try:
+                    step(position)
+                except Exception as error:  # transformers' own compiled sliding layers stop at the recompile limit
+                    console.print(f"{form} fails at position {position}: {type(error).__name__}: {str(error).splitlines()[0][:120]}")
+                    del forms[form]
+            times: dict[str, list[float]] = {form: [] for form in forms}
+            for done in range(rounds):
+                for form, step in forms.items():
+                    status.update(f"{name}, batch {batch}, position {position}: round {done + 1} of {rounds}, {form}")
+                    for _ in range(steps):
+                        start = time.perf_counter()
+                        step(position)
+                        times[form].append(1e3 * (time.perf_counter() - start))
+            bound = 1e3 * bytes_read(model, batch, position) / bandwidth
+            rows += [Row(name, batch, position, form, statistics.median(ms), bound) for form, ms in times.items()]
+    return rows
+
+
+def _copy(model: PreTrainedModel) -> PreTrainedModel:
+    copied = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32).eval()
+    copied.load_state_dict(model.state_dict())
+    return copied
+
+
+def table_of(rows: list[Row]) -> Table:
+    """One table per model and batch size: a line per form."""
+    table = Table(title=f"{rows[0].model}, batch {rows[0].batch}: ms per step, speed of ours over it, share of the bound reached")
+    table.add_column("form")
+    positions = sorted({row.position for row in rows})
+    for position in positions:
+        table.add_column(f"@{position}", justify="right")
+    by_key = {(row.form, row.position): row for row in rows}
+    for form in dict.fromkeys(row.form for row in rows):
+        cells = []
+        for position in positions:
+            row, ours = by_key.get((form, position)), by_key.get((OURS, position))
+            ratio = f"{row.ms / ours.ms:.2f}x" if row and ours else ""
+            cells.append(f"{row.ms:.1f} ms  {ratio}  {100 * row.bound_ms / row.ms:.0f}%" if row else "fails")
+        table.add_row(form, *cells)
+    return table
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """Speed over position, one panel per model and batch size."""
+    from matplotlib import pyplot
+
+    panels = list(dict.fromkeys((row.model, row.batch) for row in rows))
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(4 * len(panels), 3.4), squeeze=False)
+    for axis, panel in zip(axes[0], panels, strict=True):
+        chosen = [row for row in rows if (row.model, row.batch) == panel]
+        for form in dict.fromkeys(row.form for row in chosen):
+            points = [(row.position, row.ms) for row in chosen if row.form == form]
+            axis.plot(*zip(*points, strict=True), marker="o", label=form, linewidth=2 if form == OURS else 1)
+        points = dict.fromkeys((row.position, row.bound_ms) for row in chosen)
+        axis.plot(*zip(*points, strict=True), linestyle=":", color="gray", label="memory bound")
+        axis.set_title(f"{panel[0]}, batch {panel[1]}", fontsize=9)
+        axis.set_xlabel("position, of 4096 allocated")
+        axis.set_ylim(bottom=0)
+    axes[0][0].set_ylabel("ms per step")
+    axes[0][0].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    typer.run(main)
