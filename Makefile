@@ -6,6 +6,8 @@ OUTPUT ?= artifacts/demo
 MAX_CACHE_LEN ?= 512
 PROMPT ?= the code of amber is 4821. the quiet farmer slept near the garden. the code of walnut is 6073. it took about 12 days. the code of tiger is 9158. the old doctor sang in the kitchen. the code of comet is 3340. nobody saw maple today. the code of ivory is 7702. the bright sailor walked behind the barn. amber?
 PYTEST_ARGS ?=
+# Test processes; each runs on one thread.
+JOBS ?= 2
 ZOO_ARGS ?=
 
 BIN := $(VENV)/bin
@@ -36,7 +38,7 @@ demo: $(VENV)/.installed
 	@$(BIN)/exportable-cache generate $(OUTPUT) --max-new-tokens 16 --prompt "$(PROMPT)"
 
 test: $(VENV)/.installed-test
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
 zoo: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.zoo.run $(ZOO_ARGS)

@@ -42,6 +42,21 @@ def generate(
     top_p: Annotated[
         float | None, typer.Option("--top-p", metavar="P", help="Draw from the likeliest tokens of total probability P only.")
     ] = None,
+    min_p: Annotated[
+        float | None, typer.Option("--min-p", metavar="P", help="Draw from tokens at least P times as likely as the likeliest.")
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option("--repetition-penalty", metavar="X", help="Above 1, tokens seen before become less likely.")
+    ] = None,
+    prompt_lookup: Annotated[
+        int | None,
+        typer.Option(
+            "--prompt-lookup",
+            metavar="N",
+            callback=at_least(1),
+            help="Propose N tokens a step from the text itself; the bundle needs a score method (export with -O score_length=N+1).",
+        ),
+    ] = None,
     seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Draws the same tokens every time.")] = None,
     stop: Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", help="Stop at this text; may be repeated.")] = None,
     chat: Annotated[
@@ -54,6 +69,7 @@ def generate(
     terminal: Terminal = ctx.obj
     text = sys.stdin.read() if prompt == "-" else prompt
     with terminal.progress(f"opening {folder}"):
+        from ..decoding import PromptLookup
         from ..session import load
 
         session = load(folder, check_versions=not ignore_versions)
@@ -67,6 +83,9 @@ def generate(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        draft=PromptLookup(prompt_lookup) if prompt_lookup else None,
         seed=seed,
         stop=stop or None,
     )
