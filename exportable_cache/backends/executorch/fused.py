@@ -16,6 +16,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from ...attention import EXTRAS, matmul_attention
 from ...cache import ExportableCache
 from ...layers import FullLayer, StateTensor
+from ...layout import cache_argument
 from ...masks import register_masks
 from ...program import attention_of
 from ...seq2seq import ExportableEncoderDecoderCache
@@ -127,7 +128,7 @@ def fusable_layers(model: PreTrainedModel, cache: ExportableCache) -> list[bool]
     def record(module, query, key, value, attention_mask, **kwargs):
         causal = torch.ones(_PROBE_LENGTH, _PROBE_LENGTH, dtype=torch.bool).tril()
         for index, layer in enumerate(probe.layers):
-            if key is layer.keys and value is layer.values:
+            if isinstance(layer, FullLayer) and key is layer.keys and value is layer.values:
                 is_plain = all(kwargs.get(name) is None for name in (*EXTRAS, "indices"))
                 is_causal = attention_mask is not None and torch.equal(
                     (attention_mask == 0).reshape(-1, _PROBE_LENGTH), causal.repeat(attention_mask.shape[0], 1)
@@ -139,7 +140,7 @@ def fusable_layers(model: PreTrainedModel, cache: ExportableCache) -> list[bool]
     register_masks(_PROBE_ATTENTION)
     with attention_of(model, _PROBE_ATTENTION):
         ids = torch.zeros(1, _PROBE_LENGTH, dtype=torch.int64, device=model.device)
-        model(input_ids=ids, past_key_values=probe, use_cache=True)
+        model(input_ids=ids, use_cache=True, **{cache_argument(model): probe})
     return [
         type(layer) is FullLayer
         and layer.keys.shape == layer.values.shape
