@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from .errors import InputError, VerificationError
 from .layout import Sinks, layer_types_and_windows
 from .manifest import Quantized
 from .models import check_positions, load_config, load_model, parse_dtype
+from .multimodal import modalities_of
 from .program import Program
 from .progress import Progress, silent
 from .quantization_effect import measure_quantization, tolerance_of
@@ -41,6 +43,7 @@ def export(
     attention_sinks: int | None = None,
     attention_window: int | None = None,
     max_encoder_len: int | None = None,
+    modalities: Sequence[str] = (),
     verify: bool = True,
     overwrite: bool = False,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -68,6 +71,7 @@ def export(
             without end, see `ExportableCache.from_config`.
         max_encoder_len: Longest input of an encoder-decoder's encoder, in tokens, frames or samples, see
             `ExportableCache.from_model`.
+        modalities: What is fed beside text, `image` or `audio`, see `multimodal.modalities_of`. What is verified is text.
         verify: Compare with the model, see `verify_session`; the report is recorded in the manifest.
         overwrite: Replace a bundle that is there.
         tokenizer: Saved in the bundle; by default the one beside the model, if there is one.
@@ -131,7 +135,9 @@ def export(
         attn_implementation=None,
     )
     check_positions(model, cache.max_length)
-    program = Program(model, cache, prefill_length=prefill_length, **program_options)
+    program = Program(
+        model, cache, prefill_length=prefill_length, modalities=modalities_of(model, modalities), **program_options
+    )
     with new_folder(output, overwrite) as folder:
         progress(f"lowering to {target}", 0, None)
         lowered = backend.lower(program, folder, options)

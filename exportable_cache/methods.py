@@ -64,6 +64,11 @@ class Method:
         return not self.outputs
 
     @property
+    def takes_ids(self) -> bool:
+        """Whether its tokens come as ids; or as embeddings, or it takes none."""
+        return self.inputs[0].name == "input_ids"
+
+    @property
     def input_names(self) -> tuple[str, ...]:
         """Names of the inputs, in order."""
         return tuple(spec.name for spec in self.inputs)

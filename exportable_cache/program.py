@@ -18,6 +18,7 @@ from .cache import ExportableCache
 from .errors import InputError, UnsupportedModelError
 from .layout import cache_argument
 from .methods import Method, methods_for
+from .multimodal import EmbedModule, FeaturesModule, Modality, multimodal_methods
 from .named_forward import name_forward
 from .patches.transformers import patch_model
 from .patches.transformers_methods import patch_methods
@@ -78,17 +79,26 @@ class ProgramModule(nn.Module):
     further_arguments: ClassVar[tuple[str, ...]] = ()
 
     def run(
-        self, cache: ExportableCache, input_ids: torch.Tensor, input_pos: torch.Tensor, **further: torch.Tensor
+        self,
+        cache: ExportableCache,
+        input_pos: torch.Tensor,
+        input_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        **further: torch.Tensor,
     ) -> torch.Tensor:
-        """Logits [batch, vocab] or [batch, length, vocab] of `input_ids` [batch, length] at `input_pos` [batch]."""
+        """Logits [batch, vocab] or [batch, length, vocab] of tokens at `input_pos` [batch].
+
+        They come as `input_ids` [batch, length], or as `inputs_embeds` [batch, length, hidden_size].
+        """
+        tokens = input_ids if inputs_embeds is None else inputs_embeds
         for layer in cache.layers:
             layer.read_length = self.method.read_length
         if isinstance(cache, ExportableEncoderDecoderCache):
             options = decoder_arguments(self.layout.encoder, cache, input_ids, **further)
         else:
-            options = {"input_ids": input_ids}
+            options = {"input_ids": input_ids} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
         if self.takes_positions:
-            options[self.positions_name] = input_pos[:, None] + torch.arange(input_ids.shape[1], device=input_ids.device)
+            options[self.positions_name] = input_pos[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         if self.keeps_last:
             options["logits_to_keep"] = 1
         options[self.cache_argument] = cache
@@ -173,22 +183,37 @@ def program_methods(
     forward: bool = False,
     buckets: Sequence[int] = (),
     score_length: int = 0,
+    modalities: Sequence[Modality] = (),
 ) -> dict[str, Method]:
     """The methods of a program over `cache`: of a text decoder, or of an encoder and its decoder.
 
     Args:
+        modalities: What a text decoder is given beside text.
         prefill_length, forward, buckets, score_length: See `methods_for`.
 
     Raises:
         InputError: Where those refuse, or for `forward` with an encoder-decoder.
     """
     if not isinstance(cache, ExportableEncoderDecoderCache):
-        return methods_for(cache, prefill_length, forward, buckets, score_length)
+        methods = methods_for(cache, prefill_length, forward, buckets, score_length)
+        return multimodal_methods(methods, modalities) if modalities else methods
+    if modalities:
+        raise InputError(f"modalities are {', '.join(m.kind for m in modalities)}; an encoder-decoder's go through encode: leave them out")
     if score_length:
         raise InputError(f"score_length is {score_length}; drafts are scored by text decoders only: leave it out")
     if forward:
         raise InputError("a method 'forward' feeds a text decoder; an encoder-decoder has none: export without it")
     return seq2seq_methods(cache, prefill_length, buckets)
+
+
+def front_module(model: PreTrainedModel, cache: ExportableCache, method: Method, modalities: Sequence[Modality]) -> nn.Module:
+    """The module of a method that is no step: an encoder, or the embedding table."""
+    if method.name == "embed":
+        return EmbedModule(model)
+    for modality in modalities:
+        if method.name == modality.method.name:
+            return FeaturesModule(model, modality)
+    return EncodeModule(model, cache.encoder)
 
 
 class Program:
@@ -219,6 +244,7 @@ class Program:
         forward: bool = False,
         buckets: Sequence[int] = (),
         score_length: int = 0,
+        modalities: Sequence[Modality] = (),
         attention: str = ATTENTION,
         experts: str | None = None,
         adapt: Callable[[PreTrainedModel, ExportableCache], ExportableCache] | None = None,
@@ -230,14 +256,17 @@ class Program:
         self.logits = Logits(logits)
         self.attention = attention
         self.experts = experts
-        self.methods = program_methods(cache, prefill_length, forward, buckets, score_length)
+        self.modalities = tuple(modalities)
+        self.methods = program_methods(cache, prefill_length, forward, buckets, score_length, self.modalities)
         if adapt is not None:
             cache = adapt(model, cache)
         zeros = {name: torch.zeros_like(tensor) for name, tensor in cache.named_state()}
         self.cache = cache.with_state(zeros)
         module_class = ResidentModule if self.form is Form.RESIDENT else ExplicitModule
         self.modules = {
-            name: module_class(model, self.cache, method, self.logits) if method.is_step else EncodeModule(model, self.cache.encoder)
+            name: module_class(model, self.cache, method, self.logits)
+            if method.is_step
+            else front_module(model, self.cache, method, self.modalities)
             for name, method in self.methods.items()
         }
 

@@ -29,6 +29,8 @@ from .layers import CacheLayer
 from .layout import check_layers
 from .methods import Method, chunk_sizes, length_buckets, method_for
 from .progress import Progress, silent
+from .multimodal import modalities_of
+from .multimodal.session import SessionModalities, recorded_placeholders
 from .seq2seq.session import SessionEncoder, start_tokens
 from .session_state import load_state, runner_state, save_state
 from .session_checks import check_ids, check_max_new_tokens, check_room, split_stops
@@ -73,6 +75,7 @@ class Session:
         device: torch.device | str = "cpu",
         target: str = "eager",
         fingerprint: str | None = None,
+        placeholders: Mapping[str, int] | None = None,
     ) -> None:
         self.runner = runner
         self.layers = tuple(layers)
@@ -84,6 +87,7 @@ class Session:
         self.target = target
         self.fingerprint = fingerprint
         self._encoder = None
+        self._modalities = SessionModalities(runner, placeholders, self.device) if placeholders else None
         if "encode" in runner.methods:
             self._encoder = SessionEncoder(runner, vocab_size, batch_size, self.device)
         self._cache: ExportableCache | None = None
@@ -105,6 +109,7 @@ class Session:
         prefill_length: int | None = None,
         buckets: bool | Sequence[int] = True,
         score_length: int = 0,
+        modalities: Sequence[str] = (),
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> Session:
         """Run a live model over a cache, which may hold tokens already: the session goes on from there.
@@ -121,6 +126,7 @@ class Session:
             buckets: Read lengths with methods of their own, so that a step costs what the filled part of the cache costs,
                 not what is allocated. True for powers of two, see `methods.length_buckets`; False for none.
             score_length: Most tokens that `score` takes, as speculative decoding needs it; 0 for no such method.
+            modalities: What is fed beside text, `image` or `audio`: see `multimodal.modalities_of`.
             tokenizer: For text.
 
         Raises:
@@ -143,6 +149,7 @@ class Session:
                 f"the cache is on {device}, the model on {model.device}; allocate the cache with device={str(model.device)!r}"
             )
         check_positions(model, cache.max_length)
+        found = modalities_of(model, modalities)
         session = cls(
             ModuleRunner(
                 model,
@@ -152,6 +159,7 @@ class Session:
                 prefill_length=prefill_length,
                 buckets=length_buckets(cache) if buckets is True else buckets or (),
                 score_length=score_length,
+                modalities=found,
             ),
             cache.layers,
             model.get_input_embeddings().weight.shape[0],
@@ -161,6 +169,7 @@ class Session:
             device=device,
             target="compiled" if compile else "eager",
             fingerprint=fingerprint(model),
+            placeholders={modality.method.name: modality.token_id for modality in found},
         )
         session._cache = cache
         session._length = cache.cumulative_length.detach().cpu().clone()
@@ -189,6 +198,7 @@ class Session:
             device=getattr(runner, "device", "cpu"),
             target=manifest.target,
             fingerprint=manifest.fingerprint,
+            placeholders=recorded_placeholders(manifest.program.methods, manifest.config),
         )
 
     # -- position ---------------------------------------------------------------------------------------------------
@@ -378,11 +388,12 @@ class Session:
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
-    def prefill(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def prefill(self, input_ids: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
         """Feed a prompt of any length, after whatever was fed before. Long ones go through in chunks.
 
         Args:
             input_ids: int64 [batch, length], length at least 1.
+            **inputs: What a processor gives beside them (pixel_values, input_features), where the session has modalities.
 
         Returns:
             Logits [batch, vocab] of each row's last token.
@@ -392,15 +403,23 @@ class Session:
             CacheFullError: If the prompt does not fit.
         """
         self._check_prompt(input_ids)
+        fed, sizes = input_ids, self.chunk_sizes(input_ids.shape[1])
+        if inputs and self._modalities is None:
+            raise InputError(f"this session takes token ids only, got {', '.join(inputs)}; make it, or export, with modalities=")
+        if self._modalities is not None and (inputs or self._has_placeholder(input_ids)):
+            fed, sizes = self._modalities.embed(input_ids, inputs), self._modalities.chunk_sizes(input_ids.shape[1])
         position = 0
-        for size in self.chunk_sizes(input_ids.shape[1]):
-            logits = self._step(input_ids[:, position : position + size].contiguous())
+        for size in sizes:
+            logits = self._step(fed[:, position : position + size].contiguous())
             position += size
         return logits
 
     def chunk_sizes(self, length: int) -> list[int]:
         """How many tokens of a prompt of `length` go through each step."""
-        return chunk_sizes(self.runner.methods, length)
+        return chunk_sizes({name: method for name, method in self.runner.methods.items() if method.takes_ids}, length)
+
+    def _has_placeholder(self, input_ids: torch.Tensor) -> bool:
+        return any(bool((input_ids == token).any()) for token in self._modalities.placeholders.values())
 
     @property
     def score_length(self) -> int:
@@ -473,7 +492,9 @@ class Session:
         size = input_ids.shape[1]
         # Before the run: should it fail halfway, slots may have been written.
         self._high_water = torch.maximum(self._high_water, self._length + size)
-        methods, further = self.runner.methods, ()
+        by_ids = not input_ids.is_floating_point()
+        methods = {name: method for name, method in self.runner.methods.items() if method.takes_ids is by_ids}
+        further: tuple[torch.Tensor, ...] = ()
         if self._encoder is not None and not bool(self._length.any()):
             # The first step of a sequence, however short, is the one that fills the cross-attention layers.
             methods = {name: method for name, method in methods.items() if self._takes_encoding(method)}

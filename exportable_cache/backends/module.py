@@ -16,8 +16,8 @@ from ..cache import ExportableCache
 from ..decoding.chooser import Chooser
 from ..decoding.choosing_step import ChoosingStep
 from ..methods import Method
-from ..program import ResidentModule, program_methods
-from ..seq2seq import EncodeModule
+from ..multimodal import Modality
+from ..program import ResidentModule, front_module, program_methods
 
 
 class ModuleRunner:
@@ -43,11 +43,14 @@ class ModuleRunner:
         prefill_length: int | None = None,
         buckets: Sequence[int] = (),
         score_length: int = 0,
+        modalities: Sequence[Modality] = (),
     ) -> None:
         set_attention(model, ATTENTION)
-        self.methods: Mapping[str, Method] = program_methods(cache, prefill_length, buckets=buckets, score_length=score_length)
+        self.methods: Mapping[str, Method] = program_methods(
+            cache, prefill_length, buckets=buckets, score_length=score_length, modalities=modalities
+        )
         self.modules: dict[str, torch.nn.Module] = {
-            name: ResidentModule(model, cache, method) if method.is_step else EncodeModule(model, cache.encoder)
+            name: ResidentModule(model, cache, method) if method.is_step else front_module(model, cache, method, modalities)
             for name, method in self.methods.items()
         }
         self.state: Mapping[str, torch.Tensor] = cache.stored_state()

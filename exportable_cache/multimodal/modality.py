@@ -1,0 +1,142 @@
+"""One kind of input beside text: which tensor it is, the method that turns it into embeddings, where those go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..errors import InputError, UnsupportedModelError
+from ..methods import Method, TensorSpec
+from ..named_forward import name_forward
+
+IMAGE, AUDIO = "image", "audio"
+# Model types whose text decoder is causal over embeddings, so that nothing but these is needed from their own `forward`.
+_SUPPORTED = {"llava": IMAGE, "smolvlm": IMAGE, "idefics3": IMAGE, "voxtral": AUDIO}
+_REFUSED = {
+    "gemma3": "the tokens of an image see each other in both directions, for which the cache has no mask",
+    "qwen2_5_vl": "its positions have three axes, and its vision encoder is sized by values of image_grid_thw",
+    "qwen2_vl": "its positions have three axes, and its vision encoder is sized by values of image_grid_thw",
+}
+
+
+@dataclass(frozen=True)
+class Modality:
+    """Images or sound, as a model takes them.
+
+    Attributes:
+        kind: `image` or `audio`.
+        main_input: One item of what the processor gives, [1, ...] of fixed size. Any number of them goes through one by one.
+        tokens: Embeddings per item.
+        hidden_size: Of an embedding.
+        token_id: Of the placeholders in a prompt, one per embedding.
+        dtype: Of the embeddings, as the name of a torch dtype.
+    """
+
+    kind: str
+    main_input: TensorSpec
+    tokens: int
+    hidden_size: int
+    token_id: int
+    dtype: str
+
+    @property
+    def method(self) -> Method:
+        """`encode_image` or `encode_audio`: one item to embeddings [tokens, hidden_size]."""
+        embeds = TensorSpec(f"{self.kind}_embeds", self.dtype, (self.tokens, self.hidden_size))
+        return Method(f"encode_{self.kind}", 1, 1, inputs=(self.main_input,), outputs=(embeds,))
+
+
+class FeaturesModule(nn.Module):
+    """The method of one modality: its encoder and the projector."""
+
+    def __init__(self, model: PreTrainedModel, modality: Modality) -> None:
+        super().__init__()
+        # All of it: programs that are packaged together share weights by their names in the whole model.
+        self.model = model
+        self.kind = modality.kind
+        name_forward(self, (modality.main_input.name,))
+
+    def call(self, **main_input: torch.Tensor) -> tuple[torch.Tensor]:
+        """Embeddings [tokens, hidden_size] of one item."""
+        return (features_of(self.model, self.kind, **main_input),)
+
+
+class EmbedModule(nn.Module):
+    """The method `embed`: what the text decoder makes of token ids."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor) -> tuple[torch.Tensor]:
+        """int64 [batch, length] to embeddings [batch, length, hidden_size]."""
+        return (self.model.get_input_embeddings()(input_ids),)
+
+
+def features_of(model: PreTrainedModel, kind: str, **main_input: torch.Tensor) -> torch.Tensor:
+    """Embeddings [tokens, hidden_size] of one image or piece of sound."""
+    if model.config.model_type in ("smolvlm", "idefics3"):
+        return _idefics_features(model, **main_input)
+    method = model.get_image_features if kind == IMAGE else model.get_audio_features
+    found = method(**main_input, return_dict=True).pooler_output
+    found = torch.cat(list(found), dim=0) if isinstance(found, (list, tuple)) else found
+    return found.reshape(-1, found.shape[-1])
+
+
+def _idefics_features(model: PreTrainedModel, pixel_values: torch.Tensor) -> torch.Tensor:
+    """The same of Idefics 3 and SmolVLM, whose own method drops images of zeros, a choice that no graph can hold."""
+    vision = model.config.vision_config
+    side = pixel_values.shape[-1] // vision.patch_size
+    real = torch.ones(1, side, side, dtype=torch.bool, device=pixel_values.device)
+    hidden = model.model.vision_model(pixel_values=pixel_values, patch_attention_mask=real, return_dict=True).last_hidden_state
+    features = model.model.connector(hidden)
+    return features.reshape(-1, features.shape[-1])
+
+
+@torch.no_grad()
+def modalities_of(model: PreTrainedModel, kinds: Sequence[str]) -> tuple[Modality, ...]:
+    """What of `kinds` a model takes, from its config and from running its encoders on one item of zeros.
+
+    Args:
+        kinds: Any of `image` and `audio`.
+
+    Raises:
+        InputError: If a kind is neither, or the model does not take it.
+        UnsupportedModelError: If the model needs more of the cache than embeddings in place of tokens.
+    """
+    return tuple(_modality(model, kind) for kind in kinds)
+
+
+def _modality(model: PreTrainedModel, kind: str) -> Modality:
+    config = model.config
+    if kind not in (IMAGE, AUDIO):
+        raise InputError(f"modality is {kind!r}; choose of {IMAGE} and {AUDIO}")
+    if config.model_type in _REFUSED:
+        raise UnsupportedModelError(
+            f"{config.model_type!r} cannot take images here: {_REFUSED[config.model_type]}; leave out modalities to run its text decoder"
+        )
+    if config.model_type not in _SUPPORTED:
+        raise UnsupportedModelError(
+            f"{config.model_type!r} has not been tried with images or sound, only {', '.join(_SUPPORTED)}; "
+            "leave out modalities to run its text decoder"
+        )
+    if _SUPPORTED[config.model_type] != kind:
+        raise InputError(f"{config.model_type!r} takes {_SUPPORTED[config.model_type]}, not {kind}")
+    dtype = str(model.dtype).removeprefix("torch.")
+    if kind == IMAGE:
+        vision = config.vision_config
+        shape: tuple[int | str, ...] = (1, getattr(vision, "num_channels", 3), vision.image_size, vision.image_size)
+        main_input, token_id = TensorSpec("pixel_values", dtype, shape), config.image_token_id
+    else:
+        audio = config.audio_config
+        shape = (1, audio.num_mel_bins, 2 * audio.max_source_positions)
+        main_input, token_id = TensorSpec("input_features", dtype, shape), config.audio_token_id
+    example = torch.zeros(shape, dtype=model.dtype, device=model.device)
+    features = features_of(model, kind, **{main_input.name: example})
+    return Modality(
+        kind, main_input, features.shape[0], features.shape[1], token_id, str(features.dtype).removeprefix("torch.")
+    )
