@@ -18,6 +18,7 @@ from .errors import BundleError, ExportableCacheError, InputError, UnsupportedMo
 from .files import atomic_path
 from .layers import CacheLayer, LinearStates
 from .layers.guards import check_rollback, check_room, check_rows_agree, is_traced
+from .layers.quantized import KV_DTYPES
 from .layout import LayerLayout, Sinks, check_sinks, layout_from_config, layout_from_model
 from .patches.transformers import patch_model
 from .pytree import register_node
@@ -78,6 +79,7 @@ class ExportableCache(Cache):
         slack: int = 0,
         attention_sinks: int | None = None,
         attention_window: int | None = None,
+        kv_dtype: str | None = None,
         attn_implementation: str | None = ATTENTION,
     ) -> ExportableCache:
         """Allocate the cache of a model from its config: per layer type a full buffer or a ring.
@@ -93,6 +95,8 @@ class ExportableCache(Cache):
             attention_sinks: Have full-attention layers keep this many first tokens and the newest `attention_window`, and
                 run without end: see `layers.SinkLayer`. Works with our attention functions only.
             attention_window: What `attention_sinks` leave of `max_cache_len` by default.
+            kv_dtype: `int8` to keep keys and values in 8 bits with one scale per token and head, see `layers.quantized`; the
+                dtype that the model writes by default.
             attn_implementation: Name to set on the config; None leaves it alone. Under transformers' own `sdpa` and
                 `eager` the cache works too, but for padding masks and rows of different length.
 
@@ -105,7 +109,7 @@ class ExportableCache(Cache):
         if sinks is not None:
             check_sinks(config, layouts)
         dtype = dtype or getattr(config.get_text_config(decoder=True), "dtype", None) or torch.float32
-        cache = cls._allocate(layouts, max_cache_len, batch_size, dtype, device, slack, sinks)
+        cache = cls._allocate(layouts, max_cache_len, batch_size, dtype, device, slack, sinks, kv_dtype)
         if attn_implementation is not None:
             config._attn_implementation = attn_implementation
         cache._config = config.get_text_config(decoder=True)
@@ -124,6 +128,7 @@ class ExportableCache(Cache):
         attention_sinks: int | None = None,
         attention_window: int | None = None,
         max_encoder_len: int | None = None,
+        kv_dtype: str | None = None,
         attn_implementation: str | None = ATTENTION,
     ) -> ExportableCache:
         """Allocate the cache of a model; shapes, dtype and device are read from one token run through it.
@@ -155,7 +160,7 @@ class ExportableCache(Cache):
                 layouts, model_dtype, model_device = layout_from_model(model)
         if sinks is not None:
             check_sinks(model.config, layouts)
-        cache = cls._allocate(layouts, max_cache_len, batch_size, dtype or model_dtype, device or model_device, slack, sinks)
+        cache = cls._allocate(layouts, max_cache_len, batch_size, dtype or model_dtype, device or model_device, slack, sinks, kv_dtype)
         if encoder is not None:
             cache.encoder = encoder
         if attn_implementation is not None:
@@ -173,11 +178,14 @@ class ExportableCache(Cache):
         device: torch.device | str,
         slack: int,
         sinks: Sinks | None,
+        kv_dtype: str | None,
     ) -> ExportableCache:
         for name, value in (("max_cache_len", max_cache_len), ("batch_size", batch_size)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise InputError(f"{name} is {value!r}; it must be an int of at least 1")
-        return cls([layout.build(batch_size, max_cache_len, dtype, device, slack, sinks) for layout in layouts])
+        if kv_dtype is not None and kv_dtype not in KV_DTYPES:
+            raise InputError(f"kv_dtype is {kv_dtype!r}; it must be {' or '.join(KV_DTYPES)}, or None for the dtype the model writes")
+        return cls([layout.build(batch_size, max_cache_len, dtype, device, slack, sinks, kv_dtype) for layout in layouts])
 
     @classmethod
     def from_layers(cls, layers: Any) -> ExportableCache:
@@ -235,7 +243,8 @@ class ExportableCache(Cache):
     def max_length(self) -> int | None:
         """Tokens a row can hold in all, or None where only rings keep state."""
         limits = [layer.max_length for layer in self.layers if layer.max_length is not None]
-        return min(limits, default=None)
+        # Not by `default=`, which TorchDynamo cannot trace where there are none.
+        return min(limits) if limits else None
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """Transformers' form of `max_length`: -1 where there is no limit."""

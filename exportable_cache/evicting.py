@@ -42,8 +42,8 @@ class EvictingLayer(DynamicLayer):
         return kept, self.seen + query_length - kept
 
 
-def evicting_cache(config: PreTrainedConfig, sinks: Sinks) -> DynamicCache:
-    """A `DynamicCache` for a model whose full-attention layers keep sinks and a window; feed it token by token."""
-    cache = DynamicCache(config=config)
+def evicting_cache(config: PreTrainedConfig, sinks: Sinks, plain: type[DynamicCache] = DynamicCache) -> DynamicCache:
+    """A cache of class `plain` for a model whose full-attention layers keep sinks and a window; feed it token by token."""
+    cache = plain(config=config)
     cache.layers = [EvictingLayer(sinks) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache

@@ -16,7 +16,7 @@ from .bundle import Bundle, check_free, new_folder, write_bundle
 from .cache import ExportableCache
 from .errors import InputError, VerificationError
 from .layout import Sinks, layer_types_and_windows
-from .manifest import Quantized
+from .manifest import Quantized, RoundedCache
 from .models import check_positions, load_config, load_model, parse_dtype
 from .multimodal import modalities_of
 from .program import Program
@@ -44,6 +44,7 @@ def export(
     attention_window: int | None = None,
     max_encoder_len: int | None = None,
     modalities: Sequence[str] = (),
+    kv_dtype: str | None = None,
     verify: bool = True,
     overwrite: bool = False,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -72,6 +73,8 @@ def export(
         max_encoder_len: Longest input of an encoder-decoder's encoder, in tokens, frames or samples, see
             `ExportableCache.from_model`.
         modalities: What is fed beside text, `image` or `audio`, see `multimodal.modalities_of`. What is verified is text.
+        kv_dtype: `int8` to keep keys and values in 8 bits, see `ExportableCache.from_config`. The program is then verified against
+            the model with the same rounding, and its distance from the model without it is recorded.
         verify: Compare with the model, see `verify_session`; the report is recorded in the manifest.
         overwrite: Replace a bundle that is there.
         tokenizer: Saved in the bundle; by default the one beside the model, if there is one.
@@ -132,6 +135,7 @@ def export(
         attention_sinks=attention_sinks,
         attention_window=attention_window,
         max_encoder_len=max_encoder_len,
+        kv_dtype=kv_dtype,
         attn_implementation=None,
     )
     check_positions(model, cache.max_length)
@@ -157,15 +161,30 @@ def export(
             manifest = manifest.model_copy(
                 update={"weights_bytes": weights_bytes, "quantization": Quantized(**quantization.to_dict())}
             )
+        if kv_dtype is not None:
+            exact = ExportableCache.from_model(
+                model,
+                max_cache_len,
+                batch_size,
+                attention_sinks=attention_sinks,
+                attention_window=attention_window,
+                attn_implementation=None,
+                device="meta",
+            )
+            manifest = manifest.model_copy(update={"kv_cache": RoundedCache(dtype=kv_dtype, float_bytes=exact.nbytes)})
         if verify:
             session, remark = session_to_verify(Bundle(folder, manifest), model, program, progress=progress)
             report = verify_session(session, model, tolerance=tolerance_of(model, quantization), progress=progress)
             report = replace(report, remark=remark)
             _require_agreement(report, output)
             manifest = manifest.model_copy(update={"verification": report.to_dict()})
-            if quantization is not None:
+            if quantization is not None or kv_dtype is not None:
                 effect = measure_quantization(session, loaded, progress)
+            if quantization is not None:
                 manifest = manifest.model_copy(update={"quantization": manifest.quantization.model_copy(update=effect)})
+            if kv_dtype is not None:
+                effect = {name: effect[name] for name in ("positions", "max_difference", "argmax_agreement")}
+                manifest = manifest.model_copy(update={"kv_cache": manifest.kv_cache.model_copy(update=effect)})
         manifest.write(folder)
     return Bundle(output, manifest)
 

@@ -29,6 +29,7 @@ from .layers import (
     SinkLayer,
     StateShape,
 )
+from .layers.quantized import QUANTIZED
 from .patches.transformers import patch_model
 
 logger = logging.getLogger(__name__)
@@ -157,6 +158,7 @@ class LayerLayout:
         device: torch.device | str,
         slack: int = 0,
         sinks: Sinks | None = None,
+        kv_dtype: str | None = None,
     ) -> CacheLayer:
         """Allocate the storage policy of this layer."""
         states: dict[str, Any] = {"conv_states": self.conv_states, "recurrent_states": self.recurrent_states}
@@ -166,6 +168,13 @@ class LayerLayout:
         options: dict[str, Any] = {"value_head_dim": self.value_head_dim, "dtype": dtype, "device": device}
         if has_states:
             options |= states
+        if kv_dtype is not None and (
+            has_states or self.index_head_dim is not None or self.encoder_slots is not None
+        ):
+            raise InputError(
+                f"kv_dtype is {kv_dtype!r}, but a layer of type {self.layer_type!r} keeps more than keys and values, which is not done in "
+                "8 bits; leave kv_dtype out"
+            )
         if self.encoder_slots is not None:
             return CrossLayer(batch_size, self.num_heads, self.head_dim, self.encoder_slots, **options)
         if self.index_head_dim is not None:
@@ -173,12 +182,13 @@ class LayerLayout:
                 batch_size, self.num_heads, self.head_dim, max_cache_len, index_head_dim=self.index_head_dim, **options
             )
         if sinks is not None and self.window is None:
-            return SinkLayer(batch_size, self.num_heads, self.head_dim, sinks.tokens, sinks.window, slack=slack, **options)
+            sink = SinkLayer if kv_dtype is None else QUANTIZED[SinkLayer]
+            return sink(batch_size, self.num_heads, self.head_dim, sinks.tokens, sinks.window, slack=slack, **options)
         # A window that is never reached needs no ring: every token stays visible, and the slot is the position.
         if self.window is None or (self.window >= max_cache_len and sinks is None):
-            full = HybridFullLayer if has_states else FullLayer
+            full = HybridFullLayer if has_states else FullLayer if kv_dtype is None else QUANTIZED[FullLayer]
             return full(batch_size, self.num_heads, self.head_dim, max_cache_len, **options)
-        ring = HybridRingLayer if has_states else RingLayer
+        ring = HybridRingLayer if has_states else RingLayer if kv_dtype is None else QUANTIZED[RingLayer]
         return ring(batch_size, self.num_heads, self.head_dim, self.window, slack=slack, **options)
 
 

@@ -200,6 +200,20 @@ class Quantized(_Entry):
     accuracy_after: float | None = None
 
 
+class RoundedCache(_Entry):
+    """A cache that keeps fewer bits than the model writes: what it would take otherwise, and how far the logits moved.
+
+    The differences are between the program and the float model over an exact cache, so where weights are quantised as well
+    they are of both; None where nothing was compared.
+    """
+
+    dtype: str
+    float_bytes: int
+    positions: int | None = None
+    max_difference: float | None = None
+    argmax_agreement: float | None = None
+
+
 class Manifest(_Entry):
     """The whole of manifest.json.
 
@@ -227,6 +241,7 @@ class Manifest(_Entry):
     options: dict[str, Any]
     verification: dict[str, Any] | None
     quantization: Quantized | None = None
+    kv_cache: RoundedCache | None = None
 
     @field_validator("files")
     @classmethod

@@ -98,25 +98,27 @@ def methods_for(
     forward: bool = False,
     buckets: Sequence[int] = (),
     score_length: int = 0,
+    split: bool = True,
 ) -> dict[str, Method]:
     """The methods of a text decoder over `cache`.
 
     Args:
         prefill_length: Longest chunk of a prompt; longer prompts go through in several. `DEFAULT_PREFILL_LENGTH`, or
             what the cache holds, by default. At 1 there is no prefill.
-        forward: Add a method `forward` that takes any length from 1 on, for runtimes that know one entry point only.
+        forward: Have a method `forward` that takes any length from 1 on.
         buckets: Read lengths that get methods of their own, `decode_128` and `prefill_128` for 128; see `length_buckets`.
         score_length: Add a method `score` that takes 2 up to this many tokens and gives logits after each, as speculative
             decoding needs; 0 for none.
+        split: Have the methods `decode`, of one token, and `prefill`, of several. Without them `forward` serves every step.
 
     Raises:
         InputError: If `prefill_length` or `score_length` is out of range, or a bucket is not positive.
     """
     prefill_length = checked_prefill_length(cache, prefill_length)
-    methods = [Method("decode", 1, 1)]
-    if prefill_length > 1:
+    methods = [Method("decode", 1, 1)] if split else []
+    if split and prefill_length > 1:
         methods.append(Method("prefill", 2, prefill_length))
-    if forward:
+    if forward or not split:
         methods.append(Method("forward", 1, prefill_length))
     if not isinstance(score_length, int) or isinstance(score_length, bool) or score_length in (1,) or score_length < 0:
         raise InputError(f"score_length is {score_length!r}; it must be an int of at least 2, or 0 for no such method")

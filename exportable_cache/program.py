@@ -17,7 +17,7 @@ from .attention import ATTENTION, set_attention
 from .cache import ExportableCache
 from .errors import InputError, UnsupportedModelError
 from .layout import cache_argument
-from .methods import Method, methods_for
+from .methods import Method, checked_prefill_length, methods_for
 from .multimodal import EmbedModule, FeaturesModule, Modality, multimodal_methods
 from .named_forward import name_forward
 from .patches.transformers import patch_model
@@ -184,18 +184,19 @@ def program_methods(
     buckets: Sequence[int] = (),
     score_length: int = 0,
     modalities: Sequence[Modality] = (),
+    split: bool = True,
 ) -> dict[str, Method]:
     """The methods of a program over `cache`: of a text decoder, or of an encoder and its decoder.
 
     Args:
         modalities: What a text decoder is given beside text.
-        prefill_length, forward, buckets, score_length: See `methods_for`.
+        prefill_length, forward, buckets, score_length, split: See `methods_for`.
 
     Raises:
         InputError: Where those refuse, or for `forward` with an encoder-decoder.
     """
     if not isinstance(cache, ExportableEncoderDecoderCache):
-        methods = methods_for(cache, prefill_length, forward, buckets, score_length)
+        methods = methods_for(cache, prefill_length, forward, buckets, score_length, split)
         return multimodal_methods(methods, modalities) if modalities else methods
     if modalities:
         raise InputError(f"modalities are {', '.join(m.kind for m in modalities)}; an encoder-decoder's go through encode: leave them out")
@@ -224,7 +225,8 @@ class Program:
         cache: Its cache. The exported programs start from zeros, whatever it holds.
         form: Where the state lives.
         logits: Which logits to return.
-        prefill_length, forward, buckets, score_length: See `methods_for`.
+        prefill_length, buckets, score_length: See `methods_for`.
+        forward, split: See `methods_for`; or what decides it, given the adapted cache.
         attention: Name of one of our attention functions.
         experts: Experts implementation for models that have experts, or None to leave it.
         adapt: Puts the layers into another layout, that of a target's own operators: `(model, cache) -> cache`.
@@ -241,7 +243,8 @@ class Program:
         form: Form | str = Form.RESIDENT,
         logits: Logits | str = Logits.LAST,
         prefill_length: int | None = None,
-        forward: bool = False,
+        forward: bool | Callable[[ExportableCache], bool] = False,
+        split: bool | Callable[[ExportableCache], bool] = True,
         buckets: Sequence[int] = (),
         score_length: int = 0,
         modalities: Sequence[Modality] = (),
@@ -257,9 +260,14 @@ class Program:
         self.attention = attention
         self.experts = experts
         self.modalities = tuple(modalities)
-        self.methods = program_methods(cache, prefill_length, forward, buckets, score_length, self.modalities)
+        # Before the model is run to adapt the cache to it.
+        checked_prefill_length(cache, prefill_length)
         if adapt is not None:
             cache = adapt(model, cache)
+        # Embeddings are fed through the prefill: it stays a method of its own with them.
+        forward = forward(cache) and not self.modalities if callable(forward) else forward
+        split = split(cache) or bool(self.modalities) if callable(split) else split
+        self.methods = program_methods(cache, prefill_length, forward, buckets, score_length, self.modalities, split)
         zeros = {name: torch.zeros_like(tensor) for name, tensor in cache.named_state()}
         self.cache = cache.with_state(zeros)
         module_class = ResidentModule if self.form is Form.RESIDENT else ExplicitModule

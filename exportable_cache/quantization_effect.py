@@ -43,7 +43,7 @@ def measure_quantization(session: Session, float_model: LoadedModel, progress: P
     longest = min(session.max_length or math.inf, _positions(float_model.model))
     steps = min(_DECODE_STEPS, max(0, longest - 2))
     report = verify_session(
-        session, float_model.model, tolerance=math.inf, prompts=[min(_PROMPT, longest - steps)], decode_steps=steps, progress=progress
+        session, float_model.model, tolerance=math.inf, exact_cache=True, prompts=[min(_PROMPT, longest - steps)], decode_steps=steps, progress=progress
     )
     effect: dict[str, Any] = {
         "positions": report.steps,

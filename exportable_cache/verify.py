@@ -18,6 +18,7 @@ from .layers import SinkLayer
 from .layout import Sinks, cache_argument, layer_types_and_windows
 from .program import attention_of, takes_positions
 from .progress import Progress, silent
+from .rounding import RoundingCache, is_rounding
 from .seq2seq.reference import decoder_of, encoder_lengths, random_inputs
 from .session import Session
 
@@ -39,6 +40,8 @@ _SMALL_WINDOW = 256
 # A prompt that fills the cache costs as much as the cache is large: tokens over all rows up to which it is tried.
 _MOST_TO_FILL = 4096
 # The reference takes longer prompts in pieces: eager attention keeps heads x length x length scores.
+# Tokens over which the effect of an 8-bit cache is found, for the tolerance.
+_ROUNDED_TOKENS = 64
 _REFERENCE_CHUNK = 1024
 
 
@@ -176,6 +179,7 @@ def verify_session(
     prompts: Sequence[int] | None = None,
     decode_steps: int | None = None,
     seed: int = 0,
+    exact_cache: bool = False,
     progress: Progress = silent,
 ) -> VerifyReport:
     """Feed the same random tokens to a session and to the model in eager attention with `DynamicCache`, step by step.
@@ -187,12 +191,15 @@ def verify_session(
     Args:
         session: What to check.
         model: What it was made from.
-        tolerance: Largest |logit difference| that passes; `default_tolerance` by default.
+        tolerance: Largest |logit difference| that passes; by default `default_tolerance`, and for a session whose cache keeps 8
+            bits at least a quarter of what that rounding does to the logits: a value near the middle between two steps rounds
+            either way.
         prompts: Lengths; by default `default_prompts`, and one that fills the cache, or takes all of the model's positions,
             where that is at most 4096 tokens over all rows.
         decode_steps: Single tokens after each prompt; `default_decode_steps` by default. None follow the one that fills the
             cache.
         seed: Of the tokens.
+        exact_cache: Let the model's cache keep what it is given, also where the session's keeps 8 bits.
         progress: Told about every step.
 
     Raises:
@@ -236,6 +243,7 @@ def verify_session(
                 f"{'any number' if limit is None else limit} tokens can be held, of which the prompt takes at least 1; pass fewer"
             )
         plan.append((length, steps))
+    rounds = is_rounding(session.layers) and not exact_cache
     total, done = 2 * sum(1 + steps for _, steps in plan), 0
     generator = torch.Generator().manual_seed(seed)
     verified, largest_logit = [], 0.0
@@ -248,7 +256,7 @@ def verify_session(
             )
         # All of the reference first: the session may run the very same model, under another attention implementation.
         expected = []
-        for logits in _reference(model, ids, length, sinks, encoder_inputs):
+        for logits in _reference(model, ids, length, sinks, encoder_inputs, rounds):
             expected.append(logits)
             largest_logit = max(largest_logit, logits.abs().max().item())
             done += 1
@@ -283,6 +291,8 @@ def verify_session(
     max_difference = torch.tensor([prompt.max_difference for prompt in verified], dtype=torch.float64).max().item()
     if tolerance is None:
         tolerance = default_tolerance(model.dtype, largest_logit)
+        if rounds:
+            tolerance = max(tolerance, rounding_effect(model, min(plan[-1][0], _ROUNDED_TOKENS)) / 4)
     return VerifyReport(
         passed=max_difference <= tolerance,
         max_difference=max_difference,
@@ -351,12 +361,25 @@ def _feed(session: Session, ids: torch.Tensor, parts: Sequence[int]) -> torch.Te
 
 
 @torch.no_grad()
+def rounding_effect(model: PreTrainedModel, length: int) -> float:
+    """Largest |logit difference| that keeping keys and values in 8 bits makes over `length` random tokens."""
+    ids = torch.randint(model.get_input_embeddings().weight.shape[0], (1, length), generator=torch.Generator().manual_seed(0))
+    logits = []
+    with attention_of(model, "eager"):
+        for kind in (DynamicCache, RoundingCache):
+            caches = {cache_argument(model): kind(config=model.config)}
+            logits.append(model(ids.to(model.device), use_cache=True, **caches).logits.float())
+    return (logits[0] - logits[1]).abs().max().item()
+
+
+@torch.no_grad()
 def _reference(
     model: PreTrainedModel,
     ids: torch.Tensor,
     prompt: int,
     sinks: Sinks | None,
     encoder_inputs: dict[str, torch.Tensor] | None = None,
+    rounds: bool = False,
 ) -> Iterator[torch.Tensor]:
     """Logits [batch, vocab] after the prompt and after each later token of `ids` [batch, length]."""
     ids = ids.to(model.device)
@@ -367,7 +390,8 @@ def _reference(
             for position in range(prompt, ids.shape[1]):
                 yield decoder(ids[:, position : position + 1])
         return
-    cache = DynamicCache(config=model.config) if sinks is None else evicting_cache(model.config, sinks)
+    plain = RoundingCache if rounds else DynamicCache
+    cache = plain(config=model.config) if sinks is None else evicting_cache(model.config, sinks, plain)
     chunk = _REFERENCE_CHUNK if sinks is None else 1
     argument, explicit = cache_argument(model), takes_positions(model)
 

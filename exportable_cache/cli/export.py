@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _ARGUMENTS = frozenset(
     (
         "model_or_path target max_cache_len output_dir batch_size dtype prefill_length quantize group_size quantize_embeddings "
-        "attention_sinks attention_window max_encoder_len verify overwrite tokenizer progress"
+        "attention_sinks attention_window kv_dtype max_encoder_len verify overwrite tokenizer progress"
     ).split()
 )
 
@@ -69,6 +69,12 @@ def export(
     quantize_embeddings: Annotated[
         Literal["8w", "4w"] | None,
         typer.Option("--quantize-embeddings", help="Weights of the embedding table.", show_default=False),
+    ] = None,
+    kv_cache_dtype: Annotated[
+        str | None,
+        typer.Option(
+            "--kv-cache-dtype", metavar="int8", help="Keep keys and values in 8 bits; the model's own dtype by default.", show_default=False
+        ),
     ] = None,
     attention_sinks: Annotated[
         int | None,
@@ -120,6 +126,7 @@ def export(
             group_size=group_size,
             quantize_embeddings=quantize_embeddings,
             attention_sinks=attention_sinks,
+            kv_dtype=kv_cache_dtype,
             attention_window=attention_window,
             max_encoder_len=max_encoder_len,
             verify=verify,
@@ -176,6 +183,21 @@ def print_verification(terminal: Terminal, bundle: Bundle) -> None:
     else:
         terminal.print(str(VerifyReport(**recorded)))
     print_quantization(terminal, bundle)
+    print_kv_cache(terminal, bundle)
+
+
+def print_kv_cache(terminal: Terminal, bundle: Bundle) -> None:
+    """What a cache of fewer bits saves and does, if it is one."""
+    kept = bundle.manifest.kv_cache
+    if kept is None:
+        return
+    text = f"keys and values in {kept.dtype}: {bytes_text(bundle.manifest.cache_bytes)} instead of {bytes_text(kept.float_bytes)}"
+    if kept.max_difference is not None:
+        text += (
+            f"; against the float model over an exact cache, {kept.positions} positions of random tokens: max |logit difference| "
+            f"{kept.max_difference:.1e}, same argmax {kept.argmax_agreement:.1%}"
+        )
+    terminal.print(text)
 
 
 def print_quantization(terminal: Terminal, bundle: Bundle) -> None:

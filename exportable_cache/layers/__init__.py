@@ -8,6 +8,7 @@ from .indexed import IndexedLayer
 from .key_value import KeyValueLayer
 from .layer import CacheLayer, StateTensor
 from .linear import LinearLayer, LinearStates, StateShape
+from .quantized import QuantizedFullLayer, QuantizedKeyValueLayer, QuantizedRingLayer, QuantizedSinkLayer
 from .ring import RingLayer
 from .sink import SinkLayer
 
@@ -22,6 +23,10 @@ __all__ = [
     "KeyValueLayer",
     "LinearLayer",
     "LinearStates",
+    "QuantizedFullLayer",
+    "QuantizedKeyValueLayer",
+    "QuantizedRingLayer",
+    "QuantizedSinkLayer",
     "RingLayer",
     "SinkLayer",
     "StateShape",

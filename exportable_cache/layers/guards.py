@@ -60,8 +60,8 @@ def check_new_states(layer: CacheLayer, key_states: torch.Tensor, value_states: 
                 f"new {name} are [batch, heads, length, dim] = {list(new.shape)}, the cache was allocated for {list(expected)}; "
                 "allocate it with the model's sizes (ExportableCache.from_model reads them from the model)"
             )
-        if new.dtype != kept.dtype:
-            raise InputError(f"new {name} are {new.dtype}, the cache holds {kept.dtype}; allocate it with dtype={new.dtype}")
+        if new.dtype != layer.states_dtype:
+            raise InputError(f"new {name} are {new.dtype}, the cache holds {layer.states_dtype}; allocate it with dtype={new.dtype}")
         if new.device != kept.device:
             raise InputError(f"new {name} are on {new.device}, the cache is on {kept.device}; allocate it with device={str(new.device)!r}")
 

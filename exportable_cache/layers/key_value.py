@@ -57,6 +57,11 @@ class KeyValueLayer(CacheLayer):
         self.capacity = capacity
         self.allocate(sizes, dtype, device)
 
+    @property
+    def states_dtype(self) -> torch.dtype:
+        """Of the keys and values that `update` takes and gives."""
+        return self.keys.dtype
+
     def _append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Write each row's new tokens at its own length, the slot being the position, and return the slots to read."""
         query_length = key_states.shape[2]

@@ -79,14 +79,14 @@ def test_both_methods_plan_one_cache(lowered) -> None:
 
 def test_the_file_holds_the_weights_once(tmp_path) -> None:
     model = tiny_model("mistral", hidden_size=128, intermediate_size=1024, vocab_size=4096, num_hidden_layers=1)
-    lowered_session(model, "executorch", tmp_path, 64)
+    lowered_session(model, "executorch", tmp_path, 64, methods="both")
     weights = sum(parameter.nbytes for parameter in model.parameters())
     assert weights < (tmp_path / "program.pte").stat().st_size < 1.25 * weights
 
 
 def test_a_method_loaded_late_sees_the_cache(tmp_path) -> None:
     model = tiny_model("mistral")
-    lowered_session(model, "executorch", tmp_path, 64)
+    lowered_session(model, "executorch", tmp_path, 64, methods="split")
     ids = tokens(10)
     expected = reference_logits(model, ids, 9)[0]
     loaded = Runtime.get().load_program(tmp_path / "program.pte")
@@ -139,7 +139,7 @@ def test_a_damaged_file_is_refused(tmp_path) -> None:
 
 
 def test_unknown_options_are_refused() -> None:
-    with pytest.raises(InputError, match="no option 'quantize'; it knows delegate, llm_runner"):
+    with pytest.raises(InputError, match="no option 'quantize'; it knows delegate, llm_runner, methods"):
         backend_for("executorch").program_options({"quantize": True})
 
 

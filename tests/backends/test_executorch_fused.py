@@ -1,32 +1,38 @@
 """Which layers go through ExecuTorch's fused operators, and what their programs consist of."""
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from exportable_cache import ExportableCache
 from exportable_cache.backends import backend_for
+from exportable_cache.errors import InputError
 from exportable_cache.program import Program
 
-from ..support.models import tiny_model
+from ..support.models import WINDOW, tiny_model, tokens
+from ..support.oracle import difference, reference_logits
+from ..support.sessions import lowered_session
 
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
 
-from exportable_cache.backends.executorch.fused import FusedFullLayer, fusable_layers  # noqa: E402
-from exportable_cache.backends.executorch.lower import to_edge, to_program  # noqa: E402
+from executorch.exir._serialize._program import deserialize_pte_binary  # noqa: E402
+
+from exportable_cache.backends.executorch.fused import fusable_layers  # noqa: E402
+from exportable_cache.backends.executorch.fused_layers import FusedFullLayer, FusedRingLayer, fold_of  # noqa: E402
 
 from .test_executorch import instructions  # noqa: E402
 
-CAPACITY = 48
+CAPACITY = 96
 
 
 @pytest.mark.parametrize(
     ("family", "expected"),
     [
         ("llama", [True, True]),
-        ("mistral", [False, False]),  # rings
-        ("gemma3_text", [False, True]),
+        ("mistral", [True, True]),  # rings
+        ("gemma3_text", [True, True]),
         ("gemma2", [False, False]),  # soft-capping
         ("gpt_oss", [False, False]),  # sinks
         ("bloom", [False, False]),  # attention and position bias of its own
@@ -48,34 +54,106 @@ def test_other_dtypes_and_batches_are_not_fused(change: str) -> None:
 
 
 def test_a_window_that_is_never_reached_is_fused() -> None:
-    model = tiny_model("mistral", sliding_window=64)
-    assert fusable_layers(model, ExportableCache.from_model(model, CAPACITY)) == [True, True]
+    model = tiny_model("mistral", sliding_window=CAPACITY)
+    cache = ExportableCache.from_model(model, CAPACITY)
+    assert [type(layer).__name__ for layer in cache.layers] == ["FullLayer", "FullLayer"]
+    assert fusable_layers(model, cache) == [True, True]
+
+
+def test_a_ring_that_keeps_more_than_its_window_is_not_fused() -> None:
+    model = tiny_model("gemma3_text")
+    assert fusable_layers(model, ExportableCache.from_model(model, CAPACITY, slack=2)) == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "fold"),
+    [(12, 4, 3), (32, 8, 4), (24, 2, 6), (8, 2, 2), (16, 2, 4), (8, 8, 1), (4, 1, 1), (2, 1, 1), (20, 4, 5), (6, 2, 1)],
+)
+def test_folding_leaves_heads_to_run_in_parallel(heads: int, kv_heads: int, fold: int) -> None:
+    assert fold_of(heads, kv_heads) == fold
+    assert heads // kv_heads % fold == 0 and heads // fold >= min(4, heads)
+
+
+def program_of(family: str, **options) -> Program:
+    model = tiny_model(family)
+    return Program(model, ExportableCache.from_model(model, CAPACITY), **backend_for("executorch").program_options(options))
 
 
 def test_the_fused_layout_is_part_of_the_program() -> None:
-    model = tiny_model("gemma3_text")
-    options = backend_for("executorch").program_options({})
-    program = Program(model, ExportableCache.from_model(model, CAPACITY), **options)
-    assert [type(layer).__name__ for layer in program.cache.layers] == ["RingLayer", "FusedFullLayer"]
-    fused = program.cache.layers[1]
-    assert fused.keys.shape == (1, CAPACITY, 2, 8)
-    assert fused.max_length == CAPACITY and fused.config() == {"capacity": CAPACITY}
-    rebuilt = FusedFullLayer.from_state(fused.config(), {})
-    assert rebuilt.max_rollback(9, 20) == 9
+    program = program_of("gemma3_text")
+    ring, full = program.cache.layers
+    assert (type(ring), type(full)) == (FusedRingLayer, FusedFullLayer)
+    assert full.keys.shape == (1, CAPACITY, 2, 8) and ring.keys.shape == (1, WINDOW + 1, 2, 8)
+    assert full.max_length == CAPACITY and full.config() == {"capacity": CAPACITY}
+    assert ring.max_length is None and ring.config() == {"capacity": WINDOW, "window": WINDOW}
+    assert FusedFullLayer.from_state(full.config(), {}).max_rollback(9, 20) == 9
+    rebuilt = FusedRingLayer.from_state(ring.config(), {})
+    assert rebuilt.max_rollback(20, 20) == 1 and rebuilt.max_rollback(5, 8) == 5
 
 
-def test_decode_touches_the_cache_through_the_fused_operators_only() -> None:
-    model = tiny_model("llama")
-    options = backend_for("executorch").program_options({})
-    program = Program(model, ExportableCache.from_model(model, CAPACITY), prefill_length=16, **options)
-    result = to_program(to_edge({name: program.export(name) for name in program.methods}))
-    for method in ("decode", "prefill"):
-        calls = list(instructions(result, method))
-        counts = Counter(name for name, _ in calls)
-        assert counts["llama::update_cache"] == 4 and counts["llama::custom_sdpa"] == 2
-        # RMSNorm stays inside the delegate.
-        assert not {"aten::mean", "aten::rsqrt", "aten::mul", "aten::linear"} & counts.keys()
-        touching = {name for name, shapes in calls if [1, CAPACITY, 2, 8] in shapes}
-        assert touching == {"llama::update_cache", "llama::custom_sdpa"}
-        # The mask that transformers prepares goes unused, so neither it nor anything of the allocated length is computed.
-        assert not [shapes for name, shapes in calls for shape in shapes if CAPACITY in shape and shape != [1, CAPACITY, 2, 8]]
+def test_one_method_where_it_decodes_as_fast_as_two() -> None:
+    assert list(program_of("gemma3_text").methods) == ["forward"]
+    assert list(program_of("gemma2").methods) == ["decode", "prefill"]
+    assert list(program_of("gemma2", llm_runner=True).methods) == ["decode", "prefill", "forward"]
+    assert list(program_of("llama", methods="split").methods) == ["decode", "prefill"]
+    assert list(program_of("llama", methods="both").methods) == ["decode", "prefill", "forward"]
+    assert list(program_of("gemma2", methods="forward").methods) == ["forward"]
+
+
+def test_methods_that_do_not_go_together_are_refused() -> None:
+    options = backend_for("executorch").program_options
+    with pytest.raises(InputError, match="methods is 'two'; it must be one of auto, forward, split, both"):
+        options({"methods": "two"})
+    with pytest.raises(InputError, match="methods is 'split', but the llm_runner calls 'forward'"):
+        options({"methods": "split", "llm_runner": True})
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory):
+    """A ring and a full layer with 4 query heads folded into one product: the model, its session, and what its file calls."""
+    model = tiny_model("gemma3_text", num_attention_heads=16)
+    assert fold_of(16, 2) == 4
+    folder = tmp_path_factory.mktemp("hybrid")
+    session = lowered_session(model, "executorch", folder, CAPACITY)
+    written = deserialize_pte_binary((folder / "program.pte").read_bytes())
+    return model, session, SimpleNamespace(executorch_program=written.program)
+
+
+# Of one to three tokens: fewer slots than the folded form needs. Past the window, and in chunks that are longer than it.
+@pytest.mark.parametrize("prompt", [1, 2, 3, 4, 7, 8, 9, 17, 40])
+def test_folded_heads_and_rings_give_the_models_logits(hybrid, prompt: int) -> None:
+    model, session, _ = hybrid
+    ids = tokens(prompt + 40, seed=prompt)
+    session.reset()
+    reference = reference_logits(model, ids, prompt)
+    assert difference(lambda piece: session.prefill(piece), reference, ids, prompt) <= 1e-4
+
+
+def test_a_prompt_that_goes_on_after_decoding_sees_the_ring(hybrid) -> None:
+    model, session, _ = hybrid
+    ids = tokens(60, seed=1)
+    session.reset()
+    session.prefill(ids[:, :21])
+    for position in range(21, 26):
+        session.decode(ids[:, position])
+    logits = session.prefill(ids[:, 26:])
+    assert (logits - reference_logits(model, ids, 60)[:, -1]).abs().max() <= 1e-4
+
+
+def test_the_cache_is_touched_by_the_fused_operators_only(hybrid) -> None:
+    calls = list(instructions(hybrid[2], "forward"))
+    counts = Counter(name for name, _ in calls)
+    assert counts["llama::update_cache"] == 4 and counts["llama::update_cache_with_indices"] == 2
+    # Two branches per layer.
+    assert counts["llama::custom_sdpa"] == 4
+    # RMSNorm stays inside the delegate, and no product is left to the portable kernels.
+    assert not {"aten::mean", "aten::rsqrt", "aten::mul", "aten::linear", "aten::mm", "aten::bmm"} & counts.keys()
+    assert not {"aten::copy_", "aten::index_put", "aten::index_put_", "aten::expand_copy"} & counts.keys()
+    full, ring = [1, CAPACITY, 2, 8], [1, WINDOW + 1, 2, 8]
+    assert {name for name, shapes in calls if full in shapes} == {"llama::update_cache", "llama::custom_sdpa"}
+    # Where several tokens attend, the ring is put before them: the one copy of it.
+    assert {name for name, shapes in calls if ring in shapes} == {
+        "llama::update_cache", "llama::update_cache_with_indices", "llama::custom_sdpa", "aten::slice_copy"
+    }  # fmt: skip
+    # The mask of full layers goes unused, so nothing else is of the allocated length.
+    assert not [shapes for _, shapes in calls for shape in shapes if CAPACITY in shape and shape != full]

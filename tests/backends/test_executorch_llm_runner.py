@@ -31,8 +31,8 @@ for prompt in sys.argv[2:]:
 
 def test_the_official_runner_answers_as_the_session_does(tmp_path) -> None:
     # Chunks of 48, so that the runner takes each prompt in several.
-    bundle = export("demo", "executorch", 256, tmp_path / "demo", prefill_length=48, llm_runner=True, verify=False)
-    assert set(bundle.manifest.program.methods) == {"decode", "prefill", "forward"}
+    bundle = export("demo", "executorch", 256, tmp_path / "demo", prefill_length=48, verify=False)
+    assert set(bundle.manifest.program.methods) == {"forward"}
     session = load(bundle.path)
     questions = make_questions(3, seed=77, min_distance=16, tokens=(60, 200))
     ran = subprocess.run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,13 @@ def lowered_session(
     prefill_length: int = 16,
     attention_sinks: int | None = None,
     max_encoder_len: int | None = None,
+    cache_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Session:
     """Lower a model for `pt2` or `executorch` into `folder` and open what was written."""
     backend = backend_for(target)
     cache = ExportableCache.from_model(
-        model, max_cache_len, batch_size, attention_sinks=attention_sinks, max_encoder_len=max_encoder_len
+        model, max_cache_len, batch_size, attention_sinks=attention_sinks, max_encoder_len=max_encoder_len, **(cache_options or {})
     )
     program = Program(model, cache, prefill_length=prefill_length, **backend.program_options(options))
     backend.lower(program, folder, options)

@@ -8,17 +8,23 @@ from ...errors import InputError
 from ...program import Program
 
 
-def runner_metadata(program: Program) -> dict[str, Any]:
+def runner_metadata(program: Program, required: bool = True) -> dict[str, Any]:
     """Constant methods by name (extension/llm/runner/constants.h of ExecuTorch 1.4).
 
     `get_max_seq_len` is the longest chunk of a prompt, `get_max_context_len` what the cache holds. Ids that the model does
     not state are left to the tokenizer's own.
 
+    Args:
+        program: Has a method `forward`.
+        required: Refuse a program that the runner would reject; without it such a program gets no metadata.
+
     Raises:
-        InputError: If the cache has no limit to state and the model has no longest position either.
+        InputError: If it is required, and the cache has no limit to state and the model has no longest position either.
     """
     config = program.model.config.get_text_config(decoder=True)
     context = program.cache.max_length or getattr(config, "max_position_embeddings", None)
+    if context is None and not required:
+        return {}
     if context is None:
         raise InputError(
             "the cache holds any number of tokens and the config has no max_position_embeddings, so there is no context length "

@@ -17,6 +17,8 @@ from .means import means_to_linear
 from .quantized import fuse_quantized_embeddings
 
 
+# Without it, passes over the branches of `torch.cond` differentiate them, which fails where these read a position.
+@torch.no_grad()
 def to_edge(programs: Mapping[str, ExportedProgram], constant_methods: Mapping[str, Any] | None = None) -> EdgeProgramManager:
     """Partition for XNNPACK, all methods together, so that weights they share are stored once.
 
@@ -33,6 +35,7 @@ def to_edge(programs: Mapping[str, ExportedProgram], constant_methods: Mapping[s
     )
 
 
+@torch.no_grad()
 def to_program(edge: EdgeProgramManager) -> ExecutorchProgramManager:
     """Plan memory and serialise.
 
@@ -50,7 +53,6 @@ def to_program(edge: EdgeProgramManager) -> ExecutorchProgramManager:
     )
 
 
-@torch.no_grad()
 def lower_programs(
     programs: Mapping[str, ExportedProgram], constant_methods: Mapping[str, Any] | None = None
 ) -> ExecutorchProgramManager:

@@ -11,16 +11,17 @@ from ...errors import BundleError, InputError
 from ...program import Form, Program
 from ..base import LoweredFile, ProgramDescription, Runner, StandIn
 from ..registry import backend_for
-from .fused import EXECUTORCH_ATTENTION, fuse_layers
+from .fused import EXECUTORCH_ATTENTION, fuse_layers, one_method_suffices
 from .lower import lower_programs
 from .llm_runner import runner_metadata
 from .runner import ExecutorchRunner
 from .tied import write_pte
 
 FILE = "program.pte"
+_METHODS = ("auto", "forward", "split", "both")
 
 #: Options by delegate.
-DELEGATES = {"xnnpack": ("llm_runner",), "tensorrt": ("sm", "opt_length")}
+DELEGATES = {"xnnpack": ("llm_runner", "methods"), "tensorrt": ("sm", "opt_length")}
 
 
 class ExecutorchBackend:
@@ -29,8 +30,11 @@ class ExecutorchBackend:
     Options:
         delegate: `xnnpack` (default) or `tensorrt`: then every method is one TensorRT plan, the cache is an input and an output
             of it, and the options of target `tensorrt` are taken, too.
-        llm_runner: Add what ExecuTorch's own `TextLLMRunner` asks for: a method `forward(tokens [1, S], input_pos [1])` for
-            any S up to the longest chunk, and the constant methods that describe the model.
+        methods: `forward`: one method `forward(input_ids [1, S], input_pos [1])` for any S from 1 to the longest chunk, the one
+            that ExecuTorch's own `TextLLMRunner` calls. `split`: `prefill` and `decode`; each packs the weights for itself in
+            memory, unless the C++ runtime shares them. `both`. By default `forward`, or `split` for models with rings that
+            the fused operators cannot serve, which write in place only where the length is known to be one.
+        llm_runner: Insist on `forward` and on the constant methods that the runner reads.
     """
 
     name = "executorch"
@@ -54,13 +58,20 @@ class ExecutorchBackend:
             )
         if delegate == "tensorrt":
             return backend_for("tensorrt").program_options(_without_delegate(options))
+        methods = options.get("methods", "auto")
+        if methods not in _METHODS:
+            raise InputError(f"methods is {methods!r}; it must be one of {', '.join(_METHODS)}")
+        if methods == "split" and options.get("llm_runner"):
+            raise InputError("methods is 'split', but the llm_runner calls 'forward'; pass methods='both', or leave one of the two out")
+        auto = methods == "auto"
         return {
             "attention": EXECUTORCH_ATTENTION,
             "form": Form.RESIDENT,
             # The grouped expert kernels have no ExecuTorch counterpart; batched products do.
             "experts": "batched_mm",
             "adapt": fuse_layers,
-            "forward": bool(options.get("llm_runner", False)),
+            "forward": bool(options.get("llm_runner")) or (one_method_suffices if auto else methods != "split"),
+            "split": (lambda cache: not one_method_suffices(cache)) if auto else methods != "forward",
         }
 
     def lower(self, program: Program, folder: Path, options: Mapping[str, Any]) -> list[LoweredFile]:
@@ -72,7 +83,8 @@ class ExecutorchBackend:
             # Deprecations inside executorch's own operators and passes, hundreds per export, none of the caller's making.
             warnings.simplefilter("ignore", FutureWarning)
             exported = {name: program.export(name) for name in program.methods}
-            lowered = lower_programs(exported, runner_metadata(program) if "forward" in program.methods else None)
+            metadata = runner_metadata(program, required=bool(options.get("llm_runner"))) if "forward" in exported else None
+            lowered = lower_programs(exported, metadata)
         write_pte(lowered, folder / FILE)
         return [LoweredFile(FILE, f"methods {', '.join(exported)}, weights, one cache")]
 

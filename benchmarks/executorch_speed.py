@@ -1,0 +1,242 @@
+"""ExecuTorch programs of one model from every exporter, built and timed side by side: ratios are what counts.
+
+    python benchmarks/executorch_speed.py                          # Llama 110M and a hybrid, caches of 512, 4096 and 16384
+    python benchmarks/executorch_speed.py --quick                  # Llama 110M, cache 512
+    python benchmarks/executorch_speed.py --model llama-110m --cache 4096 --form ours --form executorch
+
+Builds stay in the folder and are taken up by the next run; delete a build's folder to make it again. Every build is timed in a
+process of its own, for programs in one process change each other's speed by a tenth, by the order they were loaded in. Rounds
+are interleaved all the same: one process works while the others wait, so that a slow moment of the machine falls on all.
+On a loaded machine take `--clock cpu --threads 1`: processor time does not count what others take.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from executorch_forms import FORMS, MODELS, serves
+from rich.console import Console
+
+HERE = Path(__file__).parent
+CACHES = (512, 4096, 16384)
+console = Console(stderr=True)
+
+
+def build(form: str, model: str, cache: int, folder: Path) -> dict[str, Any] | None:
+    """Build a form unless that is done; its seconds, peak memory and bytes, or None where it fails."""
+    done = folder / "build.json"
+    if done.is_file():
+        return json.loads(done.read_text())
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    console.print(f"building {form}, {model}, cache {cache}")
+    start = time.perf_counter()
+    with (folder / "log.txt").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, str(HERE / "executorch_forms.py"), form, model, str(cache), str(folder.resolve())],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+        _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        console.print(f"{form} failed, see {folder / 'log.txt'}")
+        return None
+    files = [path for path in folder.rglob("*") if path.suffix == ".pte"]
+    result = {
+        "seconds": time.perf_counter() - start,
+        # Of the process and of those that it waited for: ExecuTorch's own export runs in one of its own.
+        "peak_mb": usage.ru_maxrss / 1024,
+        "files_mb": sum(path.stat().st_size for path in files) / 1e6,
+        "files": len(files),
+    }
+    done.write_text(json.dumps(result))
+    return result
+
+
+class Worker:
+    """A running build."""
+
+    def __init__(self, folder: Path, threads: int | None) -> None:
+        environment = {**os.environ, **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
+        self._log = (folder / "worker.txt").open("ab")
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "executorch_worker.py"), str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=environment,
+        )
+        self.peak_mb = 0.0
+        self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the worker ended, see {self._log.name}")
+        return json.loads(line)
+
+    def ask(self, kind: str, number: int, steps: int) -> dict[str, Any]:
+        """Times of some steps."""
+        self._process.stdin.write(f"{kind} {number} {steps}\n")
+        self._process.stdin.flush()
+        answer = self._answer()
+        self.peak_mb = answer["peak_mb"]
+        return answer
+
+    def close(self) -> None:
+        """End it."""
+        self._process.stdin.close()
+        self._process.wait()
+        self._log.close()
+
+
+def measure(
+    folders: dict[str, Path], requests: list[tuple[str, int]], rounds: int, steps: int, trials: int, threads: int | None, clock: str
+) -> dict[str, dict[str, Any]]:
+    """Median milliseconds of every request by form, and peak memory; forms that fail are left out."""
+    times: dict[str, dict[str, list[float]]] = {form: {} for form in folders}
+    peaks: dict[str, float] = {}
+    for trial in range(trials):
+        workers: dict[str, Worker] = {}
+        for form in list(times):
+            try:
+                workers[form] = Worker(folders[form], threads)
+            except RuntimeError as error:
+                console.print(f"{form}: {error}")
+                del times[form]
+        for kind, number in requests:
+            for done in range(rounds + 1):
+                for form in list(workers):
+                    try:
+                        # The first round warms up.
+                        count = 1 if kind == "prefill" or not done else steps
+                        answer = workers[form].ask(kind, number, count)
+                    except (RuntimeError, OSError) as error:
+                        console.print(f"{form}, {kind} {number}: {error}")
+                        workers.pop(form).close()
+                        times.pop(form, None)
+                        continue
+                    if done:
+                        times[form].setdefault(f"{kind} {number}", []).extend(answer[clock])
+            console.print(f"trial {trial + 1} of {trials}: {kind} {number} done")
+        for form, worker in workers.items():
+            peaks[form] = max(peaks.get(form, 0.0), worker.peak_mb)
+            worker.close()
+    return {
+        form: {"ms": {request: statistics.median(values) for request, values in of.items()}, "peak_mb": peaks[form]}
+        for form, of in times.items()
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """All results as one markdown table per model and cache."""
+    lines = []
+    for model, cache in dict.fromkeys((row["model"], row["cache"]) for row in rows):
+        group = [row for row in rows if (row["model"], row["cache"]) == (model, cache)]
+        requests = list(group[0]["ms"])
+        base = group[0]["ms"]
+        titles = [_title(request) for request in requests]
+        lines += [f"\n**{model}, cache {cache}**\n", f"| | {' | '.join(titles)} | peak MB | files MB | export s | export MB |"]
+        lines.append("|---" * (len(titles) + 5) + "|")
+        for row in group:
+            cells = []
+            for request in requests:
+                if request not in row["ms"]:
+                    cells.append("-")
+                    continue
+                ms = row["ms"][request]
+                kind, number = request.split()
+                shown = f"{ms:.1f}" if kind == "decode" else f"{1e3 * int(number) / ms:.0f}"
+                cells.append(shown if row is group[0] else f"{shown} ({ms / base[request]:.2f}x)")
+            built = row["build"]
+            files = f"{built['files_mb']:.0f}" if built["files"] < 2 else f"{built['files']} x {built['files_mb'] / built['files']:.0f}"
+            exported = [files, f"{built['seconds']:.0f}", f"{built['peak_mb']:.0f}"] if built["files"] else ["-"] * 3
+            lines.append(f"| {row['title']} | {' | '.join(cells)} | {row['peak_mb']:.0f} | {' | '.join(exported)} |")
+    lines.append("\nIn brackets: how many times as long as ours.")
+    return "\n".join(lines)
+
+
+def _title(request: str) -> str:
+    kind, number = request.split()
+    return f"ms per token @{number}" if kind == "decode" else f"prefill {number}, tok/s"
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Decode at position 100 and near the end, over the cache's size."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    figure, axes = pyplot.subplots(1, 2 * len(models), figsize=(5 * 2 * len(models), 4), squeeze=False, sharey=False)
+    for index, model in enumerate(models):
+        for place, where in enumerate(("at position 100", "near the end")):
+            axis = axes[0][2 * index + place]
+            for title in dict.fromkeys(row["title"] for row in rows if row["model"] == model):
+                points = []
+                for row in rows:
+                    decodes = [ms for request, ms in row["ms"].items() if request.startswith("decode")]
+                    if (row["model"], row["title"]) == (model, title) and len(decodes) == 2:
+                        points.append((row["cache"], decodes[place]))
+                axis.plot(*zip(*sorted(points), strict=True), marker="o", label=title.replace("`", ""))
+            axis.set(xscale="log", yscale="log", title=f"{model}, {where}", xlabel="slots allocated", ylabel="ms per decoded token")
+    axes[0][0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+
+
+def main(
+    folder: Annotated[Path, typer.Option(help="Where builds and results stay.")] = Path("artifacts/bench-executorch"),
+    model: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(MODELS)}; may be repeated.")] = None,
+    cache: Annotated[list[int] | None, typer.Option(help="Slots allocated; may be repeated.")] = None,
+    form: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(FORMS)}; may be repeated.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="One model, the smallest cache, fewer rounds.")] = False,
+    trials: Annotated[int, typer.Option(help="Times that every process is started anew.")] = 3,
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds per trial.")] = 5,
+    steps: Annotated[int, typer.Option(help="Decode steps of each form per round.")] = 5,
+    threads: Annotated[int | None, typer.Option(help="Threads of each process; all cores by default.")] = None,
+    clock: Annotated[str, typer.Option(help="wall, or cpu on a loaded machine.")] = "wall",
+) -> None:
+    """Build what is missing, time everything, and write results.json, results.md and results.png."""
+    models = model or (["llama-110m"] if quick else ["llama-110m", "gemma3-hybrid"])
+    caches = cache or (CACHES[:1] if quick else CACHES)
+    if quick:
+        trials, rounds = 1, 3
+    folder.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
+    for name in models:
+        for length in caches:
+            folders, builds = {}, {}
+            for chosen in form or FORMS:
+                if serves(chosen, name):
+                    place = folder / f"{name}-{length}-{chosen}"
+                    built = build(chosen, name, length, place)
+                    if built is not None:
+                        folders[chosen], builds[chosen] = place, built
+            requests = [("decode", 100), ("decode", length - 8)]
+            requests += [("prefill", count) for count in (128, 1024) if count < length]
+            for chosen, result in measure(folders, requests, rounds, steps, trials, threads, clock).items():
+                rows.append({"model": name, "cache": length, "form": chosen, "title": FORMS[chosen][0], "build": builds[chosen], **result})
+            # After every group, so that what was measured outlives an interruption.
+            (folder / "results.json").write_text(json.dumps({"clock": clock, "threads": threads, "rows": rows}, indent=2))
+            (folder / "results.md").write_text(table(rows) + "\n")
+    print(table(rows))
+    try:
+        plot(rows, folder / "results.png")
+    except ImportError:
+        console.print("no plot: pip install matplotlib")
+
+
+if __name__ == "__main__":
+    typer.run(main)
