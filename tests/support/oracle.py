@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from exportable_cache.layout import cache_argument
+
 Step = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -20,10 +22,10 @@ def reference_logits(model: PreTrainedModel, ids: torch.Tensor, prompt: int) -> 
     implementation = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
-        cache = DynamicCache(config=model.config)
-        rows = [model(ids[:, :prompt], past_key_values=cache).logits[:, -1]]
+        options = {cache_argument(model): DynamicCache(config=model.config), "use_cache": True}
+        rows = [model(ids[:, :prompt], **options).logits[:, -1]]
         for position in range(prompt, ids.shape[1]):
-            rows.append(model(ids[:, position : position + 1], past_key_values=cache).logits[:, -1])
+            rows.append(model(ids[:, position : position + 1], **options).logits[:, -1])
     finally:
         model.set_attn_implementation(implementation)
     return torch.stack(rows, dim=1)
