@@ -22,6 +22,7 @@ from transformers import (
     MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
     AutoTokenizer,
@@ -46,6 +47,8 @@ _TOKENIZER_FILES = (
     "vocab.txt",
     "tekken.json",
 )
+#: Model types whose images or sound `multimodal` takes; others with a text decoder of their own are loaded as that.
+MULTIMODAL = ("llava", "smolvlm", "idefics3", "voxtral")
 # With tied embeddings such weights would pass for a causal LM's.
 _OTHER_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMaskedLM")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -135,6 +138,8 @@ def auto_class(config: PreTrainedConfig) -> type | None:
             return AutoModelForSeq2SeqLM
         if type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING:
             return AutoModelForSpeechSeq2Seq
+    elif config.model_type in MULTIMODAL:
+        return AutoModelForMultimodalLM
     return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else None
 
 

@@ -418,8 +418,13 @@ class Session:
         """How many tokens of a prompt of `length` go through each step."""
         return chunk_sizes({name: method for name, method in self.runner.methods.items() if method.takes_ids}, length)
 
+    @property
+    def placeholders(self) -> tuple[int, ...]:
+        """Token ids that stand for images or sound in a prompt, none where the session takes text only."""
+        return () if self._modalities is None else tuple(self._modalities.placeholders.values())
+
     def _has_placeholder(self, input_ids: torch.Tensor) -> bool:
-        return any(bool((input_ids == token).any()) for token in self._modalities.placeholders.values())
+        return any(bool((input_ids == token).any()) for token in self.placeholders)
 
     @property
     def score_length(self) -> int:

@@ -57,9 +57,11 @@ def test_compiled_sessions_equal_the_whole_model(family: str) -> None:
 def test_pt2_bundles_equal_the_whole_model(family: str, tmp_path: Path) -> None:
     model = tiny_multimodal(family)
     kind = FAMILIES[family][0]
+    model.save_pretrained(tmp_path / family)
     bundle = export(
-        model, target="pt2", max_cache_len=64, prefill_length=16, modalities=[kind], output_dir=tmp_path / "bundle", verify=False
+        tmp_path / family, target="pt2", max_cache_len=64, prefill_length=16, modalities=[kind], output_dir=tmp_path / "bundle"
     )
+    assert bundle.manifest.verification["passed"] is True
     methods = bundle.manifest.program.methods
     assert set(methods) == {"decode", "prefill", f"encode_{kind}", "embed", "prefill_embeds"}
     assert methods["prefill_embeds"].inputs[0].shape == ["batch", "length", 32]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _ARGUMENTS = frozenset(
     (
         "model_or_path target max_cache_len output_dir batch_size dtype prefill_length quantize group_size quantize_embeddings "
-        "attention_sinks attention_window kv_dtype max_encoder_len verify overwrite tokenizer progress"
+        "attention_sinks attention_window kv_dtype max_encoder_len modalities verify overwrite tokenizer progress"
     ).split()
 )
 
@@ -97,6 +97,10 @@ def export(
         ),
     ] = None,
     max_encoder_len: MaxEncoderLenOption = None,
+    modality: Annotated[
+        list[str] | None,
+        typer.Option("--modality", metavar="KIND", help="Take image or audio beside text; the model's encoder is exported, too."),
+    ] = None,
     option: Annotated[
         list[str] | None,
         typer.Option("--option", "-O", metavar="NAME=VALUE", help="Of the target, such as llm_runner=true; may be repeated."),
@@ -129,6 +133,7 @@ def export(
             kv_dtype=kv_cache_dtype,
             attention_window=attention_window,
             max_encoder_len=max_encoder_len,
+            modalities=tuple(modality or ()),
             verify=verify,
             overwrite=overwrite,
             progress=progress,
