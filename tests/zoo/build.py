@@ -23,6 +23,10 @@ ENCODER_LENGTH = 9
 LEAST_SPREAD = 1e-2
 
 
+#: Models that take no text alone, but whose text decoder is a causal LM of its own: where it is.
+DECODERS = {"blip-2": "language_model", "instructblip": "language_model", "instructblipvideo": "language_model", "kosmos-2": "text_model"}
+
+
 def tiny_model(architecture: Architecture, window: int = WINDOW) -> PreTrainedModel:
     """A random model in eval mode, every parameter off its initial zero or one; the same weights for every window."""
     torch.manual_seed(0)
@@ -32,6 +36,8 @@ def tiny_model(architecture: Architecture, window: int = WINDOW) -> PreTrainedMo
         config.is_decoder, config.is_encoder_decoder = True, False
     config._attn_implementation = "eager"
     model = architecture.model_class(config)
+    if architecture.model_type in DECODERS:
+        model = getattr(model, DECODERS[architecture.model_type])
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))

@@ -60,8 +60,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "emu3": {"vocabulary_map": {"<image>": 9, "<|extra_200|>": 10, "<|visual token 000000|>": 11}},
     "granite4_vision": {"downsample_rate": "1/2", "deepstack_layer_map": [[0, 0]]},
     "fast_vlm": {"vision_config": _SIGLIP},
-    "gemma3n": {"vision_config": _SIGLIP},
-    "perception_lm": {"vision_config": _SIGLIP},
     "ernie4_5_vl_moe_text": {"_mrope": [3, 3, 2]},
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"], "num_hidden_layers": 2},
     "inkling_text": {"logits_mup_width_multiplier": 1.0},
@@ -72,8 +70,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dots3_note_vision_encoder": {"mlp_layer_types": ["dense", "dense"], "adapter_in_dim": 64},
     "dots3_note_audio_encoder": {"adapter_input_size": 64},
     "mimi": {"upsample_groups": 8},
-    "fun_asr_nano": {"adaptor_config": {"intermediate_size": 16}},
-    "gemma3n_vision": {"architecture": "resnet18"},
+    "fun_asr_nano": {
+        "adaptor_config": {"hidden_size": 64, "intermediate_size": 16, "num_attention_heads": 4, "num_hidden_layers": 1}
+    },
+    "radio": {"video_temporal_patch_size": 2},
     "moonshine_streaming": {"num_key_value_heads": 4},
     "glm5_next_text": {"index_kpool": 2},
     "step3p5": {"sliding_window": 8, "num_sliding_attention_heads": 4, "layer_types": ["sliding_attention", "full_attention"]},
