@@ -46,10 +46,13 @@ CROSS_ATTENTION = "cross_attention"
 REFUSED_MODELS = {
     "gpt_neo": "its attention takes the newest key to be the last slot",
     "doge": "its attention mask does not follow the cache's slots",
+    "gemma4_unified": "it looks up pictures in its mask by an offset that it takes for a number; its text model, gemma4_unified_text, has one",
+    "kosmos_2_text_model": "its attention mask covers the tokens of a step, not the cache's slots",
     "led": "it masks nothing in a step of one token, so it would see the cache's empty slots",
     "moshi": "its attention mask leaves out the sliding window",
+    "moonshine_streaming": "it adds positions to the encoder's states in place, again at every step",
     "prophetnet": "its attention sizes its own position bias",
-    "cpmant": "its position bias is sized by the tokens seen",
+    "speecht5": "it shortens the mask of the encoder's output as if it were one of samples",
     "qwen4_exp_text": "its indexer looks at as many blocks of keys as are complete",
     "qwen4_exp": "its indexer looks at as many blocks of keys as are complete",
 }

@@ -74,6 +74,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "adaptor_config": {"hidden_size": 64, "intermediate_size": 16, "num_attention_heads": 4, "num_hidden_layers": 1}
     },
     "radio": {"video_temporal_patch_size": 2},
+    "speecht5": {"vocab_size": 128},
+    "blt": {"encoder_hash_byte_group_vocab": 100},
     "moonshine_streaming": {"num_key_value_heads": 4},
     "glm5_next_text": {"index_kpool": 2},
     "step3p5": {"sliding_window": 8, "num_sliding_attention_heads": 4, "layer_types": ["sliding_attention", "full_attention"]},
