@@ -125,7 +125,7 @@ DelegateOption = Annotated[
     typer.Option(
         "--delegate",
         metavar="NAME",
-        help="With ExecuTorch: what the program is delegated to, xnnpack or tensorrt.",
+        help="With ExecuTorch: what the program is delegated to: xnnpack, vulkan, coreml or tensorrt.",
         show_default="xnnpack",
     ),
 ]

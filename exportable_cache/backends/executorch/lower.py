@@ -6,29 +6,34 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
 from executorch.exir import EdgeCompileConfig, EdgeProgramManager, ExecutorchBackendConfig, ExecutorchProgramManager
 from executorch.exir import to_edge_transform_and_lower
 from executorch.exir.passes import MemoryPlanningPass
 from torch.export import ExportedProgram
 
 from .decompositions import decompose
+from .delegates import partitioners_for
 from .means import means_to_linear
 from .quantized import fuse_quantized_embeddings
 
 
 # Without it, passes over the branches of `torch.cond` differentiate them, which fails where these read a position.
 @torch.no_grad()
-def to_edge(programs: Mapping[str, ExportedProgram], constant_methods: Mapping[str, Any] | None = None) -> EdgeProgramManager:
-    """Partition for XNNPACK, all methods together, so that weights they share are stored once.
+def to_edge(
+    programs: Mapping[str, ExportedProgram], constant_methods: Mapping[str, Any] | None = None, delegate: str = "xnnpack"
+) -> EdgeProgramManager:
+    """Partition for a delegate, all methods together, so that weights they share are stored once.
 
     Args:
         programs: By method name.
         constant_methods: Values that the file answers as methods of their own.
+        delegate: See `delegates`.
     """
+    # Other compilers take means as they are, and coremltools 9.0 fails on a linear layer of one output.
+    prepare = means_to_linear if delegate == "xnnpack" else lambda program: program
     return to_edge_transform_and_lower(
-        {name: means_to_linear(decompose(fuse_quantized_embeddings(program))) for name, program in programs.items()},
-        partitioner=[XnnpackPartitioner()],
+        {name: prepare(decompose(fuse_quantized_embeddings(program))) for name, program in programs.items()},
+        partitioner=partitioners_for(delegate),
         # Cache writes are not in the core operator set's validity list, and a dim order of the cache would be copied to.
         compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
         constant_methods=dict(constant_methods or {}),
@@ -54,7 +59,7 @@ def to_program(edge: EdgeProgramManager) -> ExecutorchProgramManager:
 
 
 def lower_programs(
-    programs: Mapping[str, ExportedProgram], constant_methods: Mapping[str, Any] | None = None
+    programs: Mapping[str, ExportedProgram], constant_methods: Mapping[str, Any] | None = None, delegate: str = "xnnpack"
 ) -> ExecutorchProgramManager:
     """`to_edge`, then `to_program`."""
-    return to_program(to_edge(programs, constant_methods))
+    return to_program(to_edge(programs, constant_methods, delegate))

@@ -11,17 +11,20 @@ from executorch.runtime import Runtime, Verification
 
 from ...errors import BundleError
 from ..base import ProgramDescription
+from .delegates import check_runs_here
 
 
 class ExecutorchRunner:
     """The methods of one program instance: they share its cache, which starts at zero.
 
     Raises:
-        BundleError: If the file cannot be loaded by this runtime.
+        BundleError: If the file cannot be loaded by this runtime, or is for delegates that it lacks.
     """
 
     def __init__(self, path: Path, description: ProgramDescription) -> None:
         self.methods = description.methods
+        if path.is_file() and path.stat().st_size:
+            check_runs_here(path)
         try:
             # Held as well as its methods: they point into it.
             self._program = Runtime.get().load_program(path, verification=Verification.Minimal)

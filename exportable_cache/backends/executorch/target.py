@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import tempfile
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from executorch.exir import ExecutorchProgramManager
+
+from ...attention import MATMUL_ATTENTION
 from ...errors import BundleError, InputError
 from ...program import Form, Program
 from ..base import LoweredFile, ProgramDescription, Runner, StandIn
 from ..registry import backend_for
+from .delegates import BACKEND_IDS, ELSEWHERE, check_cache, check_methods, delegated_calls, elsewhere_remark
 from .fused import EXECUTORCH_ATTENTION, fuse_layers, one_method_suffices
 from .lower import lower_programs
 from .llm_runner import runner_metadata
@@ -21,15 +26,21 @@ FILE = "program.pte"
 _METHODS = ("auto", "forward", "split", "both")
 
 #: Options by delegate.
-DELEGATES = {"xnnpack": ("llm_runner", "methods"), "tensorrt": ("sm", "opt_length")}
+DELEGATES = {
+    "xnnpack": ("llm_runner", "methods"),
+    "vulkan": (),
+    "coreml": (),
+    "tensorrt": ("sm", "opt_length"),
+}
 
 
 class ExecutorchBackend:
-    """Programs for the ExecuTorch runtime, with XNNPACK as delegate, or TensorRT.
+    """Programs for the ExecuTorch runtime, with XNNPACK as delegate, or another one.
 
     Options:
-        delegate: `xnnpack` (default) or `tensorrt`: then every method is one TensorRT plan, the cache is an input and an output
-            of it, and the options of target `tensorrt` are taken, too.
+        delegate: `xnnpack` (default); `vulkan` and `coreml`, see `delegates`; or `tensorrt`: then
+            every method is one TensorRT plan, the cache is an input and an output of it, and the options of target `tensorrt`
+            are taken, too.
         methods: `forward`: one method `forward(input_ids [1, S], input_pos [1])` for any S from 1 to the longest chunk, the one
             that ExecuTorch's own `TextLLMRunner` calls. `split`: `prefill` and `decode`; each packs the weights for itself in
             memory, unless the C++ runtime shares them. `both`. By default `forward`, or `split` for models with rings that
@@ -54,10 +65,13 @@ class ExecutorchBackend:
         unknown = sorted(set(options) - {"delegate", *known})
         if unknown:
             raise InputError(
-                f"target 'executorch' with delegate {delegate!r} has no option {unknown[0]!r}; it knows delegate, {', '.join(known)}"
+                f"target 'executorch' with delegate {delegate!r} has no option {unknown[0]!r}; it knows {', '.join(('delegate', *known))}"
             )
         if delegate == "tensorrt":
             return backend_for("tensorrt").program_options(_without_delegate(options))
+        if delegate in ELSEWHERE:
+            # Without the fused operators, which would cut the delegate's graph at every layer.
+            return {"attention": MATMUL_ATTENTION, "form": Form.RESIDENT, "experts": "batched_mm"}
         methods = options.get("methods", "auto")
         if methods not in _METHODS:
             raise InputError(f"methods is {methods!r}; it must be one of {', '.join(_METHODS)}")
@@ -79,14 +93,16 @@ class ExecutorchBackend:
             from .tensorrt_delegate import lower_to_plans
 
             return lower_to_plans(program, folder, FILE, options)
-        with warnings.catch_warnings():
-            # Deprecations inside executorch's own operators and passes, hundreds per export, none of the caller's making.
-            warnings.simplefilter("ignore", FutureWarning)
-            exported = {name: program.export(name) for name in program.methods}
-            metadata = runner_metadata(program, required=bool(options.get("llm_runner"))) if "forward" in exported else None
-            lowered = lower_programs(exported, metadata)
+        delegate = options.get("delegate", "xnnpack")
+        check_methods(delegate, program)
+        lowered = _lowered(program, delegate, bool(options.get("llm_runner")))
+        holds = f"methods {', '.join(program.methods)}, weights, one cache"
+        if delegate != "xnnpack":
+            check_cache(delegate, program, lowered)
+            calls = ", ".join(f"{count} in {name}" for name, count in delegated_calls(lowered).items())
+            holds += f"; calls of {BACKEND_IDS[delegate]}: {calls}"
         write_pte(lowered, folder / FILE)
-        return [LoweredFile(FILE, f"methods {', '.join(exported)}, weights, one cache")]
+        return [LoweredFile(FILE, holds)]
 
     def open(self, folder: Path, description: ProgramDescription) -> Runner:
         if description.form is Form.EXPLICIT:
@@ -99,12 +115,29 @@ class ExecutorchBackend:
     def stand_in(
         self, program: Program, folder: Path, description: ProgramDescription, options: Mapping[str, Any]
     ) -> StandIn | None:
-        """The networks of TensorRT plans, on the CPU: no Python runtime of ExecuTorch has the delegate."""
-        if options.get("delegate") != "tensorrt":
+        """For delegates that no Python runtime of ExecuTorch has here: the networks of TensorRT plans, on the CPU; for others the
+        XNNPACK lowering of the program.
+        """
+        delegate = options.get("delegate", "xnnpack")
+        if delegate in ELSEWHERE:
+            with tempfile.TemporaryDirectory() as temporary:
+                path = Path(temporary) / FILE
+                write_pte(_lowered(program, "xnnpack", False), path)
+                return StandIn(ExecutorchRunner(path, description), elsewhere_remark(delegate))
+        if delegate != "tensorrt":
             return None
         from ..tensorrt.target import network_stand_in, program_networks
 
         return network_stand_in(description, program_networks(program, options, in_place=False))
+
+
+def _lowered(program: Program, delegate: str, for_llm_runner: bool) -> ExecutorchProgramManager:
+    with warnings.catch_warnings():
+        # Deprecations inside executorch's own operators and passes, hundreds per export, none of the caller's making.
+        warnings.simplefilter("ignore", FutureWarning)
+        exported = {name: program.export(name) for name in program.methods}
+        metadata = runner_metadata(program, required=for_llm_runner) if "forward" in exported else None
+        return lower_programs(exported, metadata, delegate)
 
 
 def _without_delegate(options: Mapping[str, Any]) -> dict[str, Any]:
