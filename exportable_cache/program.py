@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from enum import Enum
 from typing import ClassVar
 
@@ -301,6 +303,8 @@ class Program:
     def export(self, name: str, strict: bool = False) -> ExportedProgram:
         """Trace one method with torch.export; sizes that the method has a range for are dynamic.
 
+        Where the model's code holds from some length on only, the method's `min_length` is raised to it.
+
         Args:
             name: Of the method.
             strict: Trace through TorchDynamo instead of running the Python code.
@@ -327,8 +331,19 @@ class Program:
                     prefer_deferred_runtime_asserts_over_guards=True,
                 )
             except Exception as error:  # any model code runs here, under any of the tracer's own errors
+                least = _least_length(error)
+                if least is not None and 1 < method.min_length < least < method.max_length:
+                    # Some code compares the length with a kernel or a small constant; shorter chunks go token by token.
+                    self.methods[name] = replace(method, min_length=least)
+                    return self.export(name, strict)
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
                 raise UnsupportedModelError(
                     f"{type(self.model).__name__} cannot be traced ({name}: {type(error).__name__}: {reason}); "
                     "run it in a session, Session.from_model, instead of exporting it"
                 ) from error
+
+
+def _least_length(error: Exception) -> int | None:
+    """The lower bound of the length that torch.export suggests in a constraint violation, None if it suggests none."""
+    found = re.search(r"^\s*length = Dim\('length', min=(\d+)", str(error), re.MULTILINE)
+    return None if found is None else int(found[1])

@@ -202,3 +202,21 @@ def test_short_dynamic_methods(length: int) -> None:
         logits = forward(ids[:, position : position + size], torch.tensor([position]))
         position += size
         assert (logits[0] - expected[position - 1]).abs().max() <= TOLERANCE
+
+
+def test_lengths_that_the_model_tells_apart_raise_the_shortest_prefill() -> None:
+    """Code that compares the number of tokens with a constant holds from there on; a chunk below it is fed token by token."""
+    model = tiny_model("llama", num_hidden_layers=1)
+
+    def compare(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+        hidden_states = args[0] if args else kwargs["hidden_states"]
+        assert hidden_states.shape[1] > 4
+
+    program = Program(model, ExportableCache.from_model(model, max_cache_len=32), prefill_length=16)
+    handle = model.model.layers[0].register_forward_pre_hook(compare, with_kwargs=True)
+    exported = program.export("prefill")
+    handle.remove()
+    assert program.methods["prefill"].min_length == 5
+    ids = tokens(5)
+    expected = program.modules["prefill"](ids, torch.tensor([0]))
+    assert (exported.module()(ids, torch.tensor([0])) - expected).abs().max() < 1e-5
