@@ -35,12 +35,11 @@ def session_to_verify(
     """
     manifest = bundle.manifest
     backend = backend_for(manifest.target)
-    if isinstance(backend, RunsElsewhere):
+    description, options = manifest.description(), manifest.options
+    if isinstance(backend, RunsElsewhere) and not backend.runs_here(description, options):
         progress(f"reading the {manifest.target} program", 0, None)
-        program = program or program_of(manifest, model)
-        stand_in = backend.stand_in(program, bundle.path, manifest.description(), manifest.options)
-        if stand_in is not None:
-            return Session.from_bundle(bundle, stand_in.runner), stand_in.remark
+        stand_in = backend.stand_in(program or program_of(manifest, model), description, options)
+        return Session.from_bundle(bundle, stand_in.runner), stand_in.remark
     progress(f"opening the {manifest.target} program", 0, None)
     return Session.from_bundle(bundle), ""
 

@@ -100,15 +100,20 @@ class Backend(Protocol):
 class RunsElsewhere(Protocol):
     """A backend whose programs may be for another machine than the one they are lowered and verified on."""
 
-    def stand_in(
-        self, program: Program, folder: Path, description: ProgramDescription, options: Mapping[str, Any]
-    ) -> StandIn | None:
-        """What to verify in place of the program in `folder`, or None where this machine runs the program itself.
+    def runs_here(self, description: ProgramDescription, options: Mapping[str, Any]) -> bool:
+        """Whether this machine can run the program that is described.
 
         Args:
-            program: What was lowered into `folder`, or one made anew from the model and the manifest.
-            folder: Where `lower` wrote.
-            description: Of what is there.
+            options: Of the target, as given at export.
+        """
+        ...
+
+    def stand_in(self, program: Program, description: ProgramDescription, options: Mapping[str, Any]) -> StandIn:
+        """What to verify in place of a program that this machine cannot run.
+
+        Args:
+            program: What was lowered, or one made anew from the model and the manifest.
+            description: Of what was lowered.
             options: Of the target, as given at export.
 
         Raises:

@@ -112,20 +112,19 @@ class ExecutorchBackend:
             )
         return ExecutorchRunner(folder / FILE, description)
 
-    def stand_in(
-        self, program: Program, folder: Path, description: ProgramDescription, options: Mapping[str, Any]
-    ) -> StandIn | None:
-        """For delegates that no Python runtime of ExecuTorch has here: the networks of TensorRT plans, on the CPU; for others the
-        XNNPACK lowering of the program.
-        """
+    def runs_here(self, description: ProgramDescription, options: Mapping[str, Any]) -> bool:
+        # No Python runtime of ExecuTorch has the other delegates here.
+        delegate = options.get("delegate", "xnnpack")
+        return delegate not in ELSEWHERE and delegate != "tensorrt"
+
+    def stand_in(self, program: Program, description: ProgramDescription, options: Mapping[str, Any]) -> StandIn:
+        """The networks of TensorRT plans, on the CPU; for other delegates the XNNPACK lowering of the program."""
         delegate = options.get("delegate", "xnnpack")
         if delegate in ELSEWHERE:
             with tempfile.TemporaryDirectory() as temporary:
                 path = Path(temporary) / FILE
                 write_pte(_lowered(program, "xnnpack", False), path)
                 return StandIn(ExecutorchRunner(path, description), elsewhere_remark(delegate))
-        if delegate != "tensorrt":
-            return None
         from ..tensorrt.target import network_stand_in, program_networks
 
         return network_stand_in(description, program_networks(program, options, in_place=False))

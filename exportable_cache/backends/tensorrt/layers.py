@@ -8,7 +8,9 @@ import torch
 from transformers import PreTrainedModel
 
 from ...cache import ExportableCache
+from ...errors import UnsupportedModelError
 from ...layers import FullLayer, RingLayer
+from ...layers.ring import is_one
 from ...ops.kv_cache_update import kv_cache_update
 
 
@@ -36,8 +38,7 @@ class EngineRingLayer(RingLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `RingLayer.update`; the tensors are rebound, not mutated."""
-        query_length = key_states.shape[2]
-        if not (isinstance(query_length, int) and query_length == 1):
+        if not is_one(key_states.shape[2]):
             return super().update(key_states, value_states, *args, **kwargs)
         slot = torch.remainder(self.cumulative_length, self.capacity)
         self.keys = kv_cache_update(self.keys, key_states, slot)
@@ -53,7 +54,15 @@ def engine_layers(model: PreTrainedModel, cache: ExportableCache) -> ExportableC
     """The cache with its layers as TensorRT programs keep them; shapes and contents are the same.
 
     Layers of other kinds stay as they are: if their operators convert, their state is copied in every step.
+
+    Raises:
+        UnsupportedModelError: If the model is an encoder-decoder.
     """
+    if type(cache) is not ExportableCache:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} keeps an encoder's output beside its tokens, which has no TensorRT form yet; "
+            "export for another target"
+        )
     return ExportableCache([
         _ENGINE_LAYERS[type(layer)].from_state(layer.config(), dict(layer.named_state()))
         if type(layer) in _ENGINE_LAYERS

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from ...errors import InputError, VerificationError
+from ...errors import InputError, UnsupportedModelError, VerificationError
 from ...program import Form, Program
 from ..base import LoweredFile, ProgramDescription, Runner, StandIn
 from .attention import TENSORRT_ATTENTION
@@ -60,14 +60,13 @@ class TensorRTBackend:
 
         return open_engines(folder, description)
 
-    def stand_in(
-        self, program: Program, folder: Path, description: ProgramDescription, options: Mapping[str, Any]
-    ) -> StandIn | None:
-        """The networks on the CPU, where no GPU here can run the plans."""
+    def runs_here(self, description: ProgramDescription, options: Mapping[str, Any]) -> bool:
         from .engine_runner import runs_here
 
-        if runs_here(record for _, record in records_of(description.details).values()):
-            return None
+        return runs_here(record for _, record in records_of(description.details).values())
+
+    def stand_in(self, program: Program, description: ProgramDescription, options: Mapping[str, Any]) -> StandIn:
+        """The networks on the CPU."""
         return network_stand_in(description, program_networks(program, options))
 
 
@@ -103,6 +102,11 @@ def engine_networks(program: Program, options: Mapping[str, Any], in_place: bool
     opt_length = options.get("opt_length")
     networks = {}
     for name, method in program.methods.items():
+        if not method.is_step or method.read_length is not None:
+            raise UnsupportedModelError(
+                f"method {name!r} of {type(program.model).__name__} has no engine: TensorRT programs have prefill and decode over the "
+                "whole cache only; export for another target"
+            )
         expected = opt_length if method.min_length != method.max_length else None
         if expected is not None and not method.min_length <= expected <= method.max_length:
             raise InputError(

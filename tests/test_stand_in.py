@@ -1,0 +1,86 @@
+"""What is verified where the machine cannot run a program: with the fake target pretending to be for another machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedModel
+
+from exportable_cache import ExportableCache, export
+from exportable_cache.backends import TARGETS
+from exportable_cache.backends.base import RunsElsewhere, StandIn
+from exportable_cache.backends.module import ModuleRunner
+from exportable_cache.backends.pt2 import Pt2Backend
+from exportable_cache.bundle import Bundle
+from exportable_cache.program import Program
+from exportable_cache.verify import VerifyReport, verify
+
+from .support.models import tiny_model
+
+CAPACITY = 32
+REMARK = "built for the moon; not executed"
+
+
+class Elsewhere(Pt2Backend):
+    """`pt2` whose programs run on another machine; the model itself stands in for them."""
+
+    here = False
+    seen: Program | None = None
+
+    def runs_here(self, description, options) -> bool:
+        return self.here
+
+    def stand_in(self, program: Program, description, options) -> StandIn:
+        self.seen = program
+        cache = ExportableCache.from_model(program.model, CAPACITY)
+        runner = ModuleRunner(program.model, cache, prefill_length=description.methods["prefill"].max_length)
+        return StandIn(runner, REMARK)
+
+
+backend = Elsewhere()
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Elsewhere:
+    monkeypatch.setitem(TARGETS, "pt2", (__name__, (), None))
+    monkeypatch.setattr(backend, "here", False)
+    monkeypatch.setattr(backend, "seen", None)
+    return backend
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return tiny_model("gemma3_text")
+
+
+def exported(model: PreTrainedModel, folder: Path, **options: bool) -> Bundle:
+    return export(model, "pt2", CAPACITY, folder, prefill_length=8, form="explicit", **options)
+
+
+def test_the_remark_is_recorded_and_shown(model: PreTrainedModel, tmp_path: Path, elsewhere: Elsewhere) -> None:
+    report = VerifyReport(**exported(model, tmp_path / "out").manifest.verification)
+    assert report.passed and report.remark == REMARK and str(report).endswith(f"; {REMARK}")
+    assert isinstance(elsewhere, RunsElsewhere) and elsewhere.seen is not None
+    # What failed was not shown to hold anywhere.
+    assert REMARK not in str(replace(report, passed=False))
+
+
+def test_a_bundle_is_verified_through_a_program_made_from_the_manifest(
+    model: PreTrainedModel, tmp_path: Path, elsewhere: Elsewhere
+) -> None:
+    bundle = exported(model, tmp_path / "out", verify=False)
+    report = verify(bundle, model, prompts=[3, 12])
+    assert report.passed and report.remark == REMARK
+    made = elsewhere.seen
+    assert made.form == "explicit" and made.methods["prefill"].max_length == 8
+    assert [(layer["class"], layer["config"]) for layer in bundle.manifest.description().layers] == [
+        (type(layer).__name__, layer.config()) for layer in made.cache.layers
+    ]
+
+
+def test_a_program_that_runs_here_is_run(model: PreTrainedModel, tmp_path: Path, elsewhere: Elsewhere) -> None:
+    elsewhere.here = True
+    report = VerifyReport(**exported(model, tmp_path / "out").manifest.verification)
+    assert report.passed and report.remark == "" and elsewhere.seen is None
