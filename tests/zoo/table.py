@@ -56,12 +56,13 @@ def _lines(results: dict[Architecture, dict[str, Any]]) -> list[str]:
 
 def _counts(results: dict[Architecture, dict[str, Any]]) -> list[str]:
     lines = [f"| {len(results)} architectures | {' | '.join(STATUSES)} | not run | minutes |", "|---|" + "---|" * (len(STATUSES) + 2)]
-    total = 0.0
+    total, complete = 0.0, True
     for target in TARGETS:
         outcomes = [facts["targets"].get(target) for facts in results.values()]
         found = Counter(outcome["status"] for outcome in outcomes if outcome)
         minutes = sum(outcome["seconds"] for outcome in outcomes if outcome) / 60
         total += minutes
+        complete = complete and None not in outcomes
         cells = [str(found[status]) for status in STATUSES]
         lines.append(f"| {target} | {' | '.join(cells)} | {outcomes.count(None)} | {minutes:.0f} |")
     patched = sum(1 for facts in results.values() if facts.get("patches"))
@@ -69,7 +70,8 @@ def _counts(results: dict[Architecture, dict[str, Any]]) -> list[str]:
     return [
         *lines,
         "",
-        f"Minutes are of processes, of which two ran at a time on 2 cores: about {total / 2:.0f} minutes for all.",
+        "Minutes are of processes, of which two run at a time on 2 cores"
+        + (f": about {total / 2:.0f} minutes for all." if complete else "; not everything has been run yet."),
         f"{patched} architectures go through patched functions of transformers (`exportable_cache/patches/`).",
         "Layer kinds, and architectures that have them: " + ", ".join(f"{kind} {count}" for kind, count in kinds.most_common()) + ".",
     ]
