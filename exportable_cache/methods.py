@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
+
+import torch
 
 from .cache import ExportableCache
 from .errors import InputError
@@ -92,6 +95,24 @@ def text_inputs(min_length: int, max_length: int) -> tuple[TensorSpec, ...]:
     return TensorSpec("input_ids", "int64", ("batch", length)), TensorSpec("input_pos", "int64", ("batch",))
 
 
+def smallest_inputs(method: Method, batch_size: int, device: torch.device) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Zeros of the least sizes that a method takes; and of 2, where that is 1: compiled, the two may have graphs of their own.
+
+    Args:
+        method: Of a program.
+        batch_size: Its rows.
+        device: Where to allocate.
+    """
+    fixed = {"batch": batch_size, "length": method.min_length}
+    choices = [{least, min(max(2, least), most)} for least, most in method.dynamic_sizes.values()]
+    for chosen in product(*map(sorted, choices)):
+        sizes = {**fixed, **dict(zip(method.dynamic_sizes, chosen, strict=True))}
+        yield tuple(
+            torch.zeros([sizes.get(size, size) for size in spec.shape], dtype=getattr(torch, spec.dtype), device=device)
+            for spec in method.inputs
+        )
+
+
 def methods_for(
     cache: ExportableCache,
     prefill_length: int | None = None,
@@ -124,6 +145,8 @@ def methods_for(
         raise InputError(f"score_length is {score_length!r}; it must be an int of at least 2, or 0 for no such method")
     if score_length:
         methods.append(Method("score", 2, score_length, scores=True))
+    if isinstance(buckets, (str, int)) or not isinstance(buckets, Sequence):
+        raise InputError(f"buckets is {buckets!r}; it must be a list of ints of at least 1, such as [128, 512]")
     for bucket in buckets:
         if not isinstance(bucket, int) or isinstance(bucket, bool) or bucket < 1:
             raise InputError(f"a length bucket is {bucket!r}; each must be an int of at least 1, such as 128")
@@ -152,7 +175,7 @@ def checked_prefill_length(cache: ExportableCache, prefill_length: int | None) -
 
 def length_buckets(cache: ExportableCache, smallest: int = SMALLEST_BUCKET) -> list[int]:
     """Powers of two from `smallest` up to below the most slots that a layer of `cache` has."""
-    most = max(getattr(layer, "capacity", 0) for layer in cache.layers)
+    most = max(getattr(layer, "capacity", 0) for layer in cache.layers if layer.follows_decoder)
     return [2**power for power in range(math.ceil(math.log2(smallest)), 63) if 2**power < most]
 
 

@@ -27,7 +27,7 @@ from .errors import InputError
 from .fingerprint import fingerprint
 from .layers import CacheLayer
 from .layout import check_layers
-from .methods import Method, chunk_sizes, length_buckets, method_for
+from .methods import Method, chunk_sizes, length_buckets, method_for, smallest_inputs
 from .progress import Progress, silent
 from .multimodal import modalities_of
 from .multimodal.session import SessionModalities, recorded_placeholders
@@ -237,7 +237,9 @@ class Session:
         return self._cache
 
     def warm_up(self, progress: Progress = silent) -> None:
-        """Run every method once, so that no later step waits for a compilation; then start anew at position 0.
+        """Run every method, so that no later step waits for a compilation; then start anew at position 0.
+
+        Only the repetition penalty, whose choice of tokens has a graph of its own, is compiled when it is first used.
 
         Args:
             progress: Told about each method.
@@ -247,15 +249,14 @@ class Session:
         """
         if bool(self._length.any()):
             raise InputError(f"warm_up overwrites the cache, which holds {self._length.tolist()} tokens; call it first, or reset()")
-        methods = [method for method in self.runner.methods.values() if method.is_step]
+        methods = list(self.runner.methods.values())
         for done, method in enumerate(methods):
             progress(f"warming up {method.name}", done, len(methods))
-            ids = torch.zeros(self.batch_size, method.min_length, dtype=torch.int64, device=self.device)
-            position = torch.zeros(self.batch_size, dtype=torch.int64, device=self.device)
-            self.runner.run(method.name, ids, position)
-            if method.max_length == 1 and hasattr(self.runner, "run_and_choose"):
+            for inputs in smallest_inputs(method, self.batch_size, self.device):
+                self.runner.run(method.name, *inputs)
+            if method.input_names == ("input_ids", "input_pos") and method.max_length == 1 and hasattr(self.runner, "run_and_choose"):
                 for sampling in (Sampling(), Sampling(temperature=1.0)):
-                    self.runner.run_and_choose(method.name, Chooser(sampling, ids, self.vocab_size), ids, position)
+                    self.runner.run_and_choose(method.name, Chooser(sampling, inputs[0], self.vocab_size), *inputs)
         self.reset()
 
     def reset(self) -> None:
@@ -601,10 +602,11 @@ class Session:
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
         ends = {*_end_tokens(self.generation_config), *tokens}
         if self._encoder is not None:
+            if draft is not None:
+                self._check_draft(draft, ())
+            check_max_new_tokens(max_new_tokens)
             start = start_tokens(self.generation_config, 1, self.device)
             self.encode(encode_prompt(tokenizer, prompt).to(self.device))
-            if draft is not None:
-                raise InputError("drafts are for text decoders; leave out draft with an encoder-decoder")
             steps = self._generate(start, max_new_tokens, sampling, tokens, ())
             return stream_text((int(step[0]) for step in steps), tokenizer, ends, strings)
         is_text = isinstance(prompt, str)
@@ -659,6 +661,8 @@ class Session:
         return input_ids if self._pending is None else torch.cat([input_ids.new_tensor([[self._pending]]), input_ids], dim=1)
 
     def _check_draft(self, draft: Draft, stop_strings: Sequence[str]) -> None:
+        if self._encoder is not None:
+            raise InputError("drafts are for text decoders; leave out draft with an encoder-decoder")
         if self.batch_size != 1:
             raise InputError(f"a draft serves batch size 1, this session has {self.batch_size}; decode without one")
         if stop_strings:
@@ -667,6 +671,11 @@ class Session:
             raise InputError(
                 f"a draft needs a program that judges several tokens at once; make the session, or export, with "
                 f"score_length={draft.max_tokens + 1}"
+            )
+        drafts = getattr(getattr(draft, "session", self), "vocab_size", self.vocab_size)
+        if drafts != self.vocab_size:
+            raise InputError(
+                f"the draft model has {drafts} tokens, this model {self.vocab_size}; use a draft model with the same vocabulary"
             )
         check_can_rewind(self, min(draft.max_tokens, self.score_length - 1))
 

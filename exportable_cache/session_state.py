@@ -96,6 +96,8 @@ def load_state(session: Session, path: Path) -> None:
         )
     state = runner_state(session)
     for name, tensor in state.items():
+        if name not in tensors:
+            raise InputError(f"{path} has no {name}, which a {session.target!r} session keeps; save the state on that target")
         expected = list(tensor.shape)
         dim = _capacity_dim(session, name)
         given = list(tensors[name].shape)
@@ -128,7 +130,8 @@ def _describe(layer: CacheLayer) -> dict:
 
 def _capacity_dim(session: Session, name: str) -> int | None:
     """Which dimension of a state tensor `layers.0.keys` counts slots."""
-    _, index, attribute = name.split(".")
+    # Engines put a word of their own in front.
+    *_, index, attribute = name.split(".")
     dims = session.layers[int(index)].state[attribute].dims
     return dims.index("capacity") if "capacity" in dims else None
 

@@ -7,6 +7,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from exportable_cache import ExportableCache
+from exportable_cache.backends import backend_for
 from exportable_cache.errors import InputError
 from exportable_cache.methods import Method, chunk_sizes, length_buckets, method_for, methods_for
 from exportable_cache.program import Program
@@ -40,6 +41,18 @@ def test_buckets_get_methods_of_their_own(model: Any) -> None:
 def test_a_bucket_is_a_positive_int(model: Any, bucket: Any) -> None:
     with pytest.raises(InputError, match="a length bucket is"):
         methods_for(ExportableCache.from_model(model, 64), buckets=(bucket,))
+
+
+@pytest.mark.parametrize("buckets", [128, True, "auto", {"128": 1}, None])
+def test_buckets_are_a_list(model: Any, buckets: Any) -> None:
+    with pytest.raises(InputError, match="buckets is .*; it must be a list of ints"):
+        methods_for(ExportableCache.from_model(model, 64), buckets=buckets)
+
+
+@pytest.mark.parametrize(("target", "option"), [("pt2", "strict"), ("executorch", "llm_runner")])
+def test_a_word_is_no_flag(target: str, option: str) -> None:
+    with pytest.raises(InputError, match=f"{option} is 'False'; it must be true or false"):
+        backend_for(target).program_options({option: "False"})
 
 
 @pytest.mark.parametrize(

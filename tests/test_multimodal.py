@@ -103,3 +103,10 @@ def test_models_that_need_more_are_refused() -> None:
     text.config.model_type = "gemma3"
     with pytest.raises(UnsupportedModelError, match="see each other in both directions"):
         modalities_of(text, ["image"])
+
+
+def test_warm_up_runs_what_embeds_too() -> None:
+    session, model = live("llava")
+    session.warm_up()
+    assert session.length.tolist() == [0]
+    assert largest_difference(session, model, "llava") <= TOLERANCE

@@ -220,3 +220,18 @@ def test_refused_allocations() -> None:
         ExportableCache.from_model(tiny_seq2seq("bart"), 16, max_encoder_len=257)
     with pytest.raises(UnsupportedModelError, match="'prophetnet' is wrong with any static cache"):
         ExportableCache.from_model(tiny_seq2seq("prophetnet"), 16)
+
+
+@pytest.mark.parametrize("family", ["bart", "moonshine"])
+def test_warm_up_runs_the_encoder_and_the_steps(family: str) -> None:
+    model = tiny_seq2seq(family)
+    session, called = live(model, family), set()
+    run = session.runner.run
+    session.runner.run = lambda name, *inputs: (called.add(name), run(name, *inputs))[1]
+    session.warm_up()
+    assert called == {"encode", "prefill", "decode"}
+    assert session.length.tolist() == [0]
+    assert not any(tensor.any() for tensor in session.runner.state.values())
+    with pytest.raises(InputError, match="nothing was encoded yet"):
+        session.prefill(tokens(2))
+    assert largest_difference(session, model, family) <= TOLERANCE

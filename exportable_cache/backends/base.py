@@ -9,9 +9,22 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from ..errors import InputError
 from ..methods import Method
 from ..layers import CacheLayer
 from ..program import Form, Logits, Program
+
+
+def flag(options: Mapping[str, Any], name: str) -> bool:
+    """An option of a target that is true or false, false by default.
+
+    Raises:
+        InputError: If it is anything else: the word "False" is true in Python.
+    """
+    value = options.get(name, False)
+    if not isinstance(value, bool):
+        raise InputError(f"{name} is {value!r}; it must be true or false")
+    return value
 
 
 @dataclass(frozen=True)

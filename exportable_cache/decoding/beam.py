@@ -52,13 +52,13 @@ def beam_search(
     """
     from ..session_state import runner_state
 
-    state = runner_state(session)
+    runner_state(session)
     beams, vocab = session.batch_size, session.vocab_size
-    session.reset()
     if not isinstance(input_ids, torch.Tensor) or input_ids.dim() != 2 or input_ids.shape[0] != 1:
         raise InputError("beam search takes one prompt, int64 [1, length]")
     prompt = input_ids.expand(beams, -1).contiguous()
     session.check_request(prompt, max_new_tokens, ())
+    session.reset()
     logits = session.prefill(prompt)
     # All rows are the same at first: only one of them may continue.
     scores = torch.full((beams,), -torch.inf, device=session.device)
@@ -81,7 +81,8 @@ def beam_search(
         tokens = torch.cat([tokens[rows], candidates[kept][:, None]], dim=1)
         if len(finished) >= beams or step + 1 == max_new_tokens:
             break
-        for tensor in state.values():
+        # Asked for anew, as programs that pass their cache along have other tensors after every step.
+        for tensor in runner_state(session).values():
             tensor.copy_(tensor.index_select(0, rows))
         logits = session.decode(tokens[:, -1])
     if len(finished) < beams:

@@ -8,7 +8,7 @@ is above q (Leviathan et al. 2023, Chen et al. 2023). Rejected tokens are taken 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -19,6 +19,9 @@ from .sampling import Sampling
 
 if TYPE_CHECKING:
     from ..session import Session
+
+#: Any number of many bits: what tells a draft model's random numbers from the model's, under one seed.
+_DRAFT_SEED = 0x1D8E4E27C47D124F
 
 
 @dataclass
@@ -102,10 +105,15 @@ class DraftModel:
         self.max_tokens = max_tokens
         self._fed: list[int] = []
         self._chooser: Chooser | None = None
+        self._sampling: Sampling | None = None
 
     def propose(self, context: Sequence[int], count: int, sampling: Sampling) -> Proposal:
-        if self._chooser is None or self._chooser.sampling is not sampling:
-            self._chooser = Chooser(sampling, torch.tensor([context[:1]], device=self.session.device), self.session.vocab_size)
+        if self._chooser is None or self._sampling is not sampling:
+            self._sampling = sampling
+            # Random numbers of its own: with those that the model's tokens are drawn from, and proposals judged by, sampled
+            # tokens would not follow the model's distribution.
+            own = sampling if sampling.seed is None else replace(sampling, seed=(sampling.seed ^ _DRAFT_SEED) % 2**63)
+            self._chooser = Chooser(own, torch.tensor([context[:1]], device=self.session.device), self.session.vocab_size)
         same = next((i for i, (a, b) in enumerate(zip(self._fed, context)) if a != b), min(len(self._fed), len(context) - 1))
         if int(self.session.length[0]) != len(self._fed):
             same = 0  # used elsewhere meanwhile

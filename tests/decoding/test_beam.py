@@ -1,5 +1,6 @@
 """Beam search finds what transformers' beam search finds."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from exportable_cache.decoding import beam_search
 from exportable_cache.errors import InputError
 
 from ..support.models import tiny_model, tokens
-from ..support.sessions import live_session
+from ..support.sessions import live_session, lowered_session
 
 
 @pytest.mark.parametrize("beams", [1, 2, 4])
@@ -48,3 +49,18 @@ def test_one_prompt_only() -> None:
     session: Any = live_session(model, False, 48, batch_size=2)
     with pytest.raises(InputError, match="beam search takes one prompt"):
         beam_search(session, tokens(4, batch_size=2), 3)
+    session.prefill(tokens(4, batch_size=2))
+    with pytest.raises(InputError, match="beam search takes one prompt"):
+        beam_search(session, tokens(4, batch_size=2), 3)
+    assert session.length.tolist() == [4, 4]  # a refused call changes nothing
+
+
+@pytest.mark.parametrize("form", ["resident", "explicit"])
+def test_exported_programs_give_the_same_beams(form: str, tmp_path: Path) -> None:
+    """An explicit program has other cache tensors after every step: reordering the first ones would go unseen."""
+    model = tiny_model("gemma3_text")
+    prompt = tokens(5)
+    expected = beam_search(live_session(model, False, 48, batch_size=3), prompt, 14)
+    found = beam_search(lowered_session(model, "pt2", tmp_path, 48, batch_size=3, form=form), prompt, 14)
+    assert [hypothesis.tokens for hypothesis in found] == [hypothesis.tokens for hypothesis in expected]
+    assert [hypothesis.score for hypothesis in found] == pytest.approx([hypothesis.score for hypothesis in expected], abs=1e-4)

@@ -135,7 +135,7 @@ def test_a_draft_model_with_other_weights_changes_nothing(model: Any) -> None:
     assert list(session.generate(prompt, 40, draft=draft)) == plain(model, prompt, 40)
 
 
-@pytest.mark.parametrize("kind", ["lookup", "model"])
+@pytest.mark.parametrize("kind", ["lookup", "model", "model under seeds"])
 def test_sampled_tokens_follow_the_distribution_of_the_model(kind: str) -> None:
     """Pairs of tokens after a fixed prompt, counted against their exact probabilities."""
     model = tiny_model("llama", vocab_size=8)
@@ -153,9 +153,10 @@ def test_sampled_tokens_follow_the_distribution_of_the_model(kind: str) -> None:
     draft = PromptLookup(3) if kind == "lookup" else DraftModel(session_of(tiny_model("qwen3", vocab_size=8), 0, 0, 16), 3)
     count, counted = 1500, Counter()
     torch.manual_seed(0)
-    for _ in range(count):
+    for index in range(count):
         session.reset()
-        counted[tuple(session.generate(prompt, 3, draft=draft, **sampling))[:2]] += 1
+        seed = index if kind == "model under seeds" else None
+        counted[tuple(session.generate(prompt, 3, seed=seed, draft=draft, **sampling))[:2]] += 1
     assert set(counted) <= set(exact)
     distance = sum(abs(counted[pair] / count - probability) for pair, probability in exact.items()) / 2
     assert distance < 0.07
@@ -183,6 +184,9 @@ def test_what_cannot_work_is_refused_before_a_step(model: Any) -> None:
     for wrong in ({"max_tokens": 0}, {"ngram": 1.5}):
         with pytest.raises(InputError, match="of prompt lookup is"):
             PromptLookup(**wrong)
+    with pytest.raises(InputError, match="the draft model has 64 tokens, this model 128; use a draft model with the same"):
+        other = DraftModel(session_of(tiny_model("llama", vocab_size=64)), 2)
+        session_of(model).generate(prompt, draft=other)
     with pytest.raises(InputError, match="score takes up to 6 tokens at once, got 7"):
         session_of(model).score(tokens(7))
     with pytest.raises(InputError, match="logits of the last token only"):

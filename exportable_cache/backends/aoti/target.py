@@ -37,7 +37,7 @@ class AotiBackend:
         return {
             "attention": ATTENTION,
             "form": Form.RESIDENT,
-            "buckets": tuple(options.get("buckets", ())),
+            "buckets": options.get("buckets", ()),
             "score_length": options.get("score_length", 0),
         }
 

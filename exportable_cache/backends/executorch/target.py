@@ -13,7 +13,7 @@ from executorch.exir import ExecutorchProgramManager
 from ...attention import MATMUL_ATTENTION
 from ...errors import BundleError, InputError
 from ...program import Form, Program
-from ..base import LoweredFile, ProgramDescription, Runner, StandIn
+from ..base import LoweredFile, ProgramDescription, Runner, StandIn, flag
 from ..registry import backend_for
 from .delegates import BACKEND_IDS, ELSEWHERE, check_cache, check_methods, delegated_calls, elsewhere_remark
 from .fused import EXECUTORCH_ATTENTION, fuse_layers, one_method_suffices
@@ -75,7 +75,7 @@ class ExecutorchBackend:
         methods = options.get("methods", "auto")
         if methods not in _METHODS:
             raise InputError(f"methods is {methods!r}; it must be one of {', '.join(_METHODS)}")
-        if methods == "split" and options.get("llm_runner"):
+        if methods == "split" and flag(options, "llm_runner"):
             raise InputError("methods is 'split', but the llm_runner calls 'forward'; pass methods='both', or leave one of the two out")
         auto = methods == "auto"
         return {
@@ -84,7 +84,7 @@ class ExecutorchBackend:
             # The grouped expert kernels have no ExecuTorch counterpart; batched products do.
             "experts": "batched_mm",
             "adapt": fuse_layers,
-            "forward": bool(options.get("llm_runner")) or (one_method_suffices if auto else methods != "split"),
+            "forward": flag(options, "llm_runner") or (one_method_suffices if auto else methods != "split"),
             "split": (lambda cache: not one_method_suffices(cache)) if auto else methods != "forward",
         }
 
@@ -95,7 +95,7 @@ class ExecutorchBackend:
             return lower_to_plans(program, folder, FILE, options)
         delegate = options.get("delegate", "xnnpack")
         check_methods(delegate, program)
-        lowered = _lowered(program, delegate, bool(options.get("llm_runner")))
+        lowered = _lowered(program, delegate, flag(options, "llm_runner"))
         holds = f"methods {', '.join(program.methods)}, weights, one cache"
         if delegate != "xnnpack":
             check_cache(delegate, program, lowered)

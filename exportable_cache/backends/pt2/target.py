@@ -9,7 +9,7 @@ from typing import Any
 from ...attention import ATTENTION
 from ...errors import InputError
 from ...program import Form, Program
-from ..base import LoweredFile, ProgramDescription, Runner
+from ..base import LoweredFile, ProgramDescription, Runner, flag
 from .archive import read_archive, write_archive
 from .runner import ExplicitRunner, ResidentRunner
 
@@ -42,15 +42,16 @@ class Pt2Backend:
         form = options.get("form", Form.RESIDENT)
         if form not in tuple(Form):
             raise InputError(f"form is {form!r}; it must be one of {', '.join(member.value for member in Form)}")
+        flag(options, "strict")
         return {
             "attention": ATTENTION,
             "form": Form(form),
-            "buckets": tuple(options.get("buckets", ())),
+            "buckets": options.get("buckets", ()),
             "score_length": options.get("score_length", 0),
         }
 
     def lower(self, program: Program, folder: Path, options: Mapping[str, Any]) -> list[LoweredFile]:
-        exported = {name: program.export(name, strict=bool(options.get("strict", False))) for name in program.methods}
+        exported = {name: program.export(name, strict=flag(options, "strict")) for name in program.methods}
         write_archive(folder / FILE, exported)
         return [LoweredFile(FILE, f"methods {', '.join(exported)}, weights")]
 
