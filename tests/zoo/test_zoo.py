@@ -26,7 +26,7 @@ SPREAD = {
     "states and keys": "jamba bamba qwen3_next falcon_h1 zamba2 granitemoehybrid",
 }
 #: Lowered for ExecuTorch as well: each takes a quarter of a minute.
-ON_EXECUTORCH = ("gemma2", "llama")
+ON_EXECUTORCH = ("gemma2", "mixtral", "mamba2")
 #: Refused by name, and what the reason must say.
 REFUSED = {"gpt_neo": "newest key", "xlnet": "`mems`", "musicgen": "codebook", "blip": "pixel_values"}
 
