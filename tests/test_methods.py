@@ -49,6 +49,12 @@ def test_buckets_are_a_list(model: Any, buckets: Any) -> None:
         methods_for(ExportableCache.from_model(model, 64), buckets=buckets)
 
 
+@pytest.mark.parametrize("delegate", [[], {}, 3, "other"])
+def test_a_delegate_is_one_of_those_there_are(delegate: Any) -> None:
+    with pytest.raises(InputError, match="delegate is .*; it must be one of xnnpack"):
+        backend_for("executorch").program_options({"delegate": delegate})
+
+
 @pytest.mark.parametrize(("target", "option"), [("pt2", "strict"), ("executorch", "llm_runner")])
 def test_a_word_is_no_flag(target: str, option: str) -> None:
     with pytest.raises(InputError, match=f"{option} is 'False'; it must be true or false"):

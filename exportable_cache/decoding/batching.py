@@ -63,6 +63,8 @@ class ContinuousBatch:
 
         if prefill.batch_size != 1:
             raise InputError(f"prompts are prefilled one by one, but the prefill session has {prefill.batch_size} rows; use 1")
+        if prefill.fingerprint and decode.fingerprint and prefill.fingerprint != decode.fingerprint:
+            raise InputError("the prefill and the decode session run models with other weights; make both of the same model")
         source, target = runner_state(prefill), runner_state(decode)
         for name, tensor in target.items():
             if name not in source or source[name].shape[1:] != tensor.shape[1:] or source[name].dtype != tensor.dtype:

@@ -108,3 +108,12 @@ def test_what_does_not_fit_is_refused_when_it_is_submitted(model: Any) -> None:
         ContinuousBatch(batch.decode, batch.decode)
     with pytest.raises(InputError, match="allocate both caches for the same model"):
         ContinuousBatch(live_session(model, False, 32), batch.decode)
+
+
+def test_sessions_of_models_with_other_weights_are_refused() -> None:
+    """Of equal shapes: a prompt's keys of one model would be continued with the other."""
+    model, other = tiny_model("llama"), tiny_model("llama")
+    with torch.no_grad():
+        other.lm_head.weight.add_(1.0)
+    with pytest.raises(InputError, match="run models with other weights"):
+        ContinuousBatch(live_session(model, False, 32), live_session(other, False, 32, batch_size=2))

@@ -59,7 +59,7 @@ class ExecutorchBackend:
 
     def program_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         delegate = options.get("delegate", "xnnpack")
-        if delegate not in DELEGATES:
+        if delegate not in tuple(DELEGATES):
             raise InputError(f"delegate is {delegate!r}; it must be one of {', '.join(DELEGATES)}")
         known = DELEGATES[delegate]
         unknown = sorted(set(options) - {"delegate", *known})
