@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -13,25 +13,17 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from .backends.base import Runner
 from .backends.fork import ForkedRunner
 from .cache import ExportableCache
-from .decoding import (
-    Chooser,
-    Draft,
-    Sampling,
-    check_can_rewind,
-    encode_prompt,
-    generate_speculative,
-    generate_tokens,
-    stream_text,
-)
+from .decoding import Chooser, Sampling
 from .errors import InputError
 from .fingerprint import fingerprint
+from .generation import Generation, end_tokens
 from .layers import CacheLayer
 from .layout import check_layers
 from .methods import Method, chunk_sizes, length_buckets, method_for, smallest_inputs
 from .progress import Progress, silent
 from .multimodal import modalities_of
 from .multimodal.session import SessionModalities, recorded_placeholders
-from .seq2seq.session import SessionEncoder, start_tokens
+from .seq2seq.session import SessionEncoder
 from .session_state import load_state, runner_state, save_state
 from .session_checks import check_ids, check_max_new_tokens, check_room, split_stops
 
@@ -42,7 +34,7 @@ if TYPE_CHECKING:
 _UNKNOWN = 2**62
 
 
-class Session:
+class Session(Generation):
     """A running program and the position of each row.
 
     Every call checks its arguments and the room in the cache before anything runs: a refused call changes nothing.
@@ -350,7 +342,7 @@ class Session:
         tokens, strings = split_stops(stop, self.vocab_size)
         if strings:
             raise InputError(f"stop has {strings[0]!r}; rows of a batch stop at token ids only")
-        return [*_end_tokens(self.generation_config), *tokens]
+        return [*end_tokens(self.generation_config), *tokens]
 
     def take_back(self, tokens: int) -> None:
         """`rewind` without its checks, for decoding loops: a token that was given out and not fed stays so."""
@@ -520,165 +512,6 @@ class Session:
     def _takes_encoding(method: Method) -> bool:
         return "encoder_hidden_states" in method.input_names
 
-    # -- generation -------------------------------------------------------------------------------------------------
-
-    def generate(
-        self,
-        input_ids: torch.Tensor,
-        max_new_tokens: int | None = None,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        repetition_penalty: float | None = None,
-        seed: int | None = None,
-        stop: int | str | Sequence[int | str] | None = None,
-        draft: Draft | None = None,
-    ) -> Iterator[Any]:
-        """Tokens that follow a prompt, one step each. Arguments are checked now, steps run as the iterator is consumed.
-
-        It continues from where the session is: `reset()` first for a new sequence. The newest token given out is not in the
-        cache yet; to continue after the end, start the next prompt with it. (`generate_text` does so by itself.)
-
-        Args:
-            input_ids: int64 [batch, length].
-            max_new_tokens: Most tokens per row; as many as fit by default.
-            temperature, top_k, top_p, min_p, repetition_penalty, seed: See `decoding.Sampling`; greedy by default.
-            stop: Token ids that end a row, besides the model's end tokens, or strings where there is a tokenizer. The token
-                that ends a row is given out too.
-            draft: Speculative decoding, at batch size 1: `PromptLookup()` or `DraftModel(session)`. The tokens are those of
-                plain decoding, or follow the same distribution; several are judged per step.
-
-        Yields:
-            A token id (int) at batch size 1, otherwise int64 [batch], where ended rows give the padding token.
-
-        Raises:
-            InputError: If an argument is wrong.
-            CacheFullError: If the prompt, or the prompt with `max_new_tokens`, does not fit.
-        """
-        tokens, strings = self._stops(stop)
-        sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-        steps = self._generate(input_ids, max_new_tokens, sampling, tokens, strings, draft=draft)
-        return (int(step[0]) for step in steps) if self.batch_size == 1 else steps
-
-    def generate_text(
-        self,
-        prompt: str | Sequence[Mapping[str, Any]],
-        max_new_tokens: int | None = None,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        repetition_penalty: float | None = None,
-        seed: int | None = None,
-        stop: int | str | Sequence[int | str] | None = None,
-        draft: Draft | None = None,
-    ) -> Iterator[str]:
-        """Text that follows a prompt, in pieces that never split a character and join to the whole.
-
-        An encoder-decoder encodes the prompt, and its decoder starts anew with the model's start token.
-
-        Text continues from where the session is, and so from all that was generated before: the newest token given out,
-        which is not in the cache yet, is fed in front of the prompt and takes one token of room. It is left out if it is an
-        end or a stop token, or if the session was reset, rewound or fed something else since. Chat messages are a whole
-        conversation: with them the session starts anew. What ends the text (an end token, a stop token or a stop string) is
-        not part of it; the tokens that made up a stop string are seen by text that continues.
-
-        Args:
-            prompt: Text, or chat messages such as `[{"role": "user", "content": "hello"}]`. Empty text goes on from the
-                newest token, where one is left to be fed.
-            max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop, draft: See `generate`.
-
-        Raises:
-            InputError: If there is no tokenizer, the batch size is not 1, or an argument is wrong.
-            CacheFullError: See `generate`.
-        """
-        tokenizer = self._require_tokenizer("text")
-        if self.batch_size != 1:
-            raise InputError(
-                f"text is generated at batch size 1, this session has {self.batch_size}; use generate with token ids"
-            )
-        tokens, strings = self._stops(stop)
-        sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-        ends = {*_end_tokens(self.generation_config), *tokens}
-        if self._encoder is not None:
-            if draft is not None:
-                self._check_draft(draft, ())
-            check_max_new_tokens(max_new_tokens)
-            start = start_tokens(self.generation_config, 1, self.device)
-            self.encode(encode_prompt(tokenizer, prompt).to(self.device))
-            steps = self._generate(start, max_new_tokens, sampling, tokens, ())
-            return stream_text((int(step[0]) for step in steps), tokenizer, ends, strings)
-        is_text = isinstance(prompt, str)
-        starts = not is_text or int(self._length[0]) == 0
-        input_ids = encode_prompt(tokenizer, prompt, starts=starts).to(self.device)
-        steps = self._generate(input_ids, max_new_tokens, sampling, tokens, (), continues=is_text, anew=not is_text, draft=draft)
-        return stream_text((int(step[0]) for step in steps), tokenizer, ends, strings)
-
-    def _generate(
-        self,
-        input_ids: torch.Tensor,
-        max_new_tokens: int | None,
-        sampling: Sampling,
-        stop_tokens: Sequence[int],
-        stop_strings: Sequence[str],
-        continues: bool = False,
-        anew: bool = False,
-        draft: Draft | None = None,
-    ) -> Iterator[torch.Tensor]:
-        self._check_prompt(self._after_pending(input_ids) if continues else input_ids, max_new_tokens, anew)
-        if draft is not None:
-            self._check_draft(draft, stop_strings)
-        if anew:
-            self.reset()
-        ends = _end_tokens(self.generation_config)
-        pad = getattr(self.generation_config, "pad_token_id", None)
-        if pad is None or not 0 <= pad < self.vocab_size:
-            pad = ends[0] if ends else 0
-        end_tokens = {*ends, *stop_tokens}
-
-        def steps() -> Iterator[torch.Tensor]:
-            # Not before the first step: what is pending may change between the call and then.
-            prompt = self._after_pending(input_ids) if continues else input_ids
-            chooser = Chooser(sampling, prompt, self.vocab_size)
-            if draft is None:
-                chosen = generate_tokens(self, prompt, max_new_tokens, chooser, end_tokens, stop_strings, pad)
-            else:
-                chosen = (
-                    torch.tensor([token])
-                    for token in generate_speculative(self, prompt, max_new_tokens, chooser, end_tokens, draft)
-                )
-            for tokens in chosen:
-                if self.batch_size == 1:
-                    token = int(tokens[0])
-                    self._pending = None if token in end_tokens else token
-                yield tokens
-
-        return steps()
-
-    def _after_pending(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """`input_ids` [1, length] behind the token that was given out and not fed yet, if there is one."""
-        return input_ids if self._pending is None else torch.cat([input_ids.new_tensor([[self._pending]]), input_ids], dim=1)
-
-    def _check_draft(self, draft: Draft, stop_strings: Sequence[str]) -> None:
-        if self._encoder is not None:
-            raise InputError("drafts are for text decoders; leave out draft with an encoder-decoder")
-        if self.batch_size != 1:
-            raise InputError(f"a draft serves batch size 1, this session has {self.batch_size}; decode without one")
-        if stop_strings:
-            raise InputError("a draft takes stop tokens, not stop strings; use generate_text, which stops at strings")
-        if self.score_length == 0:
-            raise InputError(
-                f"a draft needs a program that judges several tokens at once; make the session, or export, with "
-                f"score_length={draft.max_tokens + 1}"
-            )
-        drafts = getattr(getattr(draft, "session", self), "vocab_size", self.vocab_size)
-        if drafts != self.vocab_size:
-            raise InputError(
-                f"the draft model has {drafts} tokens, this model {self.vocab_size}; use a draft model with the same vocabulary"
-            )
-        check_can_rewind(self, min(draft.max_tokens, self.score_length - 1))
-
     # -- checks -----------------------------------------------------------------------------------------------------
 
     def _check_prompt(self, input_ids: torch.Tensor, max_new_tokens: int | None = None, anew: bool = False) -> None:
@@ -691,20 +524,6 @@ class Session:
 
     def _check_ids(self, name: str, ids: torch.Tensor, dims: tuple[str, ...]) -> None:
         check_ids(name, ids, dims, self.batch_size, self.vocab_size, self.device)
-
-    def _stops(self, stop: int | str | Sequence[int | str] | None) -> tuple[list[int], list[str]]:
-        tokens, strings = split_stops(stop, self.vocab_size)
-        if strings:
-            self._require_tokenizer("a stop string")
-        return tokens, strings
-
-    def _require_tokenizer(self, purpose: str) -> PreTrainedTokenizerBase:
-        if self.tokenizer is None:
-            raise InputError(
-                f"{purpose} needs a tokenizer and this session has none; pass tokenizer= to Session.from_model or export, "
-                "or use generate with token ids"
-            )
-        return self.tokenizer
 
 
 def load(path: str | Path, *, check_versions: bool = True, progress: Progress = silent) -> Session:
@@ -730,10 +549,3 @@ def _high_water(layers: Sequence[CacheLayer], length: torch.Tensor) -> int:
         return 0
     known = [layer._high_water for layer in layers]
     return _UNKNOWN if any(mark is None for mark in known) else max(known)
-
-
-def _end_tokens(generation_config: GenerationConfig | None) -> list[int]:
-    ends = getattr(generation_config, "eos_token_id", None)
-    if ends is None:
-        return []
-    return [int(end) for end in ends] if isinstance(ends, (list, tuple)) else [int(ends)]
