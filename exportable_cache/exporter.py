@@ -45,6 +45,7 @@ def export(
     max_encoder_len: int | None = None,
     modalities: Sequence[str] = (),
     kv_dtype: str | None = None,
+    slack: int = 0,
     verify: bool = True,
     overwrite: bool = False,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -75,6 +76,7 @@ def export(
         modalities: What is fed beside text, `image` or `audio`, see `multimodal.modalities_of`. What is verified is text.
         kv_dtype: `int8` to keep keys and values in 8 bits, see `ExportableCache.from_config`. The program is then verified against
             the model with the same rounding, and its distance from the model without it is recorded.
+        slack: Extra slots of each ring, so that `slack + 1` tokens can be taken back past the window, as drafts need it.
         verify: Compare with the model, see `verify_session`; the report is recorded in the manifest.
         overwrite: Replace a bundle that is there.
         tokenizer: Saved in the bundle; by default the one beside the model, if there is one.
@@ -102,6 +104,8 @@ def export(
             f"batch_size is {batch_size}, target {target!r} takes at most {backend.max_batch_size}; "
             "export with that, or for target 'pt2'"
         )
+    if not isinstance(slack, int) or isinstance(slack, bool) or slack < 0:
+        raise InputError(f"slack is {slack!r}; it must be an int of at least 0")
     Sinks.within(max_cache_len, attention_sinks, attention_window)
     quantization = quantization_of(quantize, group_size, quantize_embeddings)
     if quantization is not None:
@@ -136,6 +140,7 @@ def export(
         attention_window=attention_window,
         max_encoder_len=max_encoder_len,
         kv_dtype=kv_dtype,
+        slack=slack,
         attn_implementation=None,
     )
     check_positions(model, cache.max_length)
@@ -168,6 +173,7 @@ def export(
                 batch_size,
                 attention_sinks=attention_sinks,
                 attention_window=attention_window,
+                slack=slack,
                 attn_implementation=None,
                 device="meta",
             )

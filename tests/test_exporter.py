@@ -15,6 +15,7 @@ import torch
 from exportable_cache import export, load
 from exportable_cache.backends import TARGETS
 from exportable_cache.bundle import Bundle
+from exportable_cache.decoding import PromptLookup
 from exportable_cache.errors import (
     BundleError,
     CacheFullError,
@@ -359,3 +360,20 @@ def test_killed_while_verifying_leaves_nothing_that_loads(model: Any, tmp_path: 
 
     export(model, "fake", CAPACITY, tmp_path / "out", progress=look)
     assert len(seen) == 1
+
+
+def test_slack_lets_a_bundle_of_rings_take_back_and_speculate(tmp_path: Path) -> None:
+    model = tiny_model("gemma3_text")
+    session = load(export(model, "pt2", 64, tmp_path / "bundle", prefill_length=16, slack=4, score_length=6).path)
+    assert [layer.capacity for layer in session.layers] == [12, 64]
+    prompt = tokens(20)
+    expected = list(session.generate(prompt, 15))
+    session.reset()
+    assert list(session.generate(prompt, 15, draft=PromptLookup(5))) == expected
+    session.rewind(5)
+
+
+@pytest.mark.parametrize("slack", [-1, 1.5, True])
+def test_slack_is_a_count(tmp_path: Path, slack: Any) -> None:
+    with pytest.raises(InputError, match=f"slack is {slack!r}"):
+        export("demo", "pt2", 64, tmp_path / "bundle", slack=slack)

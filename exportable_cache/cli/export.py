@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _ARGUMENTS = frozenset(
     (
         "model_or_path target max_cache_len output_dir batch_size dtype prefill_length quantize group_size quantize_embeddings "
-        "attention_sinks attention_window kv_dtype max_encoder_len modalities verify overwrite tokenizer progress"
+        "attention_sinks attention_window kv_dtype slack max_encoder_len modalities verify overwrite tokenizer progress"
     ).split()
 )
 
@@ -96,6 +96,15 @@ def export(
             show_default="max-cache-len less the sinks",
         ),
     ] = None,
+    slack: Annotated[
+        int,
+        typer.Option(
+            "--slack",
+            metavar="N",
+            callback=at_least(0),
+            help="Extra slots of each sliding layer, so that N + 1 tokens can be taken back past its window.",
+        ),
+    ] = 0,
     max_encoder_len: MaxEncoderLenOption = None,
     modality: Annotated[
         list[str] | None,
@@ -132,6 +141,7 @@ def export(
             attention_sinks=attention_sinks,
             kv_dtype=kv_cache_dtype,
             attention_window=attention_window,
+            slack=slack,
             max_encoder_len=max_encoder_len,
             modalities=tuple(modality or ()),
             verify=verify,

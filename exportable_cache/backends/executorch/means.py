@@ -34,7 +34,7 @@ def means_to_linear(program: ExportedProgram) -> ExportedProgram:
 def _is_mean_over_last(node: Node) -> bool:
     if node.target is not torch.ops.aten.mean.dim or "dtype" in node.kwargs or len(node.args) != 3:
         return False
-    (values, dims, keepdim), value = node.args, node.args[0].meta["val"]
+    (_, dims, keepdim), value = node.args, node.args[0].meta["val"]
     return (
         bool(keepdim)
         and value.dtype == torch.float32
