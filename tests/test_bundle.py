@@ -92,6 +92,7 @@ def test_manifest_records_the_program(original: Path, model: Any) -> None:
         "max_length": 13,
         "read_length": None,
         "ranges": {},
+        "scores": False,
         "inputs": [
             {"name": "input_ids", "dtype": "int64", "shape": ["batch", "length"]},
             {"name": "input_pos", "dtype": "int64", "shape": ["batch"]},

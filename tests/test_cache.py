@@ -330,7 +330,7 @@ def test_a_loaded_batch_works_under_any_attention(implementation: str, tmp_path)
     [
         ("falcon", {"alibi": True}, "'falcon' with alibi=True"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "with use_bidirectional_attention=True"),
-        ("prophetnet", {}, "wrong with any static cache"),
+        ("prophetnet", {"is_encoder_decoder": False}, "wrong with any static cache"),
         ("gpt_neo", {}, "the newest key"),
     ],
 )

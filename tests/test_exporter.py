@@ -216,7 +216,7 @@ def test_progress_names_the_stages(model: Any, tmp_path: Path) -> None:
 # -- refusals -----------------------------------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "target": ({"target": "abacus"}, InputError, "unknown target 'abacus'; choose one of pt2, executorch, tensorrt"),
+    "target": ({"target": "abacus"}, InputError, "unknown target 'abacus'; choose one of pt2, aoti, executorch, tensorrt"),
     "option": ({"colour": "red"}, InputError, "has no option 'colour'"),
     "cache length": ({"max_cache_len": 0}, InputError, "max_cache_len is 0; it must be an int of at least 1"),
     "fractional length": ({"max_cache_len": 64.0}, InputError, "max_cache_len is 64.0"),
@@ -265,13 +265,14 @@ def test_chunk_longer_than_the_cache_is_refused(model: Any, tmp_path: Path) -> N
 
 
 def test_unsupported_models_are_refused_without_loading_weights(tmp_path: Path) -> None:
-    source = tmp_path / "mamba"
+    source = tmp_path / "gpt_neo"
     source.mkdir()
-    (source / "config.json").write_text('{"model_type": "mamba"}')
+    (source / "config.json").write_text('{"model_type": "gpt_neo"}')
     with pytest.raises(ExportableCacheError) as error:
         export(source, "fake", CAPACITY, tmp_path / "out")
     assert isinstance(error.value, UnsupportedModelError), error.value
     assert not (tmp_path / "out").exists()
+
 
 def test_more_tokens_than_positions_are_refused(tmp_path: Path) -> None:
     model = tiny_model("gpt2", max_position_embeddings=32)

@@ -34,7 +34,7 @@ def model() -> Any:
 
 
 def session_of(model: Any, capacity: int = CAPACITY, batch_size: int = 1, **options: Any) -> Session:
-    return Session.from_model(model, ExportableCache.from_model(model, capacity, batch_size), **options)
+    return Session.from_model(model, ExportableCache.from_model(model, capacity, batch_size), **{"buckets": False, **options})
 
 
 class Meddling:
@@ -201,6 +201,13 @@ def test_only_the_last_slot_wrong_fails(model: Any) -> None:
 
     assert not verify_session(meddled(model, change), model, decode_steps=3).passed
     assert verify_session(meddled(model, change), model, prompts=[40], decode_steps=3).passed
+
+
+def test_the_edges_of_length_buckets_are_crossed() -> None:
+    model = tiny_model("llama")
+    report = verify_session(session_of(model, 64, buckets=[16, 32]), model, decode_steps=2)
+    assert {15, 31} <= {prompt.length for prompt in report.prompts}
+    assert report.passed
 
 
 def test_large_caches_are_not_filled(model: Any) -> None:
