@@ -21,6 +21,20 @@ torch.set_num_threads(1)
 
 DEMO_MAX_CACHE_LEN = 512
 
+_ON_REQUEST = {
+    "zoo": "the whole zoo takes an hour or more: run it with -m zoo, or make zoo",
+    "slow": "takes more than a minute: run it with -m slow",
+}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what takes long, saying so, unless it was asked for by its marker."""
+    for marker, reason in _ON_REQUEST.items():
+        if marker not in (config.option.markexpr or ""):
+            for item in items:
+                if item.get_closest_marker(marker):
+                    item.add_marker(pytest.mark.skip(reason=reason))
+
 
 @pytest.fixture(scope="session")
 def demo_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
