@@ -56,9 +56,12 @@ def fuse_layers(model: PreTrainedModel, cache: ExportableCache) -> ExportableCac
     if isinstance(cache, ExportableEncoderDecoderCache):
         # The probe below feeds a text decoder, and T5's family has a position bias.
         return cache
-    return ExportableCache(
-        [_fused(layer) if fuse else layer for layer, fuse in zip(cache.layers, fusable_layers(model, cache), strict=True)]
-    )
+    fusable = fusable_layers(model, cache)
+    # Beside layers that need methods of their own (sinks, 8 bits) the branches of fused layers do not lower: all stay plain.
+    plain = [type(layer) for layer, fuse in zip(cache.layers, fusable, strict=True) if not fuse]
+    if any(kind is not FullLayer and kind is not RingLayer for kind in plain):
+        return cache
+    return ExportableCache([_fused(layer) if fuse else layer for layer, fuse in zip(cache.layers, fusable, strict=True)])
 
 
 def _fused(layer: CacheLayer) -> CacheLayer:
