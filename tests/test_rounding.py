@@ -66,7 +66,8 @@ def test_pt2(form: str, tmp_path) -> None:
     check(lowered_session(model, "pt2", tmp_path, CAPACITY, cache_options={"kv_dtype": "int8"}, form=form), model)
 
 
-@pytest.mark.xfail(strict=False, reason="8-bit caches on ExecuTorch: failed beside fused layers, not yet seen passing without them")
+# Not offered as working: see the README. Strict, so that this goes once it lowers.
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="XNNPACK's partitioner: invalid partition, found dependency cycles")
 def test_executorch(tmp_path) -> None:
     pytest.importorskip("executorch", reason="the executorch extra is not installed")
     model = tiny_model("gemma3_text")
