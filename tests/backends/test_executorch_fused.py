@@ -74,8 +74,8 @@ def test_folding_leaves_heads_to_run_in_parallel(heads: int, kv_heads: int, fold
     assert heads // kv_heads % fold == 0 and heads // fold >= min(4, heads)
 
 
-def program_of(family: str, **options) -> Program:
-    model = tiny_model(family)
+def program_of(family: str, num_attention_heads: int = 4, **options) -> Program:
+    model = tiny_model(family, num_attention_heads=num_attention_heads)
     return Program(model, ExportableCache.from_model(model, CAPACITY), **backend_for("executorch").program_options(options))
 
 
@@ -89,6 +89,13 @@ def test_the_fused_layout_is_part_of_the_program() -> None:
     assert FusedFullLayer.from_state(full.config(), {}).max_rollback(9, 20) == 9
     rebuilt = FusedRingLayer.from_state(ring.config(), {})
     assert rebuilt.max_rollback(20, 20) == 1 and rebuilt.max_rollback(5, 8) == 5
+
+
+def test_a_caller_who_forbids_recompilation_can_still_export() -> None:
+    """torch.cond compiles its branches while it is traced, once for each shape."""
+    program = program_of("gemma3_text", num_attention_heads=16)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        program.export("forward")
 
 
 def test_one_method_where_it_decodes_as_fast_as_two() -> None:

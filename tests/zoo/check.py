@@ -7,7 +7,8 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,7 @@ def _run(
     facts["patches"] = sorted([*patch_model(model), *patch_methods(model)])
     attention = model.config._attn_implementation
     try:
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, _graphs_without_code() if target == "compiled" else nullcontext():
             session = _session(model, cache, target, Path(folder))
             difference = max(_difference(session, ids, inputs, pieces, references[sum(pieces)]) for pieces in PROMPTS)
     finally:
@@ -138,14 +139,24 @@ def _run(
     return Outcome("pass" if difference <= TOLERANCE else "wrong", difference)
 
 
+@contextmanager
+def _graphs_without_code() -> Iterator[None]:
+    """One graph per method and no recompilation, through a backend that generates no code: inductor's C++ takes minutes."""
+    backend = torch.compiler.get_default_backend()
+    torch._dynamo.reset()
+    torch.compiler.set_default_backend("aot_eager")
+    try:
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            yield
+    finally:
+        torch.compiler.set_default_backend(backend)
+        torch._dynamo.reset()
+
+
 def _session(model: PreTrainedModel, cache: ExportableCache, target: str, folder: Path) -> Session:
     if target == "eager":
         return Session.from_model(model, cache, prefill_length=PREFILL_LENGTH)
     if target == "compiled":
-        # One graph per method and no recompilation, through a backend that generates no code: inductor's C++ takes minutes.
-        torch._dynamo.reset()
-        torch._dynamo.config.error_on_recompile = True
-        torch.compiler.set_default_backend("aot_eager")
         return Session.from_model(model, cache, compile=True, prefill_length=PREFILL_LENGTH)
     backend = backend_for(target)
     program = Program(model, cache, prefill_length=PREFILL_LENGTH, **backend.program_options({}))
