@@ -66,13 +66,12 @@ def test_pt2(form: str, tmp_path) -> None:
     check(lowered_session(model, "pt2", tmp_path, CAPACITY, cache_options={"kv_dtype": "int8"}, form=form), model)
 
 
-# Not offered as working: see the README. Strict, so that this goes once it lowers.
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="XNNPACK's partitioner: invalid partition, found dependency cycles")
-def test_executorch(tmp_path) -> None:
+@pytest.mark.parametrize(("family", "methods"), [("gemma2", ["decode", "prefill"])])
+def test_executorch(family: str, methods: list[str], tmp_path) -> None:
     pytest.importorskip("executorch", reason="the executorch extra is not installed")
-    model = tiny_model("gemma3_text")
+    model = tiny_model(family)
     session = lowered_session(model, "executorch", tmp_path, CAPACITY, cache_options={"kv_dtype": "int8"})
-    assert list(session.runner.methods) == ["decode", "prefill"]
+    assert list(session.runner.methods) == methods
     check(session, model)
 
 

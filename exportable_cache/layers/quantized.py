@@ -73,7 +73,10 @@ class QuantizedKeyValueLayer(KeyValueLayer):
         return self._read(self.capacity) if keys is self.keys else (keys, values)
 
     def _read(self, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, key_scales, values, value_scales = (getattr(self, name)[:, :, :slots] for name in _PARTS)
+        parts = [getattr(self, name) for name in _PARTS]
+        if slots < self.capacity:  # ExecuTorch copies even a slice of everything.
+            parts = [part[:, :, :slots] for part in parts]
+        keys, key_scales, values, value_scales = parts
         return dequantize_rows(keys, key_scales, self.states_dtype), dequantize_rows(values, value_scales, self.states_dtype)
 
     def _append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

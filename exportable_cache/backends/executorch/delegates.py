@@ -54,9 +54,9 @@ def partitioners_for(delegate: str) -> list[Any]:
         return [VulkanPartitioner()]
     if delegate == "coreml":
         return [_core_ml_partitioner()]
-    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+    from .partition import AcyclicXnnpackPartitioner
 
-    return [XnnpackPartitioner()]
+    return [AcyclicXnnpackPartitioner()]
 
 
 def _core_ml_partitioner() -> Any:
