@@ -7,15 +7,7 @@ from torch.fx.passes.infra.partitioner import Partition
 
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
 
-from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner  # noqa: E402
-from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower  # noqa: E402
-from executorch.runtime import Runtime  # noqa: E402
-
-from exportable_cache.backends.executorch.partition import (  # noqa: E402
-    AcyclicXnnpackPartitioner,
-    has_cycle,
-    partitions_by_level,
-)
+from exportable_cache.backends.executorch.partition import has_cycle, partitions_by_level  # noqa: E402
 
 
 def two_chains() -> tuple[Graph, dict]:
@@ -47,5 +39,3 @@ def test_levels_are_the_fewest_partitions_and_have_no_cycle() -> None:
     grouped = partitions_by_level(graph, [[nodes["a"]], [nodes["b"], nodes["c"]], [nodes["d"]]])
     assert [set(partition.nodes) for partition in grouped] == [{nodes["a"]}, {nodes["b"], nodes["c"]}, {nodes["d"]}]
     assert not has_cycle(graph, partitions) and not has_cycle(graph, grouped)
-
-
