@@ -102,6 +102,7 @@ class Session(Generation):
         buckets: bool | Sequence[int] = True,
         score_length: int = 0,
         modalities: Sequence[str] = (),
+        graph_cache: str | Path | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> Session:
         """Run a live model over a cache, which may hold tokens already: the session goes on from there.
@@ -119,6 +120,8 @@ class Session(Generation):
                 not what is allocated. True for powers of two, see `methods.length_buckets`; False for none.
             score_length: Most tokens that `score` takes, as speculative decoding needs it; 0 for no such method.
             modalities: What is fed beside text, `image` or `audio`: see `multimodal.modalities_of`.
+            graph_cache: Folder that keeps compiled graphs, so that a later process neither traces nor compiles them, see
+                `backends.graph_cache.GraphCache`; only with `compile`.
             tokenizer: For text.
 
         Raises:
@@ -141,6 +144,8 @@ class Session(Generation):
                 f"the cache is on {device}, the model on {model.device}; allocate the cache with device={str(model.device)!r}"
             )
         check_positions(model, cache.max_length)
+        if graph_cache is not None and not compile:
+            raise InputError(f"graph_cache is {str(graph_cache)!r}, but there are no compiled graphs to keep without compile=True")
         found = modalities_of(model, modalities)
         session = cls(
             ModuleRunner(
@@ -152,6 +157,7 @@ class Session(Generation):
                 buckets=length_buckets(cache) if buckets is True else buckets or (),
                 score_length=score_length,
                 modalities=found,
+                graph_cache=graph_cache,
             ),
             cache.layers,
             model.get_input_embeddings().weight.shape[0],

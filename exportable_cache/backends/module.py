@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -18,6 +19,7 @@ from ..decoding.choosing_step import ChoosingStep
 from ..methods import Method
 from ..multimodal import Modality
 from ..program import ResidentModule, front_module, program_methods
+from .graph_cache import GraphCache
 
 
 class ModuleRunner:
@@ -31,6 +33,7 @@ class ModuleRunner:
         compiled: Compile every method into one graph: decode with static shapes, prefill with a dynamic length.
         mode: Of torch.compile; `reduce-overhead` (CUDA graphs) by default on a GPU.
         prefill_length, buckets, score_length: See `methods_for`.
+        graph_cache: Folder in which compiled graphs are kept for later processes, see `GraphCache`.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class ModuleRunner:
         buckets: Sequence[int] = (),
         score_length: int = 0,
         modalities: Sequence[Modality] = (),
+        graph_cache: str | Path | None = None,
     ) -> None:
         set_attention(model, ATTENTION)
         self.methods: Mapping[str, Method] = program_methods(
@@ -58,6 +62,7 @@ class ModuleRunner:
         if mode is None and cache.device.type == "cuda":
             mode = "reduce-overhead"
         self._mode = mode
+        self.graph_cache = None if graph_cache is None else GraphCache(graph_cache, model, cache)
         # By method, by how tokens are chosen inside the graph, which is compiled when it is first asked for, and by which of
         # the dynamic sizes are 1: TorchDynamo has no graph for those and others in common.
         self._calls: dict[tuple, Callable[..., torch.Tensor]] = {}
@@ -85,12 +90,25 @@ class ModuleRunner:
         if (key, ones) not in self._calls:
             call = self.modules[method.name] if len(key) == 1 else ChoosingStep(self.modules[method.name], *key[1:])
             if self._compiled:
-                dynamic = None if method.dynamic_sizes.keys() - ones else False
-                call = torch.compile(_step_of(call), fullgraph=True, dynamic=dynamic, mode=self._mode)
+                call = self._compile(call, (key, ones), [*inputs, *further], None if method.dynamic_sizes.keys() - ones else False)
             self._calls[key, ones] = call
         result = self._calls[key, ones](*inputs, *further)
         # CUDA graphs give out their own buffers, which the next step overwrites.
         return tree_map(lambda tensor: tensor.clone() if tensor.is_cuda else tensor, result)
+
+
+    def _compile(
+        self, module: torch.nn.Module, key: tuple, inputs: Sequence[torch.Tensor], dynamic: bool | None
+    ) -> Callable[..., torch.Tensor]:
+        step = _step_of(module)
+        if self.graph_cache is not None:
+            options = torch._inductor.list_mode_options(self._mode) if self._mode else None
+            name = f"{self.methods[key[0][0]]} {key[0][1:]} {sorted(key[1])}"
+            call = self.graph_cache.get(name, step, {"module": module}, inputs, dynamic=dynamic, options=options)
+            if call is not None:
+                # Its guards are those of unmarked inputs.
+                return lambda *inputs: call(*(tensor.detach() for tensor in inputs))
+        return torch.compile(step, fullgraph=True, dynamic=dynamic, mode=self._mode)
 
 
 def _marked(method: Method, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], frozenset[str]]:

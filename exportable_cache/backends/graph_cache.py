@@ -1,0 +1,139 @@
+"""Compiled graphs on disk: a later process loads them instead of tracing and compiling the model again."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import inspect
+import json
+import logging
+import platform
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from .. import __version__
+from ..cache import ExportableCache
+
+log = logging.getLogger(__name__)
+
+
+class GraphCache:
+    """Compiled steps of one model over one layout of its cache, a file each.
+
+    torch's own cache keeps generated code, and a later process still traces every graph; what is kept here is called as it
+    is (`aot_compile` of torch.compile, see `torch.compiler.load_compiled_function`). Weights are not kept. A file is used
+    only if versions, processor, torch's settings, the model's structure and the cache's layout are those it was compiled
+    for, if the source of every function in the graph is unchanged, and if TorchDynamo's guards on the model and the inputs
+    hold; otherwise the step is compiled again and the file replaced. Like torch's own, such files are pickled: load none
+    that others can write.
+
+    Args:
+        folder: Made when the first graph is kept.
+        model: In eval mode, its attention implementation chosen.
+        cache: What its steps write.
+    """
+
+    def __init__(self, folder: str | Path, model: nn.Module, cache: ExportableCache) -> None:
+        self.folder = Path(folder)
+        #: Graphs taken from the folder, and graphs compiled, since this object was made.
+        self.loaded, self.compiled = 0, 0
+        self._identity = json.dumps([*_machine(), *_structure(model, cache)], sort_keys=True, default=repr)
+
+    def get(
+        self, key: str, step: Callable[..., Any], external: dict[str, nn.Module], inputs: Sequence[torch.Tensor], **options: Any
+    ) -> Callable[..., Any] | None:
+        """A step from the folder, or compiled and kept there; None if it cannot be written.
+
+        Args:
+            key: Of the step, among those of this model and cache.
+            step: To compile.
+            external: Modules that `step` closes over, by name; they are not written.
+            inputs: Examples of its inputs, dynamic sizes marked.
+            options: Of torch.compile.
+        """
+        path = self.folder / f"{hashlib.sha256(f'{self._identity} {key}'.encode()).hexdigest()}.graph"
+        # A copy carries no marks, like the inputs of later calls.
+        call = self._load(path, step, external, [tensor.clone() for tensor in inputs])
+        if call is not None:
+            self.loaded += 1
+            return call
+        options["options"] = {**(options.get("options") or {}), "guard_filter_fn": _keepable}
+        try:
+            call = torch.compile(step, fullgraph=True, **options).aot_compile((tuple(inputs), {}))
+            self.folder.mkdir(parents=True, exist_ok=True)
+            call.save_compiled_function(str(path), external_data=external)
+        except Exception as error:  # tensor subclasses and backends that cannot be written, under errors of their own
+            log.warning("%s: not kept in %s: %s: %s", key, self.folder, type(error).__name__, str(error).partition("\n")[0])
+            return None
+        self.compiled += 1
+        return call
+
+    def _load(
+        self, path: Path, step: Callable[..., Any], external: dict[str, nn.Module], inputs: Sequence[torch.Tensor]
+    ) -> Callable[..., Any] | None:
+        if not path.exists():
+            return None
+        try:
+            with path.open("rb") as file:
+                call = torch.compiler.load_compiled_function(file, f_globals=step.__globals__, external_data=external)
+            if _sources_unchanged(call) and call.guard_check(*inputs):
+                return call
+            reason = "the model's code or its state has changed"
+        except Exception as error:  # a damaged file, or one of another version
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        log.info("%s is compiled again: %s", path.name, reason)
+        return None
+
+
+def _keepable(guards: Sequence[Any]) -> list[bool]:
+    """Guards that can be written. Those left out compare identities and global names, which sources stand for."""
+    from torch._dynamo.guards import CheckFunctionManager
+
+    unwritable = set(CheckFunctionManager.UNSUPPORTED_SERIALIZATION_GUARD_TYPES)
+    return [not (guard.is_global or unwritable & {guard.guard_type, *(guard.derived_guard_types or ())}) for guard in guards]
+
+
+def _sources_unchanged(call: Any) -> bool:
+    """Whether each function that was traced into the graph reads as it did then."""
+    return all(
+        hashlib.sha256("".join(_lines(source.module)[source.firstlineno - 1 : source.lastlineno - 1]).encode()).hexdigest()
+        == source.checksum
+        for source in call.source_info().inlined_sources
+    )
+
+
+@functools.cache
+def _lines(module: str) -> list[str]:
+    return inspect.getsourcelines(importlib.import_module(module))[0]
+
+
+def _machine() -> list[Any]:
+    return [
+        __version__,
+        torch.__version__,
+        transformers.__version__,
+        platform.machine(),
+        torch.backends.cpu.get_cpu_capability(),
+        torch.get_num_threads(),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.compiler.get_default_backend(),
+        torch._inductor.config.save_config_portable(),
+    ]
+
+
+def _structure(model: nn.Module, cache: ExportableCache) -> list[Any]:
+    tensors = [*model.named_parameters(), *model.named_buffers(), *cache.named_state()]
+    return [
+        f"{type(model).__module__}.{type(model).__qualname__}",
+        model.config.to_dict(),
+        str(model),
+        [(type(layer).__qualname__, layer.config()) for layer in cache.layers],
+        [(name, type(tensor).__name__, str(tensor.dtype), str(tensor.device), tensor.shape, tensor.stride()) for name, tensor in tensors],
+    ]
