@@ -243,25 +243,31 @@ def table_of(rows: list[Row]) -> Table:
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Speed over position, one panel per model and batch size."""
+    """Time over position: a column per model, a line of panels per batch size."""
     from matplotlib import pyplot
 
-    panels = list(dict.fromkeys((row.model, row.batch) for row in rows))
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(4 * len(panels), 3.4), squeeze=False)
-    for axis, panel in zip(axes[0], panels, strict=True):
-        chosen = [row for row in rows if (row.model, row.batch) == panel]
-        for form in dict.fromkeys(row.form for row in chosen):
-            points = [(row.position, row.ms) for row in chosen if row.form == form]
-            axis.plot(*zip(*points, strict=True), marker="o", label=form, linewidth=2 if form == OURS else 1)
-        points = dict.fromkeys((row.position, row.bound_ms) for row in chosen)
-        axis.plot(*zip(*points, strict=True), linestyle=":", color="gray", label="memory bound")
-        axis.set_title(f"{panel[0]}, batch {panel[1]}", fontsize=9)
+    pyplot.rcParams.update({"svg.hashsalt": "loop", "svg.fonttype": "none"})
+    colors = {DYNAMIC: "tab:blue", STATIC: "tab:orange", GPT_FAST: "tab:green", OURS: "tab:red"}
+    models, batches = list(dict.fromkeys(row.model for row in rows)), list(dict.fromkeys(row.batch for row in rows))
+    figure, axes = pyplot.subplots(
+        len(batches), len(models), figsize=(3.6 * len(models), 2.6 * len(batches) + 0.6), squeeze=False, layout="constrained"
+    )
+    for line, batch in zip(axes, batches, strict=True):
+        for axis, model in zip(line, models, strict=True):
+            chosen = [row for row in rows if (row.model, row.batch) == (model, batch)]
+            for form in dict.fromkeys(row.form for row in chosen):
+                points = [(row.position, row.ms) for row in chosen if row.form == form]
+                axis.plot(*zip(*points, strict=True), "o-", color=colors[form], linewidth=2.5 if form == OURS else 1, label=form)
+            points = dict.fromkeys((row.position, row.bound_ms) for row in chosen)
+            axis.plot(*zip(*points, strict=True), ":", color="gray", label="memory bound")
+            axis.set_title(f"{model}, batch {batch}", fontsize=9)
+            axis.set_ylim(bottom=0)
+        line[0].set_ylabel("ms per step")
+    for axis in axes[-1]:
         axis.set_xlabel("position, of 4096 allocated")
-        axis.set_ylim(bottom=0)
-    axes[0][0].set_ylabel("ms per step")
-    axes[0][0].legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path)
+    labels = {label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=len(labels), fontsize=8)
+    figure.savefig(path, dpi=110, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 if __name__ == "__main__":
