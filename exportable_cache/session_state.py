@@ -45,7 +45,7 @@ def save_state(session: Session, path: Path) -> None:
     """
     high_water = int(session._high_water.max())
     tensors = {
-        name: _filled(tensor, _capacity_dim(session, name), high_water).detach().cpu().contiguous().clone()
+        name: _filled(tensor, session, name, high_water).detach().cpu().contiguous().clone()
         for name, tensor in runner_state(session).items()
     }
     tensors["length"] = session._length.clone()
@@ -103,7 +103,7 @@ def load_state(session: Session, path: Path) -> None:
         given = list(tensors[name].shape)
         if dim is not None:
             # A high-water mark past this cache's end: the slots behind its length are no longer wanted.
-            tensors[name] = tensors[name].narrow(dim, 0, min(given[dim], expected[dim]))
+            tensors[name] = tensors[name].narrow(dim, 0, min(given[dim], _layer_of(session, name).capacity))
             expected[dim] = tensors[name].shape[dim]
         if list(tensors[name].shape) != expected or tensors[name].dtype != tensor.dtype:
             raise InputError(
@@ -128,13 +128,18 @@ def _describe(layer: CacheLayer) -> dict:
     return {"class": type(layer).__name__, **config}
 
 
+def _layer_of(session: Session, name: str) -> CacheLayer:
+    """The layer of a state tensor `layers.0.keys`. Engines put a word of their own in front."""
+    return session.layers[int(name.split(".")[-2])]
+
+
 def _capacity_dim(session: Session, name: str) -> int | None:
     """Which dimension of a state tensor `layers.0.keys` counts slots."""
-    # Engines put a word of their own in front.
-    *_, index, attribute = name.split(".")
-    dims = session.layers[int(index)].state[attribute].dims
+    dims = _layer_of(session, name).state[name.split(".")[-1]].dims
     return dims.index("capacity") if "capacity" in dims else None
 
 
-def _filled(tensor: torch.Tensor, dim: int | None, high_water: int) -> torch.Tensor:
-    return tensor if dim is None else tensor.narrow(dim, 0, min(high_water, tensor.shape[dim]))
+def _filled(tensor: torch.Tensor, session: Session, name: str, high_water: int) -> torch.Tensor:
+    dim = _capacity_dim(session, name)
+    # A layer may have slots behind its capacity, which no token ever reaches.
+    return tensor if dim is None else tensor.narrow(dim, 0, min(high_water, _layer_of(session, name).capacity))

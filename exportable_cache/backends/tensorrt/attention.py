@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,8 +17,10 @@ TENSORRT_ATTENTION = "exportable_cache_tensorrt"
 # Of float16, see `_trips_the_builder`.
 _MOST_KEYS_OF_ONE_QUERY = 512
 
+_SINKS = ("s_aux", "sinks")
+
 # What the attention layer cannot express; plain products can.
-_PLAIN = (*EXTRAS, "indices")
+_PLAIN = tuple(name for name in (*EXTRAS, "indices") if name not in _SINKS)
 
 
 def tensorrt_attention(
@@ -31,26 +34,41 @@ def tensorrt_attention(
 ) -> tuple[torch.Tensor, None]:
     """`scaled_dot_product_attention` with grouped heads where the model allows, `matmul_attention` elsewhere.
 
-    The plain form is taken for soft-capping, sinks, a position bias, values of another size than keys (MLA), and without a
-    mask: TensorRT's layer drops a mask that comes with `causal`, and its causal form knows no cache.
+    Two things reach TensorRT's layer through the mask, which is all it has for them:
+
+    - sinks: they are the scores of the null slot that the cache layer keeps behind the others;
+    - where values are shorter than keys (MLA), the scores of the dimensions that only keys have: the layer wants both of one
+      shape ("Key and Value must have the same shape").
+
+    The plain form is taken for soft-capping, a position bias, values longer than keys, and without a mask: TensorRT's layer
+    drops a mask that comes with `causal`, and its causal form knows no cache.
 
     Args:
         query: [batch, heads, q_length, head_dim].
-        key: [batch, kv_heads, kv_length, head_dim].
-        value: [batch, kv_heads, kv_length, value_head_dim].
+        key: [batch, kv_heads, kv_length, head_dim]; with a null slot behind them, see `EngineKeyValueLayer`, one longer.
+        value: [batch, kv_heads, kv_length, value_head_dim], likewise.
         attention_mask: Additive, [batch or 1, 1 or heads, q_length, kv_length] in the dtype of the query. (A bool one, shared
             by two attentions of dynamic length, fails in TensorRT-RTX 1.5's builder.)
         scaling: Factor on the scores, `head_dim ** -0.5` by default.
+        **kwargs: See `matmul_attention`.
 
     Returns:
         [batch, q_length, heads, value_head_dim], and None for the weights.
     """
-    is_plain = attention_mask is None or any(kwargs.get(name) is not None for name in _PLAIN)
-    if is_plain or key.shape[-1] != value.shape[-1] or query.shape[-1] != key.shape[-1]:
+    sinks = sinks_of(query, kwargs)
+    lacks_slot = sinks is not None and attention_mask is not None and key.shape[2] != attention_mask.shape[-1] + 1
+    if lacks_slot or not is_expressible(query, key, value, attention_mask, kwargs):
         return matmul_attention(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     # Stated, not left to the converter, which would compute it from shapes in float32 for every layer.
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     mask = attention_mask.to(query.dtype)
+    if sinks is not None:
+        mask = torch.cat([mask.expand(*sinks.shape[:3], mask.shape[-1]), sinks.to(query.dtype)], dim=-1)
+    if key.shape[-1] > value.shape[-1]:
+        mask = mask + _scores(query[..., value.shape[-1] :] * scale, key[..., value.shape[-1] :])
+        # The lowest float16 and a little less is minus infinity, of which kernels make not-a-number.
+        mask = mask.clamp(min=torch.finfo(mask.dtype).min)
+        query, key = query[..., : value.shape[-1]], key[..., : value.shape[-1]]
     doubled = _trips_the_builder(query, key)
     if doubled:
         query, mask = torch.cat([query, query], dim=2), torch.cat([mask, mask], dim=2)
@@ -60,6 +78,33 @@ def tensorrt_attention(
     if doubled:
         output = output[:, :, :1]
     return output.transpose(1, 2).contiguous(), None
+
+
+def is_expressible(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    extras: Mapping[str, Any],
+) -> bool:
+    """Whether TensorRT's attention layer can compute this attention, given a null slot for sinks."""
+    is_plain = any(extras.get(name) is not None for name in _PLAIN)
+    return attention_mask is not None and not is_plain and value.shape[-1] <= key.shape[-1] == query.shape[-1]
+
+
+def sinks_of(query: torch.Tensor, extras: Mapping[str, Any]) -> torch.Tensor | None:
+    """The sink logits that attention is given, [batch, heads, q_length, 1], None where there are none."""
+    given = next((extras[name] for name in _SINKS if extras.get(name) is not None), None)
+    if given is None or given.dim() == 4:
+        return given
+    return given.reshape(1, -1, 1, 1).expand(query.shape[0], -1, query.shape[2], 1)
+
+
+def _scores(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Products of grouped heads: [batch, heads, q_length, dim] and [batch, kv_heads, kv, dim] -> [batch, heads, q_length, kv]."""
+    batch, heads, length, dim = query.shape
+    folded = query.reshape(batch, key.shape[1], heads // key.shape[1] * length, dim)
+    return (folded @ key.transpose(2, 3)).reshape(batch, heads, length, key.shape[2])
 
 
 def _trips_the_builder(query: torch.Tensor, key: torch.Tensor) -> bool:

@@ -5,67 +5,79 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from torch.nn import functional as F
 
-from ...cache import ExportableCache
-from ...errors import UnsupportedModelError
-from ...layers import FullLayer, RingLayer
+from ...layers import FullLayer, KeyValueLayer, RingLayer
 from ...layers.ring import is_one
 from ...ops.kv_cache_update import kv_cache_update
 
 
-class EngineFullLayer(FullLayer):
+class EngineKeyValueLayer(KeyValueLayer):
+    """Writes through `kv_cache_update`, and may keep a null slot.
+
+    TensorRT's attention layer knows no sinks, but a key of zeros has the score that the mask gives it, and a value of zeros adds
+    nothing: one slot that is never written, under a mask that holds each head's sink logit there, makes its softmax one with a
+    sink. The slot is the last of the tensors and of what `update` returns, no part of `capacity`, and seen by attention alone:
+    positions, masks and bounds do not count it.
+
+    Attributes:
+        null_slots: 1 where the layer's attention has sinks, 0 elsewhere.
+    """
+
+    config_names = (*KeyValueLayer.config_names, "null_slots")
+
+    null_slots: int
+
+    @classmethod
+    def like(cls, layer: KeyValueLayer, null_slots: int) -> EngineKeyValueLayer:
+        """The layer in this form, with the same contents."""
+        tensors = dict(layer.named_state())
+        for name in ("keys", "values"):
+            tensors[name] = F.pad(tensors[name], (0, 0, 0, null_slots))
+        return cls.from_state({**layer.config(), "null_slots": null_slots}, tensors)
+
+    def _update_from(
+        self, start: torch.Tensor, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the new tokens at slots `start` [batch_size] and on; the tensors are rebound, not mutated."""
+        self.keys = kv_cache_update(self.keys, key_states, start)
+        self.values = kv_cache_update(self.values, value_states, start)
+        self.advance(key_states.shape[2])
+        return self.keys, self.values
+
+
+class EngineFullLayer(EngineKeyValueLayer, FullLayer):
     """A `FullLayer` that writes through `kv_cache_update`."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `FullLayer.update`; the tensors are rebound, not mutated."""
-        self.keys = kv_cache_update(self.keys, key_states, self.cumulative_length)
-        self.values = kv_cache_update(self.values, value_states, self.cumulative_length)
-        self.advance(key_states.shape[2])
-        return self.keys, self.values
+        """See `FullLayer.update`."""
+        return self._update_from(self.cumulative_length, key_states, value_states)
 
 
-class EngineRingLayer(RingLayer):
+class EngineRingLayer(EngineKeyValueLayer, RingLayer):
     """A `RingLayer` whose one-token write goes through `kv_cache_update`, at `remainder(length, capacity)`.
 
     A prompt's write gathers the newest tokens, as in any ring: it reads the cache and the new tokens together, which no
     layer of TensorRT does in place.
     """
 
+    config_names = (*RingLayer.config_names, "null_slots")
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `RingLayer.update`; the tensors are rebound, not mutated."""
-        if not is_one(key_states.shape[2]):
-            return super().update(key_states, value_states, *args, **kwargs)
-        slot = torch.remainder(self.cumulative_length, self.capacity)
-        self.keys = kv_cache_update(self.keys, key_states, slot)
-        self.values = kv_cache_update(self.values, value_states, slot)
-        self.advance(1)
-        return self.keys, self.values
+        """See `RingLayer.update`."""
+        if is_one(key_states.shape[2]):
+            return self._update_from(torch.remainder(self.cumulative_length, self.capacity), key_states, value_states)
+        if not self.null_slots:
+            return super().update(key_states, value_states)
+        null_keys, null_values = self.keys[:, :, self.capacity :], self.values[:, :, self.capacity :]
+        self.keys, self.values = self.keys[:, :, : self.capacity], self.values[:, :, : self.capacity]
+        keys, values = super().update(key_states, value_states)
+        self.keys, self.values = torch.cat([self.keys, null_keys], dim=2), torch.cat([self.values, null_values], dim=2)
+        return torch.cat([keys, null_keys], dim=2), torch.cat([values, null_values], dim=2)
 
 
-_ENGINE_LAYERS = {FullLayer: EngineFullLayer, RingLayer: EngineRingLayer}
-
-
-def engine_layers(model: PreTrainedModel, cache: ExportableCache) -> ExportableCache:
-    """The cache with its layers as TensorRT programs keep them; shapes and contents are the same.
-
-    Layers of other kinds stay as they are: if their operators convert, their state is copied in every step.
-
-    Raises:
-        UnsupportedModelError: If the model is an encoder-decoder.
-    """
-    if type(cache) is not ExportableCache:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} keeps an encoder's output beside its tokens, which has no TensorRT form yet; "
-            "export for another target"
-        )
-    return ExportableCache([
-        _ENGINE_LAYERS[type(layer)].from_state(layer.config(), dict(layer.named_state()))
-        if type(layer) in _ENGINE_LAYERS
-        else layer
-        for layer in cache.layers
-    ])
+ENGINE_LAYERS: dict[type[KeyValueLayer], type[EngineKeyValueLayer]] = {FullLayer: EngineFullLayer, RingLayer: EngineRingLayer}

@@ -13,7 +13,7 @@ from ...program import Form, Program
 from ..base import LoweredFile, ProgramDescription, Runner, StandIn
 from .attention import TENSORRT_ATTENTION
 from .capabilities import parse_capabilities
-from .layers import engine_layers
+from .adapt import engine_layers
 from .record import EngineRecord, details_of, records_of
 
 if TYPE_CHECKING:

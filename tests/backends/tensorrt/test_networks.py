@@ -11,16 +11,8 @@ pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no te
 
 from .programs import engine_program, network_session  # noqa: E402
 
-# Family -> full layers, and layers whose attention is TensorRT's own (not: sinks, soft-capping, keys and values of two sizes).
-FAMILIES = {
-    "llama": (2, 2),
-    "mistral": (0, 2),
-    "gemma3_text": (1, 2),
-    "qwen3": (2, 2),
-    "gpt_oss": (1, 0),
-    "deepseek_v3": (2, 0),
-    "mixtral": (2, 2),
-}
+# Family -> full layers; the others are rings.
+FAMILIES = {"llama": 2, "mistral": 0, "gemma3_text": 1, "qwen3": 2, "gpt_oss": 1, "deepseek_v3": 2, "mixtral": 2}
 LAYERS = 2
 
 
@@ -30,20 +22,19 @@ def test_networks_equal_the_model(family: str) -> None:
     report = verify_session(network_session(model, program, networks), model, tolerance=1e-4)
     assert report.passed, str(report)
     assert min(prompt.decode_steps for prompt in report.prompts[:-1]) >= 24
-    assert report.windows == ((WINDOW,) if FAMILIES[family][0] < LAYERS else ())
+    assert report.windows == ((WINDOW,) if FAMILIES[family] < LAYERS else ())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_layer_census(family: str) -> None:
-    full, attention = FAMILIES[family]
     _, program, networks = engine_program(family)
     assert sorted(networks) == ["decode", "prefill"]
     for method, network in networks.items():
         # A ring's one-token write is an update in place; what a prompt leaves in it is gathered.
-        updated = LAYERS if method == "decode" else full
+        updated = LAYERS if method == "decode" else FAMILIES[family]
         assert network.layer_counts.get("KV_CACHE_UPDATE", 0) == 2 * updated
         assert len(network.aliases) == 2 * updated
-        assert network.layer_counts.get("ATTENTION_INPUT", 0) == attention
+        assert network.layer_counts["ATTENTION_INPUT"] == LAYERS
         assert all(output == "next." + name.removeprefix("cache.") for output, name in network.aliases.items())
 
 

@@ -1,0 +1,66 @@
+"""Which form each layer of a model's cache takes in a TensorRT program, or why it has none."""
+
+from __future__ import annotations
+
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+
+from ...attention import matmul_attention
+from ...cache import ExportableCache
+from ...errors import UnsupportedModelError
+from ...layers import FullLayer
+from ...layout import cache_argument
+from ...masks import register_masks
+from ...program import attention_of
+from .attention import is_expressible, sinks_of
+from .layers import ENGINE_LAYERS
+
+_PROBE_ATTENTION = "exportable_cache_tensorrt_probe"
+# No window is as short, so that every layer with keys of its own is a full one.
+_PROBE_LENGTH = 2
+
+
+def engine_layers(model: PreTrainedModel, cache: ExportableCache) -> ExportableCache:
+    """The cache with its layers as TensorRT programs keep them; what they hold is the same.
+
+    Layers of other kinds stay as they are: if their operators convert, their state is copied in every step.
+
+    Raises:
+        UnsupportedModelError: If the model is an encoder-decoder.
+    """
+    if type(cache) is not ExportableCache:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} keeps an encoder's output beside its tokens, which has no TensorRT form yet; "
+            "export for another target"
+        )
+    if not any(type(layer) in ENGINE_LAYERS for layer in cache.layers):
+        return cache
+    sinks = layers_with_sinks(model)
+    return ExportableCache([
+        ENGINE_LAYERS[type(layer)].like(layer, null_slots=int(index in sinks)) if type(layer) in ENGINE_LAYERS else layer
+        for index, layer in enumerate(cache.layers)
+    ])
+
+
+@torch.no_grad()
+def layers_with_sinks(model: PreTrainedModel) -> set[int]:
+    """Layers whose keys and values go as they are, each time, to attention with sinks and nothing else of its own.
+
+    Found by running two tokens through the model.
+    """
+    calls: dict[int, list[bool]] = {}
+    probe = ExportableCache.from_model(model, _PROBE_LENGTH, attn_implementation=None)
+
+    def record(module, query, key, value, attention_mask, **kwargs):
+        for index, layer in enumerate(probe.layers):
+            if isinstance(layer, FullLayer) and key is layer.keys:
+                is_sunk = sinks_of(query, kwargs) is not None and is_expressible(query, key, value, attention_mask, kwargs)
+                calls.setdefault(index, []).append(value is layer.values and is_sunk)
+        return matmul_attention(module, query, key, value, attention_mask, **kwargs)
+
+    AttentionInterface.register(_PROBE_ATTENTION, record)
+    register_masks(_PROBE_ATTENTION)
+    with attention_of(model, _PROBE_ATTENTION):
+        ids = torch.zeros(1, _PROBE_LENGTH, dtype=torch.int64, device=model.device)
+        model(input_ids=ids, use_cache=True, **{cache_argument(model): probe})
+    return {index for index, found in calls.items() if all(found)}
