@@ -122,9 +122,10 @@ def check_in_place(session: Session, checks: Checks) -> None:
     _wait()
     wrong = []
     for name, tensor in state.items():
-        # [batch, heads, slots, dim]: a full layer writes slot `length`, a ring that modulo its capacity.
+        # [batch, heads, slots, dim]: a full layer writes slot `length`, a ring that modulo its capacity, and none a null slot.
         changed = (tensor != before[name]).any(-1).any(1).any(0).nonzero().flatten().tolist()
-        if changed != [length % tensor.shape[2]]:
+        capacity = session.layers[int(name.split(".")[-2])].capacity
+        if changed != [length % capacity]:
             wrong.append(f"{name} changed in slots {changed}")
     detail = "; ".join(wrong) or f"slot {length} of {len(state)} tensors changed, nothing else"
     checks.add("in place", not wrong, detail)

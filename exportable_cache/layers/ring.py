@@ -41,6 +41,11 @@ class RingLayer(KeyValueLayer):
         return None
 
     @property
+    def _next_slot(self) -> torch.Tensor:
+        """Slot of the next token, int64 [batch_size]."""
+        return torch.remainder(self.cumulative_length, self.capacity)
+
+    @property
     def _has_no_turn(self) -> bool:
         """Whether the ring is known not to have begun its second turn: it is a full layer until then."""
         return self.read_length is not None and self.read_length <= self.capacity
@@ -94,12 +99,11 @@ class RingLayer(KeyValueLayer):
             check_new_states(self, key_states, value_states)
         if self._has_no_turn:
             return self._append(key_states, value_states)
-        length = self.cumulative_length[:, None]
         if is_one(query_length):
-            self._write(torch.remainder(length, self.capacity), key_states, value_states)
+            self._write(self._next_slot[:, None], key_states, value_states)
             self.advance(1)
             return self.keys, self.values
-        return self._turn(key_states, value_states, self._ring_positions(length + query_length))
+        return self._turn(key_states, value_states, self._ring_positions(self.cumulative_length[:, None] + query_length))
 
 
 def is_one(query_length: int) -> bool:

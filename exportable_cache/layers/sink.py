@@ -56,6 +56,13 @@ class SinkLayer(KeyValueLayer):
         return self.capacity - self.sinks
 
     @property
+    def _next_slot(self) -> torch.Tensor:
+        """Slot of the next token, int64 [batch_size]."""
+        length = self.cumulative_length
+        turned = self.sinks + torch.remainder(length - self.sinks + self.ring * self.sinks, self.ring)
+        return torch.where(length < self.sinks, length, turned)
+
+    @property
     def _has_no_turn(self) -> bool:
         """Whether nothing is known to have left the window yet: it is a full layer until then."""
         return self.read_length is not None and self.read_length <= self.sinks + self.window
@@ -118,10 +125,8 @@ class SinkLayer(KeyValueLayer):
             check_new_states(self, key_states, value_states)
         if self._has_no_turn:
             return self._append(key_states, value_states)
-        length = self.cumulative_length[:, None]
         if is_one(query_length):
-            turned = self.sinks + torch.remainder(length - self.sinks + self.ring * self.sinks, self.ring)
-            self._write(torch.where(length < self.sinks, length, turned), key_states, value_states)
+            self._write(self._next_slot[:, None], key_states, value_states)
             self.advance(1)
             return self.keys, self.values
-        return self._turn(key_states, value_states, self._positions(length + query_length))
+        return self._turn(key_states, value_states, self._positions(self.cumulative_length[:, None] + query_length))

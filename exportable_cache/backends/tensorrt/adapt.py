@@ -12,6 +12,7 @@ from ...layers import FullLayer
 from ...layout import cache_argument
 from ...masks import register_masks
 from ...program import attention_of
+from ...rounding import is_rounding
 from .attention import is_expressible, sinks_of
 from .layers import ENGINE_LAYERS
 
@@ -26,12 +27,17 @@ def engine_layers(model: PreTrainedModel, cache: ExportableCache) -> ExportableC
     Layers of other kinds stay as they are: if their operators convert, their state is copied in every step.
 
     Raises:
-        UnsupportedModelError: If the model is an encoder-decoder.
+        UnsupportedModelError: If the model is an encoder-decoder, or the cache one of 8 bits.
     """
     if type(cache) is not ExportableCache:
         raise UnsupportedModelError(
             f"{type(model).__name__} keeps an encoder's output beside its tokens, which has no TensorRT form yet; "
             "export for another target"
+        )
+    if is_rounding(cache.layers):
+        raise UnsupportedModelError(
+            "keys and values in 8 bits have no TensorRT form: its KVCacheUpdate and attention layers take float32, float16 and "
+            "bfloat16; leave kv_dtype (--kv-cache-dtype) out, or export for pt2"
         )
     if not any(type(layer) in ENGINE_LAYERS for layer in cache.layers):
         return cache

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ...layers import FullLayer, KeyValueLayer, RingLayer
+from ...layers import FullLayer, KeyValueLayer, RingLayer, SinkLayer
 from ...layers.ring import is_one
 from ...ops.kv_cache_update import kv_cache_update
 
@@ -56,21 +56,19 @@ class EngineFullLayer(EngineKeyValueLayer, FullLayer):
         return self._update_from(self.cumulative_length, key_states, value_states)
 
 
-class EngineRingLayer(EngineKeyValueLayer, RingLayer):
-    """A `RingLayer` whose one-token write goes through `kv_cache_update`, at `remainder(length, capacity)`.
+class _EngineTurningLayer(EngineKeyValueLayer):
+    """What overwrites its oldest tokens: one token is written through `kv_cache_update`, at the layer's next slot.
 
-    A prompt's write gathers the newest tokens, as in any ring: it reads the cache and the new tokens together, which no
-    layer of TensorRT does in place.
+    A prompt's write gathers the newest tokens: it reads the cache and the new tokens together, which no layer of TensorRT does
+    in place.
     """
-
-    config_names = (*RingLayer.config_names, "null_slots")
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `RingLayer.update`."""
+        """See the layer that this is a form of."""
         if is_one(key_states.shape[2]):
-            return self._update_from(torch.remainder(self.cumulative_length, self.capacity), key_states, value_states)
+            return self._update_from(self._next_slot, key_states, value_states)
         if not self.null_slots:
             return super().update(key_states, value_states)
         null_keys, null_values = self.keys[:, :, self.capacity :], self.values[:, :, self.capacity :]
@@ -80,4 +78,20 @@ class EngineRingLayer(EngineKeyValueLayer, RingLayer):
         return torch.cat([keys, null_keys], dim=2), torch.cat([values, null_values], dim=2)
 
 
-ENGINE_LAYERS: dict[type[KeyValueLayer], type[EngineKeyValueLayer]] = {FullLayer: EngineFullLayer, RingLayer: EngineRingLayer}
+class EngineRingLayer(_EngineTurningLayer, RingLayer):
+    """A `RingLayer` whose steps write in place."""
+
+    config_names = (*RingLayer.config_names, "null_slots")
+
+
+class EngineSinkLayer(_EngineTurningLayer, SinkLayer):
+    """A `SinkLayer` whose steps write in place."""
+
+    config_names = (*SinkLayer.config_names, "null_slots")
+
+
+ENGINE_LAYERS: dict[type[KeyValueLayer], type[EngineKeyValueLayer]] = {
+    FullLayer: EngineFullLayer,
+    RingLayer: EngineRingLayer,
+    SinkLayer: EngineSinkLayer,
+}

@@ -30,9 +30,10 @@ def engine_program(
     return model, program, engine_networks(program, {}, in_place=in_place)
 
 
-def program_of(model: PreTrainedModel, batch_size: int = 1, **options: Any) -> Program:
-    """The program of a model as the target makes it."""
-    cache = ExportableCache.from_model(model, CAPACITY, batch_size, attn_implementation=None)
+def program_of(model: PreTrainedModel, batch_size: int = 1, cache: ExportableCache | None = None, **options: Any) -> Program:
+    """The program of a model as the target makes it, over `cache` or one of `CAPACITY` slots."""
+    if cache is None:
+        cache = ExportableCache.from_model(model, CAPACITY, batch_size, attn_implementation=None)
     return Program(model, cache, prefill_length=PREFILL, **engine_program_options(options))
 
 

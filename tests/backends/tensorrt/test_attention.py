@@ -31,11 +31,61 @@ def attend(*tensors: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("keys", "length", "value_dim"), [(16, 1, 64), (MANY, 1, 64), (16, 5, 64), (16, 1, 32)])
+@pytest.mark.parametrize(
+    ("keys", "length", "value_dim"), [(16, 1, 64), (MANY, 1, 64), (16, 5, 64), (16, 1, 32), (16, 5, 32), (MANY, 1, 32), (16, 5, 96)]
+)
 def test_it_equals_plain_products(dtype: torch.dtype, keys: int, length: int, value_dim: int) -> None:
     tensors = operands(keys, dtype, length, value_dim)
     expected = matmul_attention(nn.Identity(), *[tensor.float() for tensor in tensors])[0]
     assert (attend(*tensors).float() - expected).abs().max() < (1e-5 if dtype == torch.float32 else 2e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("keys", "length"), [(16, 1), (16, 5), (MANY, 1)])
+def test_sinks_are_the_scores_of_a_slot_of_zeros(dtype: torch.dtype, keys: int, length: int) -> None:
+    query, key, value, mask = operands(keys, dtype, length)
+    sinks = torch.tensor([0.5, -1.0, 4.0, 2.0], dtype=dtype)
+    key, value = (torch.nn.functional.pad(tensor, (0, 0, 0, 1)) for tensor in (key, value))
+    given = [query, key[:, :, :-1], value[:, :, :-1], mask]
+    expected = matmul_attention(nn.Identity(), *[tensor.float() for tensor in given], s_aux=sinks.float())[0]
+    close = 1e-5 if dtype == torch.float32 else 2e-3
+    # As a parameter of the module, and as logits of each query.
+    for sink in ({"s_aux": sinks}, {"sinks": sinks[None, :, None, None].expand(1, 4, length, 1)}):
+        assert (tensorrt_attention(nn.Identity(), query, key, value, mask, **sink)[0].float() - expected).abs().max() < close
+    without = matmul_attention(nn.Identity(), *[tensor.float() for tensor in given])[0]
+    assert (without - expected).abs().max() > 0.05
+    # A layer without the slot gets the plain form.
+    plain = tensorrt_attention(nn.Identity(), *given, s_aux=sinks)[0]
+    assert (plain.float() - expected).abs().max() < close
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "keys"), [("sinks", 16), ("sinks", MANY), ("short values", 16), ("short values", MANY)])
+def test_sinks_and_short_values_are_tensorrts_attention_and_build(dtype: torch.dtype, kind: str, keys: int) -> None:
+    tensors = operands(keys, dtype, value_dim=32 if kind == "short values" else 64)
+    if kind == "sinks":
+        tensors[1:3] = [torch.nn.functional.pad(tensor, (0, 0, 0, 1)) for tensor in tensors[1:3]]
+        tensors.append(torch.tensor([0.5, -1.0, 4.0, 2.0], dtype=dtype))
+
+    def attend(query, key, value, mask, sinks=None):
+        return tensorrt_attention(nn.Identity(), query, key, value, mask, s_aux=sinks)[0]
+
+    network = toy_network(attend, tensors)
+    assert network.layer_counts["ATTENTION_INPUT"] == 1
+    assert len(network.build_plan()) > 0
+    close = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+    assert (evaluate(network, tensors) - attend(*tensors)).abs().max() < close
+
+
+def test_what_values_lack_makes_no_infinite_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    plain = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        attention.F, "scaled_dot_product_attention", lambda *args, **kwargs: (seen.append(kwargs["attn_mask"]), plain(*args, **kwargs))[1]
+    )
+    tensors = operands(16, torch.float16, value_dim=32)
+    attend(10 * tensors[0], 10 * tensors[1], *tensors[2:])
+    assert seen[0].isfinite().all() and seen[0].min() == torch.finfo(torch.float16).min
 
 
 def test_one_half_precision_query_over_many_keys_builds_and_stays_tensorrts_attention() -> None:

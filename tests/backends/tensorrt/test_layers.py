@@ -1,0 +1,105 @@
+"""Cache layers of TensorRT programs: which have a null slot for attention sinks, and that nothing ever writes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from exportable_cache import ExportableCache, Session, export
+from exportable_cache.errors import CacheFullError, UnsupportedModelError
+from exportable_cache.layers import FullLayer, RingLayer
+from exportable_cache.verify import verify_session
+
+from ...support.models import WINDOW, tiny_model, tokens
+
+pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no tensorrt extra is installed")
+
+from exportable_cache.backends.tensorrt.adapt import layers_with_sinks  # noqa: E402
+from exportable_cache.backends.tensorrt.layers import EngineFullLayer, EngineRingLayer  # noqa: E402
+from exportable_cache.backends.tensorrt.target import engine_networks  # noqa: E402
+
+from .cpu_engine import cpu_engine_runner  # noqa: E402
+from .models import engine_model  # noqa: E402
+from .programs import CAPACITY, engine_program, network_session, program_of  # noqa: E402
+
+
+def null_slots(state: dict[str, torch.Tensor], program) -> dict[str, torch.Tensor]:
+    """What lies behind each layer's capacity, by tensor."""
+    capacities = {f"cache.layers.{index}.": layer.capacity for index, layer in enumerate(program.cache.layers)}
+    return {name: tensor[:, :, capacities[name.rpartition(".")[0] + "."] :] for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize(("family", "expected"), [("gpt_oss", {0, 1}), ("llama", set()), ("gemma2", set()), ("deepseek_v3", set())])
+def test_which_layers_have_sinks(family: str, expected: set[int]) -> None:
+    model = engine_model(family)
+    assert layers_with_sinks(model) == expected
+    assert model.config._attn_implementation == "eager"
+
+
+def test_only_layers_with_sinks_have_a_null_slot() -> None:
+    for family, extra in (("gpt_oss", 1), ("llama", 0)):
+        _, program, _ = engine_program(family)
+        for layer in program.cache.layers:
+            assert layer.keys.shape[2] == layer.values.shape[2] == layer.capacity + extra == layer.capacity + layer.null_slots
+
+
+def test_no_step_writes_the_null_slot_and_a_full_cache_refuses_it() -> None:
+    model, program, networks = engine_program("gpt_oss")
+    runner = cpu_engine_runner(program, networks)
+    session = Session(runner, program.cache.layers, model.config.vocab_size, batch_size=1, target="tensorrt")
+    assert session.max_length == CAPACITY
+    session.prefill(tokens(CAPACITY - 2 * WINDOW))
+    for token in tokens(2 * WINDOW, seed=1)[0]:
+        session.decode(token[None])
+    behind = null_slots(runner.state, program)
+    assert {tensor.shape[2] for tensor in behind.values()} == {1}
+    assert all(not tensor.any() for tensor in behind.values())
+    # Every slot before it was.
+    assert all(tensor[:, :, :-1].abs().sum((1, 3)).all() for tensor in runner.state.values())
+    with pytest.raises(CacheFullError):
+        session.decode(torch.tensor([1]))
+    assert all(not tensor.any() for tensor in behind.values())
+
+
+@pytest.mark.parametrize("kind", [EngineFullLayer, EngineRingLayer])
+def test_a_loaded_state_leaves_the_null_slot_alone(kind, tmp_path: Path) -> None:
+    """Also one that had reached further than this cache does: its slots behind the length are not wanted."""
+
+    def session(capacity: int) -> Session:
+        layer = RingLayer(1, 2, 4, capacity) if kind is EngineRingLayer else FullLayer(1, 2, 4, capacity)
+        layer = kind.like(layer, null_slots=1)
+        state = {f"cache.layers.0.{name}": tensor for name, tensor in layer.named_state() if name != "cumulative_length"}
+        runner = SimpleNamespace(methods=engine_program("llama")[1].methods, state=state)
+        return Session(runner, [layer], 128, batch_size=1, target="tensorrt")
+
+    saved = session(8)
+    for tensor in saved.runner.state.values():
+        tensor[:, :, :8] = 1
+    saved._length.fill_(3)
+    saved._high_water.fill_(20 if kind is EngineRingLayer else 8)
+    saved.save_state(tmp_path / "state.safetensors")
+    loaded = session(8 if kind is EngineRingLayer else 4)
+    loaded.load_state(tmp_path / "state.safetensors")
+    for tensor in loaded.runner.state.values():
+        assert tensor[:, :, :-1].all() and not tensor[:, :, -1:].any()
+
+
+def test_attention_sinks_and_a_window_run_on_in_place() -> None:
+    model = tiny_model("llama")
+    cache = ExportableCache.from_model(model, CAPACITY, attn_implementation=None, attention_sinks=2, attention_window=WINDOW - 2)
+    program = program_of(model, cache=cache)
+    networks = engine_networks(program, {})
+    assert networks["decode"].layer_counts["KV_CACHE_UPDATE"] == 4 == len(networks["decode"].aliases)
+    assert networks["decode"].layer_counts["ATTENTION_INPUT"] == networks["prefill"].layer_counts["ATTENTION_INPUT"] == 2
+    report = verify_session(network_session(model, program, networks), model, tolerance=1e-4, prompts=[3, 40])
+    assert report.passed, str(report)
+    assert report.windows == (WINDOW,)
+
+
+def test_eight_bits_are_refused_before_anything_is_traced(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="8 bits have no TensorRT form: its KVCacheUpdate"):
+        export(tiny_model("llama"), "tensorrt", CAPACITY, tmp_path / "out", kv_dtype="int8")
+    assert not (tmp_path / "out").exists()
