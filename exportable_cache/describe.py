@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from .layout import layer_types_and_windows
+from .layout import layer_types_and_windows, vocab_size_of
 from .manifest import LOGITS, SCHEMA_VERSION, STATE_PREFIX, File, Layer, Manifest, Method, ProgramEntry, Signature, Tensor
 from .fingerprint import fingerprint
 from .methods import Method as ProgramMethod
@@ -64,7 +64,7 @@ def describe(
         )
         for layer_type, layer in zip(layer_types, cache.layers, strict=True)
     ]
-    vocab_size = model.get_input_embeddings().weight.shape[0]
+    vocab_size = vocab_size_of(model)
     return Manifest(
         schema_version=SCHEMA_VERSION,
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),

@@ -52,7 +52,6 @@ REFUSED_MODELS = {
     "moshi": "its attention mask leaves out the sliding window",
     "moonshine_streaming": "it adds positions to the encoder's states in place, again at every step",
     "prophetnet": "its attention sizes its own position bias",
-    "speecht5": "it shortens the mask of the encoder's output as if it were one of samples",
     "qwen4_exp_text": "its indexer looks at as many blocks of keys as are complete",
     "qwen4_exp": "its indexer looks at as many blocks of keys as are complete",
 }
@@ -357,6 +356,14 @@ def _state_shapes(layer: Any, name: str, model_dtype: torch.dtype | None) -> tup
         None if state is None else StateShape(tuple(state.shape[1:]), None if state.dtype == model_dtype else state.dtype)
         for state in shapes
     )
+
+
+def vocab_size_of(model: PreTrainedModel) -> int:
+    """Rows of the token embeddings that the text decoder looks ids up in."""
+    try:
+        return model.get_input_embeddings().weight.shape[0]
+    except NotImplementedError:  # a model in which transformers does not find them (PP-FormulaNet)
+        return model.config.get_text_config(decoder=True).vocab_size
 
 
 def cache_argument(model: PreTrainedModel) -> str:

@@ -44,8 +44,8 @@ def position_mask(
         allow_is_bidirectional_skip: Whether None may stand for "everything is seen".
 
     Returns:
-        [batch_size or 1, 1, q_length, kv_length]: 0 where seen, the lowest finite value elsewhere, so that a row of
-        padding stays finite. Or None, see above.
+        [batch_size, 1, q_length, kv_length]: 0 where seen, the lowest finite value elsewhere, so that a row of padding stays
+        finite. Or None, see above.
     """
     if allow_is_bidirectional_skip and attention_mask is None:
         return None
@@ -59,7 +59,9 @@ def position_mask(
         seen = seen & _unpadded(attention_mask, batch, key)
     # Chosen in float32 and cast: `where` on bfloat16 is miscomputed by torch-tensorrt 2.13.
     lowest = torch.finfo(dtype).min
-    return torch.where(seen, 0.0, lowest).to(dtype)
+    mask = torch.where(seen, 0.0, lowest).to(dtype)
+    # Some models insist on a mask of every row (SpeechT5), where one serves all.
+    return mask if mask.shape[0] == batch_size else mask.expand(batch_size, *mask.shape[1:])
 
 
 def _positions(length: int, offset: int | torch.Tensor, device: torch.device | str) -> torch.Tensor:

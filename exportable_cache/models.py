@@ -180,7 +180,10 @@ def check_positions(model: PreTrainedModel, max_length: int | None) -> None:
 
 def _position_tables(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
     """Name and rows of what may be a table of positions: embeddings, and 2-D tensors that are no parameters (GPT-J, CTRL)."""
-    tokens = model.get_input_embeddings()
+    try:
+        tokens = model.get_input_embeddings()
+    except NotImplementedError:  # see `layout.vocab_size_of`
+        tokens = None
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Embedding) and module is not tokens:
             yield name, module.num_embeddings

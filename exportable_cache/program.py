@@ -23,6 +23,7 @@ from .methods import Method, checked_prefill_length, methods_for
 from .multimodal import EmbedModule, FeaturesModule, Modality, multimodal_methods
 from .named_forward import name_forward
 from .patches.transformers import patch_model
+from .patches.transformers_encoders import short_masks
 from .patches.transformers_methods import patch_methods
 from .scans import longest_step
 from .seq2seq import EncodeModule, ExportableEncoderDecoderCache, decoder_arguments, seq2seq_methods
@@ -104,7 +105,7 @@ class ProgramModule(nn.Module):
         if self.keeps_last:
             options["logits_to_keep"] = 1
         options[self.cache_argument] = cache
-        with longest_step(self.method.max_length):
+        with longest_step(self.method.max_length), short_masks():
             logits = self.model(use_cache=True, **options).logits
         return logits[:, -1] if self.logits is Logits.LAST else logits
 
@@ -290,7 +291,9 @@ class Program:
         sizes = {"batch": self.batch_size}
         for name, (least, most) in method.dynamic_sizes.items():
             # Away from both ends of the range, so that no bound is taken for the size itself.
-            sizes[name] = min(max(2, least, min(most - 1, least + 5)), most)
+            # An encoder may shorten its input so much that little more than the least gives a single position, which is a size of its own.
+            further = 5 if method.is_step else (most - least) // 2
+            sizes[name] = min(max(2, least, min(most - 1, least + further)), most)
         inputs = tuple(
             torch.zeros([sizes.get(size, size) for size in spec.shape], dtype=getattr(torch, spec.dtype), device=self.cache.device)
             for spec in method.inputs
@@ -346,6 +349,6 @@ class Program:
 
 
 def _least_length(error: Exception) -> int | None:
-    """The lower bound of the length that torch.export suggests in a constraint violation, None if it suggests none."""
-    found = re.search(r"^\s*length = Dim\('length', min=(\d+)", str(error), re.MULTILINE)
-    return None if found is None else int(found[1])
+    """The lower bound of the length that torch.export suggests or has found in a constraint violation, None if there is none."""
+    found = re.search(r"^\s*length = Dim\('length', min=(\d+)|range \d+ <= length <= \d+ satisfy the generated guard (\d+) <= L\[", str(error), re.M)
+    return None if found is None else int(found[1] or found[2])

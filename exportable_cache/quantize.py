@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .errors import InputError, MissingDependencyError, UnsupportedModelError
+from .layout import vocab_size_of
 
 #: Linear layers: scheme -> (bits of a weight, whether activations are quantised to 8 bits per token as they come).
 LINEAR_SCHEMES = {"8da4w": (4, True), "8da8w": (8, True), "8w": (8, False)}
@@ -255,7 +256,7 @@ def rounding_sensitivity(model: PreTrainedModel, seed: int = 0) -> float:
     ]
     if not quantized:
         return 0.0
-    vocab_size = model.get_input_embeddings().weight.shape[0]
+    vocab_size = vocab_size_of(model)
     ids = torch.randint(vocab_size, (_DRAWS, _SENSITIVITY_TOKENS), generator=generator)
     exact = model(ids, use_cache=False).logits
     hooks = [module.register_forward_pre_hook(round_otherwise) for module in quantized]

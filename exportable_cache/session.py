@@ -18,7 +18,7 @@ from .errors import InputError
 from .fingerprint import fingerprint
 from .generation import Generation, end_tokens
 from .layers import CacheLayer
-from .layout import check_layers
+from .layout import check_layers, vocab_size_of
 from .methods import Method, chunk_sizes, length_buckets, method_for, smallest_inputs
 from .progress import Progress, silent
 from .multimodal import modalities_of
@@ -160,7 +160,7 @@ class Session(Generation):
                 graph_cache=graph_cache,
             ),
             cache.layers,
-            model.get_input_embeddings().weight.shape[0],
+            vocab_size_of(model),
             batch_size=cache.batch_size,
             tokenizer=tokenizer,
             generation_config=model.generation_config,

@@ -15,7 +15,7 @@ from .decoding import check_seed
 from .errors import InputError
 from .evicting import evicting_cache
 from .layers import SinkLayer
-from .layout import Sinks, cache_argument, layer_types_and_windows
+from .layout import Sinks, cache_argument, layer_types_and_windows, vocab_size_of
 from .program import attention_of, takes_positions
 from .progress import Progress, silent
 from .rounding import RoundingCache, is_rounding
@@ -207,7 +207,7 @@ def verify_session(
             64 bits.
     """
     check_seed(seed)
-    vocab_size = model.get_input_embeddings().weight.shape[0]
+    vocab_size = vocab_size_of(model)
     if vocab_size != session.vocab_size:
         raise InputError(
             f"the program has a vocabulary of {session.vocab_size} tokens, the model of {vocab_size}; "
@@ -366,7 +366,7 @@ def _feed(session: Session, ids: torch.Tensor, parts: Sequence[int]) -> torch.Te
 @torch.no_grad()
 def rounding_effect(model: PreTrainedModel, length: int) -> float:
     """Largest |logit difference| that keeping keys and values in 8 bits makes over `length` random tokens."""
-    ids = torch.randint(model.get_input_embeddings().weight.shape[0], (1, length), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(vocab_size_of(model), (1, length), generator=torch.Generator().manual_seed(0))
     logits = []
     with attention_of(model, "eager"):
         for kind in (DynamicCache, RoundingCache):

@@ -59,7 +59,7 @@ def test_eager_sessions_equal_the_model(family: str) -> None:
     assert largest_difference(live(model, family), model, family) <= TOLERANCE
 
 
-@pytest.mark.parametrize(("family", "form"), [("t5", "resident"), ("whisper", "resident"), ("bart", "explicit")])
+@pytest.mark.parametrize(("family", "form"), [("t5", "resident"), ("whisper", "resident"), ("bart", "explicit"), ("moonshine", "resident")])
 def test_pt2_programs_equal_the_model(family: str, form: str, tmp_path: Path) -> None:
     model = tiny_seq2seq(family)
     session = lowered_session(model, "pt2", tmp_path, MAX_CACHE_LEN, max_encoder_len=sizes(family)[0], form=form)

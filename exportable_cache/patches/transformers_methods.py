@@ -20,6 +20,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from .transformers_encoders import patch_encoders
+
 _MARK = "_exportable_cache_original"
 
 
@@ -27,7 +29,7 @@ def patch_methods(model: nn.Module) -> list[str]:
     """Replace the methods of the table in the classes that this model is made of. Calling it again changes nothing.
 
     Returns:
-        Names of the patched classes that the model has need of, sorted.
+        Names of the patched classes, and of the methods of `transformers_encoders`, that the model has need of, sorted.
     """
     found = set()
     for kind in {type(module) for module in model.modules()}:
@@ -40,7 +42,7 @@ def patch_methods(model: nn.Module) -> list[str]:
             forward = wraps(original)(_only_traced(replacement, original))
             setattr(forward, _MARK, original)
             kind.forward = forward
-    return sorted(found)
+    return sorted({*found, *patch_encoders(model)})
 
 
 def _only_traced(replacement: Callable, original: Callable) -> Callable:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutput
+from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPooling
 
 from ..errors import InputError, UnsupportedModelError
 from ..methods import Method, TensorSpec
 from ..named_forward import name_forward
+from ..patches.transformers_encoders import shortened_lengths
 
 DEFAULT_ENCODER_LENGTH = 512
-#: Half a minute at 16 kHz.
+#: Half a minute: samples at 16 kHz, frames of 10 ms.
 DEFAULT_SAMPLES = 30 * 16000
+DEFAULT_FRAMES = 30 * 100
 
 #: Name of the size of the encoder's output, among those of a method.
 ENCODER_LENGTH = "encoder_length"
@@ -27,7 +31,8 @@ class Encoder:
     """What an encoder takes and gives.
 
     Attributes:
-        main_input: The tensor it reads, [batch, length] token ids or samples, or [batch, bins, length] features.
+        main_input: The tensor it reads; see `_inputs_of` for the kinds. The axis that may differ from call to call is named
+            "length".
         takes_mask: Whether it takes a padding mask [batch, length] as well.
         min_length, max_length: Shortest and longest input. Equal where the encoder, or the cross-attention, which then
             knows no padding, takes one length only.
@@ -97,23 +102,34 @@ def run_encoder(
     """
     mask = {} if attention_mask is None else {"attention_mask": attention_mask}
     outputs = model.get_encoder()(**main_input, **mask)
-    hidden = outputs[0]
+    pooled = getattr(outputs, "pooler_output", None)
+    # Where that is a sequence, it is what the decoder attends to (PP-FormulaNet).
+    hidden = pooled if isinstance(pooled, torch.Tensor) and pooled.dim() == 3 else outputs[0]
     given = getattr(outputs, "attention_mask", None)
-    # Encoders that shorten their input say which of the fewer positions are real.
-    mask = attention_mask if given is None else given
-    if mask is None:
-        lengths = torch.full((hidden.shape[0],), hidden.shape[1], dtype=torch.int64, device=hidden.device)
+    if given is not None:
+        # Encoders that shorten their input say which of the fewer positions are real,
+        lengths = given.to(torch.int64).sum(-1)
+    elif attention_mask is not None:
+        # or how many of them are; others give one position for each of the input.
+        is_sound = any(name in _SOUND for name in main_input)
+        mask = attention_mask.to(torch.int64)
+        lengths = shortened_lengths(model, mask) if is_sound else mask.sum(-1)
     else:
-        lengths = mask.to(torch.int64).sum(-1)
+        lengths = torch.full((hidden.shape[0],), hidden.shape[1], dtype=torch.int64, device=hidden.device)
     return hidden, lengths
 
 
 @dataclass
-class EncoderStates(BaseModelOutput):
-    """An encoder's output as models take it back.
+class EncoderStates(BaseModelOutput, BaseModelOutputWithPooling):
+    """An encoder's output as models take it back, under either of the names that they look for it.
 
     Some look for the mask in it, int64 [batch, encoder_length], and those with experts for what their routers said.
     """
+
+    @classmethod
+    def of(cls, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None) -> EncoderStates:
+        """From [batch, encoder_length, hidden_size] and int64 [batch, encoder_length]."""
+        return cls(last_hidden_state=hidden_states, pooler_output=hidden_states, attention_mask=attention_mask)
 
     attention_mask: torch.Tensor | None = None
     router_logits: torch.Tensor | None = None
@@ -134,60 +150,123 @@ def encoder_of(model: PreTrainedModel, max_encoder_len: int | None = None, batch
     """
     if max_encoder_len is not None and (not isinstance(max_encoder_len, int) or isinstance(max_encoder_len, bool) or max_encoder_len < 1):
         raise InputError(f"max_encoder_len is {max_encoder_len!r}; it must be an int of at least 1")
-    config, name = model.config, model.main_input_name
+    kind = _input_of(model, batch_size)
+    name = type(model).__name__
+    longest = max_encoder_len or kind.default
+    if kind.fixed is not None and longest != kind.fixed:
+        raise InputError(f"max_encoder_len is {longest}; the encoder of {name} takes {kind.fixed} {kind.unit}, no other number")
+    if kind.limit is not None and longest > kind.limit:
+        raise InputError(f"max_encoder_len is {longest}, but the encoder of {name} has positions for {kind.limit}; pass at most that")
+    if longest < kind.least:
+        raise InputError(f"max_encoder_len is {longest}; {name} needs at least {kind.least}")
+    spec, least = kind.spec, kind.least
+    if kind.fixed is not None:
+        spec = replace(spec, shape=tuple(longest if size == "length" else size for size in spec.shape))
+        least = longest
+    # Text goes in and comes out at one length; what shortens its input is asked.
+    is_text = spec.name == "input_ids"
+    probe = 3 if is_text else longest
+    shape = [{"batch": 1, "length": probe}.get(size, size) for size in spec.shape]
+    example = torch.zeros(shape, dtype=getattr(torch, spec.dtype), device=model.device)
+    hidden, _ = run_encoder(model, **{spec.name: example})
+    if is_text and hidden.shape[1] != probe:
+        raise UnsupportedModelError(
+            f"the encoder of {name} gives {hidden.shape[1]} positions for {probe} tokens; only encoders that give one for each are supported"
+        )
+    capacity = longest if is_text else hidden.shape[1]
+    return Encoder(spec, kind.takes_mask, least, longest, capacity, hidden.shape[2], str(hidden.dtype).removeprefix("torch."))
+
+
+@dataclass(frozen=True)
+class _Input:
+    """A kind of input: its tensor, in what it is counted, and the lengths that there can be.
+
+    `fixed` is the one length that the encoder takes, if it takes no other; `limit` what it has positions for.
+    """
+
+    spec: TensorSpec
+    unit: str
+    default: int
+    takes_mask: bool
+    limit: int | None = None
+    fixed: int | None = None
+    least: int = 1
+
+
+def _input_of(model: PreTrainedModel, batch_size: int) -> _Input:
+    """
+    | name | tensor | length |
+    |---|---|---|
+    | `input_ids` | [batch, length] | tokens |
+    | `input_values` | [batch, length] | samples |
+    | `input_features` | [batch, length, features] | frames |
+    | `input_features` of Whisper | [batch, features, length] | frames, one number of them |
+    | `flattened_patches` | [batch, length, 2 + pixels]: row, column and content of each | patches |
+    | `pixel_values` | [batch, channels, length, length] | pixels, one number of them |
+
+    Raises:
+        UnsupportedModelError: If it is none of these, or the config does not tell its sizes.
+    """
+    config, name, dtype = model.config, model.main_input_name, str(model.dtype).removeprefix("torch.")
     takes_mask = "attention_mask" in inspect.signature(model.get_encoder().forward).parameters
-    dtype = str(model.dtype).removeprefix("torch.")
-    least, fixed = 1, None
+    # Sound in several rows is of several lengths; a single row is as long as it is.
+    sound_mask = takes_mask and batch_size > 1
     if name == "input_ids":
         limit = _positions(model)
         default = DEFAULT_ENCODER_LENGTH if limit is None else min(DEFAULT_ENCODER_LENGTH, limit)
-        main_input = TensorSpec(name, "int64", ("batch", "length"))
-    elif name == "input_features" and hasattr(config, "num_mel_bins"):
+        return _Input(TensorSpec(name, "int64", ("batch", "length")), "tokens", default, takes_mask, limit)
+    if name == "input_values":
+        return _Input(TensorSpec(name, dtype, ("batch", "length")), "samples", DEFAULT_SAMPLES, sound_mask, least=1024)
+    if name == "input_features" and hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions"):
         # Whisper's encoder adds a table of positions to all of its output, and its cross-attention knows no mask.
-        fixed = default = limit = 2 * config.max_source_positions
-        main_input, takes_mask = TensorSpec(name, dtype, ("batch", config.num_mel_bins, "length")), False
-    elif name == "input_values":
-        limit, default = None, DEFAULT_SAMPLES
-        main_input = TensorSpec(name, dtype, ("batch", "length"))
-        least, takes_mask = 1024, takes_mask and batch_size > 1
-    else:
-        raise UnsupportedModelError(
-            f"the encoder of {type(model).__name__} takes {name!r}; encoders of token ids, of log-mel features of fixed length "
-            "and of audio samples are supported"
-        )
-    longest = max_encoder_len or default
-    if fixed is not None and longest != fixed:
-        raise InputError(f"max_encoder_len is {longest}; the encoder of {type(model).__name__} takes {fixed} frames, no other number")
-    if limit is not None and longest > limit:
-        raise InputError(
-            f"max_encoder_len is {longest}, but the encoder of {type(model).__name__} has positions for {limit}; pass at most that"
-        )
-    if longest < least:
-        raise InputError(f"max_encoder_len is {longest}; {type(model).__name__} needs at least {least}")
-    if fixed is not None:
-        main_input = TensorSpec(name, main_input.dtype, tuple(fixed if size == "length" else size for size in main_input.shape))
-        least = fixed
-    # Text goes in and comes out at one length; what shortens its input is asked.
-    probe = 3 if name == "input_ids" else longest
-    shape = [{"batch": 1, "length": probe}.get(size, size) for size in main_input.shape]
-    example = torch.zeros(shape, dtype=getattr(torch, main_input.dtype), device=model.device)
-    hidden, _ = run_encoder(model, **{name: example})
-    if name == "input_ids" and hidden.shape[1] != probe:
-        raise UnsupportedModelError(
-            f"the encoder of {type(model).__name__} gives {hidden.shape[1]} positions for {probe} tokens; "
-            "only encoders that give one for each are supported"
-        )
-    capacity = longest if name == "input_ids" else hidden.shape[1]
-    return Encoder(main_input, takes_mask, least, longest, capacity, hidden.shape[2], str(hidden.dtype).removeprefix("torch."))
+        length = 2 * config.max_source_positions
+        return _Input(TensorSpec(name, dtype, ("batch", config.num_mel_bins, "length")), "frames", length, False, fixed=length)
+    width = _sizes(config, _WIDTHS.get(name, ()))
+    if name == "input_features" and width is not None:
+        limit = getattr(config, "max_source_positions", None)
+        default = DEFAULT_FRAMES if limit is None else min(DEFAULT_FRAMES, limit)
+        # Fewer frames than this are less than a convolution or two can shorten.
+        return _Input(TensorSpec(name, dtype, ("batch", "length", width)), "frames", default, sound_mask, limit, least=16)
+    if name == "flattened_patches" and width is not None:
+        limit = getattr(config.vision_config, "seq_len", None)
+        return _Input(TensorSpec(name, dtype, ("batch", "length", 2 + width)), "patches", min(2048, limit or 2048), takes_mask, limit)
+    if name == "pixel_values" and width is not None:
+        channels = getattr(config.vision_config, "num_channels", 3)
+        spec = TensorSpec(name, dtype, ("batch", channels, "length", "length"))
+        return _Input(spec, "pixels a side", width, False, fixed=width)
+    raise UnsupportedModelError(
+        f"the encoder of {type(model).__name__} takes {name!r}; encoders of token ids, audio samples, log-mel features, patches and "
+        "pixels are supported, where the config tells their sizes"
+    )
+
+
+_SOUND = ("input_values", "input_features")
+
+#: Config fields whose product is the last axis of an input, in the order in which they are looked for.
+_WIDTHS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "input_features": (("num_mel_bins",), ("feature_projection_input_dim",), ("input_feat_per_channel", "input_channels")),
+    "flattened_patches": (("patch_embed_hidden_size",),),
+    "pixel_values": (("image_size",),),
+}
+
+
+def _sizes(config: Any, fields: tuple[tuple[str, ...], ...]) -> int | None:
+    """The first of `fields` that the config has, or that of its encoder."""
+    for names in fields:
+        for owner in (config, getattr(config, "encoder_config", None), getattr(config, "vision_config", None)):
+            values = [getattr(owner, name, None) for name in names]
+            if all(isinstance(value, int) for value in values):
+                return math.prod(values)
+    return None
 
 
 def _positions(model: PreTrainedModel) -> int | None:
     """Positions of the encoder's table, where it has one."""
     limit = getattr(model.config.get_text_config(encoder=True), "max_position_embeddings", None)
-    tokens = model.get_encoder().get_input_embeddings()
-    tables = [
-        module.num_embeddings
-        for module in model.get_encoder().modules()
-        if isinstance(module, nn.Embedding) and module is not tokens
-    ]
+    encoder = model.get_encoder()
+    try:
+        tokens = encoder.get_input_embeddings()
+    except (AttributeError, NotImplementedError):  # not every encoder has them where transformers looks
+        tokens = getattr(encoder, "embed_tokens", None)
+    tables = [module.num_embeddings for module in encoder.modules() if isinstance(module, nn.Embedding) and module is not tokens]
     return limit if isinstance(limit, int) and any(limit <= rows <= limit + 2 for rows in tables) else None

@@ -20,9 +20,7 @@ def encoder_decoder_layers(model: PreTrainedModel, encoder: Encoder) -> tuple[li
     half = len(kinds) // 2
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
     length = encoder.capacity if encoder.is_fixed else 3
-    states = EncoderStates(
-        last_hidden_state=torch.zeros(1, length, encoder.hidden_size, dtype=getattr(torch, encoder.dtype), device=model.device)
-    )
+    states = EncoderStates.of(torch.zeros(1, length, encoder.hidden_size, dtype=getattr(torch, encoder.dtype), device=model.device))
     was_training = model.training
     model.eval()
     try:

@@ -23,6 +23,9 @@ def random_inputs(
             inputs[spec.name] = torch.randint(vocab_size, shape, generator=generator)
         else:
             inputs[spec.name] = torch.randn(shape, generator=generator).to(getattr(torch, spec.dtype))
+        if spec.name == "flattened_patches":
+            # Row and column of each patch, from 1 on, come before its content.
+            inputs[spec.name][..., :2] = torch.arange(1, length + 1).to(inputs[spec.name].dtype)[:, None]
     return inputs
 
 

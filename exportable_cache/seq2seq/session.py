@@ -67,7 +67,8 @@ class SessionEncoder:
 
     @property
     def _length_dim(self) -> int:
-        return len(self.method.inputs[0].shape) - 1
+        shape = self.method.inputs[0].shape
+        return shape.index("length") if "length" in shape else len(shape) - 1
 
     def _check(self, main_input: Any) -> None:
         spec = self.method.inputs[0]

@@ -71,5 +71,5 @@ def decoder_arguments(
     if not encoder.is_fixed:
         positions = torch.arange(encoder_hidden_states.shape[1], device=input_ids.device)
         mask = (positions < encoder_lengths[:, None]).to(torch.int64)
-    states = EncoderStates(last_hidden_state=encoder_hidden_states, attention_mask=mask)
+    states = EncoderStates.of(encoder_hidden_states, mask)
     return {"decoder_input_ids": input_ids, "encoder_outputs": states, **({} if mask is None else {"attention_mask": mask})}

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from exportable_cache import ExportableCache, Session
 from exportable_cache.backends import backend_for
 from exportable_cache.backends.base import ProgramDescription
+from exportable_cache.layout import vocab_size_of
 from exportable_cache.program import Program
 
 
@@ -50,7 +51,7 @@ def lowered_session(
     program = Program(model, cache, prefill_length=prefill_length, **backend.program_options(options))
     backend.lower(program, folder, options)
     runner = backend.open(folder, describe(program))
-    return Session(runner, cache.layers, model.config.vocab_size, batch_size=batch_size, target=target)
+    return Session(runner, cache.layers, vocab_size_of(model), batch_size=batch_size, target=target)
 
 
 def live_session(model: PreTrainedModel, compile: bool, max_cache_len: int, batch_size: int = 1, **options: Any) -> Session:

@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from exportable_cache.seq2seq import encoder_of
+from exportable_cache.seq2seq.reference import random_inputs
 
 from .architectures import Architecture
 from .shrink import FIRST_TOKEN, VOCAB, WINDOW, tiny_config
@@ -19,6 +20,8 @@ STEPS = 24
 LENGTH = 11 + STEPS
 #: Tokens that an encoder is given.
 ENCODER_LENGTH = 9
+#: Samples, frames or patches that other encoders are given; what they take where it is one number.
+ENCODER_LENGTHS = {"input_values": 4000, "input_features": 90, "flattened_patches": 12}
 #: A model is no test if what should move its logits moves them less than this.
 LEAST_SPREAD = 1e-2
 
@@ -67,8 +70,16 @@ def encoder_inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     if model.main_input_name == "input_ids":
         ids = torch.randint(FIRST_TOKEN, VOCAB, (1, ENCODER_LENGTH), generator=generator)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    shape = [{"batch": 1, "length": 4000}.get(size, size) for size in encoder_of(model, None).main_input.shape]
-    return {model.main_input_name: torch.randn(shape, generator=generator)}
+    encoder = encoder_of(model)
+    length = encoder.max_length if encoder.is_fixed else ENCODER_LENGTHS[model.main_input_name]
+    return random_inputs(encoder.method, length, 1, VOCAB, generator)
+
+
+def encoder_options(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> dict[str, int]:
+    """`max_encoder_len`, where there is an encoder and it takes inputs of any length: that of `inputs`."""
+    if not inputs or encoder_of(model).is_fixed:
+        return {}
+    return {"max_encoder_len": inputs[model.main_input_name].shape[1]}
 
 
 def forward(model: PreTrainedModel, ids: torch.Tensor, encoding: dict[str, Any], **options: Any) -> torch.Tensor:
@@ -121,6 +132,9 @@ def spread(
     moved = {"first token": _gap(expected, uncached_logits(model, other[:, :6], inputs)[-1])}
     if inputs:
         turned = {name: tensor if name == "attention_mask" else tensor.flip(-1) for name, tensor in inputs.items()}
+        if "flattened_patches" in inputs:
+            # Not the row and column that each patch names.
+            turned["flattened_patches"][..., :2] = inputs["flattened_patches"][..., :2]
         moved["encoder input"] = _gap(expected, uncached_logits(model, ids[:, :6], turned)[-1])
     if _has_window(model.config.get_text_config(decoder=True)):
         wide = tiny_model(architecture, window=4 * WINDOW)

@@ -21,13 +21,14 @@ from exportable_cache.attention import set_attention
 from exportable_cache.backends import backend_for
 from exportable_cache.backends.module import ModuleRunner
 from exportable_cache.errors import ExportableCacheError
+from exportable_cache.layout import vocab_size_of
 from exportable_cache.patches.transformers import patch_model
 from exportable_cache.patches.transformers_methods import patch_methods
 from exportable_cache.program import Program
 
 from ..support.sessions import describe
 from .architectures import Architecture
-from .build import LEAST_SPREAD, PROMPTS, STEPS, cached_logits, encoder_inputs, spread, tiny_model, tokens, uncached_logits
+from .build import LEAST_SPREAD, PROMPTS, STEPS, cached_logits, encoder_inputs, encoder_options, spread, tiny_model, tokens, uncached_logits
 
 TARGETS = ("eager", "compiled", "pt2", "executorch")
 TOLERANCE = 1e-4
@@ -125,7 +126,7 @@ def _run(
     references: dict[int, torch.Tensor],
     facts: dict[str, Any],
 ) -> Outcome:
-    options = {"max_encoder_len": next(iter(inputs.values())).shape[-1]} if inputs else {}
+    options = encoder_options(model, inputs)
     cache = ExportableCache.from_model(model, MAX_CACHE_LEN, attn_implementation=None, **options)
     facts["layers"] = dict(Counter(type(layer).__name__ for layer in cache.layers))
     facts["patches"] = sorted([*patch_model(model), *patch_methods(model)])
@@ -162,7 +163,7 @@ def _session(model: PreTrainedModel, cache: ExportableCache, target: str, folder
     program = Program(model, cache, prefill_length=PREFILL_LENGTH, **backend.program_options({}))
     backend.lower(program, folder, {})
     runner = backend.open(folder, describe(program))
-    return Session(runner, cache.layers, model.get_input_embeddings().weight.shape[0], batch_size=1, target=target)
+    return Session(runner, cache.layers, vocab_size_of(model), batch_size=1, target=target)
 
 
 @torch.no_grad()

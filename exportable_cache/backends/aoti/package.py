@@ -15,6 +15,7 @@ from torch._inductor import aot_compile
 from torch._inductor.package import load_package, package_aoti
 from torch.export import ExportedProgram
 
+from ...layout import vocab_size_of
 from ...program import Program
 
 _OPTIONS = {"aot_inductor.package": True, "aot_inductor.package_constants_in_so": False}
@@ -64,7 +65,7 @@ def write_constants(
             },
             "limits": {
                 "batch_size": program.batch_size,
-                "vocab_size": program.model.get_input_embeddings().weight.shape[0],
+                "vocab_size": vocab_size_of(program.model),
                 "max_length": program.cache.max_length,
             },
         },

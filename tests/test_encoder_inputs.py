@@ -1,0 +1,121 @@
+"""Encoders of sound, features, patches and pixels: what they take, at several lengths, alone and padded, against the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from exportable_cache import ExportableCache, Session
+from exportable_cache.errors import InputError
+from exportable_cache.seq2seq import encoder_of
+from exportable_cache.seq2seq.reference import random_inputs
+
+from .support.seq2seq import reference_logits
+from .support.sessions import lowered_session
+from .zoo.architectures import architectures
+from .zoo.build import tiny_model, tokens
+
+TOLERANCE = 1e-4
+MAX_CACHE_LEN = 32
+PROMPT = 4
+#: Longest input, and the lengths tried; None where the encoder takes one length.
+LENGTHS: dict[str, tuple[int | None, tuple[int, ...]]] = {
+    "speech-canary": (90, (90, 33, 17)),
+    "speech-cohere_asr": (90, (90, 33, 17)),
+    "speech-seamless_m4t": (90, (90, 33, 17)),
+    "speech-seamless_m4t_v2": (90, (90, 33, 17)),
+    "speech-speech_to_text": (90, (90, 33, 17)),
+    "speech-speecht5": (4000, (4000, 1500)),
+    "image-pix2struct": (12, (12, 5, 1)),
+    "image-pp_formulanet": (None, (128,)),
+}
+SHAPES = {
+    "speech-canary": ("batch", "length", 16),
+    "speech-seamless_m4t": ("batch", "length", 160),
+    "speech-speech_to_text": ("batch", "length", 80),
+    "image-pix2struct": ("batch", "length", 770),
+    "image-pp_formulanet": ("batch", 3, 128, 128),
+}
+
+
+def model_of(name: str) -> PreTrainedModel:
+    return tiny_model(next(row for row in architectures() if row.name == name))
+
+
+def inputs_of(model: PreTrainedModel, name: str, length: int, batch_size: int = 1) -> dict[str, torch.Tensor]:
+    method = encoder_of(model, LENGTHS[name][0], batch_size).method
+    return random_inputs(method, length, batch_size, 128, torch.Generator().manual_seed(length))
+
+
+def session_logits(session: Session, inputs: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+    session.encode(**inputs)
+    rows = [session.prefill(ids[:, :PROMPT])] + [session.decode(ids[:, at]) for at in range(PROMPT, ids.shape[1])]
+    return torch.stack(rows, 1)
+
+
+def largest_difference(session: Session, model: PreTrainedModel, name: str) -> float:
+    ids = tokens()[:, :20]
+    differences = []
+    for length in LENGTHS[name][1]:
+        inputs = inputs_of(model, name, length)
+        expected = reference_logits(model, inputs, ids, PROMPT)
+        differences.append((session_logits(session, inputs, ids) - expected).abs().max().item())
+    return max(differences)
+
+
+def live(model: PreTrainedModel, name: str, batch_size: int = 1) -> Session:
+    cache = ExportableCache.from_model(model, MAX_CACHE_LEN, batch_size, max_encoder_len=LENGTHS[name][0])
+    return Session.from_model(model, cache, prefill_length=16)
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_eager_sessions_equal_the_model_at_every_length(name: str) -> None:
+    model = model_of(name)
+    assert largest_difference(live(model, name), model, name) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["speech-canary", "image-pix2struct"])
+def test_one_program_serves_every_length(name: str, tmp_path: Path) -> None:
+    model = model_of(name)
+    session = lowered_session(model, "pt2", tmp_path, MAX_CACHE_LEN, max_encoder_len=LENGTHS[name][0])
+    assert largest_difference(session, model, name) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["speech-canary", "speech-seamless_m4t", "speech-speech_to_text", "speech-speecht5", "image-pix2struct"])
+def test_padded_rows_equal_the_models_own(name: str) -> None:
+    model = model_of(name)
+    longest, lengths = LENGTHS[name]
+    inputs = inputs_of(model, name, longest, 2)
+    inputs["attention_mask"][1, lengths[1] :] = 0
+    ids = tokens()[:, :12].expand(2, 12)
+    expected = reference_logits(model, inputs, ids, PROMPT)
+    unpadded = reference_logits(model, {**inputs, "attention_mask": torch.ones_like(inputs["attention_mask"])}, ids, PROMPT)
+    assert (expected[1] - unpadded[1]).abs().max() > 100 * TOLERANCE
+    assert (session_logits(live(model, name, 2), inputs, ids) - expected).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_input_is_described_from_the_config(name: str) -> None:
+    assert encoder_of(model_of(name), LENGTHS[name][0]).main_input.shape == SHAPES[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("speech-canary", (1, 91, 16), "has length 91; the encoder takes 16 to 90"),
+        ("speech-canary", (1, 90, 15), r"has shape \[1, 90, 15\]; it must be \[1, length, 16\]"),
+        ("image-pp_formulanet", (1, 3, 64, 64), r"it must be \[1, 3, 128, 128\]"),
+    ],
+)
+def test_other_shapes_are_refused(name: str, shape: tuple[int, ...], message: str) -> None:
+    model = model_of(name)
+    with pytest.raises(InputError, match=message):
+        live(model, name).encode(**{model.main_input_name: torch.zeros(shape)})
+
+
+def test_another_number_of_pixels_is_refused() -> None:
+    with pytest.raises(InputError, match="takes 128 pixels a side, no other number"):
+        ExportableCache.from_model(model_of("image-pp_formulanet"), 16, max_encoder_len=64)
