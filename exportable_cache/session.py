@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from .backends.base import Runner
 from .backends.fork import ForkedRunner
 from .cache import ExportableCache
-from .decoding import Chooser, Sampling
+from .decoding import Chooser, Sampling, check_steps_per_launch
 from .errors import InputError
 from .fingerprint import fingerprint
 from .generation import Generation, end_tokens
@@ -49,6 +50,11 @@ class Session(Generation):
         device: Where inputs are expected and logits come back.
         target: What the runner is, for reports.
         fingerprint: Of the model's weights, see `fingerprint.fingerprint`; saved states are refused to other models by it.
+        placeholders: Token ids that stand for images or sound, by the method that encodes those.
+        steps_per_launch: Decode steps that `generate` runs at once, see `from_model`.
+
+    Raises:
+        InputError: If `steps_per_launch` is none that this cache or this runtime allows.
 
     Example:
         >>> session = load("artifacts/demo")
@@ -68,6 +74,7 @@ class Session(Generation):
         target: str = "eager",
         fingerprint: str | None = None,
         placeholders: Mapping[str, int] | None = None,
+        steps_per_launch: int = 1,
     ) -> None:
         self.runner = runner
         self.layers = tuple(layers)
@@ -89,6 +96,10 @@ class Session(Generation):
         # The newest token given out by `generate` or `generate_text`, while nothing was fed since and it ended nothing. Only
         # at batch size 1: the one reader is text.
         self._pending: int | None = None
+        #: Counts the calls that took it to another place or wrote its cache, but for `shift`.
+        self.moves = 0
+        check_steps_per_launch(self, steps_per_launch)
+        self.steps_per_launch = steps_per_launch
 
     @classmethod
     def from_model(
@@ -101,6 +112,7 @@ class Session(Generation):
         prefill_length: int | None = None,
         buckets: bool | Sequence[int] = True,
         score_length: int = 0,
+        steps_per_launch: int = 1,
         modalities: Sequence[str] = (),
         graph_cache: str | Path | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
@@ -119,6 +131,9 @@ class Session(Generation):
             buckets: Read lengths with methods of their own, so that a step costs what the filled part of the cache costs,
                 not what is allocated. True for powers of two, see `methods.length_buckets`; False for none.
             score_length: Most tokens that `score` takes, as speculative decoding needs it; 0 for no such method.
+            steps_per_launch: Decode steps that `generate` runs at once, each choosing the tokens for the next inside the graph:
+                the same tokens, at less cost per step outside of it. Those behind a stop are dropped, and taken back by length.
+                Each method for decoding gets a second graph, as many times as large. Drafts judge several tokens as it is.
             modalities: What is fed beside text, `image` or `audio`: see `multimodal.modalities_of`.
             graph_cache: Folder that keeps compiled graphs, so that a later process neither traces nor compiles them, see
                 `backends.graph_cache.GraphCache`; only with `compile`.
@@ -126,7 +141,8 @@ class Session(Generation):
 
         Raises:
             InputError: If the model is in training mode, or the cache is not one for this model, or holds more tokens than
-                the model has positions for.
+                the model has positions for; or if an argument is out of range, such as more steps per launch than a ring with
+                this slack, or a state of fixed size, can take back.
         """
         from .backends.module import ModuleRunner
         from .models import check_positions
@@ -168,6 +184,7 @@ class Session(Generation):
             target="compiled" if compile else "eager",
             fingerprint=fingerprint(model),
             placeholders={modality.method.name: modality.token_id for modality in found},
+            steps_per_launch=steps_per_launch,
         )
         session._cache = cache
         session._length = cache.cumulative_length.detach().cpu().clone()
@@ -253,8 +270,10 @@ class Session(Generation):
             for inputs in smallest_inputs(method, self.batch_size, self.device):
                 self.runner.run(method.name, *inputs)
             if method.input_names == ("input_ids", "input_pos") and method.max_length == 1 and hasattr(self.runner, "run_and_choose"):
-                for sampling in (Sampling(), Sampling(temperature=1.0)):
-                    self.runner.run_and_choose(method.name, Chooser(sampling, inputs[0], self.vocab_size), *inputs)
+                for sampling, steps in product((Sampling(), Sampling(temperature=1.0)), {1, self.steps_per_launch}):
+                    if method.serves(1, steps):
+                        chooser = Chooser(sampling, inputs[0], self.vocab_size)
+                        self.runner.run_and_choose(method.name, chooser, *inputs, steps=steps)
         self.reset()
 
     def reset(self) -> None:
@@ -267,6 +286,7 @@ class Session(Generation):
         self._length.zero_()
         self._pending = None
         self._high_water.zero_()
+        self.moves += 1
         for tensor in (getattr(self.runner, "state", None) or {}).values():
             tensor.zero_()
 
@@ -330,13 +350,15 @@ class Session(Generation):
                 f"cannot rewind {tokens} tokens at a length of {lengths}: {reason}, "
                 f"at most {allowed} can be taken back; reset() and prefill the tokens to keep"
             )
-        self.take_back(tokens)
+        self.shift(-tokens)
         self._pending = None
+        self.moves += 1
 
     def set_length(self, row: int, length: int) -> None:
         """Say how many tokens a row holds, for loops that write a row's state themselves (continuous batching)."""
         self._length[row] = length
         self._high_water[row] = length
+        self.moves += 1
 
     def check_request(self, input_ids: torch.Tensor, max_new_tokens: int | None, stop: Sequence[int]) -> list[int]:
         """Refuse a prompt that could not be answered from an empty cache; nothing changes.
@@ -350,9 +372,12 @@ class Session(Generation):
             raise InputError(f"stop has {strings[0]!r}; rows of a batch stop at token ids only")
         return [*end_tokens(self.generation_config), *tokens]
 
-    def take_back(self, tokens: int) -> None:
-        """`rewind` without its checks, for decoding loops: a token that was given out and not fed stays so."""
-        self._length -= tokens
+    def shift(self, tokens: int) -> None:
+        """For decoding loops: go back over tokens that were fed, or, where positive, on over tokens that the cache still holds.
+
+        `rewind` without its checks: a token that was given out and not fed stays so.
+        """
+        self._length += tokens
 
     # -- encoder ----------------------------------------------------------------------------------------------------
 
@@ -473,45 +498,50 @@ class Session(Generation):
         check_room(int(self._length.max()), self.max_length, 1)
         return self._step(tokens[:, None])
 
-    def decode_and_choose(self, tokens: torch.Tensor, chooser: Chooser) -> torch.Tensor:
-        """Feed one token per row and choose the next ones: inside the graph where the target can.
+    def decode_and_choose(self, tokens: torch.Tensor, chooser: Chooser, steps: int = 1) -> torch.Tensor:
+        """Feed one token per row and choose the next ones: inside the graph where the target can. Then feed those, and so on.
 
         Args:
             tokens: int64 [batch].
             chooser: How to choose.
+            steps: 1, or `steps_per_launch`.
 
         Returns:
-            int64 [batch].
+            int64 [batch, steps]; all but the last of each row are in the cache.
 
         Raises:
             InputError, CacheFullError: See `decode`.
         """
         if not hasattr(self.runner, "run_and_choose"):
-            return chooser.choose(self.decode(tokens))
+            return chooser.choose(self.decode(tokens))[:, None]
         self._check_ids("tokens", tokens, ("batch",))
-        check_room(int(self._length.max()), self.max_length, 1)
-        return self._step(tokens[:, None], chooser=chooser)
+        check_room(int(self._length.max()), self.max_length, steps)
+        return self._step(tokens[:, None], chooser=chooser, steps=steps)
 
-    def _step(self, input_ids: torch.Tensor, scores: bool = False, chooser: Chooser | None = None) -> torch.Tensor:
+    def _step(
+        self, input_ids: torch.Tensor, scores: bool = False, chooser: Chooser | None = None, steps: int = 1
+    ) -> torch.Tensor:
         size = input_ids.shape[1]
+        fed = size * steps
         # Before the run: should it fail halfway, slots may have been written.
-        self._high_water = torch.maximum(self._high_water, self._length + size)
+        self._high_water = torch.maximum(self._high_water, self._length + fed)
         by_ids = not input_ids.is_floating_point()
         methods = {name: method for name, method in self.runner.methods.items() if method.takes_ids is by_ids}
         further: tuple[torch.Tensor, ...] = ()
         if self._encoder is not None and not bool(self._length.any()):
             # The first step of a sequence, however short, is the one that fills the cross-attention layers.
             methods = {name: method for name, method in methods.items() if self._takes_encoding(method)}
-        method = method_for(methods, size, int(self._length.max()) + size, scores)
+        method = method_for(methods, size, int(self._length.max()) + fed, scores)
         if self._encoder is not None and self._takes_encoding(methods[method]):
             further = self._encoder.required()
         inputs = (input_ids, self._length.to(self.device, copy=True), *further)
         if chooser is None:
             result = self.runner.run(method, *inputs)
         else:
-            result = self.runner.run_and_choose(method, chooser, *inputs)
-        self._length += size
+            result = self.runner.run_and_choose(method, chooser, *inputs, steps=steps)
+        self._length += fed
         self._pending = None
+        self.moves += 1
         return result
 
     @staticmethod

@@ -117,6 +117,7 @@ def load_state(session: Session, path: Path) -> None:
         part.copy_(tensors[name])
     session._length = length
     session._high_water = high_water
+    session.moves += 1
     session._pending = json.loads(metadata["pending"])
 
 

@@ -181,9 +181,9 @@ def noted(session: Session) -> list[list[int]]:
         fed.append(input_ids[0].tolist())
         return run(method, input_ids, input_pos)
 
-    def note_choice(method: str, chooser: Any, input_ids: torch.Tensor, input_pos: torch.Tensor) -> torch.Tensor:
+    def note_choice(method: str, chooser: Any, input_ids: torch.Tensor, input_pos: torch.Tensor, steps: int) -> torch.Tensor:
         fed.append(input_ids[0].tolist())
-        return run_and_choose(method, chooser, input_ids, input_pos)
+        return run_and_choose(method, chooser, input_ids, input_pos, steps=steps)
 
     session.runner.run, session.runner.run_and_choose = note, note_choice
     return fed

@@ -65,8 +65,8 @@ class ForkedRunner:
             raise AttributeError(name)
         choose = self.base.run_and_choose
 
-        def run_and_choose(*arguments: Any) -> torch.Tensor:
+        def run_and_choose(*arguments: Any, **options: Any) -> torch.Tensor:
             self.take_turn()
-            return choose(*arguments)
+            return choose(*arguments, **options)
 
         return run_and_choose

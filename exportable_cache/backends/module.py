@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from ..attention import ATTENTION, set_attention
 from ..cache import ExportableCache
 from ..decoding.chooser import Chooser
-from ..decoding.choosing_step import ChoosingStep
+from ..decoding.choosing_steps import ChoosingSteps
 from ..methods import Method
 from ..multimodal import Modality
 from ..program import ResidentModule, front_module, program_methods
@@ -72,23 +72,24 @@ class ModuleRunner:
         return self._call((method,), inputs)
 
     @torch.no_grad()
-    def run_and_choose(self, method: str, chooser: Chooser, *inputs: torch.Tensor) -> torch.Tensor:
-        """One decode step with the choice of the next tokens inside the graph: int64 [batch].
+    def run_and_choose(self, method: str, chooser: Chooser, *inputs: torch.Tensor, steps: int = 1) -> torch.Tensor:
+        """Decode steps with the choice of the next tokens inside the graph: int64 [batch, steps].
 
-        One graph serves all settings of a `Sampling`; greedy choice and the repetition penalty have graphs of their own.
+        One graph serves all settings of a `Sampling`; greedy choice, the repetition penalty and every number of steps have
+        graphs of their own.
         """
         greedy, penalised = chooser.sampling.is_greedy, chooser.seen is not None
-        further: list[torch.Tensor] = [] if greedy else [chooser.uniform(inputs[0].shape[0])]
+        further: list[torch.Tensor] = [] if greedy else [chooser.uniform(inputs[0].shape[0], steps)]
         if penalised:
             further.append(chooser.seen)
-        return self._call((method, greedy, penalised), inputs, *further, *astuple(chooser.settings))
+        return self._call((method, greedy, penalised, steps), inputs, *further, *astuple(chooser.settings))
 
     def _call(self, key: tuple, inputs: Sequence[torch.Tensor], *further: torch.Tensor) -> Any:
         method, ones = self.methods[key[0]], frozenset()
         if self._compiled:
             inputs, ones = _marked(method, inputs)
         if (key, ones) not in self._calls:
-            call = self.modules[method.name] if len(key) == 1 else ChoosingStep(self.modules[method.name], *key[1:])
+            call = self.modules[method.name] if len(key) == 1 else ChoosingSteps(self.modules[method.name], *key[1:])
             if self._compiled:
                 call = self._compile(call, (key, ones), [*inputs, *further], None if method.dynamic_sizes.keys() - ones else False)
             self._calls[key, ones] = call

@@ -3,6 +3,7 @@
 from .batching import ContinuousBatch, Request
 from .beam import Hypothesis, beam_search
 from .chooser import Chooser
+from .launches import check_steps_per_launch
 from .loop import generate_tokens
 from .sampling import Sampling, SamplingSettings, check_seed, draw, penalise, sample, sorted_distribution
 from .speculative import (
@@ -33,6 +34,7 @@ __all__ = [
     "beam_search",
     "check_can_rewind",
     "check_seed",
+    "check_steps_per_launch",
     "draw",
     "encode_prompt",
     "generate_speculative",

@@ -63,6 +63,11 @@ class ContinuousBatch:
 
         if prefill.batch_size != 1:
             raise InputError(f"prompts are prefilled one by one, but the prefill session has {prefill.batch_size} rows; use 1")
+        if decode.steps_per_launch != 1:
+            raise InputError(
+                f"steps_per_launch is {decode.steps_per_launch}, but rows of a continuous batch start and finish on their own, "
+                "one step at a time; leave out steps_per_launch"
+            )
         if prefill.fingerprint and decode.fingerprint and prefill.fingerprint != decode.fingerprint:
             raise InputError("the prefill and the decode session run models with other weights; make both of the same model")
         source, target = runner_state(prefill), runner_state(decode)

@@ -37,9 +37,11 @@ class Chooser:
         if self.seen is not None:
             self.seen.scatter_(1, tokens[:, None], True)
 
-    def uniform(self, count: int) -> torch.Tensor:
-        """The next random numbers in [0, 1), float32 [count]."""
-        return torch.rand(count, generator=self.generator, device=self.settings.temperature.device)
+    def uniform(self, rows: int, steps: int = 1) -> torch.Tensor:
+        """The next random numbers in [0, 1), float32 [steps, rows]: the same for several steps as for one after the other."""
+        # One call per step: a generator asked for many numbers at once gives others than asked for them in turn.
+        device = self.settings.temperature.device
+        return torch.stack([torch.rand(rows, generator=self.generator, device=device) for _ in range(steps)])
 
     def distribution(self, logits: torch.Tensor) -> torch.Tensor:
         """Probabilities [batch, vocab] that the next tokens are drawn from, in the order of the vocabulary.
@@ -55,4 +57,4 @@ class Chooser:
 
     def draw_from(self, probabilities: torch.Tensor) -> int:
         """One token drawn from probabilities [vocab] that need not sum to one."""
-        return int(draw(*probabilities[None].sort(dim=-1, descending=True, stable=True), self.uniform(1))[0])
+        return int(draw(*probabilities[None].sort(dim=-1, descending=True, stable=True), self.uniform(1)[0])[0])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .chooser import Chooser
+from .launches import Launches
 from .text import StopStrings, TextStream
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def generate_tokens(
     ended = torch.zeros(batch_size, dtype=torch.bool)
     texts = [(TextStream(session.tokenizer), StopStrings(stop_strings)) for _ in range(batch_size if stop_strings else 0)]
     tokens = chooser.choose(session.prefill(input_ids))
+    launches = Launches(session, chooser)
     count = 0
     while True:
         if ended.any():
@@ -55,7 +57,7 @@ def generate_tokens(
                 ended[row] = token in end_tokens or bool(texts) and _completes(token, *texts[row])
         if bool(ended.all()) or count == limit or session.room == 0:
             return
-        tokens = session.decode_and_choose(tokens, chooser)
+        tokens = launches.next(tokens, None if limit is None else limit - count)
 
 
 def _completes(token: int, stream: TextStream, stops: StopStrings) -> bool:

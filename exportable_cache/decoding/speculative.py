@@ -162,18 +162,22 @@ def check_can_rewind(session: Session, tokens: int) -> None:
     Raises:
         InputError: If a layer's state cannot be taken back that far.
     """
+    layer, allowed = least_rollback(session)
+    if allowed == 0:
+        raise InputError(f"{layer} keeps a state that cannot be taken back; decode without a draft")
+    if allowed < tokens:
+        raise InputError(
+            f"speculation takes back up to {tokens} tokens, {layer} at most {allowed}; "
+            f"allocate the cache with slack={tokens - 1}, or propose at most {allowed} at once"
+        )
+
+
+def least_rollback(session: Session) -> tuple[str, int]:
+    """The layer of which fewest tokens can be taken back at any length, as `layer 2 (RingLayer)`, and how many they are."""
     far = 2**40
-    for index, layer in enumerate(session.layers):
-        allowed = layer.max_rollback(far, far)
-        if allowed == 0:
-            raise InputError(
-                f"layer {index} ({type(layer).__name__}) keeps a state that cannot be taken back; decode without a draft"
-            )
-        if allowed < tokens:
-            raise InputError(
-                f"speculation takes back up to {tokens} tokens, layer {index} ({type(layer).__name__}) at most {allowed}; "
-                f"allocate the cache with slack={tokens - 1}, or propose at most {allowed} at once"
-            )
+    found = [(layer.max_rollback(far, far), index, layer) for index, layer in enumerate(session.layers)]
+    allowed, index, layer = min(found, key=lambda item: item[:2])
+    return f"layer {index} ({type(layer).__name__})", allowed
 
 
 def generate_speculative(
@@ -230,7 +234,7 @@ def generate_speculative(
         finally:
             # Unless the session was moved by someone else while this was waiting.
             if int(session.length[0]) == fed:
-                session.take_back(len(proposal.tokens) + 1 - given_now)
+                session.shift(given_now - len(proposal.tokens) - 1)
         given += given_now
 
 

@@ -23,6 +23,8 @@ class Scripted:
     """Gives the tokens of a script, one list per row, and records what it is fed."""
 
     device = torch.device("cpu")
+    steps_per_launch = 1
+    moves = 0
 
     def __init__(self, script: Sequence[Sequence[int]], room: int | None = None) -> None:
         self.script = torch.tensor(script)
@@ -35,9 +37,13 @@ class Scripted:
             self.room -= input_ids.shape[1]
         return torch.nn.functional.one_hot(self.script[:, len(self.fed)], SIZE).float()
 
-    def decode_and_choose(self, tokens: torch.Tensor, chooser: Chooser) -> torch.Tensor:
+    def decode_and_choose(self, tokens: torch.Tensor, chooser: Chooser, steps: int) -> torch.Tensor:
+        assert steps == 1
         self.fed.append(tokens.tolist())
-        return chooser.choose(self.prefill(tokens[:, None]))
+        return chooser.choose(self.prefill(tokens[:, None]))[:, None]
+
+    def shift(self, tokens: int) -> None:
+        assert tokens == 0
 
 
 def run(session: Scripted, limit: int | None = None, ends: Sequence[int] = (), strings: Sequence[str] = ()) -> list[list[int]]:

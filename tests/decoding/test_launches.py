@@ -1,0 +1,187 @@
+"""Several decode steps per launch: the tokens, the lengths and the cache of one step at a time."""
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch._inductor.utils import run_and_get_code
+
+from exportable_cache import ExportableCache, Session
+from exportable_cache.decoding import ContinuousBatch
+from exportable_cache.errors import CacheFullError, InputError
+
+from ..support.kinds import kind_model
+from ..support.models import tiny_model, tokens
+
+STEPS = 4
+#: The window is 8: answers of 30 tokens go past it, and a stop within a launch takes back up to 3 of them.
+SLACK = STEPS - 2
+SETTINGS = [
+    {},
+    {"repetition_penalty": 1.5},
+    {"temperature": 0.8, "seed": 1},
+    {"temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1.2, "seed": 3},
+]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    model = tiny_model("gemma3_text")
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def session_of(
+    model: Any, steps: int, rows: int = 1, length: int = 48, slack: int = SLACK, buckets: tuple = (16,), compile: bool = False
+) -> Session:
+    cache = ExportableCache.from_model(model, length, rows, slack=slack)
+    return Session.from_model(model, cache, compile=compile, prefill_length=16, buckets=buckets, steps_per_launch=steps)
+
+
+def launched(session: Session) -> list[tuple[str, int]]:
+    """Method and number of steps of every launch from now on."""
+    noted, run = [], session.runner.run_and_choose
+
+    def note(method: str, *arguments: Any, steps: int) -> torch.Tensor:
+        noted.append((method, steps))
+        return run(method, *arguments, steps=steps)
+
+    session.runner.run_and_choose = note
+    return noted
+
+
+def followed(session: Session, prompt: torch.Tensor, *arguments: Any, **options: Any) -> list[tuple[Any, list[int]]]:
+    """Tokens as they come, each with the lengths that the session states then."""
+    given = session.generate(prompt, *arguments, **options)
+    return [(token if isinstance(token, int) else token.tolist(), session.length.tolist()) for token in given]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 20])
+@pytest.mark.parametrize("options", SETTINGS)
+def test_tokens_and_lengths_are_those_of_one_step_at_a_time(model: Any, options: dict, rows: int) -> None:
+    prompt = tokens(9, rows)
+    plain, session = session_of(model, 1, rows), session_of(model, STEPS, rows)
+    noted = launched(session)
+    assert followed(session, prompt, 24, **options) == followed(plain, prompt, 24, **options)
+    # From 9 tokens: four fit a bucket of 16, eight do not. 23 tokens after the first: five launches, and three steps.
+    assert noted == [("decode_16", 4)] + [("decode", 4)] * 4 + [("decode", 1)] * 3
+    following = tokens(3, rows, seed=1)
+    torch.testing.assert_close(session.prefill(following), plain.prefill(following))
+
+
+@pytest.mark.parametrize("place", range(6))
+def test_tokens_behind_a_stop_are_dropped_and_the_cache_goes_on_from_there(model: Any, place: int) -> None:
+    """Stops at every place of a launch, past the window of the sliding layer."""
+    prompt, drawn = tokens(20, seed=2), {"temperature": 1.0, "seed": 5}
+    answer = list(session_of(model, 1).generate(prompt, 20, **drawn))
+    stop = next(token for token in answer[place + 1 :] if token not in answer[: place + 1])
+    plain, session = session_of(model, 1), session_of(model, STEPS)
+    expected = list(plain.generate(prompt, 20, stop=stop, **drawn))
+    assert list(session.generate(prompt, 20, stop=stop, **drawn)) == expected
+    assert expected[-1] == stop and len(expected) < 20
+    assert session.length.tolist() == plain.length.tolist() == [20 + len(expected) - 1]
+    following = torch.cat([torch.tensor([[stop]]), tokens(9, seed=3)], dim=1)
+    torch.testing.assert_close(session.prefill(following), plain.prefill(following))
+
+
+def test_rows_that_ended_give_padding_while_others_go_on(model: Any) -> None:
+    prompt = tokens(9, 3, seed=4)
+    first, second, _ = (list(row) for row in zip(*(step.tolist() for step in session_of(model, 1, 3).generate(prompt, 20))))
+    stops = [first[2], second[6]]
+    found = followed(session_of(model, STEPS, 3), prompt, 20, stop=stops)
+    assert found == followed(session_of(model, 1, 3), prompt, 20, stop=stops)
+    assert found[-1][0][:2] == [0, 0]
+
+
+def test_the_last_slots_are_filled_step_by_step_and_a_full_cache_is_left_alone(model: Any) -> None:
+    session, prompt = session_of(model, STEPS, length=19), tokens(9)
+    noted = launched(session)
+    assert list(session.generate(prompt)) == list(session_of(model, 1, length=19).generate(prompt))
+    assert [steps for _, steps in noted] == [4, 4, 1, 1]
+    assert session.room == 0
+    kept = {name: tensor.clone() for name, tensor in session.runner.state.items()}
+    with pytest.raises(CacheFullError, match="holds 19 of at most 19 tokens"):
+        list(session.generate(tokens(1)))
+    with pytest.raises(CacheFullError, match="holds 16 of at most 19 tokens, 4 more do not fit"):
+        session.rewind(3)
+        session.decode_and_choose(tokens(1)[0], object(), STEPS)
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in session.runner.state.items())
+
+
+def test_what_was_computed_ahead_is_dropped_when_the_session_moves_meanwhile(model: Any) -> None:
+    def interrupted(steps: int) -> list[int]:
+        # A launch takes up slack of the ring, which a rewind meanwhile misses.
+        session = session_of(model, steps, slack=STEPS)
+        given = session.generate(tokens(12), 16)
+        found = [next(given) for _ in range(6)]
+        session.rewind(2)
+        session.prefill(tokens(2, seed=5))
+        return [*found, *given]
+
+    assert interrupted(STEPS) == interrupted(1)
+
+
+def test_a_fork_goes_on_from_the_token_that_was_given_out(model: Any) -> None:
+    def both(session: Session) -> tuple[list[int], list[int]]:
+        given = session.generate(tokens(12), 16)
+        found = [next(given) for _ in range(6)]
+        fork = session.fork()
+        return [*found, *given], list(fork.generate(torch.tensor([found[-1:]]), 10))
+
+    assert both(session_of(model, STEPS)) == both(session_of(model, 1))
+
+
+def test_compiled_launches_recompile_nothing_and_copy_no_cache(model: Any) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    session = session_of(model, 2, length=80, buckets=(), compile=True)
+    drawn = {"temperature": 1.0, "seed": 3}
+
+    def expected(length: int, count: int) -> list[int]:
+        return list(session_of(model, 1, length=80, buckets=()).generate(tokens(length, seed=length), count, **drawn))
+
+    found, code = run_and_get_code(lambda: list(session.generate(tokens(9, seed=9), 4, **drawn)))
+    assert found == expected(9, 4)
+    launch = max(code, key=len)
+    assert launch.count("empty_strided_cpu(") > 0
+    # Keys and values [1, 2 heads, slots, 8]: two steps, written in place, and no buffer of that size beside them.
+    for slots in (10, 80):
+        assert f"assert_size_stride(arg, (1, 2, {slots}, 8)" in re.sub(r"arg\d+_1", "arg", launch)
+        assert f"empty_strided_cpu((1, 2, {slots}, 8)" not in launch
+    graphs = counters["stats"]["unique_graphs"]
+    assert graphs == 3  # prefill; one step; a launch
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for length in (3, 8, 20, 40):
+            session.reset()
+            assert list(session.generate(tokens(length, seed=length), 80 - length, **drawn)) == expected(length, 80 - length)
+    assert counters["stats"]["unique_graphs"] == graphs
+
+
+def test_warm_up_covers_launches(model: Any) -> None:
+    session = session_of(model, STEPS, buckets=(2, 16))
+    noted = launched(session)
+    session.warm_up()
+    # A bucket of two has no room for four steps.
+    assert set(noted) == {("decode", 1), ("decode", 4), ("decode_2", 1), ("decode_16", 1), ("decode_16", 4)}
+
+
+@pytest.mark.parametrize("steps", [0, -1, True, 2.0, "4"])
+def test_other_than_positive_ints_are_refused(model: Any, steps: Any) -> None:
+    with pytest.raises(InputError, match="steps_per_launch is .*; it must be an int of at least 1"):
+        session_of(model, steps)
+
+
+def test_what_could_not_be_taken_back_is_refused(model: Any) -> None:
+    with pytest.raises(InputError, match="steps_per_launch is 49, a row holds 48 tokens"):
+        session_of(model, 49)
+    with pytest.raises(InputError, match=r"layer 0 \(RingLayer\) at most 3; allocate the cache with slack=3, or pass steps_per_launch=4"):
+        session_of(model, 5)
+    with pytest.raises(InputError, match=r"layer 0 \(LinearLayer\) keeps a state that cannot be taken back.*leave out steps_per_launch"):
+        session_of(kind_model("lfm2"), 2)
+    with pytest.raises(InputError, match="a 'pt2' program gives logits"):
+        Session(SimpleNamespace(methods={}), [], 128, batch_size=1, target="pt2", steps_per_launch=2)
+    with pytest.raises(InputError, match="rows of a continuous batch .* one step at a time; leave out steps_per_launch"):
+        ContinuousBatch.from_model(tiny_model("llama"), 32, 2, steps_per_launch=2)
