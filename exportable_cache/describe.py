@@ -149,6 +149,7 @@ def _method(program: Program, method: ProgramMethod, vocab_size: int) -> Method:
         ranges=dict(method.ranges),
         inputs=inputs,
         outputs=outputs,
+        grid=method.grid,
     )
 
 

@@ -44,6 +44,7 @@ def export(
     attention_window: int | None = None,
     max_encoder_len: int | None = None,
     modalities: Sequence[str] = (),
+    image_size: int | Sequence[int] | None = None,
     kv_dtype: str | None = None,
     slack: int = 0,
     verify: bool = True,
@@ -74,6 +75,7 @@ def export(
         max_encoder_len: Longest input of an encoder-decoder's encoder, in tokens, frames or samples, see
             `ExportableCache.from_model`.
         modalities: What is fed beside text, `image` or `audio`, see `multimodal.modalities_of`. What is verified is text.
+        image_size: Height and width of every image in pixels, where the model's config leaves it open, see there.
         kv_dtype: `int8` to keep keys and values in 8 bits, see `ExportableCache.from_config`. The program is then verified against
             the model with the same rounding, and its distance from the model without it is recorded.
         slack: Extra slots of each ring, so that `slack + 1` tokens can be taken back past the window, as drafts need it.
@@ -145,7 +147,7 @@ def export(
     )
     check_positions(model, cache.max_length)
     program = Program(
-        model, cache, prefill_length=prefill_length, modalities=modalities_of(model, modalities), **program_options
+        model, cache, prefill_length=prefill_length, modalities=modalities_of(model, modalities, image_size), **program_options
     )
     with new_folder(output, overwrite) as folder:
         progress(f"lowering to {target}", 0, None)

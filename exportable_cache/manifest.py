@@ -54,6 +54,8 @@ class Method(_Entry):
     ranges: dict[str, tuple[int, int]] = {}
     inputs: list[Signature]
     outputs: list[Signature]
+    # image_grid_thw of every image that it takes.
+    grid: tuple[int, int, int] | None = None
 
     @model_validator(mode="after")
     def _range(self) -> Method:
@@ -83,7 +85,9 @@ class Method(_Entry):
             )
             for items in (self.inputs, () if self.is_step else self.outputs)
         )
-        return ProgramMethod(name, self.min_length, self.max_length, self.read_length, inputs, dict(self.ranges), outputs, self.scores)
+        return ProgramMethod(
+            name, self.min_length, self.max_length, self.read_length, inputs, dict(self.ranges), outputs, self.scores, self.grid
+        )
 
 
 class ProgramEntry(_Entry):

@@ -33,6 +33,10 @@ class TensorSpec:
     shape: tuple[int | str, ...]
 
 
+#: What is added to a position in the cache to get the rotary one, where images count as fewer positions than tokens.
+ROPE_DELTAS = TensorSpec("rope_deltas", "int64", ("batch",))
+
+
 @dataclass(frozen=True)
 class Method:
     """One entry point: `Method("prefill", 2, 256)` takes 2 to 256 new tokens per row, `Method("decode", 1, 1)` one.
@@ -46,6 +50,7 @@ class Method:
         ranges: Least and most of every other named size but "batch".
         scores: Gives logits after every token, [batch, length, vocab], instead of after the last.
         outputs: What it gives, if that is not the logits of a step: then it takes no part in steps and has no cache.
+        grid: The `image_grid_thw` (time, height, width, in patches) of every image it takes, where its encoder needs one.
     """
 
     name: str
@@ -56,6 +61,7 @@ class Method:
     ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     outputs: tuple[TensorSpec, ...] = ()
     scores: bool = False
+    grid: tuple[int, int, int] | None = None
 
     def __post_init__(self) -> None:
         if not self.inputs:

@@ -21,6 +21,7 @@ from .errors import InputError, UnsupportedModelError
 from .layout import cache_argument
 from .methods import Method, checked_prefill_length, methods_for
 from .multimodal import EmbedModule, FeaturesModule, Modality, multimodal_methods
+from .multimodal.masks import image_masks
 from .named_forward import name_forward
 from .patches.transformers import patch_model
 from .patches.transformers_encoders import short_masks
@@ -87,11 +88,16 @@ class ProgramModule(nn.Module):
         input_pos: torch.Tensor,
         input_ids: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        rope_deltas: torch.Tensor | None = None,
+        image_ids: torch.Tensor | None = None,
         **further: torch.Tensor,
     ) -> torch.Tensor:
         """Logits [batch, vocab] or [batch, length, vocab] of tokens at `input_pos` [batch].
 
-        They come as `input_ids` [batch, length], or as `inputs_embeds` [batch, length, hidden_size].
+        They come as `input_ids` [batch, length], or as `inputs_embeds` [batch, length, hidden_size]. Their rotary positions
+        are those in the cache, or `rope_deltas` [batch] more, or `position_ids` [3, batch, length]. Tokens of one number in
+        `image_ids` [batch, length] see each other; -1 is text.
         """
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         for layer in cache.layers:
@@ -101,7 +107,12 @@ class ProgramModule(nn.Module):
         else:
             options = {"input_ids": input_ids} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
         if self.takes_positions:
-            options[self.positions_name] = input_pos[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+            if position_ids is None:
+                first = input_pos if rope_deltas is None else input_pos + rope_deltas
+                position_ids = first[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+            options[self.positions_name] = position_ids
+        if image_ids is not None:
+            options["attention_mask"] = image_masks(self.model.config.get_text_config(), tokens, cache, image_ids, input_pos)
         if self.keeps_last:
             options["logits_to_keep"] = 1
         options[self.cache_argument] = cache

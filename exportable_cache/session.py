@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,9 +21,10 @@ from .fingerprint import fingerprint
 from .generation import Generation, end_tokens
 from .layers import CacheLayer
 from .layout import check_layers, vocab_size_of
-from .methods import Method, chunk_sizes, length_buckets, method_for, smallest_inputs
+from .methods import ROPE_DELTAS, Method, chunk_sizes, length_buckets, method_for, smallest_inputs
 from .progress import Progress, silent
 from .multimodal import modalities_of
+from .multimodal.places import PlacedImages, shifted
 from .multimodal.session import SessionModalities, recorded_placeholders
 from .seq2seq.session import SessionEncoder
 from .session_state import load_state, runner_state, save_state
@@ -96,6 +98,8 @@ class Session(Generation):
         # The newest token given out by `generate` or `generate_text`, while nothing was fed since and it ended nothing. Only
         # at batch size 1: the one reader is text.
         self._pending: int | None = None
+        # Images that rewinding may not cut, or after which rotary positions are not those in the cache.
+        self._images = PlacedImages.none(batch_size)
         #: Counts the calls that took it to another place or wrote its cache, but for `shift`.
         self.moves = 0
         check_steps_per_launch(self, steps_per_launch)
@@ -114,6 +118,7 @@ class Session(Generation):
         score_length: int = 0,
         steps_per_launch: int = 1,
         modalities: Sequence[str] = (),
+        image_size: int | Sequence[int] | None = None,
         graph_cache: str | Path | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> Session:
@@ -135,6 +140,7 @@ class Session(Generation):
                 the same tokens, at less cost per step outside of it. Those behind a stop are dropped, and taken back by length.
                 Each method for decoding gets a second graph, as many times as large. Drafts judge several tokens as it is.
             modalities: What is fed beside text, `image` or `audio`: see `multimodal.modalities_of`.
+            image_size: Of every image, in pixels, where the model's config leaves it open: see there.
             graph_cache: Folder that keeps compiled graphs, so that a later process neither traces nor compiles them, see
                 `backends.graph_cache.GraphCache`; only with `compile`.
             tokenizer: For text.
@@ -162,7 +168,7 @@ class Session(Generation):
         check_positions(model, cache.max_length)
         if graph_cache is not None and not compile:
             raise InputError(f"graph_cache is {str(graph_cache)!r}, but there are no compiled graphs to keep without compile=True")
-        found = modalities_of(model, modalities)
+        found = modalities_of(model, modalities, image_size)
         session = cls(
             ModuleRunner(
                 model,
@@ -285,6 +291,7 @@ class Session(Generation):
         """
         self._length.zero_()
         self._pending = None
+        self._images = PlacedImages.none(self.batch_size)
         self._high_water.zero_()
         self.moves += 1
         for tensor in (getattr(self.runner, "state", None) or {}).values():
@@ -333,7 +340,8 @@ class Session(Generation):
             tokens: How many, 0 or more.
 
         Raises:
-            InputError: If a row holds fewer, a ring has overwritten one that would be needed again, or a layer keeps a state.
+            InputError: If a row holds fewer, a ring has overwritten one that would be needed again, a layer keeps a state, or
+                part of an image would stay whose tokens belong together.
         """
         if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0:
             raise InputError(f"cannot rewind {tokens!r} tokens; pass an int of at least 0")
@@ -350,6 +358,7 @@ class Session(Generation):
                 f"cannot rewind {tokens} tokens at a length of {lengths}: {reason}, "
                 f"at most {allowed} can be taken back; reset() and prefill the tokens to keep"
             )
+        self._images = self._images.up_to(self._length - tokens)
         self.shift(-tokens)
         self._pending = None
         self.moves += 1
@@ -427,14 +436,22 @@ class Session(Generation):
             CacheFullError: If the prompt does not fit.
         """
         self._check_prompt(input_ids)
-        fed, sizes = input_ids, self.chunk_sizes(input_ids.shape[1])
-        if inputs and self._modalities is None:
-            raise InputError(f"this session takes token ids only, got {', '.join(inputs)}; make it, or export, with modalities=")
-        if self._modalities is not None and (inputs or self._has_placeholder(input_ids)):
-            fed, sizes = self._modalities.embed(input_ids, inputs), self._modalities.chunk_sizes(input_ids.shape[1])
+        self._check_inputs(inputs)
+        if self._modalities is None or not (inputs or self._has_placeholder(input_ids)):
+            return self._prefill(input_ids, self.chunk_sizes(input_ids.shape[1]), {})
+        deltas = self._images.deltas(self._length)
+        prompt = self._modalities.embed(input_ids, inputs, self._length + deltas)
+        if prompt.placed is not None:
+            self._images = self._images.followed_by(shifted(prompt.placed, self._length, deltas))
+        return self._prefill(prompt.embeds, prompt.sizes, prompt.further)
+
+    def _prefill(self, fed: torch.Tensor, sizes: Sequence[int], further: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Feed token ids [batch, length] or embeddings [batch, length, hidden_size] in chunks."""
         position = 0
         for size in sizes:
-            logits = self._step(fed[:, position : position + size].contiguous())
+            chunk = slice(position, position + size)
+            part = {name: tensor[..., chunk].contiguous() for name, tensor in further.items()}
+            logits = self._step(fed[:, chunk].contiguous(), further=part)
             position += size
         return logits
 
@@ -519,7 +536,12 @@ class Session(Generation):
         return self._step(tokens[:, None], chooser=chooser, steps=steps)
 
     def _step(
-        self, input_ids: torch.Tensor, scores: bool = False, chooser: Chooser | None = None, steps: int = 1
+        self,
+        input_ids: torch.Tensor,
+        scores: bool = False,
+        chooser: Chooser | None = None,
+        steps: int = 1,
+        further: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> torch.Tensor:
         size = input_ids.shape[1]
         fed = size * steps
@@ -527,14 +549,18 @@ class Session(Generation):
         self._high_water = torch.maximum(self._high_water, self._length + fed)
         by_ids = not input_ids.is_floating_point()
         methods = {name: method for name, method in self.runner.methods.items() if method.takes_ids is by_ids}
-        further: tuple[torch.Tensor, ...] = ()
         if self._encoder is not None and not bool(self._length.any()):
             # The first step of a sequence, however short, is the one that fills the cross-attention layers.
             methods = {name: method for name, method in methods.items() if self._takes_encoding(method)}
         method = method_for(methods, size, int(self._length.max()) + fed, scores)
         if self._encoder is not None and self._takes_encoding(methods[method]):
-            further = self._encoder.required()
-        inputs = (input_ids, self._length.to(self.device, copy=True), *further)
+            more = self._encoder.required()
+        else:
+            more = tuple(
+                self._images.deltas(self._length).to(self.device) if name == ROPE_DELTAS.name else further[name]
+                for name in methods[method].input_names[2:]
+            )
+        inputs = (input_ids, self._length.to(self.device, copy=True), *more)
         if chooser is None:
             result = self.runner.run(method, *inputs)
         else:
@@ -557,6 +583,10 @@ class Session(Generation):
             self._encoder.required()
         held = 0 if anew else int(self._length.max())
         check_room(held, self.max_length, input_ids.shape[1], max_new_tokens)
+
+    def _check_inputs(self, inputs: Mapping[str, torch.Tensor]) -> None:
+        if inputs and self._modalities is None:
+            raise InputError(f"this session takes token ids only, got {', '.join(inputs)}; make it, or export, with modalities=")
 
     def _check_ids(self, name: str, ids: torch.Tensor, dims: tuple[str, ...]) -> None:
         check_ids(name, ids, dims, self.batch_size, self.vocab_size, self.device)

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from .errors import BundleError, InputError
 from .files import atomic_path
 from .layers import CacheLayer
+from .multimodal.places import PlacedImages
 
 if TYPE_CHECKING:
     from .session import Session
@@ -55,6 +56,7 @@ def save_state(session: Session, path: Path) -> None:
         "layers": json.dumps([_describe(layer) for layer in session.layers]),
         "pending": json.dumps(session._pending),
         "fingerprint": session.fingerprint or "",
+        "images": json.dumps(session._images.to_lists()),
     }
     with atomic_path(path) as temporary:
         save_file(tensors, temporary, metadata=described)
@@ -119,6 +121,7 @@ def load_state(session: Session, path: Path) -> None:
     session._high_water = high_water
     session.moves += 1
     session._pending = json.loads(metadata["pending"])
+    session._images = PlacedImages.from_lists(json.loads(metadata["images"])) if "images" in metadata else PlacedImages.none(len(length))
 
 
 def _describe(layer: CacheLayer) -> dict:

@@ -83,13 +83,13 @@ def test_refused_inputs() -> None:
     inputs = prompt(model, 1, 5, 4)
     for changed, message in (
         ({"pixel_values": torch.randn(1, 3, 8, 8)}, r"must be \[items, 3, 16, 16\]"),
-        ({"pixel_values": torch.randn(2, 3, 16, 16)}, "encode_image gave 8 embeddings"),
+        ({"pixel_values": torch.randn(2, 3, 16, 16)}, "encode_image gives 8 embeddings"),
         ({"pixel_values": inputs["pixel_values"].double()}, "must be torch.float32"),
         ({"input_features": torch.randn(1, 8, 12)}, "got 'input_features'"),
     ):
         with pytest.raises(InputError, match=message):
             session.prefill(**{**inputs, **changed})
-    with pytest.raises(InputError, match="the prompt has 4 tokens of id 127, encode_image gave 0"):
+    with pytest.raises(InputError, match="the prompt has 4 tokens of id 127, encode_image gives 0"):
         session.prefill(inputs["input_ids"])
     assert session.length.tolist() == [0]
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,14 +13,14 @@ from transformers import PreTrainedModel
 from ..errors import InputError, UnsupportedModelError
 from ..methods import Method, TensorSpec
 from ..named_forward import name_forward
+from .grid import BY_GRID, grid_constants, grid_for, patch_values
 
 IMAGE, AUDIO = "image", "audio"
-# Model types whose text decoder is causal over embeddings, so that nothing but these is needed from their own `forward`.
-_SUPPORTED = {"llava": IMAGE, "smolvlm": IMAGE, "idefics3": IMAGE, "voxtral": AUDIO}
+# Model types whose decoder needs, besides embeddings, at most what `Modality` tells it.
+_SUPPORTED = {"llava": IMAGE, "smolvlm": IMAGE, "idefics3": IMAGE, "voxtral": AUDIO, "gemma3": IMAGE, **dict.fromkeys(BY_GRID, IMAGE)}
 _REFUSED = {
-    "gemma3": "the tokens of an image see each other in both directions, for which the cache has no mask",
-    "qwen2_5_vl": "its positions have three axes, and its vision encoder is sized by values of image_grid_thw",
-    "qwen2_vl": "its positions have three axes, and its vision encoder is sized by values of image_grid_thw",
+    "qwen3_vl": "its decoder adds features of the vision encoder behind its first layers, besides embeddings",
+    "qwen3_vl_moe": "its decoder adds features of the vision encoder behind its first layers, besides embeddings",
 }
 
 
@@ -29,11 +30,15 @@ class Modality:
 
     Attributes:
         kind: `image` or `audio`.
-        main_input: One item of what the processor gives, [1, ...] of fixed size. Any number of them goes through one by one.
+        main_input: One item of what the processor gives, [1, ...] of fixed size, or [patches, values] where it has a grid.
+            Any number of them goes through one by one.
         tokens: Embeddings per item.
         hidden_size: Of an embedding.
         token_id: Of the placeholders in a prompt, one per embedding.
         dtype: Of the embeddings, as the name of a torch dtype.
+        grid: The `image_grid_thw` of every item, in patches, where the encoder takes patches. Positions have three axes then.
+        sees_itself: Whether the tokens of an item see each other in both directions.
+        constants: What its encoder would compute from the grid's values, see `grid.grid_constants`.
     """
 
     kind: str
@@ -42,12 +47,15 @@ class Modality:
     hidden_size: int
     token_id: int
     dtype: str
+    grid: tuple[int, int, int] | None = None
+    sees_itself: bool = False
+    constants: dict[str, Any] = field(default_factory=dict)
 
     @property
     def method(self) -> Method:
         """`encode_image` or `encode_audio`: one item to embeddings [tokens, hidden_size]."""
         embeds = TensorSpec(f"{self.kind}_embeds", self.dtype, (self.tokens, self.hidden_size))
-        return Method(f"encode_{self.kind}", 1, 1, inputs=(self.main_input,), outputs=(embeds,))
+        return Method(f"encode_{self.kind}", 1, 1, inputs=(self.main_input,), outputs=(embeds,), grid=self.grid)
 
 
 class FeaturesModule(nn.Module):
@@ -58,11 +66,16 @@ class FeaturesModule(nn.Module):
         # All of it: programs that are packaged together share weights by their names in the whole model.
         self.model = model
         self.kind = modality.kind
+        self.constants = {name: value for name, value in modality.constants.items() if not isinstance(value, torch.Tensor)}
+        self.tensors = [name for name in modality.constants if name not in self.constants]
+        for name in self.tensors:
+            self.register_buffer(f"{self.kind}_{name}", modality.constants[name], persistent=False)
         name_forward(self, (modality.main_input.name,))
 
     def call(self, **main_input: torch.Tensor) -> tuple[torch.Tensor]:
         """Embeddings [tokens, hidden_size] of one item."""
-        return (features_of(self.model, self.kind, **main_input),)
+        tensors = {name: getattr(self, f"{self.kind}_{name}") for name in self.tensors}
+        return (features_of(self.model, self.kind, {**self.constants, **tensors}, **main_input),)
 
 
 class EmbedModule(nn.Module):
@@ -77,10 +90,13 @@ class EmbedModule(nn.Module):
         return (self.model.get_input_embeddings()(input_ids),)
 
 
-def features_of(model: PreTrainedModel, kind: str, **main_input: torch.Tensor) -> torch.Tensor:
+def features_of(model: PreTrainedModel, kind: str, constants: Mapping[str, Any], **main_input: torch.Tensor) -> torch.Tensor:
     """Embeddings [tokens, hidden_size] of one image or piece of sound."""
     if model.config.model_type in ("smolvlm", "idefics3"):
         return _idefics_features(model, **main_input)
+    if model.config.model_type in BY_GRID:
+        # A copy: transformers takes out of it what it has used.
+        return model.model.visual(main_input["pixel_values"], grid_thw=None, **dict(constants)).pooler_output
     method = model.get_image_features if kind == IMAGE else model.get_audio_features
     found = method(**main_input, return_dict=True).pooler_output
     found = torch.cat(list(found), dim=0) if isinstance(found, (list, tuple)) else found
@@ -98,20 +114,26 @@ def _idefics_features(model: PreTrainedModel, pixel_values: torch.Tensor) -> tor
 
 
 @torch.no_grad()
-def modalities_of(model: PreTrainedModel, kinds: Sequence[str]) -> tuple[Modality, ...]:
+def modalities_of(
+    model: PreTrainedModel, kinds: Sequence[str], image_size: int | Sequence[int] | None = None
+) -> tuple[Modality, ...]:
     """What of `kinds` a model takes, from its config and from running its encoders on one item of zeros.
 
     Args:
         kinds: Any of `image` and `audio`.
+        image_size: Height and width of every image in pixels, or one number for both, where the model's config leaves it
+            open (Qwen2-VL).
 
     Raises:
         InputError: If a kind is neither, or the model does not take it.
         UnsupportedModelError: If the model needs more of the cache than embeddings in place of tokens.
     """
-    return tuple(_modality(model, kind) for kind in kinds)
+    if image_size is not None and IMAGE not in kinds:
+        raise InputError(f"image_size is {image_size!r}, but no images are taken; pass modalities=['image'] too, or leave it out")
+    return tuple(_modality(model, kind, image_size) for kind in kinds)
 
 
-def _modality(model: PreTrainedModel, kind: str) -> Modality:
+def _modality(model: PreTrainedModel, kind: str, image_size: int | Sequence[int] | None) -> Modality:
     config = model.config
     if kind not in (IMAGE, AUDIO):
         raise InputError(f"modality is {kind!r}; choose of {IMAGE} and {AUDIO}")
@@ -127,16 +149,35 @@ def _modality(model: PreTrainedModel, kind: str) -> Modality:
     if _SUPPORTED[config.model_type] != kind:
         raise InputError(f"{config.model_type!r} takes {_SUPPORTED[config.model_type]}, not {kind}")
     dtype = str(model.dtype).removeprefix("torch.")
-    if kind == IMAGE:
+    grid, constants = None, {}
+    if config.model_type in BY_GRID:
+        grid = grid_for(config, image_size)
+        constants = grid_constants(model, grid)
+        patches = grid[0] * grid[1] * grid[2]
+        main_input, token_id = TensorSpec("pixel_values", dtype, (patches, patch_values(config))), config.image_token_id
+    elif kind == IMAGE:
         vision = config.vision_config
+        if image_size is not None:
+            raise InputError(
+                f"image_size is {image_size!r}, but {config.model_type!r} takes images of {vision.image_size} x "
+                f"{vision.image_size} pixels; leave it out"
+            )
         shape: tuple[int | str, ...] = (1, getattr(vision, "num_channels", 3), vision.image_size, vision.image_size)
         main_input, token_id = TensorSpec("pixel_values", dtype, shape), config.image_token_id
     else:
         audio = config.audio_config
         shape = (1, audio.num_mel_bins, 2 * audio.max_source_positions)
         main_input, token_id = TensorSpec("input_features", dtype, shape), config.audio_token_id
-    example = torch.zeros(shape, dtype=model.dtype, device=model.device)
-    features = features_of(model, kind, **{main_input.name: example})
+    example = torch.zeros(main_input.shape, dtype=model.dtype, device=model.device)
+    features = features_of(model, kind, constants, **{main_input.name: example})
     return Modality(
-        kind, main_input, features.shape[0], features.shape[1], token_id, str(features.dtype).removeprefix("torch.")
+        kind,
+        main_input,
+        features.shape[0],
+        features.shape[1],
+        token_id,
+        str(features.dtype).removeprefix("torch."),
+        grid,
+        config.model_type == "gemma3",
+        constants,
     )
