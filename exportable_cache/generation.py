@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ class Generation:
         seed: int | None = None,
         stop: int | str | Sequence[int | str] | None = None,
         draft: Draft | None = None,
+        **inputs: torch.Tensor,
     ) -> Iterator[Any]:
         """Tokens that follow a prompt, one step each. Arguments are checked now, steps run as the iterator is consumed.
 
@@ -52,6 +54,7 @@ class Generation:
                 that ends a row is given out too.
             draft: Speculative decoding, at batch size 1: `PromptLookup()` or `DraftModel(session)`. The tokens are those of
                 plain decoding, or follow the same distribution; several are judged per step.
+            **inputs: What a processor gives beside input_ids, as `prefill` takes it: `generate(**processor(...))`.
 
         Yields:
             A token id (int) at batch size 1, otherwise int64 [batch], where ended rows give the padding token.
@@ -62,7 +65,9 @@ class Generation:
         """
         tokens, strings = self._stops(stop)
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-        steps = self._generate(input_ids, max_new_tokens, sampling, tokens, strings, draft=draft)
+        if draft is not None and inputs:
+            raise InputError(f"a draft takes token ids, got {', '.join(inputs)} too; prefill them first, or generate without a draft")
+        steps = self._generate(input_ids, max_new_tokens, sampling, tokens, strings, draft=draft, inputs=inputs)
         return (int(step[0]) for step in steps) if self.batch_size == 1 else steps
 
     def generate_text(
@@ -129,8 +134,10 @@ class Generation:
         continues: bool = False,
         anew: bool = False,
         draft: Draft | None = None,
+        inputs: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> Iterator[torch.Tensor]:
         self._check_prompt(self._after_pending(input_ids) if continues else input_ids, max_new_tokens, anew)
+        self._check_inputs(input_ids, inputs)
         if draft is not None:
             self._check_draft(draft, stop_strings)
         if anew:
@@ -146,7 +153,7 @@ class Generation:
             prompt = self._after_pending(input_ids) if continues else input_ids
             chooser = Chooser(sampling, prompt, self.vocab_size)
             if draft is None:
-                chosen = generate_tokens(self, prompt, max_new_tokens, chooser, enders, stop_strings, pad)
+                chosen = generate_tokens(self, prompt, max_new_tokens, chooser, enders, stop_strings, pad, inputs)
             else:
                 chosen = (
                     torch.tensor([token])

@@ -276,7 +276,8 @@ class Program:
         self.modalities = tuple(modalities)
         # Before the model is run to adapt the cache to it.
         checked_prefill_length(cache, prefill_length)
-        if adapt is not None:
+        # A target's own operators know causal attention, not images that see themselves.
+        if adapt is not None and not any(modality.sees_itself for modality in self.modalities):
             cache = adapt(model, cache)
         # Embeddings are fed through the prefill: it stays a method of its own with them.
         forward = forward(cache) and not self.modalities if callable(forward) else forward

@@ -275,7 +275,8 @@ class Session(Generation):
             progress(f"warming up {method.name}", done, len(methods))
             for inputs in smallest_inputs(method, self.batch_size, self.device):
                 self.runner.run(method.name, *inputs)
-            if method.input_names == ("input_ids", "input_pos") and method.max_length == 1 and hasattr(self.runner, "run_and_choose"):
+            feeds = {"input_ids", "input_pos"} <= set(method.input_names) <= {"input_ids", "input_pos", ROPE_DELTAS.name}
+            if feeds and method.max_length == 1 and hasattr(self.runner, "run_and_choose"):
                 for sampling, steps in product((Sampling(), Sampling(temperature=1.0)), {1, self.steps_per_launch}):
                     if method.serves(1, steps):
                         chooser = Chooser(sampling, inputs[0], self.vocab_size)
@@ -436,11 +437,11 @@ class Session(Generation):
             CacheFullError: If the prompt does not fit.
         """
         self._check_prompt(input_ids)
-        self._check_inputs(inputs)
+        items = self._check_inputs(input_ids, inputs)
         if self._modalities is None or not (inputs or self._has_placeholder(input_ids)):
             return self._prefill(input_ids, self.chunk_sizes(input_ids.shape[1]), {})
         deltas = self._images.deltas(self._length)
-        prompt = self._modalities.embed(input_ids, inputs, self._length + deltas)
+        prompt = self._modalities.embed(input_ids, items, self._length + deltas)
         if prompt.placed is not None:
             self._images = self._images.followed_by(shifted(prompt.placed, self._length, deltas))
         return self._prefill(prompt.embeds, prompt.sizes, prompt.further)
@@ -584,9 +585,16 @@ class Session(Generation):
         held = 0 if anew else int(self._length.max())
         check_room(held, self.max_length, input_ids.shape[1], max_new_tokens)
 
-    def _check_inputs(self, inputs: Mapping[str, torch.Tensor]) -> None:
-        if inputs and self._modalities is None:
-            raise InputError(f"this session takes token ids only, got {', '.join(inputs)}; make it, or export, with modalities=")
+    def _check_inputs(self, input_ids: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What encoders are to be given of what a processor gave beside the ids."""
+        if self._modalities is not None:
+            return self._modalities.check(input_ids, inputs)
+        # A tokenizer's mask over one prompt says nothing.
+        if inputs.keys() - {"attention_mask"} or not all(bool(mask.all()) for mask in inputs.values()):
+            raise InputError(
+                f"this session takes token ids without padding only, got {', '.join(inputs)}; make it, or export, with modalities="
+            )
+        return {}
 
     def _check_ids(self, name: str, ids: torch.Tensor, dims: tuple[str, ...]) -> None:
         check_ids(name, ids, dims, self.batch_size, self.vocab_size, self.device)

@@ -93,6 +93,7 @@ def test_manifest_records_the_program(original: Path, model: Any) -> None:
         "read_length": None,
         "ranges": {},
         "scores": False,
+        "grid": None,
         "inputs": [
             {"name": "input_ids", "dtype": "int64", "shape": ["batch", "length"]},
             {"name": "input_pos", "dtype": "int64", "shape": ["batch"]},

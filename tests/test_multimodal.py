@@ -8,29 +8,35 @@ import torch
 from transformers import PreTrainedModel
 
 from exportable_cache import ExportableCache, Session, export, load
+from exportable_cache.decoding import PromptLookup
 from exportable_cache.errors import InputError, UnsupportedModelError
 from exportable_cache.multimodal import modalities_of
 
 from .support.models import tiny_model, tokens
-from .support.multimodal import prompt, reference_logits, tiny_multimodal
+from .support.multimodal import FAMILIES, PLACEHOLDER, prompt, reference_logits, tiny_multimodal
 
 TOLERANCE = 1e-4
-#: Kind and embeddings per item, by family.
-FAMILIES = {"llava": ("image", 4), "smolvlm": ("image", 4), "voxtral": ("audio", 3)}
 STEPS = 24
+# Exported in the fast tests; the others beside them have nothing that these lack.
+EXPORTED = ("llava", "voxtral", "gemma3", "qwen2_5_vl")
 
 
-def live(family: str, **options: Any) -> tuple[Session, PreTrainedModel]:
+def options_of(family: str) -> dict[str, Any]:
+    kind, _, options = FAMILIES[family]
+    return {"modalities": [kind], "prefill_length": 16, **options}
+
+
+def live(family: str, slack: int = 0, **options: Any) -> tuple[Session, PreTrainedModel]:
     model = tiny_multimodal(family)
-    cache = ExportableCache.from_model(model, 64)
-    return Session.from_model(model, cache, prefill_length=16, modalities=[FAMILIES[family][0]], **options), model
+    cache = ExportableCache.from_model(model, 96, slack=slack)
+    return Session.from_model(model, cache, **{**options_of(family), **options}), model
 
 
 def largest_difference(session: Session, model: PreTrainedModel, family: str) -> float:
-    """Over one item and two, in prompts of one chunk of prefill and of more, each with 24 steps after it."""
+    """Over one item and two, at the start and amid text, in prompts of one chunk and of more, each with 24 steps after it."""
     differences = []
-    for items, length in ((1, 5), (2, 30)):
-        inputs = prompt(model, items, length, FAMILIES[family][1], seed=items)
+    for items, length, start in ((1, 5, 0), (1, 14, 9), (2, 30, 2)):
+        inputs = prompt(model, items, length, FAMILIES[family][1], seed=items + length, start=start, apart=5)
         following = tokens(STEPS, seed=items).clamp(max=100)
         expected = reference_logits(model, inputs, following)
         model.set_attn_implementation("exportable_cache")
@@ -53,14 +59,14 @@ def test_compiled_sessions_equal_the_whole_model(family: str) -> None:
     assert largest_difference(session, model, family) <= TOLERANCE
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [family if family in EXPORTED else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES]
+)
 def test_pt2_bundles_equal_the_whole_model(family: str, tmp_path: Path) -> None:
     model = tiny_multimodal(family)
     kind = FAMILIES[family][0]
     model.save_pretrained(tmp_path / family)
-    bundle = export(
-        tmp_path / family, target="pt2", max_cache_len=64, prefill_length=16, modalities=[kind], output_dir=tmp_path / "bundle"
-    )
+    bundle = export(tmp_path / family, target="pt2", max_cache_len=96, output_dir=tmp_path / "bundle", **options_of(family))
     assert bundle.manifest.verification["passed"] is True
     methods = bundle.manifest.program.methods
     assert set(methods) == {"decode", "prefill", f"encode_{kind}", "embed", "prefill_embeds"}
@@ -72,10 +78,24 @@ def test_pt2_bundles_equal_the_whole_model(family: str, tmp_path: Path) -> None:
 def test_what_is_seen_or_heard_matters(family: str) -> None:
     model = tiny_multimodal(family)
     inputs = prompt(model, 1, 5, FAMILIES[family][1])
-    name = next(name for name in inputs if name != "input_ids")
+    name = next(name for name in inputs if name in ("pixel_values", "input_features"))
     other = {**inputs, name: inputs[name].flip(-1)}
     following = tokens(3)
     assert (reference_logits(model, inputs, following) - reference_logits(model, other, following)).abs().amax(-1).min() > 0.01
+
+
+def test_generation_from_what_a_processor_gives() -> None:
+    session, model = live("qwen2_5_vl")
+    inputs = prompt(model, 1, 5, 6)
+    found = list(session.generate(**inputs, attention_mask=torch.ones_like(inputs["input_ids"]), max_new_tokens=12))
+    assert session.length.tolist() == [5 + 6 + 11]
+    expected = reference_logits(model, inputs, torch.tensor([found]))
+    assert expected.argmax(-1)[0, :12].tolist() == found
+    other, _ = live("llava")
+    with pytest.raises(InputError, match=r"pixel_values has shape \[24, 96\]"):
+        other.generate(**inputs)
+    with pytest.raises(InputError, match="a draft takes token ids, got pixel_values"):
+        session.generate(inputs["input_ids"], pixel_values=inputs["pixel_values"], draft=PromptLookup())
 
 
 def test_refused_inputs() -> None:
@@ -100,13 +120,105 @@ def test_models_that_need_more_are_refused() -> None:
         modalities_of(text, ["image"])
     with pytest.raises(InputError, match="make it, or export, with modalities="):
         Session.from_model(text, ExportableCache.from_model(text, 32)).prefill(tokens(3), pixel_values=torch.zeros(1, 3, 8, 8))
-    text.config.model_type = "gemma3"
-    with pytest.raises(UnsupportedModelError, match="see each other in both directions"):
+    text.config.model_type = "qwen3_vl"
+    with pytest.raises(UnsupportedModelError, match="adds features of the vision encoder behind its first layers"):
         modalities_of(text, ["image"])
 
 
 def test_warm_up_runs_what_embeds_too() -> None:
-    session, model = live("llava")
+    session, model = live("qwen2_5_vl")
     session.warm_up()
     assert session.length.tolist() == [0]
-    assert largest_difference(session, model, "llava") <= TOLERANCE
+    assert largest_difference(session, model, "qwen2_5_vl") <= TOLERANCE
+
+
+@pytest.mark.parametrize("family", ("gemma3", "qwen2_5_vl"))
+def test_a_conversation_equals_its_prompt_at_once(family: str) -> None:
+    """An image, text by ids, a second image, text by ids: what follows an image goes on from where it left off."""
+    session, model = live(family)
+    whole = prompt(model, 2, 20, FAMILIES[family][1], start=3, apart=6)
+    following = tokens(12, seed=5).clamp(max=100)
+    expected = reference_logits(model, whole, following)
+    model.set_attn_implementation("exportable_cache")
+    feed(session, whole, first_turn=3 + FAMILIES[family][1] + 2)
+    rows = [feed_ids(session, whole, 20 + 2 * FAMILIES[family][1])]
+    rows += [session.decode(following[:, position]) for position in range(12)]
+    assert (torch.stack(rows, 1) - expected).abs().max() <= TOLERANCE
+
+
+def feed(session: Session, whole: dict[str, torch.Tensor], first_turn: int) -> None:
+    """The first `first_turn` tokens with one image, three tokens of text, and up to behind the second image."""
+    names = [name for name in whole if name in ("pixel_values", "image_grid_thw")]
+    first, second = ({name: whole[name].chunk(2)[index] for name in names} for index in (0, 1))
+    ids = whole["input_ids"]
+    end = int((ids[0] == PLACEHOLDER).nonzero()[-1]) + 1
+    session.reset()
+    session.prefill(ids[:, :first_turn], **first)
+    session.prefill(ids[:, first_turn : first_turn + 3])
+    session.prefill(ids[:, first_turn + 3 : end], **second)
+
+
+def feed_ids(session: Session, whole: dict[str, torch.Tensor], end: int) -> torch.Tensor:
+    """The rest of the prompt, as text."""
+    return session.prefill(whole["input_ids"][:, int(session.length[0]) : end])
+
+
+@pytest.mark.parametrize("family", ("gemma3", "qwen2_5_vl"))
+def test_rewinding_over_and_into_images(family: str) -> None:
+    session, model = live(family, slack=30)
+    per_item = FAMILIES[family][1]
+    inputs, following = prompt(model, 1, 5, per_item), tokens(3)
+    session.prefill(**inputs)
+    with pytest.raises(InputError, match=f"inside the image at 2 to {per_item + 1}; take back all of it, or none"):
+        session.rewind(4)
+    assert session.length.tolist() == [5 + per_item]
+    session.rewind(3)
+    after_image = session.prefill(following)
+    session.rewind(3 + per_item)
+    after_text = session.prefill(following)
+    for end, found in ((2 + per_item, after_image), (2, after_text)):
+        session.reset()
+        is_token = {"input_ids", "token_type_ids", "mm_token_type_ids"}
+        kept = {name: tensor[:, :end] if name in is_token else tensor for name, tensor in inputs.items()}
+        session.prefill(**(kept if end > 2 else {"input_ids": kept["input_ids"]}))
+        torch.testing.assert_close(found, session.prefill(following), atol=TOLERANCE, rtol=0)
+
+
+def test_forks_and_saved_states_keep_where_images_were(tmp_path: Path) -> None:
+    session, model = live("qwen2_5_vl")
+    session.prefill(**prompt(model, 1, 5, 6))
+    session.save_state(tmp_path / "state")
+    fork, following = session.fork(), tokens(4)
+    expected = session.prefill(following)
+    torch.testing.assert_close(fork.prefill(following), expected, atol=TOLERANCE, rtol=0)
+    session.reset()
+    session.load_state(tmp_path / "state")
+    torch.testing.assert_close(session.prefill(following), expected, atol=TOLERANCE, rtol=0)
+
+
+def test_refused_grids_and_sizes() -> None:
+    session, model = live("qwen2_5_vl")
+    inputs = prompt(model, 1, 5, 6)
+    with pytest.raises(InputError, match=r"image_grid_thw has \[1, 6, 4\], encode_image was made for \[1, 4, 6\] patches"):
+        session.prefill(**{**inputs, "image_grid_thw": torch.tensor([[1, 6, 4]])})
+    with pytest.raises(InputError, match=r"must be \[items \* 24, 96\]"):
+        session.prefill(**{**inputs, "pixel_values": inputs["pixel_values"][:20]})
+    with pytest.raises(InputError, match="marks other tokens than the prompt's placeholders"):
+        session.prefill(**{**inputs, "mm_token_type_ids": 1 - inputs["mm_token_type_ids"]})
+    assert session.length.tolist() == [0]
+    for size, message in ((None, "takes images of any size, a program those of one"), (20, "a multiple of 8"), ((8, 8, 8), "multiple of 8")):
+        with pytest.raises(InputError, match=message):
+            modalities_of(model, ["image"], size)
+    with pytest.raises(InputError, match="takes images of 16 x 16 pixels; leave it out"):
+        modalities_of(tiny_multimodal("llava"), ["image"], 32)
+    with pytest.raises(InputError, match="no images are taken"):
+        modalities_of(model, [], 32)
+
+
+def test_images_that_see_themselves_go_through_whole() -> None:
+    with pytest.raises(InputError, match="prefill_length is 15; the 16 tokens of an image see each other"):
+        live("gemma3", prefill_length=15)
+    session, model = live("gemma3")
+    with pytest.raises(InputError, match="the image at token 2 of the prompt takes 32 tokens, which see each other"):
+        session.prefill(**prompt(model, 2, 5, 16))
+    assert session.length.tolist() == [0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from json import loads
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -29,9 +30,21 @@ if TYPE_CHECKING:
 _ARGUMENTS = frozenset(
     (
         "model_or_path target max_cache_len output_dir batch_size dtype prefill_length quantize group_size quantize_embeddings "
-        "attention_sinks attention_window kv_dtype slack max_encoder_len modalities verify overwrite tokenizer progress"
+        "attention_sinks attention_window kv_dtype slack max_encoder_len modalities image_size verify overwrite tokenizer progress"
     ).split()
 )
+
+
+def _sides(text: str) -> tuple[int, ...]:
+    """`448x336` is `(448, 336)`, `448` a square."""
+    sides = tuple(int(side) for side in text.split("x"))
+    return sides * 2 if len(sides) == 1 else sides
+
+
+def _size(text: str | None) -> str | None:
+    if text is not None and not re.fullmatch(r"\d+(x\d+)?", text):
+        raise typer.BadParameter(f"{text!r} is not HEIGHTxWIDTH in pixels, such as 448x448")
+    return text
 
 
 def export(
@@ -110,6 +123,16 @@ def export(
         list[str] | None,
         typer.Option("--modality", metavar="KIND", help="Take image or audio beside text; the model's encoder is exported, too."),
     ] = None,
+    image_size: Annotated[
+        str | None,
+        typer.Option(
+            "--image-size",
+            metavar="HxW",
+            callback=_size,
+            help="Height and width of every image in pixels, such as 448x448, where the model's config leaves it open.",
+            show_default="the model's",
+        ),
+    ] = None,
     option: Annotated[
         list[str] | None,
         typer.Option("--option", "-O", metavar="NAME=VALUE", help="Of the target, such as llm_runner=true; may be repeated."),
@@ -144,6 +167,7 @@ def export(
             slack=slack,
             max_encoder_len=max_encoder_len,
             modalities=tuple(modality or ()),
+            image_size=None if image_size is None else _sides(image_size),
             verify=verify,
             overwrite=overwrite,
             progress=progress,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +24,7 @@ def generate_tokens(
     end_tokens: Collection[int],
     stop_strings: Sequence[str] = (),
     pad_token: int = 0,
+    inputs: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> Iterator[torch.Tensor]:
     """Tokens that follow a prompt.
 
@@ -36,6 +38,7 @@ def generate_tokens(
         end_tokens: A row ends with any of these.
         stop_strings: A row ends with the token that completes one of these; the session needs a tokenizer then.
         pad_token: What a row that has ended gives while others go on.
+        inputs: What the prompt's prefill takes besides.
 
     Yields:
         int64 [batch], on the session's device.
@@ -43,7 +46,7 @@ def generate_tokens(
     batch_size = input_ids.shape[0]
     ended = torch.zeros(batch_size, dtype=torch.bool)
     texts = [(TextStream(session.tokenizer), StopStrings(stop_strings)) for _ in range(batch_size if stop_strings else 0)]
-    tokens = chooser.choose(session.prefill(input_ids))
+    tokens = chooser.choose(session.prefill(input_ids, **inputs))
     launches = Launches(session, chooser)
     count = 0
     while True:

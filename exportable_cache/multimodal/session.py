@@ -93,17 +93,14 @@ class SessionModalities:
             whole_chunks(image_ids(self._is_item(input_ids)), self._longest())
         return items
 
-    def embed(self, input_ids: torch.Tensor, inputs: Mapping[str, Any], first: torch.Tensor) -> EmbeddedPrompt:
+    def embed(self, input_ids: torch.Tensor, items: Mapping[str, torch.Tensor], first: torch.Tensor) -> EmbeddedPrompt:
         """The prompt with the embeddings of its images or sound.
 
         Args:
-            input_ids, inputs: See `check`.
+            input_ids: int64 [batch, length].
+            items: What `check` gave for it.
             first: int64 [batch], rotary position of each row's first token.
-
-        Raises:
-            InputError: See `check`.
         """
-        items = self.check(input_ids, inputs)
         longest = self.runner.methods["embed"].max_length
         parts = [self.runner.run("embed", part.contiguous())[0] for part in input_ids.split(longest, dim=1)]
         embeds = torch.cat(parts, dim=1)
