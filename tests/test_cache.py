@@ -269,7 +269,7 @@ def test_pytree_keys_and_constant_spec() -> None:
         ({"max_cache_len": 8.5}, "max_cache_len is 8.5"),
         ({"batch_size": 0}, "batch_size is 0"),
         ({"dtype": torch.int8}, "torch.int8"),
-        ({"slack": -1}, "slack of a ring layer is -1"),
+        ({"slack": -1}, "slack of a RingLayer is -1"),
     ],
 )
 def test_bad_sizes(options: dict, message: str) -> None:

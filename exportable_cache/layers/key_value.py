@@ -82,29 +82,6 @@ class KeyValueLayer(CacheLayer):
             self.keys = write_slots(self.keys, slots, key_states)
             self.values = write_slots(self.values, slots, value_states)
 
-    def _turn(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Overwrite the slots whose positions are new, and return all slots as they were, the new tokens behind them.
-
-        Args:
-            key_states, value_states: As `update` gets them.
-            positions: Position that each slot holds after the write, int64 [batch_size, capacity].
-        """
-        length = self.cumulative_length[:, None]
-        all_keys = torch.cat([self.keys, key_states], dim=2)
-        all_values = torch.cat([self.values, value_states], dim=2)
-        slot = torch.arange(self.capacity, device=self.device)
-        source = torch.where(positions >= length, self.capacity + positions - length, slot)
-        keys, values = read_slots(all_keys, source), read_slots(all_values, source)
-        if self.in_place:
-            self.keys.copy_(keys)
-            self.values.copy_(values)
-        else:
-            self.keys, self.values = keys, values
-        self.advance(key_states.shape[2])
-        return all_keys, all_values
-
 
 def write_slots_(buffer: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
     """Write one row per slot, in place.

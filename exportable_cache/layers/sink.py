@@ -12,13 +12,10 @@ from typing import Any
 
 import torch
 
-from ..errors import InputError
-from .guards import check_new_states, is_traced
-from .key_value import KeyValueLayer
-from .ring import is_one
+from .turning import TurningLayer, check_count, is_one
 
 
-class SinkLayer(KeyValueLayer):
+class SinkLayer(TurningLayer):
     """Keeps the first `sinks` tokens of each row and a ring of the newest `window + slack` after them.
 
     A query at position q sees itself, the positions below `sinks`, and those from q - window + 1 on. Position p lives in slot p
@@ -39,16 +36,8 @@ class SinkLayer(KeyValueLayer):
     def __init__(
         self, batch_size: int, num_heads: int, head_dim: int, sinks: int, window: int, *, slack: int = 0, **options: Any
     ) -> None:
-        for name, value, least in (("sinks", sinks, 1), ("window", window, 1), ("slack", slack, 0)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise InputError(f"{name} of a sink layer is {value!r}; it must be an int of at least {least}")
-        self.sinks = sinks
-        self.window = window
-        super().__init__(batch_size, num_heads, head_dim, sinks + window + slack, **options)
-
-    @property
-    def max_length(self) -> None:
-        return None
+        self.sinks = check_count(self, "sinks", sinks, 1)
+        super().__init__(batch_size, num_heads, head_dim, window, slack=slack, sinks=sinks, **options)
 
     @property
     def ring(self) -> int:
@@ -57,14 +46,12 @@ class SinkLayer(KeyValueLayer):
 
     @property
     def _next_slot(self) -> torch.Tensor:
-        """Slot of the next token, int64 [batch_size]."""
         length = self.cumulative_length
         turned = self.sinks + torch.remainder(length - self.sinks + self.ring * self.sinks, self.ring)
         return torch.where(length < self.sinks, length, turned)
 
     @property
     def _has_no_turn(self) -> bool:
-        """Whether nothing is known to have left the window yet: it is a full layer until then."""
         return self.read_length is not None and self.read_length <= self.sinks + self.window
 
     def slot_positions(self, query_length: int) -> torch.Tensor | None:
@@ -89,7 +76,6 @@ class SinkLayer(KeyValueLayer):
         return (positions >= 0) & ((positions < self.sinks) | (positions > query - self.window))
 
     def _positions(self, length: torch.Tensor) -> torch.Tensor:
-        """Position each slot holds once `length` [batch_size, 1] tokens were written, -1 for none: int64 [batch_size, capacity]."""
         slot = torch.arange(self.capacity, device=self.device)
         newest = length - 1
         # Of the ring, counted from the first token after the sinks. The dividend is kept from being negative for any length,
@@ -103,30 +89,3 @@ class SinkLayer(KeyValueLayer):
             return length
         # As in a ring: the slots of positions from `sinks` to high_water - 1 - ring hold later tokens.
         return max(0, min(length, length - (high_water - 1 - self.ring + self.window)))
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the new tokens: the first to the sinks, later ones over the oldest of the ring. See `RingLayer.update`.
-
-        Args:
-            key_states: [batch_size, num_heads, query_length, head_dim].
-            value_states: [batch_size, num_heads, query_length, value_head_dim].
-
-        Returns:
-            Keys and values [batch_size, num_heads, kv_length, dim], kv_length being capacity for one new token and
-            capacity + query_length for more; `slots_read` for any number where `read_length` is within sinks and window.
-
-        Raises:
-            InputError: If shape, dtype or device differ from the layer's.
-        """
-        query_length = key_states.shape[2]
-        if not is_traced(self.cumulative_length):
-            check_new_states(self, key_states, value_states)
-        if self._has_no_turn:
-            return self._append(key_states, value_states)
-        if is_one(query_length):
-            self._write(self._next_slot[:, None], key_states, value_states)
-            self.advance(1)
-            return self.keys, self.values
-        return self._turn(key_states, value_states, self._positions(self.cumulative_length[:, None] + query_length))

@@ -128,7 +128,7 @@ class FusedRingLayer(RingLayer):
     def slot_positions(self, query_length: int) -> torch.Tensor:
         # Of the ring before this step and the new tokens after it, for any number of them: `attend` joins the two.
         length = self.cumulative_length[:, None]
-        old = self._ring_positions(length)
+        old = self._positions(length)
         new = length + torch.arange(query_length, device=self.device)
         return torch.cat([torch.where(old < 0, length + query_length, old), new], dim=1)
 

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from ...layers import FullLayer, KeyValueLayer, RingLayer, SinkLayer
-from ...layers.ring import is_one
+from ...layers.turning import is_one
 from ...ops.kv_cache_update import kv_cache_update
 
 
