@@ -18,7 +18,7 @@ from .errors import BundleError, ExportableCacheError, InputError, UnsupportedMo
 from .files import atomic_path
 from .layers import CacheLayer, LinearStates
 from .layers.guards import check_rollback, check_room, check_rows_agree, is_traced
-from .layers.quantized import KV_DTYPES
+from .layers.quantized import check_kv_dtype
 from .layout import LayerLayout, Sinks, check_sinks, layout_from_config, layout_from_model
 from .patches.transformers import patch_model
 from .pytree import register_node
@@ -183,8 +183,7 @@ class ExportableCache(Cache):
         for name, value in (("max_cache_len", max_cache_len), ("batch_size", batch_size)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise InputError(f"{name} is {value!r}; it must be an int of at least 1")
-        if kv_dtype is not None and kv_dtype not in KV_DTYPES:
-            raise InputError(f"kv_dtype is {kv_dtype!r}; it must be {' or '.join(KV_DTYPES)}, or None for the dtype the model writes")
+        check_kv_dtype(kv_dtype)
         return cls([layout.build(batch_size, max_cache_len, dtype, device, slack, sinks, kv_dtype) for layout in layouts])
 
     @classmethod

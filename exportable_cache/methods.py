@@ -139,7 +139,7 @@ def methods_for(
         split: Have the methods `decode`, of one token, and `prefill`, of several. Without them `forward` serves every step.
 
     Raises:
-        InputError: If `prefill_length` or `score_length` is out of range, or a bucket is not positive.
+        InputError: If `prefill_length` or `score_length` is out of range, or a bucket is not positive or more than a row holds.
     """
     prefill_length = checked_prefill_length(cache, prefill_length)
     methods = [Method("decode", 1, 1)] if split else []
@@ -149,6 +149,8 @@ def methods_for(
         methods.append(Method("forward", 1, prefill_length))
     if not isinstance(score_length, int) or isinstance(score_length, bool) or score_length in (1,) or score_length < 0:
         raise InputError(f"score_length is {score_length!r}; it must be an int of at least 2, or 0 for no such method")
+    if cache.max_length is not None and score_length > cache.max_length:
+        raise InputError(f"score_length is {score_length}, a row holds {cache.max_length} tokens; pass at most that")
     if score_length:
         methods.append(Method("score", 2, score_length, scores=True))
     if isinstance(buckets, (str, int)) or not isinstance(buckets, Sequence):
@@ -156,6 +158,8 @@ def methods_for(
     for bucket in buckets:
         if not isinstance(bucket, int) or isinstance(bucket, bool) or bucket < 1:
             raise InputError(f"a length bucket is {bucket!r}; each must be an int of at least 1, such as 128")
+        if cache.max_length is not None and bucket > cache.max_length:
+            raise InputError(f"a length bucket is {bucket}, a row holds {cache.max_length} tokens; pass buckets below that, or none")
         methods.append(Method(f"decode_{bucket}", 1, 1, bucket))
         if prefill_length > 1 and bucket > 1:
             methods.append(Method(f"prefill_{bucket}", 2, min(prefill_length, bucket), bucket))

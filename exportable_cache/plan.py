@@ -12,8 +12,9 @@ import torch
 
 from .describe import dtype_name
 from .errors import InputError, UnsupportedModelError
-from .layers import CacheLayer
-from .layout import LayerLayout, layout_from_config, layout_from_model, model_without_weights
+from .layers import CacheLayer, SinkLayer
+from .layers.quantized import check_kv_dtype
+from .layout import LayerLayout, Sinks, check_sinks, layout_from_config, layout_from_model, model_without_weights
 from .models import load_config, parse_dtype
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class PlannedLayer:
         layer_type: Transformers' name, as in `config.layer_types`.
         storage: Class of the cache layer.
         slots: Tokens it has room for; a ring writes over the oldest. None where it keeps no keys.
-        window: Tokens a query attends to, itself included; None for all.
+        window: Tokens a query attends to, itself and attention sinks included; None for all.
         heads: Key and value heads.
         head_dim: Size of a key head.
         value_head_dim: Size of a value head.
@@ -97,6 +98,9 @@ def plan(
     batch_size: int = 1,
     dtype: torch.dtype | str | None = None,
     max_encoder_len: int | None = None,
+    attention_sinks: int | None = None,
+    attention_window: int | None = None,
+    kv_dtype: str | None = None,
 ) -> Plan:
     """Size the cache of a model from its config; no weights are read, no cache memory is allocated.
 
@@ -106,6 +110,7 @@ def plan(
         batch_size: Rows.
         dtype: Of keys, values and weights; the config's by default, float32 if it names none.
         max_encoder_len: Longest input of an encoder-decoder's encoder, see `ExportableCache.from_model`.
+        attention_sinks, attention_window, kv_dtype: See `ExportableCache.from_config`.
 
     Returns:
         The plan. A model the cache cannot hold gives one with no layers and the reason in `refusal`.
@@ -118,6 +123,8 @@ def plan(
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise InputError(f"{name} is {value!r}; it must be an int of at least 1")
     wanted = parse_dtype(dtype)
+    check_kv_dtype(kv_dtype)
+    sinks = Sinks.within(max_cache_len, attention_sinks, attention_window)
     config = load_config(model_or_path)
     stored = getattr(model_or_path, "dtype", None) or getattr(config.get_text_config(decoder=True), "dtype", None)
     chosen = wanted or parse_dtype(stored) or torch.float32
@@ -133,9 +140,11 @@ def plan(
     }
     try:
         layouts = _layouts(config, model, max_encoder_len, batch_size)
+        if sinks is not None:
+            check_sinks(config, layouts)
     except UnsupportedModelError as error:
         return Plan(**about, layers=(), max_length=None, cache_bytes=None, dynamic_bytes=None, refusal=str(error))
-    built = [layout.build(batch_size, max_cache_len, chosen, "meta") for layout in layouts]
+    built = [layout.build(batch_size, max_cache_len, chosen, "meta", 0, sinks, kv_dtype) for layout in layouts]
     limits = [layer.max_length for layer in built if layer.max_length is not None]
     return Plan(
         **about,
@@ -145,7 +154,7 @@ def plan(
                 layer_type=layout.layer_type,
                 storage=type(layer).__name__,
                 slots=getattr(layer, "capacity", None),
-                window=layout.window,
+                window=sinks.tokens + sinks.window if isinstance(layer, SinkLayer) else layout.window,
                 heads=layout.num_heads,
                 head_dim=layout.head_dim,
                 value_head_dim=layout.value_head_dim,

@@ -241,11 +241,16 @@ class Session(Generation):
 
     @property
     def cache(self) -> ExportableCache:
-        """The cache given to `from_model`, its lengths brought up to date.
+        """The cache given to `from_model`, brought up to date: its lengths, and whether cross-attention was computed.
 
         Raises:
-            InputError: If the session runs a bundle, whose cache is inside the program.
+            InputError: If the session runs a bundle, whose cache is inside the program, or is a fork.
         """
+        if self._cache is None and self.target in ("eager", "compiled"):
+            raise InputError(
+                "a fork has no cache object of its own: its tensors take turns in that of the session it was forked from; "
+                "save_state() writes what it holds"
+            )
         if self._cache is None:
             raise InputError(f"a session over a {self.target!r} bundle has no cache object; its program keeps the tensors")
         if isinstance(self.runner, ForkedRunner):
@@ -255,6 +260,8 @@ class Session(Generation):
             if layer.follows_decoder and not layer.is_dummy:
                 layer.cumulative_length.copy_(self._length)
             layer._high_water = None if high_water >= _UNKNOWN else high_water
+        if self._encoder is not None:
+            self._encoder.update_cache(self._cache, bool(self._length.any()))
         return self._cache
 
     def warm_up(self, progress: Progress = silent) -> None:
@@ -349,11 +356,10 @@ class Session(Generation):
         lengths = self._length.tolist()
         if tokens > min(lengths):
             raise InputError(f"cannot rewind {tokens} tokens, rows hold {lengths}; rewind at most {min(lengths)}")
-        allowed, reason = min(
-            (layer.max_rollback(length, high_water), layer.forgetting)
-            for layer in self.layers
-            for length, high_water in zip(lengths, self._high_water.tolist(), strict=True)
-        )
+        # A row that is left with no token starts anew, whatever its layers keep.
+        kept = [row for row in zip(lengths, self._high_water.tolist(), strict=True) if row[0] != tokens]
+        found = ((layer.max_rollback(*row), layer.forgetting) for layer in self.layers for row in kept)
+        allowed, reason = min(found, default=(tokens, ""))
         if tokens > allowed:
             raise InputError(
                 f"cannot rewind {tokens} tokens at a length of {lengths}: {reason}, "

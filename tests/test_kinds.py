@@ -124,3 +124,15 @@ def test_states_are_not_wound_back() -> None:
     with pytest.raises(InputError, match="a layer's state sums up all that was seen, at most 0 can be taken back"):
         session.rewind(1)
     assert session.length.tolist() == [6]
+
+
+def test_taking_back_everything_starts_anew() -> None:
+    """A state of fixed size has no past, but it has a beginning."""
+    session = live_session(kind_model("qwen3_next"), False, 64)
+    expected = session.prefill(tokens(9))
+    session.decode(tokens(1)[0])
+    with pytest.raises(InputError, match="cannot rewind 9 tokens"):
+        session.rewind(9)
+    session.rewind(10)
+    assert session.length.tolist() == [0]
+    torch.testing.assert_close(session.prefill(tokens(9)), expected)

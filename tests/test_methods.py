@@ -43,6 +43,15 @@ def test_a_bucket_is_a_positive_int(model: Any, bucket: Any) -> None:
         methods_for(ExportableCache.from_model(model, 64), buckets=(bucket,))
 
 
+def test_what_the_cache_has_no_room_for_is_refused(model: Any) -> None:
+    cache = ExportableCache.from_model(model, 64)
+    assert "decode_64" in methods_for(cache, buckets=(64,)) and methods_for(cache, score_length=64)["score"].max_length == 64
+    with pytest.raises(InputError, match="a length bucket is 65, a row holds 64 tokens"):
+        methods_for(cache, buckets=(8, 65))
+    with pytest.raises(InputError, match="score_length is 65, a row holds 64 tokens"):
+        methods_for(cache, score_length=65)
+
+
 @pytest.mark.parametrize("buckets", [128, True, "auto", {"128": 1}, None])
 def test_buckets_are_a_list(model: Any, buckets: Any) -> None:
     with pytest.raises(InputError, match="buckets is .*; it must be a list of ints"):

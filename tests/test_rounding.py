@@ -66,6 +66,18 @@ def test_pt2(form: str, tmp_path) -> None:
     check(lowered_session(model, "pt2", tmp_path, CAPACITY, cache_options={"kv_dtype": "int8"}, form=form), model)
 
 
+def test_aoti(tmp_path) -> None:
+    model = tiny_model("gemma3_text")
+    session = lowered_session(model, "aoti", tmp_path, CAPACITY, cache_options={"kv_dtype": "int8"})
+    check(session, model)
+    # One cache for both methods, in place.
+    session.prefill(tokens(5))
+    kept = {name: tensor.clone() for name, tensor in session.runner.state.items()}
+    session.decode(tokens(1)[0])
+    for name, tensor in session.runner.state.items():
+        assert (tensor != kept[name]).any(dim=-1).any(dim=1)[0].nonzero().flatten().tolist() == [5], name
+
+
 @pytest.mark.parametrize(("family", "methods"), [("gemma2", ["decode", "prefill"])])
 def test_executorch(family: str, methods: list[str], tmp_path) -> None:
     pytest.importorskip("executorch", reason="the executorch extra is not installed")

@@ -152,6 +152,29 @@ def test_plain_transformers_use_goes_through_the_protocol() -> None:
     assert cache.is_updated == {0: False, 1: False, 2: False}
 
 
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_plain_use_goes_on_from_a_sessions_cache(family: str) -> None:
+    """Of 20 encoder slots 7 are written: the model reads those, and computes none of them again."""
+    model = tiny_seq2seq(family)
+    inputs, ids = encoder_inputs(model, 7), tokens(6)
+    expected = reference_logits(model, inputs, ids, 4)
+    session = live(model, family)
+    session.encode(**inputs)
+    assert session.cache.is_updated == {0: False, 1: False, 2: False}
+    session.prefill(ids[:, :4])
+    cache = session.cache
+    assert cache.is_updated == {0: True, 1: True, 2: True}
+    kept = [layer.keys.clone() for layer in cache.cross_layers]
+    with torch.no_grad():
+        outputs = model.get_encoder()(**inputs)
+        common = {"encoder_outputs": outputs, "attention_mask": inputs["attention_mask"], "past_key_values": cache}
+        rows = [model(decoder_input_ids=ids[:, place : place + 1], **common).logits[:, -1] for place in (4, 5)]
+    assert (torch.stack(rows, 1) - expected[:, 1:]).abs().max() <= TOLERANCE
+    assert all(torch.equal(layer.keys, keys) for layer, keys in zip(cache.cross_layers, kept))
+    session.reset()
+    assert session.cache.is_updated == {0: False, 1: False, 2: False}
+
+
 def test_saved_and_loaded(tmp_path: Path) -> None:
     model = tiny_seq2seq("bart")
     session = live(model, "bart")

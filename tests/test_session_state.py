@@ -151,3 +151,12 @@ def test_fingerprints_differ_by_weights_and_dtype(model: Any) -> None:
     with torch.no_grad():
         other.model.norm.weight[0] += 1e-3
     assert fingerprint(model) != fingerprint(other)
+
+
+def test_a_fork_has_no_cache_object(model: Any) -> None:
+    session = live_session(model, False, 64)
+    session.prefill(tokens(3))
+    fork = session.fork()
+    with pytest.raises(InputError, match="a fork has no cache object of its own: .* save_state"):
+        fork.cache
+    assert session.cache.cumulative_length.tolist() == [3]

@@ -11,10 +11,13 @@ import typer
 
 from .layer_table import simple_table
 from .options import (
+    AttentionSinksOption,
+    AttentionWindowOption,
     BatchSizeOption,
     DelegateOption,
     DtypeOption,
     JsonOption,
+    KvCacheDtypeOption,
     MaxEncoderLenOption,
     ModelArgument,
     SmOption,
@@ -83,32 +86,9 @@ def export(
         Literal["8w", "4w"] | None,
         typer.Option("--quantize-embeddings", help="Weights of the embedding table.", show_default=False),
     ] = None,
-    kv_cache_dtype: Annotated[
-        str | None,
-        typer.Option(
-            "--kv-cache-dtype", metavar="int8", help="Keep keys and values in 8 bits; the model's own dtype by default.", show_default=False
-        ),
-    ] = None,
-    attention_sinks: Annotated[
-        int | None,
-        typer.Option(
-            "--attention-sinks",
-            metavar="K",
-            callback=at_least(1),
-            help="Full-attention layers keep the first K tokens and the newest ones, and run without end.",
-            show_default=False,
-        ),
-    ] = None,
-    attention_window: Annotated[
-        int | None,
-        typer.Option(
-            "--attention-window",
-            metavar="W",
-            callback=at_least(1),
-            help="Newest tokens kept beside the sinks.",
-            show_default="max-cache-len less the sinks",
-        ),
-    ] = None,
+    kv_cache_dtype: KvCacheDtypeOption = None,
+    attention_sinks: AttentionSinksOption = None,
+    attention_window: AttentionWindowOption = None,
     slack: Annotated[
         int,
         typer.Option(

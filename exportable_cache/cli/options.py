@@ -106,6 +106,32 @@ MaxEncoderLenOption = Annotated[
         show_default="512 tokens, 30 s of samples, or what the encoder has positions for",
     ),
 ]
+KvCacheDtypeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-cache-dtype", metavar="int8", help="Keep keys and values in 8 bits; the model's own dtype by default.", show_default=False
+    ),
+]
+AttentionSinksOption = Annotated[
+    int | None,
+    typer.Option(
+        "--attention-sinks",
+        metavar="K",
+        callback=at_least(1),
+        help="Full-attention layers keep the first K tokens and the newest ones, and run without end.",
+        show_default=False,
+    ),
+]
+AttentionWindowOption = Annotated[
+    int | None,
+    typer.Option(
+        "--attention-window",
+        metavar="W",
+        callback=at_least(1),
+        help="Newest tokens kept beside the sinks.",
+        show_default="max-cache-len less the sinks",
+    ),
+]
 
 BatchSizeOption = Annotated[int, typer.Option("--batch-size", "-b", metavar="N", callback=at_least(1), help="Rows.")]
 DtypeOption = Annotated[

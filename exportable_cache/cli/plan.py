@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .layer_table import LayerRow, layer_table
-from .options import BatchSizeOption, DtypeOption, JsonOption, MaxEncoderLenOption, ModelArgument, at_least
+from .options import (
+    AttentionSinksOption,
+    AttentionWindowOption,
+    BatchSizeOption,
+    DtypeOption,
+    JsonOption,
+    KvCacheDtypeOption,
+    MaxEncoderLenOption,
+    ModelArgument,
+    at_least,
+)
 from .terminal import Terminal, bytes_text
 
 if TYPE_CHECKING:
@@ -24,6 +34,9 @@ def plan(
     batch_size: BatchSizeOption = 1,
     dtype: DtypeOption = None,
     max_encoder_len: MaxEncoderLenOption = None,
+    kv_cache_dtype: KvCacheDtypeOption = None,
+    attention_sinks: AttentionSinksOption = None,
+    attention_window: AttentionWindowOption = None,
     json: JsonOption = False,
 ) -> None:
     """Size the cache of a model, without loading its weights."""
@@ -33,7 +46,7 @@ def plan(
     with terminal.progress(f"reading the config of {model}"):
         from ..plan import plan as make_plan
 
-        made = make_plan(model, max_cache_len, batch_size, dtype, max_encoder_len)
+        made = make_plan(model, max_cache_len, batch_size, dtype, max_encoder_len, attention_sinks, attention_window, kv_cache_dtype)
     if json:
         terminal.json(made.to_dict())
     if made.refusal:

@@ -50,7 +50,7 @@ class ContinuousBatch:
         decode: A session of the same model with one row per concurrent request; both hold as many tokens.
 
     Raises:
-        InputError: If the sessions do not fit together or do not give out their caches.
+        InputError: If the sessions do not fit together, hold tokens already or do not give out their caches.
 
     Example:
         >>> batch = ContinuousBatch.from_model(model, max_cache_len=1024, batch_size=8, compile=True)
@@ -70,6 +70,9 @@ class ContinuousBatch:
             )
         if prefill.fingerprint and decode.fingerprint and prefill.fingerprint != decode.fingerprint:
             raise InputError("the prefill and the decode session run models with other weights; make both of the same model")
+        for name, session in (("prefill", prefill), ("decode", decode)):
+            if bool(session.length.any()):
+                raise InputError(f"the {name} session holds {session.length.tolist()} tokens, which requests would overwrite; reset() it")
         source, target = runner_state(prefill), runner_state(decode)
         for name, tensor in target.items():
             if name not in source or source[name].shape[1:] != tensor.shape[1:] or source[name].dtype != tensor.dtype:

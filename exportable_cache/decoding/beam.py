@@ -56,6 +56,8 @@ def beam_search(
     beams, vocab = session.batch_size, session.vocab_size
     if not isinstance(input_ids, torch.Tensor) or input_ids.dim() != 2 or input_ids.shape[0] != 1:
         raise InputError("beam search takes one prompt, int64 [1, length]")
+    if max_new_tokens is None:
+        raise InputError("max_new_tokens is None; beams need a length to end at: pass an int of at least 1")
     prompt = input_ids.expand(beams, -1).contiguous()
     session.check_request(prompt, max_new_tokens, ())
     session.reset()

@@ -254,7 +254,8 @@ def _judge(logits: torch.Tensor, proposal: Proposal, chooser: Chooser) -> tuple[
             drafted = proposal.probabilities[index]
         if not float(chooser.uniform(1)) * float(drafted[proposed]) < float(probabilities[proposed]):
             rest = (probabilities - drafted).clamp(min=0)
-            tokens.append(chooser.draw_from(rest))
+            # Nothing is left where the two agree but for rounding: then any token of the model's own distribution is right.
+            tokens.append(chooser.draw_from(rest if bool(rest.any()) else probabilities))
             chooser.see(logits.new_tensor(tokens[-1:], dtype=torch.int64))
             return tokens, index
         tokens.append(proposed)

@@ -9,6 +9,7 @@ import torch
 from ..backends.base import Runner
 from ..errors import InputError
 from ..session_checks import check_ids
+from .cache import ExportableEncoderDecoderCache
 
 
 class SessionEncoder:
@@ -54,6 +55,13 @@ class SessionEncoder:
             arguments.append(full if mask is None else mask.to(torch.int64))
         self.outputs = tuple(self.runner.run("encode", *arguments))
         return self.outputs[0]
+
+    def update_cache(self, cache: ExportableEncoderDecoderCache, prefilled: bool) -> None:
+        """Tell a cache whether its cross-attention layers hold what the newest `encode` gave, and in how many slots."""
+        cache.is_updated = dict.fromkeys(range(len(cache)), prefilled)
+        if prefilled and self.outputs is not None:
+            for layer in cache.cross_layers:
+                layer.written = self.outputs[0].shape[1]
 
     def required(self) -> tuple[torch.Tensor, ...]:
         """The outputs of the newest `encode`.

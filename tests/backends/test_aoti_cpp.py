@@ -26,6 +26,13 @@ def bundle(tmp_path_factory: Any) -> Path:
 
 
 @pytest.fixture(scope="module")
+def rounded_bundle(tmp_path_factory: Any) -> Path:
+    """With keys and values in 8 bits."""
+    folder = tmp_path_factory.mktemp("aoti") / "rounded"
+    return export(tiny_model("gemma3_text"), "aoti", 48, folder, prefill_length=16, kv_dtype="int8").path
+
+
+@pytest.fixture(scope="module")
 def program(tmp_path_factory: Any) -> Path:
     build = tmp_path_factory.mktemp("build")
     for command in (
@@ -44,6 +51,16 @@ def run(program: Path, *arguments: Any) -> subprocess.CompletedProcess:
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 20])
 def test_tokens_and_logits_are_those_of_the_python_session(program: Path, bundle: Path, length: int) -> None:
     prompt = tokens(length, seed=length)
+    check(program, bundle, prompt)
+
+
+def test_a_cache_in_8_bits(program: Path, rounded_bundle: Path) -> None:
+    assert {str(tensor.dtype) for tensor in load(rounded_bundle).runner.state.values()} == {"torch.int8", "torch.float32"}
+    check(program, rounded_bundle, tokens(9))
+
+
+def check(program: Path, bundle: Path, prompt: torch.Tensor) -> None:
+    """25 greedy tokens after a prompt [1, length], and the logit of each, in C++ and in Python."""
     done = run(program, bundle, 25, *prompt[0].tolist())
     assert done.returncode == 0, done.stderr
     session = load(bundle)
@@ -53,7 +70,7 @@ def test_tokens_and_logits_are_those_of_the_python_session(program: Path, bundle
         assert token == int(logits.argmax())
         assert logit == pytest.approx(float(logits.max()), abs=1e-4)
         logits = session.decode(torch.tensor([token]))
-    assert session.length.tolist() == [length + 25]
+    assert session.length.tolist() == [prompt.shape[1] + 25]
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,15 @@ def test_plan_json_is_the_plan(run, tiny_folder):
     assert json.loads(result.stdout) == plan(str(tiny_folder), 64, 2, "bfloat16").to_dict()
 
 
+def test_plan_takes_sinks_and_8_bits(run, tiny_folder):
+    result = run("plan", tiny_folder, "-n", 64, "--attention-sinks", 2, "--attention-window", 30, "--kv-cache-dtype", "int8")
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert cells(lines[3])[2:4] == ["QuantizedRingLayer", str(WINDOW)]
+    assert cells(lines[4])[2:4] == ["QuantizedSinkLayer", "32"] and "int8" in cells(lines[4])
+    assert any(line.startswith("static cache") and line.endswith("for any number of tokens per row") for line in lines)
+
+
 def test_characters_the_terminal_does_not_have_are_replaced(shell, tiny_folder, tmp_path):
     shutil.copytree(tiny_folder, tmp_path / "modèle")
     done = shell("plan", "modèle", "-n", 64, cwd=tmp_path, env={**os.environ, "PYTHONIOENCODING": "ascii"})

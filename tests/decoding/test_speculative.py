@@ -11,6 +11,7 @@ import torch
 from exportable_cache import ExportableCache, Session
 from exportable_cache.decoding import Chooser, DraftModel, PromptLookup, Proposal, Sampling, SpeculationStatistics
 from exportable_cache.decoding import generate_speculative
+from exportable_cache.decoding.speculative import _judge
 from exportable_cache.errors import InputError
 
 from ..support.models import tiny_model, tokens
@@ -191,3 +192,13 @@ def test_what_cannot_work_is_refused_before_a_step(model: Any) -> None:
         session_of(model).score(tokens(7))
     with pytest.raises(InputError, match="logits of the last token only"):
         session_of(model, score_length=0).score(prompt)
+
+
+def test_a_rejection_that_leaves_nothing_draws_from_the_model() -> None:
+    """The draft's distribution may be the model's but for rounding, and a little above it everywhere."""
+    logits = torch.tensor([[2.0, 1.0, 0.5, 0.0], [0.0, 0.0, 0.0, 9.0]])
+    chooser = Chooser(Sampling(temperature=1.0, seed=0), torch.tensor([[1]]), 4)
+    drafted = chooser.distribution(logits[:1]) * (1 + 1e-6)
+    # As close to one as a random number comes: what is drawn for the rejection, and then for the token.
+    chooser.uniform = lambda rows, steps=1: torch.full((steps, rows), 1 - 2.0**-24)
+    assert _judge(logits, Proposal([0], drafted), chooser) == ([3], 0)
