@@ -44,14 +44,12 @@ CROSS_ATTENTION = "cross_attention"
 
 #: Models whose own code is wrong with any cache of fixed size, so that ours would be silently wrong with them.
 REFUSED_MODELS = {
-    "gpt_neo": "its attention takes the newest key to be the last slot",
     "doge": "its attention mask does not follow the cache's slots",
     "gemma4_unified": "it looks up pictures in its mask by an offset that it takes for a number; its text model, gemma4_unified_text, has one",
     "kosmos_2_text_model": "its attention mask covers the tokens of a step, not the cache's slots",
-    "led": "it masks nothing in a step of one token, so it would see the cache's empty slots",
     "moshi": "its attention mask leaves out the sliding window",
-    "moonshine_streaming": "it adds positions to the encoder's states in place, again at every step",
     "prophetnet": "its attention sizes its own position bias",
+    "unlimited_ocr": "it keeps every token of the prompt and a window of what follows, and a step does not know where the prompt ended",
     "qwen4_exp_text": "its indexer looks at as many blocks of keys as are complete",
     "qwen4_exp": "its indexer looks at as many blocks of keys as are complete",
 }
@@ -60,7 +58,6 @@ REFUSED_MODELS = {
 WITHOUT_CACHE = {
     "blt": "it cuts bytes into patches where a model of its own finds them surprising, so the shapes of a step depend on data",
     "cpmant": "it takes every token at every step, and computes its position bias from them",
-    "minimax": "it insists on a cache class of its own, MiniMaxCache",
     "musicgen": "it takes a token of each codebook at every step, where a session feeds one",
     "musicgen_decoder": "it takes a token of each codebook at every step, where a session feeds one",
     "musicgen_melody": "it takes a token of each codebook at every step, where a session feeds one",
@@ -68,6 +65,10 @@ WITHOUT_CACHE = {
     "openai-gpt": "it keeps nothing between steps and takes every token at every step",
     "reformer": "it keeps hashed buckets and hidden states, ReformerDynamicCache",
     "rwkv": "it keeps its state in a list of its own, the argument `state`",
+    "dia": "it takes a token of each codebook at every step, where a session feeds one",
+    "fsmt": "it makes its causal mask for training alone, and its position table grows with what was seen",
+    "kyutai_speech_to_text": "it takes a token of each codebook at every step, where a session feeds one",
+    "voxtral_realtime": "it takes a piece of sound beside every token",
     "xlm": "it keeps its keys and values in a dict of its own, the argument `cache`",
     "xlnet": "it keeps hidden states, the argument `mems`, and takes a dummy token with each step",
     "xlstm": "it keeps its state in a cache class of its own, xLSTMCache",
@@ -290,6 +291,12 @@ def check_layers(model: PreTrainedModel, cache: Cache) -> None:
             )
 
 
+class ProbeCache(DynamicCache):
+    """What a model is given to see what it keeps. Patched layers that know no cache upstream write to it as well."""
+
+    is_probe = True
+
+
 def layout_from_model(model: PreTrainedModel) -> tuple[list[LayerLayout], torch.dtype, torch.device]:
     """Shapes, dtype and device of each layer's keys and values, from one token run through the model.
 
@@ -299,7 +306,7 @@ def layout_from_model(model: PreTrainedModel) -> tuple[list[LayerLayout], torch.
         UnsupportedModelError: If the model keeps no keys and values in a transformers cache.
     """
     kinds = layer_types_and_windows(model.config)
-    cache = DynamicCache(config=model.config)
+    cache = ProbeCache(config=model.config)
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     was_training = model.training
     model.eval()

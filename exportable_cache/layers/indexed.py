@@ -42,6 +42,11 @@ class IndexedLayer(FullLayer):
     def _finish(self, high_water: int | None) -> None:
         super()._finish(high_water)
         self._awaiting: str | None = None
+        self._uncounted = 0
+
+    def get_seq_length(self) -> torch.Tensor:
+        """Tokens seen, int64 0-D, with those that `update` was given in a program, whose length is an input (GLM 5 Next asks)."""
+        return self.cumulative_length[0] + self._uncounted
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -49,6 +54,7 @@ class IndexedLayer(FullLayer):
         """See `FullLayer.update`."""
         result = super().update(key_states, value_states, *args, **kwargs)
         self._awaiting = None if self._awaiting == "update" else "indexer"
+        self._uncounted = 0 if self.counts else key_states.shape[2]
         return result
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:

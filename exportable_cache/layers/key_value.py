@@ -50,8 +50,10 @@ class KeyValueLayer(CacheLayer):
             "value_head_dim": head_dim if value_head_dim is None else value_head_dim,
         }
         for name, size in sizes.items():
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise InputError(f"{name} of a cache layer is {size!r}; it must be an int of at least 1")
+            # Latent keys may be all there is of a token (GLM 5 Next): values of size 0.
+            least = 0 if name == "value_head_dim" else 1
+            if not isinstance(size, int) or isinstance(size, bool) or size < least:
+                raise InputError(f"{name} of a cache layer is {size!r}; it must be an int of at least {least}")
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise InputError(f"dtype of a cache layer is {dtype!r}; it must be a floating dtype such as torch.float32")
         self.capacity = capacity

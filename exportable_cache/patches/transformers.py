@@ -26,6 +26,7 @@ from torch import nn
 
 from ..layers import linear
 from ..scans import delta_rule, selective_scan, state_space_scan
+from .transformers_layers import patch_layers
 
 _MARK = "_exportable_cache_original"
 
@@ -34,7 +35,7 @@ def patch_model(model: nn.Module) -> list[str]:
     """Replace the functions of the table in the modeling files of this model. Calling it again changes nothing.
 
     Returns:
-        Names of the patches that the model's files have need of, sorted.
+        Names of the patches that the model's files have need of, and of the classes of `transformers_layers`, sorted.
     """
     found = set()
     for name in {type(module).__module__ for module in model.modules()}:
@@ -48,7 +49,7 @@ def patch_model(model: nn.Module) -> list[str]:
                 replacement = wraps(original)(patch(original))
                 setattr(replacement, _MARK, original)
                 setattr(file, function, replacement)
-    return sorted(found)
+    return sorted({*found, *patch_layers(model)})
 
 
 def _selective_scan(original: Callable) -> Callable:

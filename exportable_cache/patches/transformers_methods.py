@@ -2,7 +2,7 @@
 
 | method | models | why | upstream (v5.23.0, src/transformers/models) |
 |---|---|---|---|
-| `forward` of position tables | MVP, TrOCR | `arange(past, past + n)`: a length that depends on data | mvp/modeling_mvp.py, trocr/... |
+| `forward` of position tables | MVP, TrOCR, LED | `arange(past, past + n)`: a length that depends on data | mvp/modeling_mvp.py, trocr/..., led/... |
 | `forward` of experts | DBRX, LongCat Flash, NLLB-MoE, Switch | loop over the experts that were hit | dbrx/modeling_dbrx.py, longcat_flash/..., nllb_moe/..., switch_transformers/... |
 | `MptAttention.forward` | MPT | slices its position bias by the tokens seen | mpt/modeling_mpt.py |
 
@@ -66,6 +66,13 @@ def _positions(
     if position_ids is None:
         position_ids = past_key_values_length + torch.arange(input_ids.shape[1], device=self.weight.device)
     return original(self, input_ids, past_key_values_length, position_ids)
+
+
+def _positions_of_shape(
+    self: nn.Embedding, input_ids_shape: torch.Size, past_key_values_length: int | torch.Tensor = 0, *, original: Callable
+) -> torch.Tensor:
+    """The same for a table that is given the shape of its tokens."""
+    return F.embedding(past_key_values_length + torch.arange(input_ids_shape[1], device=self.weight.device), self.weight)
 
 
 def mix_experts(
@@ -174,6 +181,7 @@ def _mpt_attention(
 METHODS: dict[str, Callable] = {
     "MvpLearnedPositionalEmbedding": _positions,
     "TrOCRLearnedPositionalEmbedding": _positions,
+    "LEDLearnedPositionalEmbedding": _positions_of_shape,
     "DbrxExperts": _dbrx_experts,
     "LongcatFlashExperts": _longcat_experts,
     "NllbMoeExperts": _nllb_experts,

@@ -6,7 +6,7 @@ serves a whole prompt, its continuation, and every length. Reference: the sequen
 
 from .bound import doublings, longest_step
 from .delta_rule import delta_rule
-from .selective import selective_scan
+from .selective import linear_recurrence, selective_scan
 from .state_space import state_space_scan
 
-__all__ = ["delta_rule", "doublings", "longest_step", "selective_scan", "state_space_scan"]
+__all__ = ["delta_rule", "doublings", "linear_recurrence", "longest_step", "selective_scan", "state_space_scan"]

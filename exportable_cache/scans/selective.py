@@ -22,9 +22,6 @@ def selective_scan(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`h[t] = exp(A dt[t]) h[t-1] + dt[t] B[t] x[t]`, `y[t] = C[t] h[t] + D x[t]`, gated by `silu(z[t])`.
 
-    Computed by doubling (Hillis and Steele 1986): after round k each position sums up the 2^k tokens up to it. Decays are
-    at most 1 and only ever multiplied, so nothing overflows.
-
     Args:
         hidden_states: x, [batch, channels, length].
         dt: [batch, channels, length].
@@ -40,19 +37,14 @@ def selective_scan(
     Returns:
         y [batch, channels, length], and h after the last token [batch, channels, states].
     """
-    length = hidden_states.shape[-1]
     if delta_bias is not None:
         dt = dt + delta_bias.to(dt.dtype)[..., None]
     if delta_softplus:
         dt = F.softplus(dt)
     # [batch, channels, length, states]
     decay = torch.exp(A[None, :, None, :] * dt[..., None])
-    state = dt[..., None] * B.transpose(1, 2)[:, None].float() * hidden_states[..., None].float()
-    for round_ in range(doublings(length)):
-        shift = 2**round_
-        state = state + decay * _shifted(state, shift, 0.0)
-        decay = decay * _shifted(decay, shift, 1.0)
-    state = state + decay * initial_state[:, :, None].to(state.dtype)
+    inputs = dt[..., None] * B.transpose(1, 2)[:, None].float() * hidden_states[..., None].float()
+    state = linear_recurrence(decay.transpose(1, 2), inputs.transpose(1, 2), initial_state).transpose(1, 2)
     output = (state.to(hidden_states.dtype) * C.transpose(1, 2)[:, None]).sum(-1)
     if D is not None:
         output = output + hidden_states * D[None, :, None]
@@ -61,7 +53,29 @@ def selective_scan(
     return output, state[:, :, -1]
 
 
+def linear_recurrence(decay: torch.Tensor, inputs: torch.Tensor, initial_state: torch.Tensor) -> torch.Tensor:
+    """`h[t] = decay[t] h[t-1] + inputs[t]`, elementwise.
+
+    Computed by doubling (Hillis and Steele 1986): after round k each position sums up the 2^k tokens up to it. Decays are
+    at most 1 and only ever multiplied, so nothing overflows.
+
+    Args:
+        decay: [batch, length, ...], between 0 and 1.
+        inputs: [batch, length, ...].
+        initial_state: h before the first token, [batch, ...].
+
+    Returns:
+        h after each token, [batch, length, ...].
+    """
+    state = inputs
+    for round_ in range(doublings(inputs.shape[1])):
+        shift = 2**round_
+        state = state + decay * _shifted(state, shift, 0.0)
+        decay = decay * _shifted(decay, shift, 1.0)
+    return state + decay * initial_state[:, None].to(state.dtype)
+
+
 def _shifted(values: torch.Tensor, tokens: int, fill: float) -> torch.Tensor:
-    """`values` [batch, channels, length, states] moved `tokens` later, the front filled."""
-    front = values.new_full((*values.shape[:2], tokens, values.shape[3]), fill)
-    return torch.cat([front, values], dim=2).narrow(2, 0, values.shape[2])
+    """`values` [batch, length, ...] moved `tokens` later, the front filled."""
+    front = values.new_full((values.shape[0], tokens, *values.shape[2:]), fill)
+    return torch.cat([front, values], dim=1).narrow(1, 0, values.shape[1])

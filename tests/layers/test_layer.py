@@ -136,6 +136,8 @@ def test_crop_takes_minus_the_count(make) -> None:
 @pytest.mark.parametrize("name", ["batch_size", "num_heads", "head_dim", "capacity", "value_head_dim"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "4"])
 def test_sizes_are_checked_at_construction(name: str, value: object) -> None:
+    if (name, value) == ("value_head_dim", 0):
+        pytest.skip("a token may have a key alone")
     sizes = {"batch_size": 1, "num_heads": 2, "head_dim": 4, "capacity": 8, "value_head_dim": 4, name: value}
     with pytest.raises(InputError, match=name):
         FullLayer(**sizes)

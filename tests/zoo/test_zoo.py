@@ -28,7 +28,7 @@ SPREAD = {
 #: Lowered for ExecuTorch as well: each takes a quarter of a minute.
 ON_EXECUTORCH = ("gemma2", "mixtral", "mamba2")
 #: Refused by name, and what the reason must say.
-REFUSED = {"gpt_neo": "newest key", "xlnet": "`mems`", "musicgen": "codebook", "blip": "pixel_values"}
+REFUSED = {"prophetnet": "position bias", "xlnet": "`mems`", "musicgen": "codebook", "blip": "pixel_values"}
 
 
 def row_of(model_type: str) -> Architecture:
