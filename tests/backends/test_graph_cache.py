@@ -83,7 +83,7 @@ def test_what_the_file_name_does_not_know_is_guarded(folder) -> None:
     session_of(tiny_model("gemma3_text"), folder, buckets=False).prefill(tokens(3))
 
 
-@pytest.mark.parametrize("change", ["source", "file", "threads", "layout"])
+@pytest.mark.parametrize("change", ["source", "file", "threads", "layout", "hook"])
 def test_graphs_of_something_else_are_compiled_again(change: str, model, folder, monkeypatch) -> None:
     options = {"buckets": False}
     if change == "source":
@@ -94,11 +94,17 @@ def test_graphs_of_something_else_are_compiled_again(change: str, model, folder,
             path.write_bytes(path.read_bytes()[:1000])
     elif change == "threads":
         monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    elif change == "hook":
+        hook = model.model.norm.register_forward_hook(lambda module, inputs, output: 2 * output)
     else:
         options = {"buckets": [16]}
-    session = session_of(model, folder, **options)
-    ids = tokens(3)
-    torch.testing.assert_close(session.prefill(ids), reference_logits(model, ids, 3)[:, -1], atol=1e-4, rtol=0)
+    try:
+        session = session_of(model, folder, **options)
+        ids = tokens(3)
+        torch.testing.assert_close(session.prefill(ids), reference_logits(model, ids, 3)[:, -1], atol=1e-4, rtol=0)
+    finally:
+        if change == "hook":
+            hook.remove()
     assert counts(session) == (0, 1)
 
 
