@@ -44,7 +44,7 @@ def test_it_equals_plain_products(dtype: torch.dtype, keys: int, length: int, va
 @pytest.mark.parametrize(("keys", "length"), [(16, 1), (16, 5), (MANY, 1)])
 def test_sinks_are_the_scores_of_a_slot_of_zeros(dtype: torch.dtype, keys: int, length: int) -> None:
     query, key, value, mask = operands(keys, dtype, length)
-    sinks = torch.tensor([0.5, -1.0, 4.0, 2.0], dtype=dtype)
+    sinks = torch.tensor([4.5, -1.0, 8.0, 6.0], dtype=dtype)
     key, value = (torch.nn.functional.pad(tensor, (0, 0, 0, 1)) for tensor in (key, value))
     given = [query, key[:, :, :-1], value[:, :, :-1], mask]
     expected = matmul_attention(nn.Identity(), *[tensor.float() for tensor in given], s_aux=sinks.float())[0]
