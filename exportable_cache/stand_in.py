@@ -46,10 +46,12 @@ def session_to_verify(
 
 def program_of(manifest: Manifest, model: PreTrainedModel) -> Program:
     """The program that a manifest describes, made anew from its model; its layers are already in the target's layout."""
-    prefill = manifest.program.methods.get("prefill")
-    return Program(
-        model,
-        ExportableCache(empty_layers(manifest.description())),
-        prefill_length=prefill.max_length if prefill else 1,
-        **backend_for(manifest.target).program_options(manifest.options),
-    )
+    methods = manifest.program.methods
+    anywhere = [method for method in methods.values() if method.is_step and method.read_length is None and not method.scores]
+    described = {
+        "prefill_length": max(method.max_length for method in anywhere),
+        "forward": "forward" in methods,
+        "split": "decode" in methods,
+    }
+    options = backend_for(manifest.target).program_options(manifest.options)
+    return Program(model, ExportableCache(empty_layers(manifest.description())), **{**options, **described})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from transformers import PreTrainedModel
@@ -14,7 +15,9 @@ from exportable_cache.backends.base import RunsElsewhere, StandIn
 from exportable_cache.backends.module import ModuleRunner
 from exportable_cache.backends.pt2 import Pt2Backend
 from exportable_cache.bundle import Bundle
+from exportable_cache.methods import Method
 from exportable_cache.program import Program
+from exportable_cache.stand_in import program_of
 from exportable_cache.verify import VerifyReport, verify
 
 from .support.models import tiny_model
@@ -78,6 +81,16 @@ def test_a_bundle_is_verified_through_a_program_made_from_the_manifest(
     assert [(layer["class"], layer["config"]) for layer in bundle.manifest.description().layers] == [
         (type(layer).__name__, layer.config()) for layer in made.cache.layers
     ]
+
+
+def test_a_program_is_made_anew_with_the_methods_it_had(model: PreTrainedModel, tmp_path: Path) -> None:
+    manifest = exported(model, tmp_path / "out", verify=False).manifest
+    known = {"decode": Method("decode", 1, 1), "prefill": Method("prefill", 2, 8), "forward": Method("forward", 1, 8)}
+    for names in (("decode", "prefill"), ("forward",), ("decode", "prefill", "forward")):
+        methods = {name: known[name] for name in names}
+        program = SimpleNamespace(methods=methods)
+        described = SimpleNamespace(program=program, target="pt2", options=manifest.options, description=manifest.description)
+        assert program_of(described, model).methods == methods
 
 
 def test_a_program_that_runs_here_is_run(model: PreTrainedModel, tmp_path: Path, elsewhere: Elsewhere) -> None:

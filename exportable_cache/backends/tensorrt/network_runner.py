@@ -8,7 +8,6 @@ import torch
 
 from ...methods import Method
 from .evaluator import NetworkEvaluator
-from .log import collected_errors
 from .network import Network
 from .signature import LOGITS, STATE_IN, STATE_OUT
 
@@ -27,11 +26,7 @@ class NetworkRunner:
     def __init__(self, methods: Mapping[str, Method], networks: Mapping[str, Network]) -> None:
         self.methods = methods
         self._inputs = {name: [spec.name for spec in network.inputs] for name, network in networks.items()}
-        # Looking at a layer's static attributes where it has dynamic ones is logged, every time.
-        with collected_errors():
-            self._evaluators = {
-                name: NetworkEvaluator(network.definition, network.constants) for name, network in networks.items()
-            }
+        self._evaluators = {name: NetworkEvaluator(network.definition, network.constants) for name, network in networks.items()}
         first = next(iter(networks.values()))
         self._state = {
             spec.name: torch.zeros(spec.min_shape, dtype=spec.dtype) for spec in first.inputs if spec.name.startswith(STATE_IN)

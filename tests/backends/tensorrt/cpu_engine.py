@@ -11,6 +11,7 @@ import torch
 from exportable_cache.backends.tensorrt.engine_runner import EngineRunner
 from exportable_cache.backends.tensorrt.evaluator import NetworkEvaluator
 from exportable_cache.backends.tensorrt.network import Network
+from exportable_cache.backends.tensorrt.record import EngineRecord
 from exportable_cache.backends.tensorrt.target import record_of
 from exportable_cache.program import Program
 
@@ -57,9 +58,11 @@ class CpuContext:
         return True
 
 
-def cpu_engine_runner(program: Program, networks: dict[str, Network]) -> EngineRunner:
-    """The runner of a bundle on a GPU, over engines on the CPU."""
-    records = {name: record_of(name, network, ()) for name, network in networks.items()}
+def cpu_engine_runner(
+    program: Program, networks: dict[str, Network], records: dict[str, EngineRecord] | None = None
+) -> EngineRunner:
+    """The runner of a bundle on a GPU, over engines on the CPU; with records of the networks' own unless others are given."""
+    records = records or {name: record_of(name, network, ()) for name, network in networks.items()}
     contexts = {name: CpuContext(network) for name, network in networks.items()}
     return EngineRunner(program.methods, records, contexts, torch.device("cpu"))
 

@@ -12,45 +12,12 @@ from exportable_cache.verify import verify_session
 pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no tensorrt extra is installed")
 
 from exportable_cache.backends.tensorrt.engine_runner import EngineRunner, runs_here  # noqa: E402
-from exportable_cache.backends.tensorrt.evaluator import NetworkEvaluator  # noqa: E402
 from exportable_cache.backends.tensorrt.network import Network  # noqa: E402
 from exportable_cache.backends.tensorrt.record import EngineRecord  # noqa: E402
 from exportable_cache.backends.tensorrt.target import record_of  # noqa: E402
 
+from .cpu_engine import CpuContext, cpu_engine_runner  # noqa: E402
 from .programs import CAPACITY, engine_program  # noqa: E402
-
-
-class MemoryContext:
-    """An execution context over the CPU's memory: reads its inputs and writes its outputs at the addresses it was given.
-
-    As an engine may, it writes an aliased output over its input before anything else.
-    """
-
-    def __init__(self, network: Network) -> None:
-        self.evaluator = NetworkEvaluator(network.definition, network.constants)
-        self.addresses: dict[str, int] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.memory: dict[int, torch.Tensor] = {}
-
-    def set_tensor_address(self, name: str, address: int) -> bool:
-        if name not in self.evaluator.inputs and name not in self.evaluator.outputs:
-            return False
-        self.addresses[name] = address
-        return True
-
-    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
-        self.shapes[name] = shape
-        return True
-
-    def execute_async_v3(self, stream_handle: int) -> bool:
-        inputs = {}
-        for name in self.evaluator.inputs:
-            tensor = self.memory[self.addresses[name]]
-            shape = self.shapes.get(name, tensor.shape)
-            inputs[name] = tensor.reshape(-1)[: torch.Size(shape).numel()].reshape(shape).clone()
-        for name, value in self.evaluator.run(inputs).items():
-            self.memory[self.addresses[name]].copy_(value)
-        return True
 
 
 def runner_over(program, networks: dict[str, Network], shuffled: bool = False) -> EngineRunner:
@@ -61,12 +28,7 @@ def runner_over(program, networks: dict[str, Network], shuffled: bool = False) -
             name: record.model_copy(update={"inputs": [*record.inputs[2:][::-1], *record.inputs[:2]], "outputs": record.outputs[::-1]})
             for name, record in records.items()
         }
-    contexts = {name: MemoryContext(network) for name, network in networks.items()}
-    runner = EngineRunner(program.methods, records, contexts, torch.device("cpu"))
-    for name, step in runner.steps.items():
-        tensors = [*runner.state.values(), *step.inputs.values(), *step.outputs.values()]
-        contexts[name].memory = {tensor.data_ptr(): tensor for tensor in tensors}
-    return runner
+    return cpu_engine_runner(program, networks, records)
 
 
 def session_over(model, program, runner: EngineRunner) -> Session:
@@ -89,7 +51,7 @@ def test_aliased_outputs_are_bound_to_their_inputs_and_the_others_are_copied() -
     state = {name: tensor.data_ptr() for name, tensor in runner.state.items()}
     assert len(set(state.values())) == 4
     for method, in_place in (("decode", [0, 1]), ("prefill", [1])):
-        addresses = runner._contexts[method].addresses
+        addresses = runner._contexts[method]._addresses
         assert {name: addresses[name] for name in state} == state
         for layer in (0, 1):
             for kind in ("keys", "values"):
@@ -114,7 +76,7 @@ def test_an_engine_without_a_recorded_tensor_is_refused() -> None:
     records = {name: record_of(name, network, ()) for name, network in networks.items()}
     record = records["decode"]
     records["decode"] = record.model_copy(update={"outputs": [*record.outputs, record.outputs[0].model_copy(update={"name": "more"})]})
-    contexts = {name: MemoryContext(network) for name, network in networks.items()}
+    contexts = {name: CpuContext(network) for name, network in networks.items()}
     with pytest.raises(BundleError, match="has no tensor 'more'"):
         EngineRunner(program.methods, records, contexts, torch.device("cpu"))
 
