@@ -61,7 +61,9 @@ def tiny_multimodal(family: str) -> PreTrainedModel:
         )
         model = SmolVLMForConditionalGeneration._from_config(config, attn_implementation="eager")
     elif family == "gemma3":
-        layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW, "query_pre_attn_scalar": 8}
+        # What the last layer shows to an image's tokens moves no logits.
+        types = ["full_attention", "sliding_attention", "full_attention"]
+        layers = {"layer_types": types, "num_hidden_layers": 3, "sliding_window": WINDOW, "query_pre_attn_scalar": 8}
         text = {**_TEXT, **layers, "model_type": "gemma3_text"}
         vision = {"model_type": "siglip_vision_model", **_TOWER, "image_size": 16, "patch_size": 4}
         config = AutoConfig.for_model(
