@@ -11,6 +11,7 @@ from exportable_cache import ExportableCache, Session, export, load
 from exportable_cache.decoding import PromptLookup
 from exportable_cache.errors import InputError, UnsupportedModelError
 from exportable_cache.multimodal import modalities_of
+from exportable_cache.program import Program
 
 from .support.models import tiny_model, tokens
 from .support.multimodal import FAMILIES, PLACEHOLDER, prompt, reference_logits, tiny_multimodal
@@ -213,6 +214,21 @@ def test_refused_grids_and_sizes() -> None:
         modalities_of(tiny_multimodal("llava"), ["image"], 32)
     with pytest.raises(InputError, match="no images are taken"):
         modalities_of(model, [], 32)
+
+
+def test_images_that_see_themselves_keep_plain_layers() -> None:
+    """A target's own operators would ignore the mask, silently."""
+    adapted = []
+    for family in ("gemma3", "llava"):
+        model = tiny_multimodal(family)
+        cache = ExportableCache.from_model(model, 32)
+        Program(
+            model,
+            cache,
+            modalities=modalities_of(model, ["image"]),
+            adapt=lambda model, cache: adapted.append(model.config.model_type) or cache,
+        )
+    assert adapted == ["llava"]
 
 
 def test_images_that_see_themselves_go_through_whole() -> None:

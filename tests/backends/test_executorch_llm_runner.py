@@ -6,14 +6,19 @@ import sys
 import pytest
 import torch
 
-from exportable_cache import export, load
+from exportable_cache import ExportableCache, export, load
 from exportable_cache.demo.task import make_questions
+from exportable_cache.errors import InputError
+from exportable_cache.multimodal import modalities_of
+from exportable_cache.program import Program
 
 from ..support.models import tiny_model, tokens
+from ..support.multimodal import tiny_multimodal
 from ..support.oracle import difference, reference_logits
 from ..support.sessions import lowered_session
 
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
+from exportable_cache.backends.executorch.llm_runner import runner_metadata  # noqa: E402
 
 RUNNER = """
 import sys
@@ -64,3 +69,11 @@ def test_forward_takes_any_length_from_one_on(tmp_path) -> None:
 
         reference = reference_logits(model, ids[:, : prompt + 20], prompt)
         assert difference(step, reference, ids[:, : prompt + 20], prompt) <= 1e-4
+
+
+def test_a_forward_that_takes_more_than_the_runner_gives_is_refused() -> None:
+    model = tiny_multimodal("qwen2_5_vl")
+    program = Program(model, ExportableCache.from_model(model, 32), forward=True, modalities=modalities_of(model, ["image"], (16, 24)))
+    assert runner_metadata(program, required=False) == {}
+    with pytest.raises(InputError, match="forward takes input_ids, input_pos, rope_deltas; export without llm_runner"):
+        runner_metadata(program)

@@ -19,8 +19,14 @@ def runner_metadata(program: Program, required: bool = True) -> dict[str, Any]:
         required: Refuse a program that the runner would reject; without it such a program gets no metadata.
 
     Raises:
-        InputError: If it is required, and the cache has no limit to state and the model has no longest position either.
+        InputError: If it is required, and `forward` takes more than the runner gives, or the cache has no limit to state and the
+            model has no longest position either.
     """
+    taken = program.methods["forward"].input_names
+    if taken != ("input_ids", "input_pos"):
+        if not required:
+            return {}
+        raise InputError(f"the runner gives input_ids and input_pos, forward takes {', '.join(taken)}; export without llm_runner")
     config = program.model.config.get_text_config(decoder=True)
     context = program.cache.max_length or getattr(config, "max_position_embeddings", None)
     if context is None and not required:
