@@ -19,7 +19,7 @@ from .files import atomic_path
 from .layers import CacheLayer, LinearStates
 from .layers.guards import check_rollback, check_room, check_rows_agree, is_traced
 from .layers.quantized import check_kv_dtype
-from .layout import LayerLayout, Sinks, check_sinks, layout_from_config, layout_from_model
+from .layout import LayerLayout, Sinks, check_longest, check_sinks, layout_from_config, layout_from_model
 from .patches.transformers import patch_model
 from .pytree import register_node
 
@@ -106,6 +106,7 @@ class ExportableCache(Cache):
         """
         sinks = Sinks.within(max_cache_len, attention_sinks, attention_window)
         layouts = layout_from_config(config)
+        check_longest(config, max_cache_len)
         if sinks is not None:
             check_sinks(config, layouts)
         dtype = dtype or getattr(config.get_text_config(decoder=True), "dtype", None) or torch.float32
@@ -158,6 +159,7 @@ class ExportableCache(Cache):
         else:
             with _refused_if_it_fails(model):
                 layouts, model_dtype, model_device = layout_from_model(model)
+        check_longest(model.config, max_cache_len)
         if sinks is not None:
             check_sinks(model.config, layouts)
         cache = cls._allocate(layouts, max_cache_len, batch_size, dtype or model_dtype, device or model_device, slack, sinks, kv_dtype)

@@ -44,7 +44,6 @@ CROSS_ATTENTION = "cross_attention"
 
 #: Models whose own code is wrong with any cache of fixed size, so that ours would be silently wrong with them.
 REFUSED_MODELS = {
-    "doge": "its attention mask does not follow the cache's slots",
     "gemma4_unified": "it looks up pictures in its mask by an offset that it takes for a number; its text model, gemma4_unified_text, has one",
     "kosmos_2_text_model": "its attention mask covers the tokens of a step, not the cache's slots",
     "moshi": "its attention mask leaves out the sliding window",
@@ -79,6 +78,9 @@ REFUSED_OPTIONS = {
     "alibi": (("falcon",), "its position bias is sized by the tokens seen, not by the cache's slots"),
     "use_bidirectional_attention": (("gemma3", "gemma3_text"), "its tokens see later ones, so it does not generate step by step"),
 }
+
+#: Config fields that a cache of ours must not outgrow: field -> (model types, reason).
+LONGEST = {"keep_window_size": (("doge",), "past it its attention chooses among the keys by their values, which is not done here")}
 
 #: Models whose position bias counts the cache's slots, so that a slot has to be its position: no sinks for them.
 BIASED_BY_SLOT = ("bloom", "mpt")
@@ -220,6 +222,20 @@ def layer_types_and_windows(config: PreTrainedConfig) -> list[tuple[str, int | N
                 f"supported types: {', '.join(SUPPORTED_LAYER_TYPES)}"
             )
     return [(layer_type, option.get("sliding_window")) for layer_type, option in zip(types, options, strict=True)]
+
+
+def check_longest(config: PreTrainedConfig, max_cache_len: int) -> None:
+    """Refuse more slots than the model's own code serves alike, however many of them are filled.
+
+    Raises:
+        UnsupportedModelError: If there are more.
+    """
+    for field, (types, reason) in LONGEST.items():
+        limit = getattr(config, field, None)
+        if config.model_type in types and isinstance(max_cache_len, int) and max_cache_len > limit:
+            raise UnsupportedModelError(
+                f"max_cache_len is {max_cache_len}, {field} of this {config.model_type!r} model is {limit}: {reason}; use at most that"
+            )
 
 
 def check_sinks(config: PreTrainedConfig, layouts: Sequence[LayerLayout]) -> None:

@@ -337,6 +337,9 @@ class Session(Generation):
         forked.runner = runner
         forked._length, forked._high_water = self._length.clone(), self._high_water.clone()
         forked._cache = None
+        if self._encoder is not None:
+            self._encoder.runner = self.runner
+            forked._encoder = self._encoder.fork(runner)
         return forked
 
     def rewind(self, tokens: int) -> None:
@@ -401,6 +404,15 @@ class Session(Generation):
     def has_encoder(self) -> bool:
         """Whether it runs an encoder-decoder, whose input goes through `encode`."""
         return self._encoder is not None
+
+    @property
+    def encoded(self) -> tuple[torch.Tensor, ...]:
+        """What the newest `encode` gave, hidden states and their number per row; nothing without one."""
+        return () if self._encoder is None else self._encoder.outputs or ()
+
+    def go_on_from(self, encoded: Sequence[torch.Tensor]) -> None:
+        """Have the next prefill attend to what another session's encoder gave, its `encoded`; to nothing yet, where that is empty."""
+        self._encoder.outputs = tuple(tensor.to(self.device) for tensor in encoded) or None
 
     def encode(self, main_input: torch.Tensor | None = None, **inputs: torch.Tensor) -> torch.Tensor:
         """Run an encoder-decoder's encoder, and start anew at position 0: the next prefill attends to what it gave.

@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from .session import Session
 
 _FORMAT = "exportable_cache.session_state.v1"
+#: Names of what an encoder gave, which the next prefill of its session takes.
+_ENCODED = "encoded."
 
 
 def runner_state(session: Session) -> Mapping[str, torch.Tensor]:
     """The cache tensors that a session's runner steps on, by name as `layers.0.keys`.
 
     Raises:
-        InputError: If its runtime keeps them to itself, or it runs an encoder-decoder.
+        InputError: If its runtime keeps them to itself.
     """
-    if any(not layer.follows_decoder for layer in session.layers):
-        raise InputError("the state of an encoder-decoder's session is not saved or forked; encode its input again instead")
     state = getattr(session.runner, "state", None)
     if state is None:
         raise InputError(
@@ -49,6 +49,7 @@ def save_state(session: Session, path: Path) -> None:
         name: _filled(tensor, session, name, high_water).detach().cpu().contiguous().clone()
         for name, tensor in runner_state(session).items()
     }
+    tensors |= {f"{_ENCODED}{index}": tensor.detach().cpu().contiguous().clone() for index, tensor in enumerate(session.encoded)}
     tensors["length"] = session._length.clone()
     tensors["high_water"] = session._high_water.clone()
     described = {
@@ -96,6 +97,7 @@ def load_state(session: Session, path: Path) -> None:
         raise InputError(
             f"{path} holds {int(length.max())} tokens, this cache at most {session.max_length}; use a larger max_cache_len"
         )
+    encoded = [tensors.pop(name) for name in sorted(tensors) if name.startswith(_ENCODED)]
     state = runner_state(session)
     for name, tensor in state.items():
         if name not in tensors:
@@ -117,6 +119,8 @@ def load_state(session: Session, path: Path) -> None:
         dim = _capacity_dim(session, name)
         part = tensor if dim is None else tensor.narrow(dim, 0, tensors[name].shape[dim])
         part.copy_(tensors[name])
+    if session.has_encoder:
+        session.go_on_from(encoded)
     session._length = length
     session._high_water = high_water
     session.moves += 1
@@ -138,9 +142,10 @@ def _layer_of(session: Session, name: str) -> CacheLayer:
 
 
 def _capacity_dim(session: Session, name: str) -> int | None:
-    """Which dimension of a state tensor `layers.0.keys` counts slots."""
-    dims = _layer_of(session, name).state[name.split(".")[-1]].dims
-    return dims.index("capacity") if "capacity" in dims else None
+    """Which dimension of a state tensor `layers.0.keys` counts slots of the decoder's tokens."""
+    layer = _layer_of(session, name)
+    dims = layer.state[name.split(".")[-1]].dims
+    return dims.index("capacity") if "capacity" in dims and layer.follows_decoder else None
 
 
 def _filled(tensor: torch.Tensor, session: Session, name: str, high_water: int) -> torch.Tensor:

@@ -265,9 +265,9 @@ def test_chunk_longer_than_the_cache_is_refused(model: Any, tmp_path: Path) -> N
 
 
 def test_unsupported_models_are_refused_without_loading_weights(tmp_path: Path) -> None:
-    source = tmp_path / "doge"
+    source = tmp_path / "moshi"
     source.mkdir()
-    (source / "config.json").write_text('{"model_type": "doge"}')
+    (source / "config.json").write_text('{"model_type": "moshi"}')
     with pytest.raises(ExportableCacheError) as error:
         export(source, "fake", CAPACITY, tmp_path / "out")
     assert isinstance(error.value, UnsupportedModelError), error.value

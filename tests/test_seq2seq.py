@@ -186,6 +186,51 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
     assert loaded.cumulative_length.tolist() == [3] and loaded.cross_layers[0].encoder_length.tolist() == [5]
 
 
+def answers(session: Session, ids: torch.Tensor) -> torch.Tensor:
+    return torch.stack([session.decode(ids[:, position]) for position in range(ids.shape[1])], 1)
+
+
+@pytest.mark.parametrize("target", ["eager", "pt2"])
+def test_a_fork_goes_on_by_itself(target: str, tmp_path: Path) -> None:
+    model = tiny_seq2seq("bart")
+    if target == "eager":
+        session = live(model, "bart")
+    else:
+        session = lowered_session(model, "pt2", tmp_path, MAX_CACHE_LEN, max_encoder_len=20)
+    ids, other = tokens(12), tokens(12, seed=5)
+    inputs = encoder_inputs(model, 9), encoder_inputs(model, 5, seed=1)
+    expected = [reference_logits(model, inputs[0], torch.cat([ids[:, :3], rest], 1), 3)[:, 1:] for rest in (ids[:, 3:], other[:, 3:])]
+    model.set_attn_implementation("exportable_cache")
+    session.encode(**inputs[0])
+    session.prefill(ids[:, :3])
+    fork = session.fork()
+    assert (answers(fork, other[:, 3:]) - expected[1]).abs().max() <= TOLERANCE
+    # Another input of the one leaves the other's alone, its cross-attention and what its next prefill takes.
+    fork.encode(**inputs[1])
+    fork.prefill(ids[:, :3])
+    assert (answers(session, ids[:, 3:]) - expected[0]).abs().max() <= TOLERANCE
+    session.reset()
+    session.prefill(ids[:, :3])
+    assert (answers(session, ids[:, 3:]) - expected[0]).abs().max() <= TOLERANCE
+
+
+def test_a_saved_session_goes_on_in_another(tmp_path: Path) -> None:
+    model = tiny_seq2seq("bart")
+    session, other = live(model, "bart"), live(model, "bart")
+    ids = tokens(12)
+    session.encode(**encoder_inputs(model, 9))
+    session.prefill(ids[:, :3])
+    session.save_state(tmp_path / "state.safetensors")
+    expected = answers(session, ids[:, 3:])
+    other.encode(**encoder_inputs(model, 4, seed=1))
+    other.prefill(tokens(7, seed=2))
+    other.load_state(tmp_path / "state.safetensors")
+    assert other.length.tolist() == [3] and torch.equal(answers(other, ids[:, 3:]), expected)
+    other.reset()
+    other.prefill(ids[:, :3])
+    assert torch.equal(answers(other, ids[:, 3:]), expected)
+
+
 def test_reset_answers_the_same_input_anew_and_encode_starts_over() -> None:
     model = tiny_seq2seq("t5")
     session = live(model, "t5")

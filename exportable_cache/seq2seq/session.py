@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -55,6 +56,13 @@ class SessionEncoder:
             arguments.append(full if mask is None else mask.to(torch.int64))
         self.outputs = tuple(self.runner.run("encode", *arguments))
         return self.outputs[0]
+
+    def fork(self, runner: Runner) -> SessionEncoder:
+        """The same over another runner, with what was encoded so far."""
+        forked = copy.copy(self)
+        forked.runner = runner
+        forked.outputs = None if self.outputs is None else tuple(tensor.clone() for tensor in self.outputs)
+        return forked
 
     def update_cache(self, cache: ExportableEncoderDecoderCache, prefilled: bool) -> None:
         """Tell a cache whether its cross-attention layers hold what the newest `encode` gave, and in how many slots."""

@@ -48,3 +48,21 @@ def test_rows_of_different_length_in_a_program() -> None:
 def test_wrong_size() -> None:
     with pytest.raises(InputError, match="index_head_dim of an indexed layer is 0"):
         IndexedLayer(1, 1, 2, CAPACITY, index_head_dim=0)
+
+
+def test_a_program_that_counts_nothing_still_tells_the_length_after_the_update() -> None:
+    """GLM 5 Next hides keys by the length that it asks for between `update` and `update_indexer`."""
+    cache = ExportableCache([layer()])
+    stepped = cache.with_state(dict(cache.named_state()), lengths=torch.tensor([2])).layers[0]
+    stepped.counts = False
+    assert stepped.get_seq_length().item() == 2
+    keys, _ = new(3, 1.0)
+    stepped.update(keys, keys)
+    assert stepped.get_seq_length().item() == 5 and stepped.cumulative_length.tolist() == [2]
+
+
+def test_a_token_may_have_a_key_alone() -> None:
+    kept = IndexedLayer(1, 1, 2, CAPACITY, index_head_dim=DIM, value_head_dim=0)
+    keys, _ = new(3, 1.0)
+    found, values = kept.update(keys, keys[..., :0])
+    assert found[0, 0, :, 0].tolist() == [1, 1, 1, 0, 0, 0, 0, 0] and values.shape == (1, 1, CAPACITY, 0)
