@@ -12,16 +12,25 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from ...attention import EXTRAS, matmul_attention
 from ...cache import ExportableCache
-from ...layers import CacheLayer, FullLayer, RingLayer
+from ...layers import CacheLayer, FullLayer, QuantizedFullLayer, QuantizedRingLayer, RingLayer
 from ...layout import cache_argument
 from ...masks import register_masks
 from ...program import attention_of
 from ...seq2seq import ExportableEncoderDecoderCache
 from .fused_layers import FusedFullLayer, FusedRingLayer, fused_layer
+from .fused_quantized import FusedQuantizedFullLayer, FusedQuantizedRingLayer
 
 EXECUTORCH_ATTENTION = "exportable_cache_executorch"
 _PROBE_ATTENTION = "exportable_cache_probe"
 _PROBE_LENGTH = 3
+
+#: Fused layers by what they take the place of.
+FUSED: dict[type[CacheLayer], type[FusedFullLayer] | type[FusedRingLayer]] = {
+    FullLayer: FusedFullLayer,
+    RingLayer: FusedRingLayer,
+    QuantizedFullLayer: FusedQuantizedFullLayer,
+    QuantizedRingLayer: FusedQuantizedRingLayer,
+}
 
 
 def executorch_attention(
@@ -57,15 +66,12 @@ def fuse_layers(model: PreTrainedModel, cache: ExportableCache) -> ExportableCac
         # The probe below feeds a text decoder, and T5's family has a position bias.
         return cache
     fusable = fusable_layers(model, cache)
-    # Beside layers that need methods of their own (sinks, 8 bits) the branches of fused layers do not lower: all stay plain.
+    # Beside layers that need methods of their own (sinks; soft-capping over 8 bits) the branches of fused layers do not lower.
     plain = [type(layer) for layer, fuse in zip(cache.layers, fusable, strict=True) if not fuse]
     if any(kind is not FullLayer and kind is not RingLayer for kind in plain):
         return cache
-    return ExportableCache([_fused(layer) if fuse else layer for layer, fuse in zip(cache.layers, fusable, strict=True)])
-
-
-def _fused(layer: CacheLayer) -> CacheLayer:
-    return FusedRingLayer.like(layer) if isinstance(layer, RingLayer) else FusedFullLayer.like(layer)
+    layers = zip(cache.layers, fusable, strict=True)
+    return ExportableCache([FUSED[type(layer)].like(layer) if fuse else layer for layer, fuse in layers])
 
 
 def one_method_suffices(cache: ExportableCache) -> bool:
@@ -73,7 +79,7 @@ def one_method_suffices(cache: ExportableCache) -> bool:
 
     Rings that are not fused need a static length of one to know that they may be written in place.
     """
-    return all(type(layer) in (FusedFullLayer, FusedRingLayer, FullLayer) for layer in cache.layers)
+    return all(type(layer) in (*FUSED.values(), FullLayer) for layer in cache.layers)
 
 
 @torch.no_grad()
@@ -108,14 +114,14 @@ def fusable_layers(model: PreTrainedModel, cache: ExportableCache) -> list[bool]
         _keeps_what_is_seen(layer)
         and layer.keys.shape == layer.values.shape
         and layer.keys.shape[0] == 1
-        and layer.keys.dtype == torch.float32
+        and layer.states_dtype == torch.float32
         and calls.get(index) == [True]
         for index, layer in enumerate(cache.layers)
     ]
 
 
 def _keeps_what_is_seen(layer: CacheLayer) -> bool:
-    return type(layer) is FullLayer or (type(layer) is RingLayer and layer.capacity == layer.window)
+    return type(layer) in FUSED and (not isinstance(layer, RingLayer) or layer.capacity == layer.window)
 
 
 AttentionInterface.register(EXECUTORCH_ATTENTION, executorch_attention)

@@ -11,9 +11,10 @@ read once, not once per query head: 1.2 times as fast as the operator's own grou
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
+import executorch.exir.passes._quant_patterns_and_replacements  # noqa: F401  registers torch.ops.quantized_decomposed
 import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401  registers torch.ops.llama, here and in the runtime
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -42,6 +43,9 @@ class FusedFullLayer(FullLayer):
     Keys and values are [1, capacity, num_heads, head_dim].
     """
 
+    #: State tensors that hold a row per slot.
+    parts: ClassVar[tuple[str, ...]] = ("keys", "values")
+
     state = {
         "keys": StateTensor("batch_size", "capacity", "num_heads", "head_dim"),
         "values": StateTensor("batch_size", "capacity", "num_heads", "value_head_dim"),
@@ -52,7 +56,7 @@ class FusedFullLayer(FullLayer):
     def like(cls, layer: FullLayer) -> FusedFullLayer:
         """An empty layer of the same sizes."""
         batch_size, num_heads, capacity, head_dim = layer.keys.shape
-        return cls(batch_size, num_heads, head_dim, capacity, dtype=layer.keys.dtype, device=layer.device)
+        return cls(batch_size, num_heads, head_dim, capacity, dtype=layer.states_dtype, device=layer.device)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -67,8 +71,8 @@ class FusedFullLayer(FullLayer):
             The buffers, keys and values [1, capacity, num_heads, head_dim].
         """
         start = self._start(key_states.shape[2])
-        torch.ops.llama.update_cache(key_states.transpose(1, 2), self.keys, start)
-        torch.ops.llama.update_cache(value_states.transpose(1, 2), self.values, start)
+        for buffer, rows in zip(self._stored(), self._rows(key_states, value_states), strict=True):
+            torch.ops.llama.update_cache(rows, buffer, start)
         return _handed_over(self, key_states.shape[2])
 
     def attend(self, query: torch.Tensor, attention_mask: torch.Tensor | None, scaling: float) -> torch.Tensor:
@@ -85,12 +89,20 @@ class FusedFullLayer(FullLayer):
         query_length, heads = query.shape[1], query.shape[2]
         fold = fold_of(heads, self.keys.shape[2])
         causal = _causal(self.capacity, scaling)
-        operands = (query, self.keys, self.values, self.cumulative_length)
+        operands = (query, self.cumulative_length, *self._stored())
         if fold == 1:
             return causal(*operands)
         return torch.cond(
             _is_single(self._start(query_length), query_length, fold), _folded(fold, self.capacity, scaling), causal, operands
         )
+
+    def _stored(self) -> tuple[torch.Tensor, ...]:
+        """The buffers of `parts`."""
+        return tuple(getattr(self, name) for name in self.parts)
+
+    def _rows(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What new keys and values [1, num_heads, query_length, head_dim] add to each of `parts`: [1, query_length, num_heads, ...]."""
+        return key_states.transpose(1, 2), value_states.transpose(1, 2)
 
     def _start(self, query_length: int) -> int:
         """The row's length as a symbolic integer, which is what the operators take."""
@@ -110,6 +122,8 @@ class FusedRingLayer(RingLayer):
     the mask, and are written after that.
     """
 
+    parts: ClassVar[tuple[str, ...]] = FusedFullLayer.parts
+
     state = {
         "keys": StateTensor("batch_size", "slots", "num_heads", "head_dim"),
         "values": StateTensor("batch_size", "slots", "num_heads", "value_head_dim"),
@@ -120,7 +134,7 @@ class FusedRingLayer(RingLayer):
     def like(cls, layer: RingLayer) -> FusedRingLayer:
         """An empty layer of the same sizes."""
         batch_size, num_heads, _, head_dim = layer.keys.shape
-        return cls(batch_size, num_heads, head_dim, layer.window, dtype=layer.keys.dtype, device=layer.device)
+        return cls(batch_size, num_heads, head_dim, layer.window, dtype=layer.states_dtype, device=layer.device)
 
     def allocate(self, sizes: dict[str, int], dtype: torch.dtype, device: torch.device | str) -> None:
         super().allocate({**sizes, "slots": self.capacity + 1}, dtype, device)
@@ -144,8 +158,11 @@ class FusedRingLayer(RingLayer):
         Returns:
             The buffers, keys and values [1, capacity + 1, num_heads, head_dim].
         """
-        self._new = (key_states.transpose(1, 2).contiguous(), value_states.transpose(1, 2).contiguous())
+        self._new = tuple(rows.contiguous() for rows in self._rows(key_states, value_states))
         return _handed_over(self, key_states.shape[2])
+
+    _stored = FusedFullLayer._stored
+    _rows = FusedFullLayer._rows
 
     def attend(self, query: torch.Tensor, attention_mask: torch.Tensor, scaling: float) -> torch.Tensor:
         """Attention over the window, then the ring as it is after the step.
@@ -159,20 +176,19 @@ class FusedRingLayer(RingLayer):
             [1, query_length, heads, head_dim].
         """
         query_length, heads = query.shape[1], query.shape[2]
-        new_keys, new_values = self._new
         slot, reach, slots = self._places(query_length)
-        torch.ops.llama.update_cache(new_keys[:, :1], self.keys, slot)
-        torch.ops.llama.update_cache(new_values[:, :1], self.values, slot)
+        for buffer, rows in zip(self._stored(), self._new, strict=True):
+            torch.ops.llama.update_cache(rows[:, :1], buffer, slot)
         fold = fold_of(heads, self.keys.shape[2])
         # The branches hand the slots through: nothing else keeps the writes below from being scheduled before the reads above.
         output, slots = torch.cond(
             _is_single(reach, query_length, fold),
             _folded_over_ring(fold, self.capacity, scaling),
             _masked(self.capacity, scaling),
-            (query, self.keys, self.values, new_keys, new_values, attention_mask[0, 0], slots, self.cumulative_length),
+            (query, attention_mask[0, 0], slots, self.cumulative_length, *self._stored(), *self._new),
         )
-        torch.ops.llama.update_cache_with_indices(new_keys, self.keys, 0, slots)
-        torch.ops.llama.update_cache_with_indices(new_values, self.values, 0, slots)
+        for buffer, rows in zip(self._stored(), self._new, strict=True):
+            torch.ops.llama.update_cache_with_indices(rows, buffer, 0, slots)
         return output
 
     def _places(self, query_length: int) -> tuple[int, int, torch.Tensor]:
@@ -229,41 +245,72 @@ def _is_single(last: int, query_length: int, fold: int) -> bool:
 
 
 def _causal(capacity: int, scaling: float) -> Callable[..., torch.Tensor]:
-    def branch(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+    def branch(query: torch.Tensor, length: torch.Tensor, *stored: torch.Tensor) -> torch.Tensor:
         start = length[0].item()
         torch._check(start >= 0)
         torch._check(start < capacity)
+        if len(stored) > 2:
+            # Read, not computed from `start`: a sum of two symbols does not lower.
+            end = (length + query.shape[1])[0].item()
+            torch._check(end >= 1)
+            torch._check(end <= capacity)
+            stored = [part[:, :end] for part in stored]
+        keys, values = _readable(stored)
         return torch.ops.llama.custom_sdpa(query, keys, values, start, None, 0.0, True, scaling)
 
     return branch
 
 
 def _folded(fold: int, capacity: int, scaling: float) -> Callable[..., torch.Tensor]:
-    def branch(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
-        return _attend_folded(query, keys, values, length[0].item(), fold, capacity, scaling)
+    def branch(query: torch.Tensor, length: torch.Tensor, *stored: torch.Tensor) -> torch.Tensor:
+        return _attend_folded(query, stored, length[0].item(), fold, capacity, scaling)
 
     return branch
 
 
 def _folded_over_ring(fold: int, capacity: int, scaling: float) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    def branch(query, keys, values, new_keys, new_values, mask, slots, length) -> tuple[torch.Tensor, torch.Tensor]:
+    def branch(query, mask, slots, length, *rows) -> tuple[torch.Tensor, torch.Tensor]:
         newest = torch.clamp(length, max=capacity - 1)[0].item()
-        return _attend_folded(query, keys, values, newest, fold, capacity, scaling), slots.clone()
+        return _attend_folded(query, rows[: len(rows) // 2], newest, fold, capacity, scaling), slots.clone()
 
     return branch
 
 
 def _masked(capacity: int, scaling: float) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    def branch(query, keys, values, new_keys, new_values, mask, slots, length) -> tuple[torch.Tensor, torch.Tensor]:
-        all_keys = torch.cat([keys[:, :capacity], new_keys], dim=1)
-        all_values = torch.cat([values[:, :capacity], new_values], dim=1)
-        return torch.ops.llama.custom_sdpa(query, all_keys, all_values, 0, mask, 0.0, False, scaling), slots.clone()
+    def branch(query, mask, slots, length, *rows) -> tuple[torch.Tensor, torch.Tensor]:
+        stored, new = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+        joined = [torch.cat([old[:, :capacity], added], dim=1) for old, added in zip(stored, new, strict=True)]
+        keys, values = _readable(joined)
+        return torch.ops.llama.custom_sdpa(query, keys, values, 0, mask, 0.0, False, scaling), slots.clone()
 
     return branch
 
 
+def _readable(stored: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Keys and values as the operator takes them: as they are, or times their scales."""
+    if len(stored) == 2:
+        return stored
+    keys, values, key_scales, value_scales = stored
+    return dequantize_slots(keys, key_scales), dequantize_slots(values, value_scales)
+
+
+def dequantize_slots(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """What `quantize_rows` has kept, through one kernel of ExecuTorch.
+
+    Args:
+        rows: int8 [1, slots, num_heads, head_dim].
+        scales: float32 [1, slots, num_heads, 1].
+
+    Returns:
+        float32 [1, slots, num_heads, head_dim].
+    """
+    # The operator that can do without zero points takes two dimensions: their product, of a symbolic length, does not lower.
+    zeros = torch.zeros_like(scales, dtype=torch.int64)
+    return torch.ops.quantized_decomposed.dequantize_per_token(rows, scales, zeros, -127, 127, torch.int8, torch.float32)
+
+
 def _attend_folded(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, newest: int, fold: int, capacity: int, scaling: float
+    query: torch.Tensor, stored: Sequence[torch.Tensor], newest: int, fold: int, capacity: int, scaling: float
 ) -> torch.Tensor:
     """Attention of one token over slots 0 to `newest`, `fold` query heads as rows of one product.
 
@@ -271,11 +318,14 @@ def _attend_folded(
 
     Args:
         query: [1, query_length, heads, head_dim]; the result is right for a query_length of 1.
-        keys, values: [1, slots, kv_heads, head_dim].
+        stored: See `_readable`.
         newest: At least `fold - 1`.
     """
     torch._check(newest >= fold - 1)
     torch._check(newest < capacity)
+    if len(stored) > 2:
+        stored = [part[:, : newest + 1] for part in stored]
+    keys, values = _readable(stored)
     _, query_length, heads, head_dim = query.shape
     shape = (1, query_length, fold, heads // fold, head_dim)
     rows = query.view(1, query_length, heads // fold, fold, head_dim).transpose(2, 3).reshape(1, query_length * fold, heads // fold, head_dim)
