@@ -21,7 +21,7 @@ from .models import check_positions, load_config, load_model, parse_dtype
 from .multimodal import modalities_of
 from .program import Program
 from .progress import Progress, silent
-from .quantization_effect import measure_quantization, tolerance_of
+from .quantization_effect import measure_distance, measure_quantization, tolerance_of
 from .quantize import check_schemes, quantization_of
 from .quantize import quantize as quantize_model
 from .stand_in import session_to_verify
@@ -186,12 +186,12 @@ def export(
             report = replace(report, remark=remark)
             _require_agreement(report, output)
             manifest = manifest.model_copy(update={"verification": report.to_dict()})
-            if quantization is not None or kv_dtype is not None:
-                effect = measure_quantization(session, loaded, progress)
             if quantization is not None:
+                effect = measure_quantization(session, loaded, progress)
                 manifest = manifest.model_copy(update={"quantization": manifest.quantization.model_copy(update=effect)})
             if kv_dtype is not None:
-                effect = {name: effect[name] for name in ("positions", "max_difference", "argmax_agreement")}
+                # From the model with the same weights: of quantised ones, the line above has the share of both.
+                effect = measure_distance(session, model, progress)
                 manifest = manifest.model_copy(update={"kv_cache": manifest.kv_cache.model_copy(update=effect)})
         manifest.write(folder)
     return Bundle(output, manifest)

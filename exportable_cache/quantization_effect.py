@@ -40,19 +40,34 @@ def measure_quantization(session: Session, float_model: LoadedModel, progress: P
         session: Over the quantised program.
         float_model: What it was made from.
     """
-    longest = min(session.max_length or math.inf, _positions(float_model.model))
+    effect = measure_distance(session, float_model.model, progress)
+    longest = _longest(session, float_model.model)
+    if float_model.source == "demo" and session.tokenizer is not None and longest > 128:
+        effect |= _demo_accuracy(session, float_model, longest, progress)
+    return effect
+
+
+def measure_distance(session: Session, model: PreTrainedModel, progress: Progress = silent) -> dict[str, Any]:
+    """Fields of `manifest.RoundedCache`: the running program against a model over an exact cache.
+
+    Args:
+        session: Over a program with other weights than the model's, or over a cache that rounds.
+        model: Float, or quantised as the program's was, to see what the cache alone does.
+    """
+    longest = _longest(session, model)
     steps = min(_DECODE_STEPS, max(0, longest - 2))
     report = verify_session(
-        session, float_model.model, tolerance=math.inf, exact_cache=True, prompts=[min(_PROMPT, longest - steps)], decode_steps=steps, progress=progress
+        session, model, tolerance=math.inf, exact_cache=True, prompts=[min(_PROMPT, longest - steps)], decode_steps=steps, progress=progress
     )
-    effect: dict[str, Any] = {
+    return {
         "positions": report.steps,
         "max_difference": report.max_difference,
         "argmax_agreement": report.prompts[0].argmax_agreement,
     }
-    if float_model.source == "demo" and session.tokenizer is not None and longest > 128:
-        effect |= _demo_accuracy(session, float_model, longest, progress)
-    return effect
+
+
+def _longest(session: Session, model: PreTrainedModel) -> int | float:
+    return min(session.max_length or math.inf, _positions(model))
 
 
 def _demo_accuracy(session: Session, float_model: LoadedModel, longest: int, progress: Progress) -> dict[str, Any]:

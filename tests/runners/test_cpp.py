@@ -137,6 +137,8 @@ def test_rollback_rules_are_the_layers(probe: Probe, slack: int) -> None:
         "QuantizedFullLayer": {"capacity": 40},
         "QuantizedRingLayer": {"capacity": 8 + slack, "window": 8},
         "QuantizedSinkLayer": {"capacity": 3 + 8 + slack, "window": 8, "sinks": 3},
+        "FusedQuantizedFullLayer": {"capacity": 40},
+        "FusedQuantizedRingLayer": {"capacity": 8 + slack, "window": 8},
         "IndexedLayer": {"capacity": 40},
         "DummyLayer": {},
         "LinearLayer": STATES,

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from exportable_cache import export, load
-from exportable_cache.errors import InputError
 
 from .conftest import Probe, ids
 
@@ -22,11 +21,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle whose program has `forward` besides `prefill` and `decode`."""
     pytest.importorskip("executorch", reason="the executorch extra is not installed")
     folder = tmp_path_factory.mktemp("bundles") / "both"
-    options = {"prefill_length": CHUNK, "verify": False}
-    try:
-        return export("demo", "executorch", 96, folder, methods="both", **options).path
-    except InputError:  # where the target has no such option, llm_runner adds forward
-        return export("demo", "executorch", 96, folder, llm_runner=True, **options).path
+    return export("demo", "executorch", 96, folder, methods="both", prefill_length=CHUNK, verify=False).path
 
 
 def edited(folder: Path, copy: Path, edit: Callable[[dict[str, Any]], object]) -> Path:
@@ -50,6 +45,20 @@ def test_any_set_of_methods_gives_the_same(both, tmp_path, probe: Probe, names: 
     prompt = torch.randint(2, 394, (1, 60), generator=torch.Generator().manual_seed(0))
     expected = [session.prefill(prompt), *(session.decode(torch.tensor([token])) for token in range(20, 30))]
     commands = [("prefill", ids(prompt[0])), *(("decode", token) for token in range(20, 30))]
+    replies = probe(("open", bundle), *commands)[1:]
+    for reply, logits in zip(replies, expected, strict=True):
+        assert (torch.tensor(reply.numbers()) - logits[0]).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("options", [{"kv_dtype": "int8"}, {"attention_sinks": 3, "attention_window": 12}], ids=["int8", "sinks"])
+def test_other_caches_give_the_sessions_logits(tmp_path, probe: Probe, options: dict[str, Any]) -> None:
+    bundle = export("demo", "executorch", 48, tmp_path / "bundle", prefill_length=CHUNK, verify=False, **options).path
+    session = load(bundle)
+    # Past the window of the rings, a whole chunk and more; with sinks also past what the full layers have slots for.
+    tokens = torch.randint(2, 394, (1, 46 if "kv_dtype" in options else 120), generator=torch.Generator().manual_seed(1))
+    prompt = tokens.shape[1] - 10
+    expected = [session.prefill(tokens[:, :prompt]), *(session.decode(tokens[:, position]) for position in range(prompt, prompt + 10))]
+    commands = [("prefill", ids(tokens[0, :prompt])), *(("decode", int(token)) for token in tokens[0, prompt:])]
     replies = probe(("open", bundle), *commands)[1:]
     for reply, logits in zip(replies, expected, strict=True):
         assert (torch.tensor(reply.numbers()) - logits[0]).abs().max() <= 1e-5

@@ -1,0 +1,121 @@
+"""Keys and values in 8 bits through ExecuTorch's fused operators: the logits, and what the file calls."""
+
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from exportable_cache import ExportableCache, export
+from exportable_cache.layers.quantized import dequantize_rows, quantize_rows
+from exportable_cache.program import attention_of
+from exportable_cache.rounding import RoundingCache
+from exportable_cache.verify import rounding_effect, verify_session
+
+from ..support.models import WINDOW, tiny_model, tokens
+from ..support.sessions import lowered_session
+
+pytest.importorskip("executorch", reason="the executorch extra is not installed")
+
+from executorch.exir._serialize._program import deserialize_pte_binary  # noqa: E402
+
+from exportable_cache.backends.executorch.fused import fuse_layers  # noqa: E402
+from exportable_cache.backends.executorch.fused_layers import dequantize_slots, fold_of  # noqa: E402
+from exportable_cache.backends.executorch.fused_quantized import (  # noqa: E402
+    FusedQuantizedFullLayer,
+    FusedQuantizedRingLayer,
+)
+
+from .test_executorch import instructions  # noqa: E402
+
+CAPACITY = 96
+SCALES = ([1, CAPACITY, 2, 1], [1, WINDOW + 1, 2, 1])
+FULL, RING = [1, CAPACITY, 2, 8], [1, WINDOW + 1, 2, 8]
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory):
+    """A ring and a full layer with 4 query heads folded into one product: the model, its session, and what its file calls."""
+    model = tiny_model("gemma3_text", num_attention_heads=16)
+    assert fold_of(16, 2) == 4
+    folder = tmp_path_factory.mktemp("hybrid")
+    session = lowered_session(model, "executorch", folder, CAPACITY, cache_options={"kv_dtype": "int8"})
+    written = deserialize_pte_binary((folder / "program.pte").read_bytes())
+    return model, session, SimpleNamespace(executorch_program=written.program)
+
+
+def test_the_layers_take_a_quarter_and_their_scales() -> None:
+    model = tiny_model("gemma3_text")
+    cache = fuse_layers(model, ExportableCache.from_model(model, CAPACITY, kv_dtype="int8", attn_implementation=None))
+    ring, full = cache.layers
+    assert (type(ring), type(full)) == (FusedQuantizedRingLayer, FusedQuantizedFullLayer)
+    assert [list(tensor.shape) for _, tensor in full.named_state()] == [FULL, FULL, SCALES[0], SCALES[0], [1]]
+    assert [list(tensor.shape) for _, tensor in ring.named_state()] == [RING, RING, SCALES[1], SCALES[1], [1]]
+    assert full.keys.dtype == ring.values.dtype == torch.int8 and full.states_dtype == ring.states_dtype == torch.float32
+    rebuilt = FusedQuantizedRingLayer.from_state(ring.config(), {})
+    assert rebuilt.max_rollback(20, 20) == 1 and rebuilt.states_dtype == torch.float32
+
+
+def test_slots_are_read_as_they_were_rounded() -> None:
+    stored, scales = quantize_rows(torch.randn(1, 5, 2, 8))
+    assert torch.equal(dequantize_slots(stored, scales), dequantize_rows(stored, scales, torch.float32))
+
+
+# Of one to three tokens: fewer slots than the folded form needs. Past the window, and in chunks that are longer than it.
+@pytest.mark.parametrize("prompt", [1, 2, 3, 7, 8, 9, 17, 40])
+@torch.no_grad()
+def test_the_logits_are_those_over_rounded_keys_and_values(hybrid, prompt: int) -> None:
+    model, session, _ = hybrid
+    ids = tokens(prompt + 30, seed=prompt)
+    session.reset()
+    rows = [session.prefill(ids[:, :prompt]), *(session.decode(ids[:, position]) for position in range(prompt, prompt + 30))]
+    with attention_of(model, "eager"):
+        cache = RoundingCache(config=model.config)
+        expected = [model(ids[:, :prompt], past_key_values=cache).logits[:, -1]]
+        expected += [model(ids[:, at : at + 1], past_key_values=cache).logits[:, -1] for at in range(prompt, prompt + 30)]
+    # A value in the middle between two steps may round the other way; most do not.
+    differences = torch.tensor([(row - other).abs().max() for row, other in zip(rows, expected, strict=True)])
+    assert differences.max() <= rounding_effect(model, 64) / 4 and differences.median() <= 1e-4
+
+
+def test_the_cache_rounds(hybrid) -> None:
+    model, session, _ = hybrid
+    rounded, exact = (verify_session(session, model, exact_cache=exact, tolerance=9.0).max_difference for exact in (False, True))
+    assert rounded < exact / 4 and 1e-3 < exact < 0.2
+
+
+def test_the_cache_is_written_in_place_and_read_as_far_as_it_is_filled(hybrid) -> None:
+    calls = list(instructions(hybrid[2], "forward"))
+    counts = Counter(name for name, _ in calls)
+    # Keys, values and their scales; of the ring once more for several tokens.
+    assert counts["llama::update_cache"] == 8 and counts["llama::update_cache_with_indices"] == 4
+    # Two branches per layer, each of which makes the keys and values it reads float32.
+    assert counts["llama::custom_sdpa"] == 4 and counts["quantized_decomposed::dequantize_per_token"] == 8
+    assert not {"aten::copy_", "aten::index_put", "aten::index_put_", "aten::expand_copy", "aten::bmm", "aten::mm"} & counts.keys()
+    writes = {"llama::update_cache", "llama::update_cache_with_indices"}
+    plan = hybrid[2].executorch_program.execution_plan[0]
+    buffers = {
+        index for chain in plan.chains for instruction in chain.instructions
+        if hasattr(instruction.instr_args, "op_index") and plan.operators[instruction.instr_args.op_index].name in writes
+        for index in instruction.instr_args.args[1:2]
+    }  # fmt: skip
+    assert len(buffers) == 8 and sorted(list(plan.values[index].val.sizes) for index in buffers) == sorted([FULL, FULL, RING, RING, *SCALES * 2])
+    touching = {
+        plan.operators[instruction.instr_args.op_index].name
+        for chain in plan.chains for instruction in chain.instructions
+        if hasattr(instruction.instr_args, "op_index") and buffers & set(instruction.instr_args.args)
+    }  # fmt: skip
+    # Slices with an end: of the filled slots of a full layer, and of the window of a ring.
+    assert touching == writes | {"aten::slice_copy"}
+
+
+def test_with_quantised_weights(tmp_path) -> None:
+    model = tiny_model("llama")
+    bundle = export(model, "executorch", 48, tmp_path / "out", prefill_length=16, quantize="8da4w", kv_dtype="int8")
+    manifest = bundle.manifest
+    assert manifest.verification["passed"]
+    assert {layer.class_name for layer in manifest.layers} == {"FusedQuantizedFullLayer"}
+    # 8 + 4 bytes for what takes 32 in float32.
+    assert (manifest.cache_bytes - 16) / (manifest.kv_cache.float_bytes - 16) == 12 / 32
+    # The cache's own share, of the model with quantised weights, and that of both.
+    assert 1e-4 < manifest.kv_cache.max_difference < manifest.quantization.max_difference
