@@ -69,6 +69,17 @@ def _gather(ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Ma
     return layer.get_output(0)
 
 
+@dynamo_tensorrt_converter(torch.ops.aten.cumsum.default, supports_dynamic_shapes=True, priority=ConverterPriority.HIGH)
+def _cumsum(ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> trt.ITensor:
+    """`cumsum` as TensorRT's own layer. torch_tensorrt's converter makes a loop of it, of one static length."""
+    values, dim = args[:2]
+    values = cast_trt_tensor(ctx, values, TRT_DTYPES[ctx.current_node.meta["val"].dtype], f"{name}_values")
+    axis = get_trt_tensor(ctx, torch.tensor(dim % len(values.shape), dtype=torch.int32), f"{name}_axis")
+    layer = ctx.net.add_cumulative(values, axis, trt.CumulativeOperation.SUM, False, False)
+    set_layer_name(layer, target, name)
+    return layer.get_output(0)
+
+
 def _of_rank(ctx: ConversionContext, tensor: trt.ITensor, rank: int, name: str) -> trt.ITensor:
     """The tensor with dimensions of size 1 put in front, as broadcasting does."""
     missing = rank - len(tensor.shape)

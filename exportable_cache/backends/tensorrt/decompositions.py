@@ -14,11 +14,21 @@ def scatter_value(x: torch.Tensor, dim: int, index: torch.Tensor, value: float) 
     return torch.scatter(x, dim, index, torch.full_like(index, value, dtype=x.dtype))
 
 
+def select_from_end(x: torch.Tensor, dim: int, index: int) -> torch.Tensor:
+    """`select` counted from the end of any length, as a slice: the converter gathers at the negative index, which is undefined."""
+    if not isinstance(index, int) or index >= 0:
+        return NotImplemented
+    return torch.ops.aten.slice.Tensor(x, dim, index, index + 1 or None).squeeze(dim)
+
+
 def decompositions(in_place: bool) -> dict[torch._ops.OperatorBase, Callable]:
     """What to spell out.
 
     Args:
         in_place: Leave cache writes as they are, for TensorRT's KVCacheUpdate layer; otherwise they become scatters.
     """
-    table: dict[torch._ops.OperatorBase, Callable] = {torch.ops.aten.scatter.value: scatter_value}
+    table: dict[torch._ops.OperatorBase, Callable] = {
+        torch.ops.aten.scatter.value: scatter_value,
+        torch.ops.aten.select.int: select_from_end,
+    }
     return table if in_place else {**table, torch.ops.exportable_cache.kv_cache_update.default: scatter_update}

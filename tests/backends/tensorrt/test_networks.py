@@ -5,11 +5,15 @@ import torch
 
 from exportable_cache.verify import verify_session
 
+from ...support.kinds import kind_model
 from ...support.models import WINDOW
 
 pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no tensorrt extra is installed")
 
-from .programs import engine_program, network_session  # noqa: E402
+from exportable_cache.backends.tensorrt.layers import EngineFullLayer  # noqa: E402
+from exportable_cache.backends.tensorrt.target import engine_networks  # noqa: E402
+
+from .programs import engine_program, network_session, program_of  # noqa: E402
 
 # Family -> full layers; the others are rings.
 FAMILIES = {"llama": 2, "mistral": 0, "gemma3_text": 1, "qwen3": 2, "gpt_oss": 1, "deepseek_v3": 2, "mixtral": 2}
@@ -51,6 +55,30 @@ def test_half_precision(family: str, dtype: torch.dtype) -> None:
     assert kept == {dtype}
 
 
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        ("lfm2", torch.bfloat16),
+        ("mamba2", torch.float32),
+        pytest.param("falcon_h1", torch.float32, marks=pytest.mark.slow),
+        pytest.param("jamba", torch.float32, marks=pytest.mark.slow),
+        pytest.param("qwen3_next", torch.float32, marks=pytest.mark.slow),
+    ],
+)
+def test_states_of_fixed_size(family: str, dtype: torch.dtype) -> None:
+    model = kind_model(family).to(dtype)
+    program = program_of(model)
+    networks = engine_networks(program, {})
+    report = verify_session(network_session(model, program, networks), model, prompts=[5, 20])
+    assert report.passed, str(report)
+    # Each state goes in and comes out; only keys and values of plain layers are written in place.
+    states = [name for name, _ in program.cache.named_state() if not name.endswith("cumulative_length")]
+    full = [layer for layer in program.cache.layers if isinstance(layer, EngineFullLayer)]
+    for network in networks.values():
+        assert [name.removeprefix("next.") for name in network.outputs[2:]] == states
+        assert len(network.aliases) == 2 * len(full)
+
+
 def test_rows_of_a_batch() -> None:
     model, program, networks = engine_program("gemma3_text", batch_size=2)
     report = verify_session(network_session(model, program, networks), model, tolerance=1e-4, prompts=[3, 20])
@@ -78,10 +106,7 @@ def test_grouped_keys_reach_the_attention_layer_unexpanded() -> None:
 
 
 def test_the_same_program_has_the_same_digest_and_other_weights_another() -> None:
-    from exportable_cache.backends.tensorrt.target import engine_networks
-
     from .models import engine_model
-    from .programs import program_of
 
     _, _, networks = engine_program("llama")
     model = engine_model("llama")

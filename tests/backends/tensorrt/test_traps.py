@@ -12,6 +12,7 @@ from exportable_cache.errors import UnsupportedModelError
 pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no tensorrt extra is installed")
 
 from exportable_cache.backends.tensorrt import upstream  # noqa: E402
+from exportable_cache.backends.tensorrt.evaluator import NetworkEvaluator  # noqa: E402
 from exportable_cache.backends.tensorrt.network import build_network, check_nothing_mutated  # noqa: E402
 from exportable_cache.backends.tensorrt.signature import EngineSignature  # noqa: E402
 
@@ -93,6 +94,33 @@ def test_scatter_of_a_number() -> None:
     tensors = [torch.zeros(2, 4), torch.tensor([[1], [3]])]
     network = toy_network(lambda x, index: x.scatter(1, index, 2.5), tensors)
     assert torch.equal(evaluate(network, tensors), torch.zeros(2, 4).scatter(1, tensors[1], 2.5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_running_sums_are_one_layer(dtype: torch.dtype) -> None:
+    # torch_tensorrt makes a loop of them, for static lengths only.
+    tensors = [torch.arange(24).reshape(2, 3, 4).to(dtype)]
+    network = toy_network(lambda x: x.cumsum(-2), tensors)
+    assert network.layer_counts["CUMULATIVE"] == 1
+    assert torch.equal(evaluate(network, tensors), tensors[0].cumsum(1))
+
+
+class Last(nn.Module):
+    """The last position of any number of them."""
+
+    def forward(self, x: torch.Tensor, input_pos: torch.Tensor, length: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.select(1, -1) + x.select(1, -2), input_pos + 1
+
+
+def test_select_from_the_end_of_a_dynamic_length_gathers_at_no_negative_index() -> None:
+    # torch_tensorrt gathers at -1, which TensorRT leaves undefined; the evaluator refuses it.
+    position = torch.zeros(1, dtype=torch.int64)
+    length = {"x": {1: torch.export.Dim("length", min=2, max=9)}, "input_pos": None, "length": None}
+    program = torch.export.export(Last(), (torch.ones(1, 5, 3), position, position.clone()), dynamic_shapes=length)
+    network = build_network(program, EngineSignature(("x", "input_pos"), ("layers.0.cumulative_length",), (2, 9, 9)))
+    x = torch.arange(21.0).reshape(1, 7, 3)
+    result = NetworkEvaluator(network.definition, network.constants).run({"x": x, "input_pos": position})
+    assert torch.equal(result["logits"], x[:, -1] + x[:, -2])
 
 
 def test_an_operator_without_converter_is_named_with_its_layer() -> None:
