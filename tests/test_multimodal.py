@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import PreTrainedModel
 
 from exportable_cache import ExportableCache, Session, export, load
@@ -83,6 +84,23 @@ def test_what_is_seen_or_heard_matters(family: str) -> None:
     other = {**inputs, name: inputs[name].flip(-1)}
     following = tokens(3)
     assert (reference_logits(model, inputs, following) - reference_logits(model, other, following)).abs().amax(-1).min() > 0.01
+
+
+def test_what_the_image_processor_gives_is_taken() -> None:
+    image = pytest.importorskip("PIL.Image", reason="pillow is not installed")
+    kind = getattr(transformers, "Qwen2VLImageProcessorPil", None)
+    if kind is None:
+        pytest.skip("this transformers release has no image processor on pillow alone")
+    processor = kind(patch_size=4, merge_size=2, temporal_patch_size=2, min_pixels=64, max_pixels=10_000)
+    session, model = live("qwen2_5_vl")
+    ids, following = prompt(model, 1, 5, 6)["input_ids"], tokens(3).clamp(max=100)
+    photo = image.frombytes("RGB", (24, 16), bytes(range(256)) * 4 + bytes(128))
+    inputs = {"input_ids": ids, **processor(images=[photo], return_tensors="pt")}
+    logits = session.prefill(**inputs)
+    expected = reference_logits(model, {**inputs, "mm_token_type_ids": (ids == PLACEHOLDER).long()}, following)
+    assert (logits - expected[:, 0]).abs().max() <= TOLERANCE
+    with pytest.raises(InputError, match=r"image_grid_thw has \[1, 6, 4\]"):
+        session.prefill(ids, **processor(images=[photo.rotate(90, expand=True)], return_tensors="pt"))
 
 
 def test_generation_from_what_a_processor_gives() -> None:
