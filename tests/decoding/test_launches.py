@@ -124,6 +124,20 @@ def test_what_was_computed_ahead_is_dropped_when_the_session_moves_meanwhile(mod
     assert interrupted(STEPS) == interrupted(1)
 
 
+def test_a_rewind_meanwhile_knows_what_the_launch_has_overwritten(model: Any) -> None:
+    def sixth(steps: int) -> Session:
+        session = session_of(model, steps)
+        given = session.generate(tokens(20), 16)
+        for _ in range(6):
+            next(given)
+        return session
+
+    sixth(1).rewind(3)
+    session = sixth(STEPS)  # three steps past the token given out
+    with pytest.raises(InputError, match=r"cannot rewind 1 tokens at a length of \[25\]: .* at most 0 can be taken back"):
+        session.rewind(1)
+
+
 def test_a_fork_goes_on_from_the_token_that_was_given_out(model: Any) -> None:
     def both(session: Session) -> tuple[list[int], list[int]]:
         given = session.generate(tokens(12), 16)
