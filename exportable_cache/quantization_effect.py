@@ -15,7 +15,8 @@ from .program import attention_of
 from .progress import Progress, silent
 from .quantize import Quantization, rounding_sensitivity
 from .session import Session
-from .verify import TOLERANCES, verify_session
+from .verify import verify_session
+from .verify_plan import TOLERANCES
 
 _PROMPT, _DECODE_STEPS = 40, 24
 _QUESTIONS, _QUESTIONS_SEED = 50, 20_000
