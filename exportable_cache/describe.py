@@ -150,6 +150,7 @@ def _method(program: Program, method: ProgramMethod, vocab_size: int) -> Method:
         inputs=inputs,
         outputs=outputs,
         grid=method.grid,
+        multiple=method.multiple,
     )
 
 

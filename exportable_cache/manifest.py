@@ -56,6 +56,8 @@ class Method(_Entry):
     outputs: list[Signature]
     # image_grid_thw of every image that it takes.
     grid: tuple[int, int, int] | None = None
+    # Of what "length" is a multiple.
+    multiple: int = Field(default=1, ge=1)
 
     @model_validator(mode="after")
     def _range(self) -> Method:
@@ -86,7 +88,16 @@ class Method(_Entry):
             for items in (self.inputs, () if self.is_step else self.outputs)
         )
         return ProgramMethod(
-            name, self.min_length, self.max_length, self.read_length, inputs, dict(self.ranges), outputs, self.scores, self.grid
+            name,
+            self.min_length,
+            self.max_length,
+            self.read_length,
+            inputs,
+            dict(self.ranges),
+            outputs,
+            self.scores,
+            self.grid,
+            self.multiple,
         )
 
 

@@ -50,6 +50,7 @@ class Method:
         ranges: Least and most of every other named size but "batch".
         scores: Gives logits after every token, [batch, length, vocab], instead of after the last.
         outputs: What it gives, if that is not the logits of a step: then it takes no part in steps and has no cache.
+        multiple: What every size named "length" is a multiple of.
         grid: The `image_grid_thw` (time, height, width, in patches) of every image it takes, where its encoder needs one.
     """
 
@@ -62,6 +63,7 @@ class Method:
     outputs: tuple[TensorSpec, ...] = ()
     scores: bool = False
     grid: tuple[int, int, int] | None = None
+    multiple: int = 1
 
     def __post_init__(self) -> None:
         if not self.inputs:

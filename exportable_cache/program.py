@@ -306,6 +306,8 @@ class Program:
             # An encoder may shorten its input so much that little more than the least gives a single position, which is a size of its own.
             further = 5 if method.is_step else (most - least) // 2
             sizes[name] = min(max(2, least, min(most - 1, least + further)), most)
+        if "length" in sizes:
+            sizes["length"] -= sizes["length"] % method.multiple
         inputs = tuple(
             torch.zeros([sizes.get(size, size) for size in spec.shape], dtype=getattr(torch, spec.dtype), device=self.cache.device)
             for spec in method.inputs
@@ -331,6 +333,9 @@ class Program:
         inputs = self.example_inputs(method)
         dynamic = ShapesCollection()
         sizes = {name: Dim(name, min=least, max=most) for name, (least, most) in method.dynamic_sizes.items()}
+        if "length" in sizes and method.multiple > 1:
+            pieces = Dim("_length", min=-(-method.min_length // method.multiple), max=method.max_length // method.multiple)
+            sizes["length"] = method.multiple * pieces
         for spec, example in zip(method.inputs, inputs):
             named = {index: sizes[size] for index, size in enumerate(spec.shape) if size in sizes}
             if named:

@@ -29,6 +29,7 @@ LENGTHS: dict[str, tuple[int | None, tuple[int, ...]]] = {
     "speech-seamless_m4t_v2": (90, (90, 33, 17)),
     "speech-speech_to_text": (90, (90, 33, 17)),
     "speech-speecht5": (4000, (4000, 1500)),
+    "speech-moonshine_streaming": (4000, (4000, 2080)),
     "image-pix2struct": (12, (12, 5, 1)),
     "image-pp_formulanet": (None, (128,)),
 }
@@ -77,7 +78,7 @@ def test_eager_sessions_equal_the_model_at_every_length(name: str) -> None:
     assert largest_difference(live(model, name), model, name) <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["speech-canary", "image-pix2struct"])
+@pytest.mark.parametrize("name", ["speech-canary", "speech-moonshine_streaming", "image-pix2struct"])
 def test_one_program_serves_every_length(name: str, tmp_path: Path) -> None:
     model = model_of(name)
     session = lowered_session(model, "pt2", tmp_path, MAX_CACHE_LEN, max_encoder_len=LENGTHS[name][0])
@@ -107,6 +108,7 @@ def test_the_input_is_described_from_the_config(name: str) -> None:
     [
         ("speech-canary", (1, 91, 16), "has length 91; the encoder takes 16 to 90"),
         ("speech-canary", (1, 90, 15), r"has shape \[1, 90, 15\]; it must be \[1, length, 16\]"),
+        ("speech-moonshine_streaming", (1, 2001), "has length 2001; the encoder takes whole frames of 80"),
         ("image-pp_formulanet", (1, 3, 64, 64), r"it must be \[1, 3, 128, 128\]"),
     ],
 )
@@ -114,6 +116,11 @@ def test_other_shapes_are_refused(name: str, shape: tuple[int, ...], message: st
     model = model_of(name)
     with pytest.raises(InputError, match=message):
         live(model, name).encode(**{model.main_input_name: torch.zeros(shape)})
+
+
+def test_part_of_a_frame_is_refused() -> None:
+    with pytest.raises(InputError, match="max_encoder_len is 4001; .* takes whole frames of 80 samples"):
+        ExportableCache.from_model(model_of("speech-moonshine_streaming"), 16, max_encoder_len=4001)
 
 
 def test_another_number_of_pixels_is_refused() -> None:

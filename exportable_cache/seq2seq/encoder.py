@@ -39,6 +39,7 @@ class Encoder:
         capacity: Positions it gives for the longest input.
         hidden_size: Of its output.
         dtype: Of its output, as the name of a torch dtype.
+        multiple: What the length of an input is a multiple of.
     """
 
     main_input: TensorSpec
@@ -48,6 +49,7 @@ class Encoder:
     capacity: int
     hidden_size: int
     dtype: str
+    multiple: int = 1
 
     @property
     def is_fixed(self) -> bool:
@@ -62,7 +64,13 @@ class Encoder:
         # How long the output is follows from the input, so it is no size of its own here.
         ranges = {} if self.is_fixed else {ENCODER_LENGTH: (1, self.capacity)}
         return Method(
-            "encode", self.min_length, self.max_length, inputs=(self.main_input, *mask), ranges=ranges, outputs=(hidden, lengths)
+            "encode",
+            self.min_length,
+            self.max_length,
+            inputs=(self.main_input, *mask),
+            ranges=ranges,
+            outputs=(hidden, lengths),
+            multiple=self.multiple,
         )
 
     @property
@@ -159,7 +167,9 @@ def encoder_of(model: PreTrainedModel, max_encoder_len: int | None = None, batch
         raise InputError(f"max_encoder_len is {longest}, but the encoder of {name} has positions for {kind.limit}; pass at most that")
     if longest < kind.least:
         raise InputError(f"max_encoder_len is {longest}; {name} needs at least {kind.least}")
-    spec, least = kind.spec, kind.least
+    if longest % kind.multiple:
+        raise InputError(f"max_encoder_len is {longest}; {name} takes whole frames of {kind.multiple} {kind.unit}: pass a multiple of that")
+    spec, least = kind.spec, -(-kind.least // kind.multiple) * kind.multiple
     if kind.fixed is not None:
         spec = replace(spec, shape=tuple(longest if size == "length" else size for size in spec.shape))
         least = longest
@@ -174,7 +184,8 @@ def encoder_of(model: PreTrainedModel, max_encoder_len: int | None = None, batch
             f"the encoder of {name} gives {hidden.shape[1]} positions for {probe} tokens; only encoders that give one for each are supported"
         )
     capacity = longest if is_text else hidden.shape[1]
-    return Encoder(spec, kind.takes_mask, least, longest, capacity, hidden.shape[2], str(hidden.dtype).removeprefix("torch."))
+    dtype = str(hidden.dtype).removeprefix("torch.")
+    return Encoder(spec, kind.takes_mask, least, longest, capacity, hidden.shape[2], dtype, kind.multiple)
 
 
 @dataclass(frozen=True)
@@ -191,6 +202,7 @@ class _Input:
     limit: int | None = None
     fixed: int | None = None
     least: int = 1
+    multiple: int = 1
 
 
 def _input_of(model: PreTrainedModel, batch_size: int) -> _Input:
@@ -216,7 +228,10 @@ def _input_of(model: PreTrainedModel, batch_size: int) -> _Input:
         default = DEFAULT_ENCODER_LENGTH if limit is None else min(DEFAULT_ENCODER_LENGTH, limit)
         return _Input(TensorSpec(name, "int64", ("batch", "length")), "tokens", default, takes_mask, limit)
     if name == "input_values":
-        return _Input(TensorSpec(name, dtype, ("batch", "length")), "samples", DEFAULT_SAMPLES, sound_mask, least=1024)
+        # Moonshine Streaming cuts them into frames.
+        frame = next((module.frame_len for module in model.get_encoder().modules() if hasattr(module, "frame_len")), 1)
+        spec = TensorSpec(name, dtype, ("batch", "length"))
+        return _Input(spec, "samples", DEFAULT_SAMPLES // frame * frame, sound_mask, least=1024, multiple=frame)
     if name == "input_features" and hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions"):
         # Whisper's encoder adds a table of positions to all of its output, and its cross-attention knows no mask.
         length = 2 * config.max_source_positions

@@ -32,7 +32,8 @@ def random_inputs(
 def encoder_lengths(method: Method) -> list[int]:
     """Lengths to try: the longest, a short one, and one between."""
     least, most = method.min_length, method.max_length
-    return sorted({most, min(most, least + 2), (least + most) // 2}, reverse=True)
+    lengths = (most, min(most, least + 2 * method.multiple), (least + most) // 2)
+    return sorted({length - length % method.multiple for length in lengths}, reverse=True)
 
 
 def decoder_of(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:

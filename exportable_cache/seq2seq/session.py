@@ -103,6 +103,11 @@ class SessionEncoder:
                 f"{spec.name} has length {found[self._length_dim]}; the encoder takes {least} to {most}: shorten the input, "
                 "or allocate or export with a larger max_encoder_len"
             )
+        if "length" in spec.shape and found[self._length_dim] % self.method.multiple:
+            raise InputError(
+                f"{spec.name} has length {found[self._length_dim]}; the encoder takes whole frames of {self.method.multiple}: "
+                "cut it, or pad it with silence"
+            )
         if main_input.dtype != getattr(torch, spec.dtype):
             raise InputError(f"{spec.name} is {main_input.dtype}; it must be torch.{spec.dtype}: pass {spec.name}.to(torch.{spec.dtype})")
         if main_input.device != self.device:
