@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,14 +23,18 @@ LLAMA |= {"num_key_value_heads": 4, "vocab_size": 32000, "rms_norm_eps": 1e-6}
 GEMMA = {"hidden_size": 640, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 4, "num_key_value_heads": 1}
 GEMMA |= {"head_dim": 256, "vocab_size": 32000, "sliding_window": 512, "query_pre_attn_scalar": 256}
 GEMMA |= {"layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 2}
-#: The smallest that has every part, to try the benchmark itself.
+#: The smallest that have every part, to try the benchmark itself.
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2}
-TINY |= {"vocab_size": 500, "rms_norm_eps": 1e-6}
+TINY |= {"vocab_size": 512, "rms_norm_eps": 1e-6}
+TINY_HYBRID = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2}
+TINY_HYBRID |= {"head_dim": 32, "vocab_size": 512, "sliding_window": 64, "query_pre_attn_scalar": 32}
+TINY_HYBRID |= {"layer_types": ["sliding_attention", "full_attention"]}
 
 MODELS: dict[str, Callable[[int], PreTrainedModel]] = {
     "llama-110m": lambda cache: LlamaForCausalLM(LlamaConfig(**LLAMA, max_position_embeddings=cache)),
     "gemma3-hybrid": lambda cache: Gemma3ForCausalLM(Gemma3TextConfig(**GEMMA, max_position_embeddings=cache)),
     "llama-tiny": lambda cache: LlamaForCausalLM(LlamaConfig(**TINY, max_position_embeddings=cache)),
+    "gemma3-tiny": lambda cache: Gemma3ForCausalLM(Gemma3TextConfig(**TINY_HYBRID, max_position_embeddings=cache)),
 }
 #: Longest chunk of a prompt in the forms that let one choose.
 CHUNK = 256
@@ -41,11 +46,12 @@ def random_model(name: str, cache: int) -> PreTrainedModel:
     return MODELS[name](cache).eval()
 
 
-def ours(name: str, cache: int, folder: Path) -> dict:
-    """`exportable_cache.export` with its defaults."""
+def ours(name: str, cache: int, folder: Path, **options: str) -> dict:
+    """`exportable_cache.export` with its defaults, or with more options of it."""
     from exportable_cache import export
 
-    export(random_model(name, cache), "executorch", cache, folder / "bundle", prefill_length=min(CHUNK, cache), verify=False)
+    model = random_model(name, cache)
+    export(model, "executorch", cache, folder / "bundle", prefill_length=min(CHUNK, cache), verify=False, **options)
     return {"runner": "bundle"}
 
 
@@ -88,8 +94,8 @@ def exporter(name: str, cache: int, folder: Path) -> dict:
     return {"runner": "exporter"}
 
 
-def executorch_llama(name: str, cache: int, folder: Path) -> dict:
-    """ExecuTorch's own Llama export, `executorch.extension.llm.export.export_llm`, with its fused operators."""
+def executorch_llama(name: str, cache: int, folder: Path, *settings: str) -> dict:
+    """ExecuTorch's own Llama export, `executorch.extension.llm.export.export_llm`, with its fused operators and more settings."""
     sizes = {"llama-110m": LLAMA, "llama-tiny": TINY}[name]
     params = {
         "dim": sizes["hidden_size"],
@@ -106,9 +112,19 @@ def executorch_llama(name: str, cache: int, folder: Path) -> dict:
     command = [sys.executable, "-m", "executorch.extension.llm.export.export_llm", "base.model_class=llama2"]
     command += [f"base.params={folder / 'params.json'}", "model.use_kv_cache=True", "model.use_sdpa_with_kv_cache=True"]
     command += ["backend.xnnpack.enabled=True", "model.dtype_override=fp32", f"export.max_context_length={cache}"]
-    command += [f"export.max_seq_length={min(CHUNK, cache)}", "export.output_name=program.pte", "hydra.run.dir=."]
+    command += [f"export.max_seq_length={min(CHUNK, cache)}", "export.output_name=program.pte", "hydra.run.dir=.", *settings]
     subprocess.run(command, cwd=folder, check=True)
     return {"runner": "forward", "chunk": min(CHUNK, cache)}
+
+
+def executorch_int8(name: str, cache: int, folder: Path) -> dict:
+    """The same with its quantised cache."""
+    return executorch_llama(name, cache, folder, "model.quantize_kv_cache=True")
+
+
+def executorch_8da4w(name: str, cache: int, folder: Path) -> dict:
+    """The same with weights of 4 bits in groups of 32."""
+    return executorch_llama(name, cache, folder, "quantization.qmode=8da4w", "quantization.group_size=32")
 
 
 def eager(name: str, cache: int, folder: Path) -> dict:
@@ -119,7 +135,11 @@ def eager(name: str, cache: int, folder: Path) -> dict:
 #: Title and builder by name.
 FORMS: dict[str, tuple[str, Callable[[str, int, Path], dict]]] = {
     "ours": ("ours", ours),
+    "ours-int8": ("ours, int8 cache", partial(ours, kv_dtype="int8")),
+    "ours-8da4w": ("ours, 8da4w", partial(ours, quantize="8da4w")),
     "executorch": ("ExecuTorch's own Llama export", executorch_llama),
+    "executorch-int8": ("ExecuTorch's own, int8 cache", executorch_int8),
+    "executorch-8da4w": ("ExecuTorch's own, 8da4w", executorch_8da4w),
     "integration": ("transformers `integrations.executorch`", integration),
     "exporter": ("transformers `ExecutorchExporter`, static cache", exporter),
     "eager": ("transformers eager, `DynamicCache`", eager),
@@ -128,7 +148,7 @@ FORMS: dict[str, tuple[str, Callable[[str, int, Path], dict]]] = {
 
 def serves(form: str, name: str) -> bool:
     """Whether a form can export a model at all."""
-    return form != "executorch" or name.startswith("llama")
+    return not form.startswith("executorch") or name.startswith("llama")
 
 
 def main() -> None:

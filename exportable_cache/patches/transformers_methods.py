@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from .transformers_encoders import patch_encoders
+from .transformers_rotary import patch_rotary
 
 _MARK = "_exportable_cache_original"
 
@@ -29,7 +30,8 @@ def patch_methods(model: nn.Module) -> list[str]:
     """Replace the methods of the table in the classes that this model is made of. Calling it again changes nothing.
 
     Returns:
-        Names of the patched classes, and of the methods of `transformers_encoders`, that the model has need of, sorted.
+        Names of the patched classes, of those of `transformers_rotary`, and of the methods of `transformers_encoders`, that the model
+        has need of, sorted.
     """
     found = set()
     for kind in {type(module) for module in model.modules()}:
@@ -42,7 +44,7 @@ def patch_methods(model: nn.Module) -> list[str]:
             forward = wraps(original)(_only_traced(replacement, original))
             setattr(forward, _MARK, original)
             kind.forward = forward
-    return sorted({*found, *patch_encoders(model)})
+    return sorted({*found, *patch_encoders(model), *patch_rotary(model)})
 
 
 def _only_traced(replacement: Callable, original: Callable) -> Callable:

@@ -11,6 +11,7 @@ from exportable_cache.backends import backend_for
 from exportable_cache.errors import InputError
 from exportable_cache.program import Program
 
+from ..support.kinds import KINDS, kind_model
 from ..support.models import WINDOW, tiny_model, tokens
 from ..support.oracle import difference, reference_logits
 from ..support.sessions import lowered_session
@@ -36,10 +37,11 @@ CAPACITY = 96
         ("gemma2", [False, False]),  # soft-capping
         ("gpt_oss", [False, False]),  # sinks
         ("bloom", [False, False]),  # attention and position bias of its own
+        ("llama4_text", [False, True]),  # attention chunks
     ],
 )
 def test_only_layers_the_operators_compute_exactly_are_fused(family: str, expected: list[bool]) -> None:
-    model = tiny_model(family, n_layer=2, n_head=4) if family == "bloom" else tiny_model(family)
+    model = tiny_model(family, n_layer=2, n_head=4) if family == "bloom" else kind_model(family) if family in KINDS else tiny_model(family)
     cache = ExportableCache.from_model(model, CAPACITY, attn_implementation=None)
     own = model.config._attn_implementation
     assert fusable_layers(model, cache) == expected

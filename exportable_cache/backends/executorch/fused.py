@@ -13,7 +13,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from ...attention import EXTRAS, matmul_attention
 from ...cache import ExportableCache
 from ...layers import CacheLayer, FullLayer, QuantizedFullLayer, QuantizedRingLayer, RingLayer
-from ...layout import cache_argument
+from ...layout import cache_argument, layer_types_and_windows
 from ...masks import register_masks
 from ...program import attention_of
 from ...seq2seq import ExportableEncoderDecoderCache
@@ -110,8 +110,11 @@ def fusable_layers(model: PreTrainedModel, cache: ExportableCache) -> list[bool]
     with attention_of(model, _PROBE_ATTENTION):
         ids = torch.zeros(1, _PROBE_LENGTH, dtype=torch.int64, device=model.device)
         model(input_ids=ids, use_cache=True, **{cache_argument(model): probe})
+    types = [layer_type for layer_type, _ in layer_types_and_windows(model.config)]
     return [
         _keeps_what_is_seen(layer)
+        # Of an attention chunk a query sees what came before it in the chunk, not all that the ring holds.
+        and types[index] != "chunked_attention"
         and layer.keys.shape == layer.values.shape
         and layer.keys.shape[0] == 1
         and layer.states_dtype == torch.float32

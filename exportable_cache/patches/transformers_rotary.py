@@ -1,0 +1,80 @@
+"""Rotary embeddings of complex numbers, in real ones: neither ExecuTorch nor Inductor's generated code has complex operators.
+
+| class | models | upstream (v5.23.0, src/transformers/models) |
+|---|---|---|
+| `Llama4TextRotaryEmbedding` | Llama 4 | llama4/modeling_llama4.py |
+| `DeepseekV2RotaryEmbedding` | DeepSeek V2 | deepseek_v2/modeling_deepseek_v2.py |
+
+Each comes with a function `apply_rotary_emb(xq, xk, freqs_cis)` in its file. Traced, the class gives cosines and sines instead of
+complex numbers, and the function rotates by them; not traced, both are the originals (tests/patches/test_transformers_rotary.py).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+
+_MARK = "_exportable_cache_original"
+
+#: Class -> the dimension that heads take in queries and keys.
+ROTARY = {"Llama4TextRotaryEmbedding": 2, "DeepseekV2RotaryEmbedding": 1}
+
+
+def patch_rotary(model: nn.Module) -> list[str]:
+    """Replace the methods and functions of the table in this model's files. Calling it again changes nothing.
+
+    Returns:
+        Names of the classes that the model has, sorted.
+    """
+    found = set()
+    for kind in {type(module) for module in model.modules()}:
+        heads = ROTARY.get(kind.__name__)
+        if heads is None or not kind.__module__.startswith("transformers."):
+            continue
+        found.add(kind.__name__)
+        if not hasattr(kind.forward, _MARK):
+            file = sys.modules[kind.__module__]
+            kind.forward = _marked(_cosines_and_sines, kind.forward)
+            file.apply_rotary_emb = _marked(_rotated_by(heads), file.apply_rotary_emb)
+    return sorted(found)
+
+
+def _marked(patch: Callable[[Callable], Callable], original: Callable) -> Callable:
+    replacement = wraps(original)(patch(original))
+    setattr(replacement, _MARK, original)
+    return replacement
+
+
+def _cosines_and_sines(original: Callable) -> Callable:
+    def forward(self: nn.Module, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        # Those that change their frequencies with the length look at it, which is upstream's affair.
+        if not torch.compiler.is_compiling() or "dynamic" in self.rope_type or self.rope_type == "longrope":
+            return original(self, x, position_ids)
+        angles = position_ids[..., None].float() * self.inv_freq.float()
+        return torch.stack([torch.cos(angles), torch.sin(angles)], dim=-1) * self.attention_scaling
+
+    return forward
+
+
+def _rotated_by(heads: int) -> Callable[[Callable], Callable]:
+    def patch(original: Callable) -> Callable:
+        def apply_rotary_emb(xq: torch.Tensor, xk: torch.Tensor, freqs_cis: torch.Tensor, **kwargs: Any) -> tuple:
+            if freqs_cis.is_complex():
+                return original(xq, xk, freqs_cis, **kwargs)
+            cos, sin = freqs_cis.unsqueeze(heads).unbind(-1)
+            return _rotated(xq, cos, sin), _rotated(xk, cos, sin)
+
+        return apply_rotary_emb
+
+    return patch
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Neighbours in the last dimension of `x` [batch, _, _, dim], each pair rotated by an angle [batch, _, _, dim // 2]."""
+    even, odd = x.float().reshape(*x.shape[:-1], -1, 2).unbind(-1)
+    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(3).type_as(x)
