@@ -125,7 +125,8 @@ def load_state(session: Session, path: Path) -> None:
     session._high_water = high_water
     session.moves += 1
     session._pending = json.loads(metadata["pending"])
-    session._images = PlacedImages.from_lists(json.loads(metadata["images"])) if "images" in metadata else PlacedImages.none(len(length))
+    # Files of earlier releases state none: those saved text only, or images that left nothing behind.
+    session._images = PlacedImages.from_lists(json.loads(metadata.get("images", "null")) or [[]] * len(length))
 
 
 def _describe(layer: CacheLayer) -> dict:

@@ -225,7 +225,8 @@ def test_refused_grids_and_sizes() -> None:
     with pytest.raises(InputError, match="marks other tokens than the prompt's placeholders"):
         session.prefill(**{**inputs, "mm_token_type_ids": 1 - inputs["mm_token_type_ids"]})
     assert session.length.tolist() == [0]
-    for size, message in ((None, "takes images of any size, a program those of one"), (20, "a multiple of 8"), ((8, 8, 8), "multiple of 8")):
+    anything = "takes images of any size, a program those of one"
+    for size, message in ((None, anything), (20, "a multiple of 8"), ((8, 8, 8), "a multiple of 8")):
         with pytest.raises(InputError, match=message):
             modalities_of(model, ["image"], size)
     with pytest.raises(InputError, match="takes images of 16 x 16 pixels; leave it out"):

@@ -17,7 +17,10 @@ from .grid import BY_GRID, grid_constants, grid_for, patch_values
 
 IMAGE, AUDIO = "image", "audio"
 # Model types whose decoder needs, besides embeddings, at most what `Modality` tells it.
-_SUPPORTED = {"llava": IMAGE, "smolvlm": IMAGE, "idefics3": IMAGE, "voxtral": AUDIO, "gemma3": IMAGE, **dict.fromkeys(BY_GRID, IMAGE)}
+_SUPPORTED = {
+    **dict.fromkeys(("llava", "smolvlm", "idefics3", "gemma3", *BY_GRID), IMAGE),
+    "voxtral": AUDIO,
+}
 _REFUSED = {
     "qwen3_vl": "its decoder adds features of the vision encoder behind its first layers, besides embeddings",
     "qwen3_vl_moe": "its decoder adds features of the vision encoder behind its first layers, besides embeddings",

@@ -156,9 +156,8 @@ def rope_positions(is_image: torch.Tensor, first: torch.Tensor, size: tuple[int,
     """
     height, width = size
     tokens = height * width
-    axes = torch.stack(
-        [torch.zeros(tokens, dtype=torch.int64), torch.arange(height).repeat_interleave(width), torch.arange(width).repeat(height)]
-    )
+    rows, columns = torch.arange(height).repeat_interleave(width), torch.arange(width).repeat(height)
+    axes = torch.stack([torch.zeros_like(rows), rows, columns])
     positions = torch.zeros((3, *is_image.shape), dtype=torch.int64)
     placed = []
     for row, values in enumerate(is_image.tolist()):

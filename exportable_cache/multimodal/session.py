@@ -145,8 +145,8 @@ class SessionModalities:
         other = next((given for given in grids if tuple(given) != grid), None)
         if other is not None:
             raise InputError(
-                f"{_GRID} has {list(other)}, {name} was made for {list(grid)} patches (time, height, width): resize images to that "
-                "size before the processor, or make the session, or export, with another image_size"
+                f"{_GRID} has {list(other)}, {name} was made for {list(grid)} patches (time, height, width): resize images to "
+                "that size before the processor, or make the session, or export, with another image_size"
             )
 
     def _item(self, method: str, item: torch.Tensor) -> torch.Tensor:
