@@ -15,6 +15,7 @@ from exportable_cache.errors import CacheFullError, InputError
 
 from ..support.kinds import kind_model
 from ..support.models import tiny_model, tokens
+from ..support.seq2seq import encoder_inputs, tiny_seq2seq
 
 STEPS = 4
 #: The window is 8: answers of 30 tokens go past it, and a stop within a launch takes back up to 3 of them.
@@ -146,6 +147,19 @@ def test_a_fork_goes_on_from_the_token_that_was_given_out(model: Any) -> None:
         return [*found, *given], list(fork.generate(torch.tensor([found[-1:]]), 10))
 
     assert both(session_of(model, STEPS)) == both(session_of(model, 1))
+
+
+def test_encoder_decoders_launch_several_steps_too() -> None:
+    model = tiny_seq2seq("t5")
+    model.generation_config.eos_token_id = None
+
+    def answer(steps: int) -> list[tuple[Any, list[int]]]:
+        cache = ExportableCache.from_model(model, 32, max_encoder_len=20)
+        session = Session.from_model(model, cache, prefill_length=16, steps_per_launch=steps)
+        session.encode(**encoder_inputs(model, 7))
+        return followed(session, tokens(1), 12, temperature=1.0, seed=0)
+
+    assert answer(STEPS) == answer(1)
 
 
 def test_compiled_launches_recompile_nothing_and_copy_no_cache(model: Any) -> None:
