@@ -11,9 +11,9 @@ from weakref import WeakKeyDictionary
 from ...errors import InputError, UnsupportedModelError, VerificationError
 from ...program import Form, Program
 from ..base import LoweredFile, ProgramDescription, Runner, StandIn
+from .adapt import engine_layers
 from .attention import TENSORRT_ATTENTION
 from .capabilities import parse_capabilities
-from .adapt import engine_layers
 from .record import EngineRecord, details_of, records_of
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from exportable_cache import ExportableCache, Session, export
 from exportable_cache.errors import CacheFullError, UnsupportedModelError
@@ -81,6 +82,7 @@ def test_a_loaded_state_leaves_the_null_slot_alone(kind, tmp_path: Path) -> None
     saved._length.fill_(3)
     saved._high_water.fill_(20 if kind is EngineRingLayer else 8)
     saved.save_state(tmp_path / "state.safetensors")
+    assert {tensor.shape[2] for name, tensor in load_file(tmp_path / "state.safetensors").items() if "layers" in name} == {8}
     loaded = session(8 if kind is EngineRingLayer else 4)
     loaded.load_state(tmp_path / "state.safetensors")
     for tensor in loaded.runner.state.values():
