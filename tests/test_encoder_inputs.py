@@ -17,6 +17,7 @@ from .support.seq2seq import reference_logits
 from .support.sessions import lowered_session
 from .zoo.architectures import architectures
 from .zoo.build import tiny_model, tokens
+from .zoo.check import graphs_without_code
 
 TOLERANCE = 1e-4
 MAX_CACHE_LEN = 32
@@ -83,6 +84,16 @@ def test_one_program_serves_every_length(name: str, tmp_path: Path) -> None:
     model = model_of(name)
     session = lowered_session(model, "pt2", tmp_path, MAX_CACHE_LEN, max_encoder_len=LENGTHS[name][0])
     assert largest_difference(session, model, name) <= TOLERANCE
+
+
+def test_compiled_sessions_equal_the_model_at_every_length() -> None:
+    name = "speech-speech_to_text"
+    model = model_of(name)
+    # A convolution's guards split the lengths of sound: its encoder has a graph for each range of them.
+    with graphs_without_code(), torch._dynamo.config.patch(error_on_recompile=False):
+        cache = ExportableCache.from_model(model, MAX_CACHE_LEN, max_encoder_len=LENGTHS[name][0])
+        session = Session.from_model(model, cache, prefill_length=16, compile=True)
+        assert largest_difference(session, model, name) <= TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["speech-canary", "speech-seamless_m4t", "speech-speech_to_text", "speech-speecht5", "image-pix2struct"])

@@ -123,6 +123,10 @@ def _marked(method: Method, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.
         for index, size in enumerate(spec.shape):
             if size in sizes and tensor.shape[index] == 1:
                 ones.add(size)
+            elif size in sizes and not method.is_step and not method.takes_ids:
+                # Encoders of sound shorten it by convolutions, whose guards split the lengths: a mark would forbid that, and so
+                # there is a graph for each range of them.
+                torch._dynamo.maybe_mark_dynamic(tensor, index)
             elif size in sizes:
                 torch._dynamo.mark_dynamic(tensor, index, min=max(2, sizes[size][0]), max=sizes[size][1])
         marked.append(tensor)

@@ -132,7 +132,7 @@ def _run(
     facts["patches"] = sorted([*patch_model(model), *patch_methods(model)])
     attention = model.config._attn_implementation
     try:
-        with tempfile.TemporaryDirectory() as folder, _graphs_without_code() if target == "compiled" else nullcontext():
+        with tempfile.TemporaryDirectory() as folder, graphs_without_code() if target == "compiled" else nullcontext():
             session = _session(model, cache, target, Path(folder))
             difference = max(_difference(session, ids, inputs, pieces, references[sum(pieces)]) for pieces in PROMPTS)
     finally:
@@ -141,7 +141,7 @@ def _run(
 
 
 @contextmanager
-def _graphs_without_code() -> Iterator[None]:
+def graphs_without_code() -> Iterator[None]:
     """One graph per method and no recompilation, through a backend that generates no code: inductor's C++ takes minutes."""
     backend = torch.compiler.get_default_backend()
     torch._dynamo.reset()
