@@ -8,7 +8,6 @@ REFUSED_MODELS = {
     "kosmos_2_text_model": "its attention mask covers the tokens of a step, not the cache's slots",
     "moshi": "its attention mask leaves out the sliding window",
     "prophetnet": "its attention sizes its own position bias",
-    "unlimited_ocr": "it keeps every token of the prompt and a window of what follows, and a step does not know where the prompt ended",
     "qwen4_exp_text": "its indexer looks at as many blocks of keys as are complete",
     "qwen4_exp": "its indexer looks at as many blocks of keys as are complete",
 }
@@ -27,6 +26,7 @@ WITHOUT_CACHE = {
     "dia": "it takes a token of each codebook at every step, where a session feeds one",
     "fsmt": "it makes its causal mask for training alone, and its position table grows with what was seen",
     "kyutai_speech_to_text": "it takes a token of each codebook at every step, where a session feeds one",
+    "unlimited_ocr": "it keeps every token of the prompt and a window of what follows, and a step does not know where the prompt ended",
     "voxtral_realtime": "it takes a piece of sound beside every token",
     "xlm": "it keeps its keys and values in a dict of its own, the argument `cache`",
     "xlnet": "it keeps hidden states, the argument `mems`, and takes a dummy token with each step",
