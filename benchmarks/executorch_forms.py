@@ -55,13 +55,18 @@ def ours(name: str, cache: int, folder: Path, **options: str) -> dict:
     return {"runner": "bundle"}
 
 
+# Lowering decomposes once more, which torch 2.13 cannot do with gradients.
+@torch.no_grad()
 def integration(name: str, cache: int, folder: Path) -> dict:
     """transformers' `integrations.executorch`, lowered as its documentation shows, with a dynamic length."""
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
     from transformers.integrations.executorch import TorchExportableModuleForDecoderOnlyLM
 
-    module = TorchExportableModuleForDecoderOnlyLM(random_model(name, cache), batch_size=1, max_cache_len=cache)
+    model = random_model(name, cache)
+    # What it insists on; a model that was not loaded from files has another default.
+    model.generation_config.use_cache, model.generation_config.cache_implementation = True, "static"
+    module = TorchExportableModuleForDecoderOnlyLM(model, batch_size=1, max_cache_len=cache)
     length = torch.export.Dim("length", max=cache - 1)
     program = module.export(
         input_ids=torch.zeros(1, 3, dtype=torch.int64),
@@ -113,7 +118,11 @@ def executorch_llama(name: str, cache: int, folder: Path, *settings: str) -> dic
     command += [f"base.params={folder / 'params.json'}", "model.use_kv_cache=True", "model.use_sdpa_with_kv_cache=True"]
     command += ["backend.xnnpack.enabled=True", "model.dtype_override=fp32", f"export.max_context_length={cache}"]
     command += [f"export.max_seq_length={min(CHUNK, cache)}", "export.output_name=program.pte", "hydra.run.dir=.", *settings]
-    subprocess.run(command, cwd=folder, check=True)
+    # In a folder whose name ends in "executorch" its model factory (1.4.1) imports `examples`, which is no package by that name.
+    work = folder / "work"
+    work.mkdir()
+    subprocess.run(command, cwd=work, check=True)
+    (work / "program.pte").rename(folder / "program.pte")
     return {"runner": "forward", "chunk": min(CHUNK, cache)}
 
 
