@@ -72,7 +72,6 @@ def integration(name: str, cache: int, folder: Path) -> dict:
         input_ids=torch.zeros(1, 3, dtype=torch.int64),
         cache_position=torch.arange(3),
         dynamic_shapes={"input_ids": {1: length}, "cache_position": {0: length}},
-        strict=False,
     )
     lowered = to_edge_transform_and_lower(
         program, partitioner=[XnnpackPartitioner()], compile_config=EdgeCompileConfig(_check_ir_validity=False)
