@@ -16,6 +16,7 @@ from ..attention import ATTENTION, set_attention
 from ..cache import ExportableCache
 from ..decoding.chooser import Chooser
 from ..decoding.choosing_steps import ChoosingSteps
+from ..errors import UnsupportedModelError
 from ..methods import Method
 from ..multimodal import Modality
 from ..program import ResidentModule, front_module, program_methods
@@ -88,15 +89,28 @@ class ModuleRunner:
         method, ones = self.methods[key[0]], frozenset()
         if self._compiled:
             inputs, ones = _marked(method, inputs)
-        if (key, ones) not in self._calls:
+        arguments, call = [*inputs, *further], self._calls.get((key, ones))
+        if call is not None:
+            result = call(*arguments)
+        else:
             call = self.modules[method.name] if len(key) == 1 else ChoosingSteps(self.modules[method.name], *key[1:])
             if self._compiled:
-                call = self._compile(call, (key, ones), [*inputs, *further], None if method.dynamic_sizes.keys() - ones else False)
+                call = self._compile(call, (key, ones), arguments, None if method.dynamic_sizes.keys() - ones else False)
+            result = self._first(method, call, arguments)
             self._calls[key, ones] = call
-        result = self._calls[key, ones](*inputs, *further)
         # CUDA graphs give out their own buffers, which the next step overwrites.
         return tree_map(lambda tensor: tensor.clone() if tensor.is_cuda else tensor, result)
 
+    def _first(self, method: Method, call: Callable[..., Any], arguments: Sequence[torch.Tensor]) -> Any:
+        """The first result of a call, for which it is compiled."""
+        try:
+            return call(*arguments)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise UnsupportedModelError(
+                f"{method.name} cannot be compiled into one graph ({type(error).__name__}: {reason}); "
+                "run the session without compile=True"
+            ) from error
 
     def _compile(
         self, module: torch.nn.Module, key: tuple, inputs: Sequence[torch.Tensor], dynamic: bool | None

@@ -56,6 +56,11 @@ def test_compiled_methods_are_one_graph_each() -> None:
     assert found["status"] == "pass", found
 
 
+def test_what_cannot_be_one_graph_is_refused_when_it_is_compiled() -> None:
+    found = outcomes("led", ["compiled"])["targets"]["compiled"]
+    assert found["status"] == "refused" and "encode cannot be compiled into one graph" in found["reason"]
+
+
 @pytest.mark.parametrize("model_type", REFUSED)
 def test_what_cannot_be_right_is_refused(model_type: str) -> None:
     found = outcomes(model_type, ["eager"])["targets"]["eager"]
