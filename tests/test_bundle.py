@@ -92,6 +92,7 @@ def test_manifest_records_the_program(original: Path, model: Any) -> None:
         "max_length": 13,
         "read_length": None,
         "ranges": {},
+        "multiple": 1,
         "scores": False,
         "grid": None,
         "inputs": [

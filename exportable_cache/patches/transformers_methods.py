@@ -70,13 +70,6 @@ def _positions(
     return original(self, input_ids, past_key_values_length, position_ids)
 
 
-def _positions_of_shape(
-    self: nn.Embedding, input_ids_shape: torch.Size, past_key_values_length: int | torch.Tensor = 0, *, original: Callable
-) -> torch.Tensor:
-    """The same for a table that is given the shape of its tokens."""
-    return F.embedding(past_key_values_length + torch.arange(input_ids_shape[1], device=self.weight.device), self.weight)
-
-
 def mix_experts(
     hidden_states: torch.Tensor, weights: torch.Tensor, count: int, expert: Callable[[int, torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
@@ -183,7 +176,6 @@ def _mpt_attention(
 METHODS: dict[str, Callable] = {
     "MvpLearnedPositionalEmbedding": _positions,
     "TrOCRLearnedPositionalEmbedding": _positions,
-    "LEDLearnedPositionalEmbedding": _positions_of_shape,
     "DbrxExperts": _dbrx_experts,
     "LongcatFlashExperts": _longcat_experts,
     "NllbMoeExperts": _nllb_experts,

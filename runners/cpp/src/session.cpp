@@ -41,6 +41,10 @@ void Session::reset() {
 
 Status Session::rewind(int64_t tokens) {
   if (const Status status = check_rewind(tokens); !status.ok()) return status;
+  if (tokens == length_) {
+    reset();
+    return {};
+  }
   length_ -= tokens;
   pending_.reset();
   return {};
@@ -150,6 +154,8 @@ Status Session::check_rewind(int64_t tokens) const {
   if (tokens > length_) {
     return fail(ErrorCode::kInput, "cannot rewind ", tokens, " tokens, the cache holds ", length_, "; rewind at most ", length_);
   }
+  // A row that is left with no token starts anew, whatever its layers keep.
+  if (tokens == length_) return {};
   const auto [allowed, reason] = limits_.max_rollback(length_, high_water_);
   if (tokens > allowed) {
     return fail(ErrorCode::kInput, "cannot rewind ", tokens, " tokens at a length of ", length_, ": ", reason, ", at most ", allowed,
