@@ -123,8 +123,10 @@ def measure(
                         answer = workers[form].ask(kind, number, count)
                     except (RuntimeError, OSError) as error:
                         console.print(f"{form}, {kind} {number}: {error}")
-                        workers.pop(form).close()
-                        times.pop(form, None)
+                        # What it answered before stays.
+                        worker = workers.pop(form)
+                        peaks[form] = max(peaks.get(form, 0.0), worker.peak_mb)
+                        worker.close()
                         continue
                     if done:
                         times[form].setdefault(f"{kind} {number}", []).extend(answer[clock])
@@ -135,6 +137,7 @@ def measure(
     return {
         form: {"ms": {request: statistics.median(values) for request, values in of.items()}, "peak_mb": peaks[form]}
         for form, of in times.items()
+        if of
     }
 
 
