@@ -9,6 +9,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
@@ -105,7 +106,7 @@ class ModuleRunner:
         """The first result of a call, for which it is compiled."""
         try:
             return call(*arguments)
-        except torch._dynamo.exc.TorchDynamoException as error:
+        except (torch._dynamo.exc.TorchDynamoException, ConstraintViolationError) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise UnsupportedModelError(
                 f"{method.name} cannot be compiled into one graph ({type(error).__name__}: {reason}); "
