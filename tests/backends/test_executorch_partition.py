@@ -1,12 +1,17 @@
-"""Partitions that do not wait for one another, where ExecuTorch's own do."""
+"""Partitions that do not wait for one another, where ExecuTorch's own do, and that go through the passes they need."""
 
 import pytest
 import torch
+from torch import nn
 from torch.fx import Graph
 from torch.fx.passes.infra.partitioner import Partition
 
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
 
+from executorch.backends.xnnpack._passes import XNNPACKPassManager  # noqa: E402
+from executorch.runtime import Runtime  # noqa: E402
+
+from exportable_cache.backends.executorch.lower import lower_programs  # noqa: E402
 from exportable_cache.backends.executorch.partition import has_cycle, partitions_by_level  # noqa: E402
 
 
@@ -39,3 +44,45 @@ def test_levels_are_the_fewest_partitions_and_have_no_cycle() -> None:
     grouped = partitions_by_level(graph, [[nodes["a"]], [nodes["b"], nodes["c"]], [nodes["d"]]])
     assert [set(partition.nodes) for partition in grouped] == [{nodes["a"]}, {nodes["b"], nodes["c"]}, {nodes["d"]}]
     assert not has_cycle(graph, partitions) and not has_cycle(graph, grouped)
+
+
+class Gated(nn.Module):
+    """Two linear layers and a gate, as in a feed-forward block; `after` is applied to what they give."""
+
+    def __init__(self, after: nn.Module) -> None:
+        super().__init__()
+        self.up, self.gate, self.after = nn.Linear(8, 16), nn.Linear(8, 16, bias=False), after
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.after(self.up(x) * torch.nn.functional.silu(self.gate(x)))
+
+
+class Concatenated(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x * (index + 1) for index in range(self.count)], dim=-1)
+
+
+@pytest.mark.parametrize(
+    ("after", "passes"),
+    [(nn.Identity(), 1), (nn.Softmax(-1), 1), (nn.ReLU(), 17), (Concatenated(5), 1), (Concatenated(6), 17)],
+    ids=["gate", "softmax", "relu", "cat of 5", "cat of 6"],
+)
+def test_partitions_go_through_the_passes_they_need(after: nn.Module, passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fused activations and long concatenations need the others; a partition that would not does not pay for them."""
+    counts, transform = [], XNNPACKPassManager.transform
+
+    def counted(manager: XNNPACKPassManager) -> torch.export.ExportedProgram:
+        counts.append(len(manager.passes))
+        return transform(manager)
+
+    monkeypatch.setattr(XNNPACKPassManager, "transform", counted)
+    torch.manual_seed(0)
+    model, x = Gated(after).eval(), torch.randn(3, 8)
+    lowered = lower_programs({"forward": torch.export.export(model, (x,))})
+    assert counts == [passes]
+    method = Runtime.get().load_program(lowered.buffer).load_method("forward")
+    assert (method.execute([x])[0] - model(x)).abs().max() < 1e-5

@@ -28,7 +28,7 @@ from .table import write_table  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "artifacts" / "zoo"
-LIMITS = {"model": 120, "eager": 120, "compiled": 300, "pt2": 400, "executorch": 600}
+LIMITS = {"model": 240, "eager": 240, "compiled": 900, "pt2": 900, "executorch": 1200}
 
 
 def main() -> None:

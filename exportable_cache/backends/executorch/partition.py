@@ -13,9 +13,12 @@ from graphlib import CycleError, TopologicalSorter
 
 from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
 from executorch.exir.backend.canonical_partitioners.pattern_op_partitioner import generate_grouped_partitions_from_list_of_nodes
+from executorch.exir.backend.partitioner import PartitionResult
 from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 from torch.fx.passes.infra.partitioner import Partition
+
+from .needed_passes import with_needed_passes
 
 #: What runs as a whole: one operator, or those of one number.
 Step = Node | int
@@ -28,6 +31,9 @@ class AcyclicXnnpackPartitioner(XnnpackPartitioner):
         matched = self.get_matched_nodes_from_configs(ep)
         partitions = generate_grouped_partitions_from_list_of_nodes(ep.graph_module, matched)
         return partitions_by_level(ep.graph, matched) if has_cycle(ep.graph, partitions) else partitions
+
+    def partition(self, exported_program: ExportedProgram) -> PartitionResult:
+        return with_needed_passes(super().partition(exported_program))
 
 
 def has_cycle(graph: Graph, partitions: Sequence[Partition]) -> bool:
