@@ -400,7 +400,8 @@ class ExportableCache(Cache):
         try:
             with safe_open(path, framework="pt", device=str(device)) as file:
                 metadata = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}
+                # Copied, as a tensor's place in the file is not aligned as torch's own are, and kernels then round otherwise.
+                tensors = {name: file.get_tensor(name).clone() for name in file.keys()}
         except (OSError, SafetensorError) as error:
             raise BundleError(f"cannot read a saved cache from {path}: {error}; save it again") from error
         if metadata.get("format") != _FORMAT:
