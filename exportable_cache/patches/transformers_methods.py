@@ -2,12 +2,17 @@
 
 | method | models | why | upstream (v5.23.0, src/transformers/models) |
 |---|---|---|---|
-| `forward` of position tables | MVP, TrOCR, LED | `arange(past, past + n)`: a length that depends on data | mvp/modeling_mvp.py, trocr/..., led/... |
-| `forward` of experts | DBRX, LongCat Flash, NLLB-MoE, Switch | loop over the experts that were hit | dbrx/modeling_dbrx.py, longcat_flash/..., nllb_moe/..., switch_transformers/... |
+| `forward` of position tables | MVP, RoFormer, TrOCR | `arange(past, past + n)`: a length that depends on data | mvp/modeling_mvp.py, roformer/..., trocr/... |
+| `forward` of experts | DBRX, LongCat Flash, NLLB-MoE, Step 3.7, Switch | loop over the experts that were hit | dbrx/modeling_dbrx.py, longcat_flash/..., nllb_moe/..., step3p7/..., switch_transformers/... |
+| `forward` of decoders | BigBird, BioGPT, Megatron-BERT, RemBERT, RoFormer | make a mask as long as what was seen, which no runtime can plan memory for | big_bird/modeling_big_bird.py, biogpt/..., megatron_bert/..., rembert/..., roformer/... |
+| `GitModel.forward` | GIT | asks whether anything was seen, to widen a mask over its picture | git/modeling_git.py |
 | `MptAttention.forward` | MPT | slices its position bias by the tokens seen | mpt/modeling_mpt.py |
 
 A replacement acts only where values cannot be read, that is under a tracer, and hands everything else to the original. Each
 has a test that fails once the original can be traced (tests/patches/test_transformers_methods.py).
+
+CTRL sets its table of positions, an `nn.Buffer`, anew in every step (ctrl/modeling_ctrl.py). TorchDynamo 2.13 does not know the
+attribute `persistent` that `Module.__setattr__` then asks for (torch/nn/modules/module.py), so the buffer is made a plain one.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers.masking_utils import create_causal_mask
 
 from .transformers_encoders import patch_encoders
 from .transformers_rotary import patch_rotary
@@ -44,6 +50,11 @@ def patch_methods(model: nn.Module) -> list[str]:
             forward = wraps(original)(_only_traced(replacement, original))
             setattr(forward, _MARK, original)
             kind.forward = forward
+    for module in model.modules():
+        if type(module).__name__ == "CTRLModel":
+            found.add("CTRLModel")
+            is_persistent = "pos_encoding" not in module._non_persistent_buffers_set
+            module.register_buffer("pos_encoding", module.pos_encoding.detach(), persistent=is_persistent)
     return sorted({*found, *patch_encoders(model), *patch_rotary(model)})
 
 
@@ -68,6 +79,20 @@ def _positions(
     if position_ids is None:
         position_ids = past_key_values_length + torch.arange(input_ids.shape[1], device=self.weight.device)
     return original(self, input_ids, past_key_values_length, position_ids)
+
+
+def _sinusoidal(
+    self: nn.Embedding,
+    input_ids_shape: torch.Size,
+    past_key_values_length: int | torch.Tensor = 0,
+    position_ids: torch.Tensor | None = None,
+    *,
+    original: Callable,
+) -> torch.Tensor:
+    """The same, for a table that is given a shape [batch, length]."""
+    if position_ids is None:
+        position_ids = past_key_values_length + torch.arange(input_ids_shape[1], device=self.weight.device)
+    return original(self, input_ids_shape, past_key_values_length, position_ids)
 
 
 def mix_experts(
@@ -143,6 +168,55 @@ def _switch_experts(
     )
 
 
+def _step_experts(
+    self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, *, original: Callable
+) -> torch.Tensor:
+    def expert(index: int, states: torch.Tensor) -> torch.Tensor:
+        return F.linear(self._apply_gate(F.linear(states, self.gate_up_proj[index])), self.down_proj[index])
+
+    return mix_experts(hidden_states, _weights_by_expert(top_k_index, top_k_weights, self.num_experts), self.num_experts, expert)
+
+
+def _masked_by_slots(
+    self: nn.Module,
+    input_ids: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
+    *args: Any,
+    inputs_embeds: torch.Tensor | None = None,
+    past_key_values: Any = None,
+    original: Callable,
+    **kwargs: Any,
+) -> Any:
+    """A mask [batch, 1, length, slots] from the cache, which models take as it is."""
+    if attention_mask is None and past_key_values is not None:
+        tokens = input_ids if inputs_embeds is None else inputs_embeds
+        # Of embeddings the mask has the first two sizes, the dtype and the device.
+        like = torch.empty(*tokens.shape[:2], 0, dtype=self.dtype, device=tokens.device)
+        attention_mask = create_causal_mask(self.config, like, None, past_key_values)
+    return original(
+        self, input_ids, attention_mask, *args, inputs_embeds=inputs_embeds, past_key_values=past_key_values, **kwargs
+    )
+
+
+def _git_text(
+    self: nn.Module,
+    input_ids: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+    pixel_values: torch.Tensor | None = None,
+    past_key_values: Any = None,
+    inputs_embeds: torch.Tensor | None = None,
+    *,
+    original: Callable,
+    **kwargs: Any,
+) -> Any:
+    if pixel_values is not None:
+        return original(self, input_ids, attention_mask, position_ids, pixel_values, past_key_values, inputs_embeds, **kwargs)
+    hidden_states = self.embeddings(input_ids=input_ids, position_ids=position_ids, inputs_embeds=inputs_embeds)
+    mask = create_causal_mask(self.config.get_text_config(), hidden_states, attention_mask, past_key_values, position_ids)
+    return self.encoder(hidden_states, attention_mask=mask, past_key_values=past_key_values, **kwargs)
+
+
 def _mpt_attention(
     self: nn.Module,
     hidden_states: torch.Tensor,
@@ -176,9 +250,17 @@ def _mpt_attention(
 METHODS: dict[str, Callable] = {
     "MvpLearnedPositionalEmbedding": _positions,
     "TrOCRLearnedPositionalEmbedding": _positions,
+    "RoFormerSinusoidalPositionalEmbedding": _sinusoidal,
     "DbrxExperts": _dbrx_experts,
     "LongcatFlashExperts": _longcat_experts,
     "NllbMoeExperts": _nllb_experts,
+    "Step3p7Experts": _step_experts,
     "SwitchTransformersExperts": _switch_experts,
+    "BigBirdModel": _masked_by_slots,
+    "BioGptModel": _masked_by_slots,
+    "MegatronBertModel": _masked_by_slots,
+    "RemBertModel": _masked_by_slots,
+    "RoFormerModel": _masked_by_slots,
+    "GitModel": _git_text,
     "MptAttention": _mpt_attention,
 }
