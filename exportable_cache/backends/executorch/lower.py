@@ -13,6 +13,7 @@ from torch.export import ExportedProgram
 
 from .decompositions import decompose
 from .delegates import partitioners_for
+from .encoders import encoders_to_runtime
 from .means import means_to_linear
 from .quantized import fuse_quantized_embeddings
 
@@ -32,7 +33,10 @@ def to_edge(
     # Other compilers take means as they are, and coremltools 9.0 fails on a linear layer of one output.
     prepare = means_to_linear if delegate == "xnnpack" else lambda program: program
     return to_edge_transform_and_lower(
-        {name: prepare(decompose(fuse_quantized_embeddings(program))) for name, program in programs.items()},
+        {
+            name: prepare(decompose(encoders_to_runtime(fuse_quantized_embeddings(program))))
+            for name, program in programs.items()
+        },
         partitioner=partitioners_for(delegate),
         # Cache writes are not in the core operator set's validity list, and a dim order of the cache would be copied to.
         compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),

@@ -11,7 +11,7 @@ from typing import Any
 from executorch.exir import ExecutorchProgramManager
 
 from ...attention import MATMUL_ATTENTION
-from ...errors import BundleError, InputError, UnsupportedModelError
+from ...errors import BundleError, InputError
 from ...program import Form, Program
 from ..base import LoweredFile, ProgramDescription, Runner, StandIn, flag
 from ..registry import backend_for
@@ -94,7 +94,6 @@ class ExecutorchBackend:
 
             return lower_to_plans(program, folder, FILE, options)
         delegate = options.get("delegate", "xnnpack")
-        _check_modalities(program)
         check_methods(delegate, program)
         lowered = _lowered(program, delegate, flag(options, "llm_runner"))
         holds = f"methods {', '.join(program.methods)}, weights, one cache"
@@ -129,15 +128,6 @@ class ExecutorchBackend:
         from ..tensorrt.target import network_stand_in, program_networks
 
         return network_stand_in(description, program_networks(program, options, in_place=False))
-
-
-def _check_modalities(program: Program) -> None:
-    """Refuse encoders that lower, and fail when they run: ExecuTorch 1.4.1 knows convolutions of one and two dimensions."""
-    if any(modality.grid is not None for modality in program.modalities):
-        raise UnsupportedModelError(
-            f"the ExecuTorch runtime has no kernel for the 3-D convolution that {program.model.config.model_type!r} reads images with; "
-            "export it for target 'pt2', or without modalities"
-        )
 
 
 def _lowered(program: Program, delegate: str, for_llm_runner: bool) -> ExecutorchProgramManager:

@@ -1,0 +1,100 @@
+"""What vision encoders compute with operators that the ExecuTorch runtime has no kernel for, in operators that it has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from executorch.backends.transforms.utils import create_constant_placeholder
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from ...errors import UnsupportedModelError
+
+_ORDERS = (torch.ops.aten.argsort.default, torch.ops.aten.bucketize.Tensor)
+
+
+def encoders_to_runtime(program: ExportedProgram) -> ExportedProgram:
+    """`patches_to_linear`, then `orders_to_constants`."""
+    return orders_to_constants(patches_to_linear(program))
+
+
+def patches_to_linear(program: ExportedProgram) -> ExportedProgram:
+    """Rewrite each 3-D convolution over one patch, as large as its kernel, as a linear layer over its values, in place.
+
+    So Qwen2-VL and its relatives embed patches that the processor has cut out already. ExecuTorch 1.4.1 knows convolutions
+    of one and two dimensions.
+
+    Raises:
+        UnsupportedModelError: If there is a 3-D convolution over more than that.
+    """
+    graph = program.graph
+    inputs = next(iter(graph.nodes))
+    for node in [node for node in graph.nodes if node.target is torch.ops.aten.conv3d.default]:
+        patches, weight, bias = (*node.args, None)[:3]
+        values = program.state_dict.get(program.graph_signature.inputs_to_parameters.get(weight.name))
+        if values is None or not _is_over_one_patch(node):
+            raise UnsupportedModelError(
+                f"the ExecuTorch runtime has no kernel for a 3-D convolution of {list(patches.meta['val'].shape)} by "
+                f"{list(weight.meta['val'].shape)}; export for target 'pt2', or without modalities"
+            )
+        # Shares the memory of the other: a product in the graph would be no constant to the delegate.
+        with graph.inserting_before(inputs):
+            flat = create_constant_placeholder(program, graph, f"{weight.name}_flat", InputKind.PARAMETER, values.detach().flatten(1))
+        with graph.inserting_before(node):
+            rows = _call(graph, torch.ops.aten.flatten.using_ints, patches, 1)
+            product = _call(graph, torch.ops.aten.linear.default, rows, flat, bias)
+            embedded = _call(graph, torch.ops.aten.view.default, product, list(node.meta["val"].shape))
+        node.replace_all_uses_with(embedded)
+        graph.erase_node(node)
+    program.graph_module.recompile()
+    return program
+
+
+def orders_to_constants(program: ExportedProgram) -> ExportedProgram:
+    """Replace `argsort` and `bucketize` of what depends on no input by their values, in place.
+
+    Qwen2.5-VL undoes the order of its windows with the one, SmolVLM numbers its patches with the other. ExecuTorch 1.4.1 has
+    kernels for neither.
+    """
+    graph = program.graph
+    inputs = next(iter(graph.nodes))
+    for node in [node for node in graph.nodes if node.target in _ORDERS]:
+        value = _constant(program, node)
+        if value is None:
+            continue
+        with graph.inserting_before(inputs):
+            constant = create_constant_placeholder(program, graph, f"{node.name}_value", InputKind.BUFFER, value, False)
+        node.replace_all_uses_with(constant)
+        graph.erase_node(node)
+    program.graph_module.recompile()
+    return program
+
+
+def _constant(program: ExportedProgram, node: Any) -> Any:
+    """The value of an argument of a call, None where it depends on an input, a parameter or a buffer that is written to."""
+    if not isinstance(node, Node):
+        return node
+    signature = program.graph_signature
+    if node.op == "placeholder":
+        name = signature.inputs_to_buffers.get(node.name, signature.inputs_to_lifted_tensor_constants.get(node.name))
+        return None if name in signature.buffers_to_mutate.values() else {**program.state_dict, **program.constants}.get(name)
+    if any(_constant(program, source) is None for source in node.all_input_nodes):
+        return None
+    arguments, keywords = map_arg((node.args, node.kwargs), lambda source: _constant(program, source))
+    return node.target(*arguments, **keywords)
+
+
+def _is_over_one_patch(node: Node) -> bool:
+    """Of a call of conv3d(input, weight, bias, stride, padding, dilation, groups): there is one place for the kernel."""
+    _, _, _, _, padding, _, groups = (*node.args, *(None, 1, 0, 1, 1)[len(node.args) - 2 :])
+    patches, weight = (argument.meta["val"] for argument in node.args[:2])
+    return patches.shape[2:] == weight.shape[2:] and groups == 1 and padding in (0, [0], [0, 0, 0])
+
+
+def _call(graph: torch.fx.Graph, operator: torch._ops.OpOverload, *arguments: Any) -> Node:
+    node = graph.call_function(operator, arguments)
+    node.meta["val"] = operator(*(argument.meta["val"] if isinstance(argument, Node) else argument for argument in arguments))
+    return node

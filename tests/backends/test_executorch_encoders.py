@@ -1,0 +1,104 @@
+"""Encoders of images and sound on the ExecuTorch runtime, and the rewrites without which it could not run them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("executorch", reason="the executorch extra is not installed")
+
+from executorch.runtime import Runtime  # noqa: E402
+
+from exportable_cache import ExportableCache, export, load  # noqa: E402
+from exportable_cache.backends import backend_for  # noqa: E402
+from exportable_cache.backends.executorch.encoders import encoders_to_runtime  # noqa: E402
+from exportable_cache.backends.executorch.lower import lower_programs  # noqa: E402
+from exportable_cache.backends.executorch.tied import write_pte  # noqa: E402
+from exportable_cache.errors import UnsupportedModelError  # noqa: E402
+from exportable_cache.multimodal import modalities_of  # noqa: E402
+from exportable_cache.program import Program  # noqa: E402
+
+from ..support.multimodal import FAMILIES, tiny_multimodal  # noqa: E402
+from ..test_multimodal import largest_difference, options_of  # noqa: E402
+
+TOLERANCE = 1e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_encoders_equal_the_model(family: str, tmp_path: Path) -> None:
+    model = tiny_multimodal(family)
+    kind, _, options = FAMILIES[family]
+    name = f"encode_{kind}"
+    modalities = modalities_of(model, [kind], options.get("image_size"))
+    program = Program(
+        model,
+        ExportableCache.from_model(model, 32),
+        prefill_length=20,
+        modalities=modalities,
+        **backend_for("executorch").program_options({}),
+    )
+    write_pte(lower_programs({name: program.export(name)}), tmp_path / "program.pte")
+    method = Runtime.get().load_program(tmp_path / "program.pte").load_method(name)
+    item = torch.randn(modalities[0].main_input.shape, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        (expected,) = program.modules[name](item)
+    assert expected.abs().max() > 0.1
+    torch.testing.assert_close(method.execute([item])[0], expected, atol=TOLERANCE, rtol=0)
+
+
+# One takes 1 to 3 minutes.
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bundles_equal_the_whole_model(family: str, tmp_path: Path) -> None:
+    model = tiny_multimodal(family)
+    model.save_pretrained(tmp_path / family)
+    bundle = export(tmp_path / family, "executorch", 96, tmp_path / "bundle", **options_of(family))
+    assert largest_difference(load(bundle.path), model, family) <= TOLERANCE
+
+
+class Patches(nn.Module):
+    """Values [patches, 3 * 2 * height * width] by a kernel of 2 x 4 x 4."""
+
+    def __init__(self, height: int, bias: bool = True) -> None:
+        super().__init__()
+        self.shape = (-1, 3, 2, height, 4)
+        self.embed = nn.Conv3d(3, 8, (2, 4, 4), stride=(2, 4, 4), bias=bias)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return self.embed(values.view(self.shape)).flatten(1)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_convolutions_over_one_patch_become_linear(bias: bool) -> None:
+    module, values = Patches(4, bias), torch.randn(5, 96)
+    program = encoders_to_runtime(torch.export.export(module, (values,)))
+    targets = {node.target for node in program.graph.nodes}
+    assert torch.ops.aten.linear.default in targets and torch.ops.aten.conv3d.default not in targets
+    torch.testing.assert_close(program.module()(values), module(values))
+
+
+def test_convolutions_over_more_are_refused() -> None:
+    program = torch.export.export(Patches(8), (torch.randn(5, 192),))
+    with pytest.raises(UnsupportedModelError, match=r"no kernel for a 3-D convolution of \[5, 3, 2, 8, 4\] by \[8, 3, 2, 4, 4\]"):
+        encoders_to_runtime(program)
+
+
+class Orders(nn.Module):
+    """One order of a constant, and one of an input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("keys", torch.tensor([2, 0, 1]))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        places = torch.bucketize(torch.arange(3) * 0.25, torch.arange(0.25, 1, 0.25), right=True)
+        return values[torch.argsort(self.keys)] + torch.argsort(values) + places
+
+
+def test_orders_of_constants_are_constants() -> None:
+    module, values = Orders(), torch.tensor([0.3, 0.1, 0.2])
+    program = encoders_to_runtime(torch.export.export(module, (values,)))
+    targets = [node.target for node in program.graph.nodes]
+    assert targets.count(torch.ops.aten.argsort.default) == 1 and torch.ops.aten.bucketize.Tensor not in targets
+    assert torch.equal(program.module()(values), module(values))
