@@ -235,6 +235,10 @@ class Session(Position, Generation):
             progress(f"warming up {method.name}", done, len(methods))
             for inputs in smallest_inputs(method, self.batch_size, self.device):
                 self.runner.run(method.name, *inputs)
+            if self.runner.methods[method.name] != method:
+                # Compiling it found that it takes longer steps only.
+                for inputs in smallest_inputs(self.runner.methods[method.name], self.batch_size, self.device):
+                    self.runner.run(method.name, *inputs)
             feeds = {"input_ids", "input_pos"} <= set(method.input_names) <= {"input_ids", "input_pos", ROPE_DELTAS.name}
             if feeds and method.max_length == 1 and hasattr(self.runner, "run_and_choose"):
                 for sampling, steps in product((Sampling(), Sampling(temperature=1.0)), {1, self.steps_per_launch}):

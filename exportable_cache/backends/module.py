@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -22,6 +23,10 @@ from ..methods import Method
 from ..multimodal import Modality
 from ..program import ResidentModule, front_module, program_methods
 from .graph_cache import GraphCache
+
+#: Prompts shorter than this may go token by token, where the model's code has no graph for them and longer ones in common.
+LONGEST_LEAST = 16
+_GUARD = re.compile(r"satisfy the generated guard (\d+) <= L\[.*\] and L\[.*\] <= (\d+)")
 
 
 class ModuleRunner:
@@ -52,7 +57,7 @@ class ModuleRunner:
         graph_cache: str | Path | None = None,
     ) -> None:
         set_attention(model, ATTENTION)
-        self.methods: Mapping[str, Method] = program_methods(
+        self.methods: dict[str, Method] = program_methods(
             cache, prefill_length, buckets=buckets, score_length=score_length, modalities=modalities
         )
         self.modules: dict[str, torch.nn.Module] = {
@@ -97,21 +102,27 @@ class ModuleRunner:
             call = self.modules[method.name] if len(key) == 1 else ChoosingSteps(self.modules[method.name], *key[1:])
             if self._compiled:
                 call = self._compile(call, (key, ones), arguments, None if method.dynamic_sizes.keys() - ones else False)
-            result = self._first(method, call, arguments)
+            try:
+                result = call(*arguments)
+            except (torch._dynamo.exc.TorchDynamoException, ConstraintViolationError) as error:
+                raised = self.methods[method.name] = _raised(method, error)
+                enough = inputs[0].shape[1] >= raised.min_length
+                return self._call(key, inputs, *further) if enough else self._token_by_token(raised, inputs)
             self._calls[key, ones] = call
         # CUDA graphs give out their own buffers, which the next step overwrites.
         return tree_map(lambda tensor: tensor.clone() if tensor.is_cuda else tensor, result)
 
-    def _first(self, method: Method, call: Callable[..., Any], arguments: Sequence[torch.Tensor]) -> Any:
-        """The first result of a call, for which it is compiled."""
-        try:
-            return call(*arguments)
-        except (torch._dynamo.exc.TorchDynamoException, ConstraintViolationError) as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise UnsupportedModelError(
-                f"{method.name} cannot be compiled into one graph ({type(error).__name__}: {reason}); "
-                "run the session without compile=True"
-            ) from error
+    def _token_by_token(self, method: Method, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Logits [batch, vocab] after the last token of a step that is too short for its method."""
+        tokens, position, *more = inputs
+        decode = next(
+            one
+            for one in self.methods.values()
+            if one.serves(1, 1) and one.read_length == method.read_length and one.input_names == method.input_names
+        )
+        for index in range(tokens.shape[1]):
+            logits = self._call((decode.name,), (tokens[:, index : index + 1], position + index, *more))
+        return logits
 
     def _compile(
         self, module: torch.nn.Module, key: tuple, inputs: Sequence[torch.Tensor], dynamic: bool | None
@@ -146,6 +157,27 @@ def _marked(method: Method, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.
                 torch._dynamo.mark_dynamic(tensor, index, min=max(2, sizes[size][0]), max=sizes[size][1])
         marked.append(tensor)
     return marked, frozenset(ones)
+
+
+def _raised(method: Method, error: Exception) -> Method:
+    """The method with the `min_length` from which on the model's code is the same for all lengths.
+
+    Some code compares the length with a kernel or a small constant, here as under `Program.export`. Shorter prompts go token by
+    token then.
+
+    Raises:
+        UnsupportedModelError: If that is not why it could not be compiled.
+    """
+    found = _GUARD.search(str(error))
+    if found is not None and method.takes_ids and method.is_step and not method.scores and method.min_length > 1:
+        lowest, highest = int(found[1]), int(found[2])
+        least = lowest if highest == method.max_length else highest + 1
+        if method.min_length < least <= min(LONGEST_LEAST, method.max_length):
+            return replace(method, min_length=least)
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    raise UnsupportedModelError(
+        f"{method.name} cannot be compiled into one graph ({type(error).__name__}: {reason}); run the session without compile=True"
+    ) from error
 
 
 def _step_of(module: torch.nn.Module) -> Callable[..., torch.Tensor]:

@@ -1,0 +1,71 @@
+"""Compiled methods of models whose code asks for the length of a step."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from exportable_cache import ExportableCache, Session
+from exportable_cache.errors import UnsupportedModelError
+
+from ..support.models import tiny_model, tokens
+from ..support.oracle import difference, reference_logits
+
+LEAST = 5
+
+
+class LengthAsked(nn.Module):
+    """A norm with code of its own for steps of fewer than `least` tokens, which computes the same."""
+
+    def __init__(self, norm: nn.Module, least: int) -> None:
+        super().__init__()
+        self.norm, self.least = norm, least
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.norm(hidden_states) if hidden_states.shape[1] >= self.least else self.norm(hidden_states + 0)
+
+
+@pytest.fixture(autouse=True)
+def without_generated_code() -> Iterator[None]:
+    backend = torch.compiler.get_default_backend()
+    torch._dynamo.reset()
+    torch.compiler.set_default_backend("eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        yield
+    torch.compiler.set_default_backend(backend)
+    torch._dynamo.reset()
+
+
+def compiled_session(least: int, prefill_length: int = 16) -> Session:
+    model = tiny_model("llama")
+    model.model.norm = LengthAsked(model.model.norm, least)
+    cache = ExportableCache.from_model(model, 64)
+    return Session.from_model(model, cache, compile=True, prefill_length=prefill_length)
+
+
+@pytest.mark.parametrize("prompts", [(3, 11), (11, 3)])
+def test_prompts_too_short_for_the_graph_of_longer_ones_go_token_by_token(prompts: tuple[int, ...]) -> None:
+    session, ids = compiled_session(LEAST), tokens(24)
+    model = tiny_model("llama")
+    for prompt in prompts:
+        session.reset()
+        assert difference(session.prefill, reference_logits(model, ids, prompt), ids, prompt) <= 1e-4
+    assert session.runner.methods["prefill"].min_length == LEAST
+    assert session.chunk_sizes(LEAST - 1) == [1] * (LEAST - 1)
+
+
+def test_warm_up_compiles_the_raised_method() -> None:
+    session = compiled_session(LEAST)
+    session.warm_up()
+    compiled = len(session.runner._calls)
+    session.prefill(tokens(LEAST))
+    session.reset()
+    session.prefill(tokens(LEAST - 1))
+    assert len(session.runner._calls) == compiled
+
+
+def test_prompts_that_would_mostly_go_token_by_token_are_refused() -> None:
+    session = compiled_session(40, prefill_length=64)
+    with pytest.raises(UnsupportedModelError, match="prefill cannot be compiled into one graph"):
+        session.prefill(tokens(50))
