@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from .backends import LoweredFile, Runner, backend_for
 from .describe import config_fields, describe, generation_config_fields, installed_versions
@@ -20,12 +21,15 @@ from .errors import BundleError
 from .files import PARTIAL, atomic_folder
 from .layers import CacheLayer
 from .manifest import MANIFEST_FILE, SCHEMA_VERSION, File, Manifest
+from .multimodal.methods import kinds_taken
 from .program import Program
 from .progress import Progress, silent
 
 __all__ = ["MANIFEST_FILE", "SCHEMA_VERSION", "Bundle", "Manifest", "check_free", "new_folder", "write_bundle"]
 
 TOKENIZER_FOLDER = "tokenizer"
+#: What the manifest says that its files are; they lie beside the tokenizer's.
+PROCESSOR = "processor"
 
 _HASH_PIECE = 1 << 20
 
@@ -102,6 +106,26 @@ class Bundle:
                 )
             layers.append(CacheLayer.classes[layer.class_name].from_state(layer.config, {}))
         return layers
+
+    @property
+    def has_processor(self) -> bool:
+        """Whether it holds the model's processor of images or sound."""
+        return any(file.holds == PROCESSOR for file in self.manifest.files.values())
+
+    def processor(self) -> ProcessorMixin:
+        """The model's processor of images or sound.
+
+        Raises:
+            BundleError: If the model was exported without one, or it cannot be read.
+            MissingDependencyError: If it needs a package that is not installed, such as Pillow for images.
+        """
+        from .models import load_processor
+
+        if not self.has_processor:
+            raise BundleError(
+                f"{self.path} holds no processor of images or sound; export the folder of the model with its preprocessor_config.json"
+            )
+        return load_processor(self.path / TOKENIZER_FOLDER, self.path)
 
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The tokenizer with its chat template, or None if the model was exported without one."""
@@ -185,6 +209,7 @@ def write_bundle(
     source: str,
     max_cache_len: int,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    processor_files: Sequence[Path] = (),
     options: Mapping[str, Any] | None = None,
     progress: Progress = silent,
 ) -> Bundle:
@@ -197,6 +222,7 @@ def write_bundle(
         program: What was lowered.
         target, source, max_cache_len, options: See `describe.describe`.
         tokenizer: Saved with its chat template, if given.
+        processor_files: Copied beside it, where it is given and the program takes more than text.
         progress: Told about bytes read.
     """
     holds = {file.name: file.holds for file in lowered}
@@ -210,6 +236,9 @@ def write_bundle(
         holds[name] = what
     if tokenizer is not None:
         tokenizer.save_pretrained(folder / TOKENIZER_FOLDER)
+        for path in processor_files if set(kinds_taken(program.methods)) != {"text"} else ():
+            shutil.copyfile(path, folder / TOKENIZER_FOLDER / path.name)
+            holds[f"{TOKENIZER_FOLDER}/{path.name}"] = PROCESSOR
     files = {}
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     total, done = sum(path.stat().st_size for path in paths), 0

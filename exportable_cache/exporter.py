@@ -75,6 +75,7 @@ def export(
         max_encoder_len: Longest input of an encoder-decoder's encoder, in tokens, frames or samples, see
             `ExportableCache.from_model`.
         modalities: What is fed beside text, `image` or `audio`, see `multimodal.modalities_of`. What is verified is text.
+            The processor beside the model goes into the bundle then, or with an encoder of images or sound.
         image_size: Height and width of every image in pixels, where the model's config leaves it open, see there.
         kv_dtype: `int8` to keep keys and values in 8 bits, see `ExportableCache.from_config`. The program is then verified against
             the model with the same rounding, and its distance from the model without it is recorded.
@@ -160,6 +161,7 @@ def export(
             source=loaded.source,
             max_cache_len=max_cache_len,
             tokenizer=tokenizer,
+            processor_files=loaded.processor_files,
             options=options,
             progress=progress,
         )

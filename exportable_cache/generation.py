@@ -65,14 +65,12 @@ class Generation:
         """
         tokens, strings = self._stops(stop)
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-        if draft is not None and inputs:
-            raise InputError(f"a draft takes token ids, got {', '.join(inputs)} too; prefill them first, or generate without a draft")
         steps = self._generate(input_ids, max_new_tokens, sampling, tokens, strings, draft=draft, inputs=inputs)
         return (int(step[0]) for step in steps) if self.batch_size == 1 else steps
 
     def generate_text(
         self,
-        prompt: str | Sequence[Mapping[str, Any]],
+        prompt: str | Sequence[Mapping[str, Any]] | Mapping[str, torch.Tensor],
         max_new_tokens: int | None = None,
         temperature: float = 0.0,
         top_k: int | None = None,
@@ -95,7 +93,9 @@ class Generation:
 
         Args:
             prompt: Text, or chat messages such as `[{"role": "user", "content": "hello"}]`. Empty text goes on from the
-                newest token, where one is left to be fed.
+                newest token, where one is left to be fed. Or what a processor gives, `processor(...)`, fed as `generate` does; with
+                an encoder-decoder as `encode` does, and the answer begins with `decoder_input_ids` [1, length] behind the
+                start token, if they are in it.
             max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop, draft: See `generate`.
 
         Raises:
@@ -115,8 +115,17 @@ class Generation:
                 self._check_draft(draft, ())
             check_max_new_tokens(max_new_tokens)
             start = start_tokens(self.generation_config, 1, self.device)
-            self.encode(encode_prompt(tokenizer, prompt).to(self.device))
+            if isinstance(prompt, Mapping):
+                encoded = dict(prompt)
+                start = torch.cat([start, encoded.pop("decoder_input_ids", start[:, :0])], dim=1)
+                self.encode(**encoded)
+            else:
+                self.encode(encode_prompt(tokenizer, prompt).to(self.device))
             steps = self._generate(start, max_new_tokens, sampling, tokens, ())
+            return stream_text((int(step[0]) for step in steps), tokenizer, ends, strings)
+        if isinstance(prompt, Mapping):
+            inputs = dict(prompt)
+            steps = self._generate(inputs.pop("input_ids"), max_new_tokens, sampling, tokens, (), draft=draft, inputs=inputs)
             return stream_text((int(step[0]) for step in steps), tokenizer, ends, strings)
         is_text = isinstance(prompt, str)
         starts = not is_text or int(self._length[0]) == 0
@@ -139,6 +148,10 @@ class Generation:
         self._check_prompt(self._after_pending(input_ids) if continues else input_ids, max_new_tokens, anew)
         self._check_inputs(input_ids, inputs)
         if draft is not None:
+            if inputs:
+                raise InputError(
+                    f"a draft takes token ids, got {', '.join(inputs)} too; prefill them first, or generate without a draft"
+                )
             self._check_draft(draft, stop_strings)
         if anew:
             self.reset()

@@ -25,16 +25,18 @@ from transformers import (
     AutoModelForMultimodalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
+    AutoProcessor,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    ProcessorMixin,
 )
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from .demo import demo_path
-from .errors import InputError, UnsupportedModelError
+from .errors import BundleError, InputError, MissingDependencyError, UnsupportedModelError
 from .progress import Progress, silent
 
 # Without one of these AutoTokenizer makes up an empty tokenizer of the model's type.
@@ -47,6 +49,8 @@ _TOKENIZER_FILES = (
     "vocab.txt",
     "tekken.json",
 )
+# What a processor is made of, beside the tokenizer's files.
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "chat_template.json")
 #: Model types whose images or sound `multimodal` takes; others with a text decoder of their own are loaded as that.
 MULTIMODAL = ("llava", "smolvlm", "idefics3", "voxtral", "gemma3", "qwen2_vl", "qwen2_5_vl")
 # With tied embeddings such weights would pass for a causal LM's.
@@ -63,11 +67,13 @@ class LoadedModel:
         model: In eval mode.
         tokenizer: None where the model came without one.
         source: "demo", the hub id, the folder's name, or the class name of a model that was given as such.
+        processor_files: Of the processor of images or sound, none where the model came without one.
     """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
     source: str
+    processor_files: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -118,7 +124,8 @@ def load_model(
                 f"such as {missing[0]}: it is another kind of model, or incomplete; pass a causal LM"
             )
         tokenizer = _tokenizer(place)
-    return LoadedModel(model.eval(), tokenizer, place.source)
+        processor_files = tuple(path for name in _PROCESSOR_FILES if (path := _file(place, name)) is not None)
+    return LoadedModel(model.eval(), tokenizer, place.source, processor_files)
 
 
 def load_config(model_or_path: PreTrainedModel | PreTrainedConfig | str | os.PathLike) -> PreTrainedConfig:
@@ -151,6 +158,30 @@ def load_tokenizer(path: str | os.PathLike) -> PreTrainedTokenizerBase | None:
     """
     with _quiet():
         return _tokenizer(_place(path))
+
+
+def load_processor(folder: Path, config_folder: Path) -> ProcessorMixin:
+    """The processor of images or sound of a local folder.
+
+    Args:
+        folder: Holds its files and the tokenizer's.
+        config_folder: Holds the model's config.json, which tells the processor's class where its own files do not.
+
+    Raises:
+        MissingDependencyError: If it needs a package that is not installed.
+        BundleError: If its files cannot be read, or are no processor's.
+    """
+    with _quiet():
+        try:
+            config = AutoConfig.from_pretrained(config_folder, local_files_only=True)
+            processor = AutoProcessor.from_pretrained(folder, config=config, local_files_only=True)
+        except ImportError as error:
+            raise MissingDependencyError(f"the processor in {folder} needs a package: {_first_line(error)}") from error
+        except Exception as error:  # processors read several files, each with errors of its own
+            raise BundleError(f"cannot read the processor in {folder}: {_first_line(error)}; export the model again") from error
+    if not isinstance(processor, ProcessorMixin):
+        raise BundleError(f"{folder} holds a {type(processor).__name__} and no processor; export the model again")
+    return processor
 
 
 def check_positions(model: PreTrainedModel, max_length: int | None) -> None:
@@ -292,7 +323,7 @@ def _config(place: _Place) -> PreTrainedConfig:
 
 
 def _tokenizer(place: _Place) -> PreTrainedTokenizerBase | None:
-    if not any(_has_file(place, name) for name in _TOKENIZER_FILES):
+    if all(_file(place, name) is None for name in _TOKENIZER_FILES):
         return None
     try:
         return AutoTokenizer.from_pretrained(place.path, local_files_only=place.local)
@@ -303,9 +334,10 @@ def _tokenizer(place: _Place) -> PreTrainedTokenizerBase | None:
         ) from error
 
 
-def _has_file(place: _Place, name: str) -> bool:
+def _file(place: _Place, name: str) -> Path | None:
     if Path(place.path).is_dir():
-        return (Path(place.path) / name).is_file()
+        path = Path(place.path) / name
+        return path if path.is_file() else None
     found = cached_file(
         place.path,
         name,
@@ -313,7 +345,7 @@ def _has_file(place: _Place, name: str) -> bool:
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )
-    return found is not None
+    return None if found is None else Path(found)
 
 
 @contextmanager

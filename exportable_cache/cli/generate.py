@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,6 +15,9 @@ from .options import BundleArgument, IgnoreVersionsOption, JsonOption, at_least
 from .terminal import Terminal
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..bundle import Bundle
     from ..session import Session
 
 _MOST_BY_DEFAULT = 128
@@ -22,7 +26,26 @@ _MOST_BY_DEFAULT = 128
 def generate(
     ctx: typer.Context,
     folder: BundleArgument,
-    prompt: Annotated[str, typer.Option("--prompt", "-p", metavar="TEXT", help="The prompt, or - to read it from stdin.")],
+    prompt: Annotated[
+        str | None,
+        typer.Option(
+            "--prompt",
+            "-p",
+            metavar="TEXT",
+            help="The prompt, or - to read it from stdin. Of a model that encodes a file: what its answer begins with.",
+        ),
+    ] = None,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--image",
+            metavar="FILE",
+            help="An image for the prompt; may be repeated. The prompt says where each goes, or else the chat template.",
+        ),
+    ] = None,
+    audio: Annotated[
+        list[Path] | None, typer.Option("--audio", metavar="FILE", help="The same with sound, a WAV file.")
+    ] = None,
     max_new_tokens: Annotated[
         int | None,
         typer.Option(
@@ -67,18 +90,20 @@ def generate(
 ) -> None:
     """Answer a prompt: text on stdout as it comes, speed on stderr."""
     terminal: Terminal = ctx.obj
-    text = sys.stdin.read() if prompt == "-" else prompt
+    if prompt is None and not (image or audio):
+        raise typer.BadParameter("pass the prompt", param_hint="'--prompt' / '-p'")
+    text = sys.stdin.read() if prompt == "-" else prompt or ""
     with terminal.progress(f"opening {folder}"):
+        from ..bundle import Bundle
         from ..decoding import PromptLookup
-        from ..session import load
+        from ..session import Session
 
-        session = load(folder, check_versions=not ignore_versions)
-    messages = [{"role": "user", "content": text}] if chat else text
-    prompt_tokens = _count(session, messages)
-    # An encoder-decoder answers in a sequence of its own, which begins with one token.
-    fed_tokens = 1 if session.has_encoder else prompt_tokens
+        bundle = Bundle.open(folder, check_versions=not ignore_versions)
+        session = Session.from_bundle(bundle)
+        asked = _asked(bundle, session, text, image or (), audio or (), chat)
+    prompt_tokens, fed_tokens = _counts(session, asked)
     pieces = session.generate_text(
-        messages,
+        asked,
         max_new_tokens=max_new_tokens or _default_new_tokens(session, fed_tokens),
         temperature=temperature,
         top_k=top_k,
@@ -157,11 +182,50 @@ class _Timed:
         return f"{self.prompt_tokens} prompt tokens, {self.new_tokens} new; first text after {self.first_seconds:.2f} s{speed}"
 
 
-def _count(session: Session, messages: str | list[dict[str, str]]) -> int:
+def _asked(
+    bundle: Bundle, session: Session, text: str, images: Sequence[Path], sounds: Sequence[Path], chat: bool
+) -> str | list[dict[str, str]] | dict[str, Tensor]:
+    """The prompt as `Session.generate_text` takes it."""
+    _check_kinds(session, images, sounds)
+    if not (images or sounds):
+        return [{"role": "user", "content": text}] if chat else text
+    from ..multimodal.prompt import prompt_inputs
+
+    return prompt_inputs(bundle.processor(), session.runner.methods, text, images, sounds, chat)
+
+
+def _check_kinds(session: Session, images: Sequence[Path], sounds: Sequence[Path]) -> None:
+    """Refuse files that the program does not take, and text alone where it takes none."""
+    from ..errors import InputError
+    from ..multimodal.methods import kinds_taken
+
+    kinds = kinds_taken(session.runner.methods)
+    files = {"image": images, "audio": sounds}
+    for kind, given in files.items():
+        if given and kind not in kinds:
+            raise InputError(
+                f"--{kind} {given[0]} was given, but the bundle takes {' and '.join(kinds)} only; leave it out, or export a model "
+                f"that takes it, a text decoder's with --modality {kind}"
+            )
+    count = len(images) + len(sounds)
+    if session.has_encoder and count > 1:
+        raise InputError(f"got {count} files, but the encoder takes one; pass one of them")
+    if "text" not in kinds and count == 0:
+        raise InputError(f"the bundle takes {kinds[0]} and no prompt alone; pass --{kinds[0]} FILE")
+
+
+def _counts(session: Session, asked: str | list[dict[str, str]] | dict[str, Tensor]) -> tuple[int, int]:
+    """Tokens of the prompt, and of them those that the decoder is fed."""
     from ..decoding import encode_prompt
 
+    if isinstance(asked, dict):
+        # An encoder-decoder answers in a sequence of its own, which begins with one token.
+        ids = asked.get("decoder_input_ids" if session.has_encoder else "input_ids")
+        tokens = 0 if ids is None else ids.shape[1]
+        return tokens, tokens + session.has_encoder
     # Without a tokenizer the session refuses, in its own words.
-    return 0 if session.tokenizer is None else encode_prompt(session.tokenizer, messages).shape[1]
+    tokens = 0 if session.tokenizer is None else encode_prompt(session.tokenizer, asked).shape[1]
+    return tokens, 1 if session.has_encoder else tokens
 
 
 def _default_new_tokens(session: Session, prompt_tokens: int) -> int | None:

@@ -76,6 +76,7 @@ def _print_bundle(terminal: Terminal, bundle: Bundle) -> None:
     terminal.print(layer_table(_row(layer) for layer in manifest.model_dump(mode="json")["layers"]))
     terminal.print(f"\ncache {bytes_text(manifest.cache_bytes)}, weights {bytes_text(manifest.weights_bytes)}\n")
     terminal.print(_method_table(bundle))
+    terminal.print(f"\ntakes {_taken(bundle)}")
     terminal.print()
     print_files(terminal, bundle)
     terminal.print("every checksum is right\n")
@@ -106,6 +107,14 @@ def _row(layer: dict[str, Any]) -> LayerRow:
 
 def _sizes(tensor: dict[str, Any]) -> dict[str, int]:
     return dict(zip(tensor["dims"], tensor["shape"], strict=True))
+
+
+def _taken(bundle: Bundle) -> str:
+    """`text`, or `text, image, with the processor for it`."""
+    from ..multimodal.methods import kinds_taken
+
+    kinds = ", ".join(kinds_taken(bundle.manifest.description().methods))
+    return f"{kinds}, with the processor for it" if bundle.has_processor else kinds
 
 
 def _method_table(bundle: Bundle) -> Any:

@@ -7,12 +7,28 @@ from dataclasses import replace
 
 from ..errors import InputError
 from ..methods import ROPE_DELTAS, Method, TensorSpec, text_inputs
-from .modality import Modality
+from .modality import AUDIO, IMAGE, Modality
 
 #: Rotary positions (time, height, width) of each token of a step.
 POSITIONS = TensorSpec("position_ids", "int64", (3, "batch", "length"))
 #: Which image each token of a step belongs to, -1 on text.
 IMAGE_IDS = TensorSpec("image_ids", "int64", ("batch", "length"))
+
+
+#: What an encoder reads, by the name of its input.
+_KINDS = {
+    "input_ids": "text",
+    "pixel_values": IMAGE,
+    "flattened_patches": IMAGE,
+    "input_features": AUDIO,
+    "input_values": AUDIO,
+}
+
+
+def kinds_taken(methods: Mapping[str, Method]) -> tuple[str, ...]:
+    """What a program is given from outside: `("text",)`, `("text", "image")`, or `("audio",)` of an encoder-decoder."""
+    read = [_KINDS[method.inputs[0].name] for name, method in methods.items() if name.startswith("encode")]
+    return tuple(read) if "encode" in methods else ("text", *read)
 
 
 def multimodal_methods(methods: Mapping[str, Method], modalities: Sequence[Modality]) -> dict[str, Method]:

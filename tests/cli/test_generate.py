@@ -4,30 +4,21 @@ import hashlib
 import json
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from exportable_cache import export, load
 from exportable_cache.bundle import Bundle
 
+from ..support.letters import letter_tokenizer
 from ..support.models import VOCAB, tiny_model
 
 MAX_CACHE_LEN = 48
 PROMPT = "abcdefgh"
-TEMPLATE = "{% for message in messages %}{{ message['role'][0] }}{{ message['content'] }}{% endfor %}a"
 
 
 @pytest.fixture(scope="module")
 def letters():
-    """One token per character; ids 0 to 2 are special."""
-    characters = [chr(code) for code in range(ord("0"), ord("0") + VOCAB - 3)]
-    vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": 2, **{character: index + 3 for index, character in enumerate(characters)}}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
-    fast.chat_template = TEMPLATE
-    return fast
+    return letter_tokenizer()
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,119 @@
+"""Prompts with images and sound from files, put together by the model's own processor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import ProcessorMixin
+
+from ..errors import InputError
+from ..methods import Method
+from .files import read_image, read_sound
+from .modality import AUDIO, IMAGE
+
+# Attributes of processors: what stands for one item in a prompt.
+_MARKERS = {IMAGE: ("boi_token", "image_token"), AUDIO: ("audio_token",)}
+
+
+def prompt_inputs(
+    processor: ProcessorMixin,
+    methods: Mapping[str, Method],
+    text: str,
+    images: Sequence[Path] = (),
+    sounds: Sequence[Path] = (),
+    chat: bool = False,
+) -> dict[str, torch.Tensor]:
+    """What `Session.generate_text` takes: the processor's tensors for a prompt, or for an encoder's input.
+
+    Text goes in as it is where it says itself where the files go, as `"What is <image>?"`; otherwise as the user's message of
+    the chat template, behind the files. For an encoder-decoder it is what the answer begins with.
+
+    Args:
+        methods: Of the program, which takes what is given.
+        text: May be empty for an encoder-decoder, which takes one file.
+        chat: Insist on the chat template.
+
+    Raises:
+        InputError: If a file cannot be read, the text does not say where the files go and there is no chat template, a chat is
+            asked for where there can be none, or the processor refuses the prompt.
+        MissingDependencyError: If a package that reads a file is not installed.
+    """
+    items = {
+        IMAGE: [read_image(path, _size(processor, methods)) for path in images],
+        AUDIO: [read_sound(path, processor.feature_extractor.sampling_rate) for path in sounds],
+    }
+    if "encode" in methods:
+        if chat:
+            raise InputError("a chat was asked for, but an encoder-decoder answers to the file alone; leave it out")
+        return _encoder_inputs(processor, methods["encode"], text, items)
+    arguments: dict[str, Any] = {"return_tensors": "pt"}
+    if sounds:
+        arguments["sampling_rate"] = processor.feature_extractor.sampling_rate
+    if all(any(marker in text for marker in _markers(processor, kind)) for kind, given in items.items() if given):
+        if chat:
+            raise InputError(f"the prompt {text!r:.80} says where the files go, as the chat template would; leave one of the two out")
+        found = _processed(processor, text=text, images=[items[IMAGE]] if images else None, audio=items[AUDIO] or None, **arguments)
+    else:
+        found = _chat_inputs(processor, text, items, arguments)
+    return _of_dtypes(found, methods)
+
+
+def _chat_inputs(processor: ProcessorMixin, text: str, items: Mapping[str, Sequence[Any]], arguments: dict[str, Any]) -> Any:
+    if processor.chat_template is None:
+        kind = next(kind for kind, given in items.items() if given)
+        marker = next(iter(_markers(processor, kind)), None)
+        remedy = f"put {marker} where each goes" if marker else "use its processor in Python"
+        raise InputError(f"the prompt {text!r:.80} does not say where the {kind} goes, and the model has no chat template; {remedy}")
+    content = [{"type": kind, kind: item} for kind, given in items.items() for item in given]
+    message = {"role": "user", "content": [*content, {"type": "text", "text": text}]}
+    return _processed(
+        processor.apply_chat_template,
+        [message],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors=arguments.pop("return_tensors"),
+        processor_kwargs=arguments,
+    )
+
+
+def _encoder_inputs(
+    processor: ProcessorMixin, encode: Method, text: str, items: Mapping[str, Sequence[Any]]
+) -> dict[str, torch.Tensor]:
+    arguments: dict[str, Any] = {"images": items[IMAGE]} if items[IMAGE] else {"audio": items[AUDIO][0]}
+    if items[AUDIO]:
+        arguments["sampling_rate"] = processor.feature_extractor.sampling_rate
+    found = _of_dtypes(_processed(processor, return_tensors="pt", **arguments), {"encode": encode})
+    inputs = {name: tensor for name, tensor in found.items() if name in (encode.inputs[0].name, "attention_mask")}
+    if text:
+        ids = processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+        inputs["decoder_input_ids"] = torch.tensor([ids], dtype=torch.int64)
+    return inputs
+
+
+def _processed(call: Any, *arguments: Any, **options: Any) -> Any:
+    try:
+        return call(*arguments, **{name: value for name, value in options.items() if value is not None})
+    except Exception as error:  # every processor has checks of its own, under errors of many classes
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise InputError(f"the model's processor refuses the prompt: {reason}; change it, or use the processor in Python") from error
+
+
+def _of_dtypes(found: Mapping[str, torch.Tensor], methods: Mapping[str, Method]) -> dict[str, torch.Tensor]:
+    """In the dtypes of the program, which may be of lower precision than what processors give."""
+    dtypes = {spec.name: getattr(torch, spec.dtype) for method in methods.values() for spec in method.inputs}
+    return {name: tensor.to(dtypes.get(name, tensor.dtype)) for name, tensor in found.items()}
+
+
+def _markers(processor: ProcessorMixin, kind: str) -> list[str]:
+    return [marker for name in _MARKERS[kind] if (marker := getattr(processor, name, None))]
+
+
+def _size(processor: ProcessorMixin, methods: Mapping[str, Method]) -> tuple[int, int] | None:
+    """Height and width in pixels of a program's images, where the processor would leave it open."""
+    grid = next((method.grid for method in methods.values() if method.grid is not None), None)
+    patch = None if grid is None else processor.image_processor.patch_size
+    return None if grid is None else (grid[1] * patch, grid[2] * patch)
