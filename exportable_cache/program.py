@@ -340,9 +340,7 @@ class Program:
             named = {index: sizes[size] for index, size in enumerate(spec.shape) if size in sizes}
             if named:
                 dynamic[example] = named
-        # Tracing torch.cond compiles its branches: a recompilation there is none of the caller's steps.
-        torch_config = torch._dynamo.config.patch(error_on_recompile=False)
-        with torch.no_grad(), torch_config, attention_of(self.model, self.attention, self.experts):
+        with torch.no_grad(), attention_of(self.model, self.attention, self.experts):
             # The range starts at 2 while strides are compared for every length: such guards become runtime asserts.
             try:
                 return torch.export.export(

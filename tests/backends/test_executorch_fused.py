@@ -93,11 +93,12 @@ def test_the_fused_layout_is_part_of_the_program() -> None:
     assert rebuilt.max_rollback(20, 20) == 1 and rebuilt.max_rollback(5, 8) == 5
 
 
-def test_a_caller_who_forbids_recompilation_can_still_export() -> None:
-    """torch.cond compiles its branches while it is traced, once for each shape."""
-    program = program_of("gemma3_text", num_attention_heads=16)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        program.export("forward")
+def test_the_choice_of_a_form_is_one_operator_while_a_program_is_lowered() -> None:
+    """Branches would be traced again by every decomposition and pass."""
+    graph = program_of("gemma3_text", num_attention_heads=16).export("forward").graph
+    targets = Counter(node.target for node in graph.nodes)
+    assert targets[torch.ops.exportable_cache.fused_attention.default] == 2
+    assert torch.ops.higher_order.cond not in targets and torch.ops.llama.custom_sdpa.default not in targets
 
 
 def test_one_method_where_it_decodes_as_fast_as_two() -> None:

@@ -19,8 +19,9 @@ pytest.importorskip("executorch", reason="the executorch extra is not installed"
 
 from executorch.exir._serialize._program import deserialize_pte_binary  # noqa: E402
 
+from exportable_cache.backends.executorch.attention_forms import dequantize_slots  # noqa: E402
 from exportable_cache.backends.executorch.fused import fuse_layers  # noqa: E402
-from exportable_cache.backends.executorch.fused_layers import dequantize_slots, fold_of  # noqa: E402
+from exportable_cache.backends.executorch.fused_layers import fold_of  # noqa: E402
 from exportable_cache.backends.executorch.fused_quantized import (  # noqa: E402
     FusedQuantizedFullLayer,
     FusedQuantizedRingLayer,

@@ -16,7 +16,9 @@ pytest.importorskip("executorch", reason="the executorch extra is not installed"
 
 from executorch.exir._serialize._program import deserialize_pte_binary  # noqa: E402
 
+from exportable_cache.backends.executorch.lower import lower_programs  # noqa: E402
 from exportable_cache.backends.executorch.quantized import pack_int4  # noqa: E402
+from exportable_cache.backends.executorch.tied import tied_pieces  # noqa: E402
 
 VOCAB = 2048
 
@@ -60,6 +62,15 @@ def test_a_tied_table_in_float32_is_stored_once(tmp_path: Path) -> None:
     assert verify_session(session, model, prompts=[9], decode_steps=4).passed
     file = (tmp_path / "program.pte").read_bytes()
     assert file.count(model.lm_head.weight[:8].detach().numpy().tobytes()) == 1
+
+
+def test_a_program_is_written_without_a_second_copy() -> None:
+    """Weights are most of it: the pieces that hold them lie in the serialised program."""
+    lowered = lower_programs({"forward": torch.export.export(torch.nn.Linear(64, 64), (torch.zeros(1, 64),))})
+    pieces = list(tied_pieces(data := lowered.buffer))
+    views = [piece for piece in pieces if isinstance(piece, memoryview)]
+    assert sum(piece.nbytes for piece in views) >= 64 * 64 * 4 and all(piece.obj is data for piece in views)
+    assert sum(map(len, pieces)) <= len(data)
 
 
 def test_four_bits_are_packed_as_the_kernel_reads_them() -> None:

@@ -1,25 +1,21 @@
 """Cache layers in the layout of ExecuTorch's own operators, whose cost follows the filled length, not the allocated one.
 
 `llama::update_cache`, `llama::update_cache_with_indices` and `llama::custom_sdpa` (extension/llm/custom_ops of ExecuTorch 1.4)
-keep the cache as [batch, slots, heads, dim]. One program serves steps of one token and of several: `torch.cond` chooses the
-form of attention at run time, per layer. Its branches hold operators alone, nothing that a delegate would have to pack twice.
-
-The form for one token folds the query heads that share a key head into rows of one product, so that every key and value is
-read once, not once per query head: 1.2 times as fast as the operator's own grouping at position 100, 1.8 times near the end of
-4096 slots and 2.2 times near the end of 32768 (3 query heads per key head of 64, one thread).
+keep the cache as [batch, slots, heads, dim]. One program serves steps of one token and of several: the form of attention is
+chosen at run time, per layer, see `attention_forms`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar
 
-import executorch.exir.passes._quant_patterns_and_replacements  # noqa: F401  registers torch.ops.quantized_decomposed
 import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401  registers torch.ops.llama, here and in the runtime
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...layers import FullLayer, KeyValueLayer, RingLayer, StateTensor
+from .attention_forms import causal, fused_attention
 
 #: The operator runs its heads in parallel: folding leaves at least this many, or all there are.
 LEAST_PARALLEL_HEADS = 4
@@ -88,13 +84,11 @@ class FusedFullLayer(FullLayer):
         """
         query_length, heads = query.shape[1], query.shape[2]
         fold = fold_of(heads, self.keys.shape[2])
-        causal = _causal(self.capacity, scaling)
-        operands = (query, self.cumulative_length, *self._stored())
+        operands = [query, self.cumulative_length, *self._stored()]
         if fold == 1:
-            return causal(*operands)
-        return torch.cond(
-            _is_single(self._start(query_length), query_length, fold), _folded(fold, self.capacity, scaling), causal, operands
-        )
+            return causal(self.capacity, scaling)(*operands)[0]
+        single = _newest_if_single(self._start(query_length), query_length)
+        return fused_attention(operands, single, "full", fold, self.capacity, scaling)[0]
 
     def _stored(self) -> tuple[torch.Tensor, ...]:
         """The buffers of `parts`."""
@@ -180,13 +174,10 @@ class FusedRingLayer(RingLayer):
         for buffer, rows in zip(self._stored(), self._new, strict=True):
             torch.ops.llama.update_cache(rows[:, :1], buffer, slot)
         fold = fold_of(heads, self.keys.shape[2])
-        # The branches hand the slots through: nothing else keeps the writes below from being scheduled before the reads above.
-        output, slots = torch.cond(
-            _is_single(reach, query_length, fold),
-            _folded_over_ring(fold, self.capacity, scaling),
-            _masked(self.capacity, scaling),
-            (query, attention_mask[0, 0], slots, self.cumulative_length, *self._stored(), *self._new),
-        )
+        operands = [query, attention_mask[0, 0], slots, self.cumulative_length, *self._stored(), *self._new]
+        single = _newest_if_single(reach, query_length)
+        # The slots are handed through: nothing else keeps the writes below from being scheduled before the reads above.
+        output, slots = fused_attention(operands, single, "ring", fold, self.capacity, scaling)
         for buffer, rows in zip(self._stored(), self._new, strict=True):
             torch.ops.llama.update_cache_with_indices(rows, buffer, 0, slots)
         return output
@@ -233,101 +224,6 @@ def _read_once(length: torch.Tensor, name: Any, read: Callable[[], Any]) -> Any:
     return values[name]
 
 
-def _is_single(last: int, query_length: int, fold: int) -> bool:
-    """Whether the step has one token and at least `fold` slots 0 to `last` to read, as one comparison of symbolic integers.
-
-    The operator takes the rows of a product for consecutive tokens ending at the last key, so their first may not be negative.
-    """
-    return last - _SEVERAL * (query_length - 1) >= fold - 1
-
-
-# Branches of `torch.cond`, which traces them by themselves: what they close over is numbers, and positions are read inside.
-
-
-def _causal(capacity: int, scaling: float) -> Callable[..., torch.Tensor]:
-    def branch(query: torch.Tensor, length: torch.Tensor, *stored: torch.Tensor) -> torch.Tensor:
-        start = length[0].item()
-        torch._check(start >= 0)
-        torch._check(start < capacity)
-        if len(stored) > 2:
-            # Read, not computed from `start`: a sum of two symbols does not lower.
-            end = (length + query.shape[1])[0].item()
-            torch._check(end >= 1)
-            torch._check(end <= capacity)
-            stored = [part[:, :end] for part in stored]
-        keys, values = _readable(stored)
-        return torch.ops.llama.custom_sdpa(query, keys, values, start, None, 0.0, True, scaling)
-
-    return branch
-
-
-def _folded(fold: int, capacity: int, scaling: float) -> Callable[..., torch.Tensor]:
-    def branch(query: torch.Tensor, length: torch.Tensor, *stored: torch.Tensor) -> torch.Tensor:
-        return _attend_folded(query, stored, length[0].item(), fold, capacity, scaling)
-
-    return branch
-
-
-def _folded_over_ring(fold: int, capacity: int, scaling: float) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    def branch(query, mask, slots, length, *rows) -> tuple[torch.Tensor, torch.Tensor]:
-        newest = torch.clamp(length, max=capacity - 1)[0].item()
-        return _attend_folded(query, rows[: len(rows) // 2], newest, fold, capacity, scaling), slots.clone()
-
-    return branch
-
-
-def _masked(capacity: int, scaling: float) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    def branch(query, mask, slots, length, *rows) -> tuple[torch.Tensor, torch.Tensor]:
-        stored, new = rows[: len(rows) // 2], rows[len(rows) // 2 :]
-        joined = [torch.cat([old[:, :capacity], added], dim=1) for old, added in zip(stored, new, strict=True)]
-        keys, values = _readable(joined)
-        return torch.ops.llama.custom_sdpa(query, keys, values, 0, mask, 0.0, False, scaling), slots.clone()
-
-    return branch
-
-
-def _readable(stored: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Keys and values as the operator takes them: as they are, or times their scales."""
-    if len(stored) == 2:
-        return stored
-    keys, values, key_scales, value_scales = stored
-    return dequantize_slots(keys, key_scales), dequantize_slots(values, value_scales)
-
-
-def dequantize_slots(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """What `quantize_rows` has kept, through one kernel of ExecuTorch.
-
-    Args:
-        rows: int8 [1, slots, num_heads, head_dim].
-        scales: float32 [1, slots, num_heads, 1].
-
-    Returns:
-        float32 [1, slots, num_heads, head_dim].
-    """
-    # The operator that can do without zero points takes two dimensions: their product, of a symbolic length, does not lower.
-    zeros = torch.zeros_like(scales, dtype=torch.int64)
-    return torch.ops.quantized_decomposed.dequantize_per_token(rows, scales, zeros, -127, 127, torch.int8, torch.float32)
-
-
-def _attend_folded(
-    query: torch.Tensor, stored: Sequence[torch.Tensor], newest: int, fold: int, capacity: int, scaling: float
-) -> torch.Tensor:
-    """Attention of one token over slots 0 to `newest`, `fold` query heads as rows of one product.
-
-    The operator reads `start_pos + rows` keys, and without causality every row sees them all.
-
-    Args:
-        query: [1, query_length, heads, head_dim]; the result is right for a query_length of 1.
-        stored: See `_readable`.
-        newest: At least `fold - 1`.
-    """
-    torch._check(newest >= fold - 1)
-    torch._check(newest < capacity)
-    if len(stored) > 2:
-        stored = [part[:, : newest + 1] for part in stored]
-    keys, values = _readable(stored)
-    _, query_length, heads, head_dim = query.shape
-    shape = (1, query_length, fold, heads // fold, head_dim)
-    rows = query.view(1, query_length, heads // fold, fold, head_dim).transpose(2, 3).reshape(1, query_length * fold, heads // fold, head_dim)
-    output = torch.ops.llama.custom_sdpa(rows, keys, values, newest - (fold - 1), None, 0.0, False, scaling)
-    return output.view(shape).transpose(2, 3).reshape(query.shape)
+def _newest_if_single(newest: int, query_length: int) -> int:
+    """The newest slot to read of a step of one token, below zero for several: symbolic, as one number that is compared once."""
+    return newest - _SEVERAL * (query_length - 1)

@@ -11,6 +11,7 @@ from executorch.exir import to_edge_transform_and_lower
 from executorch.exir.passes import MemoryPlanningPass
 from torch.export import ExportedProgram
 
+from .branches import insert_branches
 from .decompositions import decompose
 from .delegates import partitioners_for
 from .encoders import encoders_to_runtime
@@ -18,7 +19,7 @@ from .means import means_to_linear
 from .quantized import fuse_quantized_embeddings
 
 
-# Without it, passes over the branches of `torch.cond` differentiate them, which fails where these read a position.
+# Without it, passes over the branches differentiate them, which fails where these read a position.
 @torch.no_grad()
 def to_edge(
     programs: Mapping[str, ExportedProgram], constant_methods: Mapping[str, Any] | None = None, delegate: str = "xnnpack"
@@ -32,7 +33,7 @@ def to_edge(
     """
     # Other compilers take means as they are, and coremltools 9.0 fails on a linear layer of one output.
     prepare = means_to_linear if delegate == "xnnpack" else lambda program: program
-    return to_edge_transform_and_lower(
+    edge = to_edge_transform_and_lower(
         {
             name: prepare(decompose(encoders_to_runtime(fuse_quantized_embeddings(program))))
             for name, program in programs.items()
@@ -42,6 +43,7 @@ def to_edge(
         compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
         constant_methods=dict(constant_methods or {}),
     )
+    return insert_branches(edge)
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ segments, and compares contents within each kind only. Segments are offsets into
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 from executorch.exir import ExecutorchProgramManager
@@ -17,6 +18,8 @@ from executorch.exir._serialize.generated.executorch_flatbuffer.Program import P
 
 # Of segments, and so of what follows one that is left out.
 _ALIGNMENT = 128
+# More than the header takes.
+_HEADER_BYTES = 64
 # Below this a repetition is not worth a search.
 _SMALLEST = 1024
 # Of the fields in the schema's table DataSegment: what a generated class reads, and has no setter for.
@@ -25,14 +28,20 @@ _OFFSET_FIELD = 4
 
 def write_pte(program: ExecutorchProgramManager, path: Path) -> None:
     """Write a program, a delegate's named data that equals a constant only once."""
-    path.write_bytes(share_tied(bytes(program.buffer)))
+    with path.open("wb") as file:
+        file.writelines(tied_pieces(program.buffer))
 
 
-def share_tied(data: bytes) -> bytes:
-    """The same program without the named segments whose bytes the constant segment holds already."""
-    header = _get_extended_header(data)
+def tied_pieces(data: bytes) -> Iterator[bytes | memoryview]:
+    """The same program without the named segments whose bytes the constant segment holds already, in pieces.
+
+    The pieces lie in `data`: a program is as large as its weights, and a second copy would be an export's peak of memory.
+    """
+    # All of the data would be copied to look for the header.
+    header = _get_extended_header(data[:_HEADER_BYTES])
     if header is None:
-        return data
+        yield data
+        return
     # The generated readers name modules where they need classes, until the serialiser's own reader has been here.
     _patch_generated_flatbuffer_aliases()
     base = header.segment_base_offset
@@ -41,15 +50,17 @@ def share_tied(data: bytes) -> bytes:
     constants = program.ConstantSegment()
     named = {program.NamedData(index).SegmentIndex() for index in range(program.NamedDataLength())}
     if constants is None or not named:
-        return data
+        yield data
+        return
+    whole = memoryview(data)
     segments = [program.Segments(index) for index in range(program.SegmentsLength())]
     start = segments[constants.SegmentIndex()].Offset()
     end = start + segments[constants.SegmentIndex()].Size()
     starts = [start + constants.Offsets(index) for index in range(constants.OffsetsLength())]
-    pieces: list[bytes] = []
+    pieces: list[bytes | memoryview] = []
     size = 0
     for index, segment in enumerate(segments):
-        content = data[base + segment.Offset() : base + segment.Offset() + segment.Size()]
+        content = whole[base + segment.Offset() : base + segment.Offset() + segment.Size()]
         found = None
         if index in named and len(content) >= _SMALLEST:
             found = next((at for at in starts if at + len(content) <= end and data.startswith(content, base + at)), None)
@@ -61,7 +72,8 @@ def share_tied(data: bytes) -> bytes:
         _set_offset(table, segment, found)
     # The header's length of all segments: after magic, header length, program size and segment base offset.
     struct.pack_into("<Q", table, 8 + 24, size)
-    return b"".join([bytes(table), *pieces])
+    yield bytes(table)
+    yield from pieces
 
 
 def _set_offset(table: bytearray, segment: DataSegment, offset: int) -> None:
