@@ -172,3 +172,15 @@ def test_integer_remainder_still_takes_the_sign_of_the_dividend() -> None:
     """Fails once it does not: then rings need not keep the dividend positive."""
     x = torch.arange(-9, 9)
     assert on_the_runtime(lambda t: torch.remainder(t, 8), x)[0].item() == -1
+
+
+@torch.no_grad()
+def test_a_convolution_takes_the_longest_input_of_its_range() -> None:
+    """torch chooses another kernel for it from 20480 values on, 320 here; the export saw 32."""
+    longest = torch.randn(1, 64, 400)
+    length = torch.export.Dim("length", min=16, max=400)
+    module = nn.Conv1d(64, 8, kernel_size=3).eval()
+    exported = torch.export.export(module, (longest[:, :, :32].clone(),), dynamic_shapes=({2: length},))
+    program = Runtime.get().load_program(bytes(to_program(to_edge({"forward": exported})).buffer))
+    (output,) = program.load_method("forward").execute([longest])
+    assert (output - module(longest)).abs().max() <= 1e-4

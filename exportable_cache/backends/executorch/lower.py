@@ -43,7 +43,23 @@ def to_edge(
         compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
         constant_methods=dict(constant_methods or {}),
     )
-    return insert_branches(edge)
+    edge = insert_branches(edge)
+    for name in programs:
+        restore_sizes(edge.exported_program(name))
+    return edge
+
+
+def restore_sizes(program: ExportedProgram) -> None:
+    """Give each size of the inputs the range again that the program states, in place.
+
+    Passes run operators on fake tensors, and where one chooses a kernel by the work there is (convolutions do), the size is taken
+    to be among those with the same choice. Memory is planned for the largest: longer inputs were refused by the runtime.
+    """
+    ranges = program.range_constraints
+    for node in program.graph.find_nodes(op="placeholder"):
+        for size in getattr(node.meta["val"], "shape", ()):
+            if isinstance(size, torch.SymInt):
+                size.node.shape_env.var_to_range.update({name: ranges[name] for name in size.node.expr.free_symbols & ranges.keys()})
 
 
 @torch.no_grad()
