@@ -21,6 +21,7 @@ from .errors import InputError, UnsupportedModelError
 from .layout import cache_argument
 from .methods import Method, checked_prefill_length, methods_for
 from .multimodal import EmbedModule, FeaturesModule, Modality, multimodal_methods
+from .multimodal.deepstack import deepstack_logits, is_stacked
 from .multimodal.masks import image_masks
 from .named_forward import name_forward
 from .patches.transformers import patch_model
@@ -95,7 +96,8 @@ class ProgramModule(nn.Module):
     ) -> torch.Tensor:
         """Logits [batch, vocab] or [batch, length, vocab] of tokens at `input_pos` [batch].
 
-        They come as `input_ids` [batch, length], or as `inputs_embeds` [batch, length, hidden_size]. Their rotary positions
+        They come as `input_ids` [batch, length], or as `inputs_embeds` [batch, length, hidden_size], wider where features for
+        further layers go with them (`multimodal.deepstack`). Their rotary positions
         are those in the cache, or `rope_deltas` [batch] more, or `position_ids` [3, batch, length]. Tokens of one number in
         `image_ids` [batch, length] see each other; -1 is text.
         """
@@ -113,11 +115,13 @@ class ProgramModule(nn.Module):
             options[self.positions_name] = position_ids
         if image_ids is not None:
             options["attention_mask"] = image_masks(self.model.config.get_text_config(), tokens, cache, image_ids, input_pos)
-        if self.keeps_last:
-            options["logits_to_keep"] = 1
         options[self.cache_argument] = cache
         with longest_step(self.method.max_length), short_masks():
-            logits = self.model(use_cache=True, **options).logits
+            if inputs_embeds is not None and is_stacked(self.model, inputs_embeds):
+                logits = deepstack_logits(self.model, options.pop("inputs_embeds"), self.keeps_last, **options)
+            else:
+                kept = {"logits_to_keep": 1} if self.keeps_last else {}
+                logits = self.model(use_cache=True, **options, **kept).logits
         return logits[:, -1] if self.logits is Logits.LAST else logits
 
 
@@ -224,7 +228,7 @@ def program_methods(
 def front_module(model: PreTrainedModel, cache: ExportableCache, method: Method, modalities: Sequence[Modality]) -> nn.Module:
     """The module of a method that is no step: an encoder, or the embedding table."""
     if method.name == "embed":
-        return EmbedModule(model)
+        return EmbedModule(model, method.outputs[0].shape[-1])
     for modality in modalities:
         if method.name == modality.method.name:
             return FeaturesModule(model, modality)

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..errors import InputError
 
 #: Model types whose encoder takes patches [patches, values] and a grid, and whose positions have three axes.
-BY_GRID = ("qwen2_vl", "qwen2_5_vl")
+BY_GRID = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 
 class SegmentEnds:
@@ -69,16 +69,28 @@ def grid_constants(model: PreTrainedModel, grid: tuple[int, int, int]) -> dict[s
 
     The functions are transformers' own (vision_utils.py, 5.23), so are the arguments.
     """
-    from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
+    from transformers import vision_utils
 
     vision = model.config.vision_config
     grids = torch.tensor([grid])
     constants: dict[str, Any] = {
-        "position_ids": get_vision_position_ids(grids, vision.spatial_merge_size).to(model.device),
-        "cu_seqlens": SegmentEnds(get_vision_cu_seqlens(grids).tolist()),
+        "position_ids": vision_utils.get_vision_position_ids(grids, vision.spatial_merge_size).to(model.device),
+        "cu_seqlens": SegmentEnds(vision_utils.get_vision_cu_seqlens(grids).tolist()),
     }
     if hasattr(vision, "window_size"):
-        index, ends = get_vision_window_index(grids, vision.spatial_merge_size, vision.window_size, vision.patch_size)
+        index, ends = vision_utils.get_vision_window_index(
+            grids, vision.spatial_merge_size, vision.window_size, vision.patch_size
+        )
         constants["window_index"] = index.to(model.device)
         constants["cu_window_seqlens"] = SegmentEnds(ends.tolist())
+    if hasattr(vision, "num_position_embeddings"):
+        encoder = model.model.visual
+        indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
+            grids,
+            encoder.num_grid_per_side,
+            mode=encoder.interpolation_mode,
+            align_corners=encoder.interpolation_align_corners,
+            spatial_merge_size=vision.spatial_merge_size,
+        )
+        constants["interp_indices"], constants["interp_weights"] = indices.to(model.device), weights.to(model.device)
     return constants

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from ..errors import InputError, UnsupportedModelError
@@ -21,10 +22,6 @@ _SUPPORTED = {
     **dict.fromkeys(("llava", "smolvlm", "idefics3", "gemma3", *BY_GRID), IMAGE),
     "voxtral": AUDIO,
 }
-_REFUSED = {
-    "qwen3_vl": "its decoder adds features of the vision encoder behind its first layers, besides embeddings",
-    "qwen3_vl_moe": "its decoder adds features of the vision encoder behind its first layers, besides embeddings",
-}
 
 
 @dataclass(frozen=True)
@@ -36,7 +33,7 @@ class Modality:
         main_input: One item of what the processor gives, [1, ...] of fixed size, or [patches, values] where it has a grid.
             Any number of them goes through one by one.
         tokens: Embeddings per item.
-        hidden_size: Of an embedding.
+        hidden_size: Of an embedding, and of the features for further layers that go with it, see `deepstack`.
         token_id: Of the placeholders in a prompt, one per embedding.
         dtype: Of the embeddings, as the name of a torch dtype.
         grid: The `image_grid_thw` of every item, in patches, where the encoder takes patches. Positions have three axes then.
@@ -82,24 +79,32 @@ class FeaturesModule(nn.Module):
 
 
 class EmbedModule(nn.Module):
-    """The method `embed`: what the text decoder makes of token ids."""
+    """The method `embed`: what the text decoder makes of token ids.
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    Args:
+        model: The model.
+        size: Of an embedding with the features for further layers, which text has none of: see `deepstack`.
+    """
+
+    def __init__(self, model: PreTrainedModel, size: int) -> None:
         super().__init__()
         self.model = model
+        self.size = size
 
     def forward(self, input_ids: torch.Tensor) -> tuple[torch.Tensor]:
-        """int64 [batch, length] to embeddings [batch, length, hidden_size]."""
-        return (self.model.get_input_embeddings()(input_ids),)
+        """int64 [batch, length] to embeddings [batch, length, size]."""
+        embeds = self.model.get_input_embeddings()(input_ids)
+        return (embeds if embeds.shape[-1] == self.size else F.pad(embeds, (0, self.size - embeds.shape[-1])),)
 
 
 def features_of(model: PreTrainedModel, kind: str, constants: Mapping[str, Any], **main_input: torch.Tensor) -> torch.Tensor:
-    """Embeddings [tokens, hidden_size] of one image or piece of sound."""
+    """Embeddings [tokens, hidden_size] of one image or piece of sound, those of further layers beside them."""
     if model.config.model_type in ("smolvlm", "idefics3"):
         return _idefics_features(model, **main_input)
     if model.config.model_type in BY_GRID:
         # A copy: transformers takes out of it what it has used.
-        return model.model.visual(main_input["pixel_values"], grid_thw=None, **dict(constants)).pooler_output
+        found = model.model.visual(main_input["pixel_values"], grid_thw=None, **dict(constants))
+        return torch.cat([found.pooler_output, *getattr(found, "deepstack_features", ())], dim=-1)
     method = model.get_image_features if kind == IMAGE else model.get_audio_features
     found = method(**main_input, return_dict=True).pooler_output
     found = torch.cat(list(found), dim=0) if isinstance(found, (list, tuple)) else found
@@ -140,10 +145,6 @@ def _modality(model: PreTrainedModel, kind: str, image_size: int | Sequence[int]
     config = model.config
     if kind not in (IMAGE, AUDIO):
         raise InputError(f"modality is {kind!r}; choose of {IMAGE} and {AUDIO}")
-    if config.model_type in _REFUSED:
-        raise UnsupportedModelError(
-            f"{config.model_type!r} cannot take images here: {_REFUSED[config.model_type]}; leave out modalities to run its text decoder"
-        )
     if config.model_type not in _SUPPORTED:
         raise UnsupportedModelError(
             f"{config.model_type!r} has not been tried with images or sound, only {', '.join(_SUPPORTED)}; "

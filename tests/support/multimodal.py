@@ -13,6 +13,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLForConditionalGeneration,
+    Qwen3VLForConditionalGeneration,
     SmolVLMForConditionalGeneration,
     VoxtralForConditionalGeneration,
 )
@@ -43,6 +44,7 @@ FAMILIES: dict[str, tuple[str, int, dict[str, Any]]] = {
     # 4 by 6 patches: 2 rows of 3 embeddings, and windows of 2 by 2 of which the last is narrower.
     "qwen2_5_vl": ("image", 6, {"image_size": (16, 24)}),
     "qwen2_vl": ("image", 6, {"image_size": (16, 24)}),
+    "qwen3_vl": ("image", 6, {"image_size": (16, 24)}),
 }
 
 
@@ -70,6 +72,16 @@ def tiny_multimodal(family: str) -> PreTrainedModel:
             "gemma3", text_config=text, vision_config=vision, image_token_id=PLACEHOLDER, mm_tokens_per_image=16
         )
         model = Gemma3ForConditionalGeneration._from_config(config, attn_implementation="eager")
+    elif family == "qwen3_vl":
+        rope = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+        text = {**_TEXT, "num_hidden_layers": 3, "model_type": "qwen3_vl_text", "rope_parameters": rope}
+        vision = {"hidden_size": 32, "intermediate_size": 64, "depth": 3, "num_heads": 4, "patch_size": 4, "out_hidden_size": 32}
+        # A table of 5 by 5 positions for 4 by 6 patches, and two layers that see more than the embedding.
+        vision.update(num_position_embeddings=25, deepstack_visual_indexes=[0, 1])
+        config = AutoConfig.for_model(
+            "qwen3_vl", text_config=text, vision_config=vision, image_token_id=PLACEHOLDER, video_token_id=PLACEHOLDER - 1
+        )
+        model = Qwen3VLForConditionalGeneration._from_config(config, attn_implementation="eager")
     elif family in ("qwen2_5_vl", "qwen2_vl"):
         rope = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 1, 1]}
         text = {**_TEXT, "model_type": f"{family}_text", "rope_parameters": rope}
@@ -111,7 +123,7 @@ def prompt(
     if model.config.model_type == "gemma3":
         pixels = torch.randn(items, 3, 16, 16, generator=generator)
         return {"input_ids": ids, "pixel_values": pixels, "token_type_ids": (ids == PLACEHOLDER).to(torch.int64)}
-    if model.config.model_type in ("qwen2_5_vl", "qwen2_vl"):
+    if model.config.model_type in ("qwen2_5_vl", "qwen2_vl", "qwen3_vl"):
         pixels = torch.randn(items * 24, 96, generator=generator)
         kinds, grids = (ids == PLACEHOLDER).to(torch.int64), torch.tensor([[1, 4, 6]] * items)
         return {"input_ids": ids, "pixel_values": pixels, "image_grid_thw": grids, "mm_token_type_ids": kinds}
