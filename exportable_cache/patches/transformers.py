@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import torch
@@ -26,9 +25,8 @@ from torch import nn
 
 from ..layers import linear
 from ..scans import delta_rule, selective_scan, state_space_scan
+from .marked import marked
 from .transformers_layers import patch_layers
-
-_MARK = "_exportable_cache_original"
 
 
 def patch_model(model: nn.Module) -> list[str]:
@@ -45,10 +43,7 @@ def patch_model(model: nn.Module) -> list[str]:
             if original is None or not name.startswith("transformers."):
                 continue
             found.add(function)
-            if not hasattr(original, _MARK):
-                replacement = wraps(original)(patch(original))
-                setattr(replacement, _MARK, original)
-                setattr(file, function, replacement)
+            setattr(file, function, marked(patch, original))
     return sorted({*found, *patch_layers(model)})
 
 

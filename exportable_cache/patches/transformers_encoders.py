@@ -16,13 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
 from typing import Any
 
 import torch
 from torch import nn
 
-_MARK = "_exportable_cache_original"
+from .marked import marked
+
 _are_short = False
 
 
@@ -50,11 +50,8 @@ def patch_encoders(model: nn.Module) -> list[str]:
             if original is None or not original.__module__.startswith("transformers."):
                 continue
             found.add(name)
-            if not hasattr(original, _MARK):
-                replacement = wraps(original)(_unless_short(original, when_short))
-                setattr(replacement, _MARK, original)
-                owner = next(kind for kind in type(module).__mro__ if name in vars(kind))
-                setattr(owner, name, replacement)
+            owner = next(kind for kind in type(module).__mro__ if name in vars(kind))
+            setattr(owner, name, marked(lambda original, when_short=when_short: _unless_short(original, when_short), original))
     return sorted(found)
 
 

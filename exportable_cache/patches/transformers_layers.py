@@ -16,7 +16,6 @@ everything else to the original. Each has a test that fails once the original is
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import torch
@@ -27,8 +26,7 @@ from transformers.masking_utils import causal_mask_function, sliding_window_caus
 from ..layers import CacheLayer
 from ..masks import position_mask
 from ..scans import linear_recurrence, state_space_scan
-
-_MARK = "_exportable_cache_original"
+from .marked import patch_forwards
 
 
 def patch_layers(model: nn.Module) -> list[str]:
@@ -37,17 +35,7 @@ def patch_layers(model: nn.Module) -> list[str]:
     Returns:
         Names of the patched classes that the model has need of, sorted.
     """
-    found = set()
-    for kind in {type(module) for module in model.modules()}:
-        replacement = LAYERS.get(kind.__name__)
-        if replacement is None or not kind.__module__.startswith("transformers."):
-            continue
-        found.add(kind.__name__)
-        if not hasattr(kind.forward, _MARK):
-            original = kind.forward
-            forward = wraps(original)(_over_our_cache(replacement, original))
-            setattr(forward, _MARK, original)
-            kind.forward = forward
+    found = patch_forwards(model, LAYERS, _over_our_cache)
     if "RecurrentGemmaRecurrentBlock" in found:
         blocks = [module.temporal_block for module in model.modules() if hasattr(module, "temporal_block")]
         for index, block in enumerate(blocks):

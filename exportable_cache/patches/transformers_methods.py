@@ -18,7 +18,6 @@ attribute `persistent` that `Module.__setattr__` then asks for (torch/nn/modules
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import torch
@@ -26,10 +25,9 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.masking_utils import create_causal_mask
 
+from .marked import patch_forwards
 from .transformers_encoders import patch_encoders
 from .transformers_rotary import patch_rotary
-
-_MARK = "_exportable_cache_original"
 
 
 def patch_methods(model: nn.Module) -> list[str]:
@@ -39,17 +37,7 @@ def patch_methods(model: nn.Module) -> list[str]:
         Names of the patched classes, of those of `transformers_rotary`, and of the methods of `transformers_encoders`, that the model
         has need of, sorted.
     """
-    found = set()
-    for kind in {type(module) for module in model.modules()}:
-        replacement = METHODS.get(kind.__name__)
-        if replacement is None or not kind.__module__.startswith("transformers."):
-            continue
-        found.add(kind.__name__)
-        if not hasattr(kind.forward, _MARK):
-            original = kind.forward
-            forward = wraps(original)(_only_traced(replacement, original))
-            setattr(forward, _MARK, original)
-            kind.forward = forward
+    found = patch_forwards(model, METHODS, _only_traced)
     for module in model.modules():
         if type(module).__name__ == "CTRLModel":
             found.add("CTRLModel")

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import torch
 from torch import nn
 
-_MARK = "_exportable_cache_original"
+from .marked import classes_in, marked
 
 #: Class -> the dimension that heads take in queries and keys.
 ROTARY = {"Llama4TextRotaryEmbedding": 2, "DeepseekV2RotaryEmbedding": 1}
@@ -32,22 +31,12 @@ def patch_rotary(model: nn.Module) -> list[str]:
         Names of the classes that the model has, sorted.
     """
     found = set()
-    for kind in {type(module) for module in model.modules()}:
-        heads = ROTARY.get(kind.__name__)
-        if heads is None or not kind.__module__.startswith("transformers."):
-            continue
+    for kind, heads in classes_in(model, ROTARY):
         found.add(kind.__name__)
-        if not hasattr(kind.forward, _MARK):
-            file = sys.modules[kind.__module__]
-            kind.forward = _marked(_cosines_and_sines, kind.forward)
-            file.apply_rotary_emb = _marked(_rotated_by(heads), file.apply_rotary_emb)
+        file = sys.modules[kind.__module__]
+        kind.forward = marked(_cosines_and_sines, kind.forward)
+        file.apply_rotary_emb = marked(_rotated_by(heads), file.apply_rotary_emb)
     return sorted(found)
-
-
-def _marked(patch: Callable[[Callable], Callable], original: Callable) -> Callable:
-    replacement = wraps(original)(patch(original))
-    setattr(replacement, _MARK, original)
-    return replacement
 
 
 def _cosines_and_sines(original: Callable) -> Callable:

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from exportable_cache.patches.transformers_encoders import _MARK, SHORTENING, patch_encoders, short_masks
+from exportable_cache.patches.marked import ORIGINAL
+from exportable_cache.patches.transformers_encoders import SHORTENING, patch_encoders, short_masks
 
 from ..test_encoder_inputs import model_of
 
@@ -37,7 +38,7 @@ def test_short_masks_are_left_alone(name: str) -> None:
     model = model_of(name)
     assert patch_encoders(model) == [OWNERS[name]] == patch_encoders(model)
     owner = next(module for module in model.modules() if hasattr(module, OWNERS[name]))
-    assert hasattr(getattr(type(owner), OWNERS[name]), _MARK) and OWNERS[name] in SHORTENING
+    assert hasattr(getattr(type(owner), OWNERS[name]), ORIGINAL) and OWNERS[name] in SHORTENING
     with short_masks():
         assert shortened(name).item() == LENGTH
     assert shortened(name).item() < LENGTH

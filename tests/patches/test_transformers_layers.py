@@ -5,7 +5,8 @@ import torch
 
 from exportable_cache import ExportableCache, Session
 from exportable_cache.patches.transformers import patch_model
-from exportable_cache.patches.transformers_layers import _MARK, LAYERS
+from exportable_cache.patches.marked import ORIGINAL
+from exportable_cache.patches.transformers_layers import LAYERS
 
 from ..zoo.architectures import architectures
 from ..zoo.build import STEPS, cached_logits, tiny_model, tokens
@@ -44,7 +45,7 @@ def test_the_original_still_is_not(model_type: str, monkeypatch: pytest.MonkeyPa
     model = tiny_model(row_of(model_type))
     assert SHOWN[model_type] in patch_model(model)
     (kind,) = {type(module) for module in model.modules() if type(module).__name__ == SHOWN[model_type]}
-    monkeypatch.setattr(kind, "forward", getattr(kind.forward, _MARK))
+    monkeypatch.setattr(kind, "forward", getattr(kind.forward, ORIGINAL))
     monkeypatch.delitem(LAYERS, SHOWN[model_type])
     assert outcome(model_type)["status"] != "pass"
 
