@@ -86,13 +86,14 @@ def test_one_program_serves_every_length(name: str, tmp_path: Path) -> None:
     assert largest_difference(session, model, name) <= TOLERANCE
 
 
-def test_compiled_sessions_equal_the_model_at_every_length() -> None:
+@pytest.mark.parametrize("keeps_graphs", [False, True])
+def test_compiled_sessions_equal_the_model_at_every_length(keeps_graphs: bool, tmp_path: Path) -> None:
     name = "speech-speech_to_text"
     model = model_of(name)
     # A convolution's guards split the lengths of sound: its encoder has a graph for each range of them.
     with graphs_without_code(), torch._dynamo.config.patch(error_on_recompile=False):
         cache = ExportableCache.from_model(model, MAX_CACHE_LEN, max_encoder_len=LENGTHS[name][0])
-        session = Session.from_model(model, cache, prefill_length=16, compile=True)
+        session = Session.from_model(model, cache, prefill_length=16, compile=True, graph_cache=tmp_path if keeps_graphs else None)
         assert largest_difference(session, model, name) <= TOLERANCE
 
 

@@ -19,6 +19,7 @@ from torch import nn
 
 from .. import __version__
 from ..cache import ExportableCache
+from ..files import atomic_path
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class GraphCache:
     def get(
         self, key: str, step: Callable[..., Any], external: dict[str, nn.Module], inputs: Sequence[torch.Tensor], **options: Any
     ) -> Callable[..., Any] | None:
-        """A step from the folder, or compiled and kept there; None if it cannot be written.
+        """A step from the folder, or compiled and kept there; None if it cannot be compiled in the form that can be kept.
 
         Args:
             key: Of the step, among those of this model and cache.
@@ -66,13 +67,19 @@ class GraphCache:
         options["options"] = {**(options.get("options") or {}), "guard_filter_fn": _keepable}
         try:
             call = torch.compile(step, fullgraph=True, **options).aot_compile((tuple(inputs), {}))
-            self.folder.mkdir(parents=True, exist_ok=True)
-            call.save_compiled_function(str(path), external_data=external)
         except Exception as error:  # tensor subclasses and backends that cannot be written, under errors of their own
-            log.warning("%s: not kept in %s: %s: %s", key, self.folder, type(error).__name__, str(error).partition("\n")[0])
+            self._not_kept(key, error)
             return None
         self.compiled += 1
+        try:
+            with atomic_path(path) as temporary:
+                call.save_compiled_function(str(temporary), external_data=external)
+        except Exception as error:  # a full disk, or something in the graph that cannot be pickled: it runs all the same
+            self._not_kept(key, error)
         return call
+
+    def _not_kept(self, key: str, error: Exception) -> None:
+        log.warning("%s: not kept in %s: %s: %s", key, self.folder, type(error).__name__, str(error).partition("\n")[0])
 
     def _load(
         self, path: Path, step: Callable[..., Any], external: dict[str, nn.Module], inputs: Sequence[torch.Tensor]

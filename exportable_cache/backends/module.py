@@ -128,7 +128,8 @@ class ModuleRunner:
         self, module: torch.nn.Module, key: tuple, inputs: Sequence[torch.Tensor], dynamic: bool | None
     ) -> Callable[..., torch.Tensor]:
         step = _step_of(module)
-        if self.graph_cache is not None:
+        # A graph from disk has no others beside it.
+        if self.graph_cache is not None and not _has_graphs_by_length(self.methods[key[0][0]]):
             options = torch._inductor.list_mode_options(self._mode) if self._mode else None
             name = f"{self.methods[key[0][0]]} {key[0][1:]} {sorted(key[1])}"
             call = self.graph_cache.get(name, step, {"module": module}, inputs, dynamic=dynamic, options=options)
@@ -149,9 +150,7 @@ def _marked(method: Method, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.
         for index, size in enumerate(spec.shape):
             if size in sizes and tensor.shape[index] == 1:
                 ones.add(size)
-            elif size in sizes and not method.is_step and not method.takes_ids:
-                # Encoders of sound shorten it by convolutions, whose guards split the lengths: a mark would forbid that, and so
-                # there is a graph for each range of them.
+            elif size in sizes and _has_graphs_by_length(method):
                 torch._dynamo.maybe_mark_dynamic(tensor, index)
             elif size in sizes:
                 torch._dynamo.mark_dynamic(tensor, index, min=max(2, sizes[size][0]), max=sizes[size][1])
@@ -178,6 +177,11 @@ def _raised(method: Method, error: Exception) -> Method:
     raise UnsupportedModelError(
         f"{method.name} cannot be compiled into one graph ({type(error).__name__}: {reason}); run the session without compile=True"
     ) from error
+
+
+def _has_graphs_by_length(method: Method) -> bool:
+    """Encoders of sound shorten it by convolutions, whose guards split the lengths: there is a graph for each range of them."""
+    return not method.is_step and not method.takes_ids
 
 
 def _step_of(module: torch.nn.Module) -> Callable[..., torch.Tensor]:

@@ -118,3 +118,12 @@ def test_the_choice_of_tokens_is_kept_too(model, folder) -> None:
 def test_nothing_is_kept_of_a_session_that_compiles_nothing(model, tmp_path) -> None:
     with pytest.raises(InputError, match="graph_cache is .* without compile=True"):
         Session.from_model(model, ExportableCache.from_model(model, CAPACITY), graph_cache=tmp_path)
+
+
+def test_a_graph_that_cannot_be_written_runs_all_the_same(model, tmp_path, monkeypatch, caplog) -> None:
+    """And is not compiled twice."""
+    monkeypatch.setattr(graph_cache, "atomic_path", lambda path: (_ for _ in ()).throw(OSError("no space left on device")))
+    session = session_of(model, tmp_path, buckets=False)
+    assert worst(session, model) <= 1e-4
+    assert counts(session) == (0, 2) and not list(tmp_path.iterdir()) and "no space left" in caplog.text
+    assert counters["stats"]["unique_graphs"] == 2

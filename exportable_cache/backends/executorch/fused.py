@@ -13,15 +13,14 @@ from transformers import AttentionInterface, PreTrainedModel
 from ...attention import EXTRAS, matmul_attention
 from ...cache import ExportableCache
 from ...layers import CacheLayer, FullLayer, QuantizedFullLayer, QuantizedRingLayer, RingLayer
-from ...layout import cache_argument, layer_types_and_windows
+from ...layout import layer_types_and_windows
 from ...masks import register_masks
-from ...program import attention_of
 from ...seq2seq import ExportableEncoderDecoderCache
+from ..probe import probe_attention
 from .fused_layers import FusedFullLayer, FusedRingLayer, fused_layer
 from .fused_quantized import FusedQuantizedFullLayer, FusedQuantizedRingLayer
 
 EXECUTORCH_ATTENTION = "exportable_cache_executorch"
-_PROBE_ATTENTION = "exportable_cache_probe"
 _PROBE_LENGTH = 3
 
 #: Fused layers by what they take the place of.
@@ -82,7 +81,6 @@ def one_method_suffices(cache: ExportableCache) -> bool:
     return all(type(layer) in (*FUSED.values(), FullLayer) for layer in cache.layers)
 
 
-@torch.no_grad()
 def fusable_layers(model: PreTrainedModel, cache: ExportableCache) -> list[bool]:
     """Which layers the fused operators compute exactly, found by running a short prompt through the model.
 
@@ -91,25 +89,14 @@ def fusable_layers(model: PreTrainedModel, cache: ExportableCache) -> list[bool]
     as long as the window is not reached, with neither soft-capping, nor sinks, nor a position bias. (The kernel gives
     not-a-number in bfloat16.)
     """
-    calls: dict[int, list[bool]] = {}
-    probe = ExportableCache.from_model(model, _PROBE_LENGTH, attn_implementation=None)
+    causal = torch.ones(_PROBE_LENGTH, _PROBE_LENGTH, dtype=torch.bool).tril()
 
-    def record(module, query, key, value, attention_mask, **kwargs):
-        causal = torch.ones(_PROBE_LENGTH, _PROBE_LENGTH, dtype=torch.bool).tril()
-        for index, layer in enumerate(probe.layers):
-            if isinstance(layer, FullLayer) and key is layer.keys and value is layer.values:
-                is_plain = all(kwargs.get(name) is None for name in (*EXTRAS, "indices"))
-                is_causal = attention_mask is not None and torch.equal(
-                    (attention_mask == 0).reshape(-1, _PROBE_LENGTH), causal.repeat(attention_mask.shape[0], 1)
-                )
-                calls.setdefault(index, []).append(is_plain and is_causal)
-        return matmul_attention(module, query, key, value, attention_mask, **kwargs)
+    def is_plain_and_causal(query, key, value, attention_mask, kwargs):
+        if attention_mask is None or any(kwargs.get(name) is not None for name in (*EXTRAS, "indices")):
+            return False
+        return torch.equal((attention_mask == 0).reshape(-1, _PROBE_LENGTH), causal.repeat(attention_mask.shape[0], 1))
 
-    AttentionInterface.register(_PROBE_ATTENTION, record)
-    register_masks(_PROBE_ATTENTION)
-    with attention_of(model, _PROBE_ATTENTION):
-        ids = torch.zeros(1, _PROBE_LENGTH, dtype=torch.int64, device=model.device)
-        model(input_ids=ids, use_cache=True, **{cache_argument(model): probe})
+    calls = probe_attention(model, _PROBE_LENGTH, is_plain_and_causal)
     types = [layer_type for layer_type, _ in layer_types_and_windows(model.config)]
     return [
         _keeps_what_is_seen(layer)

@@ -27,28 +27,25 @@ def _state(slots: str) -> dict[str, StateTensor]:
     }
 
 
-def _rounded_rows(key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    (keys, key_scales), (values, value_scales) = (quantize_rows(rows.transpose(1, 2)) for rows in (key_states, value_states))
-    return keys, values, key_scales, value_scales
+class _RoundedRows(QuantizedKeyValueLayer):
+    """What both layers write: rows of int8 and their scales, [1, length, num_heads, head_dim] and [1, length, num_heads, 1]."""
+
+    def _rows(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        (keys, key_scales), (values, value_scales) = (quantize_rows(rows.transpose(1, 2)) for rows in (key_states, value_states))
+        return keys, values, key_scales, value_scales
 
 
-class FusedQuantizedFullLayer(FusedFullLayer, QuantizedKeyValueLayer):
+class FusedQuantizedFullLayer(_RoundedRows, FusedFullLayer):
     """A `FusedFullLayer` in 8 bits: keys and values int8, scales float32 [1, capacity, num_heads, 1]."""
 
     parts = _PARTS
     state = _state("capacity")
     config_names = QuantizedFullLayer.config_names
 
-    def _rows(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return _rounded_rows(key_states, value_states)
 
-
-class FusedQuantizedRingLayer(FusedRingLayer, QuantizedKeyValueLayer):
+class FusedQuantizedRingLayer(_RoundedRows, FusedRingLayer):
     """A `FusedRingLayer` in 8 bits: keys and values int8, scales float32 [1, capacity + 1, num_heads, 1]."""
 
     parts = _PARTS
     state = _state("slots")
     config_names = QuantizedRingLayer.config_names
-
-    def _rows(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return _rounded_rows(key_states, value_states)

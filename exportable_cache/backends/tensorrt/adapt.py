@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import torch
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
-from ...attention import matmul_attention
 from ...cache import ExportableCache
 from ...errors import UnsupportedModelError
-from ...layers import FullLayer
-from ...layout import cache_argument
-from ...masks import register_masks
-from ...program import attention_of
 from ...rounding import is_rounding
+from ..probe import probe_attention
 from .attention import is_expressible, sinks_of
 from .layers import ENGINE_LAYERS
 
-_PROBE_ATTENTION = "exportable_cache_tensorrt_probe"
 # No window is as short, so that every layer with keys of its own is a full one.
 _PROBE_LENGTH = 2
 
@@ -48,25 +42,14 @@ def engine_layers(model: PreTrainedModel, cache: ExportableCache) -> ExportableC
     ])
 
 
-@torch.no_grad()
 def layers_with_sinks(model: PreTrainedModel) -> set[int]:
     """Layers whose keys and values go as they are, each time, to attention with sinks and nothing else of its own.
 
     Found by running two tokens through the model.
     """
-    calls: dict[int, list[bool]] = {}
-    probe = ExportableCache.from_model(model, _PROBE_LENGTH, attn_implementation=None)
 
-    def record(module, query, key, value, attention_mask, **kwargs):
-        for index, layer in enumerate(probe.layers):
-            if isinstance(layer, FullLayer) and key is layer.keys:
-                is_sunk = sinks_of(query, kwargs) is not None and is_expressible(query, key, value, attention_mask, kwargs)
-                calls.setdefault(index, []).append(value is layer.values and is_sunk)
-        return matmul_attention(module, query, key, value, attention_mask, **kwargs)
+    def is_sunk(query, key, value, attention_mask, kwargs):
+        return sinks_of(query, kwargs) is not None and is_expressible(query, key, value, attention_mask, kwargs)
 
-    AttentionInterface.register(_PROBE_ATTENTION, record)
-    register_masks(_PROBE_ATTENTION)
-    with attention_of(model, _PROBE_ATTENTION):
-        ids = torch.zeros(1, _PROBE_LENGTH, dtype=torch.int64, device=model.device)
-        model(input_ids=ids, use_cache=True, **{cache_argument(model): probe})
+    calls = probe_attention(model, _PROBE_LENGTH, is_sunk)
     return {index for index, found in calls.items() if all(found)}

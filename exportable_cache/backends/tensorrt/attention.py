@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface
 
 from ...attention import EXTRAS, matmul_attention
+from ...layers.turning import is_one
 from ...masks import register_masks
 
 TENSORRT_ATTENTION = "exportable_cache_tensorrt"
@@ -113,8 +114,7 @@ def _trips_the_builder(query: torch.Tensor, key: torch.Tensor) -> bool:
     "MyelinCheckException: wrap_attention_op_in_kgen: Expected 3 live inputs, got 4", seen from 1024 keys on and not at 512. The
     same query twice goes to the general kernel; keys and values, which a step's time goes to, are still read once.
     """
-    is_one = isinstance(query.shape[2], int) and query.shape[2] == 1
-    return is_one and query.dtype == torch.float16 and key.shape[2] > _MOST_KEYS_OF_ONE_QUERY
+    return is_one(query.shape[2]) and query.dtype == torch.float16 and key.shape[2] > _MOST_KEYS_OF_ONE_QUERY
 
 
 AttentionInterface.register(TENSORRT_ATTENTION, tensorrt_attention)

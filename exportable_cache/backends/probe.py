@@ -1,0 +1,51 @@
+"""How a model's attention takes the keys of each layer, found by running a few tokens through the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+
+from ..attention import matmul_attention
+from ..cache import ExportableCache
+from ..layers import FullLayer
+from ..layout import cache_argument
+from ..masks import register_masks
+from ..program import attention_of
+
+_ATTENTION = "exportable_cache_probe"
+
+#: Of one call: query, key, value, attention mask, further arguments.
+Look = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, dict[str, Any]], bool]
+
+
+@torch.no_grad()
+def probe_attention(model: PreTrainedModel, length: int, look: Look) -> dict[int, list[bool]]:
+    """What `look` says of each call of attention over the very keys and values that a full layer returned.
+
+    Args:
+        model: A causal language model; its attention implementation is as before afterwards.
+        length: Tokens that go in at once. At most the shortest window, layers with keys of their own are full ones.
+        look: Given the inputs of a call as `AttentionInterface` functions get them.
+
+    Returns:
+        By layer, one entry for each call over its keys; false where the values were others than the layer's. Layers without
+        keys, or whose keys were changed on the way, are left out.
+    """
+    calls: dict[int, list[bool]] = {}
+    probe = ExportableCache.from_model(model, length, attn_implementation=None)
+
+    def record(module, query, key, value, attention_mask, **kwargs):
+        for index, layer in enumerate(probe.layers):
+            if isinstance(layer, FullLayer) and key is layer.keys:
+                calls.setdefault(index, []).append(value is layer.values and look(query, key, value, attention_mask, kwargs))
+        return matmul_attention(module, query, key, value, attention_mask, **kwargs)
+
+    AttentionInterface.register(_ATTENTION, record)
+    register_masks(_ATTENTION)
+    with attention_of(model, _ATTENTION):
+        ids = torch.zeros(1, length, dtype=torch.int64, device=model.device)
+        model(input_ids=ids, use_cache=True, **{cache_argument(model): probe})
+    return calls
