@@ -102,3 +102,18 @@ def test_orders_of_constants_are_constants() -> None:
     targets = [node.target for node in program.graph.nodes]
     assert targets.count(torch.ops.aten.argsort.default) == 1 and torch.ops.aten.bucketize.Tensor not in targets
     assert torch.equal(program.module()(values), module(values))
+
+
+class Sparse(nn.Module):
+    """What lies above a quantile of the normal distribution, as Gemma 3n's feed-forward layers keep it."""
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        quantile = torch.distributions.Normal(0, 1).icdf(torch.tensor(0.95))
+        return torch.relu(values - quantile)
+
+
+def test_quantiles_of_constants_are_constants() -> None:
+    module, values = Sparse(), torch.tensor([0.3, 1.9, 2.2])
+    program = encoders_to_runtime(torch.export.export(module, (values,)))
+    assert torch.ops.aten.erfinv.default not in [node.target for node in program.graph.nodes]
+    assert torch.equal(program.module()(values), module(values))

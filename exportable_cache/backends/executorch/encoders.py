@@ -1,4 +1,4 @@
-"""What vision encoders compute with operators that the ExecuTorch runtime has no kernel for, in operators that it has."""
+"""What vision encoders, and Gemma 3n, compute with operators that the ExecuTorch runtime has no kernel for, in others."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.fx.node import map_arg
 
 from ...errors import UnsupportedModelError
 
-_ORDERS = (torch.ops.aten.argsort.default, torch.ops.aten.bucketize.Tensor)
+_WITHOUT_KERNEL = (torch.ops.aten.argsort.default, torch.ops.aten.bucketize.Tensor, torch.ops.aten.erfinv.default)
 
 
 def encoders_to_runtime(program: ExportedProgram) -> ExportedProgram:
-    """`patches_to_linear`, then `orders_to_constants`."""
-    return orders_to_constants(patches_to_linear(program))
+    """`patches_to_linear`, then `fold_constants`."""
+    return fold_constants(patches_to_linear(program))
 
 
 def patches_to_linear(program: ExportedProgram) -> ExportedProgram:
@@ -53,15 +53,15 @@ def patches_to_linear(program: ExportedProgram) -> ExportedProgram:
     return program
 
 
-def orders_to_constants(program: ExportedProgram) -> ExportedProgram:
-    """Replace `argsort` and `bucketize` of what depends on no input by their values, in place.
+def fold_constants(program: ExportedProgram) -> ExportedProgram:
+    """Replace `argsort`, `bucketize` and `erfinv` of what depends on no input by their values, in place.
 
-    Qwen2.5-VL undoes the order of its windows with the one, SmolVLM numbers its patches with the other. ExecuTorch 1.4.1 has
-    kernels for neither.
+    Qwen2.5-VL undoes the order of its windows with the first, SmolVLM numbers its patches with the second, Gemma 3n finds the
+    threshold of a sparse activation with the third. ExecuTorch 1.4.1 has kernels for none.
     """
     graph = program.graph
     inputs = next(iter(graph.nodes))
-    for node in [node for node in graph.nodes if node.target in _ORDERS]:
+    for node in [node for node in graph.nodes if node.target in _WITHOUT_KERNEL]:
         value = _constant(program, node)
         if value is None:
             continue
