@@ -19,7 +19,7 @@ from .files import atomic_path
 from .layers import CacheLayer, LinearStates
 from .layers.guards import check_rollback, check_room, check_rows_agree, is_traced
 from .layers.quantized import check_kv_dtype
-from .layout import LayerLayout, Sinks, check_longest, check_sinks, layout_from_config, layout_from_model
+from .layout import LayerLayout, Sinks, check_longest, check_model_type, check_sinks, layout_from_config, layout_from_model
 from .patches.transformers import patch_model
 from .pytree import register_node
 
@@ -145,6 +145,7 @@ class ExportableCache(Cache):
             UnsupportedModelError: If a layer has no storage policy here, or the model cannot run a token by itself.
         """
         sinks = Sinks.within(max_cache_len, attention_sinks, attention_window)
+        check_model_type(model.config)
         patch_model(model)
         encoder = None
         if getattr(model.config, "is_encoder_decoder", False):

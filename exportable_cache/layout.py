@@ -155,11 +155,11 @@ class LayerLayout:
         return ring(batch_size, self.num_heads, self.head_dim, self.window, slack=slack, **options)
 
 
-def layer_types_and_windows(config: PreTrainedConfig) -> list[tuple[str, int | None]]:
-    """Type and sliding window of each layer of the text decoder.
+def check_model_type(config: PreTrainedConfig) -> None:
+    """Refuse the models of `refusals`, before anything of theirs runs.
 
     Raises:
-        UnsupportedModelError: If a layer's type has no storage policy here.
+        UnsupportedModelError: With what the model does that no cache here fits.
     """
     if config.model_type in REFUSED_MODELS:
         raise UnsupportedModelError(
@@ -170,6 +170,15 @@ def layer_types_and_windows(config: PreTrainedConfig) -> list[tuple[str, int | N
     for field, (types, reason) in REFUSED_OPTIONS.items():
         if config.model_type in types and getattr(config.get_text_config(decoder=True), field, False):
             raise UnsupportedModelError(f"{config.model_type!r} with {field}=True cannot have a static cache: {reason}")
+
+
+def layer_types_and_windows(config: PreTrainedConfig) -> list[tuple[str, int | None]]:
+    """Type and sliding window of each layer of the text decoder.
+
+    Raises:
+        UnsupportedModelError: If a layer's type has no storage policy here.
+    """
+    check_model_type(config)
     if getattr(config, "is_encoder_decoder", False):
         return _decoder_layer_types(config)
     types, options = get_layer_types_and_kwargs(config.get_text_config(decoder=True))

@@ -14,8 +14,10 @@ REFUSED_MODELS = {
 
 #: Models that leave no room for a cache of ours, and what they do instead.
 WITHOUT_CACHE = {
+    "blip": "it takes a picture at every step, which its text decoder attends to by cross-attention",
     "blt": "it cuts bytes into patches where a model of its own finds them surprising, so the shapes of a step depend on data",
     "cpmant": "it takes every token at every step, and computes its position bias from them",
+    "idefics": "it takes pictures at every step, which layers of cross-attention between the others attend to",
     "musicgen": "it takes a token of each codebook at every step, where a session feeds one",
     "musicgen_decoder": "it takes a token of each codebook at every step, where a session feeds one",
     "musicgen_melody": "it takes a token of each codebook at every step, where a session feeds one",
@@ -26,6 +28,7 @@ WITHOUT_CACHE = {
     "dia": "it takes a token of each codebook at every step, where a session feeds one",
     "fsmt": "it makes its causal mask for training alone, and its position table grows with what was seen",
     "kyutai_speech_to_text": "it takes a token of each codebook at every step, where a session feeds one",
+    "udop": "its encoder takes the place of every token on a page, `bbox`, beside the token, where a session's takes one input",
     "unlimited_ocr": "it keeps every token of the prompt and a window of what follows, and a step does not know where the prompt ended",
     "voxtral_realtime": "it takes a piece of sound beside every token",
     "xlm": "it keeps its keys and values in a dict of its own, the argument `cache`",

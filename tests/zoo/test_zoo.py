@@ -28,7 +28,15 @@ SPREAD = {
 #: Lowered for ExecuTorch as well: each takes a quarter of a minute.
 ON_EXECUTORCH = ("gemma2", "mixtral", "mamba2")
 #: Refused by name, and what the reason must say.
-REFUSED = {"prophetnet": "position bias", "xlnet": "`mems`", "musicgen": "codebook", "blip": "pixel_values"}
+REFUSED = {
+    "prophetnet": "position bias",
+    "xlnet": "`mems`",
+    "musicgen": "codebook",
+    "blip": "cross-attention",
+    "idefics": "cross-attention",
+    "udop": "`bbox`",
+    "dia": "codebook",
+}
 
 
 def row_of(model_type: str) -> Architecture:
