@@ -78,7 +78,7 @@ def integration(name: str, cache: int, folder: Path) -> dict:
     )
     with (folder / "program.pte").open("wb") as file:
         lowered.to_executorch().write_to_file(file)
-    return {"runner": "stateful", "vocab": 1}
+    return {"runner": "stateful", "chunk": min(CHUNK, cache)}
 
 
 def exporter(name: str, cache: int, folder: Path) -> dict:

@@ -1,12 +1,16 @@
 """ExecuTorch programs of one model from every exporter, built and timed side by side: ratios are what counts.
 
-    python benchmarks/executorch_speed.py                          # Llama 110M and a hybrid, caches of 512, 4096 and 16384
-    python benchmarks/executorch_speed.py --quick                  # Llama 110M, cache 512
+    python benchmarks/executorch_speed.py --plot docs/executorch.svg    # Llama 110M and a hybrid, caches of 512 to 32768
+    python benchmarks/executorch_speed.py --quick                       # Llama 110M, cache 512
     python benchmarks/executorch_speed.py --model llama-110m --cache 4096 --form ours --form executorch
 
-Builds stay in the folder and are taken up by the next run; delete a build's folder to make it again. Every build is timed in a
-process of its own, for programs in one process change each other's speed by a tenth, by the order they were loaded in. Rounds
-are interleaved all the same: one process works while the others wait, so that a slow moment of the machine falls on all.
+Builds stay in the folder and are taken up by the next run; delete a build's folder to make it again. Results stay there too: a
+run replaces those of the forms that it timed, and prints all, so that the whole can be done in parts. Forms are compared with the
+first of their own run, so each part should begin with `--form ours`. All forms of a run are in memory at once.
+
+Every build is timed in a process of its own, for programs in one process change each other's speed by a tenth, by the order they
+were loaded in. Rounds are interleaved all the same: one process works while the others wait, so that a slow moment of the machine
+falls on all.
 On a loaded machine take `--clock cpu --threads 1`: processor time does not count what others take.
 """
 
@@ -27,7 +31,7 @@ from executorch_forms import FORMS, MODELS, serves
 from rich.console import Console
 
 HERE = Path(__file__).parent
-CACHES = (512, 4096, 16384)
+CACHES = (512, 4096, 16384, 32768)
 console = Console(stderr=True)
 
 
@@ -141,13 +145,19 @@ def measure(
     }
 
 
+def merged(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All rows, of those with the same model, cache and form the new one, in the order of the forms."""
+    rows = {(row["model"], row["cache"], row["form"]): row for row in (*old, *new)}
+    order = {form: index for index, form in enumerate(FORMS)}
+    return sorted(rows.values(), key=lambda row: (list(MODELS).index(row["model"]), row["cache"], order[row["form"]]))
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """All results as one markdown table per model and cache."""
     lines = []
     for model, cache in dict.fromkeys((row["model"], row["cache"]) for row in rows):
         group = [row for row in rows if (row["model"], row["cache"]) == (model, cache)]
-        requests = list(group[0]["ms"])
-        base = group[0]["ms"]
+        requests = list(dict.fromkeys(request for row in group for request in row["ms"]))
         titles = [_title(request) for request in requests]
         lines += [f"\n**{model}, cache {cache}**\n", f"| | {' | '.join(titles)} | peak MB | files MB | export s | export MB |"]
         lines.append("|---" * (len(titles) + 5) + "|")
@@ -157,15 +167,15 @@ def table(rows: list[dict[str, Any]]) -> str:
                 if request not in row["ms"]:
                     cells.append("-")
                     continue
-                ms = row["ms"][request]
+                ms, base = row["ms"][request], row["base_ms"].get(request)
                 kind, number = request.split()
                 shown = f"{ms:.1f}" if kind == "decode" else f"{1e3 * int(number) / ms:.0f}"
-                cells.append(shown if row is group[0] else f"{shown} ({ms / base[request]:.2f}x)")
+                cells.append(shown if row["form"] == row["base"] or not base else f"{shown} ({ms / base:.2f}x)")
             built = row["build"]
             files = f"{built['files_mb']:.0f}" if built["files"] < 2 else f"{built['files']} x {built['files_mb'] / built['files']:.0f}"
             exported = [files, f"{built['seconds']:.0f}", f"{built['peak_mb']:.0f}"] if built["files"] else ["-"] * 3
             lines.append(f"| {row['title']} | {' | '.join(cells)} | {row['peak_mb']:.0f} | {' | '.join(exported)} |")
-    lines.append("\nIn brackets: how many times as long as ours.")
+    lines.append("\nIn brackets: how many times as long as ours in the same run.")
     return "\n".join(lines)
 
 
@@ -174,29 +184,39 @@ def _title(request: str) -> str:
     return f"ms per token @{number}" if kind == "decode" else f"prefill {number}, tok/s"
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Decode at position 100 and near the end, over the cache's size."""
-    import matplotlib
-
-    matplotlib.use("agg")
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Decode at position 100 and near the end, over the cache's size: a column per model."""
     from matplotlib import pyplot
 
+    pyplot.rcParams.update({"svg.hashsalt": "executorch", "svg.fonttype": "none"})
     models = list(dict.fromkeys(row["model"] for row in rows))
-    figure, axes = pyplot.subplots(1, 2 * len(models), figsize=(5 * 2 * len(models), 4), squeeze=False, sharey=False)
-    for index, model in enumerate(models):
-        for place, where in enumerate(("at position 100", "near the end")):
-            axis = axes[0][2 * index + place]
-            for title in dict.fromkeys(row["title"] for row in rows if row["model"] == model):
-                points = []
-                for row in rows:
-                    decodes = [ms for request, ms in row["ms"].items() if request.startswith("decode")]
-                    if (row["model"], row["title"]) == (model, title) and len(decodes) == 2:
-                        points.append((row["cache"], decodes[place]))
-                axis.plot(*zip(*sorted(points), strict=True), marker="o", label=title.replace("`", ""))
-            axis.set(xscale="log", yscale="log", title=f"{model}, {where}", xlabel="slots allocated", ylabel="ms per decoded token")
-    axes[0][0].legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
+    figure, axes = pyplot.subplots(
+        2, len(models), figsize=(4.5 * len(models), 6.2), squeeze=False, sharey="row", layout="constrained"
+    )
+    for index, form in enumerate(dict.fromkeys(row["form"] for row in rows)):
+        for column, model in enumerate(models):
+            of = [row for row in rows if (row["model"], row["form"]) == (model, form)]
+            for line, end in enumerate((False, True)):
+                points = [
+                    (row["cache"], ms)
+                    for row in of
+                    for request, ms in row["ms"].items()
+                    if request.startswith("decode") and (request != "decode 100") == end
+                ]
+                if points:
+                    width = 2.5 if form == "ours" else 1
+                    axes[line][column].plot(
+                        *zip(*points, strict=True), "o-", color=f"C{index}", linewidth=width, label=FORMS[form][0].replace("`", "")
+                    )
+    for column, model in enumerate(models):
+        for line, where in enumerate(("at position 100", "near the end")):
+            axes[line][column].set_title(f"{model}, {where}", fontsize=9)
+            axes[line][column].set(xscale="log", yscale="log", xlabel="slots allocated")
+    for line in axes:
+        line[0].set_ylabel("ms per token")
+    labels = {label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=2, fontsize=8)
+    figure.savefig(path, dpi=110, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def main(
@@ -210,14 +230,16 @@ def main(
     steps: Annotated[int, typer.Option(help="Decode steps of each form per round.")] = 5,
     threads: Annotated[int | None, typer.Option(help="Threads of each process; all cores by default.")] = None,
     clock: Annotated[str, typer.Option(help="wall, or cpu on a loaded machine.")] = "wall",
+    plot: Annotated[Path | None, typer.Option(help="Also draw the results here; needs matplotlib.")] = None,
 ) -> None:
-    """Build what is missing, time everything, and write results.json, results.md and results.png."""
+    """Build what is missing, time it, add to results.json and results.md in the folder, and print the tables."""
     models = model or (["llama-110m"] if quick else ["llama-110m", "gemma3-hybrid"])
     caches = cache or (CACHES[:1] if quick else CACHES)
     if quick:
         trials, rounds = 1, 3
     folder.mkdir(parents=True, exist_ok=True)
-    rows: list[dict[str, Any]] = []
+    results = folder / "results.json"
+    rows: list[dict[str, Any]] = json.loads(results.read_text())["rows"] if results.is_file() else []
     for name in models:
         for length in caches:
             folders, builds = {}, {}
@@ -229,16 +251,22 @@ def main(
                         folders[chosen], builds[chosen] = place, built
             requests = [("decode", 100), ("decode", length - 8)]
             requests += [("prefill", count) for count in (128, 1024) if count < length]
-            for chosen, result in measure(folders, requests, rounds, steps, trials, threads, clock).items():
-                rows.append({"model": name, "cache": length, "form": chosen, "title": FORMS[chosen][0], "build": builds[chosen], **result})
+            measured = measure(folders, requests, rounds, steps, trials, threads, clock)
+            base = next(iter(measured), None)
+            new = [
+                {
+                    **{"model": name, "cache": length, "form": chosen, "title": FORMS[chosen][0], "build": builds[chosen]},
+                    **{"clock": clock, "threads": threads, "base": base, "base_ms": measured[base]["ms"], **result},
+                }
+                for chosen, result in measured.items()
+            ]
+            rows = merged(rows, new)
             # After every group, so that what was measured outlives an interruption.
-            (folder / "results.json").write_text(json.dumps({"clock": clock, "threads": threads, "rows": rows}, indent=2))
+            results.write_text(json.dumps({"rows": rows}, indent=2))
             (folder / "results.md").write_text(table(rows) + "\n")
     print(table(rows))
-    try:
-        plot(rows, folder / "results.png")
-    except ImportError:
-        console.print("no plot: pip install matplotlib")
+    if plot is not None:
+        draw(rows, plot)
 
 
 if __name__ == "__main__":

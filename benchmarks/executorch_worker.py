@@ -63,7 +63,10 @@ def stateful(folder: Path, run: dict) -> Step:
     state = {"method": load_method(folder / "program.pte"), "used": 0}
 
     def step(count: int, position: int) -> None:
-        state["method"].execute([ids(count), torch.arange(position, position + count)])
+        # In the chunks of the other forms.
+        for start in range(position, position + count, run["chunk"]):
+            size = min(run["chunk"], position + count - start)
+            state["method"].execute([ids(size), torch.arange(start, start + size)])
 
     def prepare(count: int) -> None:
         if state["used"] + count > run["cache"] - 1:
@@ -105,8 +108,11 @@ def eager(folder: Path, run: dict) -> Step:
         if position not in filled:
             filled.clear()
             cache = DynamicCache(config=model.config)
-            for start in range(0, position, 256):
-                model(ids(min(256, position - start)), past_key_values=cache, logits_to_keep=1)
+            config = model.config
+            # What a step costs does not depend on what the cache holds.
+            shape = (1, config.num_key_value_heads, position, config.head_dim)
+            for layer in range(config.num_hidden_layers):
+                cache.update(torch.zeros(shape), torch.zeros(shape), layer)
             filled[position] = cache
         return filled[position]
 
