@@ -17,6 +17,7 @@ from .delegates import partitioners_for
 from .encoders import encoders_to_runtime
 from .means import means_to_linear
 from .quantized import fuse_quantized_embeddings
+from .rotations import rotations_to_linear
 
 
 # Without it, passes over the branches differentiate them, which fails where these read a position.
@@ -31,13 +32,14 @@ def to_edge(
         constant_methods: Values that the file answers as methods of their own.
         delegate: See `delegates`.
     """
-    # Other compilers take means as they are, and coremltools 9.0 fails on a linear layer of one output.
-    prepare = means_to_linear if delegate == "xnnpack" else lambda program: program
+
+    def prepare(program: ExportedProgram) -> ExportedProgram:
+        program = decompose(encoders_to_runtime(fuse_quantized_embeddings(program)))
+        # Other compilers take means and slices as they are, and coremltools 9.0 fails on a linear layer of one output.
+        return rotations_to_linear(means_to_linear(program)) if delegate == "xnnpack" else program
+
     edge = to_edge_transform_and_lower(
-        {
-            name: prepare(decompose(encoders_to_runtime(fuse_quantized_embeddings(program))))
-            for name, program in programs.items()
-        },
+        {name: prepare(program) for name, program in programs.items()},
         partitioner=partitioners_for(delegate),
         # Cache writes are not in the core operator set's validity list, and a dim order of the cache would be copied to.
         compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
