@@ -1,6 +1,5 @@
 """Both attention functions against the eager functions of transformers' own modeling files."""
 
-from types import SimpleNamespace
 
 import pytest
 import torch

@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 from exportable_cache import ExportableCache, Session
 from exportable_cache.attention import set_attention
 from exportable_cache.backends import backend_for
-from exportable_cache.backends.module import ModuleRunner
 from exportable_cache.errors import ExportableCacheError
 from exportable_cache.layout import vocab_size_of
 from exportable_cache.patches.transformers import patch_model
@@ -46,6 +45,7 @@ class Outcome:
         reason: Of a refusal or an error.
         where: Last lines of an error's traceback.
         seconds: It took.
+        commit: Of the package that it was found with.
     """
 
     status: str
@@ -53,6 +53,7 @@ class Outcome:
     reason: str = ""
     where: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    commit: str = ""
 
 
 def check(architecture: Architecture, targets: list[str], report: Callable[[dict[str, Any]], None]) -> None:

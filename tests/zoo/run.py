@@ -1,6 +1,6 @@
 """The zoo: every architecture on every target, each in a process of its own. `make zoo`, or `python -m tests.zoo.run --help`.
 
-Results are one JSON file per architecture and target set in `artifacts/zoo/`; what is there is not run again.
+Results are one JSON file per architecture in `artifacts/zoo/`; what is there is not run again.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import argparse  # noqa: E402
+import functools  # noqa: E402
 import json  # noqa: E402
 import multiprocessing  # noqa: E402
 import resource  # noqa: E402
+import subprocess  # noqa: E402
 import sys  # noqa: E402
 import time  # noqa: E402
 import warnings  # noqa: E402
@@ -24,7 +26,7 @@ import transformers  # noqa: E402
 
 from .architectures import Architecture, architectures  # noqa: E402
 from .check import TARGETS, check, read_result, write_json  # noqa: E402
-from .table import write_table  # noqa: E402
+from .table import DOCUMENT, write_table  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "artifacts" / "zoo"
@@ -38,13 +40,15 @@ def main() -> None:
         return
     rows = _selected(arguments)
     targets = arguments.targets.split(",")
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    if arguments.keep:
+        _take_up_document()
     queue = []
     for row in rows:
         missing = [target for target in targets if arguments.redo or _needs(row, target, arguments.status)]
         if missing:
             queue.append((row, missing))
     print(f"{len(queue)} of {len(rows)} architectures to run, {arguments.jobs} at a time", flush=True)
-    RESULTS.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     _preload(targets)
     _run_all(queue, arguments.jobs)
@@ -59,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--redo", action="store_true", help="run again what has a result")
     parser.add_argument("--status", help="run again what has one of these results, comma-separated (error,wrong,refused)")
+    parser.add_argument("--keep", action="store_true", help="begin with what docs/architectures.json has: run only what is missing there")
     parser.add_argument("--table", action="store_true", help="only write docs/architectures.md from the results there are")
     return parser
 
@@ -74,6 +79,14 @@ def _selected(arguments: argparse.Namespace) -> list[Architecture]:
         if unknown:
             sys.exit(f"no architecture {', '.join(sorted(unknown))}; see tests/zoo/architectures.py")
     return rows
+
+
+def _take_up_document() -> None:
+    """The committed results, for what this clone has not run itself."""
+    for name, facts in json.loads(DOCUMENT.with_suffix(".json").read_text()).items():
+        path = RESULTS / f"{name}.json"
+        if not path.exists():
+            write_json(path, facts)
 
 
 def _needs(row: Architecture, target: str, statuses: str | None) -> bool:
@@ -142,16 +155,26 @@ def _child(row: Architecture, targets: list[str], part: Path) -> None:
     check(row, targets, lambda facts: write_json(part, facts))
 
 
+@functools.cache
+def _commit() -> str:
+    """That this clone is at, `-dirty` if files differ from it; nothing outside of one."""
+    found = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return found.stdout.strip()
+
+
 def _finish(job: dict, facts: dict, why: str) -> list[str]:
     """Merge what a process left into the results; the targets it did not come to, if it ended early."""
     left: list[str] = []
     outcomes = facts.pop("targets", {})
+    commit = _commit()
     stage = facts.pop("running")
     if stage is not None:
         broken = job["targets"] if stage == "model" else [stage]
         for target in broken:
             outcomes[target] = {"status": "error", "difference": None, "reason": why, "where": [], "seconds": 0.0}
         left = [target for target in job["targets"] if target not in outcomes]
+    for outcome in outcomes.values():
+        outcome["commit"] = commit
     merged = read_result(RESULTS, job["row"])
     merged.update(facts)
     merged["targets"].update(outcomes)

@@ -1,7 +1,8 @@
-"""docs/architectures.md, written from the results."""
+"""docs/architectures.md and .json, written from the results."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,17 @@ TITLES = {
 
 
 def write_table(folder: Path, document: Path = DOCUMENT) -> None:
-    """Write the document from the results in `folder`; what was not run yet is left blank."""
+    """Write the document from the results in `folder`, and these beside it; what was not run yet is left blank."""
     results = {row: read_result(folder, row) for row in architectures()}
     document.parent.mkdir(exist_ok=True)
     document.write_text("\n".join(_lines(results)) + "\n")
+    lines = ",\n".join(f"{json.dumps(row.name)}: {json.dumps(_kept(facts))}" for row, facts in results.items())
+    document.with_suffix(".json").write_text(f"{{\n{lines}\n}}\n")
+
+
+def _kept(facts: dict[str, Any]) -> dict[str, Any]:
+    """Without where in the code an error came up."""
+    return {**facts, "targets": {name: {**outcome, "where": []} for name, outcome in facts["targets"].items()}}
 
 
 def _lines(results: dict[Architecture, dict[str, Any]]) -> list[str]:
@@ -44,6 +52,8 @@ def _lines(results: dict[Architecture, dict[str, Any]]) -> list[str]:
         "means that the package says no at construction, with the reason. **wrong** means other logits, **error** anything else.",
         "`compiled` goes through `torch.compile` with the `aot_eager` backend, one full graph per method and no recompilation allowed;",
         "`executorch` through a `.pte` on its runtime; both methods, prefill and decode, on every target.",
+        f"`{DOCUMENT.with_suffix('.json').name}` beside this file has the same for programs, with the time each took and the commit it",
+        "was found with.",
         "",
         *_counts(results),
         "",

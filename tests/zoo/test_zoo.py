@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 
-from exportable_cache.layers import CacheLayer
-
 from .architectures import GROUPS, LEFT_OUT, Architecture, architectures
 from .check import TARGETS, check
 from .run import run_apart
