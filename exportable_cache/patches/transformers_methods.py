@@ -6,6 +6,7 @@
 | `forward` of experts | DBRX, LongCat Flash, NLLB-MoE, Step 3.7, Switch | loop over the experts that were hit | dbrx/modeling_dbrx.py, longcat_flash/..., nllb_moe/..., step3p7/..., switch_transformers/... |
 | `forward` of decoders | BigBird, BioGPT, Megatron-BERT, RemBERT, RoFormer | make a mask as long as what was seen, which no runtime can plan memory for | big_bird/modeling_big_bird.py, biogpt/..., megatron_bert/..., rembert/..., roformer/... |
 | `GitModel.forward` | GIT | asks whether anything was seen, to widen a mask over its picture | git/modeling_git.py |
+| `XmodOutput.forward` | X-MOD | takes out the rows of each language | xmod/modeling_xmod.py |
 | `MptAttention.forward` | MPT | slices its position bias by the tokens seen | mpt/modeling_mpt.py |
 
 A replacement acts only where values cannot be read, that is under a tracer, and hands everything else to the original. Each
@@ -205,6 +206,21 @@ def _git_text(
     return self.encoder(hidden_states, attention_mask=mask, past_key_values=past_key_values, **kwargs)
 
 
+def _language_adapter(
+    self: nn.Module, hidden_states: torch.Tensor, input_tensor: torch.Tensor, lang_ids: torch.Tensor, *, original: Callable
+) -> torch.Tensor:
+    summed = self.dropout(self.dense(hidden_states)) + input_tensor
+    normed = summed
+    if self.adapter_layer_norm is not None:
+        normed = self.adapter_layer_norm(summed)
+    elif self.adapter_reuse_layer_norm:
+        normed = self.LayerNorm(summed)
+    adapted = torch.zeros_like(normed)
+    for index, adapter in enumerate(self.adapter_modules.values()):
+        adapted = torch.where((lang_ids == index).view(-1, 1, 1), adapter(normed), adapted)
+    return self.dropout(adapted) + (normed if self.ln_before_adapter else summed)
+
+
 def _mpt_attention(
     self: nn.Module,
     hidden_states: torch.Tensor,
@@ -251,4 +267,5 @@ METHODS: dict[str, Callable] = {
     "RoFormerModel": _masked_by_slots,
     "GitModel": _git_text,
     "MptAttention": _mpt_attention,
+    "XmodOutput": _language_adapter,
 }

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from exportable_cache import ExportableCache, export
 from exportable_cache.backends import backend_for
-from exportable_cache.errors import BundleError, InputError
+from exportable_cache.errors import BundleError, InputError, UnsupportedModelError
 from exportable_cache.program import Program
 
 from ..support.memory import resident_kib
@@ -23,6 +23,7 @@ from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPar
 from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower  # noqa: E402
 from executorch.runtime import Runtime  # noqa: E402
 
+from exportable_cache.backends.executorch.kernels import check_kernels  # noqa: E402
 from exportable_cache.backends.executorch.lower import to_edge, to_program  # noqa: E402
 
 CAPACITY = 96
@@ -184,3 +185,10 @@ def test_a_convolution_takes_the_longest_input_of_its_range() -> None:
     program = Runtime.get().load_program(bytes(to_program(to_edge({"forward": exported})).buffer))
     (output,) = program.load_method("forward").execute([longest])
     assert (output - module(longest)).abs().max() <= 1e-4
+
+
+def test_an_operator_without_a_kernel_is_refused_by_name(lowered) -> None:
+    check_kernels(lowered[1])
+    program = torch.export.export(Call(lambda t: torch.sort(t).values), (torch.randn(4),))
+    with pytest.raises(UnsupportedModelError, match="no kernel for aten::sort.values; export for target 'pt2'"):
+        check_kernels(to_program(to_edge({"forward": program})))

@@ -29,6 +29,7 @@ SIZED_BY_DATA = {
     "biogpt": ["BioGptModel"],
     "megatron-bert": ["MegatronBertModel"],
     "rembert": ["RemBertModel"],
+    "xmod": ["XmodOutput"],
     "roformer": ["RoFormerModel", "RoFormerSinusoidalPositionalEmbedding"],
 }
 

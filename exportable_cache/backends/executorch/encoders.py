@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from executorch.backends.transforms.utils import create_constant_placeholder
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx import Node
-from torch.fx.node import map_arg
 
 from ...errors import UnsupportedModelError
+from .graph_edits import constant_of, insert_call
 
 _WITHOUT_KERNEL = (torch.ops.aten.argsort.default, torch.ops.aten.bucketize.Tensor, torch.ops.aten.erfinv.default)
 
@@ -44,9 +42,9 @@ def patches_to_linear(program: ExportedProgram) -> ExportedProgram:
         with graph.inserting_before(inputs):
             flat = create_constant_placeholder(program, graph, f"{weight.name}_flat", InputKind.PARAMETER, values.detach().flatten(1))
         with graph.inserting_before(node):
-            rows = _call(graph, torch.ops.aten.flatten.using_ints, patches, 1)
-            product = _call(graph, torch.ops.aten.linear.default, rows, flat, bias)
-            embedded = _call(graph, torch.ops.aten.view.default, product, list(node.meta["val"].shape))
+            rows = insert_call(graph, torch.ops.aten.flatten.using_ints, patches, 1)
+            product = insert_call(graph, torch.ops.aten.linear.default, rows, flat, bias)
+            embedded = insert_call(graph, torch.ops.aten.view.default, product, list(node.meta["val"].shape))
         node.replace_all_uses_with(embedded)
         graph.erase_node(node)
     program.graph_module.recompile()
@@ -62,7 +60,7 @@ def fold_constants(program: ExportedProgram) -> ExportedProgram:
     graph = program.graph
     inputs = next(iter(graph.nodes))
     for node in [node for node in graph.nodes if node.target in _WITHOUT_KERNEL]:
-        value = _constant(program, node)
+        value = constant_of(program, node)
         if value is None:
             continue
         with graph.inserting_before(inputs):
@@ -73,28 +71,8 @@ def fold_constants(program: ExportedProgram) -> ExportedProgram:
     return program
 
 
-def _constant(program: ExportedProgram, node: Any) -> Any:
-    """The value of an argument of a call, None where it depends on an input, a parameter or a buffer that is written to."""
-    if not isinstance(node, Node):
-        return node
-    signature = program.graph_signature
-    if node.op == "placeholder":
-        name = signature.inputs_to_buffers.get(node.name, signature.inputs_to_lifted_tensor_constants.get(node.name))
-        return None if name in signature.buffers_to_mutate.values() else {**program.state_dict, **program.constants}.get(name)
-    if any(_constant(program, source) is None for source in node.all_input_nodes):
-        return None
-    arguments, keywords = map_arg((node.args, node.kwargs), lambda source: _constant(program, source))
-    return node.target(*arguments, **keywords)
-
-
 def _is_over_one_patch(node: Node) -> bool:
     """Of a call of conv3d(input, weight, bias, stride, padding, dilation, groups): there is one place for the kernel."""
     _, _, _, _, padding, _, groups = (*node.args, *(None, 1, 0, 1, 1)[len(node.args) - 2 :])
     patches, weight = (argument.meta["val"] for argument in node.args[:2])
     return patches.shape[2:] == weight.shape[2:] and groups == 1 and padding in (0, [0], [0, 0, 0])
-
-
-def _call(graph: torch.fx.Graph, operator: torch._ops.OpOverload, *arguments: Any) -> Node:
-    node = graph.call_function(operator, arguments)
-    node.meta["val"] = operator(*(argument.meta["val"] if isinstance(argument, Node) else argument for argument in arguments))
-    return node

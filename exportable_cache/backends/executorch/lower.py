@@ -15,6 +15,7 @@ from .branches import insert_branches
 from .decompositions import decompose
 from .delegates import partitioners_for
 from .encoders import encoders_to_runtime
+from .masked_writes import masked_writes_to_where
 from .means import means_to_linear
 from .quantized import fuse_quantized_embeddings
 from .rotations import rotations_to_linear
@@ -34,7 +35,7 @@ def to_edge(
     """
 
     def prepare(program: ExportedProgram) -> ExportedProgram:
-        program = decompose(encoders_to_runtime(fuse_quantized_embeddings(program)))
+        program = decompose(masked_writes_to_where(encoders_to_runtime(fuse_quantized_embeddings(program))))
         # Other compilers take means and slices as they are, and coremltools 9.0 fails on a linear layer of one output.
         return rotations_to_linear(means_to_linear(program)) if delegate == "xnnpack" else program
 

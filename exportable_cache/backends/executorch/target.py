@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from executorch.exir import ExecutorchProgramManager
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from ...attention import MATMUL_ATTENTION
-from ...errors import BundleError, InputError
+from ...errors import BundleError, InputError, UnsupportedModelError
 from ...program import Form, Program
 from ..base import LoweredFile, ProgramDescription, Runner, StandIn, flag
 from ..registry import backend_for
 from .delegates import BACKEND_IDS, ELSEWHERE, check_cache, check_methods, delegated_calls, elsewhere_remark
 from .fused import EXECUTORCH_ATTENTION, fuse_layers, one_method_suffices
+from .kernels import check_kernels
 from .lower import lower_programs
 from .llm_runner import runner_metadata
 from .runner import ExecutorchRunner
@@ -136,7 +138,15 @@ def _lowered(program: Program, delegate: str, for_llm_runner: bool) -> Executorc
         warnings.simplefilter("ignore", FutureWarning)
         exported = {name: program.export(name) for name in program.methods}
         metadata = runner_metadata(program, required=for_llm_runner) if "forward" in exported else None
-        return lower_programs(exported, metadata, delegate)
+        try:
+            lowered = lower_programs(exported, metadata, delegate)
+        except GuardOnDataDependentSymNode as error:
+            raise UnsupportedModelError(
+                f"{program.model.config.model_type!r} has a size that depends on data ({str(error).partition(chr(10))[0]}), for which "
+                "ExecuTorch cannot plan memory; export for target 'pt2' instead"
+            ) from error
+    check_kernels(lowered)
+    return lowered
 
 
 def _without_delegate(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,26 @@
+"""Kernels that a program calls, against those that the runtime has: a file that no runtime can load is not written."""
+
+from __future__ import annotations
+
+import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401  registers llama::*
+import executorch.kernels.quantized  # noqa: F401  registers quantized_decomposed::*
+from executorch.exir import ExecutorchProgramManager
+from executorch.extension.pybindings.portable_lib import _get_operator_names
+
+from ...errors import UnsupportedModelError
+
+
+def check_kernels(lowered: ExecutorchProgramManager) -> None:
+    """Refuse a program that calls an operator which neither a delegate took nor the runtime has a kernel for.
+
+    Raises:
+        UnsupportedModelError: With the names of such operators.
+    """
+    called = {
+        f"{operator.name}.{operator.overload}".rstrip(".")
+        for plan in lowered.executorch_program.execution_plan
+        for operator in plan.operators
+    }
+    missing = sorted(called - set(_get_operator_names()))
+    if missing:
+        raise UnsupportedModelError(f"the ExecuTorch runtime has no kernel for {', '.join(missing)}; export for target 'pt2' instead")

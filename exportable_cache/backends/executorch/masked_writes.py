@@ -1,0 +1,55 @@
+"""One number written where a mask holds, as a choice between two tensors.
+
+ExecuTorch 1.4.1's `index_put_` takes no mask over several dimensions (error 0x12: Kimi K2.5 clears the ids of its pictures so), and
+ends the process where it writes a scalar past dimensions that it leaves whole (Chameleon's logits of picture tokens).
+"""
+
+from __future__ import annotations
+
+import torch
+from executorch.backends.transforms.utils import create_constant_placeholder
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.fx import Node
+
+from .graph_edits import constant_of, insert_call
+
+_WRITES = {torch.ops.aten.index_put.default: False, torch.ops.aten.index_put_.default: True}
+
+
+def masked_writes_to_where(program: ExportedProgram) -> ExportedProgram:
+    """Rewrite each `x[mask] = value` and `x[..., constant indices] = value` of one number as `where`, in place."""
+    graph = program.graph
+    for node in [node for node in graph.nodes if node.target in _WRITES]:
+        target, indices, value, *accumulate = node.args
+        if any(accumulate) or value.meta["val"].shape.numel() != 1 or sum(index is not None for index in indices) != 1:
+            continue
+        mask = _mask_of(program, node)
+        if mask is None:
+            continue
+        with graph.inserting_before(node):
+            for _ in range(target.meta["val"].dim() - (len(indices) - 1) - mask.meta["val"].dim()):
+                mask = insert_call(graph, torch.ops.aten.unsqueeze.default, mask, -1)
+            result = insert_call(graph, torch.ops.aten.where.self, mask, value, target)
+            if _WRITES[node.target]:
+                result = insert_call(graph, torch.ops.aten.copy_.default, target, result)
+        node.replace_all_uses_with(result)
+        graph.erase_node(node)
+    program.graph_module.recompile()
+    return program
+
+
+def _mask_of(program: ExportedProgram, node: Node) -> Node | None:
+    """Where a write with one index lands, bool over the dimensions that the index takes; None for indices that are no constants."""
+    target, indices = node.args[:2]
+    index, size = indices[-1], target.meta["val"].shape[len(indices) - 1]
+    if index is None or index.meta["val"].dtype == torch.bool:
+        return index
+    chosen = constant_of(program, index)
+    if chosen is None or not isinstance(size, int):
+        return None
+    mask = torch.zeros(size, dtype=torch.bool)
+    mask[chosen] = True
+    with program.graph.inserting_before(next(iter(program.graph.nodes))):
+        placeholder = create_constant_placeholder(program, program.graph, f"{node.name}_mask", InputKind.BUFFER, mask, False)
+    return placeholder
