@@ -192,3 +192,17 @@ def test_an_operator_without_a_kernel_is_refused_by_name(lowered) -> None:
     program = torch.export.export(Call(lambda t: torch.sort(t).values), (torch.randn(4),))
     with pytest.raises(UnsupportedModelError, match="no kernel for aten::sort.values; export for target 'pt2'"):
         check_kernels(to_program(to_edge({"forward": program})))
+
+
+def test_what_cannot_be_lowered_is_refused_by_a_sentence(monkeypatch, tmp_path) -> None:
+    model = tiny_model("llama", num_hidden_layers=1)
+    backend = backend_for("executorch")
+    program = Program(model, ExportableCache.from_model(model, 16), prefill_length=8, **backend.program_options({}))
+
+    def failing(*arguments):
+        raise RuntimeError("reshape only supports 1 dynamic dimension\nmore")
+
+    monkeypatch.setattr("exportable_cache.backends.executorch.target.lower_programs", failing)
+    with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM cannot be lowered .*\(RuntimeError: reshape only supports 1 dynamic dimension\)"):
+        backend.lower(program, tmp_path, {})
+    assert not list(tmp_path.iterdir())

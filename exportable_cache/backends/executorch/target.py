@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from executorch.exir import ExecutorchProgramManager
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from ...attention import MATMUL_ATTENTION
-from ...errors import BundleError, InputError, UnsupportedModelError
+from ...errors import BundleError, ExportableCacheError, InputError, UnsupportedModelError
 from ...program import Form, Program
 from ..base import LoweredFile, ProgramDescription, Runner, StandIn, flag
 from ..registry import backend_for
@@ -140,10 +139,13 @@ def _lowered(program: Program, delegate: str, for_llm_runner: bool) -> Executorc
         metadata = runner_metadata(program, required=for_llm_runner) if "forward" in exported else None
         try:
             lowered = lower_programs(exported, metadata, delegate)
-        except GuardOnDataDependentSymNode as error:
+        except ExportableCacheError:
+            raise
+        except Exception as error:  # passes and compilers of ExecuTorch, each with errors of its own
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise UnsupportedModelError(
-                f"{program.model.config.model_type!r} has a size that depends on data ({str(error).partition(chr(10))[0]}), for which "
-                "ExecuTorch cannot plan memory; export for target 'pt2' instead"
+                f"{type(program.model).__name__} cannot be lowered for ExecuTorch ({type(error).__name__}: {reason}); "
+                "export it for target 'pt2' instead"
             ) from error
     check_kernels(lowered)
     return lowered
