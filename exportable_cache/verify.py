@@ -21,6 +21,7 @@ from .progress import Progress, silent
 from .rounding import RoundingCache, is_rounding
 from .seq2seq.reference import decoder_of, encoder_lengths, random_inputs
 from .session import Session
+from .verify_encoders import VerifiedEncoder, verify_encoders
 from .verify_plan import default_decode_steps, default_prompts, default_tolerance, prompt_feeds
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class VerifyReport:
     """What a verification saw.
 
     Attributes:
-        passed: Whether every difference is a number and at most `tolerance`.
+        passed: Whether every difference is a number and at most `tolerance`, and every encoder's at most its own.
         max_difference: Largest |logit difference| of all; not a number if any is not.
         tolerance: The limit.
         prompts: One entry per prompt, shortest first.
@@ -66,6 +67,7 @@ class VerifyReport:
         windows: Sliding windows that were passed; of layers with attention sinks, all that they keep.
         target: What was verified.
         remark: What the result does not cover, where the program itself was not run.
+        encoders: Of images and sound, one entry each.
     """
 
     passed: bool
@@ -76,12 +78,15 @@ class VerifyReport:
     windows: tuple[int, ...]
     target: str
     remark: str = ""
+    encoders: tuple[VerifiedEncoder, ...] = ()
 
     def __post_init__(self) -> None:
         # As `to_dict` gives them, so that a recorded report can be read back: `VerifyReport(**recorded)`.
         prompts = (VerifiedPrompt(**prompt) if isinstance(prompt, Mapping) else prompt for prompt in self.prompts)
         object.__setattr__(self, "prompts", tuple(prompts))
         object.__setattr__(self, "windows", tuple(self.windows))
+        encoders = (VerifiedEncoder(**encoder) if isinstance(encoder, Mapping) else encoder for encoder in self.encoders)
+        object.__setattr__(self, "encoders", tuple(encoders))
 
     def to_dict(self) -> dict[str, Any]:
         """JSON; a difference that is not a number is null."""
@@ -90,10 +95,11 @@ class VerifyReport:
     def __str__(self) -> str:
         lengths = ", ".join(str(prompt.length) for prompt in self.prompts)
         windows = f", past the window of {' and '.join(map(str, self.windows))}" if self.windows else ""
-        sign = "<=" if self.passed else "exceeds"
+        sign = "<=" if self.max_difference <= self.tolerance else "exceeds"
         return (
             f"{'verified' if self.passed else 'NOT verified'}: {self.steps} positions, prompts of {lengths} tokens{windows}, "
             f"max |logit difference| {self.max_difference:.1e} {sign} {self.tolerance:.0e}"
+            + "".join(f", {encoder}" for encoder in self.encoders)
             + (f"; {self.remark}" if self.remark and self.passed else "")
         )
 
@@ -110,6 +116,9 @@ def verify_session(
     progress: Progress = silent,
 ) -> VerifyReport:
     """Feed the same random tokens to a session and to the model in eager attention with `DynamicCache`, step by step.
+
+    Encoders of images and sound get items of random numbers, see `verify_encoders`; an encoder-decoder's gets its input before
+    each prompt.
 
     The session is reset before every prompt and after the last. Prompts run from the longest to the shortest, so that each
     but the first finds the leftovers of a longer one in the buffers. All but the shortest are fed in two parts, so that
@@ -218,19 +227,21 @@ def verify_session(
         )
     session.reset()
     verified.reverse()
+    encoders = verify_encoders(session, model, generator, tolerance)
     max_difference = torch.tensor([prompt.max_difference for prompt in verified], dtype=torch.float64).max().item()
     if tolerance is None:
         tolerance = default_tolerance(model.dtype, largest_logit)
         if rounds:
             tolerance = max(tolerance, rounding_effect(model, min(plan[-1][0], _ROUNDED_TOKENS)) / 4)
     return VerifyReport(
-        passed=max_difference <= tolerance,
+        passed=max_difference <= tolerance and all(encoder.passed for encoder in encoders),
         max_difference=max_difference,
         tolerance=tolerance,
         prompts=tuple(verified),
         steps=session.batch_size * sum(1 + steps for _, steps in plan),
         windows=tuple(window for window in windows if any(length + steps > window for length, steps in plan)),
         target=session.target,
+        encoders=encoders,
     )
 
 

@@ -1,5 +1,6 @@
 """Images and sound: teacher-forced against the whole model, over live sessions and bundles."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from exportable_cache.decoding import PromptLookup
 from exportable_cache.errors import InputError, UnsupportedModelError
 from exportable_cache.multimodal import modalities_of
 from exportable_cache.program import Program
+from exportable_cache.verify import VerifyReport, verify_session
 
 from .support.models import tiny_model, tokens
 from .support.multimodal import FAMILIES, PLACEHOLDER, prompt, reference_logits, tiny_multimodal
@@ -54,6 +56,23 @@ def test_eager_sessions_equal_the_whole_model(family: str) -> None:
     assert largest_difference(session, model, family) <= TOLERANCE
 
 
+@pytest.mark.parametrize("family", ["llava", "qwen3_vl", "voxtral"])
+def test_an_encoder_that_computes_something_else_is_not_verified(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    session, model = live(family)
+    assert (report := verify_session(session, model, prompts=[3], decode_steps=2)).passed
+    method, run = report.encoders[0].method, session.runner.run
+    assert VerifyReport(**json.loads(json.dumps(report.to_dict()))) == report
+
+    def off(name: str, *inputs: torch.Tensor) -> Any:
+        outputs = run(name, *inputs)
+        return (outputs[0] + 1e-3,) if name == method else outputs
+
+    monkeypatch.setattr(session.runner, "run", off)
+    report = verify_session(session, model, prompts=[3], decode_steps=2)
+    assert not report.passed and report.max_difference <= report.tolerance
+    assert f"{method} 1.0e-03 exceeds 1e-04" in str(report)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_compiled_sessions_equal_the_whole_model(family: str) -> None:
@@ -70,6 +89,8 @@ def test_pt2_bundles_equal_the_whole_model(family: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / family)
     bundle = export(tmp_path / family, target="pt2", max_cache_len=96, output_dir=tmp_path / "bundle", **options_of(family))
     assert bundle.manifest.verification["passed"] is True
+    (encoder,) = bundle.manifest.verification["encoders"]
+    assert encoder["method"] == f"encode_{kind}" and encoder["max_difference"] <= TOLERANCE
     methods = bundle.manifest.program.methods
     assert set(methods) == {"decode", "prefill", f"encode_{kind}", "embed", "prefill_embeds"}
     # Qwen3-VL's hold what is added behind two layers.
