@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from .attention import ATTENTION, ATTENTION_NAMES, register_attention, set_attention
-from .errors import BundleError, ExportableCacheError, InputError, UnsupportedModelError
-from .files import atomic_path
+from .errors import ExportableCacheError, InputError, UnsupportedModelError, first_line
+from .files import atomic_path, read_tensors
 from .layers import CacheLayer, LinearStates
 from .layers.guards import check_rollback, check_room, check_rows_agree, is_traced
 from .layers.quantized import check_kv_dtype
@@ -398,15 +397,7 @@ class ExportableCache(Cache):
         Raises:
             BundleError: If the file is missing, damaged or not a saved cache.
         """
-        try:
-            with safe_open(path, framework="pt", device=str(device)) as file:
-                metadata = file.metadata() or {}
-                # Copied, as a tensor's place in the file is not aligned as torch's own are, and kernels then round otherwise.
-                tensors = {name: file.get_tensor(name).clone() for name in file.keys()}
-        except (OSError, SafetensorError) as error:
-            raise BundleError(f"cannot read a saved cache from {path}: {error}; save it again") from error
-        if metadata.get("format") != _FORMAT:
-            raise BundleError(f"{path} has format {metadata.get('format')!r}, expected {_FORMAT!r}; it was not written by save()")
+        tensors, metadata = read_tensors(path, "a saved cache", _FORMAT, "save()", device)
         layers = []
         for index, described in enumerate(json.loads(metadata["layers"])):
             layer_class = CacheLayer.classes[described["class"]]
@@ -426,9 +417,8 @@ def _refused_if_it_fails(model: PreTrainedModel) -> Iterator[None]:
     except ExportableCacheError:
         raise
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UnsupportedModelError(
-            f"{type(model).__name__} cannot run a token of text by itself ({type(error).__name__}: {reason}); "
+            f"{type(model).__name__} cannot run a token of text by itself ({type(error).__name__}: {first_line(error)}); "
             "pass its text decoder, or a model that takes text alone"
         ) from error
 

@@ -27,3 +27,8 @@ class MissingDependencyError(ExportableCacheError, ImportError):
 
 class VerificationError(ExportableCacheError):
     """An exported program disagrees with the eager model. The command line exits with 1 on it."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of somebody else's says, short enough for a message of ours."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

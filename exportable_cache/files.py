@@ -10,10 +10,38 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+from safetensors import SafetensorError, safe_open
+
+from .errors import BundleError
+
 #: Suffix of what is being written; names begin with a dot.
 PARTIAL = ".partial"
 #: Suffix of a folder that is being replaced, between two renames.
 RETIRED = ".retired"
+
+
+def read_tensors(
+    path: Path | str, what: str, expected: str, writer: str, device: torch.device | str = "cpu"
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Tensors and metadata of a safetensors file whose metadata has the `format` that is expected.
+
+    Args:
+        what: The file holds, for messages; `writer` makes such files.
+
+    Raises:
+        BundleError: If the file is missing, damaged or has another format.
+    """
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            metadata = file.metadata() or {}
+            # Copied, as a tensor's place in the file is not aligned as torch's own are, and kernels then round otherwise.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}
+    except (OSError, SafetensorError) as error:
+        raise BundleError(f"cannot read {what} from {path}: {error}; save it again") from error
+    if metadata.get("format") != expected:
+        raise BundleError(f"{path} has format {metadata.get('format')!r}, expected {expected!r}; it was not written by {writer}")
+    return tensors, metadata
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from .backends.base import ProgramDescription
-from .errors import BundleError
+from .errors import BundleError, first_line
 from .files import PARTIAL, retired_folder
 from .layers import CacheLayer
 from .methods import Method as ProgramMethod
@@ -282,7 +282,7 @@ class Manifest(_Entry):
         try:
             GenerationConfig.from_dict(dict(fields))
         except Exception as error:  # fields are checked with errors of several classes
-            raise ValueError((str(error).strip() or type(error).__name__).splitlines()[0]) from error
+            raise ValueError(first_line(error)) from error
         finally:
             transformers_logging.set_verbosity(verbosity)
         return fields

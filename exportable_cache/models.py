@@ -36,7 +36,7 @@ from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from .demo import demo_path
-from .errors import BundleError, InputError, MissingDependencyError, UnsupportedModelError
+from .errors import BundleError, InputError, MissingDependencyError, UnsupportedModelError, first_line
 from .progress import Progress, silent
 
 # Without one of these AutoTokenizer makes up an empty tokenizer of the model's type.
@@ -115,7 +115,7 @@ def load_model(
             )
         except Exception as error:  # files are read by several libraries, each with errors of its own
             raise InputError(
-                f"cannot load the weights of {place.source!r}: {_first_line(error)}; download or save it again"
+                f"cannot load the weights of {place.source!r}: {first_line(error)}; download or save it again"
             ) from error
         missing = sorted(info["missing_keys"])
         if missing:
@@ -176,9 +176,9 @@ def load_processor(folder: Path, config_folder: Path) -> ProcessorMixin:
             config = AutoConfig.from_pretrained(config_folder, local_files_only=True)
             processor = AutoProcessor.from_pretrained(folder, config=config, local_files_only=True)
         except ImportError as error:
-            raise MissingDependencyError(f"the processor in {folder} needs a package: {_first_line(error)}") from error
+            raise MissingDependencyError(f"the processor in {folder} needs a package: {first_line(error)}") from error
         except Exception as error:  # processors read several files, each with errors of its own
-            raise BundleError(f"cannot read the processor in {folder}: {_first_line(error)}; export the model again") from error
+            raise BundleError(f"cannot read the processor in {folder}: {first_line(error)}; export the model again") from error
     if not isinstance(processor, ProcessorMixin):
         raise BundleError(f"{folder} holds a {type(processor).__name__} and no processor; export the model again")
     return processor
@@ -284,7 +284,7 @@ def _hub_answers() -> tuple[bool, str]:
     try:
         get_session().head(constants.ENDPOINT, timeout=_HUB_TIMEOUT)
     except Exception as error:  # the HTTP library behind the client differs between its releases
-        return False, _first_line(error)
+        return False, first_line(error)
     return True, ""
 
 
@@ -294,10 +294,10 @@ def _config(place: _Place) -> PreTrainedConfig:
     except OSError as error:
         if Path(place.path).is_dir():
             raise InputError(
-                f"folder {place.source!r} has no readable config.json ({_first_line(error)}); pass a model folder"
+                f"folder {place.source!r} has no readable config.json ({first_line(error)}); pass a model folder"
             ) from error
         raise InputError(
-            f"{place.source!r} is no local folder, and the hub has no such model ({_first_line(error)}); check the path or the id"
+            f"{place.source!r} is no local folder, and the hub has no such model ({first_line(error)}); check the path or the id"
         ) from error
     model_type = fields.get("model_type")
     if not model_type:
@@ -310,7 +310,7 @@ def _config(place: _Place) -> PreTrainedConfig:
     try:
         config = AutoConfig.from_pretrained(place.path, local_files_only=place.local)
     except Exception as error:  # configs validate their fields with errors of many classes
-        raise InputError(f"cannot read config.json of {place.source!r}: {_first_line(error)}; correct it") from error
+        raise InputError(f"cannot read config.json of {place.source!r}: {first_line(error)}; correct it") from error
     if auto_class(config) is None:
         raise UnsupportedModelError(
             f"model type {model_type!r} has no causal LM in transformers, nor an encoder-decoder that gives text; "
@@ -329,7 +329,7 @@ def _tokenizer(place: _Place) -> PreTrainedTokenizerBase | None:
         return AutoTokenizer.from_pretrained(place.path, local_files_only=place.local)
     except Exception as error:  # tokenizer files are read by several libraries, each with errors of its own
         raise InputError(
-            f"cannot read the tokenizer of {place.source!r}: {_first_line(error)}; "
+            f"cannot read the tokenizer of {place.source!r}: {first_line(error)}; "
             "correct its files, or remove them to go without"
         ) from error
 
@@ -366,7 +366,3 @@ def _quiet() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
         if bars:
             transformers_logging.enable_progress_bar()
-
-
-def _first_line(error: Any) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from .attention import ATTENTION, set_attention
 from .cache import ExportableCache
-from .errors import InputError, UnsupportedModelError
+from .errors import InputError, UnsupportedModelError, first_line
 from .layout import cache_argument
 from .methods import Method, checked_prefill_length, methods_for
 from .multimodal import EmbedModule, FeaturesModule, Modality, multimodal_methods
@@ -360,9 +360,8 @@ class Program:
                     # Some code compares the length with a kernel or a small constant; shorter chunks go token by token.
                     self.methods[name] = replace(method, min_length=least)
                     return self.export(name, strict)
-                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
                 raise UnsupportedModelError(
-                    f"{type(self.model).__name__} cannot be traced ({name}: {type(error).__name__}: {reason}); "
+                    f"{type(self.model).__name__} cannot be traced ({name}: {type(error).__name__}: {first_line(error)}); "
                     "run it in a session, Session.from_model, instead of exporting it"
                 ) from error
 

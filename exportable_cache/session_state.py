@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from .errors import BundleError, InputError
-from .files import atomic_path
+from .errors import InputError
+from .files import atomic_path, read_tensors
 from .layers import CacheLayer
 from .multimodal.places import PlacedImages
 
@@ -70,14 +69,7 @@ def load_state(session: Session, path: Path) -> None:
         BundleError: If the file is missing, damaged or not a saved state.
         InputError: If it is of another model, of other layers or another batch size, or longer than this cache.
     """
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
-    except (OSError, SafetensorError) as error:
-        raise BundleError(f"cannot read a session's state from {path}: {error}; save it again") from error
-    if metadata.get("format") != _FORMAT:
-        raise BundleError(f"{path} has format {metadata.get('format')!r}, expected {_FORMAT!r}; save_state writes such files")
+    tensors, metadata = read_tensors(path, "a session's state", _FORMAT, "save_state()")
     saved_print = metadata["fingerprint"]
     if saved_print and session.fingerprint and saved_print != session.fingerprint:
         raise InputError(f"{path} was computed with other weights than this session's model; save the state again with this one")

@@ -18,7 +18,7 @@ from ..attention import ATTENTION, set_attention
 from ..cache import ExportableCache
 from ..decoding.chooser import Chooser
 from ..decoding.choosing_steps import ChoosingSteps
-from ..errors import UnsupportedModelError
+from ..errors import UnsupportedModelError, first_line
 from ..methods import Method
 from ..multimodal import Modality
 from ..program import ResidentModule, front_module, program_methods
@@ -173,9 +173,8 @@ def _raised(method: Method, error: Exception) -> Method:
         least = lowest if highest == method.max_length else highest + 1
         if method.min_length < least <= min(LONGEST_LEAST, method.max_length):
             return replace(method, min_length=least)
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     raise UnsupportedModelError(
-        f"{method.name} cannot be compiled into one graph ({type(error).__name__}: {reason}); run the session without compile=True"
+        f"{method.name} cannot be compiled into one graph ({type(error).__name__}: {first_line(error)}); run the session without compile=True"
     ) from error
 
 

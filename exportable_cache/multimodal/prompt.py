@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import ProcessorMixin
 
-from ..errors import InputError
+from ..errors import InputError, first_line
 from ..methods import Method
 from .files import read_image, read_sound
 from .modality import AUDIO, IMAGE
@@ -41,27 +41,28 @@ def prompt_inputs(
             asked for where there can be none, or the processor refuses the prompt.
         MissingDependencyError: If a package that reads a file is not installed.
     """
+    options = {"sampling_rate": processor.feature_extractor.sampling_rate} if sounds else {}
     items = {
         IMAGE: [read_image(path, _size(processor, methods)) for path in images],
-        AUDIO: [read_sound(path, processor.feature_extractor.sampling_rate) for path in sounds],
+        AUDIO: [read_sound(path, **options) for path in sounds],
     }
     if "encode" in methods:
         if chat:
             raise InputError("a chat was asked for, but an encoder-decoder answers to the file alone; leave it out")
-        return _encoder_inputs(processor, methods["encode"], text, items)
-    arguments: dict[str, Any] = {"return_tensors": "pt"}
-    if sounds:
-        arguments["sampling_rate"] = processor.feature_extractor.sampling_rate
+        return _encoder_inputs(processor, methods["encode"], text, items, options)
     if all(any(marker in text for marker in _markers(processor, kind)) for kind, given in items.items() if given):
         if chat:
             raise InputError(f"the prompt {text!r:.80} says where the files go, as the chat template would; leave one of the two out")
-        found = _processed(processor, text=text, images=[items[IMAGE]] if images else None, audio=items[AUDIO] or None, **arguments)
+        images_of_prompt = [items[IMAGE]] if images else None
+        found = _processed(
+            processor, text=text, images=images_of_prompt, audio=items[AUDIO] or None, return_tensors="pt", **options
+        )
     else:
-        found = _chat_inputs(processor, text, items, arguments)
+        found = _chat_inputs(processor, text, items, options)
     return _of_dtypes(found, methods)
 
 
-def _chat_inputs(processor: ProcessorMixin, text: str, items: Mapping[str, Sequence[Any]], arguments: dict[str, Any]) -> Any:
+def _chat_inputs(processor: ProcessorMixin, text: str, items: Mapping[str, Sequence[Any]], options: Mapping[str, Any]) -> Any:
     if processor.chat_template is None:
         kind = next(kind for kind, given in items.items() if given)
         marker = next(iter(_markers(processor, kind)), None)
@@ -75,18 +76,16 @@ def _chat_inputs(processor: ProcessorMixin, text: str, items: Mapping[str, Seque
         add_generation_prompt=True,
         tokenize=True,
         return_dict=True,
-        return_tensors=arguments.pop("return_tensors"),
-        processor_kwargs=arguments,
+        return_tensors="pt",
+        processor_kwargs=dict(options),
     )
 
 
 def _encoder_inputs(
-    processor: ProcessorMixin, encode: Method, text: str, items: Mapping[str, Sequence[Any]]
+    processor: ProcessorMixin, encode: Method, text: str, items: Mapping[str, Sequence[Any]], options: Mapping[str, Any]
 ) -> dict[str, torch.Tensor]:
-    arguments: dict[str, Any] = {"images": items[IMAGE]} if items[IMAGE] else {"audio": items[AUDIO][0]}
-    if items[AUDIO]:
-        arguments["sampling_rate"] = processor.feature_extractor.sampling_rate
-    found = _of_dtypes(_processed(processor, return_tensors="pt", **arguments), {"encode": encode})
+    given: dict[str, Any] = {"images": items[IMAGE]} if items[IMAGE] else {"audio": items[AUDIO][0]}
+    found = _of_dtypes(_processed(processor, return_tensors="pt", **given, **options), {"encode": encode})
     inputs = {name: tensor for name, tensor in found.items() if name in (encode.inputs[0].name, "attention_mask")}
     if text:
         ids = processor.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -98,8 +97,7 @@ def _processed(call: Any, *arguments: Any, **options: Any) -> Any:
     try:
         return call(*arguments, **{name: value for name, value in options.items() if value is not None})
     except Exception as error:  # every processor has checks of its own, under errors of many classes
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise InputError(f"the model's processor refuses the prompt: {reason}; change it, or use the processor in Python") from error
+        raise InputError(f"the model's processor refuses the prompt: {first_line(error)}; change it, or use the processor in Python") from error
 
 
 def _of_dtypes(found: Mapping[str, torch.Tensor], methods: Mapping[str, Method]) -> dict[str, torch.Tensor]:

@@ -58,30 +58,17 @@ def _only_traced(replacement: Callable, original: Callable) -> Callable:
 
 def _positions(
     self: nn.Embedding,
-    input_ids: torch.Tensor,
+    ids_or_shape: torch.Tensor | torch.Size,
     past_key_values_length: int | torch.Tensor = 0,
     position_ids: torch.Tensor | None = None,
     *,
     original: Callable,
 ) -> torch.Tensor:
-    """Positions as `past + arange(n)`, n being a size."""
+    """Positions as `past + arange(n)`, n being a size. Some tables are given ids, some their shape [batch, length]."""
     if position_ids is None:
-        position_ids = past_key_values_length + torch.arange(input_ids.shape[1], device=self.weight.device)
-    return original(self, input_ids, past_key_values_length, position_ids)
-
-
-def _sinusoidal(
-    self: nn.Embedding,
-    input_ids_shape: torch.Size,
-    past_key_values_length: int | torch.Tensor = 0,
-    position_ids: torch.Tensor | None = None,
-    *,
-    original: Callable,
-) -> torch.Tensor:
-    """The same, for a table that is given a shape [batch, length]."""
-    if position_ids is None:
-        position_ids = past_key_values_length + torch.arange(input_ids_shape[1], device=self.weight.device)
-    return original(self, input_ids_shape, past_key_values_length, position_ids)
+        shape = ids_or_shape.shape if isinstance(ids_or_shape, torch.Tensor) else ids_or_shape
+        position_ids = past_key_values_length + torch.arange(shape[1], device=self.weight.device)
+    return original(self, ids_or_shape, past_key_values_length, position_ids)
 
 
 def mix_experts(
@@ -254,7 +241,7 @@ def _mpt_attention(
 METHODS: dict[str, Callable] = {
     "MvpLearnedPositionalEmbedding": _positions,
     "TrOCRLearnedPositionalEmbedding": _positions,
-    "RoFormerSinusoidalPositionalEmbedding": _sinusoidal,
+    "RoFormerSinusoidalPositionalEmbedding": _positions,
     "DbrxExperts": _dbrx_experts,
     "LongcatFlashExperts": _longcat_experts,
     "NllbMoeExperts": _nllb_experts,

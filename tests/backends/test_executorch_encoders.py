@@ -12,7 +12,7 @@ from executorch.runtime import Runtime  # noqa: E402
 
 from exportable_cache import ExportableCache, export, load  # noqa: E402
 from exportable_cache.backends import backend_for  # noqa: E402
-from exportable_cache.backends.executorch.encoders import encoders_to_runtime  # noqa: E402
+from exportable_cache.backends.executorch.encoders import fold_constants, patches_to_linear  # noqa: E402
 from exportable_cache.backends.executorch.lower import lower_programs  # noqa: E402
 from exportable_cache.backends.executorch.tied import write_pte  # noqa: E402
 from exportable_cache.errors import UnsupportedModelError  # noqa: E402
@@ -72,7 +72,7 @@ class Patches(nn.Module):
 @pytest.mark.parametrize("bias", [True, False])
 def test_convolutions_over_one_patch_become_linear(bias: bool) -> None:
     module, values = Patches(4, bias), torch.randn(5, 96)
-    program = encoders_to_runtime(torch.export.export(module, (values,)))
+    program = patches_to_linear(torch.export.export(module, (values,)))
     targets = {node.target for node in program.graph.nodes}
     assert torch.ops.aten.linear.default in targets and torch.ops.aten.conv3d.default not in targets
     torch.testing.assert_close(program.module()(values), module(values))
@@ -81,7 +81,7 @@ def test_convolutions_over_one_patch_become_linear(bias: bool) -> None:
 def test_convolutions_over_more_are_refused() -> None:
     program = torch.export.export(Patches(8), (torch.randn(5, 192),))
     with pytest.raises(UnsupportedModelError, match=r"no kernel for a 3-D convolution of \[5, 3, 2, 8, 4\] by \[8, 3, 2, 4, 4\]"):
-        encoders_to_runtime(program)
+        patches_to_linear(program)
 
 
 class Orders(nn.Module):
@@ -98,7 +98,7 @@ class Orders(nn.Module):
 
 def test_orders_of_constants_are_constants() -> None:
     module, values = Orders(), torch.tensor([0.3, 0.1, 0.2])
-    program = encoders_to_runtime(torch.export.export(module, (values,)))
+    program = fold_constants(torch.export.export(module, (values,)))
     targets = [node.target for node in program.graph.nodes]
     assert targets.count(torch.ops.aten.argsort.default) == 1 and torch.ops.aten.bucketize.Tensor not in targets
     assert torch.equal(program.module()(values), module(values))
@@ -114,6 +114,6 @@ class Sparse(nn.Module):
 
 def test_quantiles_of_constants_are_constants() -> None:
     module, values = Sparse(), torch.tensor([0.3, 1.9, 2.2])
-    program = encoders_to_runtime(torch.export.export(module, (values,)))
+    program = fold_constants(torch.export.export(module, (values,)))
     assert torch.ops.aten.erfinv.default not in [node.target for node in program.graph.nodes]
     assert torch.equal(program.module()(values), module(values))

@@ -228,6 +228,7 @@ def test_images_are_read_and_resized(tmp_path):
 
 def test_images_of_a_grid_are_resized_to_it(tmp_path):
     image = pytest.importorskip("PIL.Image", reason="pillow is not installed")
+    pytest.importorskip("torchvision", reason="transformers 5.23 makes no processor with a part for videos without torchvision")
     kind = getattr(transformers, "Qwen2VLImageProcessorPil", None)
     if kind is None:
         pytest.skip("this transformers release has no image processor on pillow alone")

@@ -200,6 +200,7 @@ def _first_line(error: Exception) -> str:
 
 def write_json(path: Path, facts: dict[str, Any]) -> None:
     """Atomically, as the reader may come at any time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(facts, indent=1))
     temporary.rename(path)

@@ -40,7 +40,6 @@ def main() -> None:
         return
     rows = _selected(arguments)
     targets = arguments.targets.split(",")
-    RESULTS.mkdir(parents=True, exist_ok=True)
     if arguments.keep:
         _take_up_document()
     queue = []
@@ -140,7 +139,6 @@ def _run_all(queue: list[tuple[Architecture, list[str]]], jobs: int) -> None:
 
 def run_apart(row: Architecture, targets: list[str]) -> dict:
     """One architecture in a process of its own; its results, which are kept."""
-    RESULTS.mkdir(parents=True, exist_ok=True)
     _run_all([(row, targets)], 1)
     return read_result(RESULTS, row)
 

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import torch
-from executorch.backends.transforms.utils import create_constant_placeholder
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
 from torch.fx import Node
 
 from ...errors import UnsupportedModelError
-from .graph_edits import constant_of, insert_call
+from .graph_edits import add_constant, add_weight, constant_of, insert_call, replace_call
 
 _WITHOUT_KERNEL = (torch.ops.aten.argsort.default, torch.ops.aten.bucketize.Tensor, torch.ops.aten.erfinv.default)
-
-
-def encoders_to_runtime(program: ExportedProgram) -> ExportedProgram:
-    """`patches_to_linear`, then `fold_constants`."""
-    return fold_constants(patches_to_linear(program))
 
 
 def patches_to_linear(program: ExportedProgram) -> ExportedProgram:
@@ -29,8 +22,7 @@ def patches_to_linear(program: ExportedProgram) -> ExportedProgram:
         UnsupportedModelError: If there is a 3-D convolution over more than that.
     """
     graph = program.graph
-    inputs = next(iter(graph.nodes))
-    for node in [node for node in graph.nodes if node.target is torch.ops.aten.conv3d.default]:
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.conv3d.default):
         patches, weight, bias = (*node.args, None)[:3]
         values = program.state_dict.get(program.graph_signature.inputs_to_parameters.get(weight.name))
         if values is None or not _is_over_one_patch(node):
@@ -39,14 +31,12 @@ def patches_to_linear(program: ExportedProgram) -> ExportedProgram:
                 f"{list(weight.meta['val'].shape)}; export for target 'pt2', or without modalities"
             )
         # Shares the memory of the other: a product in the graph would be no constant to the delegate.
-        with graph.inserting_before(inputs):
-            flat = create_constant_placeholder(program, graph, f"{weight.name}_flat", InputKind.PARAMETER, values.detach().flatten(1))
+        flat = add_weight(program, f"{weight.name}_flat", values.detach().flatten(1))
         with graph.inserting_before(node):
             rows = insert_call(graph, torch.ops.aten.flatten.using_ints, patches, 1)
             product = insert_call(graph, torch.ops.aten.linear.default, rows, flat, bias)
             embedded = insert_call(graph, torch.ops.aten.view.default, product, list(node.meta["val"].shape))
-        node.replace_all_uses_with(embedded)
-        graph.erase_node(node)
+        replace_call(node, embedded)
     program.graph_module.recompile()
     return program
 
@@ -57,16 +47,10 @@ def fold_constants(program: ExportedProgram) -> ExportedProgram:
     Qwen2.5-VL undoes the order of its windows with the first, SmolVLM numbers its patches with the second, Gemma 3n finds the
     threshold of a sparse activation with the third. ExecuTorch 1.4.1 has kernels for none.
     """
-    graph = program.graph
-    inputs = next(iter(graph.nodes))
-    for node in [node for node in graph.nodes if node.target in _WITHOUT_KERNEL]:
+    for node in [node for node in program.graph.nodes if node.target in _WITHOUT_KERNEL]:
         value = constant_of(program, node)
-        if value is None:
-            continue
-        with graph.inserting_before(inputs):
-            constant = create_constant_placeholder(program, graph, f"{node.name}_value", InputKind.BUFFER, value, False)
-        node.replace_all_uses_with(constant)
-        graph.erase_node(node)
+        if value is not None:
+            replace_call(node, add_constant(program, f"{node.name}_value", value))
     program.graph_module.recompile()
     return program
 

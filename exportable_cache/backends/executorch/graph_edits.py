@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from executorch.backends.transforms.utils import create_constant_placeholder
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
@@ -24,8 +27,54 @@ def constant_of(program: ExportedProgram, node: Any) -> Any:
     return node.target(*arguments, **keywords)
 
 
+def add_weight(program: ExportedProgram, name: str, value: torch.Tensor) -> Node:
+    """A parameter of the program, before its other inputs."""
+    with program.graph.inserting_before(next(iter(program.graph.nodes))):
+        return create_constant_placeholder(program, program.graph, name, InputKind.PARAMETER, value)
+
+
+def add_constant(program: ExportedProgram, name: str, value: torch.Tensor, persistent: bool = False) -> Node:
+    """A buffer, before the other inputs."""
+    with program.graph.inserting_before(next(iter(program.graph.nodes))):
+        return create_constant_placeholder(program, program.graph, name, InputKind.BUFFER, value, persistent)
+
+
 def insert_call(graph: Graph, operator: torch._ops.OpOverload, *arguments: Any) -> Node:
     """A call of an operator where the graph inserts, with the value that it has for the values of its arguments."""
     node = graph.call_function(operator, arguments)
     node.meta["val"] = operator(*(argument.meta["val"] if isinstance(argument, Node) else argument for argument in arguments))
     return node
+
+
+def replace_call(node: Node, replacement: Node) -> None:
+    """Give a call's uses to another node, and take it out."""
+    node.replace_all_uses_with(replacement)
+    node.graph.erase_node(node)
+
+
+def calls_to_linear(
+    program: ExportedProgram, name: str, operand_of: Callable[[Node], Node | None], weight_of: Callable[[int], torch.Tensor]
+) -> ExportedProgram:
+    """Rewrite calls as linear layers over a constant, in place, so that they stay inside the XNNPACK delegate.
+
+    Args:
+        name: Of the constants, before their size.
+        operand_of: What a call is applied to, None of a call that stays.
+        weight_of: The constant float32 [outputs, size] for operands of a last dimension.
+    """
+    graph = program.graph
+    weights: dict[int, Node] = {}
+    for node in list(graph.nodes):
+        operand = operand_of(node)
+        if operand is None:
+            continue
+        size = operand.meta["val"].shape[-1]
+        if size not in weights:
+            weights[size] = add_weight(program, f"{name}_{size}", weight_of(size))
+        with graph.inserting_before(node):
+            linear = graph.call_function(torch.ops.aten.linear.default, (operand, weights[size]))
+        linear.meta = dict(node.meta)
+        replace_call(node, linear)
+    graph.eliminate_dead_code()
+    program.graph_module.recompile()
+    return program

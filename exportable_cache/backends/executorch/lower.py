@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,11 +15,20 @@ from torch.export import ExportedProgram
 from .branches import insert_branches
 from .decompositions import decompose
 from .delegates import partitioners_for
-from .encoders import encoders_to_runtime
+from .encoders import fold_constants, patches_to_linear
 from .masked_writes import masked_writes_to_where
 from .means import means_to_linear
 from .quantized import fuse_quantized_embeddings
 from .rotations import rotations_to_linear
+
+Rewrite = Callable[[ExportedProgram], ExportedProgram]
+
+#: What every delegate and the runtime need, in this order.
+REWRITES: tuple[Rewrite, ...] = (
+    *(fuse_quantized_embeddings, patches_to_linear, fold_constants, masked_writes_to_where, decompose),
+)
+#: Other compilers take means and slices as they are, and coremltools 9.0 fails on a linear layer of one output.
+XNNPACK_REWRITES: tuple[Rewrite, ...] = (means_to_linear, rotations_to_linear)
 
 
 # Without it, passes over the branches differentiate them, which fails where these read a position.
@@ -33,14 +43,9 @@ def to_edge(
         constant_methods: Values that the file answers as methods of their own.
         delegate: See `delegates`.
     """
-
-    def prepare(program: ExportedProgram) -> ExportedProgram:
-        program = decompose(masked_writes_to_where(encoders_to_runtime(fuse_quantized_embeddings(program))))
-        # Other compilers take means and slices as they are, and coremltools 9.0 fails on a linear layer of one output.
-        return rotations_to_linear(means_to_linear(program)) if delegate == "xnnpack" else program
-
+    rewrites = (*REWRITES, *(XNNPACK_REWRITES if delegate == "xnnpack" else ()))
     edge = to_edge_transform_and_lower(
-        {name: prepare(program) for name, program in programs.items()},
+        {name: functools.reduce(lambda rewritten, rewrite: rewrite(rewritten), rewrites, program) for name, program in programs.items()},
         partitioner=partitioners_for(delegate),
         # Cache writes are not in the core operator set's validity list, and a dim order of the cache would be copied to.
         compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),

@@ -7,12 +7,10 @@ ends the process where it writes a scalar past dimensions that it leaves whole (
 from __future__ import annotations
 
 import torch
-from executorch.backends.transforms.utils import create_constant_placeholder
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
 from torch.fx import Node
 
-from .graph_edits import constant_of, insert_call
+from .graph_edits import add_constant, constant_of, insert_call, replace_call
 
 _WRITES = {torch.ops.aten.index_put.default: False, torch.ops.aten.index_put_.default: True}
 
@@ -33,8 +31,7 @@ def masked_writes_to_where(program: ExportedProgram) -> ExportedProgram:
             result = insert_call(graph, torch.ops.aten.where.self, mask, value, target)
             if _WRITES[node.target]:
                 result = insert_call(graph, torch.ops.aten.copy_.default, target, result)
-        node.replace_all_uses_with(result)
-        graph.erase_node(node)
+        replace_call(node, result)
     program.graph_module.recompile()
     return program
 
@@ -50,6 +47,4 @@ def _mask_of(program: ExportedProgram, node: Node) -> Node | None:
         return None
     mask = torch.zeros(size, dtype=torch.bool)
     mask[chosen] = True
-    with program.graph.inserting_before(next(iter(program.graph.nodes))):
-        placeholder = create_constant_placeholder(program, program.graph, f"{node.name}_mask", InputKind.BUFFER, mask, False)
-    return placeholder
+    return add_constant(program, f"{node.name}_mask", mask)

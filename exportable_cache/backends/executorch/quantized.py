@@ -9,10 +9,11 @@ from __future__ import annotations
 import executorch.exir.passes._quant_patterns_and_replacements  # noqa: F401  registers the operators ahead of time
 import executorch.kernels.quantized  # noqa: F401  registers their kernels, here and in the runtime
 import torch
-from executorch.backends.transforms.utils import create_constant_placeholder, get_param_tensor
+from executorch.backends.transforms.utils import get_param_tensor
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
 from torch.fx import Node
+
+from .graph_edits import add_constant, replace_call
 
 _INT4 = (-8, 7)
 
@@ -32,15 +33,11 @@ def fuse_quantized_embeddings(program: ExportedProgram) -> ExportedProgram:
         if tuple(limits) == _INT4:
             operator = torch.ops.quantized_decomposed.embedding_4bit.default
             packed = pack_int4(get_param_tensor(program, integers))
-            with graph.inserting_before(next(iter(graph.nodes))):
-                integers = create_constant_placeholder(
-                    program, graph, f"{integers.name}_packed", InputKind.BUFFER, packed, persistent_buffer=True
-                )
+            integers = add_constant(program, f"{integers.name}_packed", packed, persistent=True)
         with graph.inserting_before(node):
             fused = graph.call_function(operator, (integers, scale, None, *limits, indices))
         fused.meta = dict(node.meta)
-        node.replace_all_uses_with(fused)
-        graph.erase_node(node)
+        replace_call(node, fused)
     if lookups:
         graph.eliminate_dead_code()
         program.graph_module.recompile()

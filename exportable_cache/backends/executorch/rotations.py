@@ -7,41 +7,27 @@ projections and the attention: for four slices, of a few numbers each where one 
 from __future__ import annotations
 
 import torch
-from executorch.backends.transforms.utils import create_constant_placeholder
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
 from torch.fx import Node
+
+from .graph_edits import calls_to_linear
+
+# The end of a slice that goes to the end.
+_END = 2**63 - 1
 
 
 def rotations_to_linear(program: ExportedProgram) -> ExportedProgram:
-    """Rewrite each float32 `cat([-x[..., n:], x[..., :n]], -1)` of a static size 2 n as `linear(x, rotation(n))`, in place.
+    """Rewrite each float32 `cat([-x[..., n:], x[..., :n]], -1)` of a static size 2 n as `linear(x, rotation(2 n))`, in place.
 
     The result is the same to the bit for finite numbers: every sum has one term that is not zero.
     """
-    graph = program.graph
-    inputs = next(iter(graph.nodes))
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default):
-        rotated = _rotated(node)
-        if rotated is None:
-            continue
-        half = rotated.meta["val"].shape[-1] // 2
-        with graph.inserting_before(inputs):
-            weight = create_constant_placeholder(
-                program, graph, f"rotation_of_{2 * half}", InputKind.PARAMETER, rotation(half)
-            )
-        with graph.inserting_before(node):
-            linear = graph.call_function(torch.ops.aten.linear.default, (rotated, weight))
-        linear.meta = dict(node.meta)
-        node.replace_all_uses_with(linear)
-        graph.erase_node(node)
-    graph.eliminate_dead_code()
-    program.graph_module.recompile()
-    return program
+    return calls_to_linear(program, "rotation_of", _rotated, rotation)
 
 
-def rotation(half: int) -> torch.Tensor:
-    """The matrix R float32 [2 half, 2 half] with `x @ R.T == cat([-x[half:], x[:half]])`."""
-    matrix = torch.zeros(2 * half, 2 * half)
+def rotation(size: int) -> torch.Tensor:
+    """The matrix R float32 [size, size] with `x @ R.T == cat([-x[size // 2:], x[:size // 2]])`, of an even size."""
+    half = size // 2
+    matrix = torch.zeros(size, size)
     indices = torch.arange(half)
     matrix[indices, half + indices] = -1.0
     matrix[half + indices, indices] = 1.0
@@ -49,18 +35,25 @@ def rotation(half: int) -> torch.Tensor:
 
 
 def _rotated(node: Node) -> Node | None:
-    """The tensor whose halves a concatenation swaps, None if it does something else."""
-    parts, value = node.args[0], node.meta["val"]
-    if value.dtype != torch.float32 or len(parts) != 2 or not isinstance(value.shape[-1], int):
+    """The tensor whose halves a call swaps, None if it does something else."""
+    if node.target is not torch.ops.aten.cat.default or len(node.args[0]) != 2:
         return None
-    last, half = value.dim() - 1, value.shape[-1] // 2
-    if len(node.args) < 2 or node.args[1] not in (-1, last) or parts[0].target != torch.ops.aten.neg.default:
+    value, dim = node.meta["val"], node.args[1] if len(node.args) > 1 else 0
+    negated, first = node.args[0]
+    size = value.shape[-1]
+    if value.dtype != torch.float32 or dim not in (-1, value.dim() - 1) or negated.target is not torch.ops.aten.neg.default:
         return None
-    second, first = parts[0].args[0], parts[1]
-    if first.target != torch.ops.aten.slice.Tensor or second.target != torch.ops.aten.slice.Tensor:
+    second = negated.args[0]
+    if not isinstance(size, int) or _bounds(first) != (0, size // 2) or _bounds(second) != (size // 2, size):
         return None
     source = first.args[0]
-    whole = source is second.args[0] and source.meta["val"].shape[-1] == 2 * half and first.args[1] in (-1, last) and second.args[1] in (-1, last)
-    if not whole or first.args[2:] != (0, half) or second.args[2] != half or second.args[3] < 2 * half or len(second.args) > 4:
+    return source if source is second.args[0] and source.meta["val"].shape[-1] == size else None
+
+
+def _bounds(node: Node) -> tuple[int, int] | None:
+    """Where a slice of step 1 over the last dimension begins and ends, None of anything else."""
+    if node.target is not torch.ops.aten.slice.Tensor:
         return None
-    return source
+    source, dim, start, end, step = (*node.args, *(0, 0, _END, 1)[len(node.args) - 1 :])
+    shape = source.meta["val"].shape
+    return (start, min(end, shape[-1])) if step == 1 and dim in (-1, len(shape) - 1) else None

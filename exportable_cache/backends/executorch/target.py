@@ -11,7 +11,7 @@ from typing import Any
 from executorch.exir import ExecutorchProgramManager
 
 from ...attention import MATMUL_ATTENTION
-from ...errors import BundleError, ExportableCacheError, InputError, UnsupportedModelError
+from ...errors import BundleError, ExportableCacheError, InputError, UnsupportedModelError, first_line
 from ...program import Form, Program
 from ..base import LoweredFile, ProgramDescription, Runner, StandIn, flag
 from ..registry import backend_for
@@ -142,9 +142,8 @@ def _lowered(program: Program, delegate: str, for_llm_runner: bool) -> Executorc
         except ExportableCacheError:
             raise
         except Exception as error:  # passes and compilers of ExecuTorch, each with errors of its own
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise UnsupportedModelError(
-                f"{type(program.model).__name__} cannot be lowered for ExecuTorch ({type(error).__name__}: {reason}); "
+                f"{type(program.model).__name__} cannot be lowered for ExecuTorch ({type(error).__name__}: {first_line(error)}); "
                 "export it for target 'pt2' instead"
             ) from error
     check_kernels(lowered)

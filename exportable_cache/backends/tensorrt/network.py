@@ -13,7 +13,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
-from ...errors import UnsupportedModelError
+from ...errors import UnsupportedModelError, first_line
 from .converters import TORCH_DTYPES
 from .decompositions import decompositions
 from .log import collected_errors
@@ -87,8 +87,7 @@ class NetworkInterpreter(TRTInterpreter):
         except UnsupportedModelError:
             raise
         except Exception as error:  # converters raise whatever they meet
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise UnsupportedModelError(f"TensorRT cannot take {describe_node(node)}: {reason}; {_REMEDY}") from error
+            raise UnsupportedModelError(f"TensorRT cannot take {describe_node(node)}: {first_line(error)}; {_REMEDY}") from error
         traced = node.meta.get("val")
         if isinstance(result, trt.ITensor) and isinstance(traced, torch.Tensor):
             _check_like_traced(node, result, traced)
