@@ -116,7 +116,8 @@ def executorch_llama(name: str, cache: int, folder: Path, *settings: str) -> dic
     command = [sys.executable, "-m", "executorch.extension.llm.export.export_llm", "base.model_class=llama2"]
     command += [f"base.params={folder / 'params.json'}", "model.use_kv_cache=True", "model.use_sdpa_with_kv_cache=True"]
     command += ["backend.xnnpack.enabled=True", "model.dtype_override=fp32", f"export.max_context_length={cache}"]
-    command += [f"export.max_seq_length={min(CHUNK, cache)}", "export.output_name=program.pte", "hydra.run.dir=.", *settings]
+    # It takes one token less than this at once.
+    command += [f"export.max_seq_length={min(CHUNK, cache) + 1}", "export.output_name=program.pte", "hydra.run.dir=.", *settings]
     # In a folder whose name ends in "executorch" its model factory (1.4.1) imports `examples`, which is no package by that name.
     work = folder / "work"
     work.mkdir()

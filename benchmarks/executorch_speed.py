@@ -71,6 +71,9 @@ class Worker:
 
     def __init__(self, folder: Path, threads: int | None) -> None:
         environment = {**os.environ, **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
+        if folder.name.rpartition("-")[2] != "eager":
+            # Programs run in ExecuTorch's own threads; MKL's beside them slow every form down, see `blas_threads`.
+            environment["MKL_NUM_THREADS"] = "1"
         self._log = (folder / "worker.txt").open("ab")
         self._process = subprocess.Popen(
             [sys.executable, str(HERE / "executorch_worker.py"), str(folder)],

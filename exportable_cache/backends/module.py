@@ -179,8 +179,11 @@ def _raised(method: Method, error: Exception) -> Method:
 
 
 def _has_graphs_by_length(method: Method) -> bool:
-    """Encoders of sound shorten it by convolutions, whose guards split the lengths: there is a graph for each range of them."""
-    return not method.is_step and not method.takes_ids
+    """Encoders of sound shorten it by convolutions, whose guards split the lengths: there is a graph for each range of them.
+
+    That a length is a multiple is such a guard, too.
+    """
+    return not method.is_step and (not method.takes_ids or method.multiple > 1)
 
 
 def _step_of(module: torch.nn.Module) -> Callable[..., torch.Tensor]:

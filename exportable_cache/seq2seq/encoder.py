@@ -39,7 +39,7 @@ class Encoder:
         capacity: Positions it gives for the longest input.
         hidden_size: Of its output.
         dtype: Of its output, as the name of a torch dtype.
-        multiple: What the length of an input is a multiple of.
+        multiple: What the length of an input is a multiple of. Text is padded to one, behind a mask.
     """
 
     main_input: TensorSpec
@@ -168,7 +168,7 @@ def encoder_of(model: PreTrainedModel, max_encoder_len: int | None = None, batch
     if longest < kind.least:
         raise InputError(f"max_encoder_len is {longest}; {name} needs at least {kind.least}")
     if longest % kind.multiple:
-        raise InputError(f"max_encoder_len is {longest}; {name} takes whole frames of {kind.multiple} {kind.unit}: pass a multiple of that")
+        raise InputError(f"max_encoder_len is {longest}; {name} takes whole pieces of {kind.multiple} {kind.unit}: pass a multiple of that")
     spec, least = kind.spec, -(-kind.least // kind.multiple) * kind.multiple
     if kind.fixed is not None:
         spec = replace(spec, shape=tuple(longest if size == "length" else size for size in spec.shape))
@@ -225,8 +225,10 @@ def _input_of(model: PreTrainedModel, batch_size: int) -> _Input:
     sound_mask = takes_mask and batch_size > 1
     if name == "input_ids":
         limit = _positions(model)
+        block = _block_of(model) if takes_mask else 1
         default = DEFAULT_ENCODER_LENGTH if limit is None else min(DEFAULT_ENCODER_LENGTH, limit)
-        return _Input(TensorSpec(name, "int64", ("batch", "length")), "tokens", default, takes_mask, limit)
+        spec = TensorSpec(name, "int64", ("batch", "length"))
+        return _Input(spec, "tokens", default - default % block, takes_mask, limit, multiple=block)
     if name == "input_values":
         # Moonshine Streaming cuts them into frames.
         frame = next((module.frame_len for module in model.get_encoder().modules() if hasattr(module, "frame_len")), 1)
@@ -273,6 +275,19 @@ def _sizes(config: Any, fields: tuple[tuple[str, ...], ...]) -> int | None:
             if all(isinstance(value, int) for value in values):
                 return math.prod(values)
     return None
+
+
+def _block_of(model: PreTrainedModel) -> int:
+    """Tokens of a block, where the encoder attends within blocks and pads its input to whole ones.
+
+    How much it pads depends on the length, so that there is one graph for whole blocks only.
+    """
+    config = model.config.get_text_config(encoder=True)
+    if hasattr(config, "local_radius"):
+        # LongT5; its other kind of attention has blocks of both kinds.
+        local = config.local_radius + 1
+        return local if config.encoder_attention_type == "local" else math.lcm(local, config.global_block_size)
+    return getattr(config, "block_size", 1) if hasattr(config, "stagger_local_blocks") else 1
 
 
 def _positions(model: PreTrainedModel) -> int | None:

@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from ..backends.base import Runner
 from ..errors import InputError
@@ -50,10 +51,11 @@ class SessionEncoder:
         mask = inputs.get("attention_mask")
         if mask is not None:
             self._check_mask(mask, length)
-        arguments = [main_input]
+        padding = -length % self.method.multiple
+        arguments = [F.pad(main_input, (0, padding)) if padding else main_input]
         if "attention_mask" in self.method.input_names:
             full = torch.ones(self.batch_size, length, dtype=torch.int64, device=self.device)
-            arguments.append(full if mask is None else mask.to(torch.int64))
+            arguments.append(F.pad(full if mask is None else mask.to(torch.int64), (0, padding)))
         self.outputs = tuple(self.runner.run("encode", *arguments))
         return self.outputs[0]
 
@@ -98,12 +100,14 @@ class SessionEncoder:
         found = list(main_input.shape)
         if len(found) != len(expected) or any(size not in (given, "length") for size, given in zip(expected, found)):
             raise InputError(f"{spec.name} has shape {found}; it must be [{', '.join(map(str, expected))}]")
+        # Text is padded.
+        least = 1 if self.method.takes_ids and self.method.multiple > 1 else least
         if "length" in spec.shape and not least <= found[self._length_dim] <= most:
             raise InputError(
                 f"{spec.name} has length {found[self._length_dim]}; the encoder takes {least} to {most}: shorten the input, "
                 "or allocate or export with a larger max_encoder_len"
             )
-        if "length" in spec.shape and found[self._length_dim] % self.method.multiple:
+        if "length" in spec.shape and found[self._length_dim] % self.method.multiple and not self.method.takes_ids:
             raise InputError(
                 f"{spec.name} has length {found[self._length_dim]}; the encoder takes whole frames of {self.method.multiple}: "
                 "cut it, or pad it with silence"

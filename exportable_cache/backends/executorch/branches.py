@@ -38,15 +38,15 @@ class _AttentionBranches(ExportPass):
     def call_operator(self, op: Any, args: tuple, kwargs: dict[str, Any], meta: NodeMetadata) -> ProxyValue:
         if not _is_choice(op):
             return super().call_operator(op, args, kwargs, meta)
-        operands, single, kind, fold, *others = args
+        operands, single, kind, fold, capacity, scaling = args
         tensors = [operand.data for operand in operands]
-        key = (kind, fold, *others, *(str(tuple(tensor.shape)) for tensor in tensors))
+        key = (kind, fold, capacity, scaling, *(str(tuple(tensor.shape)) for tensor in tensors))
         if key not in self._lowered:
             # A pass runs under the fake mode of its program, a trace makes its own.
             with torch.utils._python_dispatch._disable_current_modes():
-                self._lowered[key] = tuple(_lowered_form(form, tensors) for form in forms_of(kind, fold, *others))
+                self._lowered[key] = tuple(_lowered_form(form, tensors) for form in forms_of(kind, fold, capacity, scaling))
         one, several = (_with_inputs(form, tensors) for form in self._lowered[key])
-        is_single = self.call_sym(operator.ge, (single, least_single(fold)), meta)
+        is_single = self.call_sym(operator.ge, (single, least_single(fold, capacity)), meta)
         return self.call_cond(is_single, one, several, list(operands), meta)
 
 

@@ -11,6 +11,7 @@ from executorch.runtime import Runtime, Verification
 
 from ...errors import BundleError
 from ..base import ProgramDescription
+from .blas_threads import one_blas_thread
 from .delegates import check_runs_here
 
 
@@ -34,5 +35,6 @@ class ExecutorchRunner:
 
     def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         # Outputs live in the method's planned memory and are overwritten by the next call.
-        outputs = self._methods[method].execute([tensor.contiguous() for tensor in inputs])
+        with one_blas_thread():
+            outputs = self._methods[method].execute([tensor.contiguous() for tensor in inputs])
         return outputs[0].clone() if self.methods[method].is_step else tuple(output.clone() for output in outputs)
