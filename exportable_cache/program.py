@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from .attention import ATTENTION, set_attention
 from .cache import ExportableCache
-from .errors import InputError, UnsupportedModelError, first_line
+from .errors import InputError, UnsupportedModelError
 from .layout import cache_argument
 from .methods import Method, checked_prefill_length, methods_for
 from .multimodal import EmbedModule, FeaturesModule, Modality, multimodal_methods
@@ -25,6 +25,7 @@ from .multimodal.deepstack import deepstack_logits, is_stacked
 from .multimodal.masks import image_masks
 from .named_forward import name_forward
 from .patches.transformers import patch_model
+from .refusals import told_by
 from .patches.transformers_encoders import short_masks
 from .patches.transformers_methods import patch_methods
 from .scans import longest_step
@@ -361,7 +362,7 @@ class Program:
                     self.methods[name] = replace(method, min_length=least)
                     return self.export(name, strict)
                 raise UnsupportedModelError(
-                    f"{type(self.model).__name__} cannot be traced ({name}: {type(error).__name__}: {first_line(error)}); "
+                    f"{type(self.model).__name__} cannot be traced ({name}: {told_by(error)}); "
                     "run it in a session, Session.from_model, instead of exporting it"
                 ) from error
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
+from .errors import first_line
+
 #: Models whose own code is wrong with any cache of fixed size, so that ours would be silently wrong with them.
 REFUSED_MODELS = {
     "gemma4_unified": "it looks up pictures in its mask by an offset that it takes for a number; its text model, gemma4_unified_text, has one",
@@ -47,3 +51,16 @@ LONGEST = {"keep_window_size": (("doge",), "past it its attention chooses among 
 
 #: Models whose position bias counts the cache's slots, so that a slot has to be its position: no sinks for them.
 BIASED_BY_SLOT = ("bloom", "mpt")
+
+#: What errors of tracers and compilers say that a model's code does: pattern -> mechanism.
+_MECHANISMS = {
+    r"[Dd]ata.?[Dd]ependent": "a size or a choice depends on what tensors hold",
+    r"Constraints violated|Specializations unexpectedly required": "the code takes other ways for other lengths",
+}
+
+
+def told_by(error: BaseException) -> str:
+    """What somebody's tracer or compiler says of a model: the mechanism that it lacks where that is known, then its own words."""
+    words = f"{type(error).__name__}: {first_line(error)}"
+    mechanism = next((mechanism for pattern, mechanism in _MECHANISMS.items() if re.search(pattern, words)), None)
+    return words if mechanism is None else f"{mechanism}, {words}"

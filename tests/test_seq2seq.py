@@ -59,7 +59,7 @@ def test_eager_sessions_equal_the_model(family: str) -> None:
     assert largest_difference(live(model, family), model, family) <= TOLERANCE
 
 
-@pytest.mark.parametrize(("family", "form"), [("t5", "resident"), ("whisper", "resident"), ("bart", "explicit"), ("moonshine", "resident")])
+@pytest.mark.parametrize(("family", "form"), [("t5", "resident"), ("whisper", "resident"), ("bart", "explicit"), ("moonshine", "resident"), ("longt5", "resident"), ("pegasus_x", "resident")])
 def test_pt2_programs_equal_the_model(family: str, form: str, tmp_path: Path) -> None:
     model = tiny_seq2seq(family)
     session = lowered_session(model, "pt2", tmp_path, MAX_CACHE_LEN, max_encoder_len=sizes(family)[0], form=form)
@@ -75,13 +75,25 @@ def test_executorch_programs_equal_the_model(family: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["t5", "whisper"])
+@pytest.mark.parametrize("family", ["t5", "whisper", "longt5"])
 def test_compiled_sessions_equal_the_model(family: str) -> None:
     model = tiny_seq2seq(family)
     assert largest_difference(live(model, family, compile=True), model, family) <= TOLERANCE
 
 
-@pytest.mark.parametrize("family", ["t5", "bart", "moonshine"])
+def test_text_is_padded_to_whole_blocks_of_the_encoder() -> None:
+    model = tiny_seq2seq("longt5")
+    cache = ExportableCache.from_model(model, MAX_CACHE_LEN, max_encoder_len=9)
+    session = Session.from_model(model, cache, prefill_length=16)
+    assert (session.runner.methods["encode"].multiple, session.runner.methods["encode"].max_length) == (4, 12)
+    for length in (1, 4, 7, 12):
+        hidden = session.encode(**encoder_inputs(model, length))
+        assert hidden.shape[1] == max(8, -(-length // 4) * 4) and session._encoder.outputs[1].tolist() == [length]
+    with pytest.raises(InputError, match="the encoder takes 1 to 12"):
+        session.encode(**encoder_inputs(model, 13))
+
+
+@pytest.mark.parametrize("family", ["t5", "bart", "moonshine", "longt5"])
 def test_padded_rows_equal_the_rows_alone(family: str) -> None:
     model = tiny_seq2seq(family)
     longest, lengths = sizes(family)

@@ -18,10 +18,11 @@ from ..attention import ATTENTION, set_attention
 from ..cache import ExportableCache
 from ..decoding.chooser import Chooser
 from ..decoding.choosing_steps import ChoosingSteps
-from ..errors import UnsupportedModelError, first_line
+from ..errors import UnsupportedModelError
 from ..methods import Method
 from ..multimodal import Modality
 from ..program import ResidentModule, front_module, program_methods
+from ..refusals import told_by
 from .graph_cache import GraphCache
 
 #: Prompts shorter than this may go token by token, where the model's code has no graph for them and longer ones in common.
@@ -174,7 +175,7 @@ def _raised(method: Method, error: Exception) -> Method:
         if method.min_length < least <= min(LONGEST_LEAST, method.max_length):
             return replace(method, min_length=least)
     raise UnsupportedModelError(
-        f"{method.name} cannot be compiled into one graph ({type(error).__name__}: {first_line(error)}); run the session without compile=True"
+        f"{method.name} cannot be compiled into one graph ({told_by(error)}); run the session without compile=True"
     ) from error
 
 

@@ -161,6 +161,9 @@ def encoder_of(model: PreTrainedModel, max_encoder_len: int | None = None, batch
     kind = _input_of(model, batch_size)
     name = type(model).__name__
     longest = max_encoder_len or kind.default
+    if kind.spec.name == "input_ids" and kind.multiple > 1:
+        # Text is padded to whole blocks. A single one has a graph of its own, and one length alone would mean that nothing is padded.
+        longest = max(3, -(-longest // kind.multiple)) * kind.multiple
     if kind.fixed is not None and longest != kind.fixed:
         raise InputError(f"max_encoder_len is {longest}; the encoder of {name} takes {kind.fixed} {kind.unit}, no other number")
     if kind.limit is not None and longest > kind.limit:
@@ -228,7 +231,7 @@ def _input_of(model: PreTrainedModel, batch_size: int) -> _Input:
         block = _block_of(model) if takes_mask else 1
         default = DEFAULT_ENCODER_LENGTH if limit is None else min(DEFAULT_ENCODER_LENGTH, limit)
         spec = TensorSpec(name, "int64", ("batch", "length"))
-        return _Input(spec, "tokens", default - default % block, takes_mask, limit, multiple=block)
+        return _Input(spec, "tokens", default, takes_mask, limit, least=1 if block == 1 else 2 * block, multiple=block)
     if name == "input_values":
         # Moonshine Streaming cuts them into frames.
         frame = next((module.frame_len for module in model.get_encoder().modules() if hasattr(module, "frame_len")), 1)

@@ -51,7 +51,7 @@ class SessionEncoder:
         mask = inputs.get("attention_mask")
         if mask is not None:
             self._check_mask(mask, length)
-        padding = -length % self.method.multiple
+        padding = max(length + -length % self.method.multiple, self.method.min_length) - length
         arguments = [F.pad(main_input, (0, padding)) if padding else main_input]
         if "attention_mask" in self.method.input_names:
             full = torch.ones(self.batch_size, length, dtype=torch.int64, device=self.device)

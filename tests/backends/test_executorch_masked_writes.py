@@ -1,4 +1,4 @@
-"""Writes of one number through the runtime, where its own operator fails."""
+"""Writes of the same values to many places through the runtime, where its own operator fails."""
 
 import pytest
 import torch
@@ -23,6 +23,19 @@ class Masked(nn.Module):
         return cleared + values
 
 
+class Embedded(nn.Module):
+    """One vector wherever a number is above 3, as the end of a picture has an embedding of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("vector", torch.arange(6.0))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        embedded = values.clone()
+        embedded[values[..., 0] >= 3] = self.vector
+        return embedded + values
+
+
 class Chosen(nn.Module):
     """Numbers of the vocabulary that are never given out."""
 
@@ -37,12 +50,17 @@ class Chosen(nn.Module):
 
 
 class Elsewhere(nn.Module):
-    """Writes that stay: several numbers, indices that come in, numbers that are added up."""
+    """Writes that stay: a value for each place, indices that come in, numbers that are added up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("chosen", torch.tensor([1, 3]))
 
     def forward(self, values: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         written = values.clone()
         written[:, indices] = 1.0
         written[0] = values[0] * 3
+        written[:, self.chosen] = values[:, :2] * 2
         return torch.ops.aten.index_put(written, [values > 2], torch.tensor(1.0), True)
 
 
@@ -50,8 +68,8 @@ def writes(program: torch.export.ExportedProgram) -> int:
     return sum(node.op == "call_function" and "index_put" in str(node.target) for node in program.graph.nodes)
 
 
-@pytest.mark.parametrize("module", [Masked(), Chosen()], ids=["mask", "indices"])
-def test_one_number_is_written_by_a_choice(module: nn.Module) -> None:
+@pytest.mark.parametrize("module", [Masked(), Embedded(), Chosen()], ids=["mask", "vector", "indices"])
+def test_the_same_values_are_written_by_a_choice(module: nn.Module) -> None:
     values = torch.arange(18, dtype=torch.float32).view(1, 3, 6) / 3
     expected = module(values)
     program = torch.export.export(module, (values,))
@@ -67,4 +85,4 @@ def test_other_writes_are_left_alone() -> None:
     values, indices = torch.randn(2, 4), torch.tensor([0, 2])
     program = torch.export.export(Elsewhere(), (values, indices))
     before = writes(program)
-    assert before == 2 == writes(masked_writes_to_where(program))
+    assert before == 3 == writes(masked_writes_to_where(program))

@@ -51,6 +51,9 @@ _SPEECH = ("whisper", "moonshine")
 FAMILIES: dict[str, dict[str, Any]] = {
     "whisper": {"num_mel_bins": 8, "max_source_positions": 12, "max_target_positions": 128},
     "marian": {"decoder_vocab_size": VOCAB},
+    # Several blocks of the encoder's attention.
+    "longt5": {"local_radius": 3},
+    "pegasus_x": {"block_size": 4},
     "switch_transformers": {"num_experts": 4},
     "moonshine": {
         "vocab_size": VOCAB,

@@ -48,6 +48,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "reformer": {"attn_layers": ["local", "lsh"], "axial_pos_embds_dim": [32, 32], "axial_pos_shape": [16, 16]},
     "xmod": {"default_language": "en_XX"},
+    # Encoders that attend within blocks: several of them.
+    "longt5": {"local_radius": 3},
+    "pegasus_x": {"block_size": 4},
     "hy_v4": {"indexer_types": ["full", "shared"]},
     "glm_moe_dsa": {"indexer_types": ["full", "shared"]},
     # multimodal: rotary sections that the modeling code assumes where the config states none

@@ -14,6 +14,9 @@ from ..base import ProgramDescription
 from .blas_threads import one_blas_thread
 from .delegates import check_runs_here
 
+# The runtime's error code MemoryAllocationFailed, as its messages give it.
+_NO_MEMORY = "error: 0x:21"
+
 
 class ExecutorchRunner:
     """The methods of one program instance: they share its cache, which starts at zero.
@@ -31,7 +34,10 @@ class ExecutorchRunner:
             self._program = Runtime.get().load_program(path, verification=Verification.Minimal)
             self._methods = {name: self._program.load_method(name) for name in description.methods}
         except (OSError, RuntimeError) as error:
-            raise BundleError(f"the ExecuTorch runtime cannot load {path.name}: {error}; export the model again") from error
+            remedy = "export the model again"
+            if _NO_MEMORY in str(error):
+                remedy = "memory is planned for the longest input: export with a smaller max_encoder_len or prefill_length"
+            raise BundleError(f"the ExecuTorch runtime cannot load {path.name}: {error}; {remedy}") from error
 
     def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         # Outputs live in the method's planned memory and are overwritten by the next call.

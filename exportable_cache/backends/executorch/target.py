@@ -11,8 +11,9 @@ from typing import Any
 from executorch.exir import ExecutorchProgramManager
 
 from ...attention import MATMUL_ATTENTION
-from ...errors import BundleError, ExportableCacheError, InputError, UnsupportedModelError, first_line
+from ...errors import BundleError, ExportableCacheError, InputError, UnsupportedModelError
 from ...program import Form, Program
+from ...refusals import told_by
 from ..base import LoweredFile, ProgramDescription, Runner, StandIn, flag
 from ..registry import backend_for
 from .delegates import BACKEND_IDS, ELSEWHERE, check_cache, check_methods, delegated_calls, elsewhere_remark
@@ -143,7 +144,7 @@ def _lowered(program: Program, delegate: str, for_llm_runner: bool) -> Executorc
             raise
         except Exception as error:  # passes and compilers of ExecuTorch, each with errors of its own
             raise UnsupportedModelError(
-                f"{type(program.model).__name__} cannot be lowered for ExecuTorch ({type(error).__name__}: {first_line(error)}); "
+                f"{type(program.model).__name__} cannot be lowered for ExecuTorch ({told_by(error)}); "
                 "export it for target 'pt2' instead"
             ) from error
     check_kernels(lowered)

@@ -1,0 +1,28 @@
+"""What a refusal says of an error that somebody's tracer raised."""
+
+from __future__ import annotations
+
+import pytest
+
+from exportable_cache.refusals import told_by
+
+
+class GuardOnDataDependentSymNode(Exception):
+    pass
+
+
+class ConstraintViolationError(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (GuardOnDataDependentSymNode("Could not guard\non u0 < 1"), "a size or a choice depends on what tensors hold, GuardOnDataDependentSymNode: Could not guard"),
+        (ConstraintViolationError("Constraints violated (length)!"), "the code takes other ways for other lengths, ConstraintViolationError: Constraints violated (length)!"),
+        (KeyError("other"), "KeyError: 'other'"),
+        (RuntimeError(""), "RuntimeError: RuntimeError"),
+    ],
+)
+def test_the_mechanism_comes_first(error: Exception, told: str) -> None:
+    assert told_by(error) == told
