@@ -149,7 +149,13 @@ def measure(
 
 
 def merged(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All rows, of those with the same model, cache and form the new one, in the order of the forms."""
+    """All rows, of those with the same model, cache and form the new one, in the order of the forms.
+
+    But a form that others of an earlier run were compared with, and are not compared again, stays as it was for them.
+    """
+    again = {row["form"] for row in new}
+    bases = {(row["model"], row["cache"], row["base"]) for row in old if row["form"] not in again}
+    new = [row for row in new if (row["model"], row["cache"], row["form"]) not in bases]
     rows = {(row["model"], row["cache"], row["form"]): row for row in (*old, *new)}
     order = {form: index for index, form in enumerate(FORMS)}
     return sorted(rows.values(), key=lambda row: (list(MODELS).index(row["model"]), row["cache"], order[row["form"]]))
@@ -194,7 +200,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     pyplot.rcParams.update({"svg.hashsalt": "executorch", "svg.fonttype": "none"})
     models = list(dict.fromkeys(row["model"] for row in rows))
     figure, axes = pyplot.subplots(
-        2, len(models), figsize=(4.5 * len(models), 6.2), squeeze=False, sharey="row", layout="constrained"
+        2, len(models), figsize=(max(7, 4.5 * len(models)), 6.2), squeeze=False, sharey="row", layout="constrained"
     )
     for index, form in enumerate(dict.fromkeys(row["form"] for row in rows)):
         for column, model in enumerate(models):
@@ -215,6 +221,9 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         for line, where in enumerate(("at position 100", "near the end")):
             axes[line][column].set_title(f"{model}, {where}", fontsize=9)
             axes[line][column].set(xscale="log", yscale="log", xlabel="slots allocated")
+            caches = sorted({row["cache"] for row in rows})
+            axes[line][column].set_xticks(caches, caches)
+            axes[line][column].minorticks_off()
     for line in axes:
         line[0].set_ylabel("ms per token")
     labels = {label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}

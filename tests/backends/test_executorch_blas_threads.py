@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -23,9 +24,21 @@ def most() -> int:
     return blas_threads._mkl().mkl_serv_get_max_threads()
 
 
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Also where the tests run with one."""
+    mkl = blas_threads._mkl()
+    local = mkl.mkl_serv_set_num_threads_local(0)
+    before = most()
+    mkl.mkl_serv_set_num_threads(2)
+    yield
+    mkl.mkl_serv_set_num_threads(before)
+    mkl.mkl_serv_set_num_threads_local(local)
+
+
 @needs_mkl
 @pytest.mark.parametrize("threads", [None, 3])
-def test_numbers_of_threads_are_as_before(threads: int | None) -> None:
+def test_numbers_of_threads_are_as_before(threads: int | None, two_threads: None) -> None:
     before = torch.get_num_threads()
     try:
         if threads:
@@ -40,7 +53,7 @@ def test_numbers_of_threads_are_as_before(threads: int | None) -> None:
 
 
 @needs_mkl
-def test_a_runner_runs_so() -> None:
+def test_a_runner_runs_so(two_threads: None) -> None:
     seen = []
 
     class Method:
@@ -54,7 +67,7 @@ def test_a_runner_runs_so() -> None:
     runner = object.__new__(ExecutorchRunner)
     runner.methods, runner._methods = {"forward": Description()}, {"forward": Method()}
     runner.run("forward", torch.zeros(1))
-    assert seen == [1]
+    assert seen == [1] and most() == 2
 
 
 THREADS = """
