@@ -25,9 +25,9 @@ from .multimodal.deepstack import deepstack_logits, is_stacked
 from .multimodal.masks import image_masks
 from .named_forward import name_forward
 from .patches.transformers import patch_model
-from .refusals import told_by
 from .patches.transformers_encoders import short_masks
 from .patches.transformers_methods import patch_methods
+from .refusals import told_by
 from .scans import longest_step
 from .seq2seq import EncodeModule, ExportableEncoderDecoderCache, decoder_arguments, seq2seq_methods
 

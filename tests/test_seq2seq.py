@@ -81,6 +81,17 @@ def test_compiled_sessions_equal_the_model(family: str) -> None:
     assert largest_difference(live(model, family, compile=True), model, family) <= TOLERANCE
 
 
+@pytest.mark.parametrize("target", ["eager", "pt2"])
+def test_blocks_with_global_tokens_equal_the_model(target: str, tmp_path: Path) -> None:
+    model = tiny_seq2seq("longt5", encoder_attention_type="transient-global", global_block_size=6)
+    if target == "eager":
+        session = live(model, "longt5")
+    else:
+        session = lowered_session(model, target, tmp_path, MAX_CACHE_LEN, max_encoder_len=20)
+    assert session.runner.methods["encode"].multiple == 12
+    assert largest_difference(session, model, "longt5") <= TOLERANCE
+
+
 def test_text_is_padded_to_whole_blocks_of_the_encoder() -> None:
     model = tiny_seq2seq("longt5")
     cache = ExportableCache.from_model(model, MAX_CACHE_LEN, max_encoder_len=9)

@@ -285,7 +285,8 @@ def _block_of(model: PreTrainedModel) -> int:
 
     How much it pads depends on the length, so that there is one graph for whole blocks only.
     """
-    config = model.config.get_text_config(encoder=True)
+    # Its text config has lost the kind of attention.
+    config = model.config
     if hasattr(config, "local_radius"):
         # LongT5; its other kind of attention has blocks of both kinds.
         local = config.local_radius + 1
