@@ -171,7 +171,7 @@ def encoder_of(model: PreTrainedModel, max_encoder_len: int | None = None, batch
     if longest < kind.least:
         raise InputError(f"max_encoder_len is {longest}; {name} needs at least {kind.least}")
     if longest % kind.multiple:
-        raise InputError(f"max_encoder_len is {longest}; {name} takes whole pieces of {kind.multiple} {kind.unit}: pass a multiple of that")
+        raise InputError(f"max_encoder_len is {longest}; {name} takes whole frames of {kind.multiple} {kind.unit}: pass a multiple of that")
     spec, least = kind.spec, -(-kind.least // kind.multiple) * kind.multiple
     if kind.fixed is not None:
         spec = replace(spec, shape=tuple(longest if size == "length" else size for size in spec.shape))
