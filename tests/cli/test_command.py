@@ -111,9 +111,11 @@ def test_exit_inside_a_command_keeps_its_code():
 def test_killed_commands_leave_nothing_half_written(tmp_path, number, code):
     script = tmp_path / "script.py"
     script.write_text(
-        "import sys, time\n"
+        "import signal, sys, time\n"
         "from pathlib import Path\n"
         "import typer\n"
+        # Where the tests run in the background of a shell without job control, they are told to ignore it.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "import exportable_cache.cli.app as module\n"
         "from exportable_cache.cli import main\n"
         "from exportable_cache.cli.command import Command\n"
