@@ -80,6 +80,11 @@ class Method:
         return self.inputs[0].name == "input_ids"
 
     @property
+    def pads(self) -> bool:
+        """Whether a session pads its input to a multiple: text, where a sound has to come in whole frames."""
+        return self.takes_ids and self.multiple > 1
+
+    @property
     def input_names(self) -> tuple[str, ...]:
         """Names of the inputs, in order."""
         return tuple(spec.name for spec in self.inputs)

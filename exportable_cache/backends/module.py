@@ -184,7 +184,7 @@ def _has_graphs_by_length(method: Method) -> bool:
 
     That a length is a multiple is such a guard, too.
     """
-    return not method.is_step and (not method.takes_ids or method.multiple > 1)
+    return not method.is_step and (not method.takes_ids or method.pads)
 
 
 def _step_of(module: torch.nn.Module) -> Callable[..., torch.Tensor]:

@@ -33,9 +33,8 @@ def encoder_lengths(method: Method) -> list[int]:
     """Lengths to try: the longest, a short one, and one between."""
     least, most = method.min_length, method.max_length
     lengths = {most, min(most, least + 2 * method.multiple), (least + most) // 2}
-    if method.takes_ids:
-        # A session pads text to whole blocks.
-        return sorted({length - (method.multiple > 1) for length in lengths}, reverse=True)
+    if method.pads:
+        return sorted({length - 1 for length in lengths}, reverse=True)
     return sorted({length - length % method.multiple for length in lengths}, reverse=True)
 
 

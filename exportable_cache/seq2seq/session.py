@@ -100,14 +100,13 @@ class SessionEncoder:
         found = list(main_input.shape)
         if len(found) != len(expected) or any(size not in (given, "length") for size, given in zip(expected, found)):
             raise InputError(f"{spec.name} has shape {found}; it must be [{', '.join(map(str, expected))}]")
-        # Text is padded.
-        least = 1 if self.method.takes_ids and self.method.multiple > 1 else least
+        least = 1 if self.method.pads else least
         if "length" in spec.shape and not least <= found[self._length_dim] <= most:
             raise InputError(
                 f"{spec.name} has length {found[self._length_dim]}; the encoder takes {least} to {most}: shorten the input, "
                 "or allocate or export with a larger max_encoder_len"
             )
-        if "length" in spec.shape and found[self._length_dim] % self.method.multiple and not self.method.takes_ids:
+        if "length" in spec.shape and found[self._length_dim] % self.method.multiple and not self.method.pads:
             raise InputError(
                 f"{spec.name} has length {found[self._length_dim]}; the encoder takes whole frames of {self.method.multiple}: "
                 "cut it, or pad it with silence"

@@ -25,7 +25,11 @@ Rewrite = Callable[[ExportedProgram], ExportedProgram]
 
 #: What every delegate and the runtime need, in this order.
 REWRITES: tuple[Rewrite, ...] = (
-    *(fuse_quantized_embeddings, patches_to_linear, fold_constants, masked_writes_to_where, decompose),
+    fuse_quantized_embeddings,
+    patches_to_linear,
+    fold_constants,
+    masked_writes_to_where,
+    decompose,
 )
 #: Other compilers take means and slices as they are, and coremltools 9.0 fails on a linear layer of one output.
 XNNPACK_REWRITES: tuple[Rewrite, ...] = (means_to_linear, rotations_to_linear)
