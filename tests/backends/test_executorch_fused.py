@@ -85,7 +85,7 @@ def test_the_fused_layout_is_part_of_the_program() -> None:
     program = program_of("gemma3_text")
     ring, full = program.cache.layers
     assert (type(ring), type(full)) == (FusedRingLayer, FusedFullLayer)
-    assert full.keys.shape == (1, CAPACITY, 2, 8) and ring.keys.shape == (1, WINDOW + 1, 2, 8)
+    assert full.keys.shape == (2, CAPACITY, 1, 8) and ring.keys.shape == (2, WINDOW + 1, 1, 8)
     assert full.max_length == CAPACITY and full.config() == {"capacity": CAPACITY}
     assert ring.max_length is None and ring.config() == {"capacity": WINDOW, "window": WINDOW}
     assert FusedFullLayer.from_state(full.config(), {}).max_rollback(9, 20) == 9
@@ -159,7 +159,7 @@ def test_the_cache_is_touched_by_the_fused_operators_only(hybrid) -> None:
     # RMSNorm stays inside the delegate, and no product is left to the portable kernels.
     assert not {"aten::mean", "aten::rsqrt", "aten::mul", "aten::linear", "aten::mm", "aten::bmm"} & counts.keys()
     assert not {"aten::copy_", "aten::index_put", "aten::index_put_", "aten::expand_copy"} & counts.keys()
-    full, ring = [1, CAPACITY, 2, 8], [1, WINDOW + 1, 2, 8]
+    full, ring = [2, CAPACITY, 1, 8], [2, WINDOW + 1, 1, 8]
     # Rotary embeddings stay inside it, too: what is sliced beside the ring is its first new row, twice, and the last token.
     assert sum(name == "aten::slice_copy" and ring not in shapes for name, shapes in calls) == 3
     assert {name for name, shapes in calls if full in shapes} == {"llama::update_cache", "llama::custom_sdpa"}

@@ -30,8 +30,8 @@ from exportable_cache.backends.executorch.fused_quantized import (  # noqa: E402
 from .test_executorch import instructions  # noqa: E402
 
 CAPACITY = 96
-SCALES = ([1, CAPACITY, 2, 1], [1, WINDOW + 1, 2, 1])
-FULL, RING = [1, CAPACITY, 2, 8], [1, WINDOW + 1, 2, 8]
+SCALES = ([2, CAPACITY, 1, 1], [2, WINDOW + 1, 1, 1])
+FULL, RING = [2, CAPACITY, 1, 8], [2, WINDOW + 1, 1, 8]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def test_the_layers_take_a_quarter_and_their_scales() -> None:
 
 
 def test_slots_are_read_as_they_were_rounded() -> None:
-    stored, scales = quantize_rows(torch.randn(1, 5, 2, 8))
+    stored, scales = quantize_rows(torch.randn(2, 5, 1, 8))
     assert torch.equal(dequantize_slots(stored, scales), dequantize_rows(stored, scales, torch.float32))
 
 

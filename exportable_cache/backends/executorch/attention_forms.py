@@ -1,8 +1,9 @@
 """The forms of attention over fused layers, and the operator that stands for the choice between them while a program is traced.
 
-A step of one token folds the query heads that share a key head into rows of one product, so that every key and value is
-read once, not once per query head: 1.2 times as fast as the operator's own grouping at position 100, 1.5 times near the end of
-4096 slots and 2.8 times near the end of 32768 (3 query heads per key head of 64, 2 cores, see `blas_threads`).
+A step of one token folds the query heads that share a key head into rows of one product, so that every key and value is read
+once, not once per query head. Its queries and output are read in that order as they are. The several tokens of a prompt, whose
+rows must be consecutive tokens, have their heads put in order by copies of whole rows: the runtime's own permutation goes by
+single numbers.
 
 The file chooses by a branch, which `torch.cond` would make of the two forms. Traced as such, each layer's branches are traced again
 by every decomposition and pass of a lowering: half of an export's time. So a program is traced and lowered with one operator,
@@ -28,9 +29,9 @@ def fused_attention(
     """Attention over a fused layer, in the form that `forms_of` gives for the step.
 
     Args:
-        operands: Of a full layer, the query [1, query_length, heads, head_dim], the length int64 [1], and the stored tensors. Of
-            a ring, the query, the mask [query_length, capacity + query_length], the slots int64 [1, query_length], the length,
-            the stored tensors, and the new rows of each.
+        operands: Of a full layer, the query [1, heads, query_length, head_dim], the length int64 [1], and the stored tensors. Of
+            a ring, the query, the mask [query_length, capacity + query_length], the slots int64 [num_heads, query_length], the
+            length, the stored tensors, and the new rows of each.
         single: The newest slot to read if the step has one token, anything below zero if it has several.
         kind: `full` or `ring`.
         fold: Query heads that become rows of one product.
@@ -41,55 +42,48 @@ def fused_attention(
         The output [1, query_length, heads, head_dim]; of a ring also its slots.
     """
     one, several = forms_of(kind, fold, capacity, scaling)
-    return list((one if single >= least_single(fold, capacity) else several)(*operands))
+    return list((one if single >= least_single(fold) else several)(*operands))
 
 
 @fused_attention.register_fake
 def _(
     operands: Sequence[torch.Tensor], single: int, kind: str, fold: int, capacity: int, scaling: float
 ) -> list[torch.Tensor]:
-    return [torch.empty_like(operands[index]) for index in ((0,) if kind == "full" else (0, 2))]
+    query = operands[0]
+    _, heads, query_length, head_dim = query.shape
+    output = query.new_empty(1, query_length, heads, head_dim)
+    return [output] if kind == "full" else [output, torch.empty_like(operands[2])]
 
 
-def least_single(fold: int, capacity: int) -> int:
+def least_single(fold: int) -> int:
     """The least `single` at which the folded form is right.
 
     The operator takes the rows of a product for consecutive tokens ending at the last key, so their first may not be negative.
     """
-    return _rows_of(fold, capacity) - 1
-
-
-def _rows_of(fold: int, capacity: int) -> int:
-    """Rows of a product that `fold` heads are put into: whole fours, at which kernels of products work, if there are as many slots.
-
-    Four rows in place of three: 0.87 of the time near the end of 4096 slots and 0.71 near the end of 32768 (4 key heads of 64, MKL).
-    """
-    fours = -(-fold // 4) * 4
-    return fours if 1 < fold and fours <= capacity else fold
+    return fold - 1
 
 
 def forms_of(kind: str, fold: int, capacity: int, scaling: float) -> tuple[Form, Form]:
     """The form for one token and the form for several. What they close over is numbers, and positions are read inside."""
     if kind == "full":
-        return _folded(fold, capacity, scaling), causal(capacity, scaling)
+        return _folded(fold, capacity, scaling), _causal(capacity, scaling)
     return _folded_over_ring(fold, capacity, scaling), _masked(capacity, scaling)
 
 
-def causal(capacity: int, scaling: float) -> Form:
-    """Causal attention over a full layer, for any number of tokens."""
-
+def _causal(capacity: int, scaling: float) -> Form:
     def form(query: torch.Tensor, length: torch.Tensor, *stored: torch.Tensor) -> tuple[torch.Tensor]:
         start = length[0].item()
         torch._check(start >= 0)
         torch._check(start < capacity)
         if len(stored) > 2:
             # Read, not computed from `start`: a sum of two symbols does not lower.
-            end = (length + query.shape[1])[0].item()
+            end = (length + query.shape[2])[0].item()
             torch._check(end >= 1)
             torch._check(end <= capacity)
             stored = [part[:, :end] for part in stored]
         keys, values = _readable(stored)
-        return (torch.ops.llama.custom_sdpa(query, keys, values, start, None, 0.0, True, scaling),)
+        output = torch.ops.llama.custom_sdpa(_by_key_head(query, keys), keys, values, start, None, 0.0, True, scaling)
+        return (_by_token(output),)
 
     return form
 
@@ -114,7 +108,8 @@ def _masked(capacity: int, scaling: float) -> Form:
         stored, new = rows[: len(rows) // 2], rows[len(rows) // 2 :]
         joined = [torch.cat([old[:, :capacity], added], dim=1) for old, added in zip(stored, new, strict=True)]
         keys, values = _readable(joined)
-        return torch.ops.llama.custom_sdpa(query, keys, values, 0, mask, 0.0, False, scaling), slots.clone()
+        output = torch.ops.llama.custom_sdpa(_by_key_head(query, keys), keys, values, 0, mask, 0.0, False, scaling)
+        return _by_token(output), slots.clone()
 
     return form
 
@@ -131,11 +126,11 @@ def dequantize_slots(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """What `quantize_rows` has kept, through one kernel of ExecuTorch.
 
     Args:
-        rows: int8 [1, slots, num_heads, head_dim].
-        scales: float32 [1, slots, num_heads, 1].
+        rows: int8 [num_heads, slots, 1, head_dim].
+        scales: float32 [num_heads, slots, 1, 1].
 
     Returns:
-        float32 [1, slots, num_heads, head_dim].
+        float32 [num_heads, slots, 1, head_dim].
     """
     # The operator that can do without zero points takes two dimensions: their product, of a symbolic length, does not lower.
     zeros = torch.zeros_like(scales, dtype=torch.int64)
@@ -147,23 +142,42 @@ def _attend_folded(
 ) -> torch.Tensor:
     """Attention of one token over slots 0 to `newest`, `fold` query heads as rows of one product.
 
-    The operator reads `start_pos + rows` keys, and without causality every row sees them all.
+    The operator reads `start_pos + rows` keys, and without causality every row sees them all: which of the query heads of a key
+    head are its rows, and which its heads, is all one.
 
     Args:
-        query: [1, query_length, heads, head_dim]; the result is right for a query_length of 1.
+        query: [1, heads, query_length, head_dim]; the result is right for a query_length of 1.
         stored: See `_readable`.
-        newest: At least `least_single(fold, capacity)`.
+        newest: At least `least_single(fold)`.
+
+    Returns:
+        [1, query_length, heads, head_dim].
     """
-    rows = _rows_of(fold, capacity)
-    torch._check(newest >= rows - 1)
+    torch._check(newest >= fold - 1)
     torch._check(newest < capacity)
     if len(stored) > 2:
         stored = [part[:, : newest + 1] for part in stored]
     keys, values = _readable(stored)
-    _, query_length, heads, head_dim = query.shape
-    # Heads are picked and put together again: for so few numbers the runtime's permutation takes 15 times as long.
-    grouped = query.view(1, query_length, heads // fold, fold, head_dim)
-    folded = torch.cat([grouped.select(3, index % fold) for index in range(rows)], dim=1)
-    output = torch.ops.llama.custom_sdpa(folded, keys, values, newest - (rows - 1), None, 0.0, False, scaling)
-    picked = output.view(1, rows, query_length, heads // fold, head_dim)
-    return torch.stack([picked.select(1, index) for index in range(fold)], dim=3).view(query.shape)
+    _, heads, query_length, head_dim = query.shape
+    num_heads = keys.shape[0]
+    folded = query.view(num_heads, fold * query_length, heads // num_heads // fold, head_dim)
+    output = torch.ops.llama.custom_sdpa(folded, keys, values, newest - (fold - 1), None, 0.0, False, scaling)
+    return output.view(1, query_length, heads, head_dim)
+
+
+def _by_key_head(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Queries of several tokens beside their key head: [1, heads, query_length, head_dim] -> [num_heads, query_length, groups, head_dim]."""
+    _, heads, query_length, head_dim = query.shape
+    num_heads = keys.shape[0]
+    groups = heads // num_heads
+    grouped = query.view(num_heads, groups, query_length, head_dim)
+    side_by_side = torch.cat([grouped.select(1, index) for index in range(groups)], dim=-1)
+    return side_by_side.view(num_heads, query_length, groups, head_dim)
+
+
+def _by_token(output: torch.Tensor) -> torch.Tensor:
+    """The way back to transformers' order: [num_heads, query_length, groups, head_dim] -> [1, query_length, heads, head_dim]."""
+    num_heads, query_length, groups, head_dim = output.shape
+    rows = output.view(num_heads, query_length, groups * head_dim)
+    side_by_side = torch.cat([rows.select(0, index) for index in range(num_heads)], dim=-1)
+    return side_by_side.view(1, query_length, num_heads * groups, head_dim)

@@ -46,7 +46,7 @@ class _AttentionBranches(ExportPass):
             with torch.utils._python_dispatch._disable_current_modes():
                 self._lowered[key] = tuple(_lowered_form(form, tensors) for form in forms_of(kind, fold, capacity, scaling))
         one, several = (_with_inputs(form, tensors) for form in self._lowered[key])
-        is_single = self.call_sym(operator.ge, (single, least_single(fold, capacity)), meta)
+        is_single = self.call_sym(operator.ge, (single, least_single(fold)), meta)
         return self.call_cond(is_single, one, several, list(operands), meta)
 
 

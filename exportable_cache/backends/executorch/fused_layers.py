@@ -1,8 +1,9 @@
 """Cache layers in the layout of ExecuTorch's own operators, whose cost follows the filled length, not the allocated one.
 
 `llama::update_cache`, `llama::update_cache_with_indices` and `llama::custom_sdpa` (extension/llm/custom_ops of ExecuTorch 1.4)
-keep the cache as [batch, slots, heads, dim]. One program serves steps of one token and of several: the form of attention is
-chosen at run time, per layer, see `attention_forms`.
+take a cache as [batch, slots, heads, dim]. A program of one row gives them its heads for the batch, [num_heads, slots, 1, dim]:
+what a head reads then lies together, instead of a slot's heads. One program serves steps of one token and of several: the form
+of attention is chosen at run time, per layer, see `attention_forms`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...layers import FullLayer, KeyValueLayer, RingLayer, StateTensor
-from .attention_forms import causal, fused_attention
+from .attention_forms import fused_attention
 
 #: The operator runs its heads in parallel: folding leaves at least this many, or all there are.
 LEAST_PARALLEL_HEADS = 4
@@ -36,15 +37,15 @@ def fused_layer(keys: torch.Tensor) -> FusedFullLayer | FusedRingLayer | None:
 class FusedFullLayer(FullLayer):
     """A `FullLayer` of one row. It exists in traced programs only, and attention must go through `attend`.
 
-    Keys and values are [1, capacity, num_heads, head_dim].
+    Keys and values are [num_heads, capacity, 1, head_dim].
     """
 
     #: State tensors that hold a row per slot.
     parts: ClassVar[tuple[str, ...]] = ("keys", "values")
 
     state = {
-        "keys": StateTensor("batch_size", "capacity", "num_heads", "head_dim"),
-        "values": StateTensor("batch_size", "capacity", "num_heads", "value_head_dim"),
+        "keys": StateTensor("num_heads", "capacity", "batch_size", "head_dim"),
+        "values": StateTensor("num_heads", "capacity", "batch_size", "value_head_dim"),
         "cumulative_length": StateTensor("batch_size", dtype=torch.int64),
     }
 
@@ -64,7 +65,7 @@ class FusedFullLayer(FullLayer):
             value_states: [1, num_heads, query_length, head_dim].
 
         Returns:
-            The buffers, keys and values [1, capacity, num_heads, head_dim].
+            The buffers, keys and values [num_heads, capacity, 1, head_dim].
         """
         start = self._start(key_states.shape[2])
         for buffer, rows in zip(self._stored(), self._rows(key_states, value_states), strict=True):
@@ -75,18 +76,16 @@ class FusedFullLayer(FullLayer):
         """Causal attention over what is filled.
 
         Args:
-            query: [1, query_length, heads, head_dim], contiguous.
+            query: [1, heads, query_length, head_dim], contiguous.
             attention_mask: Not looked at.
             scaling: Factor on the scores.
 
         Returns:
             [1, query_length, heads, head_dim].
         """
-        query_length, heads = query.shape[1], query.shape[2]
-        fold = fold_of(heads, self.keys.shape[2])
+        heads, query_length = query.shape[1], query.shape[2]
+        fold = fold_of(heads, self.keys.shape[0])
         operands = [query, self.cumulative_length, *self._stored()]
-        if fold == 1:
-            return causal(self.capacity, scaling)(*operands)[0]
         single = _newest_if_single(self._start(query_length), query_length)
         return fused_attention(operands, single, "full", fold, self.capacity, scaling)[0]
 
@@ -95,8 +94,8 @@ class FusedFullLayer(FullLayer):
         return tuple(getattr(self, name) for name in self.parts)
 
     def _rows(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """What new keys and values [1, num_heads, query_length, head_dim] add to each of `parts`: [1, query_length, num_heads, ...]."""
-        return key_states.transpose(1, 2), value_states.transpose(1, 2)
+        """What new keys and values [1, num_heads, query_length, head_dim] add to each of `parts`: [num_heads, query_length, 1, ...]."""
+        return heads_as_batch(key_states), heads_as_batch(value_states)
 
     def _start(self, query_length: int) -> int:
         """The row's length as a symbolic integer, which is what the operators take."""
@@ -110,7 +109,7 @@ class FusedFullLayer(FullLayer):
 class FusedRingLayer(RingLayer):
     """A `RingLayer` without slack, of one row, otherwise like `FusedFullLayer`.
 
-    Keys and values are [1, capacity + 1, num_heads, head_dim]: the last slot takes what is to be written nowhere, and is never
+    Keys and values are [num_heads, capacity + 1, 1, head_dim]: the last slot takes what is to be written nowhere, and is never
     read. One token is written before attention, which then runs over the filled slots without a mask: in a ring of exactly one
     window all of them are seen, and their order does not matter. Several attend over the ring as it was plus themselves, under
     the mask, and are written after that.
@@ -119,8 +118,8 @@ class FusedRingLayer(RingLayer):
     parts: ClassVar[tuple[str, ...]] = FusedFullLayer.parts
 
     state = {
-        "keys": StateTensor("batch_size", "slots", "num_heads", "head_dim"),
-        "values": StateTensor("batch_size", "slots", "num_heads", "value_head_dim"),
+        "keys": StateTensor("num_heads", "slots", "batch_size", "head_dim"),
+        "values": StateTensor("num_heads", "slots", "batch_size", "value_head_dim"),
         "cumulative_length": StateTensor("batch_size", dtype=torch.int64),
     }
 
@@ -150,9 +149,9 @@ class FusedRingLayer(RingLayer):
             value_states: [1, num_heads, query_length, head_dim].
 
         Returns:
-            The buffers, keys and values [1, capacity + 1, num_heads, head_dim].
+            The buffers, keys and values [num_heads, capacity + 1, 1, head_dim].
         """
-        self._new = tuple(rows.contiguous() for rows in self._rows(key_states, value_states))
+        self._new = self._rows(key_states, value_states)
         return _handed_over(self, key_states.shape[2])
 
     _stored = FusedFullLayer._stored
@@ -162,18 +161,18 @@ class FusedRingLayer(RingLayer):
         """Attention over the window, then the ring as it is after the step.
 
         Args:
-            query: [1, query_length, heads, head_dim], contiguous.
+            query: [1, heads, query_length, head_dim], contiguous.
             attention_mask: Additive, [1, 1, query_length, capacity + query_length], over the ring and the new tokens.
             scaling: Factor on the scores.
 
         Returns:
             [1, query_length, heads, head_dim].
         """
-        query_length, heads = query.shape[1], query.shape[2]
+        heads, query_length = query.shape[1], query.shape[2]
         slot, reach, slots = self._places(query_length)
         for buffer, rows in zip(self._stored(), self._new, strict=True):
             torch.ops.llama.update_cache(rows[:, :1], buffer, slot)
-        fold = fold_of(heads, self.keys.shape[2])
+        fold = fold_of(heads, self.keys.shape[0])
         operands = [query, attention_mask[0, 0], slots, self.cumulative_length, *self._stored(), *self._new]
         single = _newest_if_single(reach, query_length)
         # The slots are handed through: nothing else keeps the writes below from being scheduled before the reads above.
@@ -187,7 +186,7 @@ class FusedRingLayer(RingLayer):
 
         Returns:
             The slot of a single token, or the spare one where there are several; the newest filled slot if the token is
-            single; and the slot of each token, int64 [1, query_length], the spare one for those already past the window.
+            single; and the slot of each token, int64 [num_heads, query_length], the spare one for those already past the window.
         """
 
         def read() -> tuple[int, int, torch.Tensor]:
@@ -198,10 +197,15 @@ class FusedRingLayer(RingLayer):
             torch._check(slot <= spare)
             torch._check(reach >= 0)
             offsets = torch.arange(query_length, device=self.device)
-            slots = torch.where(offsets < query_length - spare, spare, torch.remainder(length + offsets, spare))[None]
-            return slot, reach, slots
+            slots = torch.where(offsets < query_length - spare, spare, torch.remainder(length + offsets, spare))
+            return slot, reach, slots.repeat(self.keys.shape[0], 1)
 
-        return _read_once(self.cumulative_length, self.capacity, read)
+        return _read_once(self.cumulative_length, (self.capacity, self.keys.shape[0]), read)
+
+
+def heads_as_batch(states: torch.Tensor) -> torch.Tensor:
+    """[1, num_heads, length, dim] -> [num_heads, length, 1, dim]."""
+    return states.reshape(states.shape[1], states.shape[2], 1, states.shape[3])
 
 
 def fold_of(heads: int, kv_heads: int) -> int:

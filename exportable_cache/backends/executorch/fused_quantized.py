@@ -11,13 +11,13 @@ import torch
 
 from ...layers import QuantizedKeyValueLayer, QuantizedRingLayer, StateTensor
 from ...layers.quantized import QuantizedFullLayer, quantize_rows
-from .fused_layers import FusedFullLayer, FusedRingLayer
+from .fused_layers import FusedFullLayer, FusedRingLayer, heads_as_batch
 
 _PARTS = ("keys", "values", "key_scales", "value_scales")
 
 
 def _state(slots: str) -> dict[str, StateTensor]:
-    sizes = ("batch_size", slots, "num_heads")
+    sizes = ("num_heads", slots, "batch_size")
     return {
         "keys": StateTensor(*sizes, "head_dim", dtype=torch.int8),
         "values": StateTensor(*sizes, "value_head_dim", dtype=torch.int8),
@@ -28,15 +28,15 @@ def _state(slots: str) -> dict[str, StateTensor]:
 
 
 class _RoundedRows(QuantizedKeyValueLayer):
-    """What both layers write: rows of int8 and their scales, [1, length, num_heads, head_dim] and [1, length, num_heads, 1]."""
+    """What both layers write: rows of int8 and their scales, [num_heads, length, 1, head_dim] and [num_heads, length, 1, 1]."""
 
     def _rows(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        (keys, key_scales), (values, value_scales) = (quantize_rows(rows.transpose(1, 2)) for rows in (key_states, value_states))
+        (keys, key_scales), (values, value_scales) = (quantize_rows(heads_as_batch(rows)) for rows in (key_states, value_states))
         return keys, values, key_scales, value_scales
 
 
 class FusedQuantizedFullLayer(_RoundedRows, FusedFullLayer):
-    """A `FusedFullLayer` in 8 bits: keys and values int8, scales float32 [1, capacity, num_heads, 1]."""
+    """A `FusedFullLayer` in 8 bits: keys and values int8, scales float32 [num_heads, capacity, 1, 1]."""
 
     parts = _PARTS
     state = _state("capacity")
@@ -44,7 +44,7 @@ class FusedQuantizedFullLayer(_RoundedRows, FusedFullLayer):
 
 
 class FusedQuantizedRingLayer(_RoundedRows, FusedRingLayer):
-    """A `FusedRingLayer` in 8 bits: keys and values int8, scales float32 [1, capacity + 1, num_heads, 1]."""
+    """A `FusedRingLayer` in 8 bits: keys and values int8, scales float32 [num_heads, capacity + 1, 1, 1]."""
 
     parts = _PARTS
     state = _state("slots")
