@@ -22,6 +22,7 @@ from executorch.exir._serialize._program import deserialize_pte_binary  # noqa: 
 
 from exportable_cache.backends.executorch.fused import fusable_layers  # noqa: E402
 from exportable_cache.backends.executorch.fused_layers import FusedFullLayer, FusedRingLayer, fold_of  # noqa: E402
+from exportable_cache.backends.executorch.needed_passes import LINEAR_ONLY  # noqa: E402
 
 from .test_executorch import instructions  # noqa: E402
 
@@ -169,3 +170,10 @@ def test_the_cache_is_touched_by_the_fused_operators_only(hybrid) -> None:
     }  # fmt: skip
     # The mask of full layers goes unused, so nothing else is of the allocated length.
     assert not [shapes for _, shapes in calls for shape in shapes if CAPACITY in shape and shape != full]
+
+
+def test_no_delegate_holds_what_all_of_the_compilers_passes_would_look_at(hybrid) -> None:
+    """A copy of the queries did, in every layer: the passes took as long as the rest of the lowering."""
+    (plan,) = (plan for plan in hybrid[2].executorch_program.execution_plan if plan.name == "forward")
+    keys = [{spec.key for spec in delegate.compile_specs} for delegate in plan.delegates]
+    assert keys and all(LINEAR_ONLY.key in of_one for of_one in keys)

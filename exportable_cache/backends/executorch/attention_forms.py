@@ -160,7 +160,7 @@ def _attend_folded(
     keys, values = _readable(stored)
     _, heads, query_length, head_dim = query.shape
     num_heads = keys.shape[0]
-    folded = query.view(num_heads, fold * query_length, heads // num_heads // fold, head_dim)
+    folded = query.reshape(num_heads, fold * query_length, heads // num_heads // fold, head_dim)
     output = torch.ops.llama.custom_sdpa(folded, keys, values, newest - (fold - 1), None, 0.0, False, scaling)
     return output.view(1, query_length, heads, head_dim)
 
@@ -170,7 +170,7 @@ def _by_key_head(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     _, heads, query_length, head_dim = query.shape
     num_heads = keys.shape[0]
     groups = heads // num_heads
-    grouped = query.view(num_heads, groups, query_length, head_dim)
+    grouped = query.reshape(num_heads, groups, query_length, head_dim)
     side_by_side = torch.cat([grouped.select(1, index) for index in range(groups)], dim=-1)
     return side_by_side.view(num_heads, query_length, groups, head_dim)
 

@@ -56,7 +56,7 @@ def executorch_attention(
     if layer is None:
         return matmul_attention(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return layer.attend(query.contiguous(), attention_mask, scaling), None
+    return layer.attend(query, attention_mask, scaling), None
 
 
 def fuse_layers(model: PreTrainedModel, cache: ExportableCache) -> ExportableCache:

@@ -76,7 +76,7 @@ class FusedFullLayer(FullLayer):
         """Causal attention over what is filled.
 
         Args:
-            query: [1, heads, query_length, head_dim], contiguous.
+            query: [1, heads, query_length, head_dim].
             attention_mask: Not looked at.
             scaling: Factor on the scores.
 
@@ -161,7 +161,7 @@ class FusedRingLayer(RingLayer):
         """Attention over the window, then the ring as it is after the step.
 
         Args:
-            query: [1, heads, query_length, head_dim], contiguous.
+            query: [1, heads, query_length, head_dim].
             attention_mask: Additive, [1, 1, query_length, capacity + query_length], over the ring and the new tokens.
             scaling: Factor on the scores.
 
