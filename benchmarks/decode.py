@@ -40,9 +40,11 @@ Step = Callable[[int], object]
 def random_llama(size: str, positions: int) -> PreTrainedModel:
     """A random float32 Llama with 12 query heads over 4 key heads (8 over 2 in the small one)."""
     torch.manual_seed(0)
-    heads = {"num_attention_heads": 12, "num_key_value_heads": 4} if size == "110m" else {
-        "num_attention_heads": 8, "num_key_value_heads": 2
-    }
+    heads = (
+        {"num_attention_heads": 12, "num_key_value_heads": 4}
+        if size == "110m"
+        else {"num_attention_heads": 8, "num_key_value_heads": 2}
+    )
     return LlamaForCausalLM(LlamaConfig(**SIZES[size], **heads, max_position_embeddings=positions)).eval()
 
 
@@ -75,7 +77,10 @@ def static_step(model: PreTrainedModel, length: int) -> Step:
         for layer in cache.layers:
             layer.cumulative_length.fill_(position)
         return compiled(
-            torch.ones(1, 1, dtype=torch.int64), position_ids=torch.tensor([[position]]), past_key_values=cache, logits_to_keep=1
+            torch.ones(1, 1, dtype=torch.int64),
+            position_ids=torch.tensor([[position]]),
+            past_key_values=cache,
+            logits_to_keep=1,
         ).logits
 
     return step
@@ -124,7 +129,9 @@ def main(
                         times.setdefault((name, position), []).append(1e3 * (time.perf_counter() - start))
     medians = {key: statistics.median(values) for key, values in times.items()}
     base = next(iter(forms))
-    table = Table(title=f"Llama {size}, float32, cache {max_cache_len}, {torch.get_num_threads()} threads: decode, median")
+    table = Table(
+        title=f"Llama {size}, float32, cache {max_cache_len}, {torch.get_num_threads()} threads: decode, median"
+    )
     table.add_column("form")
     for position in positions:
         table.add_column(f"ms @{position}", justify="right")

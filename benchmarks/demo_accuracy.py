@@ -70,8 +70,10 @@ def main(
             export("demo", target, 512, Path(folder) / target, verify=False)
             forms[f"ours, {target}"] = session_answer(load(Path(folder) / target))
         forms["every layer cut to the window"] = transformers_answer(forgetful=True)
-        table = Table(title=f"{len(asked)} questions of {min(q.tokens for q in asked)} to {max(q.tokens for q in asked)} tokens, "
-                            f"the fact more than {window} back")
+        table = Table(
+            title=f"{len(asked)} questions of {min(q.tokens for q in asked)} to {max(q.tokens for q in asked)} tokens, "
+            f"the fact more than {window} back"
+        )
         table.add_column("form")
         table.add_column("right", justify="right")
         for name, answer in forms.items():

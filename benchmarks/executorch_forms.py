@@ -20,13 +20,31 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, Llama
 
 LLAMA = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12}
 LLAMA |= {"num_key_value_heads": 4, "vocab_size": 32000, "rms_norm_eps": 1e-6}
-GEMMA = {"hidden_size": 640, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 4, "num_key_value_heads": 1}
+GEMMA = {
+    "hidden_size": 640,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+}
 GEMMA |= {"head_dim": 256, "vocab_size": 32000, "sliding_window": 512, "query_pre_attn_scalar": 256}
 GEMMA |= {"layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 2}
 #: The smallest that have every part, to try the benchmark itself.
-TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2}
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+}
 TINY |= {"vocab_size": 512, "rms_norm_eps": 1e-6}
-TINY_HYBRID = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2}
+TINY_HYBRID = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+}
 TINY_HYBRID |= {"head_dim": 32, "vocab_size": 512, "sliding_window": 64, "query_pre_attn_scalar": 32}
 TINY_HYBRID |= {"layer_types": ["sliding_attention", "full_attention"]}
 
@@ -117,7 +135,12 @@ def executorch_llama(name: str, cache: int, folder: Path, *settings: str) -> dic
     command += [f"base.params={folder / 'params.json'}", "model.use_kv_cache=True", "model.use_sdpa_with_kv_cache=True"]
     command += ["backend.xnnpack.enabled=True", "model.dtype_override=fp32", f"export.max_context_length={cache}"]
     # It takes one token less than this at once.
-    command += [f"export.max_seq_length={min(CHUNK, cache) + 1}", "export.output_name=program.pte", "hydra.run.dir=.", *settings]
+    command += [
+        f"export.max_seq_length={min(CHUNK, cache) + 1}",
+        "export.output_name=program.pte",
+        "hydra.run.dir=.",
+        *settings,
+    ]
     # In a folder whose name ends in "executorch" its model factory (1.4.1) imports `examples`, which is no package by that name.
     work = folder / "work"
     work.mkdir()

@@ -108,7 +108,13 @@ class Worker:
 
 
 def measure(
-    folders: dict[str, Path], requests: list[tuple[str, int]], rounds: int, steps: int, trials: int, threads: int | None, clock: str
+    folders: dict[str, Path],
+    requests: list[tuple[str, int]],
+    rounds: int,
+    steps: int,
+    trials: int,
+    threads: int | None,
+    clock: str,
 ) -> dict[str, dict[str, Any]]:
     """Median milliseconds of every request by form, and peak memory; forms that fail are left out."""
     times: dict[str, dict[str, list[float]]] = {form: {} for form in folders}
@@ -168,7 +174,10 @@ def table(rows: list[dict[str, Any]]) -> str:
         group = [row for row in rows if (row["model"], row["cache"]) == (model, cache)]
         requests = list(dict.fromkeys(request for row in group for request in row["ms"]))
         titles = [_title(request) for request in requests]
-        lines += [f"\n**{model}, cache {cache}**\n", f"| | {' | '.join(titles)} | peak MB | files MB | export s | export MB |"]
+        lines += [
+            f"\n**{model}, cache {cache}**\n",
+            f"| | {' | '.join(titles)} | peak MB | files MB | export s | export MB |",
+        ]
         lines.append("|---" * (len(titles) + 5) + "|")
         for row in group:
             cells = []
@@ -181,7 +190,11 @@ def table(rows: list[dict[str, Any]]) -> str:
                 shown = f"{ms:.1f}" if kind == "decode" else f"{1e3 * int(number) / ms:.0f}"
                 cells.append(shown if row["form"] == row["base"] or not base else f"{shown} ({ms / base:.2f}x)")
             built = row["build"]
-            files = f"{built['files_mb']:.0f}" if built["files"] < 2 else f"{built['files']} x {built['files_mb'] / built['files']:.0f}"
+            files = (
+                f"{built['files_mb']:.0f}"
+                if built["files"] < 2
+                else f"{built['files']} x {built['files_mb'] / built['files']:.0f}"
+            )
             exported = [files, f"{built['seconds']:.0f}", f"{built['peak_mb']:.0f}"] if built["files"] else ["-"] * 3
             lines.append(f"| {row['title']} | {' | '.join(cells)} | {row['peak_mb']:.0f} | {' | '.join(exported)} |")
     lines.append("\nIn brackets: how many times as long as ours in the same run.")
@@ -215,7 +228,11 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
                 if points:
                     width = 2.5 if form == "ours" else 1
                     axes[line][column].plot(
-                        *zip(*points, strict=True), "o-", color=f"C{index}", linewidth=width, label=FORMS[form][0].replace("`", "")
+                        *zip(*points, strict=True),
+                        "o-",
+                        color=f"C{index}",
+                        linewidth=width,
+                        label=FORMS[form][0].replace("`", ""),
                     )
     for column, model in enumerate(models):
         for line, where in enumerate(("at position 100", "near the end")):
@@ -226,7 +243,9 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
             axes[line][column].minorticks_off()
     for line in axes:
         line[0].set_ylabel("ms per token")
-    labels = {label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    labels = {
+        label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
+    }
     figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=2, fontsize=8)
     figure.savefig(path, dpi=110, metadata={"Date": None} if path.suffix == ".svg" else None)
 
@@ -267,7 +286,13 @@ def main(
             base = next(iter(measured), None)
             new = [
                 {
-                    **{"model": name, "cache": length, "form": chosen, "title": FORMS[chosen][0], "build": builds[chosen]},
+                    **{
+                        "model": name,
+                        "cache": length,
+                        "form": chosen,
+                        "title": FORMS[chosen][0],
+                        "build": builds[chosen],
+                    },
                     **{"clock": clock, "threads": threads, "base": base, "base_ms": measured[base]["ms"], **result},
                 }
                 for chosen, result in measured.items()

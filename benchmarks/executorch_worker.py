@@ -131,7 +131,7 @@ def eager(folder: Path, run: dict) -> Step:
 
 def load_method(path: Path):
     """The method `forward` of a file."""
-    import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401  programs may call its operators
+    import executorch.extension.llm.custom_ops.custom_ops
     import executorch.kernels.quantized  # noqa: F401  and these, over a cache or a table in 8 bits
     from executorch.runtime import Runtime, Verification
 

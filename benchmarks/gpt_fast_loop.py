@@ -25,7 +25,9 @@ class _Layer(nn.Module):
         for name in ("keys", "values"):
             self.register_buffer(name, torch.zeros(batch_size, self.sizes[1], length, self.sizes[2]))
 
-    def forward(self, x: torch.Tensor, position: torch.Tensor, mask: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor):
+    def forward(
+        self, x: torch.Tensor, position: torch.Tensor, mask: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ):
         heads, kv_heads, dim = self.sizes
         batch = x.shape[0]
         qkv = F.linear(F.rms_norm(x, x.shape[-1:], self.norms[0], self.eps), self.qkv)
@@ -33,7 +35,9 @@ class _Layer(nn.Module):
         query, key = _rotate(query, cos, sin), _rotate(key, cos, sin)
         self.keys[:, :, position] = key
         self.values[:, :, position] = value
-        attended = F.scaled_dot_product_attention(query, self.keys, self.values, attn_mask=mask, enable_gqa=heads != kv_heads)
+        attended = F.scaled_dot_product_attention(
+            query, self.keys, self.values, attn_mask=mask, enable_gqa=heads != kv_heads
+        )
         x = x + F.linear(attended.transpose(1, 2).reshape(batch, 1, -1), self.out)
         hidden = F.rms_norm(x, x.shape[-1:], self.norms[1], self.eps)
         return x + F.linear(F.silu(F.linear(hidden, self.gate)) * F.linear(hidden, self.up), self.down)

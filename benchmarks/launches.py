@@ -64,7 +64,10 @@ def main(
         for form in forms:
             gain = statistics.median(one / other for one, other in zip(seconds[1], seconds[form], strict=True))
             ms = 1000 * statistics.median(seconds[form])
-            print(f"{name}: {form} per launch, {ms:.3f} ms per token, {gain:.2f}x, first answer after {first[form]:.0f} s", flush=True)
+            print(
+                f"{name}: {form} per launch, {ms:.3f} ms per token, {gain:.2f}x, first answer after {first[form]:.0f} s",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

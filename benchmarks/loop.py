@@ -32,7 +32,12 @@ from exportable_cache import ExportableCache, Session
 from exportable_cache.methods import method_for
 
 Step = Callable[[int], torch.Tensor]
-DYNAMIC, STATIC, GPT_FAST, OURS = "transformers dynamic", "transformers static, compiled", "gpt-fast style", "ours, compiled"
+DYNAMIC, STATIC, GPT_FAST, OURS = (
+    "transformers dynamic",
+    "transformers static, compiled",
+    "gpt-fast style",
+    "ours, compiled",
+)
 
 MODELS = {
     "llama-110m": lambda n: LlamaConfig(
@@ -102,7 +107,9 @@ def static_step(model: PreTrainedModel, tokens: torch.Tensor, length: int) -> St
                 layer.cumulative_length.fill_(position)
             if hasattr(layer, "cumulative_length_int"):
                 layer.cumulative_length_int = position
-        return compiled(tokens, past_key_values=cache, position_ids=torch.full_like(tokens, position), logits_to_keep=1).logits[:, -1]
+        return compiled(
+            tokens, past_key_values=cache, position_ids=torch.full_like(tokens, position), logits_to_keep=1
+        ).logits[:, -1]
 
     return step
 
@@ -148,7 +155,9 @@ def bytes_read(model: PreTrainedModel, batch: int, position: int) -> int:
 
 @torch.no_grad()
 def main(
-    models: Annotated[list[str] | None, typer.Option("--model", help=f"Of {', '.join(MODELS)}; all by default.")] = None,
+    models: Annotated[
+        list[str] | None, typer.Option("--model", help=f"Of {', '.join(MODELS)}; all by default.")
+    ] = None,
     batches: Annotated[list[int] | None, typer.Option("--batch", help="Rows; 1 and 8 by default.")] = None,
     length: Annotated[int, typer.Option(help="Slots allocated.")] = 4096,
     positions: Annotated[list[int] | None, typer.Option("--position", help="100, 1000 and 4000 by default.")] = None,
@@ -164,7 +173,9 @@ def main(
     batches = [1] if quick else batches or [1, 8]
     positions = positions or [100, 1000, 4000]
     bandwidth = copy_bandwidth()
-    console.print(f"copy bandwidth {bandwidth / 1e9:.1f} GB/s, {torch.get_num_threads()} threads, cache {length}, float32")
+    console.print(
+        f"copy bandwidth {bandwidth / 1e9:.1f} GB/s, {torch.get_num_threads()} threads, cache {length}, float32"
+    )
     rows: list[Row] = []
     for name in names:
         for batch in batches:
@@ -177,12 +188,19 @@ def main(
 
 
 def measure(
-    name: str, batch: int, length: int, positions: list[int], rounds: int, steps: int, bandwidth: float, console: Console
+    name: str,
+    batch: int,
+    length: int,
+    positions: list[int],
+    rounds: int,
+    steps: int,
+    bandwidth: float,
+    console: Console,
 ) -> list[Row]:
     """Time every form of one model at one batch size."""
     torch._dynamo.reset()
     model, tokens = random_model(name, length), torch.randint(0, 32000, (batch, 1))
-    again = lambda: _copy(model)  # noqa: E731  each form switches its model's attention and compiles it
+    again = lambda: _copy(model)
     forms: dict[str, Step] = {DYNAMIC: dynamic_step(model, tokens)}
     forms[STATIC] = static_step(again(), tokens, length)
     if name.startswith("llama"):
@@ -203,7 +221,9 @@ def measure(
                 try:
                     step(position)
                 except Exception as error:  # transformers' own compiled sliding layers stop at the recompile limit
-                    console.print(f"{form} fails at position {position}: {type(error).__name__}: {str(error).splitlines()[0][:120]}")
+                    console.print(
+                        f"{form} fails at position {position}: {type(error).__name__}: {str(error).splitlines()[0][:120]}"
+                    )
                     del forms[form]
             times: dict[str, list[float]] = {form: [] for form in forms}
             for done in range(rounds):
@@ -226,7 +246,9 @@ def _copy(model: PreTrainedModel) -> PreTrainedModel:
 
 def table_of(rows: list[Row]) -> Table:
     """One table per model and batch size: a line per form."""
-    table = Table(title=f"{rows[0].model}, batch {rows[0].batch}: ms per step, speed of ours over it, share of the bound reached")
+    table = Table(
+        title=f"{rows[0].model}, batch {rows[0].batch}: ms per step, speed of ours over it, share of the bound reached"
+    )
     table.add_column("form")
     positions = sorted({row.position for row in rows})
     for position in positions:
@@ -250,14 +272,24 @@ def draw(rows: list[Row], path: Path) -> None:
     colors = {DYNAMIC: "tab:blue", STATIC: "tab:orange", GPT_FAST: "tab:green", OURS: "tab:red"}
     models, batches = list(dict.fromkeys(row.model for row in rows)), list(dict.fromkeys(row.batch for row in rows))
     figure, axes = pyplot.subplots(
-        len(batches), len(models), figsize=(3.6 * len(models), 2.6 * len(batches) + 0.6), squeeze=False, layout="constrained"
+        len(batches),
+        len(models),
+        figsize=(3.6 * len(models), 2.6 * len(batches) + 0.6),
+        squeeze=False,
+        layout="constrained",
     )
     for line, batch in zip(axes, batches, strict=True):
         for axis, model in zip(line, models, strict=True):
             chosen = [row for row in rows if (row.model, row.batch) == (model, batch)]
             for form in dict.fromkeys(row.form for row in chosen):
                 points = [(row.position, row.ms) for row in chosen if row.form == form]
-                axis.plot(*zip(*points, strict=True), "o-", color=colors[form], linewidth=2.5 if form == OURS else 1, label=form)
+                axis.plot(
+                    *zip(*points, strict=True),
+                    "o-",
+                    color=colors[form],
+                    linewidth=2.5 if form == OURS else 1,
+                    label=form,
+                )
             points = dict.fromkeys((row.position, row.bound_ms) for row in chosen)
             axis.plot(*zip(*points, strict=True), ":", color="gray", label="memory bound")
             axis.set_title(f"{model}, batch {batch}", fontsize=9)
@@ -265,7 +297,9 @@ def draw(rows: list[Row], path: Path) -> None:
         line[0].set_ylabel("ms per step")
     for axis in axes[-1]:
         axis.set_xlabel("position, of 4096 allocated")
-    labels = {label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    labels = {
+        label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
+    }
     figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=len(labels), fontsize=8)
     figure.savefig(path, dpi=110, metadata={"Date": None} if path.suffix == ".svg" else None)
 

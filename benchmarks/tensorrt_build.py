@@ -49,7 +49,9 @@ def main() -> None:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(f"weights {size / 1e6:.0f} MB, float16, {arguments.layers} layers")
     print(f"{', '.join(f'{name} {size / 1e6:.0f} MB' for name, size in plans.items())}")
-    print(f"both built in {wall:.0f} s ({cpu:.0f} s of processor time), peak memory {peak / 1e9:.1f} GB, of it the model {size / 1e9:.1f}")
+    print(
+        f"both built in {wall:.0f} s ({cpu:.0f} s of processor time), peak memory {peak / 1e9:.1f} GB, of it the model {size / 1e9:.1f}"
+    )
 
 
 if __name__ == "__main__":

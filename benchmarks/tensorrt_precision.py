@@ -41,7 +41,9 @@ def logits_of(family: str, dtype: torch.dtype, seeds: range) -> tuple[torch.Tens
         for prompt in PROMPTS:
             ids = tokens(prompt + STEPS, seed=seed)
             session.reset()
-            feeds = [session.prefill(piece) if piece.shape[1] > 1 else session.decode(piece[0]) for piece in fed(ids, prompt)]
+            feeds = [
+                session.prefill(piece) if piece.shape[1] > 1 else session.decode(piece[0]) for piece in fed(ids, prompt)
+            ]
             rows[0].append(torch.cat(feeds).float())
             rows[1].append(reference_logits(model, ids, prompt)[0].float())
             rows[2].append(reference_logits(exact, ids, prompt)[0])

@@ -98,7 +98,9 @@ def check_aliases(runner: Any, checks: Checks) -> None:
         said = {output.name: context.engine.get_aliased_input_tensor(output.name) for output in record.outputs}
         said = {output: source for output, source in said.items() if source}
         apart = [
-            output for output, source in said.items() if context.get_tensor_address(output) != context.get_tensor_address(source)
+            output
+            for output, source in said.items()
+            if context.get_tensor_address(output) != context.get_tensor_address(source)
         ]
         detail = f"{len(said)} outputs share memory with an input"
         if said != record.aliases:
@@ -263,7 +265,9 @@ def main(
     """Build, run, verify and time a TensorRT program on the GPU of this machine."""
     console = Console()
     if not torch.cuda.is_available():
-        console.print("torch finds no NVIDIA GPU here. Without one, `exportable-cache verify` checks the network on the CPU.")
+        console.print(
+            "torch finds no NVIDIA GPU here. Without one, `exportable-cache verify` checks the network on the CPU."
+        )
         raise typer.Exit(2)
     record: dict[str, Any] = {"model": model, "max_cache_len": max_cache_len, "machine": machine()}
     console.print(", ".join(f"{name} {value}" for name, value in record["machine"].items()))

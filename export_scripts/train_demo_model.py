@@ -231,9 +231,9 @@ def train(
             group["lr"] = rate * scale
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
         targets, weights = ids[:, 1:], weights[:, 1:]
-        losses = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), targets.flatten(), reduction="none"
-        ).view_as(targets)
+        losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(
+            targets
+        )
         loss = (losses * weights).sum() / weights.sum()
         optimizer.zero_grad(set_to_none=True)
         loss.backward()

@@ -65,12 +65,24 @@ def fused_attention(
     if attention_mask is None or groups == 1:
         causal = attention_mask is None and _causal_without_mask(module, q_length, is_causal)
         output = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling, is_causal=causal, enable_gqa=groups > 1
+            query,
+            key,
+            value,
+            attn_mask=attention_mask,
+            dropout_p=dropout,
+            scale=scaling,
+            is_causal=causal,
+            enable_gqa=groups > 1,
         )
         return output.transpose(1, 2).contiguous(), None
     folded = query.reshape(batch, kv_heads, groups * q_length, query.shape[-1])
     output = F.scaled_dot_product_attention(
-        folded, key, value, attn_mask=_fold_mask(attention_mask, kv_heads, groups, q_length), dropout_p=dropout, scale=scaling
+        folded,
+        key,
+        value,
+        attn_mask=_fold_mask(attention_mask, kv_heads, groups, q_length),
+        dropout_p=dropout,
+        scale=scaling,
     )
     return output.reshape(batch, heads, q_length, value.shape[-1]).transpose(1, 2).contiguous(), None
 

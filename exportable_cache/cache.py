@@ -18,7 +18,15 @@ from .files import atomic_path, read_tensors
 from .layers import CacheLayer, LinearStates
 from .layers.guards import check_rollback, check_room, check_rows_agree, is_traced
 from .layers.quantized import check_kv_dtype
-from .layout import LayerLayout, Sinks, check_longest, check_model_type, check_sinks, layout_from_config, layout_from_model
+from .layout import (
+    LayerLayout,
+    Sinks,
+    check_longest,
+    check_model_type,
+    check_sinks,
+    layout_from_config,
+    layout_from_model,
+)
 from .patches.transformers import patch_model
 from .pytree import register_node
 
@@ -57,7 +65,9 @@ class ExportableCache(Cache):
             raise InputError("a cache needs at least one layer, got none")
         for index, layer in enumerate(layers):
             if not isinstance(layer, CacheLayer):
-                raise InputError(f"layer {index} is a {type(layer).__name__}; it must be a CacheLayer such as FullLayer")
+                raise InputError(
+                    f"layer {index} is a {type(layer).__name__}; it must be a CacheLayer such as FullLayer"
+                )
         if all(layer.is_dummy for layer in layers):
             raise InputError("none of the layers keeps anything; a cache needs at least one that does")
         sizes = [layer.cumulative_length.shape[0] for layer in layers if not layer.is_dummy]
@@ -155,14 +165,18 @@ class ExportableCache(Cache):
                 layouts, model_dtype, model_device = encoder_decoder_layers(model, encoder)
             cls = ExportableEncoderDecoderCache
         elif max_encoder_len is not None:
-            raise InputError(f"max_encoder_len is {max_encoder_len}, but {type(model).__name__} has no encoder; leave it out")
+            raise InputError(
+                f"max_encoder_len is {max_encoder_len}, but {type(model).__name__} has no encoder; leave it out"
+            )
         else:
             with _refused_if_it_fails(model):
                 layouts, model_dtype, model_device = layout_from_model(model)
         check_longest(model.config, max_cache_len)
         if sinks is not None:
             check_sinks(model.config, layouts)
-        cache = cls._allocate(layouts, max_cache_len, batch_size, dtype or model_dtype, device or model_device, slack, sinks, kv_dtype)
+        cache = cls._allocate(
+            layouts, max_cache_len, batch_size, dtype or model_dtype, device or model_device, slack, sinks, kv_dtype
+        )
         if encoder is not None:
             cache.encoder = encoder
         if attn_implementation is not None:
@@ -186,7 +200,9 @@ class ExportableCache(Cache):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise InputError(f"{name} is {value!r}; it must be an int of at least 1")
         check_kv_dtype(kv_dtype)
-        return cls([layout.build(batch_size, max_cache_len, dtype, device, slack, sinks, kv_dtype) for layout in layouts])
+        return cls(
+            [layout.build(batch_size, max_cache_len, dtype, device, slack, sinks, kv_dtype) for layout in layouts]
+        )
 
     @classmethod
     def from_layers(cls, layers: Any) -> ExportableCache:
@@ -313,7 +329,9 @@ class ExportableCache(Cache):
         """See `LinearStates.get_recurrent_state`."""
         return self._linear_layer(layer_idx).get_recurrent_state(state_idx)
 
-    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
         """See `LinearStates.update_conv_state`."""
         return self._linear_layer(layer_idx).update_conv_state(conv_states, state_idx, **kwargs)
 
@@ -385,10 +403,15 @@ class ExportableCache(Cache):
         """Write all state to a safetensors file, atomically."""
         tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in self.named_state()}
         layers = [
-            {"class": type(layer).__name__, "config": layer.config(), "high_water": layer._high_water} for layer in self.layers
+            {"class": type(layer).__name__, "config": layer.config(), "high_water": layer._high_water}
+            for layer in self.layers
         ]
         with atomic_path(Path(path)) as temporary:
-            save_file(tensors, temporary, metadata={"format": _FORMAT, "cache": type(self).__name__, "layers": json.dumps(layers)})
+            save_file(
+                tensors,
+                temporary,
+                metadata={"format": _FORMAT, "cache": type(self).__name__, "layers": json.dumps(layers)},
+            )
 
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str = "cpu") -> ExportableCache:
@@ -409,6 +432,8 @@ class ExportableCache(Cache):
 
 
 ExportableCache.classes["ExportableCache"] = ExportableCache
+
+
 @contextmanager
 def _refused_if_it_fails(model: PreTrainedModel) -> Iterator[None]:
     """Any model code runs in the block: its errors, of any class, become a refusal."""

@@ -12,9 +12,20 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from .layout import layer_types_and_windows, vocab_size_of
-from .manifest import LOGITS, SCHEMA_VERSION, STATE_PREFIX, File, Layer, Manifest, Method, ProgramEntry, Signature, Tensor
 from .fingerprint import fingerprint
+from .layout import layer_types_and_windows, vocab_size_of
+from .manifest import (
+    LOGITS,
+    SCHEMA_VERSION,
+    STATE_PREFIX,
+    File,
+    Layer,
+    Manifest,
+    Method,
+    ProgramEntry,
+    Signature,
+    Tensor,
+)
 from .methods import Method as ProgramMethod
 from .methods import TensorSpec
 from .program import Form, Logits, Program

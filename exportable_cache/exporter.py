@@ -101,7 +101,11 @@ def export(
     progress = progress or silent
     backend = backend_for(target)
     program_options = backend.program_options(options)
-    for name, value in (("max_cache_len", max_cache_len), ("batch_size", batch_size), ("prefill_length", prefill_length)):
+    for name, value in (
+        ("max_cache_len", max_cache_len),
+        ("batch_size", batch_size),
+        ("prefill_length", prefill_length),
+    ):
         _check_size(name, value, optional=name == "prefill_length")
     if backend.max_batch_size is not None and batch_size > backend.max_batch_size:
         raise InputError(
@@ -149,7 +153,11 @@ def export(
     )
     check_positions(model, cache.max_length)
     program = Program(
-        model, cache, prefill_length=prefill_length, modalities=modalities_of(model, modalities, image_size), **program_options
+        model,
+        cache,
+        prefill_length=prefill_length,
+        modalities=modalities_of(model, modalities, image_size),
+        **program_options,
     )
     with new_folder(output, overwrite) as folder:
         progress(f"lowering to {target}", 0, None)

@@ -40,7 +40,9 @@ def read_tensors(
     except (OSError, SafetensorError) as error:
         raise BundleError(f"cannot read {what} from {path}: {error}; save it again") from error
     if metadata.get("format") != expected:
-        raise BundleError(f"{path} has format {metadata.get('format')!r}, expected {expected!r}; it was not written by {writer}")
+        raise BundleError(
+            f"{path} has format {metadata.get('format')!r}, expected {expected!r}; it was not written by {writer}"
+        )
     return tensors, metadata
 
 

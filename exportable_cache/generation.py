@@ -125,12 +125,16 @@ class Generation:
             return stream_text((int(step[0]) for step in steps), tokenizer, ends, strings)
         if isinstance(prompt, Mapping):
             inputs = dict(prompt)
-            steps = self._generate(inputs.pop("input_ids"), max_new_tokens, sampling, tokens, (), draft=draft, inputs=inputs)
+            steps = self._generate(
+                inputs.pop("input_ids"), max_new_tokens, sampling, tokens, (), draft=draft, inputs=inputs
+            )
             return stream_text((int(step[0]) for step in steps), tokenizer, ends, strings)
         is_text = isinstance(prompt, str)
         starts = not is_text or int(self._length[0]) == 0
         input_ids = encode_prompt(tokenizer, prompt, starts=starts).to(self.device)
-        steps = self._generate(input_ids, max_new_tokens, sampling, tokens, (), continues=is_text, anew=not is_text, draft=draft)
+        steps = self._generate(
+            input_ids, max_new_tokens, sampling, tokens, (), continues=is_text, anew=not is_text, draft=draft
+        )
         return stream_text((int(step[0]) for step in steps), tokenizer, ends, strings)
 
     def _generate(
@@ -182,7 +186,11 @@ class Generation:
 
     def _after_pending(self, input_ids: torch.Tensor) -> torch.Tensor:
         """`input_ids` [1, length] behind the token that was given out and not fed yet, if there is one."""
-        return input_ids if self._pending is None else torch.cat([input_ids.new_tensor([[self._pending]]), input_ids], dim=1)
+        return (
+            input_ids
+            if self._pending is None
+            else torch.cat([input_ids.new_tensor([[self._pending]]), input_ids], dim=1)
+        )
 
     def _check_draft(self, draft: Draft, stop_strings: Sequence[str]) -> None:
         if self._encoder is not None:

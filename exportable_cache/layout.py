@@ -72,11 +72,18 @@ class Sinks:
         """
         if tokens is None:
             if window is not None:
-                raise InputError(f"attention_window is {window}, but there are no attention_sinks; pass them too, 4 is common")
+                raise InputError(
+                    f"attention_window is {window}, but there are no attention_sinks; pass them too, 4 is common"
+                )
             return None
         if window is None and isinstance(tokens, int) and isinstance(max_cache_len, int):
             window = max_cache_len - tokens
-        if window is not None and isinstance(window, int) and isinstance(tokens, int) and tokens + max(window, 1) > max_cache_len:
+        if (
+            window is not None
+            and isinstance(window, int)
+            and isinstance(tokens, int)
+            and tokens + max(window, 1) > max_cache_len
+        ):
             raise InputError(
                 f"attention_sinks {tokens} and attention_window {max(window, 1)} take {tokens + max(window, 1)} slots, max_cache_len is "
                 f"{max_cache_len}; raise max_cache_len, or lower them"
@@ -131,9 +138,7 @@ class LayerLayout:
         options: dict[str, Any] = {"value_head_dim": self.value_head_dim, "dtype": dtype, "device": device}
         if has_states:
             options |= states
-        if kv_dtype is not None and (
-            has_states or self.index_head_dim is not None or self.encoder_slots is not None
-        ):
+        if kv_dtype is not None and (has_states or self.index_head_dim is not None or self.encoder_slots is not None):
             raise InputError(
                 f"kv_dtype is {kv_dtype!r}, but a layer of type {self.layer_type!r} keeps more than keys and values, which is not done in "
                 "8 bits; leave kv_dtype out"
@@ -166,7 +171,9 @@ def check_model_type(config: PreTrainedConfig) -> None:
             f"{config.model_type!r} is wrong with any static cache: {REFUSED_MODELS[config.model_type]}; use DynamicCache"
         )
     if config.model_type in WITHOUT_CACHE:
-        raise UnsupportedModelError(f"{config.model_type!r} has no place for a static cache: {WITHOUT_CACHE[config.model_type]}")
+        raise UnsupportedModelError(
+            f"{config.model_type!r} has no place for a static cache: {WITHOUT_CACHE[config.model_type]}"
+        )
     for field, (types, reason) in REFUSED_OPTIONS.items():
         if config.model_type in types and getattr(config.get_text_config(decoder=True), field, False):
             raise UnsupportedModelError(f"{config.model_type!r} with {field}=True cannot have a static cache: {reason}")
@@ -328,7 +335,12 @@ def _layout_of(index: int, model: PreTrainedModel, layer: Any, layer_type: str, 
     indexer_keys = getattr(layer, "indexer_keys", None)
     sizes = {}
     if isinstance(keys, torch.Tensor):
-        sizes = {"num_heads": keys.shape[1], "head_dim": keys.shape[3], "value_head_dim": values.shape[3], "window": window}
+        sizes = {
+            "num_heads": keys.shape[1],
+            "head_dim": keys.shape[3],
+            "value_head_dim": values.shape[3],
+            "window": window,
+        }
     return LayerLayout(
         layer_type,
         **sizes,
@@ -343,7 +355,9 @@ def _state_shapes(layer: Any, name: str, model_dtype: torch.dtype | None) -> tup
     shapes = [states[index] for index in sorted(states)]
     # Convolutions take their inputs in the model's dtype; recurrences often keep a wider one, whatever the model's.
     return tuple(
-        None if state is None else StateShape(tuple(state.shape[1:]), None if state.dtype == model_dtype else state.dtype)
+        None
+        if state is None
+        else StateShape(tuple(state.shape[1:]), None if state.dtype == model_dtype else state.dtype)
         for state in shapes
     )
 
@@ -385,7 +399,9 @@ def layout_from_config(config: PreTrainedConfig) -> list[LayerLayout]:
         except UnsupportedModelError:
             raise
         except Exception as error:  # its code looks at values; the config still answers for most
-            logger.info("could not run %s on the meta device (%s); reading sizes off the config", config.model_type, error)
+            logger.info(
+                "could not run %s on the meta device (%s); reading sizes off the config", config.model_type, error
+            )
     for layer_type, _ in kinds:
         if layer_type in _STATES + _BOTH:
             raise UnsupportedModelError(

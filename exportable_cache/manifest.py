@@ -71,7 +71,9 @@ class Method(_Entry):
         for signature in self.inputs:
             unknown = [size for size in signature.shape if isinstance(size, str) and size not in known]
             if unknown:
-                raise ValueError(f"input {signature.name!r} has a size {unknown[0]!r}, ranges has {_names(self.ranges)}")
+                raise ValueError(
+                    f"input {signature.name!r} has a size {unknown[0]!r}, ranges has {_names(self.ranges)}"
+                )
         return self
 
     @property
@@ -83,7 +85,9 @@ class Method(_Entry):
         """The same as a runner knows it: without the state tensors."""
         inputs, outputs = (
             tuple(
-                TensorSpec(item.name, item.dtype, tuple(item.shape)) for item in items if not item.name.startswith(STATE_PREFIX)
+                TensorSpec(item.name, item.dtype, tuple(item.shape))
+                for item in items
+                if not item.name.startswith(STATE_PREFIX)
             )
             for items in (self.inputs, () if self.is_step else self.outputs)
         )
@@ -113,7 +117,9 @@ class ProgramEntry(_Entry):
     @field_validator("methods")
     @classmethod
     def _can_decode(cls, methods: dict[str, Method]) -> dict[str, Method]:
-        if not any(method.is_step and method.min_length == 1 and method.read_length is None for method in methods.values()):
+        if not any(
+            method.is_step and method.min_length == 1 and method.read_length is None for method in methods.values()
+        ):
             raise ValueError(f"none of the methods {', '.join(methods) or '(none)'} takes one token at every position")
         return methods
 
@@ -315,7 +321,9 @@ class Manifest(_Entry):
                 {
                     "class": layer.class_name,
                     "config": layer.config,
-                    "tensors": {name: {"shape": tensor.shape, "dtype": tensor.dtype} for name, tensor in layer.tensors.items()},
+                    "tensors": {
+                        name: {"shape": tensor.shape, "dtype": tensor.dtype} for name, tensor in layer.tensors.items()
+                    },
                 }
                 for layer in self.layers
             ],

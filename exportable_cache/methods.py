@@ -166,7 +166,9 @@ def methods_for(
         if not isinstance(bucket, int) or isinstance(bucket, bool) or bucket < 1:
             raise InputError(f"a length bucket is {bucket!r}; each must be an int of at least 1, such as 128")
         if cache.max_length is not None and bucket > cache.max_length:
-            raise InputError(f"a length bucket is {bucket}, a row holds {cache.max_length} tokens; pass buckets below that, or none")
+            raise InputError(
+                f"a length bucket is {bucket}, a row holds {cache.max_length} tokens; pass buckets below that, or none"
+            )
         methods.append(Method(f"decode_{bucket}", 1, 1, bucket))
         if prefill_length > 1 and bucket > 1:
             methods.append(Method(f"prefill_{bucket}", 2, min(prefill_length, bucket), bucket))
@@ -214,7 +216,9 @@ def chunk_sizes(methods: Mapping[str, Method], length: int) -> list[int]:
 
     Long prompts go through in chunks of the longest method; what is left and too short for any goes token by token.
     """
-    anywhere = [method for method in methods.values() if method.is_step and not method.scores and method.read_length is None]
+    anywhere = [
+        method for method in methods.values() if method.is_step and not method.scores and method.read_length is None
+    ]
     longest = max(method.max_length for method in anywhere)
     whole, rest = divmod(length, longest)
     chunks = [longest] * whole

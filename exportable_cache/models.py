@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub import constants, try_to_load_from_cache
@@ -50,7 +49,12 @@ _TOKENIZER_FILES = (
     "tekken.json",
 )
 # What a processor is made of, beside the tokenizer's files.
-_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "chat_template.json")
+_PROCESSOR_FILES = (
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
+)
 #: Model types whose images or sound `multimodal` takes; others with a text decoder of their own are loaded as that.
 MULTIMODAL = ("llava", "smolvlm", "idefics3", "voxtral", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 # With tied embeddings such weights would pass for a causal LM's.
@@ -111,7 +115,11 @@ def load_model(
         config = _config(place)
         try:
             model, info = auto_class(config).from_pretrained(
-                place.path, config=config, dtype=wanted or "auto", output_loading_info=True, local_files_only=place.local
+                place.path,
+                config=config,
+                dtype=wanted or "auto",
+                output_loading_info=True,
+                local_files_only=place.local,
             )
         except Exception as error:  # files are read by several libraries, each with errors of its own
             raise InputError(
@@ -178,7 +186,9 @@ def load_processor(folder: Path, config_folder: Path) -> ProcessorMixin:
         except ImportError as error:
             raise MissingDependencyError(f"the processor in {folder} needs a package: {first_line(error)}") from error
         except Exception as error:  # processors read several files, each with errors of its own
-            raise BundleError(f"cannot read the processor in {folder}: {first_line(error)}; export the model again") from error
+            raise BundleError(
+                f"cannot read the processor in {folder}: {first_line(error)}; export the model again"
+            ) from error
     if not isinstance(processor, ProcessorMixin):
         raise BundleError(f"{folder} holds a {type(processor).__name__} and no processor; export the model again")
     return processor
@@ -234,7 +244,9 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
         return None
     parsed = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if not isinstance(parsed, torch.dtype) or not parsed.is_floating_point:
-        raise InputError(f"dtype is {dtype!r}; pass one of 'float32', 'float16', 'bfloat16', or None for the stored one")
+        raise InputError(
+            f"dtype is {dtype!r}; pass one of 'float32', 'float16', 'bfloat16', or None for the stored one"
+        )
     return parsed
 
 
@@ -301,7 +313,9 @@ def _config(place: _Place) -> PreTrainedConfig:
         ) from error
     model_type = fields.get("model_type")
     if not model_type:
-        raise InputError(f"config.json of {place.source!r} states no model_type; pass the folder of a transformers model")
+        raise InputError(
+            f"config.json of {place.source!r} states no model_type; pass the folder of a transformers model"
+        )
     if model_type not in CONFIG_MAPPING:
         raise UnsupportedModelError(
             f"{place.source!r} is of model type {model_type!r}, which this transformers release does not know; "
@@ -318,7 +332,9 @@ def _config(place: _Place) -> PreTrainedConfig:
         )
     heads = [name for name in config.architectures or () if name.endswith(_OTHER_HEADS)]
     if heads:
-        raise UnsupportedModelError(f"{place.source!r} is a {heads[0]}, whose head gives no next token; pass a causal LM")
+        raise UnsupportedModelError(
+            f"{place.source!r} is a {heads[0]}, whose head gives no next token; pass a causal LM"
+        )
     return config
 
 

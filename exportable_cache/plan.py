@@ -194,7 +194,9 @@ def _layouts(
 
         return encoder_decoder_layers(model, encoder_of(model, max_encoder_len, batch_size))[0]
     if max_encoder_len is not None:
-        raise InputError(f"max_encoder_len is {max_encoder_len}, but {config.model_type!r} has no encoder; leave it out")
+        raise InputError(
+            f"max_encoder_len is {max_encoder_len}, but {config.model_type!r} has no encoder; leave it out"
+        )
     if model is not None:
         try:
             return layout_from_model(model)[0]
@@ -215,5 +217,7 @@ def _dynamic_bytes(layout: LayerLayout, tokens: int, batch_size: int, dtype: tor
     fixed = sum(math.prod(state.shape) * (state.dtype or dtype).itemsize for state in states)
     tokens = layout.encoder_slots or tokens
     kept = tokens if layout.window is None else min(tokens, layout.window - 1)
-    per_token = (layout.num_heads or 0) * ((layout.head_dim or 0) + (layout.value_head_dim or 0)) + (layout.index_head_dim or 0)
+    per_token = (layout.num_heads or 0) * ((layout.head_dim or 0) + (layout.value_head_dim or 0)) + (
+        layout.index_head_dim or 0
+    )
     return batch_size * (fixed + per_token * kept * dtype.itemsize)

@@ -65,7 +65,9 @@ class ProgramModule(nn.Module):
         logits: Which logits to give.
     """
 
-    def __init__(self, model: PreTrainedModel, cache: ExportableCache, method: Method, logits: Logits = Logits.LAST) -> None:
+    def __init__(
+        self, model: PreTrainedModel, cache: ExportableCache, method: Method, logits: Logits = Logits.LAST
+    ) -> None:
         super().__init__()
         self.model = model
         self.layout = cache
@@ -77,7 +79,9 @@ class ProgramModule(nn.Module):
         # Most models can leave out the head's work for all but the last token; the others are sliced after it.
         parameters = inspect.signature(model.forward).parameters
         self.keeps_last = self.logits is Logits.LAST and "logits_to_keep" in parameters
-        self.positions_name = "decoder_position_ids" if isinstance(cache, ExportableEncoderDecoderCache) else "position_ids"
+        self.positions_name = (
+            "decoder_position_ids" if isinstance(cache, ExportableEncoderDecoderCache) else "position_ids"
+        )
         self.cache_argument = cache_argument(model)
         self.takes_positions = takes_positions(model, self.positions_name)
 
@@ -115,7 +119,9 @@ class ProgramModule(nn.Module):
                 position_ids = first[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
             options[self.positions_name] = position_ids
         if image_ids is not None:
-            options["attention_mask"] = image_masks(self.model.config.get_text_config(), tokens, cache, image_ids, input_pos)
+            options["attention_mask"] = image_masks(
+                self.model.config.get_text_config(), tokens, cache, image_ids, input_pos
+            )
         options[self.cache_argument] = cache
         with longest_step(self.method.max_length), short_masks():
             if inputs_embeds is not None and is_stacked(self.model, inputs_embeds):
@@ -132,7 +138,9 @@ class ResidentModule(ProgramModule):
     Position 0 starts a sequence anew without touching the buffers, and an earlier position takes tokens back.
     """
 
-    def __init__(self, model: PreTrainedModel, cache: ExportableCache, method: Method, logits: Logits = Logits.LAST) -> None:
+    def __init__(
+        self, model: PreTrainedModel, cache: ExportableCache, method: Method, logits: Logits = Logits.LAST
+    ) -> None:
         super().__init__(model, cache, method, logits)
         self.state_buffers = {
             name: name.replace(".", "_") for name, _ in cache.named_state() if not name.endswith(".cumulative_length")
@@ -218,7 +226,9 @@ def program_methods(
         methods = methods_for(cache, prefill_length, forward, buckets, score_length, split)
         return multimodal_methods(methods, modalities) if modalities else methods
     if modalities:
-        raise InputError(f"modalities are {', '.join(m.kind for m in modalities)}; an encoder-decoder's go through encode: leave them out")
+        raise InputError(
+            f"modalities are {', '.join(m.kind for m in modalities)}; an encoder-decoder's go through encode: leave them out"
+        )
     if score_length:
         raise InputError(f"score_length is {score_length}; drafts are scored by text decoders only: leave it out")
     if forward:
@@ -226,7 +236,9 @@ def program_methods(
     return seq2seq_methods(cache, prefill_length, buckets)
 
 
-def front_module(model: PreTrainedModel, cache: ExportableCache, method: Method, modalities: Sequence[Modality]) -> nn.Module:
+def front_module(
+    model: PreTrainedModel, cache: ExportableCache, method: Method, modalities: Sequence[Modality]
+) -> nn.Module:
     """The module of a method that is no step: an encoder, or the embedding table."""
     if method.name == "embed":
         return EmbedModule(model, method.outputs[0].shape[-1])
@@ -314,7 +326,11 @@ class Program:
         if "length" in sizes:
             sizes["length"] -= sizes["length"] % method.multiple
         inputs = tuple(
-            torch.zeros([sizes.get(size, size) for size in spec.shape], dtype=getattr(torch, spec.dtype), device=self.cache.device)
+            torch.zeros(
+                [sizes.get(size, size) for size in spec.shape],
+                dtype=getattr(torch, spec.dtype),
+                device=self.cache.device,
+            )
             for spec in method.inputs
         )
         if self.form is Form.RESIDENT or not method.is_step:
@@ -339,7 +355,9 @@ class Program:
         dynamic = ShapesCollection()
         sizes = {name: Dim(name, min=least, max=most) for name, (least, most) in method.dynamic_sizes.items()}
         if "length" in sizes and method.multiple > 1:
-            pieces = Dim("_length", min=-(-method.min_length // method.multiple), max=method.max_length // method.multiple)
+            pieces = Dim(
+                "_length", min=-(-method.min_length // method.multiple), max=method.max_length // method.multiple
+            )
             sizes["length"] = method.multiple * pieces
         for spec, example in zip(method.inputs, inputs):
             named = {index: sizes[size] for index, size in enumerate(spec.shape) if size in sizes}
@@ -369,5 +387,9 @@ class Program:
 
 def _least_length(error: Exception) -> int | None:
     """The lower bound of the length that torch.export suggests or has found in a constraint violation, None if there is none."""
-    found = re.search(r"^\s*length = Dim\('length', min=(\d+)|range \d+ <= length <= \d+ satisfy the generated guard (\d+) <= L\[", str(error), re.M)
+    found = re.search(
+        r"^\s*length = Dim\('length', min=(\d+)|range \d+ <= length <= \d+ satisfy the generated guard (\d+) <= L\[",
+        str(error),
+        re.M,
+    )
     return None if found is None else int(found[1] or found[2])

@@ -58,7 +58,13 @@ def measure_distance(session: Session, model: PreTrainedModel, progress: Progres
     longest = _longest(session, model)
     steps = min(_DECODE_STEPS, max(0, longest - 2))
     report = verify_session(
-        session, model, tolerance=math.inf, exact_cache=True, prompts=[min(_PROMPT, longest - steps)], decode_steps=steps, progress=progress
+        session,
+        model,
+        tolerance=math.inf,
+        exact_cache=True,
+        prompts=[min(_PROMPT, longest - steps)],
+        decode_steps=steps,
+        progress=progress,
     )
     return {
         "positions": report.steps,

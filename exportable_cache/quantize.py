@@ -55,7 +55,9 @@ class Quantization:
             if value is not None and value not in known:
                 raise InputError(f"{option} is {value!r}; it must be one of {', '.join(known)}")
         if self.linear is None and self.embeddings is None:
-            raise InputError(f"group_size is {self.group_size}, but nothing is quantised; pass quantize or quantize_embeddings too")
+            raise InputError(
+                f"group_size is {self.group_size}, but nothing is quantised; pass quantize or quantize_embeddings too"
+            )
         if 4 not in (self._bits(self.linear, LINEAR_SCHEMES), self._bits(self.embeddings, EMBEDDING_SCHEMES)):
             if self.group_size is not None:
                 raise InputError(
@@ -64,7 +66,9 @@ class Quantization:
             return
         size = DEFAULT_GROUP_SIZE if self.group_size is None else self.group_size
         if not isinstance(size, int) or isinstance(size, bool) or size < 1 or size % _GROUP_MULTIPLE:
-            raise InputError(f"group_size is {size!r}; it must be a multiple of {_GROUP_MULTIPLE}, which the 4-bit kernels take")
+            raise InputError(
+                f"group_size is {size!r}; it must be a multiple of {_GROUP_MULTIPLE}, which the 4-bit kernels take"
+            )
         object.__setattr__(self, "group_size", size)
 
     @staticmethod
@@ -77,11 +81,17 @@ class Quantization:
         return asdict(self)
 
     def __str__(self) -> str:
-        parts = [self.linear, self.embeddings and f"embeddings {self.embeddings}", self.group_size and f"groups of {self.group_size}"]
+        parts = [
+            self.linear,
+            self.embeddings and f"embeddings {self.embeddings}",
+            self.group_size and f"groups of {self.group_size}",
+        ]
         return ", ".join(part for part in parts if part)
 
 
-def quantization_of(quantize: str | None, group_size: int | None, quantize_embeddings: str | None) -> Quantization | None:
+def quantization_of(
+    quantize: str | None, group_size: int | None, quantize_embeddings: str | None
+) -> Quantization | None:
     """The quantisation that three options ask for, None for none of them.
 
     Raises:
@@ -92,7 +102,9 @@ def quantization_of(quantize: str | None, group_size: int | None, quantize_embed
         return None
     quantization = Quantization(quantize, group_size, quantize_embeddings)
     if util.find_spec("torchao") is None:
-        raise MissingDependencyError("quantisation needs torchao, which is not installed; pip install 'exportable-cache[executorch]'")
+        raise MissingDependencyError(
+            "quantisation needs torchao, which is not installed; pip install 'exportable-cache[executorch]'"
+        )
     return quantization
 
 
@@ -105,10 +117,15 @@ def check_schemes(quantization: Quantization, target: str, linear: Sequence[str]
     Raises:
         InputError: If one asked for is not among them.
     """
-    for option, value, known in (("quantize", quantization.linear, linear), ("quantize_embeddings", quantization.embeddings, embeddings)):
+    for option, value, known in (
+        ("quantize", quantization.linear, linear),
+        ("quantize_embeddings", quantization.embeddings, embeddings),
+    ):
         if value is not None and value not in known:
             offered = f"it takes {', '.join(known)}" if known else "export for target 'executorch'"
-            raise InputError(f"{option} is {value!r}, for which target {target!r} has no kernels worth using; {offered}")
+            raise InputError(
+                f"{option} is {value!r}, for which target {target!r} has no kernels worth using; {offered}"
+            )
 
 
 def check_quantizable(model: PreTrainedModel, quantization: Quantization) -> None:
@@ -122,13 +139,17 @@ def check_quantizable(model: PreTrainedModel, quantization: Quantization) -> Non
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     if model.dtype != torch.float32:
         raise InputError(f"{name} is {model.dtype}, and quantised kernels compute in float32; pass dtype='float32'")
-    linears = {path: module for path, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head}
+    linears = {
+        path: module for path, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
+    }
     if quantization.linear is not None and not linears:
         raise UnsupportedModelError(
             f"{name} has no torch.nn.Linear besides its head, so {quantization.linear} would quantise nothing; export it unquantised"
         )
     if quantization.embeddings is not None and not isinstance(table, nn.Embedding):
-        raise UnsupportedModelError(f"{name} embeds through {type(table).__name__}, which is not quantised; leave out quantize_embeddings")
+        raise UnsupportedModelError(
+            f"{name} embeds through {type(table).__name__}, which is not quantised; leave out quantize_embeddings"
+        )
     if quantization.embeddings == "4w" and is_tied(model):
         raise UnsupportedModelError(
             f"the head of {name} is tied to its embeddings, and the kernels of the two pack 4 bits differently, so one copy cannot "
@@ -144,8 +165,14 @@ def check_quantizable(model: PreTrainedModel, quantization: Quantization) -> Non
         length = module.weight.shape[1]
         if length % size:
             fitting = [fit for fit in range(_GROUP_MULTIPLE, length + 1, _GROUP_MULTIPLE) if length % fit == 0]
-            remedy = f"use a group_size of {', '.join(map(str, fitting))}" if fitting else "use quantize='8da8w', which has no groups"
-            raise InputError(f"group_size {size} does not divide the rows of {path} of {name}, {length} weights long; {remedy}")
+            remedy = (
+                f"use a group_size of {', '.join(map(str, fitting))}"
+                if fitting
+                else "use quantize='8da8w', which has no groups"
+            )
+            raise InputError(
+                f"group_size {size} does not divide the rows of {path} of {name}, {length} weights long; {remedy}"
+            )
 
 
 def is_tied(model: PreTrainedModel) -> bool:
@@ -180,7 +207,11 @@ def quantize(model: PreTrainedModel, quantization: Quantization) -> QuantizedMod
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torchao.quantization.granularity import PerAxis, PerGroup
-        from torchao.quantization.quant_api import Int8DynamicActivationIntxWeightConfig, IntxWeightOnlyConfig, quantize_
+        from torchao.quantization.quant_api import (
+            Int8DynamicActivationIntxWeightConfig,
+            IntxWeightOnlyConfig,
+            quantize_,
+        )
         from torchao.utils import unwrap_tensor_subclass
 
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -188,7 +219,11 @@ def quantize(model: PreTrainedModel, quantization: Quantization) -> QuantizedMod
     dtypes = {4: torch.int4, 8: torch.int8}
     if quantization.embeddings is not None:
         bits = EMBEDDING_SCHEMES[quantization.embeddings]
-        quantize_(model, IntxWeightOnlyConfig(weight_dtype=dtypes[bits], granularity=groups[bits]), lambda module, _: module is table)
+        quantize_(
+            model,
+            IntxWeightOnlyConfig(weight_dtype=dtypes[bits], granularity=groups[bits]),
+            lambda module, _: module is table,
+        )
     if quantization.linear is not None:
         bits, dynamic = LINEAR_SCHEMES[quantization.linear]
         if dynamic:
@@ -217,7 +252,9 @@ def _as_linear(table: torch.Tensor, scheme: str | None) -> torch.Tensor:
     # Weights alone have no fast kernel on devices, so where only embeddings were asked for the head takes 8-bit activations too.
     dynamic = scheme is None or LINEAR_SCHEMES[scheme][1]
     activations = IntxUnpackedToInt8TensorActivationQuantization.INT8_ASYM_PER_TOKEN if dynamic else None
-    return type(table)(table.qdata, table.scale, table.zero_point, table.target_dtype, table.block_size, table.dtype, activations)
+    return type(table)(
+        table.qdata, table.scale, table.zero_point, table.target_dtype, table.block_size, table.dtype, activations
+    )
 
 
 def _stored_bytes(model: nn.Module) -> int:

@@ -43,11 +43,19 @@ WITHOUT_CACHE = {
 #: Config fields that make a model one that no static cache fits: field -> (model types, reason).
 REFUSED_OPTIONS = {
     "alibi": (("falcon",), "its position bias is sized by the tokens seen, not by the cache's slots"),
-    "use_bidirectional_attention": (("gemma3", "gemma3_text"), "its tokens see later ones, so it does not generate step by step"),
+    "use_bidirectional_attention": (
+        ("gemma3", "gemma3_text"),
+        "its tokens see later ones, so it does not generate step by step",
+    ),
 }
 
 #: Config fields that a cache of ours must not outgrow: field -> (model types, reason).
-LONGEST = {"keep_window_size": (("doge",), "past it its attention chooses among the keys by their values, which is not done here")}
+LONGEST = {
+    "keep_window_size": (
+        ("doge",),
+        "past it its attention chooses among the keys by their values, which is not done here",
+    )
+}
 
 #: Models whose position bias counts the cache's slots, so that a slot has to be its position: no sinks for them.
 BIASED_BY_SLOT = ("bloom", "mpt")

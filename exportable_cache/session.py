@@ -20,10 +20,10 @@ from .generation import Generation, end_tokens
 from .layers import CacheLayer
 from .layout import check_layers, vocab_size_of
 from .methods import ROPE_DELTAS, Method, chunk_sizes, length_buckets, method_for, smallest_inputs
-from .progress import Progress, silent
 from .multimodal import modalities_of
 from .multimodal.places import PlacedImages, shifted
 from .multimodal.session import SessionModalities, recorded_placeholders
+from .progress import Progress, silent
 from .seq2seq.session import SessionEncoder
 from .session_checks import check_ids, check_max_new_tokens, check_room, split_stops
 from .session_position import Position, known_high_water
@@ -162,7 +162,9 @@ class Session(Position, Generation):
             )
         check_positions(model, cache.max_length)
         if graph_cache is not None and not compile:
-            raise InputError(f"graph_cache is {str(graph_cache)!r}, but there are no compiled graphs to keep without compile=True")
+            raise InputError(
+                f"graph_cache is {str(graph_cache)!r}, but there are no compiled graphs to keep without compile=True"
+            )
         found = modalities_of(model, modalities, image_size)
         session = cls(
             ModuleRunner(
@@ -189,7 +191,9 @@ class Session(Position, Generation):
         )
         session._cache = cache
         session._length = cache.cumulative_length.detach().cpu().clone()
-        session._high_water = torch.maximum(session._length, torch.tensor(known_high_water(cache.layers, session._length)))
+        session._high_water = torch.maximum(
+            session._length, torch.tensor(known_high_water(cache.layers, session._length))
+        )
         return session
 
     @classmethod
@@ -229,7 +233,9 @@ class Session(Position, Generation):
             InputError: If tokens were fed already, which this would overwrite.
         """
         if bool(self._length.any()):
-            raise InputError(f"warm_up overwrites the cache, which holds {self._length.tolist()} tokens; call it first, or reset()")
+            raise InputError(
+                f"warm_up overwrites the cache, which holds {self._length.tolist()} tokens; call it first, or reset()"
+            )
         methods = list(self.runner.methods.values())
         for done, method in enumerate(methods):
             progress(f"warming up {method.name}", done, len(methods))
@@ -239,7 +245,9 @@ class Session(Position, Generation):
                 # Compiling it found that it takes longer steps only.
                 for inputs in smallest_inputs(self.runner.methods[method.name], self.batch_size, self.device):
                     self.runner.run(method.name, *inputs)
-            feeds = {"input_ids", "input_pos"} <= set(method.input_names) <= {"input_ids", "input_pos", ROPE_DELTAS.name}
+            feeds = (
+                {"input_ids", "input_pos"} <= set(method.input_names) <= {"input_ids", "input_pos", ROPE_DELTAS.name}
+            )
             if feeds and method.max_length == 1 and hasattr(self.runner, "run_and_choose"):
                 for sampling, steps in product((Sampling(), Sampling(temperature=1.0)), {1, self.steps_per_launch}):
                     if method.serves(1, steps):

@@ -27,7 +27,9 @@ def check_ids(
     """
     shape = f"[{', '.join(dims)}]"
     if not isinstance(ids, torch.Tensor):
-        raise InputError(f"{name} is a {type(ids).__name__}; pass an int64 tensor {shape}, as torch.tensor makes of a list")
+        raise InputError(
+            f"{name} is a {type(ids).__name__}; pass an int64 tensor {shape}, as torch.tensor makes of a list"
+        )
     if ids.dim() != len(dims):
         raise InputError(f"{name} has shape {list(ids.shape)}; it must be {shape} with batch {batch_size}")
     if ids.shape[0] != batch_size:
@@ -59,7 +61,9 @@ def check_max_new_tokens(max_new_tokens: int | None) -> None:
     if max_new_tokens is None:
         return
     if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
-        raise InputError(f"max_new_tokens is {max_new_tokens!r}; it must be an int of at least 1, or None for as many as fit")
+        raise InputError(
+            f"max_new_tokens is {max_new_tokens!r}; it must be an int of at least 1, or None for as many as fit"
+        )
 
 
 def check_room(held: int, limit: int | None, tokens: int, max_new_tokens: int | None = None) -> None:

@@ -54,7 +54,9 @@ class Position:
                 "save_state() writes what it holds"
             )
         if self._cache is None:
-            raise InputError(f"a session over a {self.target!r} bundle has no cache object; its program keeps the tensors")
+            raise InputError(
+                f"a session over a {self.target!r} bundle has no cache object; its program keeps the tensors"
+            )
         if isinstance(self.runner, ForkedRunner):
             self.runner.take_turn()
         high_water = int(self._high_water.max())

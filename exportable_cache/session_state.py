@@ -48,7 +48,9 @@ def save_state(session: Session, path: Path) -> None:
         name: _filled(tensor, session, name, high_water).detach().cpu().contiguous().clone()
         for name, tensor in runner_state(session).items()
     }
-    tensors |= {f"{_ENCODED}{index}": tensor.detach().cpu().contiguous().clone() for index, tensor in enumerate(session.encoded)}
+    tensors |= {
+        f"{_ENCODED}{index}": tensor.detach().cpu().contiguous().clone() for index, tensor in enumerate(session.encoded)
+    }
     tensors["length"] = session._length.clone()
     tensors["high_water"] = session._high_water.clone()
     described = {
@@ -72,7 +74,9 @@ def load_state(session: Session, path: Path) -> None:
     tensors, metadata = read_tensors(path, "a session's state", _FORMAT, "save_state()")
     saved_print = metadata["fingerprint"]
     if saved_print and session.fingerprint and saved_print != session.fingerprint:
-        raise InputError(f"{path} was computed with other weights than this session's model; save the state again with this one")
+        raise InputError(
+            f"{path} was computed with other weights than this session's model; save the state again with this one"
+        )
     saved = json.loads(metadata["layers"])
     ours = json.loads(json.dumps([_describe(layer) for layer in session.layers]))
     if saved != ours:
@@ -84,7 +88,9 @@ def load_state(session: Session, path: Path) -> None:
         )
     length, high_water = tensors.pop("length"), tensors.pop("high_water")
     if length.shape != session._length.shape:
-        raise InputError(f"{path} has {length.shape[0]} rows, this session {session.batch_size}; use the same batch_size")
+        raise InputError(
+            f"{path} has {length.shape[0]} rows, this session {session.batch_size}; use the same batch_size"
+        )
     if session.max_length is not None and int(length.max()) > session.max_length:
         raise InputError(
             f"{path} holds {int(length.max())} tokens, this cache at most {session.max_length}; use a larger max_cache_len"
@@ -93,7 +99,9 @@ def load_state(session: Session, path: Path) -> None:
     state = runner_state(session)
     for name, tensor in state.items():
         if name not in tensors:
-            raise InputError(f"{path} has no {name}, which a {session.target!r} session keeps; save the state on that target")
+            raise InputError(
+                f"{path} has no {name}, which a {session.target!r} session keeps; save the state on that target"
+            )
         expected = list(tensor.shape)
         dim = _capacity_dim(session, name)
         given = list(tensors[name].shape)

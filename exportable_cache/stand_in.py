@@ -47,7 +47,9 @@ def session_to_verify(
 def program_of(manifest: Manifest, model: PreTrainedModel) -> Program:
     """The program that a manifest describes, made anew from its model; its layers are already in the target's layout."""
     methods = manifest.program.methods
-    anywhere = [method for method in methods.values() if method.is_step and method.read_length is None and not method.scores]
+    anywhere = [
+        method for method in methods.values() if method.is_step and method.read_length is None and not method.scores
+    ]
     described = {
         "prefill_length": max(method.max_length for method in anywhere),
         "forward": "forward" in methods,

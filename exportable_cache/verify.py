@@ -85,7 +85,9 @@ class VerifyReport:
         prompts = (VerifiedPrompt(**prompt) if isinstance(prompt, Mapping) else prompt for prompt in self.prompts)
         object.__setattr__(self, "prompts", tuple(prompts))
         object.__setattr__(self, "windows", tuple(self.windows))
-        encoders = (VerifiedEncoder(**encoder) if isinstance(encoder, Mapping) else encoder for encoder in self.encoders)
+        encoders = (
+            VerifiedEncoder(**encoder) if isinstance(encoder, Mapping) else encoder for encoder in self.encoders
+        )
         object.__setattr__(self, "encoders", tuple(encoders))
 
     def to_dict(self) -> dict[str, Any]:
@@ -164,7 +166,9 @@ def verify_session(
     lengths = set(prompts or default_prompts(reachable, limit, chunk))
     if not prompts:
         # One token short of each bucket: the steps that follow are of the next.
-        lengths.update(method.read_length - 1 for method in methods if method.read_length is not None and method.read_length > 1)
+        lengths.update(
+            method.read_length - 1 for method in methods if method.read_length is not None and method.read_length > 1
+        )
     filling = None
     # Rings alone are never full: no limit is theirs.
     if not prompts and session.max_length is not None and session.batch_size * limit <= _MOST_TO_FILL:
@@ -172,7 +176,13 @@ def verify_session(
         lengths.add(filling)
     plan = []
     for length in sorted(lengths):
-        steps = 0 if length == filling else default_decode_steps(length, reachable, limit) if decode_steps is None else decode_steps
+        steps = (
+            0
+            if length == filling
+            else default_decode_steps(length, reachable, limit)
+            if decode_steps is None
+            else decode_steps
+        )
         if length < 1 or steps < 0 or (limit is not None and length + steps > limit):
             raise InputError(
                 f"a prompt of {length} tokens and {steps} decode steps do not fit: "

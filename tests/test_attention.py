@@ -1,6 +1,5 @@
 """Both attention functions against the eager functions of transformers' own modeling files."""
 
-
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -80,7 +79,9 @@ def test_without_a_mask(attend, causal: bool) -> None:
     query, key, value, _ = inputs(KV_LENGTH)
     mask = torch.zeros(1, 1, KV_LENGTH, KV_LENGTH)
     if causal:
-        mask = mask.masked_fill(~torch.ones(KV_LENGTH, KV_LENGTH, dtype=torch.bool).tril(), torch.finfo(torch.float32).min)
+        mask = mask.masked_fill(
+            ~torch.ones(KV_LENGTH, KV_LENGTH, dtype=torch.bool).tril(), torch.finfo(torch.float32).min
+        )
     expected, _ = llama_attention(module(), query, key, value, mask, scaling=0.3)
     actual, _ = attend(module(is_causal=causal), query, key, value, None, scaling=0.3)
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)

@@ -153,7 +153,9 @@ def test_manifest_records_every_layer(original: Path) -> None:
 
 def test_manifest_lists_every_file_with_its_checksum(original: Path) -> None:
     manifest = Bundle.open(original).manifest
-    found = {path.relative_to(original).as_posix() for path in original.rglob("*") if path.is_file()} - {"manifest.json"}
+    found = {path.relative_to(original).as_posix() for path in original.rglob("*") if path.is_file()} - {
+        "manifest.json"
+    }
     assert set(manifest.files) == found
     assert {"program.fake", "config.json", "generation_config.json", "tokenizer/tokenizer.json"} <= found
     for name, file in manifest.files.items():
@@ -269,7 +271,10 @@ DAMAGE: dict[str, tuple[Callable[[dict], Any], str]] = {
         lambda fields: fields["layers"][1]["config"].update(window=7),
         "layers.1: config: has capacity, window, a FullLayer has capacity",
     ),
-    "other capacity": (_inconsistent_capacity, f"layers.1: config.capacity: is {CAPACITY + 16}, its tensors have {CAPACITY}"),
+    "other capacity": (
+        _inconsistent_capacity,
+        f"layers.1: config.capacity: is {CAPACITY + 16}, its tensors have {CAPACITY}",
+    ),
     "true capacity": (
         lambda fields: fields["layers"][1]["config"].update(capacity=True),
         f"layers.1: config.capacity: is True, its tensors have {CAPACITY}",
@@ -342,7 +347,9 @@ def test_any_other_edit_is_refused(folder: Path) -> None:
     edit(folder, lambda fields: fields["program"].update(max_cache_len=CAPACITY - 1), sign=False)
     refused(folder, "is damaged: checksum: its content has sha256", "it records", "copy the bundle again, or export")
     edit(folder, lambda fields: fields.pop("checksum"), sign=False)
-    refused(folder, "is damaged: checksum: its content has sha256", "it records none", "copy the bundle again, or export")
+    refused(
+        folder, "is damaged: checksum: its content has sha256", "it records none", "copy the bundle again, or export"
+    )
 
 
 def test_white_space_and_order_are_no_edits(folder: Path) -> None:

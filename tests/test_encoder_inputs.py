@@ -93,11 +93,15 @@ def test_compiled_sessions_equal_the_model_at_every_length(keeps_graphs: bool, t
     # A convolution's guards split the lengths of sound: its encoder has a graph for each range of them.
     with graphs_without_code(), torch._dynamo.config.patch(error_on_recompile=False):
         cache = ExportableCache.from_model(model, MAX_CACHE_LEN, max_encoder_len=LENGTHS[name][0])
-        session = Session.from_model(model, cache, prefill_length=16, compile=True, graph_cache=tmp_path if keeps_graphs else None)
+        session = Session.from_model(
+            model, cache, prefill_length=16, compile=True, graph_cache=tmp_path if keeps_graphs else None
+        )
         assert largest_difference(session, model, name) <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["speech-canary", "speech-seamless_m4t", "speech-speech_to_text", "speech-speecht5", "image-pix2struct"])
+@pytest.mark.parametrize(
+    "name", ["speech-canary", "speech-seamless_m4t", "speech-speech_to_text", "speech-speecht5", "image-pix2struct"]
+)
 def test_padded_rows_equal_the_models_own(name: str) -> None:
     model = model_of(name)
     longest, lengths = LENGTHS[name]
@@ -105,7 +109,9 @@ def test_padded_rows_equal_the_models_own(name: str) -> None:
     inputs["attention_mask"][1, lengths[1] :] = 0
     ids = tokens()[:, :12].expand(2, 12)
     expected = reference_logits(model, inputs, ids, PROMPT)
-    unpadded = reference_logits(model, {**inputs, "attention_mask": torch.ones_like(inputs["attention_mask"])}, ids, PROMPT)
+    unpadded = reference_logits(
+        model, {**inputs, "attention_mask": torch.ones_like(inputs["attention_mask"])}, ids, PROMPT
+    )
     assert (expected[1] - unpadded[1]).abs().max() > 100 * TOLERANCE
     assert (session_logits(live(model, name, 2), inputs, ids) - expected).abs().max() <= TOLERANCE
 

@@ -25,7 +25,10 @@ def worst_difference(session, model) -> dict[int, float]:
         reference = reference_logits(model, ids, prompt)
         session.reset()
         found[prompt] = difference(
-            lambda piece: session.decode(piece[:, 0]) if piece.shape[1] == 1 else session.prefill(piece), reference, ids, prompt
+            lambda piece: session.decode(piece[:, 0]) if piece.shape[1] == 1 else session.prefill(piece),
+            reference,
+            ids,
+            prompt,
         )
         assert session.length.tolist() == [prompt + STEPS]
     return found

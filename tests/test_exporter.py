@@ -106,7 +106,9 @@ def test_verify_refuses_another_type_or_vocabulary(bundle: Bundle) -> None:
         (torch.tensor([[VOCAB]]), InputError, f"token id {VOCAB}"),
     ],
 )
-def test_refused_prompts_change_nothing(bundle: Bundle, model: Any, ids: torch.Tensor, error: type, message: str) -> None:
+def test_refused_prompts_change_nothing(
+    bundle: Bundle, model: Any, ids: torch.Tensor, error: type, message: str
+) -> None:
     session = load(bundle.path)
     fed = tokens(11)
     session.prefill(fed[:, :10])
@@ -139,7 +141,9 @@ def test_damaged_program_is_refused(bundle: Bundle) -> None:
     contents = path.read_bytes()
     try:
         path.write_bytes(contents[: len(contents) // 2])
-        with pytest.raises(BundleError, match=f"{name} has {len(contents) // 2} bytes, the manifest says {len(contents)}"):
+        with pytest.raises(
+            BundleError, match=f"{name} has {len(contents) // 2} bytes, the manifest says {len(contents)}"
+        ):
             load(bundle.path)
     finally:
         path.write_bytes(contents)
@@ -216,7 +220,11 @@ def test_progress_names_the_stages(model: Any, tmp_path: Path) -> None:
 # -- refusals -----------------------------------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "target": ({"target": "abacus"}, InputError, "unknown target 'abacus'; choose one of pt2, aoti, executorch, tensorrt"),
+    "target": (
+        {"target": "abacus"},
+        InputError,
+        "unknown target 'abacus'; choose one of pt2, aoti, executorch, tensorrt",
+    ),
     "option": ({"colour": "red"}, InputError, "has no option 'colour'"),
     "cache length": ({"max_cache_len": 0}, InputError, "max_cache_len is 0; it must be an int of at least 1"),
     "fractional length": ({"max_cache_len": 64.0}, InputError, "max_cache_len is 64.0"),
@@ -225,7 +233,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "dtype": ({"dtype": "int8"}, InputError, "dtype is 'int8'"),
     "no folder": ({"output_dir": None}, InputError, "output_dir is missing"),
     "empty folder": ({"output_dir": ""}, InputError, "output_dir is '', which is no name.*; name the folder to write"),
-    "working folder": ({"output_dir": Path("")}, InputError, "output_dir is '.', which is no name.*; name the folder to write"),
+    "working folder": (
+        {"output_dir": Path("")},
+        InputError,
+        "output_dir is '.', which is no name.*; name the folder to write",
+    ),
     "root": ({"output_dir": "/"}, InputError, "output_dir is '/', which is no name"),
 }
 
@@ -290,7 +302,10 @@ def test_failed_verification_leaves_nothing(model: Any, tmp_path: Path) -> None:
     with pytest.raises(VerificationError) as error:
         export(model, "fake", CAPACITY, tmp_path / "out", spoil=0.5)
     message = str(error.value)
-    assert all(part in message for part in ("NOT verified", "5.0e-01 exceeds 1e-04", "40 tokens: 5.0e-01", "out was not written"))
+    assert all(
+        part in message
+        for part in ("NOT verified", "5.0e-01 exceeds 1e-04", "40 tokens: 5.0e-01", "out was not written")
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -330,7 +345,11 @@ def test_killed_export_leaves_nothing_that_loads(model: Any, tmp_path: Path) -> 
     output = tmp_path / "out"
     root = Path(__file__).parents[1]
     process = subprocess.Popen(
-        [sys.executable, "-c", _KILLED, str(output)], cwd=root, stdout=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-c", _KILLED, str(output)],
+        cwd=root,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     try:
         assert process.stdout is not None

@@ -79,7 +79,9 @@ def test_pt2_with_the_cache_as_an_argument(family: str, tmp_path) -> None:
     assert max(found.values()) <= TOLERANCE, found
 
 
-@pytest.mark.parametrize("family", [name if name in COMPILED else pytest.param(name, marks=pytest.mark.slow) for name in KINDS])
+@pytest.mark.parametrize(
+    "family", [name if name in COMPILED else pytest.param(name, marks=pytest.mark.slow) for name in KINDS]
+)
 def test_compiled_in_one_graph_per_method(family: str) -> None:
     torch._dynamo.reset()
     counters.clear()

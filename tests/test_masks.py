@@ -21,7 +21,9 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize(("q_length", "q_offset", "kv_length", "kv_offset"), [(5, 0, 5, 0), (1, 9, 12, 0), (3, 9, 7, 5)])
+@pytest.mark.parametrize(
+    ("q_length", "q_offset", "kv_length", "kv_offset"), [(5, 0, 5, 0), (1, 9, 12, 0), (3, 9, 7, 5)]
+)
 @pytest.mark.parametrize("padding", [None, "left", "right"])
 def test_equal_to_transformers_where_both_apply(function, q_length, q_offset, kv_length, kv_offset, padding) -> None:
     attention_mask = None
@@ -54,7 +56,9 @@ def test_ring_offsets_give_the_window_of_each_query(length: int, q_length: int) 
     layer.cumulative_length.fill_(length)
     kv_length, offset = layer.get_mask_sizes(q_length)
     positions = (torch.arange(kv_length) + offset)[0]
-    mask = position_mask(1, q_length, kv_length, length, offset[0], mask_function=sliding_window_causal_mask_function(5))
+    mask = position_mask(
+        1, q_length, kv_length, length, offset[0], mask_function=sliding_window_causal_mask_function(5)
+    )
     for index, query in enumerate(range(length, length + q_length)):
         assert sorted(positions[mask[0, 0, index] == 0].tolist()) == list(range(max(0, query - 4), query + 1))
 
@@ -79,4 +83,7 @@ def test_the_mask_has_the_dtype_of_the_model_and_is_finite(dtype: torch.dtype) -
 
 def test_none_where_everything_is_seen() -> None:
     assert position_mask(1, 2, 2, allow_is_bidirectional_skip=True) is None
-    assert position_mask(1, 2, 2, attention_mask=torch.ones(1, 2, dtype=torch.bool), allow_is_bidirectional_skip=True) is not None
+    assert (
+        position_mask(1, 2, 2, attention_mask=torch.ones(1, 2, dtype=torch.bool), allow_is_bidirectional_skip=True)
+        is not None
+    )

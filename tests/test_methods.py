@@ -45,7 +45,10 @@ def test_a_bucket_is_a_positive_int(model: Any, bucket: Any) -> None:
 
 def test_what_the_cache_has_no_room_for_is_refused(model: Any) -> None:
     cache = ExportableCache.from_model(model, 64)
-    assert "decode_64" in methods_for(cache, buckets=(64,)) and methods_for(cache, score_length=64)["score"].max_length == 64
+    assert (
+        "decode_64" in methods_for(cache, buckets=(64,))
+        and methods_for(cache, score_length=64)["score"].max_length == 64
+    )
     with pytest.raises(InputError, match="a length bucket is 65, a row holds 64 tokens"):
         methods_for(cache, buckets=(8, 65))
     with pytest.raises(InputError, match="score_length is 65, a row holds 64 tokens"):
@@ -71,9 +74,12 @@ def test_a_word_is_no_flag(target: str, option: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("max_cache_len", "expected"), [(64, []), (128, []), (129, [128]), (1024, [128, 256, 512]), (4096, [128, 256, 512, 1024, 2048])]
+    ("max_cache_len", "expected"),
+    [(64, []), (128, []), (129, [128]), (1024, [128, 256, 512]), (4096, [128, 256, 512, 1024, 2048])],
 )
-def test_default_buckets_are_the_powers_of_two_below_the_capacity(model: Any, max_cache_len: int, expected: list[int]) -> None:
+def test_default_buckets_are_the_powers_of_two_below_the_capacity(
+    model: Any, max_cache_len: int, expected: list[int]
+) -> None:
     assert length_buckets(ExportableCache.from_model(model, max_cache_len)) == expected
 
 
@@ -114,7 +120,9 @@ def worst(session: Any, model: Any) -> float:
         reference = reference_logits(model, ids, prompt)
         session.reset()
         found.append(
-            difference(lambda p: session.decode(p[:, 0]) if p.shape[1] == 1 else session.prefill(p), reference, ids, prompt)
+            difference(
+                lambda p: session.decode(p[:, 0]) if p.shape[1] == 1 else session.prefill(p), reference, ids, prompt
+            )
         )
     return max(found)
 
@@ -128,7 +136,9 @@ def test_eager_is_the_same_across_buckets(family: str) -> None:
     run = session.runner.run
     session.runner.run = lambda method, *inputs: (calls.append(method), run(method, *inputs))[1]
     assert worst(session, model) <= TOLERANCE
-    assert set(calls) == {"decode", "prefill"} | {f"{name}_{bucket}" for name in ("decode", "prefill") for bucket in BUCKETS}
+    assert set(calls) == {"decode", "prefill"} | {
+        f"{name}_{bucket}" for name in ("decode", "prefill") for bucket in BUCKETS
+    }
 
 
 def test_rows_of_a_batch_share_the_bucket_of_the_longest() -> None:
@@ -136,7 +146,10 @@ def test_rows_of_a_batch_share_the_bucket_of_the_longest() -> None:
     session = live_session(model, False, 64, batch_size=2, buckets=BUCKETS)
     ids = tokens(30, batch_size=2)
     reference = reference_logits(model, ids, 5)
-    assert difference(lambda p: session.decode(p[:, 0]) if p.shape[1] == 1 else session.prefill(p), reference, ids, 5) <= TOLERANCE
+    assert (
+        difference(lambda p: session.decode(p[:, 0]) if p.shape[1] == 1 else session.prefill(p), reference, ids, 5)
+        <= TOLERANCE
+    )
 
 
 def test_a_rewind_goes_back_to_the_smaller_bucket(model: Any) -> None:
@@ -168,7 +181,12 @@ def test_compiled_crosses_buckets_without_recompiling(model: Any) -> None:
 def test_a_bucket_reads_its_part_of_the_cache_and_no_more(model: Any) -> None:
     cache = ExportableCache.from_model(model, 64)
     program = Program(model, cache, prefill_length=16, buckets=BUCKETS)
-    for name, expected in (("decode_8", [8, 8]), ("decode_32", [16, 32]), ("decode", [16, 64]), ("prefill_16", [16, 16])):
+    for name, expected in (
+        ("decode_8", [8, 8]),
+        ("decode_32", [16, 32]),
+        ("decode", [16, 64]),
+        ("prefill_16", [16, 16]),
+    ):
         keys = [
             node.args[1].meta["val"].shape[2]
             for node in program.export(name).graph.nodes

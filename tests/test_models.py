@@ -122,7 +122,9 @@ def test_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, capfd: pytest
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     # A port that nothing listens on.
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    refused(InputError, "is no local folder", "not in the local hub cache", "hub cannot be reached", model="no/such-model")
+    refused(
+        InputError, "is no local folder", "not in the local hub cache", "hub cannot be reached", model="no/such-model"
+    )
     assert capfd.readouterr().err == ""
 
 
@@ -167,7 +169,9 @@ def test_classifier_is_refused_tied_or_not(tmp_path: Path) -> None:
     for tied in (False, True):
         config = tiny_model("llama", tie_word_embeddings=tied).config
         AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "classifier")
-        refused(UnsupportedModelError, "LlamaForSequenceClassification", "pass a causal LM", model=tmp_path / "classifier")
+        refused(
+            UnsupportedModelError, "LlamaForSequenceClassification", "pass a causal LM", model=tmp_path / "classifier"
+        )
 
 
 def test_missing_tensors(copy: Path) -> None:

@@ -87,7 +87,9 @@ def test_pt2_bundles_equal_the_whole_model(family: str, tmp_path: Path) -> None:
     model = tiny_multimodal(family)
     kind = FAMILIES[family][0]
     model.save_pretrained(tmp_path / family)
-    bundle = export(tmp_path / family, target="pt2", max_cache_len=96, output_dir=tmp_path / "bundle", **options_of(family))
+    bundle = export(
+        tmp_path / family, target="pt2", max_cache_len=96, output_dir=tmp_path / "bundle", **options_of(family)
+    )
     assert bundle.manifest.verification["passed"] is True
     (encoder,) = bundle.manifest.verification["encoders"]
     assert encoder["method"] == f"encode_{kind}" and encoder["max_difference"] <= TOLERANCE
@@ -105,7 +107,9 @@ def test_what_is_seen_or_heard_matters(family: str) -> None:
     name = next(name for name in inputs if name in ("pixel_values", "input_features"))
     other = {**inputs, name: inputs[name].flip(-1)}
     following = tokens(3)
-    assert (reference_logits(model, inputs, following) - reference_logits(model, other, following)).abs().amax(-1).min() > 0.01
+    assert (reference_logits(model, inputs, following) - reference_logits(model, other, following)).abs().amax(
+        -1
+    ).min() > 0.01
 
 
 def test_layers_that_see_an_image_once_more_matter() -> None:
@@ -174,7 +178,9 @@ def test_models_that_need_more_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="'llama' has not been tried with images or sound"):
         modalities_of(text, ["image"])
     with pytest.raises(InputError, match="make it, or export, with modalities="):
-        Session.from_model(text, ExportableCache.from_model(text, 32)).prefill(tokens(3), pixel_values=torch.zeros(1, 3, 8, 8))
+        Session.from_model(text, ExportableCache.from_model(text, 32)).prefill(
+            tokens(3), pixel_values=torch.zeros(1, 3, 8, 8)
+        )
 
 
 def test_warm_up_runs_what_embeds_too() -> None:
@@ -251,7 +257,9 @@ def test_forks_and_saved_states_keep_where_images_were(tmp_path: Path) -> None:
 def test_refused_grids_and_sizes() -> None:
     session, model = live("qwen2_5_vl")
     inputs = prompt(model, 1, 5, 6)
-    with pytest.raises(InputError, match=r"image_grid_thw has \[1, 6, 4\], encode_image was made for \[1, 4, 6\] patches"):
+    with pytest.raises(
+        InputError, match=r"image_grid_thw has \[1, 6, 4\], encode_image was made for \[1, 4, 6\] patches"
+    ):
         session.prefill(**{**inputs, "image_grid_thw": torch.tensor([[1, 6, 4]])})
     with pytest.raises(InputError, match=r"must be \[items \* 24, 96\]"):
         session.prefill(**{**inputs, "pixel_values": inputs["pixel_values"][:20]})

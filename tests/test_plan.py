@@ -142,7 +142,10 @@ def test_plan_names_the_bad_value_and_the_remedy(arguments, words):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-@pytest.mark.parametrize("options", [{"kv_dtype": "int8"}, {"attention_sinks": 2, "attention_window": 6}, {"attention_sinks": 3, "kv_dtype": "int8"}])
+@pytest.mark.parametrize(
+    "options",
+    [{"kv_dtype": "int8"}, {"attention_sinks": 2, "attention_window": 6}, {"attention_sinks": 3, "kv_dtype": "int8"}],
+)
 def test_plan_takes_the_options_of_the_cache(family, options):
     model = tiny_model(family)
     made = plan(model, LENGTH, 2, **options)
@@ -150,7 +153,9 @@ def test_plan_takes_the_options_of_the_cache(family, options):
     assert [layer.bytes for layer in made.layers] == [layer.nbytes for layer in cache.layers]
     assert [layer.storage for layer in made.layers] == [type(layer).__name__ for layer in cache.layers]
     assert made.max_length == cache.max_length
-    assert made.layers[1].window == (None if "attention_sinks" not in options else 8 if "attention_window" in options else LENGTH)
+    assert made.layers[1].window == (
+        None if "attention_sinks" not in options else 8 if "attention_window" in options else LENGTH
+    )
     assert made.layers[1].dtype == ("int8" if "kv_dtype" in options else "float32")
 
 
@@ -159,4 +164,7 @@ def test_plan_refuses_options_as_the_cache_does():
         plan(tiny_model("llama"), LENGTH, kv_dtype="int4")
     with pytest.raises(InputError, match="there are no attention_sinks"):
         plan(tiny_model("llama"), LENGTH, attention_window=4)
-    assert "position bias" in plan(AutoConfig.for_model("bloom", n_layer=1, hidden_size=32, n_head=2), LENGTH, attention_sinks=2).refusal
+    assert (
+        "position bias"
+        in plan(AutoConfig.for_model("bloom", n_layer=1, hidden_size=32, n_head=2), LENGTH, attention_sinks=2).refusal
+    )

@@ -18,7 +18,9 @@ PREFILL = 16
 
 def program_of(family: str, max_cache_len: int = 64, batch_size: int = 1, **options) -> Program:
     model = tiny_model(family)
-    return Program(model, ExportableCache.from_model(model, max_cache_len, batch_size), prefill_length=PREFILL, **options)
+    return Program(
+        model, ExportableCache.from_model(model, max_cache_len, batch_size), prefill_length=PREFILL, **options
+    )
 
 
 def stepper(program: Program, exported: dict[str, ExportedProgram]):

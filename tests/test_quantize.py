@@ -73,7 +73,9 @@ def test_schemes_are_checked_at_construction(options: tuple, message: str) -> No
 
 
 def test_layers_that_a_scheme_cannot_take_are_refused() -> None:
-    with pytest.raises(InputError, match=r"group_size 64 does not divide the rows of .*, 32 weights long; use a group_size of 32"):
+    with pytest.raises(
+        InputError, match=r"group_size 64 does not divide the rows of .*, 32 weights long; use a group_size of 32"
+    ):
         check_quantizable(tiny_model("llama"), Quantization("8da4w", 64))
     with pytest.raises(InputError, match="48 weights long; use quantize='8da8w', which has no groups"):
         check_quantizable(tiny_model("llama", hidden_size=48, head_dim=12), Quantization("8da4w", 64))
@@ -88,11 +90,17 @@ def test_layers_that_a_scheme_cannot_take_are_refused() -> None:
 @pytest.mark.parametrize(
     ("target", "options", "message"),
     [
-        ("pt2", {"quantize": "8da4w"}, "quantize is '8da4w', for which target 'pt2' has no kernels worth using; it takes 8w, 8da8w"),
+        (
+            "pt2",
+            {"quantize": "8da4w"},
+            "quantize is '8da4w', for which target 'pt2' has no kernels worth using; it takes 8w, 8da8w",
+        ),
         ("executorch", {"quantize": "8w"}, "target 'executorch' has no kernels worth using; it takes 8da4w, 8da8w"),
     ],
 )
-def test_schemes_without_kernels_are_refused_before_anything_is_loaded(tmp_path: Path, target: str, options: dict, message: str) -> None:
+def test_schemes_without_kernels_are_refused_before_anything_is_loaded(
+    tmp_path: Path, target: str, options: dict, message: str
+) -> None:
     with pytest.raises(InputError, match=message):
         export("no/such-model", target, 32, tmp_path / "out", **options)
 
@@ -126,7 +134,9 @@ def test_a_program_is_judged_by_the_quantised_model() -> None:
 def test_the_bundle_records_scheme_error_and_bytes(tmp_path: Path) -> None:
     model = model_of(tied=True, vocab_size=2048)
     model.save_pretrained(tmp_path / "model")
-    bundle = export(tmp_path / "model", "pt2", 64, tmp_path / "out", quantize="8w", quantize_embeddings="8w", prefill_length=16)
+    bundle = export(
+        tmp_path / "model", "pt2", 64, tmp_path / "out", quantize="8w", quantize_embeddings="8w", prefill_length=16
+    )
     recorded = Manifest.read(bundle.path).quantization
     assert (recorded.linear, recorded.group_size, recorded.embeddings) == ("8w", None, "8w")
     assert recorded.accuracy_after is None and recorded.positions == 25

@@ -18,8 +18,14 @@ class ConstraintViolationError(Exception):
 @pytest.mark.parametrize(
     ("error", "told"),
     [
-        (GuardOnDataDependentSymNode("Could not guard\non u0 < 1"), "a size or a choice depends on what tensors hold, GuardOnDataDependentSymNode: Could not guard"),
-        (ConstraintViolationError("Constraints violated (length)!"), "the code takes other ways for other lengths, ConstraintViolationError: Constraints violated (length)!"),
+        (
+            GuardOnDataDependentSymNode("Could not guard\non u0 < 1"),
+            "a size or a choice depends on what tensors hold, GuardOnDataDependentSymNode: Could not guard",
+        ),
+        (
+            ConstraintViolationError("Constraints violated (length)!"),
+            "the code takes other ways for other lengths, ConstraintViolationError: Constraints violated (length)!",
+        ),
         (KeyError("other"), "KeyError: 'other'"),
         (RuntimeError(""), "RuntimeError: RuntimeError"),
     ],

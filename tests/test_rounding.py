@@ -35,7 +35,9 @@ def test_the_layers_are_those_of_the_model() -> None:
 def test_the_reference_rounds() -> None:
     model, ids = tiny_model("gemma3_text"), tokens(30)
     with attention_of(model, "eager"):
-        exact, rounds = (model(ids, past_key_values=kind(config=model.config)).logits for kind in (DynamicCache, RoundingCache))
+        exact, rounds = (
+            model(ids, past_key_values=kind(config=model.config)).logits for kind in (DynamicCache, RoundingCache)
+        )
     assert 1e-3 < (exact - rounds).abs().max() < 0.2
 
 
@@ -106,7 +108,9 @@ def test_a_bundle_records_bytes_and_error(tmp_path) -> None:
     bundle = export(tiny_model("gemma3_text"), "pt2", CAPACITY, tmp_path / "x", prefill_length=16, kv_dtype="int8")
     manifest, kept = bundle.manifest, bundle.manifest.kv_cache
     exact = ExportableCache.from_model(tiny_model("gemma3_text"), CAPACITY)
-    assert kept.dtype == "int8" and kept.float_bytes == exact.nbytes > manifest.cache_bytes == sum(layer.bytes for layer in manifest.layers)
+    assert kept.dtype == "int8" and kept.float_bytes == exact.nbytes > manifest.cache_bytes == sum(
+        layer.bytes for layer in manifest.layers
+    )
     assert 1e-4 < kept.max_difference < 0.2 and 0 < kept.argmax_agreement <= 1 and kept.positions > 20
     assert manifest.verification["passed"]
     assert {layer.tensors["keys"].dtype for layer in manifest.layers} == {"int8"}

@@ -33,7 +33,9 @@ def live(model: PreTrainedModel, family: str, batch_size: int = 1, **options: An
     return Session.from_model(model, cache, prefill_length=16, **options)
 
 
-def largest_difference(session: Session, model: PreTrainedModel, family: str, prompts: tuple[int, ...] = (1, 4)) -> float:
+def largest_difference(
+    session: Session, model: PreTrainedModel, family: str, prompts: tuple[int, ...] = (1, 4)
+) -> float:
     """Over encoder inputs and prompts of several lengths, each with 40 steps after it."""
     differences = []
     for index, length in enumerate(sizes(family)[1]):
@@ -59,7 +61,17 @@ def test_eager_sessions_equal_the_model(family: str) -> None:
     assert largest_difference(live(model, family), model, family) <= TOLERANCE
 
 
-@pytest.mark.parametrize(("family", "form"), [("t5", "resident"), ("whisper", "resident"), ("bart", "explicit"), ("moonshine", "resident"), ("longt5", "resident"), ("pegasus_x", "resident")])
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [
+        ("t5", "resident"),
+        ("whisper", "resident"),
+        ("bart", "explicit"),
+        ("moonshine", "resident"),
+        ("longt5", "resident"),
+        ("pegasus_x", "resident"),
+    ],
+)
 def test_pt2_programs_equal_the_model(family: str, form: str, tmp_path: Path) -> None:
     model = tiny_seq2seq(family)
     session = lowered_session(model, "pt2", tmp_path, MAX_CACHE_LEN, max_encoder_len=sizes(family)[0], form=form)
@@ -121,7 +133,13 @@ def test_padded_rows_equal_the_rows_alone(family: str) -> None:
     assert (torch.stack(rows, 1)[1:] - expected).abs().max() <= TOLERANCE
 
 
-@pytest.mark.parametrize(("family", "projections"), [("t5", (".EncDecAttention.k.", ".EncDecAttention.v.")), ("whisper", ("encoder_attn.k_proj.", "encoder_attn.v_proj."))])
+@pytest.mark.parametrize(
+    ("family", "projections"),
+    [
+        ("t5", (".EncDecAttention.k.", ".EncDecAttention.v.")),
+        ("whisper", ("encoder_attn.k_proj.", "encoder_attn.v_proj.")),
+    ],
+)
 def test_cross_attention_is_projected_in_prefill_only(family: str, projections: tuple[str, str]) -> None:
     model = tiny_seq2seq(family)
     cache = ExportableCache.from_model(model, MAX_CACHE_LEN, max_encoder_len=sizes(family)[0])
@@ -134,7 +152,10 @@ def test_cross_attention_is_projected_in_prefill_only(family: str, projections: 
         used = [
             weights[node.name]
             for node in exported.graph.nodes
-            if node.op == "placeholder" and node.name in weights and node.users and weights[node.name].endswith("weight")
+            if node.op == "placeholder"
+            and node.name in weights
+            and node.users
+            and weights[node.name].endswith("weight")
         ]
         counts[name] = sum(any(part in weight for part in projections) for weight in used)
     assert counts == {"encode": 0, "prefill": 2 * layers, "decode": 0}
@@ -222,7 +243,10 @@ def test_a_fork_goes_on_by_itself(target: str, tmp_path: Path) -> None:
         session = lowered_session(model, "pt2", tmp_path, MAX_CACHE_LEN, max_encoder_len=20)
     ids, other = tokens(12), tokens(12, seed=5)
     inputs = encoder_inputs(model, 9), encoder_inputs(model, 5, seed=1)
-    expected = [reference_logits(model, inputs[0], torch.cat([ids[:, :3], rest], 1), 3)[:, 1:] for rest in (ids[:, 3:], other[:, 3:])]
+    expected = [
+        reference_logits(model, inputs[0], torch.cat([ids[:, :3], rest], 1), 3)[:, 1:]
+        for rest in (ids[:, 3:], other[:, 3:])
+    ]
     model.set_attn_implementation("exportable_cache")
     session.encode(**inputs[0])
     session.prefill(ids[:, :3])
@@ -280,7 +304,13 @@ def test_generate_equals_the_models_own() -> None:
     model = tiny_seq2seq("bart")
     inputs = encoder_inputs(model, 9)
     start = torch.tensor([[model.config.decoder_start_token_id]])
-    options = {"max_new_tokens": 12, "do_sample": False, "num_beams": 1, "forced_bos_token_id": None, "forced_eos_token_id": None}
+    options = {
+        "max_new_tokens": 12,
+        "do_sample": False,
+        "num_beams": 1,
+        "forced_bos_token_id": None,
+        "forced_eos_token_id": None,
+    }
     expected = model.generate(**inputs, **options)[0, 1:].tolist()
     session = live(model, "bart")
     session.encode(**inputs)

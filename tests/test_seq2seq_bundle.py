@@ -12,8 +12,8 @@ from exportable_cache.plan import plan
 from exportable_cache.verify import verify_session
 
 from .decoding.byte_tokenizer import byte_tokenizer
-from .support.seq2seq import encoder_inputs, reference_logits, tiny_seq2seq
 from .support.models import tokens
+from .support.seq2seq import encoder_inputs, reference_logits, tiny_seq2seq
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,9 @@ def model() -> Any:
 
 
 def session_of(model: Any, batch_size: int = 1, **options: Any) -> Session:
-    return Session.from_model(model, ExportableCache.from_model(model, CAPACITY, batch_size), prefill_length=13, **options)
+    return Session.from_model(
+        model, ExportableCache.from_model(model, CAPACITY, batch_size), prefill_length=13, **options
+    )
 
 
 # -- generate -----------------------------------------------------------------------------------------------------------
@@ -90,7 +92,9 @@ def test_stop_tokens_end_it(model: Any) -> None:
 
 def test_seed_repeats(model: Any) -> None:
     def generated(seed: int) -> list[int]:
-        return list(without_end(session_of(model)).generate(tokens(5), 10, temperature=2.0, top_k=50, top_p=0.95, seed=seed))
+        return list(
+            without_end(session_of(model)).generate(tokens(5), 10, temperature=2.0, top_k=50, top_p=0.95, seed=seed)
+        )
 
     assert generated(1) == generated(1)
     assert generated(1) != generated(2)
@@ -181,7 +185,9 @@ def noted(session: Session) -> list[list[int]]:
         fed.append(input_ids[0].tolist())
         return run(method, input_ids, input_pos)
 
-    def note_choice(method: str, chooser: Any, input_ids: torch.Tensor, input_pos: torch.Tensor, steps: int) -> torch.Tensor:
+    def note_choice(
+        method: str, chooser: Any, input_ids: torch.Tensor, input_pos: torch.Tensor, steps: int
+    ) -> torch.Tensor:
         fed.append(input_ids[0].tolist())
         return run_and_choose(method, chooser, input_ids, input_pos, steps=steps)
 

@@ -56,7 +56,9 @@ def test_a_prefix_saved_by_a_program_continues_in_eager(model: Any, tmp_path: Pa
     first.save_state(tmp_path / "prefix.safetensors")
     second = live_session(model, False, 64)
     second.load_state(tmp_path / "prefix.safetensors")
-    torch.testing.assert_close(second.prefill(ids[:, 20:])[0], reference_logits(model, ids, 30)[0, 0], atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(
+        second.prefill(ids[:, 20:])[0], reference_logits(model, ids, 30)[0, 0], atol=TOLERANCE, rtol=0
+    )
 
 
 def test_the_file_is_as_large_as_what_it_holds(tmp_path: Path) -> None:
@@ -99,7 +101,11 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(model: Any, tmp_path: 
         other.model.norm.weight.add_(0.5)
     refused(live_session(other, False, 64), path, "computed with other weights")
     cache = ExportableCache.from_model(model, 64, slack=3)
-    refused(Session.from_model(model, cache), path, "other layers than this session: layer 0 is .*'capacity': 8.*'capacity': 11")
+    refused(
+        Session.from_model(model, cache),
+        path,
+        "other layers than this session: layer 0 is .*'capacity': 8.*'capacity': 11",
+    )
     refused(live_session(model, False, 64), tmp_path / "none", "cannot read a session's state", BundleError)
     path.write_bytes(path.read_bytes()[:500])
     refused(live_session(model, False, 64), path, "cannot read a session's state", BundleError)

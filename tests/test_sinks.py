@@ -72,7 +72,7 @@ def test_every_target_equals_the_masked_model(family: str, target: str, tmp_path
         ids = tokens(prompt + 25, seed=prompt)
         oracle = masked_logits(model, ids, prompt)
         session.reset()
-        step = lambda piece: session.prefill(piece) if piece.shape[1] > 1 else session.decode(piece[:, 0])  # noqa: E731
+        step = lambda piece: session.prefill(piece) if piece.shape[1] > 1 else session.decode(piece[:, 0])
         assert difference(step, oracle, ids, prompt) <= 1e-4
 
 
@@ -107,7 +107,9 @@ def test_ten_thousand_tokens_on_the_executorch_runtime_in_constant_memory(tmp_pa
     shown = (key <= query) & ((key < SINKS) | (key > query - NEWEST))
     mask = torch.where(shown, 0.0, torch.finfo(torch.float32).min)[None, None]
     with attention_of(model, "eager"):
-        kept = model(ids[:, positions], attention_mask=mask, position_ids=positions[None], use_cache=False).logits[:, -1]
+        kept = model(ids[:, positions], attention_mask=mask, position_ids=positions[None], use_cache=False).logits[
+            :, -1
+        ]
     assert (logits - kept).abs().max() <= 1e-4
 
 
@@ -128,7 +130,10 @@ def test_the_layers_of_a_cache_and_their_bytes() -> None:
     [
         ({"attention_window": 8}, "attention_window is 8, but there are no attention_sinks"),
         ({"attention_sinks": 0}, "attention_sinks is 0; it must be an int of at least 1"),
-        ({"attention_sinks": 4, "attention_window": 29}, "attention_sinks 4 and attention_window 29 take 33 slots, max_cache_len is 32"),
+        (
+            {"attention_sinks": 4, "attention_window": 29},
+            "attention_sinks 4 and attention_window 29 take 33 slots, max_cache_len is 32",
+        ),
         ({"attention_sinks": 32}, "attention_sinks 32 and attention_window 1 take 33 slots, max_cache_len is 32"),
         ({"attention_sinks": "4"}, "attention_sinks is '4'"),
     ],

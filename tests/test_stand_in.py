@@ -89,7 +89,9 @@ def test_a_program_is_made_anew_with_the_methods_it_had(model: PreTrainedModel, 
     for names in (("decode", "prefill"), ("forward",), ("decode", "prefill", "forward")):
         methods = {name: known[name] for name in names}
         program = SimpleNamespace(methods=methods)
-        described = SimpleNamespace(program=program, target="pt2", options=manifest.options, description=manifest.description)
+        described = SimpleNamespace(
+            program=program, target="pt2", options=manifest.options, description=manifest.description
+        )
         assert program_of(described, model).methods == methods
 
 

@@ -34,7 +34,9 @@ def model() -> Any:
 
 
 def session_of(model: Any, capacity: int = CAPACITY, batch_size: int = 1, **options: Any) -> Session:
-    return Session.from_model(model, ExportableCache.from_model(model, capacity, batch_size), **{"buckets": False, **options})
+    return Session.from_model(
+        model, ExportableCache.from_model(model, capacity, batch_size), **{"buckets": False, **options}
+    )
 
 
 class Meddling:
@@ -160,7 +162,9 @@ def prefills_of(session: Session) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("capacity", [3, 4, 5, 8, 9, 64, 255, 256])
 @pytest.mark.parametrize("prefill_length", [None, 2, 3])
-def test_prefill_runs_from_the_start_past_it_and_at_full_length(model: Any, capacity: int, prefill_length: int | None) -> None:
+def test_prefill_runs_from_the_start_past_it_and_at_full_length(
+    model: Any, capacity: int, prefill_length: int | None
+) -> None:
     session = session_of(model, capacity, prefill_length=prefill_length)
     calls = prefills_of(session)
     report = verify_session(session, model, decode_steps=None if capacity < 64 else 0)
@@ -341,7 +345,14 @@ def test_default_prompts(windows: list[int], max_length: int | None, prefill_len
 
 @pytest.mark.parametrize(
     ("prompt", "windows", "max_length", "expected"),
-    [(3, [8], 64, 24), (3, [100], None, 107), (99, [100], None, 24), (3, [4096], None, 24), (50, [8], 64, 14), (1, [], 1, 0)],
+    [
+        (3, [8], 64, 24),
+        (3, [100], None, 107),
+        (99, [100], None, 24),
+        (3, [4096], None, 24),
+        (50, [8], 64, 14),
+        (1, [], 1, 0),
+    ],
 )
 def test_default_decode_steps(prompt: int, windows: list[int], max_length: int | None, expected: int) -> None:
     assert default_decode_steps(prompt, windows, max_length) == expected

@@ -10,8 +10,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from ..errors import InputError
-from ..methods import Method
 from ..layers import CacheLayer
+from ..methods import Method
 from ..program import Form, Logits, Program
 
 

@@ -47,7 +47,12 @@ class GraphCache:
         self._identity = json.dumps([*_machine(), *_structure(model, cache)], sort_keys=True, default=repr)
 
     def get(
-        self, key: str, step: Callable[..., Any], external: dict[str, nn.Module], inputs: Sequence[torch.Tensor], **options: Any
+        self,
+        key: str,
+        step: Callable[..., Any],
+        external: dict[str, nn.Module],
+        inputs: Sequence[torch.Tensor],
+        **options: Any,
     ) -> Callable[..., Any] | None:
         """A step from the folder, or compiled and kept there; None if it cannot be compiled in the form that can be kept.
 
@@ -74,7 +79,9 @@ class GraphCache:
         try:
             with atomic_path(path) as temporary:
                 call.save_compiled_function(str(temporary), external_data=external)
-        except Exception as error:  # a full disk, or something in the graph that cannot be pickled: it runs all the same
+        except (
+            Exception
+        ) as error:  # a full disk, or something in the graph that cannot be pickled: it runs all the same
             self._not_kept(key, error)
         return call
 
@@ -111,13 +118,17 @@ def _keepable(guards: Sequence[Any]) -> list[bool]:
         "EMPTY_NN_MODULE_HOOKS_DICT",
         "NOT_PRESENT_IN_GENERIC_DICT",
     }
-    return [not (guard.is_global or left_out & {guard.guard_type, *(guard.derived_guard_types or ())}) for guard in guards]
+    return [
+        not (guard.is_global or left_out & {guard.guard_type, *(guard.derived_guard_types or ())}) for guard in guards
+    ]
 
 
 def _sources_unchanged(call: Any) -> bool:
     """Whether each function that was traced into the graph reads as it did then."""
     return all(
-        hashlib.sha256("".join(_lines(source.module)[source.firstlineno - 1 : source.lastlineno - 1]).encode()).hexdigest()
+        hashlib.sha256(
+            "".join(_lines(source.module)[source.firstlineno - 1 : source.lastlineno - 1]).encode()
+        ).hexdigest()
         == source.checksum
         for source in call.source_info().inlined_sources
     )
@@ -151,7 +162,10 @@ def _structure(model: nn.Module, cache: ExportableCache) -> list[Any]:
         str(model),
         [(name, *_attributes(module)) for name, module in model.named_modules()],
         [(type(layer).__qualname__, layer.config()) for layer in cache.layers],
-        [(name, type(tensor).__name__, str(tensor.dtype), str(tensor.device), tensor.shape, tensor.stride()) for name, tensor in tensors],
+        [
+            (name, type(tensor).__name__, str(tensor.dtype), str(tensor.device), tensor.shape, tensor.stride())
+            for name, tensor in tensors
+        ],
     ]
 
 

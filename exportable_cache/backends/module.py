@@ -62,7 +62,9 @@ class ModuleRunner:
             cache, prefill_length, buckets=buckets, score_length=score_length, modalities=modalities
         )
         self.modules: dict[str, torch.nn.Module] = {
-            name: ResidentModule(model, cache, method) if method.is_step else front_module(model, cache, method, modalities)
+            name: ResidentModule(model, cache, method)
+            if method.is_step
+            else front_module(model, cache, method, modalities)
             for name, method in self.methods.items()
         }
         self.state: Mapping[str, torch.Tensor] = cache.stored_state()
@@ -102,7 +104,9 @@ class ModuleRunner:
         else:
             call = self.modules[method.name] if len(key) == 1 else ChoosingSteps(self.modules[method.name], *key[1:])
             if self._compiled:
-                call = self._compile(call, (key, ones), arguments, None if method.dynamic_sizes.keys() - ones else False)
+                call = self._compile(
+                    call, (key, ones), arguments, None if method.dynamic_sizes.keys() - ones else False
+                )
             try:
                 result = call(*arguments)
             except (torch._dynamo.exc.TorchDynamoException, ConstraintViolationError) as error:

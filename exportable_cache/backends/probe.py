@@ -40,7 +40,9 @@ def probe_attention(model: PreTrainedModel, length: int, look: Look) -> dict[int
     def record(module, query, key, value, attention_mask, **kwargs):
         for index, layer in enumerate(probe.layers):
             if isinstance(layer, FullLayer) and key is layer.keys:
-                calls.setdefault(index, []).append(value is layer.values and look(query, key, value, attention_mask, kwargs))
+                calls.setdefault(index, []).append(
+                    value is layer.values and look(query, key, value, attention_mask, kwargs)
+                )
         return matmul_attention(module, query, key, value, attention_mask, **kwargs)
 
     AttentionInterface.register(_ATTENTION, record)

@@ -54,7 +54,9 @@ def root(
     ] = False,
     debug: Annotated[
         bool,
-        typer.Option("--debug", envvar="EXPORTABLE_CACHE_DEBUG", help="Show tracebacks, and the messages of other libraries."),
+        typer.Option(
+            "--debug", envvar="EXPORTABLE_CACHE_DEBUG", help="Show tracebacks, and the messages of other libraries."
+        ),
     ] = False,
 ) -> None:
     ctx.obj = {"debug": debug}

@@ -50,7 +50,9 @@ def bench(
         from ..session import load
 
         session = load(folder, check_versions=not ignore_versions)
-        report = run_bench(session, positions=positions or None, steps=steps, prompt_length=prompt_length, progress=progress)
+        report = run_bench(
+            session, positions=positions or None, steps=steps, prompt_length=prompt_length, progress=progress
+        )
     if json:
         terminal.json({"path": str(folder), **report.to_dict()})
     else:

@@ -54,7 +54,10 @@ def export(
     ctx: typer.Context,
     model: ModelArgument,
     max_cache_len: Annotated[
-        int, typer.Option("--max-cache-len", "-n", metavar="N", callback=at_least(1), help="Tokens a full-attention layer holds.")
+        int,
+        typer.Option(
+            "--max-cache-len", "-n", metavar="N", callback=at_least(1), help="Tokens a full-attention layer holds."
+        ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to write the bundle to.")],
     target: TargetOption = "executorch",
@@ -80,7 +83,13 @@ def export(
     ] = None,
     group_size: Annotated[
         int | None,
-        typer.Option("--group-size", metavar="N", callback=at_least(1), help="4-bit weights that share a scale.", show_default="32"),
+        typer.Option(
+            "--group-size",
+            metavar="N",
+            callback=at_least(1),
+            help="4-bit weights that share a scale.",
+            show_default="32",
+        ),
     ] = None,
     quantize_embeddings: Annotated[
         Literal["8w", "4w"] | None,
@@ -101,7 +110,9 @@ def export(
     max_encoder_len: MaxEncoderLenOption = None,
     modality: Annotated[
         list[str] | None,
-        typer.Option("--modality", metavar="KIND", help="Take image or audio beside text; the model's encoder is exported, too."),
+        typer.Option(
+            "--modality", metavar="KIND", help="Take image or audio beside text; the model's encoder is exported, too."
+        ),
     ] = None,
     image_size: Annotated[
         str | None,
@@ -115,11 +126,15 @@ def export(
     ] = None,
     option: Annotated[
         list[str] | None,
-        typer.Option("--option", "-O", metavar="NAME=VALUE", help="Of the target, such as llm_runner=true; may be repeated."),
+        typer.Option(
+            "--option", "-O", metavar="NAME=VALUE", help="Of the target, such as llm_runner=true; may be repeated."
+        ),
     ] = None,
     sm: SmOption = None,
     delegate: DelegateOption = None,
-    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Compare with the eager model, past every window.")] = True,
+    verify: Annotated[
+        bool, typer.Option("--verify/--no-verify", help="Compare with the eager model, past every window.")
+    ] = True,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DIR if it exists.")] = False,
     json: JsonOption = False,
 ) -> None:
@@ -168,7 +183,9 @@ def _target_options(given: list[str]) -> dict[str, Any]:
         if not equals or not name.isidentifier() or name in options:
             raise typer.BadParameter(f"{text!r} is not NAME=VALUE, or its name was given before", param_hint=hint)
         if name in _ARGUMENTS:
-            raise typer.BadParameter(f"{name} is no option of a target; use --{name.replace('_', '-')}", param_hint=hint)
+            raise typer.BadParameter(
+                f"{name} is no option of a target; use --{name.replace('_', '-')}", param_hint=hint
+            )
         try:
             options[name] = loads(value)
         except ValueError:

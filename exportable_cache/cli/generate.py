@@ -57,19 +57,24 @@ def generate(
         ),
     ] = None,
     temperature: Annotated[
-        float, typer.Option("--temperature", metavar="T", callback=at_least(0), help="0 always takes the likeliest token.")
+        float,
+        typer.Option("--temperature", metavar="T", callback=at_least(0), help="0 always takes the likeliest token."),
     ] = 0.0,
     top_k: Annotated[
-        int | None, typer.Option("--top-k", metavar="K", callback=at_least(1), help="Draw from the K likeliest tokens only.")
+        int | None,
+        typer.Option("--top-k", metavar="K", callback=at_least(1), help="Draw from the K likeliest tokens only."),
     ] = None,
     top_p: Annotated[
-        float | None, typer.Option("--top-p", metavar="P", help="Draw from the likeliest tokens of total probability P only.")
+        float | None,
+        typer.Option("--top-p", metavar="P", help="Draw from the likeliest tokens of total probability P only."),
     ] = None,
     min_p: Annotated[
-        float | None, typer.Option("--min-p", metavar="P", help="Draw from tokens at least P times as likely as the likeliest.")
+        float | None,
+        typer.Option("--min-p", metavar="P", help="Draw from tokens at least P times as likely as the likeliest."),
     ] = None,
     repetition_penalty: Annotated[
-        float | None, typer.Option("--repetition-penalty", metavar="X", help="Above 1, tokens seen before become less likely.")
+        float | None,
+        typer.Option("--repetition-penalty", metavar="X", help="Above 1, tokens seen before become less likely."),
     ] = None,
     prompt_lookup: Annotated[
         int | None,
@@ -81,7 +86,9 @@ def generate(
         ),
     ] = None,
     seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Draws the same tokens every time.")] = None,
-    stop: Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", help="Stop at this text; may be repeated.")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option("--stop", metavar="TEXT", help="Stop at this text; may be repeated.")
+    ] = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Put the prompt into the model's chat template, as the user's message.")
     ] = False,

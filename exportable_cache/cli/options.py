@@ -53,7 +53,9 @@ def _complete_models(incomplete: str) -> Iterator[str]:
     if "demo".startswith(incomplete):
         yield "demo"
     # A bundle has a config, too, but no weights to load.
-    yield from (folder for folder in _folders(incomplete, "config.json") if not (Path(folder) / "manifest.json").exists())
+    yield from (
+        folder for folder in _folders(incomplete, "config.json") if not (Path(folder) / "manifest.json").exists()
+    )
 
 
 def _complete_bundles_and_demo(incomplete: str) -> Iterator[str]:
@@ -76,24 +78,35 @@ def at_least(least: int) -> Callable[[Any], Any]:
 
 _MODEL = "A hub id, a local folder, or `demo`."
 
-ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL, autocompletion=_complete_models, show_default=False)]
+ModelArgument = Annotated[
+    str, typer.Argument(metavar="MODEL", help=_MODEL, autocompletion=_complete_models, show_default=False)
+]
 ModelOption = Annotated[
     str,
-    typer.Option("--model", metavar="MODEL", help=f"The eager model to compare with: {_MODEL}", autocompletion=_complete_models),
+    typer.Option(
+        "--model", metavar="MODEL", help=f"The eager model to compare with: {_MODEL}", autocompletion=_complete_models
+    ),
 ]
 BundleArgument = Annotated[
-    Path, typer.Argument(metavar="DIR", help="Folder of a bundle, as `export` wrote it.", autocompletion=_complete_bundles)
+    Path,
+    typer.Argument(metavar="DIR", help="Folder of a bundle, as `export` wrote it.", autocompletion=_complete_bundles),
 ]
 BundleOrDemoArgument = Annotated[
     str,
     typer.Argument(
-        metavar="DIR|demo", help="Folder of a bundle, or `demo` for the shipped model.", autocompletion=_complete_bundles_and_demo
+        metavar="DIR|demo",
+        help="Folder of a bundle, or `demo` for the shipped model.",
+        autocompletion=_complete_bundles_and_demo,
     ),
 ]
 TargetOption = Annotated[
     str,
     typer.Option(
-        "--target", "-t", metavar="TARGET", help=f"What to lower to: {', '.join(targets())}.", autocompletion=_complete_targets
+        "--target",
+        "-t",
+        metavar="TARGET",
+        help=f"What to lower to: {', '.join(targets())}.",
+        autocompletion=_complete_targets,
     ),
 ]
 MaxEncoderLenOption = Annotated[
@@ -109,7 +122,10 @@ MaxEncoderLenOption = Annotated[
 KvCacheDtypeOption = Annotated[
     str | None,
     typer.Option(
-        "--kv-cache-dtype", metavar="int8", help="Keep keys and values in 8 bits; the model's own dtype by default.", show_default=False
+        "--kv-cache-dtype",
+        metavar="int8",
+        help="Keep keys and values in 8 bits; the model's own dtype by default.",
+        show_default=False,
     ),
 ]
 AttentionSinksOption = Annotated[
@@ -135,7 +151,8 @@ AttentionWindowOption = Annotated[
 
 BatchSizeOption = Annotated[int, typer.Option("--batch-size", "-b", metavar="N", callback=at_least(1), help="Rows.")]
 DtypeOption = Annotated[
-    Dtype | None, typer.Option("--dtype", help="Of weights, keys and values; the model's own by default.", show_default=False)
+    Dtype | None,
+    typer.Option("--dtype", help="Of weights, keys and values; the model's own by default.", show_default=False),
 ]
 SmOption = Annotated[
     str | None,

@@ -29,7 +29,10 @@ def plan(
     ctx: typer.Context,
     model: ModelArgument,
     max_cache_len: Annotated[
-        int, typer.Option("--max-cache-len", "-n", metavar="N", callback=at_least(1), help="Tokens a full-attention layer holds.")
+        int,
+        typer.Option(
+            "--max-cache-len", "-n", metavar="N", callback=at_least(1), help="Tokens a full-attention layer holds."
+        ),
     ],
     batch_size: BatchSizeOption = 1,
     dtype: DtypeOption = None,
@@ -46,7 +49,9 @@ def plan(
     with terminal.progress(f"reading the config of {model}"):
         from ..plan import plan as make_plan
 
-        made = make_plan(model, max_cache_len, batch_size, dtype, max_encoder_len, attention_sinks, attention_window, kv_cache_dtype)
+        made = make_plan(
+            model, max_cache_len, batch_size, dtype, max_encoder_len, attention_sinks, attention_window, kv_cache_dtype
+        )
     if json:
         terminal.json(made.to_dict())
     if made.refusal:
@@ -58,9 +63,13 @@ def plan(
 def print_plan(terminal: Terminal, made: Plan) -> None:
     """Tables and totals, for people."""
     name = made.architecture or made.model_type
-    terminal.print(f"{made.source}: {name}, batch size {made.batch_size}, {made.dtype}, max_cache_len {made.max_cache_len}\n")
+    terminal.print(
+        f"{made.source}: {name}, batch size {made.batch_size}, {made.dtype}, max_cache_len {made.max_cache_len}\n"
+    )
     names = LayerRow.__dataclass_fields__
-    terminal.print(layer_table(LayerRow(**{k: v for k, v in asdict(layer).items() if k in names}) for layer in made.layers))
+    terminal.print(
+        layer_table(LayerRow(**{k: v for k, v in asdict(layer).items() if k in names}) for layer in made.layers)
+    )
     holds = "any number of tokens" if made.max_length is None else f"up to {made.max_length} tokens"
     terminal.print(f"\nstatic cache   {bytes_text(made.cache_bytes)} for {holds} per row")
     terminal.print(f"DynamicCache   {bytes_text(made.dynamic_bytes)} at {made.max_cache_len} tokens")

@@ -17,7 +17,9 @@ _LOGGERS = ("torchao", "torch.utils._pytree", "torch.export", "executorch", "cor
 # ExecuTorch's thread pool says so whenever a program is opened on a machine without these files, which is any x86 one.
 # It writes through sys.stderr, in pieces, and no logging level reaches it.
 _CHATTER_START = "[cpuinfo_utils.cpp:"
-_CHATTER = re.compile(r"\[cpuinfo_utils\.cpp:\d+\] (Reading file|Failed to open midr file|CPU info and manual query) .*\n")
+_CHATTER = re.compile(
+    r"\[cpuinfo_utils\.cpp:\d+\] (Reading file|Failed to open midr file|CPU info and manual query) .*\n"
+)
 
 
 @contextmanager

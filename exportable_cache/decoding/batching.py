@@ -62,17 +62,23 @@ class ContinuousBatch:
         from ..session_state import runner_state
 
         if prefill.batch_size != 1:
-            raise InputError(f"prompts are prefilled one by one, but the prefill session has {prefill.batch_size} rows; use 1")
+            raise InputError(
+                f"prompts are prefilled one by one, but the prefill session has {prefill.batch_size} rows; use 1"
+            )
         if decode.steps_per_launch != 1:
             raise InputError(
                 f"steps_per_launch is {decode.steps_per_launch}, but rows of a continuous batch start and finish on their own, "
                 "one step at a time; leave out steps_per_launch"
             )
         if prefill.fingerprint and decode.fingerprint and prefill.fingerprint != decode.fingerprint:
-            raise InputError("the prefill and the decode session run models with other weights; make both of the same model")
+            raise InputError(
+                "the prefill and the decode session run models with other weights; make both of the same model"
+            )
         for name, session in (("prefill", prefill), ("decode", decode)):
             if bool(session.length.any()):
-                raise InputError(f"the {name} session holds {session.length.tolist()} tokens, which requests would overwrite; reset() it")
+                raise InputError(
+                    f"the {name} session holds {session.length.tolist()} tokens, which requests would overwrite; reset() it"
+                )
         source, target = runner_state(prefill), runner_state(decode)
         for name, tensor in target.items():
             if name not in source or source[name].shape[1:] != tensor.shape[1:] or source[name].dtype != tensor.dtype:
@@ -148,7 +154,9 @@ class ContinuousBatch:
         given: list[tuple[Request, int]] = []
         decoding = [row for row, request in enumerate(self._rows) if request is not None]
         if decoding:
-            feed = torch.tensor([request.tokens[-1] if request else 0 for request in self._rows], device=self.decode.device)
+            feed = torch.tensor(
+                [request.tokens[-1] if request else 0 for request in self._rows], device=self.decode.device
+            )
             logits = self.decode.decode(feed)
             for row in decoding:
                 request = self._rows[row]

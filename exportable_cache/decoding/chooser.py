@@ -24,7 +24,9 @@ class Chooser:
         #: bool [batch, vocab], or None where nothing depends on it.
         self.seen: torch.Tensor | None = None
         if sampling.repetition_penalty not in (None, 1):
-            self.seen = torch.zeros(input_ids.shape[0], vocab_size, dtype=torch.bool, device=device).scatter_(1, input_ids, True)
+            self.seen = torch.zeros(input_ids.shape[0], vocab_size, dtype=torch.bool, device=device).scatter_(
+                1, input_ids, True
+            )
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
         """The next tokens, int64 [batch], from logits [batch, vocab]; they count as seen from now on."""

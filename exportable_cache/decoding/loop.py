@@ -45,7 +45,9 @@ def generate_tokens(
     """
     batch_size = input_ids.shape[0]
     ended = torch.zeros(batch_size, dtype=torch.bool)
-    texts = [(TextStream(session.tokenizer), StopStrings(stop_strings)) for _ in range(batch_size if stop_strings else 0)]
+    texts = [
+        (TextStream(session.tokenizer), StopStrings(stop_strings)) for _ in range(batch_size if stop_strings else 0)
+    ]
     tokens = chooser.choose(session.prefill(input_ids, **inputs))
     launches = Launches(session, chooser)
     count = 0

@@ -61,7 +61,9 @@ class Sampling:
             raise InputError(f"repetition_penalty is {penalty!r}; it must be a number above 0 (1 changes nothing)")
         if self.seed is not None:
             check_seed(self.seed)
-        ignored = [f"{name}={getattr(self, name)}" for name in ("top_k", "top_p", "min_p") if getattr(self, name) is not None]
+        ignored = [
+            f"{name}={getattr(self, name)}" for name in ("top_k", "top_p", "min_p") if getattr(self, name) is not None
+        ]
         if self.temperature == 0 and ignored:
             raise InputError(
                 f"temperature is 0, which is greedy and ignores {' and '.join(ignored)}; "

@@ -113,8 +113,12 @@ class DraftModel:
             # Random numbers of its own: with those that the model's tokens are drawn from, and proposals judged by, sampled
             # tokens would not follow the model's distribution.
             own = sampling if sampling.seed is None else replace(sampling, seed=(sampling.seed ^ _DRAFT_SEED) % 2**63)
-            self._chooser = Chooser(own, torch.tensor([context[:1]], device=self.session.device), self.session.vocab_size)
-        same = next((i for i, (a, b) in enumerate(zip(self._fed, context)) if a != b), min(len(self._fed), len(context) - 1))
+            self._chooser = Chooser(
+                own, torch.tensor([context[:1]], device=self.session.device), self.session.vocab_size
+            )
+        same = next(
+            (i for i, (a, b) in enumerate(zip(self._fed, context)) if a != b), min(len(self._fed), len(context) - 1)
+        )
         if int(self.session.length[0]) != len(self._fed):
             same = 0  # used elsewhere meanwhile
         # Past what a ring can take back the draft starts over: it may be slow then, never wrong.

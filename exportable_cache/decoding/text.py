@@ -39,7 +39,9 @@ def encode_prompt(
                 "pass the prompt as text, or set tokenizer.chat_template before exporting"
             )
         messages = [dict(message) for message in prompt]
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)[
+            "input_ids"
+        ]
     else:
         raise InputError(
             f"prompt is {prompt!r:.80}; pass text, or chat messages as a list of mappings with 'role' and 'content'"

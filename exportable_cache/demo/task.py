@@ -45,9 +45,7 @@ _PLACES = "garden house market street field kitchen barn library station valley"
 _UNITS = "minutes hours days weeks years miles".split()
 _GLUE = "the code of is in near behind it took nobody saw today about".split()
 
-FILLER_WORDS: tuple[str, ...] = tuple(
-    dict.fromkeys(_GLUE + _ADJECTIVES + _NOUNS + _VERBS + _PLACES + _UNITS)
-)
+FILLER_WORDS: tuple[str, ...] = tuple(dict.fromkeys(_GLUE + _ADJECTIVES + _NOUNS + _VERBS + _PLACES + _UNITS))
 
 # The demo tokenizer splits with the same pattern and holds every word of the task
 # as one token, which is why tokens can be counted here without loading it.
@@ -115,9 +113,7 @@ def make_filler(rng: random.Random, unused: Sequence[str]) -> str:
     return f"nobody saw {rng.choice(unused)} today."
 
 
-def make_question(
-    rng: random.Random, facts: int = 8, fillers: int = 4, min_distance: int = 0
-) -> Question:
+def make_question(rng: random.Random, facts: int = 8, fillers: int = 4, min_distance: int = 0) -> Question:
     """Build one question.
 
     Args:

@@ -61,9 +61,13 @@ def check_new_states(layer: CacheLayer, key_states: torch.Tensor, value_states: 
                 "allocate it with the model's sizes (ExportableCache.from_model reads them from the model)"
             )
         if new.dtype != layer.states_dtype:
-            raise InputError(f"new {name} are {new.dtype}, the cache holds {layer.states_dtype}; allocate it with dtype={new.dtype}")
+            raise InputError(
+                f"new {name} are {new.dtype}, the cache holds {layer.states_dtype}; allocate it with dtype={new.dtype}"
+            )
         if new.device != kept.device:
-            raise InputError(f"new {name} are on {new.device}, the cache is on {kept.device}; allocate it with device={str(new.device)!r}")
+            raise InputError(
+                f"new {name} are on {new.device}, the cache is on {kept.device}; allocate it with device={str(new.device)!r}"
+            )
 
 
 def check_rows_agree(lengths: torch.Tensor) -> None:
@@ -76,7 +80,9 @@ def check_rows_agree(lengths: torch.Tensor) -> None:
         InputError: If the rows differ.
     """
     if lengths.shape[0] > 1 and bool((lengths != lengths[0]).any()):
-        raise InputError(f"rows hold {lengths.tolist()} tokens, there is no one length; pass position_ids and read cumulative_length")
+        raise InputError(
+            f"rows hold {lengths.tolist()} tokens, there is no one length; pass position_ids and read cumulative_length"
+        )
 
 
 def check_rollback(layer: CacheLayer, tokens: int) -> int:

@@ -32,7 +32,9 @@ class IndexedLayer(FullLayer):
         self, batch_size: int, num_heads: int, head_dim: int, capacity: int, *, index_head_dim: int, **options: Any
     ) -> None:
         if not isinstance(index_head_dim, int) or isinstance(index_head_dim, bool) or index_head_dim < 1:
-            raise InputError(f"index_head_dim of an indexed layer is {index_head_dim!r}; it must be an int of at least 1")
+            raise InputError(
+                f"index_head_dim of an indexed layer is {index_head_dim!r}; it must be an int of at least 1"
+            )
         self._index_head_dim = index_head_dim
         super().__init__(batch_size, num_heads, head_dim, capacity, **options)
 

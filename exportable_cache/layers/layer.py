@@ -13,7 +13,6 @@ from transformers.cache_utils import CacheLayerMixin
 from ..errors import InputError
 from ..pytree import register_node
 
-
 _INTERFACE = ("update", "slot_positions", "max_length", "max_rollback")
 
 
@@ -260,7 +259,9 @@ class CacheLayer(CacheLayerMixin):
         from .guards import check_rollback
 
         if tokens_to_remove > 0:
-            raise InputError(f"crop takes minus the number of tokens to remove, got {tokens_to_remove}; pass {-tokens_to_remove}")
+            raise InputError(
+                f"crop takes minus the number of tokens to remove, got {tokens_to_remove}; pass {-tokens_to_remove}"
+            )
         if tokens_to_remove < 0:
             self._high_water = check_rollback(self, -tokens_to_remove)
             self.cumulative_length.sub_(-tokens_to_remove)
@@ -268,7 +269,9 @@ class CacheLayer(CacheLayerMixin):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Refused: the batch size of a static cache is fixed."""
         if repeats != 1:
-            raise InputError(f"a static cache cannot be repeated {repeats} times; allocate it with the larger batch_size")
+            raise InputError(
+                f"a static cache cannot be repeated {repeats} times; allocate it with the larger batch_size"
+            )
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Like `reorder_cache`, for as many rows as there are; refused otherwise."""
@@ -281,7 +284,9 @@ class CacheLayer(CacheLayerMixin):
 
     def offload(self) -> None:
         """Refused: moving the tensors would change the addresses that programs and graphs hold."""
-        raise InputError("a static cache is not offloaded: its tensors keep their addresses; use DynamicCache(offloading=True)")
+        raise InputError(
+            "a static cache is not offloaded: its tensors keep their addresses; use DynamicCache(offloading=True)"
+        )
 
     prefetch = offload
 

@@ -88,7 +88,9 @@ class LinearStates(CacheLayer):
     ) -> None:
         for shape in (*conv_states, *recurrent_states):
             if shape is not None and not all(isinstance(size, int) and size > 0 for size in shape.shape):
-                raise InputError(f"a state of a linear layer has shape {list(shape.shape)}; its sizes must be ints of at least 1")
+                raise InputError(
+                    f"a state of a linear layer has shape {list(shape.shape)}; its sizes must be ints of at least 1"
+                )
         if not any((*conv_states, *recurrent_states)):
             raise InputError("a linear layer needs at least one convolution or recurrent state, got none")
         self.conv_states = [shape and shape.in_dtype(dtype).to_config() for shape in conv_states]

@@ -28,7 +28,9 @@ def check_kv_dtype(kv_dtype: str | None) -> None:
         InputError: If it is neither None nor one of `KV_DTYPES`.
     """
     if kv_dtype is not None and kv_dtype not in KV_DTYPES:
-        raise InputError(f"kv_dtype is {kv_dtype!r}; it must be {' or '.join(KV_DTYPES)}, or None for the dtype the model writes")
+        raise InputError(
+            f"kv_dtype is {kv_dtype!r}; it must be {' or '.join(KV_DTYPES)}, or None for the dtype the model writes"
+        )
 
 
 _LARGEST = 127
@@ -89,7 +91,9 @@ class QuantizedKeyValueLayer(KeyValueLayer):
         if slots < self.capacity:  # ExecuTorch copies even a slice of everything.
             parts = [part[:, :, :slots] for part in parts]
         keys, key_scales, values, value_scales = parts
-        return dequantize_rows(keys, key_scales, self.states_dtype), dequantize_rows(values, value_scales, self.states_dtype)
+        return dequantize_rows(keys, key_scales, self.states_dtype), dequantize_rows(
+            values, value_scales, self.states_dtype
+        )
 
     def _append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         super()._append(key_states, value_states)

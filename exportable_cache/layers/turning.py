@@ -26,10 +26,20 @@ class TurningLayer(KeyValueLayer):
     """
 
     def __init__(
-        self, batch_size: int, num_heads: int, head_dim: int, window: int, *, slack: int = 0, sinks: int = 0, **options: Any
+        self,
+        batch_size: int,
+        num_heads: int,
+        head_dim: int,
+        window: int,
+        *,
+        slack: int = 0,
+        sinks: int = 0,
+        **options: Any,
     ) -> None:
         self.window = check_count(self, "window", window, 1)
-        super().__init__(batch_size, num_heads, head_dim, sinks + window + check_count(self, "slack", slack, 0), **options)
+        super().__init__(
+            batch_size, num_heads, head_dim, sinks + window + check_count(self, "slack", slack, 0), **options
+        )
 
     @property
     def max_length(self) -> None:

@@ -57,7 +57,9 @@ def read_sound(path: Path, sampling_rate: int) -> np.ndarray:
     except (OSError, EOFError, wave.Error) as error:
         raise InputError(f"cannot read audio {str(path)!r} as WAV ({error}); {remedy}") from error
     if rate != sampling_rate:
-        raise InputError(f"audio {str(path)!r} has {rate} samples per second, the model takes {sampling_rate}; {remedy}")
+        raise InputError(
+            f"audio {str(path)!r} has {rate} samples per second, the model takes {sampling_rate}; {remedy}"
+        )
     if not content:
         raise InputError(f"audio {str(path)!r} holds no samples; pass a file with sound")
     return _samples(content, width).reshape(-1, channels).mean(axis=1)

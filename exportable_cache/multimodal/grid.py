@@ -52,7 +52,9 @@ def grid_for(config: PreTrainedConfig, image_size: int | Sequence[int] | None) -
             f"pixels, each {what}, such as image_size=({16 * unit}, {16 * unit})"
         )
     sides = (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
-    if len(sides) != 2 or any(not isinstance(side, int) or isinstance(side, bool) or side < 1 or side % unit for side in sides):
+    if len(sides) != 2 or any(
+        not isinstance(side, int) or isinstance(side, bool) or side < 1 or side % unit for side in sides
+    ):
         raise InputError(f"image_size is {image_size!r}; it must be height and width in pixels, each {what}")
     return 1, sides[0] // vision.patch_size, sides[1] // vision.patch_size
 

@@ -60,7 +60,10 @@ def multimodal_methods(methods: Mapping[str, Method], modalities: Sequence[Modal
     for name, method in methods.items():
         if name.startswith("prefill"):
             added[name.replace("prefill", "prefill_embeds")] = replace(
-                method, name=name.replace("prefill", "prefill_embeds"), min_length=1, inputs=(embeds, position, *further)
+                method,
+                name=name.replace("prefill", "prefill_embeds"),
+                min_length=1,
+                inputs=(embeds, position, *further),
             )
     if has_grid:
         methods = {name: replace(method, inputs=(*method.inputs, ROPE_DELTAS)) for name, method in methods.items()}

@@ -66,7 +66,9 @@ class FeaturesModule(nn.Module):
         # All of it: programs that are packaged together share weights by their names in the whole model.
         self.model = model
         self.kind = modality.kind
-        self.constants = {name: value for name, value in modality.constants.items() if not isinstance(value, torch.Tensor)}
+        self.constants = {
+            name: value for name, value in modality.constants.items() if not isinstance(value, torch.Tensor)
+        }
         self.tensors = [name for name in modality.constants if name not in self.constants]
         for name in self.tensors:
             self.register_buffer(f"{self.kind}_{name}", modality.constants[name], persistent=False)
@@ -97,7 +99,9 @@ class EmbedModule(nn.Module):
         return (embeds if embeds.shape[-1] == self.size else F.pad(embeds, (0, self.size - embeds.shape[-1])),)
 
 
-def features_of(model: PreTrainedModel, kind: str, constants: Mapping[str, Any], **main_input: torch.Tensor) -> torch.Tensor:
+def features_of(
+    model: PreTrainedModel, kind: str, constants: Mapping[str, Any], **main_input: torch.Tensor
+) -> torch.Tensor:
     """Embeddings [tokens, hidden_size] of one image or piece of sound, those of further layers beside them."""
     if model.config.model_type in ("smolvlm", "idefics3"):
         return _idefics_features(model, **main_input)
@@ -116,7 +120,9 @@ def _idefics_features(model: PreTrainedModel, pixel_values: torch.Tensor) -> tor
     vision = model.config.vision_config
     side = pixel_values.shape[-1] // vision.patch_size
     real = torch.ones(1, side, side, dtype=torch.bool, device=pixel_values.device)
-    hidden = model.model.vision_model(pixel_values=pixel_values, patch_attention_mask=real, return_dict=True).last_hidden_state
+    hidden = model.model.vision_model(
+        pixel_values=pixel_values, patch_attention_mask=real, return_dict=True
+    ).last_hidden_state
     features = model.model.connector(hidden)
     return features.reshape(-1, features.shape[-1])
 
@@ -137,7 +143,9 @@ def modalities_of(
         UnsupportedModelError: If the model needs more of the cache than embeddings in place of tokens.
     """
     if image_size is not None and IMAGE not in kinds:
-        raise InputError(f"image_size is {image_size!r}, but no images are taken; pass modalities=['image'] too, or leave it out")
+        raise InputError(
+            f"image_size is {image_size!r}, but no images are taken; pass modalities=['image'] too, or leave it out"
+        )
     return tuple(_modality(model, kind, image_size) for kind in kinds)
 
 

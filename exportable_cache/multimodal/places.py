@@ -110,7 +110,9 @@ def placed_images(ids: torch.Tensor) -> PlacedImages:
     Args:
         ids: What `image_ids` gave.
     """
-    return PlacedImages(tuple(tuple(Placed(start, end) for start, end in runs([i >= 0 for i in row])) for row in ids.tolist()))
+    return PlacedImages(
+        tuple(tuple(Placed(start, end) for start, end in runs([i >= 0 for i in row])) for row in ids.tolist())
+    )
 
 
 def whole_chunks(ids: torch.Tensor, longest: int) -> list[int]:
@@ -140,7 +142,9 @@ def whole_chunks(ids: torch.Tensor, longest: int) -> list[int]:
     return sizes
 
 
-def rope_positions(is_image: torch.Tensor, first: torch.Tensor, size: tuple[int, int]) -> tuple[torch.Tensor, PlacedImages]:
+def rope_positions(
+    is_image: torch.Tensor, first: torch.Tensor, size: tuple[int, int]
+) -> tuple[torch.Tensor, PlacedImages]:
     """Positions of three axes (time, height, width), and where the images are, counted from the first token.
 
     Text counts on by one in all three. An image stands still in time, its height and width count from where it starts, and

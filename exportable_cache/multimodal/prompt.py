@@ -52,7 +52,9 @@ def prompt_inputs(
         return _encoder_inputs(processor, methods["encode"], text, items, options)
     if all(any(marker in text for marker in _markers(processor, kind)) for kind, given in items.items() if given):
         if chat:
-            raise InputError(f"the prompt {text!r:.80} says where the files go, as the chat template would; leave one of the two out")
+            raise InputError(
+                f"the prompt {text!r:.80} says where the files go, as the chat template would; leave one of the two out"
+            )
         images_of_prompt = [items[IMAGE]] if images else None
         found = _processed(
             processor, text=text, images=images_of_prompt, audio=items[AUDIO] or None, return_tensors="pt", **options
@@ -62,12 +64,16 @@ def prompt_inputs(
     return _of_dtypes(found, methods)
 
 
-def _chat_inputs(processor: ProcessorMixin, text: str, items: Mapping[str, Sequence[Any]], options: Mapping[str, Any]) -> Any:
+def _chat_inputs(
+    processor: ProcessorMixin, text: str, items: Mapping[str, Sequence[Any]], options: Mapping[str, Any]
+) -> Any:
     if processor.chat_template is None:
         kind = next(kind for kind, given in items.items() if given)
         marker = next(iter(_markers(processor, kind)), None)
         remedy = f"put {marker} where each goes" if marker else "use its processor in Python"
-        raise InputError(f"the prompt {text!r:.80} does not say where the {kind} goes, and the model has no chat template; {remedy}")
+        raise InputError(
+            f"the prompt {text!r:.80} does not say where the {kind} goes, and the model has no chat template; {remedy}"
+        )
     content = [{"type": kind, kind: item} for kind, given in items.items() for item in given]
     message = {"role": "user", "content": [*content, {"type": "text", "text": text}]}
     return _processed(
@@ -97,7 +103,9 @@ def _processed(call: Any, *arguments: Any, **options: Any) -> Any:
     try:
         return call(*arguments, **{name: value for name, value in options.items() if value is not None})
     except Exception as error:  # every processor has checks of its own, under errors of many classes
-        raise InputError(f"the model's processor refuses the prompt: {first_line(error)}; change it, or use the processor in Python") from error
+        raise InputError(
+            f"the model's processor refuses the prompt: {first_line(error)}; change it, or use the processor in Python"
+        ) from error
 
 
 def _of_dtypes(found: Mapping[str, torch.Tensor], methods: Mapping[str, Method]) -> dict[str, torch.Tensor]:

@@ -71,16 +71,22 @@ class SessionModalities:
         for name, tensor in inputs.items():
             if name in _MASKS:
                 if not bool(tensor.all()):
-                    raise InputError(f"{name} has padding; pass one prompt without padding, and images of the exported size")
+                    raise InputError(
+                        f"{name} has padding; pass one prompt without padding, and images of the exported size"
+                    )
             elif name in _KINDS:
                 if not torch.equal(tensor != 0, self._is_item(input_ids)):
-                    raise InputError(f"{name} marks other tokens than the prompt's placeholders; pass what the processor gave")
+                    raise InputError(
+                        f"{name} marks other tokens than the prompt's placeholders; pass what the processor gave"
+                    )
             elif name == _GRID and self.has_axes:
                 self._check_grid(tensor)
             elif name in self.by_input:
                 items[self.by_input[name]] = self._checked_items(name, self.by_input[name], tensor)
             else:
-                raise InputError(f"prefill takes {', '.join(self.by_input)} beside input_ids, got {name!r}; leave it out")
+                raise InputError(
+                    f"prefill takes {', '.join(self.by_input)} beside input_ids, got {name!r}; leave it out"
+                )
         for method, token in self.placeholders.items():
             places = int((input_ids == token).sum())
             given = self._tokens(method) * (items[method].shape[0] if method in items else 0)
@@ -111,7 +117,9 @@ class SessionModalities:
         is_item = self._is_item(input_ids)
         if self.has_axes:
             positions, placed = rope_positions(is_item, first, self._size())
-            return EmbeddedPrompt(embeds, self._sizes(input_ids.shape[1]), {POSITIONS.name: positions.to(self.device)}, placed)
+            return EmbeddedPrompt(
+                embeds, self._sizes(input_ids.shape[1]), {POSITIONS.name: positions.to(self.device)}, placed
+            )
         if self.stays_whole:
             ids = image_ids(is_item)
             sizes = whole_chunks(ids, self._longest())
@@ -119,10 +127,14 @@ class SessionModalities:
         return EmbeddedPrompt(embeds, self._sizes(input_ids.shape[1]))
 
     def _sizes(self, length: int) -> list[int]:
-        return chunk_sizes({name: method for name, method in self.runner.methods.items() if not method.takes_ids}, length)
+        return chunk_sizes(
+            {name: method for name, method in self.runner.methods.items() if not method.takes_ids}, length
+        )
 
     def _longest(self) -> int:
-        return max(method.max_length for method in self.runner.methods.values() if method.is_step and not method.takes_ids)
+        return max(
+            method.max_length for method in self.runner.methods.values() if method.is_step and not method.takes_ids
+        )
 
     def _is_item(self, input_ids: torch.Tensor) -> torch.Tensor:
         return torch.stack([input_ids == token for token in self.placeholders.values()]).any(dim=0)
@@ -161,9 +173,13 @@ class SessionModalities:
         if list(items.shape[1:]) != list(spec.shape[1:]) or items.shape[0] == 0 or items.shape[0] % rows:
             shape = ", ".join(map(str, spec.shape[1:]))
             first = "items" if rows == 1 else f"items * {rows}"
-            raise InputError(f"{name} has shape {list(tensor.shape)}; it must be [{first}, {shape}], the size of the export")
+            raise InputError(
+                f"{name} has shape {list(tensor.shape)}; it must be [{first}, {shape}], the size of the export"
+            )
         if tensor.dtype != getattr(torch, spec.dtype) or tensor.device != self.device:
-            raise InputError(f"{name} is {tensor.dtype} on {tensor.device}; it must be torch.{spec.dtype} on {self.device}")
+            raise InputError(
+                f"{name} is {tensor.dtype} on {tensor.device}; it must be torch.{spec.dtype} on {self.device}"
+            )
         return items.unflatten(0, (-1, rows))
 
 
@@ -176,6 +192,8 @@ def recorded_placeholders(methods: Iterable[str], config: Mapping[str, Any]) -> 
             # Llava's config writes the older name.
             token = config.get(f"{kind}_token_id", config.get(f"{kind}_token_index"))
             if not isinstance(token, int):
-                raise BundleError(f"the bundle has a method {name!r}, its config no {kind}_token_id; export the model again")
+                raise BundleError(
+                    f"the bundle has a method {name!r}, its config no {kind}_token_id; export the model again"
+                )
             found[name] = token
     return found

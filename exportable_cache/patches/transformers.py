@@ -48,7 +48,9 @@ def patch_model(model: nn.Module) -> list[str]:
 
 
 def _selective_scan(original: Callable) -> Callable:
-    def mamba_selective_scan(hidden_states: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def mamba_selective_scan(
+        hidden_states: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
         # Upstream's signature has no initial state: the layer whose inputs were just taken in is the one to ask.
         state = linear.carried_state()
         if state is None:

@@ -51,7 +51,11 @@ def patch_encoders(model: nn.Module) -> list[str]:
                 continue
             found.add(name)
             owner = next(kind for kind in type(module).__mro__ if name in vars(kind))
-            setattr(owner, name, marked(lambda original, when_short=when_short: _unless_short(original, when_short), original))
+            setattr(
+                owner,
+                name,
+                marked(lambda original, when_short=when_short: _unless_short(original, when_short), original),
+            )
     return sorted(found)
 
 

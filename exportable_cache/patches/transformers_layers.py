@@ -46,7 +46,9 @@ def patch_layers(model: nn.Module) -> list[str]:
 def _over_our_cache(replacement: Callable, original: Callable) -> Callable:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get("past_key_values", kwargs.get("layer_past"))
-        if getattr(cache, "is_probe", False) or any(isinstance(layer, CacheLayer) for layer in getattr(cache, "layers", ())):
+        if getattr(cache, "is_probe", False) or any(
+            isinstance(layer, CacheLayer) for layer in getattr(cache, "layers", ())
+        ):
             return replacement(self, *args, original=original, **kwargs)
         return original(self, *args, **kwargs)
 
@@ -127,7 +129,9 @@ def _led_attention(
     )
 
 
-def _with_states_of_its_own(self: nn.Module, *args: Any, encoder_hidden_states: torch.Tensor, original: Callable, **kwargs: Any) -> Any:
+def _with_states_of_its_own(
+    self: nn.Module, *args: Any, encoder_hidden_states: torch.Tensor, original: Callable, **kwargs: Any
+) -> Any:
     """A copy for the decoder to add to: what a session encoded serves many prompts."""
     return original(self, *args, encoder_hidden_states=encoder_hidden_states.clone(), **kwargs)
 

@@ -94,7 +94,12 @@ def _weights_by_expert(top_k_index: torch.Tensor, top_k_weights: torch.Tensor, c
 
 
 def _dbrx_experts(
-    self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, *, original: Callable
+    self: nn.Module,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    *,
+    original: Callable,
 ) -> torch.Tensor:
     batch_size = hidden_states.shape[0]
     shape = (self.num_experts, self.ffn_hidden_size, self.hidden_size)
@@ -109,7 +114,12 @@ def _dbrx_experts(
 
 
 def _longcat_experts(
-    self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, *, original: Callable
+    self: nn.Module,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    *,
+    original: Callable,
 ) -> torch.Tensor:
     weights = _weights_by_expert(top_k_index, top_k_weights, self.total_experts)
 
@@ -119,11 +129,18 @@ def _longcat_experts(
 
     output = mix_experts(hidden_states, weights, self.num_routed_experts, expert)
     # The experts behind the routed ones compute nothing: their tokens pass as they are.
-    return output + hidden_states * weights[:, self.num_routed_experts :].sum(dim=1, keepdim=True).to(hidden_states.dtype)
+    return output + hidden_states * weights[:, self.num_routed_experts :].sum(dim=1, keepdim=True).to(
+        hidden_states.dtype
+    )
 
 
 def _nllb_experts(
-    self: nn.Module, hidden_states: torch.Tensor, router_mask: torch.Tensor, router_probs: torch.Tensor, *, original: Callable
+    self: nn.Module,
+    hidden_states: torch.Tensor,
+    router_mask: torch.Tensor,
+    router_probs: torch.Tensor,
+    *,
+    original: Callable,
 ) -> torch.Tensor:
     # What is never written to reads 0 in `router_mask`, upstream as well: one column per choice.
     chosen = F.one_hot(router_mask, self.num_experts).to(router_probs.dtype)
@@ -135,22 +152,32 @@ def _nllb_experts(
 
 
 def _switch_experts(
-    self: nn.Module, hidden_states: torch.Tensor, selected_experts: torch.Tensor, routing_weights: torch.Tensor, *, original: Callable
+    self: nn.Module,
+    hidden_states: torch.Tensor,
+    selected_experts: torch.Tensor,
+    routing_weights: torch.Tensor,
+    *,
+    original: Callable,
 ) -> torch.Tensor:
     # `selected_experts` is one-hot already, [tokens, 1, experts]; nothing where an expert was full.
     weights = selected_experts[:, 0].to(routing_weights.dtype) * routing_weights
-    return mix_experts(
-        hidden_states, weights, self.num_experts, lambda index, states: self[f"expert_{index}"](states)
-    )
+    return mix_experts(hidden_states, weights, self.num_experts, lambda index, states: self[f"expert_{index}"](states))
 
 
 def _step_experts(
-    self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, *, original: Callable
+    self: nn.Module,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    *,
+    original: Callable,
 ) -> torch.Tensor:
     def expert(index: int, states: torch.Tensor) -> torch.Tensor:
         return F.linear(self._apply_gate(F.linear(states, self.gate_up_proj[index])), self.down_proj[index])
 
-    return mix_experts(hidden_states, _weights_by_expert(top_k_index, top_k_weights, self.num_experts), self.num_experts, expert)
+    return mix_experts(
+        hidden_states, _weights_by_expert(top_k_index, top_k_weights, self.num_experts), self.num_experts, expert
+    )
 
 
 def _masked_by_slots(
@@ -187,14 +214,23 @@ def _git_text(
     **kwargs: Any,
 ) -> Any:
     if pixel_values is not None:
-        return original(self, input_ids, attention_mask, position_ids, pixel_values, past_key_values, inputs_embeds, **kwargs)
+        return original(
+            self, input_ids, attention_mask, position_ids, pixel_values, past_key_values, inputs_embeds, **kwargs
+        )
     hidden_states = self.embeddings(input_ids=input_ids, position_ids=position_ids, inputs_embeds=inputs_embeds)
-    mask = create_causal_mask(self.config.get_text_config(), hidden_states, attention_mask, past_key_values, position_ids)
+    mask = create_causal_mask(
+        self.config.get_text_config(), hidden_states, attention_mask, past_key_values, position_ids
+    )
     return self.encoder(hidden_states, attention_mask=mask, past_key_values=past_key_values, **kwargs)
 
 
 def _language_adapter(
-    self: nn.Module, hidden_states: torch.Tensor, input_tensor: torch.Tensor, lang_ids: torch.Tensor, *, original: Callable
+    self: nn.Module,
+    hidden_states: torch.Tensor,
+    input_tensor: torch.Tensor,
+    lang_ids: torch.Tensor,
+    *,
+    original: Callable,
 ) -> torch.Tensor:
     summed = self.dropout(self.dense(hidden_states)) + input_tensor
     normed = summed
@@ -223,7 +259,8 @@ def _mpt_attention(
     if self.clip_qkv:
         mixed = mixed.clamp(min=-self.clip_qkv, max=self.clip_qkv)
     query, key, value = (
-        part.reshape(batch_size, query_length, self.n_heads, self.head_dim).transpose(1, 2) for part in mixed.chunk(3, dim=2)
+        part.reshape(batch_size, query_length, self.n_heads, self.head_dim).transpose(1, 2)
+        for part in mixed.chunk(3, dim=2)
     )
     if past_key_values is not None:
         key, value = past_key_values.update(key, value, self.layer_idx)

@@ -21,7 +21,7 @@ lengths, dtypes and devices in the context, so the spec of a sliding layer chang
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache
 
 from . import object_state
 from .registry import Registration, owner_of, register_node
@@ -103,6 +103,6 @@ def cache_classes() -> Iterator[type]:
             yield cls
 
 
-@lru_cache(maxsize=None)  # the same functions at every call, by which `register_node` knows that nothing changed
+@cache  # the same functions at every call, by which `register_node` knows that nothing changed
 def _functions_for(cls: type):
     return object_state.flatten_object, lambda children, context: object_state.unflatten_object(cls, children, context)

@@ -51,7 +51,9 @@ def delta_rule(
     else:
         total = decay.cumsum(-2)
         between = (total[..., :, None, :] - total[..., None, :, :]).masked_fill(later[..., None], float("-inf")).exp()
-        mixing, scores = [(left[..., :, None, :] * key[..., None, :, :] * between).sum(-1) for left in (key_beta, query)]
+        mixing, scores = [
+            (left[..., :, None, :] * key[..., None, :, :] * between).sum(-1) for left in (key_beta, query)
+        ]
     inverse = unit_lower_inverse(mixing)
     added = inverse @ (value * beta[..., None]) - inverse @ (key_beta * total.exp()) @ state
     output = (query * total.exp()) @ state + scores @ added

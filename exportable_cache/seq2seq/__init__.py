@@ -1,7 +1,7 @@
 """Encoder-decoder models: the encoder as a method, cross-attention layers that are written once per sequence."""
 
 from .cache import ExportableEncoderDecoderCache
-from .encoder import Encoder, EncodeModule, encoder_of
+from .encoder import EncodeModule, Encoder, encoder_of
 from .layout import encoder_decoder_layers
 from .step import decoder_arguments, seq2seq_methods
 

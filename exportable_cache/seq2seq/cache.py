@@ -115,7 +115,9 @@ class ExportableEncoderDecoderCache(ExportableCache, EncoderDecoderCache):
         for layer in self.layers:
             layer.batch_repeat_interleave(repeats)
 
-    def with_state(self, tensors: Mapping[str, Any], lengths: torch.Tensor | None = None) -> ExportableEncoderDecoderCache:
+    def with_state(
+        self, tensors: Mapping[str, Any], lengths: torch.Tensor | None = None
+    ) -> ExportableEncoderDecoderCache:
         cache = super().with_state(tensors, lengths)
         cache.encoder = self.encoder
         cache.is_updated = dict(self.is_updated)

@@ -156,7 +156,9 @@ def encoder_of(model: PreTrainedModel, max_encoder_len: int | None = None, batch
         InputError: If `max_encoder_len` is no positive int, or the encoder takes another length, or no such.
         UnsupportedModelError: If the encoder's input is of no known kind.
     """
-    if max_encoder_len is not None and (not isinstance(max_encoder_len, int) or isinstance(max_encoder_len, bool) or max_encoder_len < 1):
+    if max_encoder_len is not None and (
+        not isinstance(max_encoder_len, int) or isinstance(max_encoder_len, bool) or max_encoder_len < 1
+    ):
         raise InputError(f"max_encoder_len is {max_encoder_len!r}; it must be an int of at least 1")
     kind = _input_of(model, batch_size)
     name = type(model).__name__
@@ -165,13 +167,19 @@ def encoder_of(model: PreTrainedModel, max_encoder_len: int | None = None, batch
         # Text is padded to whole blocks. A single one has a graph of its own, and one length alone would mean that nothing is padded.
         longest = max(3, -(-longest // kind.multiple)) * kind.multiple
     if kind.fixed is not None and longest != kind.fixed:
-        raise InputError(f"max_encoder_len is {longest}; the encoder of {name} takes {kind.fixed} {kind.unit}, no other number")
+        raise InputError(
+            f"max_encoder_len is {longest}; the encoder of {name} takes {kind.fixed} {kind.unit}, no other number"
+        )
     if kind.limit is not None and longest > kind.limit:
-        raise InputError(f"max_encoder_len is {longest}, but the encoder of {name} has positions for {kind.limit}; pass at most that")
+        raise InputError(
+            f"max_encoder_len is {longest}, but the encoder of {name} has positions for {kind.limit}; pass at most that"
+        )
     if longest < kind.least:
         raise InputError(f"max_encoder_len is {longest}; {name} needs at least {kind.least}")
     if longest % kind.multiple:
-        raise InputError(f"max_encoder_len is {longest}; {name} takes whole frames of {kind.multiple} {kind.unit}: pass a multiple of that")
+        raise InputError(
+            f"max_encoder_len is {longest}; {name} takes whole frames of {kind.multiple} {kind.unit}: pass a multiple of that"
+        )
     spec, least = kind.spec, -(-kind.least // kind.multiple) * kind.multiple
     if kind.fixed is not None:
         spec = replace(spec, shape=tuple(longest if size == "length" else size for size in spec.shape))
@@ -240,16 +248,26 @@ def _input_of(model: PreTrainedModel, batch_size: int) -> _Input:
     if name == "input_features" and hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions"):
         # Whisper's encoder adds a table of positions to all of its output, and its cross-attention knows no mask.
         length = 2 * config.max_source_positions
-        return _Input(TensorSpec(name, dtype, ("batch", config.num_mel_bins, "length")), "frames", length, False, fixed=length)
+        return _Input(
+            TensorSpec(name, dtype, ("batch", config.num_mel_bins, "length")), "frames", length, False, fixed=length
+        )
     width = _sizes(config, _WIDTHS.get(name, ()))
     if name == "input_features" and width is not None:
         limit = getattr(config, "max_source_positions", None)
         default = DEFAULT_FRAMES if limit is None else min(DEFAULT_FRAMES, limit)
         # Fewer frames than this are less than a convolution or two can shorten.
-        return _Input(TensorSpec(name, dtype, ("batch", "length", width)), "frames", default, sound_mask, limit, least=16)
+        return _Input(
+            TensorSpec(name, dtype, ("batch", "length", width)), "frames", default, sound_mask, limit, least=16
+        )
     if name == "flattened_patches" and width is not None:
         limit = getattr(config.vision_config, "seq_len", None)
-        return _Input(TensorSpec(name, dtype, ("batch", "length", 2 + width)), "patches", min(2048, limit or 2048), takes_mask, limit)
+        return _Input(
+            TensorSpec(name, dtype, ("batch", "length", 2 + width)),
+            "patches",
+            min(2048, limit or 2048),
+            takes_mask,
+            limit,
+        )
     if name == "pixel_values" and width is not None:
         channels = getattr(config.vision_config, "num_channels", 3)
         spec = TensorSpec(name, dtype, ("batch", channels, "length", "length"))
@@ -264,7 +282,11 @@ _SOUND = ("input_values", "input_features")
 
 #: Config fields whose product is the last axis of an input, in the order in which they are looked for.
 _WIDTHS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "input_features": (("num_mel_bins",), ("feature_projection_input_dim",), ("input_feat_per_channel", "input_channels")),
+    "input_features": (
+        ("num_mel_bins",),
+        ("feature_projection_input_dim",),
+        ("input_feat_per_channel", "input_channels"),
+    ),
     "flattened_patches": (("patch_embed_hidden_size",),),
     "pixel_values": (("image_size",),),
 }
@@ -302,5 +324,9 @@ def _positions(model: PreTrainedModel) -> int | None:
         tokens = encoder.get_input_embeddings()
     except (AttributeError, NotImplementedError):  # not every encoder has them where transformers looks
         tokens = getattr(encoder, "embed_tokens", None)
-    tables = [module.num_embeddings for module in encoder.modules() if isinstance(module, nn.Embedding) and module is not tokens]
+    tables = [
+        module.num_embeddings
+        for module in encoder.modules()
+        if isinstance(module, nn.Embedding) and module is not tokens
+    ]
     return limit if isinstance(limit, int) and any(limit <= rows <= limit + 2 for rows in tables) else None

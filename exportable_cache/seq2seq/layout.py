@@ -9,8 +9,11 @@ from ..errors import UnsupportedModelError
 from ..layout import CROSS_ATTENTION, LayerLayout, layer_types_and_windows
 from .encoder import Encoder, EncoderStates
 
+
 @torch.no_grad()
-def encoder_decoder_layers(model: PreTrainedModel, encoder: Encoder) -> tuple[list[LayerLayout], torch.dtype, torch.device]:
+def encoder_decoder_layers(
+    model: PreTrainedModel, encoder: Encoder
+) -> tuple[list[LayerLayout], torch.dtype, torch.device]:
     """Layouts of the self-attention layers, then of the cross-attention layers, and their dtype and device.
 
     Raises:
@@ -20,7 +23,9 @@ def encoder_decoder_layers(model: PreTrainedModel, encoder: Encoder) -> tuple[li
     half = len(kinds) // 2
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
     length = encoder.capacity if encoder.is_fixed else 3
-    states = EncoderStates.of(torch.zeros(1, length, encoder.hidden_size, dtype=getattr(torch, encoder.dtype), device=model.device))
+    states = EncoderStates.of(
+        torch.zeros(1, length, encoder.hidden_size, dtype=getattr(torch, encoder.dtype), device=model.device)
+    )
     was_training = model.training
     model.eval()
     try:

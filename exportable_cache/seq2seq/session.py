@@ -44,7 +44,9 @@ class SessionEncoder:
         name = self.method.inputs[0].name
         unknown = sorted(set(inputs) - {name, "attention_mask"})
         if name not in inputs or unknown:
-            raise InputError(f"encode takes {name} and attention_mask, got {', '.join(inputs) or 'nothing'}; pass {name}=...")
+            raise InputError(
+                f"encode takes {name} and attention_mask, got {', '.join(inputs) or 'nothing'}; pass {name}=..."
+            )
         main_input = inputs[name]
         self._check(main_input)
         length = main_input.shape[self._length_dim]
@@ -112,7 +114,9 @@ class SessionEncoder:
                 "cut it, or pad it with silence"
             )
         if main_input.dtype != getattr(torch, spec.dtype):
-            raise InputError(f"{spec.name} is {main_input.dtype}; it must be torch.{spec.dtype}: pass {spec.name}.to(torch.{spec.dtype})")
+            raise InputError(
+                f"{spec.name} is {main_input.dtype}; it must be torch.{spec.dtype}: pass {spec.name}.to(torch.{spec.dtype})"
+            )
         if main_input.device != self.device:
             raise InputError(f"{spec.name} is on {main_input.device}, the session runs on {self.device}")
 
@@ -120,13 +124,17 @@ class SessionEncoder:
         if "attention_mask" not in self.method.input_names:
             # Encoders of fixed length take none: silence is part of their input.
             if self.method.min_length != self.method.max_length and not bool(mask.all()):
-                raise InputError("attention_mask has padding, which this encoder does not take; pass each input at its own length")
+                raise InputError(
+                    "attention_mask has padding, which this encoder does not take; pass each input at its own length"
+                )
             return
         if tuple(mask.shape) != (self.batch_size, length):
             raise InputError(f"attention_mask has shape {list(mask.shape)}; it must be [{self.batch_size}, {length}]")
         real = mask.to(torch.bool)
         if not bool(real[:, 0].all()) or bool((real[:, 1:] & ~real[:, :-1]).any()):
-            raise InputError("attention_mask must be 1 on each row's tokens and 0 behind them; pad on the right (padding_side='right')")
+            raise InputError(
+                "attention_mask must be 1 on each row's tokens and 0 behind them; pad on the right (padding_side='right')"
+            )
 
 
 def start_tokens(generation_config: Any, batch_size: int, device: torch.device) -> torch.Tensor:

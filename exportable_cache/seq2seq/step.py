@@ -72,4 +72,8 @@ def decoder_arguments(
         positions = torch.arange(encoder_hidden_states.shape[1], device=input_ids.device)
         mask = (positions < encoder_lengths[:, None]).to(torch.int64)
     states = EncoderStates.of(encoder_hidden_states, mask)
-    return {"decoder_input_ids": input_ids, "encoder_outputs": states, **({} if mask is None else {"attention_mask": mask})}
+    return {
+        "decoder_input_ids": input_ids,
+        "encoder_outputs": states,
+        **({} if mask is None else {"attention_mask": mask}),
+    }

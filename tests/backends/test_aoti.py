@@ -34,7 +34,9 @@ def worst(session: Any, model: Any) -> float:
         reference = reference_logits(model, ids, prompt)
         session.reset()
         found.append(
-            difference(lambda p: session.decode(p[:, 0]) if p.shape[1] == 1 else session.prefill(p), reference, ids, prompt)
+            difference(
+                lambda p: session.decode(p[:, 0]) if p.shape[1] == 1 else session.prefill(p), reference, ids, prompt
+            )
         )
     return max(found)
 
@@ -85,7 +87,10 @@ def test_rows_of_a_batch(tmp_path: Path) -> None:
     session = lowered_session(model, "aoti", tmp_path, 32, batch_size=2)
     ids = tokens(20, batch_size=2)
     reference = reference_logits(model, ids, 6)
-    assert difference(lambda p: session.decode(p[:, 0]) if p.shape[1] == 1 else session.prefill(p), reference, ids, 6) <= TOLERANCE
+    assert (
+        difference(lambda p: session.decode(p[:, 0]) if p.shape[1] == 1 else session.prefill(p), reference, ids, 6)
+        <= TOLERANCE
+    )
 
 
 def test_a_damaged_package_is_refused(bundle: Path) -> None:

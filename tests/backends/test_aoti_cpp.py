@@ -15,7 +15,8 @@ from ..support.models import tiny_model, tokens
 SOURCE = Path(__file__).parents[2] / "runners" / "aoti"
 
 pytestmark = pytest.mark.skipif(
-    not (shutil.which("cmake") and (shutil.which("c++") or shutil.which("g++"))), reason="needs cmake and a C++20 compiler"
+    not (shutil.which("cmake") and (shutil.which("c++") or shutil.which("g++"))),
+    reason="needs cmake and a C++20 compiler",
 )
 
 
@@ -55,7 +56,10 @@ def test_tokens_and_logits_are_those_of_the_python_session(program: Path, bundle
 
 
 def test_a_cache_in_8_bits(program: Path, rounded_bundle: Path) -> None:
-    assert {str(tensor.dtype) for tensor in load(rounded_bundle).runner.state.values()} == {"torch.int8", "torch.float32"}
+    assert {str(tensor.dtype) for tensor in load(rounded_bundle).runner.state.values()} == {
+        "torch.int8",
+        "torch.float32",
+    }
     check(program, rounded_bundle, tokens(9))
 
 
@@ -81,7 +85,9 @@ def check(program: Path, bundle: Path, prompt: torch.Tensor) -> None:
         ((1, *[5] * 49), "the cache holds 0 of at most 48 tokens, 49 more do not fit"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_the_numbers(program: Path, bundle: Path, arguments: tuple, message: str) -> None:
+def test_what_does_not_fit_is_refused_with_the_numbers(
+    program: Path, bundle: Path, arguments: tuple, message: str
+) -> None:
     done = run(program, bundle, *arguments)
     assert done.returncode == 1
     assert message in done.stderr

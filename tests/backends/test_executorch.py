@@ -19,12 +19,12 @@ from ..support.sessions import describe, lowered_session
 
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
 
-from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner  # noqa: E402
-from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower  # noqa: E402
-from executorch.runtime import Runtime  # noqa: E402
+from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
+from executorch.runtime import Runtime
 
-from exportable_cache.backends.executorch.kernels import check_kernels  # noqa: E402
-from exportable_cache.backends.executorch.lower import to_edge, to_program  # noqa: E402
+from exportable_cache.backends.executorch.kernels import check_kernels
+from exportable_cache.backends.executorch.lower import to_edge, to_program
 
 CAPACITY = 96
 
@@ -55,7 +55,9 @@ def test_decode_writes_in_place_and_copies_no_cache(lowered) -> None:
     calls = list(instructions(result, "decode"))
     counts = Counter(name for name, _ in calls)
     assert counts["aten::index_put_"] == 4  # keys and values of two layers
-    assert not {"aten::copy_", "aten::index_put", "aten::clone", "aten::expand_copy", "aten::permute_copy"} & counts.keys()
+    assert (
+        not {"aten::copy_", "aten::index_put", "aten::clone", "aten::expand_copy", "aten::permute_copy"} & counts.keys()
+    )
     sizes = ([1, 2, CAPACITY, 8], [1, 2, WINDOW, 8], [2, CAPACITY, 8], [2, WINDOW, 8])
     touching = {name for name, shapes in calls if any(shape in sizes for shape in shapes)}
     assert touching == {"aten::index_put_"}
@@ -165,7 +167,9 @@ def on_the_runtime(function, x: torch.Tensor, partitioner=None) -> torch.Tensor:
 def test_xnnpack_still_needs_tanh_gelu_spelled_out() -> None:
     """Fails once the delegate honours `approximate`: then backends/executorch/decompositions.py can go."""
     x = torch.linspace(-4, 4, 513)
-    gap = on_the_runtime(lambda t: F.gelu(t, approximate="tanh"), x, [XnnpackPartitioner()]) - F.gelu(x, approximate="tanh")
+    gap = on_the_runtime(lambda t: F.gelu(t, approximate="tanh"), x, [XnnpackPartitioner()]) - F.gelu(
+        x, approximate="tanh"
+    )
     assert gap.abs().max() > 1e-4
 
 
@@ -203,6 +207,9 @@ def test_what_cannot_be_lowered_is_refused_by_a_sentence(monkeypatch, tmp_path) 
         raise RuntimeError("reshape only supports 1 dynamic dimension\nmore")
 
     monkeypatch.setattr("exportable_cache.backends.executorch.target.lower_programs", failing)
-    with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM cannot be lowered .*\(RuntimeError: reshape only supports 1 dynamic dimension\)"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"LlamaForCausalLM cannot be lowered .*\(RuntimeError: reshape only supports 1 dynamic dimension\)",
+    ):
         backend.lower(program, tmp_path, {})
     assert not list(tmp_path.iterdir())

@@ -6,8 +6,8 @@ from torch.nn import functional as F
 
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
 
-from exportable_cache.backends.executorch.attention_forms import forms_of, least_single  # noqa: E402
-from exportable_cache.backends.executorch.fused_layers import fold_of  # noqa: E402
+from exportable_cache.backends.executorch.attention_forms import forms_of, least_single
+from exportable_cache.backends.executorch.fused_layers import fold_of
 
 SLOTS, DIM, SCALING = 12, 8, 0.3
 # Heads and key heads: each its own, shared by two, by three, all with one, and more to share than are folded.
@@ -22,7 +22,9 @@ def keys_and_values(num_heads: int, slots: int = SLOTS) -> tuple[torch.Tensor, t
 def expected(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
     """[1, query_length, heads, dim], of slots `seen` [query_length, slots]."""
     keys, values = (states.squeeze(2)[None] for states in (keys, values))
-    return F.scaled_dot_product_attention(query, keys, values, attn_mask=seen, scale=SCALING, enable_gqa=True).transpose(1, 2)
+    return F.scaled_dot_product_attention(
+        query, keys, values, attn_mask=seen, scale=SCALING, enable_gqa=True
+    ).transpose(1, 2)
 
 
 @pytest.mark.parametrize(("heads", "num_heads"), HEADS)
@@ -54,7 +56,11 @@ def test_one_token_over_a_full_layer(heads: int, num_heads: int, further: int) -
 def test_one_token_over_a_ring(heads: int, num_heads: int, length: int) -> None:
     keys, values = keys_and_values(num_heads, SLOTS + 1)
     new = keys_and_values(num_heads, 1)
-    query, mask, slots = torch.randn(1, heads, 1, DIM), torch.zeros(1, SLOTS + 1), torch.zeros(num_heads, 1, dtype=torch.int64)
+    query, mask, slots = (
+        torch.randn(1, heads, 1, DIM),
+        torch.zeros(1, SLOTS + 1),
+        torch.zeros(num_heads, 1, dtype=torch.int64),
+    )
     one, _ = forms_of("ring", fold_of(heads, num_heads), SLOTS, SCALING)
     output, handed_through = one(query, mask, slots, torch.tensor([length]), keys, values, *new)
     seen = torch.arange(SLOTS + 1)[None] <= min(length, SLOTS - 1)

@@ -11,11 +11,11 @@ import pytest
 
 pytest.importorskip("executorch", reason="executorch is not installed")
 
-import torch  # noqa: E402
+import torch
 
-from exportable_cache.backends.executorch import blas_threads  # noqa: E402
-from exportable_cache.backends.executorch.blas_threads import one_blas_thread  # noqa: E402
-from exportable_cache.backends.executorch.runner import ExecutorchRunner  # noqa: E402
+from exportable_cache.backends.executorch import blas_threads
+from exportable_cache.backends.executorch.blas_threads import one_blas_thread
+from exportable_cache.backends.executorch.runner import ExecutorchRunner
 
 needs_mkl = pytest.mark.skipif(blas_threads._mkl() is None, reason="this build of torch has no MKL")
 
@@ -89,7 +89,9 @@ def test_the_operator_still_opens_threads_of_its_own() -> None:
 
     def threads(kind: str) -> int:
         environment = {**os.environ, "OMP_NUM_THREADS": "4", "MKL_NUM_THREADS": "4", "MKL_DYNAMIC": "FALSE"}
-        done = subprocess.run([sys.executable, "-c", THREADS, kind], capture_output=True, text=True, check=True, env=environment)
+        done = subprocess.run(
+            [sys.executable, "-c", THREADS, kind], capture_output=True, text=True, check=True, env=environment
+        )
         return int(done.stdout)
 
     assert threads("one") < threads("many")

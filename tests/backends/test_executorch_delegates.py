@@ -12,9 +12,9 @@ from ..support.models import tiny_model
 
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
 
-from executorch.exir._serialize._program import deserialize_pte_binary  # noqa: E402
+from executorch.exir._serialize._program import deserialize_pte_binary
 
-from exportable_cache.backends.executorch.delegates import delegate_ids  # noqa: E402
+from exportable_cache.backends.executorch.delegates import delegate_ids
 
 
 def plans(path: Path) -> dict:
@@ -23,7 +23,8 @@ def plans(path: Path) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("delegate", "backend", "calls", "cache_outside"), [("coreml", "CoreMLBackend", 1, False), ("vulkan", "VulkanBackend", 3, True)]
+    ("delegate", "backend", "calls", "cache_outside"),
+    [("coreml", "CoreMLBackend", 1, False), ("vulkan", "VulkanBackend", 3, True)],
 )
 def test_programs_for_devices_are_compiled_and_not_claimed_to_have_run(
     delegate: str, backend: str, calls: int, cache_outside: bool, tmp_path: Path
@@ -45,7 +46,9 @@ def test_programs_for_devices_are_compiled_and_not_claimed_to_have_run(
     assert recorded["remark"].startswith(
         f"the XNNPACK lowering of the same exported program was run; the program for {backend} is not executed here"
     )
-    with pytest.raises(BundleError, match=f"program.pte is for {backend}, which the ExecuTorch runtime of this machine lacks"):
+    with pytest.raises(
+        BundleError, match=f"program.pte is for {backend}, which the ExecuTorch runtime of this machine lacks"
+    ):
         load(bundle.path)
 
 

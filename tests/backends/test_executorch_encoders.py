@@ -8,19 +8,19 @@ from torch import nn
 
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
 
-from executorch.runtime import Runtime  # noqa: E402
+from executorch.runtime import Runtime
 
-from exportable_cache import ExportableCache, export, load  # noqa: E402
-from exportable_cache.backends import backend_for  # noqa: E402
-from exportable_cache.backends.executorch.encoders import fold_constants, patches_to_linear  # noqa: E402
-from exportable_cache.backends.executorch.lower import lower_programs  # noqa: E402
-from exportable_cache.backends.executorch.tied import write_pte  # noqa: E402
-from exportable_cache.errors import UnsupportedModelError  # noqa: E402
-from exportable_cache.multimodal import modalities_of  # noqa: E402
-from exportable_cache.program import Program  # noqa: E402
+from exportable_cache import ExportableCache, export, load
+from exportable_cache.backends import backend_for
+from exportable_cache.backends.executorch.encoders import fold_constants, patches_to_linear
+from exportable_cache.backends.executorch.lower import lower_programs
+from exportable_cache.backends.executorch.tied import write_pte
+from exportable_cache.errors import UnsupportedModelError
+from exportable_cache.multimodal import modalities_of
+from exportable_cache.program import Program
 
-from ..support.multimodal import FAMILIES, tiny_multimodal  # noqa: E402
-from ..test_multimodal import largest_difference, options_of  # noqa: E402
+from ..support.multimodal import FAMILIES, tiny_multimodal
+from ..test_multimodal import largest_difference, options_of
 
 TOLERANCE = 1e-4
 
@@ -80,7 +80,9 @@ def test_convolutions_over_one_patch_become_linear(bias: bool) -> None:
 
 def test_convolutions_over_more_are_refused() -> None:
     program = torch.export.export(Patches(8), (torch.randn(5, 192),))
-    with pytest.raises(UnsupportedModelError, match=r"no kernel for a 3-D convolution of \[5, 3, 2, 8, 4\] by \[8, 3, 2, 4, 4\]"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"no kernel for a 3-D convolution of \[5, 3, 2, 8, 4\] by \[8, 3, 2, 4, 4\]"
+    ):
         patches_to_linear(program)
 
 

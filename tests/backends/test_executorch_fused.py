@@ -18,13 +18,13 @@ from ..support.sessions import lowered_session
 
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
 
-from executorch.exir._serialize._program import deserialize_pte_binary  # noqa: E402
+from executorch.exir._serialize._program import deserialize_pte_binary
 
-from exportable_cache.backends.executorch.fused import fusable_layers  # noqa: E402
-from exportable_cache.backends.executorch.fused_layers import FusedFullLayer, FusedRingLayer, fold_of  # noqa: E402
-from exportable_cache.backends.executorch.needed_passes import LINEAR_ONLY  # noqa: E402
+from exportable_cache.backends.executorch.fused import fusable_layers
+from exportable_cache.backends.executorch.fused_layers import FusedFullLayer, FusedRingLayer, fold_of
+from exportable_cache.backends.executorch.needed_passes import LINEAR_ONLY
 
-from .test_executorch import instructions  # noqa: E402
+from .test_executorch import instructions
 
 CAPACITY = 96
 
@@ -42,7 +42,13 @@ CAPACITY = 96
     ],
 )
 def test_only_layers_the_operators_compute_exactly_are_fused(family: str, expected: list[bool]) -> None:
-    model = tiny_model(family, n_layer=2, n_head=4) if family == "bloom" else kind_model(family) if family in KINDS else tiny_model(family)
+    model = (
+        tiny_model(family, n_layer=2, n_head=4)
+        if family == "bloom"
+        else kind_model(family)
+        if family in KINDS
+        else tiny_model(family)
+    )
     cache = ExportableCache.from_model(model, CAPACITY, attn_implementation=None)
     own = model.config._attn_implementation
     assert fusable_layers(model, cache) == expected
@@ -79,7 +85,9 @@ def test_folding_leaves_heads_to_run_in_parallel(heads: int, kv_heads: int, fold
 
 def program_of(family: str, num_attention_heads: int = 4, **options) -> Program:
     model = tiny_model(family, num_attention_heads=num_attention_heads)
-    return Program(model, ExportableCache.from_model(model, CAPACITY), **backend_for("executorch").program_options(options))
+    return Program(
+        model, ExportableCache.from_model(model, CAPACITY), **backend_for("executorch").program_options(options)
+    )
 
 
 def test_the_fused_layout_is_part_of_the_program() -> None:

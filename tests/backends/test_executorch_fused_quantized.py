@@ -17,17 +17,17 @@ from ..support.sessions import lowered_session
 
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
 
-from executorch.exir._serialize._program import deserialize_pte_binary  # noqa: E402
+from executorch.exir._serialize._program import deserialize_pte_binary
 
-from exportable_cache.backends.executorch.attention_forms import dequantize_slots  # noqa: E402
-from exportable_cache.backends.executorch.fused import fuse_layers  # noqa: E402
-from exportable_cache.backends.executorch.fused_layers import fold_of  # noqa: E402
-from exportable_cache.backends.executorch.fused_quantized import (  # noqa: E402
+from exportable_cache.backends.executorch.attention_forms import dequantize_slots
+from exportable_cache.backends.executorch.fused import fuse_layers
+from exportable_cache.backends.executorch.fused_layers import fold_of
+from exportable_cache.backends.executorch.fused_quantized import (
     FusedQuantizedFullLayer,
     FusedQuantizedRingLayer,
 )
 
-from .test_executorch import instructions  # noqa: E402
+from .test_executorch import instructions
 
 CAPACITY = 96
 SCALES = ([2, CAPACITY, 1, 1], [2, WINDOW + 1, 1, 1])
@@ -52,7 +52,9 @@ def test_the_layers_take_a_quarter_and_their_scales() -> None:
     assert (type(ring), type(full)) == (FusedQuantizedRingLayer, FusedQuantizedFullLayer)
     assert [list(tensor.shape) for _, tensor in full.named_state()] == [FULL, FULL, SCALES[0], SCALES[0], [1]]
     assert [list(tensor.shape) for _, tensor in ring.named_state()] == [RING, RING, SCALES[1], SCALES[1], [1]]
-    assert full.keys.dtype == ring.values.dtype == torch.int8 and full.states_dtype == ring.states_dtype == torch.float32
+    assert (
+        full.keys.dtype == ring.values.dtype == torch.int8 and full.states_dtype == ring.states_dtype == torch.float32
+    )
     rebuilt = FusedQuantizedRingLayer.from_state(ring.config(), {})
     assert rebuilt.max_rollback(20, 20) == 1 and rebuilt.states_dtype == torch.float32
 
@@ -69,11 +71,16 @@ def test_the_logits_are_those_over_rounded_keys_and_values(hybrid, prompt: int) 
     model, session, _ = hybrid
     ids = tokens(prompt + 30, seed=prompt)
     session.reset()
-    rows = [session.prefill(ids[:, :prompt]), *(session.decode(ids[:, position]) for position in range(prompt, prompt + 30))]
+    rows = [
+        session.prefill(ids[:, :prompt]),
+        *(session.decode(ids[:, position]) for position in range(prompt, prompt + 30)),
+    ]
     with attention_of(model, "eager"):
         cache = RoundingCache(config=model.config)
         expected = [model(ids[:, :prompt], past_key_values=cache).logits[:, -1]]
-        expected += [model(ids[:, at : at + 1], past_key_values=cache).logits[:, -1] for at in range(prompt, prompt + 30)]
+        expected += [
+            model(ids[:, at : at + 1], past_key_values=cache).logits[:, -1] for at in range(prompt, prompt + 30)
+        ]
     # A value in the middle between two steps may round the other way; most do not.
     differences = torch.tensor([(row - other).abs().max() for row, other in zip(rows, expected, strict=True)])
     assert differences.max() <= rounding_effect(model, 64) / 4 and differences.median() <= 1e-4
@@ -81,7 +88,9 @@ def test_the_logits_are_those_over_rounded_keys_and_values(hybrid, prompt: int) 
 
 def test_the_cache_rounds(hybrid) -> None:
     model, session, _ = hybrid
-    rounded, exact = (verify_session(session, model, exact_cache=exact, tolerance=9.0).max_difference for exact in (False, True))
+    rounded, exact = (
+        verify_session(session, model, exact_cache=exact, tolerance=9.0).max_difference for exact in (False, True)
+    )
     assert rounded < exact / 4 and 1e-3 < exact < 0.2
 
 
@@ -92,7 +101,10 @@ def test_the_cache_is_written_in_place_and_read_as_far_as_it_is_filled(hybrid) -
     assert counts["llama::update_cache"] == 8 and counts["llama::update_cache_with_indices"] == 4
     # Two branches per layer, each of which makes the keys and values it reads float32.
     assert counts["llama::custom_sdpa"] == 4 and counts["quantized_decomposed::dequantize_per_token"] == 8
-    assert not {"aten::copy_", "aten::index_put", "aten::index_put_", "aten::expand_copy", "aten::bmm", "aten::mm"} & counts.keys()
+    assert (
+        not {"aten::copy_", "aten::index_put", "aten::index_put_", "aten::expand_copy", "aten::bmm", "aten::mm"}
+        & counts.keys()
+    )
     writes = {"llama::update_cache", "llama::update_cache_with_indices"}
     plan = hybrid[2].executorch_program.execution_plan[0]
     buffers = {
@@ -100,7 +112,9 @@ def test_the_cache_is_written_in_place_and_read_as_far_as_it_is_filled(hybrid) -
         if hasattr(instruction.instr_args, "op_index") and plan.operators[instruction.instr_args.op_index].name in writes
         for index in instruction.instr_args.args[1:2]
     }  # fmt: skip
-    assert len(buffers) == 8 and sorted(list(plan.values[index].val.sizes) for index in buffers) == sorted([FULL, FULL, RING, RING, *SCALES * 2])
+    assert len(buffers) == 8 and sorted(list(plan.values[index].val.sizes) for index in buffers) == sorted(
+        [FULL, FULL, RING, RING, *SCALES * 2]
+    )
     touching = {
         plan.operators[instruction.instr_args.op_index].name
         for chain in plan.chains for instruction in chain.instructions

@@ -18,7 +18,7 @@ from ..support.oracle import difference, reference_logits
 from ..support.sessions import lowered_session
 
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
-from exportable_cache.backends.executorch.llm_runner import runner_metadata  # noqa: E402
+from exportable_cache.backends.executorch.llm_runner import runner_metadata
 
 RUNNER = """
 import sys
@@ -73,7 +73,9 @@ def test_forward_takes_any_length_from_one_on(tmp_path) -> None:
 
 def test_programs_that_the_runner_could_not_run_are_refused() -> None:
     model = tiny_multimodal("qwen2_5_vl")
-    program = Program(model, ExportableCache.from_model(model, 32), forward=True, modalities=modalities_of(model, ["image"], (16, 24)))
+    program = Program(
+        model, ExportableCache.from_model(model, 32), forward=True, modalities=modalities_of(model, ["image"], (16, 24))
+    )
     assert runner_metadata(program, required=False) == {}
     with pytest.raises(InputError, match="forward takes input_ids, input_pos, rope_deltas; export without llm_runner"):
         runner_metadata(program)

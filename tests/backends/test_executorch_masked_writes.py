@@ -6,10 +6,10 @@ from torch import nn
 
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
 
-from executorch.runtime import Runtime  # noqa: E402
+from executorch.runtime import Runtime
 
-from exportable_cache.backends.executorch.lower import lower_programs  # noqa: E402
-from exportable_cache.backends.executorch.masked_writes import masked_writes_to_where  # noqa: E402
+from exportable_cache.backends.executorch.lower import lower_programs
+from exportable_cache.backends.executorch.masked_writes import masked_writes_to_where
 
 CHOSEN = torch.tensor([1, 4])
 

@@ -8,11 +8,11 @@ from torch.fx.passes.infra.partitioner import Partition
 
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
 
-from executorch.backends.xnnpack._passes import XNNPACKPassManager  # noqa: E402
-from executorch.runtime import Runtime  # noqa: E402
+from executorch.backends.xnnpack._passes import XNNPACKPassManager
+from executorch.runtime import Runtime
 
-from exportable_cache.backends.executorch.lower import lower_programs  # noqa: E402
-from exportable_cache.backends.executorch.partition import has_cycle, partitions_by_level  # noqa: E402
+from exportable_cache.backends.executorch.lower import lower_programs
+from exportable_cache.backends.executorch.partition import has_cycle, partitions_by_level
 
 
 def two_chains() -> tuple[Graph, dict]:
@@ -71,7 +71,9 @@ class Concatenated(nn.Module):
     [(nn.Identity(), 1), (nn.Softmax(-1), 1), (nn.ReLU(), 17), (Concatenated(5), 1), (Concatenated(6), 17)],
     ids=["gate", "softmax", "relu", "cat of 5", "cat of 6"],
 )
-def test_partitions_go_through_the_passes_they_need(after: nn.Module, passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partitions_go_through_the_passes_they_need(
+    after: nn.Module, passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Fused activations and long concatenations need the others; a partition that would not does not pay for them."""
     counts, transform = [], XNNPACKPassManager.transform
 

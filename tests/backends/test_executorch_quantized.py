@@ -14,11 +14,11 @@ from ..support.sessions import lowered_session
 
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
 
-from executorch.exir._serialize._program import deserialize_pte_binary  # noqa: E402
+from executorch.exir._serialize._program import deserialize_pte_binary
 
-from exportable_cache.backends.executorch.lower import lower_programs  # noqa: E402
-from exportable_cache.backends.executorch.quantized import pack_int4  # noqa: E402
-from exportable_cache.backends.executorch.tied import tied_pieces  # noqa: E402
+from exportable_cache.backends.executorch.lower import lower_programs
+from exportable_cache.backends.executorch.quantized import pack_int4
+from exportable_cache.backends.executorch.tied import tied_pieces
 
 VOCAB = 2048
 
@@ -31,12 +31,18 @@ VOCAB = 2048
     ],
     ids=str,
 )
-def test_programs_equal_the_quantised_model_and_read_integers(tmp_path: Path, scheme: Quantization, tied: bool, operator: str) -> None:
+def test_programs_equal_the_quantised_model_and_read_integers(
+    tmp_path: Path, scheme: Quantization, tied: bool, operator: str
+) -> None:
     model = tiny_model("llama", hidden_size=64, head_dim=16, vocab_size=VOCAB, tie_word_embeddings=tied)
     quantized = quantize(model, scheme)
     session = lowered_session(quantized.model, "executorch", tmp_path, 64)
     report = verify_session(
-        session, quantized.model, tolerance=tolerance_of(quantized.model, scheme), prompts=[3, 9, 20, 40], decode_steps=8
+        session,
+        quantized.model,
+        tolerance=tolerance_of(quantized.model, scheme),
+        prompts=[3, 9, 20, 40],
+        decode_steps=8,
     )
     assert report.passed
     # Prompts in which no activation was rounded the other way agree to float32 rounding: the lowering is exact.
@@ -45,7 +51,9 @@ def test_programs_equal_the_quantised_model_and_read_integers(tmp_path: Path, sc
     plan = deserialize_pte_binary(file).program.execution_plan[0]
     names = {op.name for op in plan.operators}
     assert operator in names
-    assert not [name for name in names if "dequantize" in name or name in ("aten::embedding", "aten::linear", "aten::mm")]
+    assert not [
+        name for name in names if "dequantize" in name or name in ("aten::embedding", "aten::linear", "aten::mm")
+    ]
     rows = quantized.model.get_input_embeddings().weight.qdata
     if tied:
         # The head and the table: one copy.

@@ -15,8 +15,8 @@ from ..support.models import tiny_model
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
 pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no tensorrt extra is installed")
 
-from exportable_cache.backends.executorch.tensorrt_delegate import plans_in  # noqa: E402
-from exportable_cache.backends.tensorrt import network  # noqa: E402
+from exportable_cache.backends.executorch.tensorrt_delegate import plans_in
+from exportable_cache.backends.tensorrt import network
 
 
 def test_the_plans_come_back_byte_for_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,7 +28,9 @@ def test_the_plans_come_back_byte_for_byte(tmp_path: Path, monkeypatch: pytest.M
         return built[len(built) - 1]
 
     monkeypatch.setattr(network.Network, "build_plan", recorded)
-    bundle = export(tiny_model("llama"), "executorch", 64, tmp_path / "out", prefill_length=16, delegate="tensorrt", sm="86")
+    bundle = export(
+        tiny_model("llama"), "executorch", 64, tmp_path / "out", prefill_length=16, delegate="tensorrt", sm="86"
+    )
 
     plans = plans_in(bundle.path / "program.pte")
     assert sorted(plan for plan, _ in plans) == sorted(built.values()) and len(built) == 2

@@ -22,7 +22,12 @@ def session_of(model, folder: Path, **options) -> Session:
     torch._dynamo.reset()
     counters.clear()
     return Session.from_model(
-        model, ExportableCache.from_model(model, CAPACITY), compile=True, prefill_length=16, graph_cache=folder, **options
+        model,
+        ExportableCache.from_model(model, CAPACITY),
+        compile=True,
+        prefill_length=16,
+        graph_cache=folder,
+        **options,
     )
 
 
@@ -31,7 +36,7 @@ def worst(session: Session, model) -> float:
     ids, found = tokens(CAPACITY), 0.0
     for prompt in (1, 3, 8, 19):
         session.reset()
-        step = lambda piece: session.decode(piece[:, 0]) if piece.shape[1] == 1 else session.prefill(piece)  # noqa: E731
+        step = lambda piece: session.decode(piece[:, 0]) if piece.shape[1] == 1 else session.prefill(piece)
         found = max(found, difference(step, reference_logits(model, ids, prompt), ids, prompt))
     return found
 
@@ -88,7 +93,9 @@ def test_graphs_of_something_else_are_compiled_again(change: str, model, folder,
     options = {"buckets": False}
     if change == "source":
         lines = graph_cache._lines
-        monkeypatch.setattr(graph_cache, "_lines", lambda module: [line.replace("return", "return ") for line in lines(module)])
+        monkeypatch.setattr(
+            graph_cache, "_lines", lambda module: [line.replace("return", "return ") for line in lines(module)]
+        )
     elif change == "file":
         for path in folder.glob("*.graph"):
             path.write_bytes(path.read_bytes()[:1000])
@@ -122,7 +129,9 @@ def test_nothing_is_kept_of_a_session_that_compiles_nothing(model, tmp_path) -> 
 
 def test_a_graph_that_cannot_be_written_runs_all_the_same(model, tmp_path, monkeypatch, caplog) -> None:
     """And is not compiled twice."""
-    monkeypatch.setattr(graph_cache, "atomic_path", lambda path: (_ for _ in ()).throw(OSError("no space left on device")))
+    monkeypatch.setattr(
+        graph_cache, "atomic_path", lambda path: (_ for _ in ()).throw(OSError("no space left on device"))
+    )
     session = session_of(model, tmp_path, buckets=False)
     assert worst(session, model) <= 1e-4
     assert counts(session) == (0, 2) and not list(tmp_path.iterdir()) and "no space left" in caplog.text

@@ -66,7 +66,7 @@ def test_options(options: dict, tmp_path) -> None:
     session = lowered_session(model, "pt2", tmp_path, 64, **options)
     ids = tokens(50)
     reference = reference_logits(model, ids, 20)
-    step = lambda piece: session.decode(piece[:, 0]) if piece.shape[1] == 1 else session.prefill(piece)  # noqa: E731
+    step = lambda piece: session.decode(piece[:, 0]) if piece.shape[1] == 1 else session.prefill(piece)
     assert difference(step, reference, ids, 20) <= 1e-4
     session.reset()
     assert difference(step, reference, ids, 20) <= 1e-4

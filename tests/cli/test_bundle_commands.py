@@ -21,7 +21,9 @@ MAX_CACHE_LEN = 48
 def exported(run, tiny_folder, tmp_path_factory):
     """The export's own result, with `.path`."""
     path = tmp_path_factory.mktemp("bundles") / "tiny"
-    result = run("export", tiny_folder, "--target", "pt2", "--max-cache-len", MAX_CACHE_LEN, "-o", path, "--prefill-length", 16)
+    result = run(
+        "export", tiny_folder, "--target", "pt2", "--max-cache-len", MAX_CACHE_LEN, "-o", path, "--prefill-length", 16
+    )
     assert result.exit_code == 0, result.stderr
     result.path = path
     return result
@@ -55,12 +57,25 @@ def test_export_says_where_what_and_verified(exported):
     lines = exported.stdout.splitlines()
     assert lines[0] == f"{exported.path}: Gemma2ForCausalLM with its cache, for pt2"
     assert any(line.split()[0] == "program.pt2" for line in lines if line)
-    assert lines[-1].startswith("verified: ") and f"past the window of {WINDOW}" in lines[-1] and "<= 1e-04" in lines[-1]
+    assert (
+        lines[-1].startswith("verified: ") and f"past the window of {WINDOW}" in lines[-1] and "<= 1e-04" in lines[-1]
+    )
 
 
 def test_export_json_is_the_manifest(run, tiny_folder, tmp_path):
     result = run(
-        "export", tiny_folder, "-t", "pt2", "-n", 16, "-o", tmp_path / "x", "--no-verify", "--json", "--prefill-length", 1
+        "export",
+        tiny_folder,
+        "-t",
+        "pt2",
+        "-n",
+        16,
+        "-o",
+        tmp_path / "x",
+        "--no-verify",
+        "--json",
+        "--prefill-length",
+        1,
     )
     assert result.exit_code == 0, result.stderr
     document = json.loads(result.stdout)
@@ -70,8 +85,12 @@ def test_export_json_is_the_manifest(run, tiny_folder, tmp_path):
 
 
 def test_export_without_verification_says_how_to_verify(run, tiny_folder, tmp_path):
-    result = run("export", tiny_folder, "-t", "pt2", "-n", 16, "-o", tmp_path / "x", "--no-verify", "--prefill-length", 1)
-    assert result.stdout.splitlines()[-1] == f"not verified; run: exportable-cache verify {tmp_path / 'x'} --model MODEL"
+    result = run(
+        "export", tiny_folder, "-t", "pt2", "-n", 16, "-o", tmp_path / "x", "--no-verify", "--prefill-length", 1
+    )
+    assert (
+        result.stdout.splitlines()[-1] == f"not verified; run: exportable-cache verify {tmp_path / 'x'} --model MODEL"
+    )
 
 
 def test_export_refuses_a_folder_that_exists(run, exported, tiny_folder):
@@ -83,7 +102,9 @@ def test_export_refuses_a_folder_that_exists(run, exported, tiny_folder):
 
 def test_export_never_overwrites_what_is_no_bundle(run, tiny_folder, tmp_path):
     (tmp_path / "mine").write_text("precious")
-    refused(run("export", tiny_folder, "-t", "pt2", "-n", 16, "-o", tmp_path, "--overwrite"), str(tmp_path), "no bundle")
+    refused(
+        run("export", tiny_folder, "-t", "pt2", "-n", 16, "-o", tmp_path, "--overwrite"), str(tmp_path), "no bundle"
+    )
     assert (tmp_path / "mine").read_text() == "precious"
 
 
@@ -118,7 +139,12 @@ def test_export_without_the_package_of_its_target_names_the_extra(run, tiny_fold
     from exportable_cache.backends import registry
 
     monkeypatch.setitem(registry.TARGETS, "pt2", ("exportable_cache.backends.pt2", ("not_installed",), "missing"))
-    refused(run("export", tiny_folder, "-t", "pt2", "-n", 16, "-o", tmp_path / "x"), "not_installed", "pip install", "[missing]")
+    refused(
+        run("export", tiny_folder, "-t", "pt2", "-n", 16, "-o", tmp_path / "x"),
+        "not_installed",
+        "pip install",
+        "[missing]",
+    )
 
 
 def test_export_passes_options_to_the_target(run, tiny_folder, tmp_path):
@@ -169,7 +195,9 @@ def test_inspect_shows_layers_methods_versions_files_and_the_result(run, exporte
 
 def test_inspect_sums_up_the_tensors_of_an_explicit_cache(run, damaged):
     program = json.loads((damaged / "manifest.json").read_text())["program"]
-    state = [{"name": f"cache.layers.0.{name}", "dtype": "float32", "shape": ["batch", 2]} for name in ("keys", "values")]
+    state = [
+        {"name": f"cache.layers.0.{name}", "dtype": "float32", "shape": ["batch", 2]} for name in ("keys", "values")
+    ]
     program["form"] = "explicit"
     for method in program["methods"].values():
         method["inputs"] += state
@@ -189,7 +217,9 @@ def test_inspect_refuses_another_max_cache_len_for_a_bundle(run, exported):
 
 
 def test_inspect_shows_a_bundle_of_other_versions(run, damaged):
-    edit_manifest(damaged, packages={"python": "3.10.0", "torch": "1.0", "transformers": "4.0", "exportable-cache": "0.0"})
+    edit_manifest(
+        damaged, packages={"python": "3.10.0", "torch": "1.0", "transformers": "4.0", "exportable-cache": "0.0"}
+    )
     result = run("inspect", damaged)
     assert result.exit_code == 0, result.stderr
     assert "torch 1.0" in result.stdout
@@ -331,7 +361,9 @@ def test_generate_needs_a_tokenizer(run, exported):
 
 
 def test_bench_json(run, exported):
-    result = run("bench", exported.path, "--steps", 2, "--position", 0, "--position", 20, "--prompt-length", 8, "--json")
+    result = run(
+        "bench", exported.path, "--steps", 2, "--position", 0, "--position", 20, "--prompt-length", 8, "--json"
+    )
     assert result.exit_code == 0, result.stderr
     document = json.loads(result.stdout)
     assert [row["position"] for row in document["decode"]] == [0, 20]

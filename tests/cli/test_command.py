@@ -40,7 +40,11 @@ def raising(error):
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [(InputError("x is 3; at most 2"), 2), (BundleError("x is 3; at most 2"), 2), (VerificationError("x is 3; at most 2"), 1)],
+    [
+        (InputError("x is 3; at most 2"), 2),
+        (BundleError("x is 3; at most 2"), 2),
+        (VerificationError("x is 3; at most 2"), 1),
+    ],
 )
 def test_our_errors_are_one_line_and_a_code(error, code):
     result = invoke(raising(error))

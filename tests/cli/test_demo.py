@@ -15,7 +15,9 @@ QUESTIONS = make_questions(6, seed=7, min_distance=64, tokens=(0, 400))
 
 
 def test_answers_facts_from_far_back(run, demo_bundle):
-    answers = [run("generate", demo_bundle, "--prompt", question.prompt, "--max-new-tokens", 16) for question in QUESTIONS]
+    answers = [
+        run("generate", demo_bundle, "--prompt", question.prompt, "--max-new-tokens", 16) for question in QUESTIONS
+    ]
     assert all(answer.exit_code == 0 for answer in answers)
     right = sum(answer.stdout == question.answer + "\n" for answer, question in zip(answers, QUESTIONS, strict=True))
     # One miss is the model's; a cache that loses keys answers none (one guess in ten thousand is right).

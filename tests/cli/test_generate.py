@@ -24,7 +24,9 @@ def letters():
 @pytest.fixture(scope="module")
 def bundle(letters, tmp_path_factory):
     folder = tmp_path_factory.mktemp("bundles") / "letters"
-    return export(tiny_model("gemma2"), "pt2", MAX_CACHE_LEN, folder, prefill_length=16, verify=False, tokenizer=letters).path
+    return export(
+        tiny_model("gemma2"), "pt2", MAX_CACHE_LEN, folder, prefill_length=16, verify=False, tokenizer=letters
+    ).path
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +65,9 @@ def test_fills_the_cache_by_default_and_no_more(run, bundle):
 
 def test_stop_ends_the_text_before_it(run, bundle, expected):
     at = next(index for index in range(1, len(expected)) if expected[index] not in expected[:index])
-    result = run("generate", bundle, "-p", PROMPT, "--max-new-tokens", 12, "--stop", expected[at], "--stop", "never mind")
+    result = run(
+        "generate", bundle, "-p", PROMPT, "--max-new-tokens", 12, "--stop", expected[at], "--stop", "never mind"
+    )
     assert result.stdout == expected[:at] + "\n"
 
 
@@ -121,7 +125,9 @@ def test_bad_input(run, bundle, arguments, words):
 def test_chat_without_a_template(run, letters, tmp_path):
     template, letters.chat_template = letters.chat_template, None
     try:
-        path = export(tiny_model("llama"), "pt2", 16, tmp_path / "x", prefill_length=1, verify=False, tokenizer=letters).path
+        path = export(
+            tiny_model("llama"), "pt2", 16, tmp_path / "x", prefill_length=1, verify=False, tokenizer=letters
+        ).path
     finally:
         letters.chat_template = template
     result = run("generate", path, "-p", "a", "--chat")
@@ -139,7 +145,9 @@ def test_batches_have_no_text(run, letters, tmp_path):
 
 
 def test_tokens_outside_the_vocabulary(run, letters, tmp_path):
-    path = export(tiny_model("llama"), "pt2", 16, tmp_path / "x", prefill_length=1, verify=False, tokenizer=letters).path
+    path = export(
+        tiny_model("llama"), "pt2", 16, tmp_path / "x", prefill_length=1, verify=False, tokenizer=letters
+    ).path
     tokenizer = PreTrainedTokenizerFast.from_pretrained(path / "tokenizer")
     tokenizer.add_tokens(["@@"])
     bundle = Bundle.open(path)

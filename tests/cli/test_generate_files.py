@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from transformers import AutoProcessor, BatchFeature, LlavaConfig, ProcessorMixin, WhisperFeatureExtractor, WhisperProcessor
+from transformers import (
+    AutoProcessor,
+    BatchFeature,
+    LlavaConfig,
+    ProcessorMixin,
+    WhisperFeatureExtractor,
+    WhisperProcessor,
+)
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from exportable_cache import ExportableCache, Session, export, load
@@ -53,7 +60,9 @@ def image_bundle(tmp_path_factory):
     tiny_multimodal("llava").save_pretrained(folder)
     TinyImageProcessor(letter_tokenizer(CHAT), chat_template=CHAT).save_pretrained(folder)
     AutoProcessor.register(LlavaConfig, TinyImageProcessor, exist_ok=True)
-    yield export(folder, "pt2", 48, folder.parent / "bundle", prefill_length=16, modalities=["image"], verify=False).path
+    yield export(
+        folder, "pt2", 48, folder.parent / "bundle", prefill_length=16, modalities=["image"], verify=False
+    ).path
     del PROCESSOR_MAPPING._extra_content[LlavaConfig]
 
 
@@ -62,7 +71,9 @@ def whisper_bundle(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "whisper"
     # A second of sound: 100 frames, which the encoder halves.
     tiny_seq2seq("whisper", max_source_positions=50).save_pretrained(folder)
-    WhisperProcessor(WhisperFeatureExtractor(feature_size=8, chunk_length=1), letter_tokenizer()).save_pretrained(folder)
+    WhisperProcessor(WhisperFeatureExtractor(feature_size=8, chunk_length=1), letter_tokenizer()).save_pretrained(
+        folder
+    )
     return export(folder, "pt2", 24, folder.parent / "bundle", prefill_length=16, verify=False).path
 
 
@@ -91,7 +102,18 @@ def write_wav(path: Path, content: bytes, width: int = 2, channels: int = 1, rat
 
 
 def test_images_go_where_the_prompt_says(run, image_bundle, pixels):
-    result = run("generate", image_bundle, "-p", f"ab{IMAGE}cd{IMAGE}e", "--image", "x.png", "--image", "y.png", "--max-new-tokens", 8)
+    result = run(
+        "generate",
+        image_bundle,
+        "-p",
+        f"ab{IMAGE}cd{IMAGE}e",
+        "--image",
+        "x.png",
+        "--image",
+        "y.png",
+        "--max-new-tokens",
+        8,
+    )
     assert result.exit_code == 0, result.stderr
     assert "13 prompt tokens" in result.stderr
     ids = letter_tokenizer()(f"ab{4 * IMAGE}cd{4 * IMAGE}e", return_tensors="pt")["input_ids"]
@@ -140,9 +162,21 @@ def test_inspect_says_what_is_taken(run, image_bundle, whisper_bundle):
 @pytest.mark.parametrize(
     ("bundle", "arguments", "message"),
     [
-        ("image_bundle", ["-p", "a", "--audio", "x.wav"], "--audio x.wav was given, but the bundle takes text and image only"),
-        ("image_bundle", ["-p", f"{IMAGE}b", "--image", "x.png", "--chat"], "says where the files go, as the chat template would"),
-        ("image_bundle", ["-p", f"{IMAGE}b{IMAGE}", "--image", "x.png"], "processor refuses the prompt: 1 images for 2 places"),
+        (
+            "image_bundle",
+            ["-p", "a", "--audio", "x.wav"],
+            "--audio x.wav was given, but the bundle takes text and image only",
+        ),
+        (
+            "image_bundle",
+            ["-p", f"{IMAGE}b", "--image", "x.png", "--chat"],
+            "says where the files go, as the chat template would",
+        ),
+        (
+            "image_bundle",
+            ["-p", f"{IMAGE}b{IMAGE}", "--image", "x.png"],
+            "processor refuses the prompt: 1 images for 2 places",
+        ),
         ("whisper_bundle", ["-p", "a"], "the bundle takes audio and no prompt alone; pass --audio FILE"),
         ("whisper_bundle", ["--audio", "x.wav", "--audio", "y.wav"], "got 2 files, but the encoder takes one"),
         ("whisper_bundle", ["--audio", "gone.wav"], "audio 'gone.wav' is not there; check the path"),
@@ -155,7 +189,9 @@ def test_bad_input(run, request, pixels, bundle, arguments, message):
 
 
 def test_bundles_of_text_take_no_files(run, tmp_path):
-    path = export(tiny_model("llama"), "pt2", 16, tmp_path / "x", prefill_length=1, verify=False, tokenizer=letter_tokenizer()).path
+    path = export(
+        tiny_model("llama"), "pt2", 16, tmp_path / "x", prefill_length=1, verify=False, tokenizer=letter_tokenizer()
+    ).path
     result = run("generate", path, "-p", "a", "--image", "x.png")
     assert result.exit_code == 2
     assert "but the bundle takes text only" in " ".join(result.stderr.split())
@@ -165,7 +201,9 @@ def test_bundles_of_text_take_no_files(run, tmp_path):
 
 def test_a_prompt_without_places_and_template_is_refused(pixels):
     processor = TinyImageProcessor(letter_tokenizer(None))
-    with pytest.raises(InputError, match=f"does not say where the image goes, and the model has no chat template; put {IMAGE} where"):
+    with pytest.raises(
+        InputError, match=f"does not say where the image goes, and the model has no chat template; put {IMAGE} where"
+    ):
         prompt_inputs(processor, {}, "what", images=[Path("x.png")])
 
 
@@ -228,7 +266,9 @@ def test_images_are_read_and_resized(tmp_path):
 
 def test_images_of_a_grid_are_resized_to_it(tmp_path):
     image = pytest.importorskip("PIL.Image", reason="pillow is not installed")
-    pytest.importorskip("torchvision", reason="transformers 5.23 makes no processor with a part for videos without torchvision")
+    pytest.importorskip(
+        "torchvision", reason="transformers 5.23 makes no processor with a part for videos without torchvision"
+    )
     kind = getattr(transformers, "Qwen2VLImageProcessorPil", None)
     if kind is None:
         pytest.skip("this transformers release has no image processor on pillow alone")
@@ -237,7 +277,9 @@ def test_images_of_a_grid_are_resized_to_it(tmp_path):
     tokenizer = letter_tokenizer()
     tokenizer.image_token, tokenizer.video_token = IMAGE, chr(ord(IMAGE) - 1)
     tokenizer.image_token_id, tokenizer.video_token_id = VOCAB - 1, VOCAB - 2
-    processor = transformers.Qwen2VLProcessor(kind(patch_size=4, merge_size=2, min_pixels=64, max_pixels=10_000), tokenizer)
+    processor = transformers.Qwen2VLProcessor(
+        kind(patch_size=4, merge_size=2, min_pixels=64, max_pixels=10_000), tokenizer
+    )
     cache = ExportableCache.from_model(model, 48)
     session = Session.from_model(model, cache, prefill_length=16, modalities=["image"], image_size=(16, 24))
     inputs = prompt_inputs(processor, session.runner.methods, f"a{IMAGE}b", images=[tmp_path / "x.png"])

@@ -22,7 +22,11 @@ def passed(monkeypatch, *pieces):
 
 @pytest.mark.parametrize(
     "pieces",
-    [[CHATTER], ["[", "cpuinfo_utils.cpp", ":71", "] ", "Reading file ", "/sys/devices/soc0/image_version", "\n"], list(CHATTER)],
+    [
+        [CHATTER],
+        ["[", "cpuinfo_utils.cpp", ":71", "] ", "Reading file ", "/sys/devices/soc0/image_version", "\n"],
+        list(CHATTER),
+    ],
 )
 def test_known_lines_are_dropped_however_they_come(monkeypatch, pieces):
     assert passed(monkeypatch, *pieces) == ""

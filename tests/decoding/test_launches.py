@@ -36,7 +36,13 @@ def model() -> Any:
 
 
 def session_of(
-    model: Any, steps: int, rows: int = 1, length: int = 48, slack: int = SLACK, buckets: tuple = (16,), compile: bool = False
+    model: Any,
+    steps: int,
+    rows: int = 1,
+    length: int = 48,
+    slack: int = SLACK,
+    buckets: tuple = (16,),
+    compile: bool = False,
 ) -> Session:
     cache = ExportableCache.from_model(model, length, rows, slack=slack)
     return Session.from_model(model, cache, compile=compile, prefill_length=16, buckets=buckets, steps_per_launch=steps)
@@ -90,7 +96,9 @@ def test_tokens_behind_a_stop_are_dropped_and_the_cache_goes_on_from_there(model
 
 def test_rows_that_ended_give_padding_while_others_go_on(model: Any) -> None:
     prompt = tokens(9, 3, seed=4)
-    first, second, _ = (list(row) for row in zip(*(step.tolist() for step in session_of(model, 1, 3).generate(prompt, 20))))
+    first, second, _ = (
+        list(row) for row in zip(*(step.tolist() for step in session_of(model, 1, 3).generate(prompt, 20)))
+    )
     stops = [first[2], second[6]]
     found = followed(session_of(model, STEPS, 3), prompt, 20, stop=stops)
     assert found == followed(session_of(model, 1, 3), prompt, 20, stop=stops)
@@ -135,7 +143,9 @@ def test_a_rewind_meanwhile_knows_what_the_launch_has_overwritten(model: Any) ->
 
     sixth(1).rewind(3)
     session = sixth(STEPS)  # three steps past the token given out
-    with pytest.raises(InputError, match=r"cannot rewind 1 tokens at a length of \[25\]: .* at most 0 can be taken back"):
+    with pytest.raises(
+        InputError, match=r"cannot rewind 1 tokens at a length of \[25\]: .* at most 0 can be taken back"
+    ):
         session.rewind(1)
 
 
@@ -184,7 +194,9 @@ def test_compiled_launches_recompile_nothing_and_copy_no_cache(model: Any) -> No
     with torch._dynamo.config.patch(error_on_recompile=True):
         for length in (3, 8, 20, 40):
             session.reset()
-            assert list(session.generate(tokens(length, seed=length), 80 - length, **drawn)) == expected(length, 80 - length)
+            assert list(session.generate(tokens(length, seed=length), 80 - length, **drawn)) == expected(
+                length, 80 - length
+            )
     assert counters["stats"]["unique_graphs"] == graphs
 
 
@@ -205,11 +217,18 @@ def test_other_than_positive_ints_are_refused(model: Any, steps: Any) -> None:
 def test_what_could_not_be_taken_back_is_refused(model: Any) -> None:
     with pytest.raises(InputError, match="steps_per_launch is 49, a row holds 48 tokens"):
         session_of(model, 49)
-    with pytest.raises(InputError, match=r"layer 0 \(RingLayer\) at most 3; allocate the cache with slack=3, or pass steps_per_launch=4"):
+    with pytest.raises(
+        InputError,
+        match=r"layer 0 \(RingLayer\) at most 3; allocate the cache with slack=3, or pass steps_per_launch=4",
+    ):
         session_of(model, 5)
-    with pytest.raises(InputError, match=r"layer 0 \(LinearLayer\) keeps a state that cannot be taken back.*leave out steps_per_launch"):
+    with pytest.raises(
+        InputError, match=r"layer 0 \(LinearLayer\) keeps a state that cannot be taken back.*leave out steps_per_launch"
+    ):
         session_of(kind_model("lfm2"), 2)
     with pytest.raises(InputError, match="a 'pt2' program gives logits"):
         Session(SimpleNamespace(methods={}), [], 128, batch_size=1, target="pt2", steps_per_launch=2)
-    with pytest.raises(InputError, match="rows of a continuous batch .* one step at a time; leave out steps_per_launch"):
+    with pytest.raises(
+        InputError, match="rows of a continuous batch .* one step at a time; leave out steps_per_launch"
+    ):
         ContinuousBatch.from_model(tiny_model("llama"), 32, 2, steps_per_launch=2)

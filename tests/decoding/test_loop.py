@@ -11,7 +11,6 @@ from exportable_cache.decoding import Chooser, Sampling, generate_tokens
 
 from .byte_tokenizer import SIZE, byte_tokenizer
 
-
 PROMPT = torch.zeros(1, 2, dtype=torch.int64)
 
 
@@ -46,9 +45,13 @@ class Scripted:
         assert tokens == 0
 
 
-def run(session: Scripted, limit: int | None = None, ends: Sequence[int] = (), strings: Sequence[str] = ()) -> list[list[int]]:
+def run(
+    session: Scripted, limit: int | None = None, ends: Sequence[int] = (), strings: Sequence[str] = ()
+) -> list[list[int]]:
     prompt = torch.zeros(session.script.shape[0], 2, dtype=torch.int64)
-    return [step.tolist() for step in generate_tokens(session, prompt, limit, chooser(prompt), ends, strings, pad_token=99)]
+    return [
+        step.tolist() for step in generate_tokens(session, prompt, limit, chooser(prompt), ends, strings, pad_token=99)
+    ]
 
 
 def test_limit_ends_and_the_last_token_is_not_fed() -> None:

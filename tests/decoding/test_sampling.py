@@ -33,14 +33,17 @@ def test_greedy_takes_the_largest_of_each_row() -> None:
     assert sample(logits).dtype == torch.int64
 
 
-@pytest.mark.parametrize(("top_k", "expected"), [(1, [1]), (2, [1, 3]), (3, [0, 1, 3]), (4, [0, 1, 2, 3]), (9, [0, 1, 2, 3])])
+@pytest.mark.parametrize(
+    ("top_k", "expected"), [(1, [1]), (2, [1, 3]), (3, [0, 1, 3]), (4, [0, 1, 2, 3]), (9, [0, 1, 2, 3])]
+)
 def test_top_k_keeps_the_k_largest(top_k: int, expected: list[int]) -> None:
     assert kept(top_k=top_k) == expected
     assert drawn(2000, top_k=top_k) == set(expected)
 
 
 @pytest.mark.parametrize(
-    ("top_p", "expected"), [(0.01, [1]), (0.49, [1]), (0.51, [1, 3]), (0.79, [1, 3]), (0.81, [0, 1, 3]), (1.0, [0, 1, 2, 3])]
+    ("top_p", "expected"),
+    [(0.01, [1]), (0.49, [1]), (0.51, [1, 3]), (0.79, [1, 3]), (0.81, [0, 1, 3]), (1.0, [0, 1, 2, 3])],
 )
 def test_top_p_keeps_the_fewest_that_reach_it(top_p: float, expected: list[int]) -> None:
     assert kept(top_p=top_p) == expected
@@ -70,14 +73,21 @@ def test_draws_are_the_inverse_of_the_cumulative_distribution() -> None:
 
 def test_one_graph_serves_all_settings() -> None:
     torch._dynamo.reset()
-    step = torch.compile(lambda logits, u, *s: draw(*sorted_distribution(logits, SamplingSettings(*s)), u), backend="eager")
+    step = torch.compile(
+        lambda logits, u, *s: draw(*sorted_distribution(logits, SamplingSettings(*s)), u), backend="eager"
+    )
     logits, uniform = torch.randn(3, 50), torch.rand(3)
     with torch._dynamo.config.patch(error_on_recompile=True):
-        for options in ({"temperature": 0.5}, {"temperature": 1.0, "top_k": 3}, {"temperature": 2.0, "top_p": 0.4, "min_p": 0.1}):
+        for options in (
+            {"temperature": 0.5},
+            {"temperature": 1.0, "top_k": 3},
+            {"temperature": 2.0, "top_p": 0.4, "min_p": 0.1},
+        ):
             settings = Sampling(**options).settings()
-            assert step(logits, uniform, *astuple(settings)).tolist() == draw(
-                *sorted_distribution(logits, settings), uniform
-            ).tolist()
+            assert (
+                step(logits, uniform, *astuple(settings)).tolist()
+                == draw(*sorted_distribution(logits, settings), uniform).tolist()
+            )
 
 
 def test_top_p_counts_after_top_k() -> None:

@@ -9,8 +9,15 @@ import pytest
 import torch
 
 from exportable_cache import ExportableCache, Session
-from exportable_cache.decoding import Chooser, DraftModel, PromptLookup, Proposal, Sampling, SpeculationStatistics
-from exportable_cache.decoding import generate_speculative
+from exportable_cache.decoding import (
+    Chooser,
+    DraftModel,
+    PromptLookup,
+    Proposal,
+    Sampling,
+    SpeculationStatistics,
+    generate_speculative,
+)
 from exportable_cache.decoding.speculative import _judge
 from exportable_cache.errors import InputError
 
@@ -25,7 +32,9 @@ def model() -> Any:
     return tiny_model("gemma3_text")
 
 
-def session_of(model: Any, slack: int = SLACK, score_length: int = 6, length: int = 96, compile: bool = False) -> Session:
+def session_of(
+    model: Any, slack: int = SLACK, score_length: int = 6, length: int = 96, compile: bool = False
+) -> Session:
     cache = ExportableCache.from_model(model, length, slack=slack)
     return Session.from_model(model, cache, prefill_length=16, score_length=score_length, compile=compile)
 
@@ -151,7 +160,9 @@ def test_sampled_tokens_follow_the_distribution_of_the_model(kind: str) -> None:
         second = chooser.distribution(session.decode(torch.tensor([token])))[0]
         session.rewind(1)
         exact.update({(token, after): float(first[token] * second[after]) for after in second.nonzero()[:, 0].tolist()})
-    draft = PromptLookup(3) if kind == "lookup" else DraftModel(session_of(tiny_model("qwen3", vocab_size=8), 0, 0, 16), 3)
+    draft = (
+        PromptLookup(3) if kind == "lookup" else DraftModel(session_of(tiny_model("qwen3", vocab_size=8), 0, 0, 16), 3)
+    )
     count, counted = 1500, Counter()
     torch.manual_seed(0)
     for index in range(count):
@@ -174,7 +185,9 @@ def test_compiled_and_exported_programs_judge_too(model: Any, tmp_path: Path) ->
 def test_what_cannot_work_is_refused_before_a_step(model: Any) -> None:
     prompt = tokens(4)
     draft = PromptLookup(6)
-    with pytest.raises(InputError, match="takes back up to 6 tokens, layer 0 .RingLayer. at most 3; .* slack=5, or propose at most 3"):
+    with pytest.raises(
+        InputError, match="takes back up to 6 tokens, layer 0 .RingLayer. at most 3; .* slack=5, or propose at most 3"
+    ):
         session_of(model, slack=2, score_length=8).generate(prompt, draft=draft)
     with pytest.raises(InputError, match="score_length=7"):
         session_of(model, score_length=0).generate(prompt, draft=draft)
@@ -185,7 +198,9 @@ def test_what_cannot_work_is_refused_before_a_step(model: Any) -> None:
     for wrong in ({"max_tokens": 0}, {"ngram": 1.5}):
         with pytest.raises(InputError, match="of prompt lookup is"):
             PromptLookup(**wrong)
-    with pytest.raises(InputError, match="the draft model has 64 tokens, this model 128; use a draft model with the same"):
+    with pytest.raises(
+        InputError, match="the draft model has 64 tokens, this model 128; use a draft model with the same"
+    ):
         other = DraftModel(session_of(tiny_model("llama", vocab_size=64)), 2)
         session_of(model).generate(prompt, draft=other)
     with pytest.raises(InputError, match="score takes up to 6 tokens at once, got 7"):

@@ -136,9 +136,7 @@ def test_questions_depend_on_the_seed_only() -> None:
     assert make_questions(20, seed=5) != make_questions(20, seed=6)
 
 
-@pytest.mark.parametrize(
-    "question", make_questions(20, seed=9, min_distance=16), ids=lambda question: question.name
-)
+@pytest.mark.parametrize("question", make_questions(20, seed=9, min_distance=16), ids=lambda question: question.name)
 def test_answer_and_distance_agree_with_the_prompt(question: Question) -> None:
     fact = f"the code of {question.name} is{question.answer}"
     assert question.prompt.count(fact) == 1

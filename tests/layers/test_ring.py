@@ -25,7 +25,9 @@ def visible(layer: RingLayer, positions: torch.Tensor, keys: torch.Tensor, row: 
 @pytest.mark.parametrize("start", [[0], [0, 5, 13]], ids=["one row", "ragged rows"])
 @pytest.mark.parametrize("pieces", [[1] * 30, [3, 1, 1], [7, 1], [8, 1], [9, 1], [40, 1, 1], [5, 6, 1, 20, 2, 1, 8, 1]])
 @pytest.mark.parametrize("in_place", [True, False], ids=["in place", "functional"])
-def test_ring_shows_each_query_exactly_its_window(pieces: list[int], start: list[int], slack: int, in_place: bool) -> None:
+def test_ring_shows_each_query_exactly_its_window(
+    pieces: list[int], start: list[int], slack: int, in_place: bool
+) -> None:
     layer = RingLayer(len(start), HEADS, DIM, window=8, slack=slack)
     layer.in_place = in_place
     length = [0] * len(start)

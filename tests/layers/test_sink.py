@@ -25,7 +25,9 @@ def seen(layer: SinkLayer, positions: torch.Tensor | None, keys: torch.Tensor, i
 
 
 @pytest.mark.parametrize("slack", [0, 3])
-@pytest.mark.parametrize("pieces", [[1] * 30, [2, 1, 1], [4, 1], [10, 1, 1], [11, 1], [12, 1], [40, 1, 1], [5, 6, 1, 20, 2, 1, 8, 1]])
+@pytest.mark.parametrize(
+    "pieces", [[1] * 30, [2, 1, 1], [4, 1], [10, 1, 1], [11, 1], [12, 1], [40, 1, 1], [5, 6, 1, 20, 2, 1, 8, 1]]
+)
 @pytest.mark.parametrize("in_place", [True, False], ids=["in place", "functional"])
 def test_each_query_sees_the_first_tokens_and_its_window(pieces: list[int], slack: int, in_place: bool) -> None:
     layer = SinkLayer(1, HEADS, DIM, SINKS, NEWEST, slack=slack)

@@ -4,7 +4,15 @@ import pytest
 import torch
 
 from exportable_cache.errors import InputError
-from exportable_cache.multimodal.places import Placed, PlacedImages, image_ids, rope_positions, runs, shifted, whole_chunks
+from exportable_cache.multimodal.places import (
+    Placed,
+    PlacedImages,
+    image_ids,
+    rope_positions,
+    runs,
+    shifted,
+    whole_chunks,
+)
 
 from ..support.multimodal import prompt, tiny_multimodal
 
@@ -39,7 +47,9 @@ def test_chunks_end_outside_of_images(text: str, longest: int, sizes: list[int])
 
 
 def test_an_image_longer_than_a_step_is_refused() -> None:
-    with pytest.raises(InputError, match="the image at token 2 of the prompt takes 4 tokens.* at most 3; .*prefill_length=4"):
+    with pytest.raises(
+        InputError, match="the image at token 2 of the prompt takes 4 tokens.* at most 3; .*prefill_length=4"
+    ):
         whole_chunks(image_ids(is_image("..####..")), 3)
 
 

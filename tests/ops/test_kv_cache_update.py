@@ -8,7 +8,9 @@ from exportable_cache.ops.kv_cache_update import kv_cache_update, reference_upda
 CAPACITY = 12
 
 
-def arguments(batch: int, length: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def arguments(
+    batch: int, length: int, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     cache = torch.randn(batch, 2, CAPACITY, 4, generator=generator).to(dtype)
     update = torch.randn(batch, 2, length, 4, generator=generator).to(dtype)
@@ -36,7 +38,9 @@ def test_it_stays_one_node_of_an_exported_graph() -> None:
             return kv_cache_update(cache, update, start)
 
     length = torch.export.Dim("length", min=2, max=CAPACITY)
-    program = torch.export.export(Write(), arguments(1, 5), dynamic_shapes=(None, {2: length}, None)).run_decompositions()
+    program = torch.export.export(
+        Write(), arguments(1, 5), dynamic_shapes=(None, {2: length}, None)
+    ).run_decompositions()
     targets = [node.target for node in program.graph.nodes if node.op == "call_function"]
     assert targets == [torch.ops.exportable_cache.kv_cache_update.default]
     given = arguments(1, 7)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from exportable_cache import ExportableCache, Session
-from exportable_cache.patches.transformers import patch_model
 from exportable_cache.patches.marked import ORIGINAL
+from exportable_cache.patches.transformers import patch_model
 from exportable_cache.patches.transformers_layers import LAYERS
 
 from ..zoo.architectures import architectures
@@ -59,7 +59,9 @@ def test_two_rows_are_each_row_alone(model_type: str) -> None:
     model = tiny_model(row_of(model_type))
     ids = torch.cat([tokens(0), tokens(1)])
     if model_type == "minimax":  # takes no cache but its own
-        expected = torch.stack([model(ids[row : row + 1], use_cache=False).logits[0, 5 : 6 + STEPS] for row in range(2)])
+        expected = torch.stack(
+            [model(ids[row : row + 1], use_cache=False).logits[0, 5 : 6 + STEPS] for row in range(2)]
+        )
     else:
         expected = torch.stack([cached_logits(model, ids[row : row + 1], 6) for row in range(2)])
     session = Session.from_model(model, ExportableCache.from_model(model, 64, batch_size=2), prefill_length=16)

@@ -20,7 +20,9 @@ from ..zoo.build import tiny_model as zoo_model
 
 MODELS = {
     "Llama4TextRotaryEmbedding": lambda: kind_model("llama4_text"),
-    "DeepseekV2RotaryEmbedding": lambda: zoo_model(next(row for row in architectures() if row.model_type == "deepseek_v2")),
+    "DeepseekV2RotaryEmbedding": lambda: zoo_model(
+        next(row for row in architectures() if row.model_type == "deepseek_v2")
+    ),
 }
 
 
@@ -31,7 +33,9 @@ def complex_values(program: ExportedProgram) -> list[str]:
 
 @pytest.mark.parametrize("name", ROTARY)
 @torch.no_grad()
-def test_the_traced_program_has_no_complex_numbers_and_the_models_logits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_traced_program_has_no_complex_numbers_and_the_models_logits(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, ids = MODELS[name](), tokens(12)
     program = Program(model, ExportableCache.from_model(model, 32, attn_implementation=None), prefill_length=16)
     assert patch_rotary(model) == [name]
@@ -57,4 +61,6 @@ def test_llama_4_on_executorch(tmp_path: Path) -> None:
     session = lowered_session(model, "executorch", tmp_path, 64)
     for prompt in (3, 21):
         session.reset()
-        assert difference(lambda piece: session.prefill(piece), reference_logits(model, ids, prompt), ids, prompt) <= 1e-4
+        assert (
+            difference(lambda piece: session.prefill(piece), reference_logits(model, ids, prompt), ids, prompt) <= 1e-4
+        )

@@ -115,7 +115,7 @@ def _samples() -> list[Sample]:
             samples.append(Sample(name, lambda cls=cls, config=config: cls(config, **sizes), feed_cache))
     if hasattr(cache_utils, "MambaCache"):
         mamba = MambaConfig(hidden_size=4, num_hidden_layers=LAYERS, state_size=3, vocab_size=8)
-        make = lambda: cache_utils.MambaCache(mamba, max_batch_size=BATCH, dtype=torch.float32)  # noqa: E731
+        make = lambda: cache_utils.MambaCache(mamba, max_batch_size=BATCH, dtype=torch.float32)
         samples.append(Sample("MambaCache", make, feed_mamba))
     if not LIST_BASED:
         samples.append(Sample("DynamicCache-sliding", lambda: cache_utils.DynamicCache(config=sliding), feed_cache))
@@ -124,7 +124,7 @@ def _samples() -> list[Sample]:
         if hasattr(cache_utils, name):
             samples.append(Sample(name, getattr(cache_utils, name), feed_cache))
     if HAS_STATES:
-        two_states = lambda: cache_utils.LinearAttentionLayer(number_of_states=2)  # noqa: E731
+        two_states = lambda: cache_utils.LinearAttentionLayer(number_of_states=2)
         samples.append(Sample("LinearAttentionLayer-second-state", two_states, feed_layer))
         samples.append(Sample("DynamicSlidingWindowLayer-recording", _recording, feed_layer))
     for cls in cache_classes():

@@ -109,7 +109,9 @@ def test_after_a_rewind_it_is_as_if_never_fed(demo_bundle, probe: Probe, by: str
 def test_rewind_has_the_sessions_limits(demo_bundle, session, probe: Probe) -> None:
     # Within the window everything can be taken back; past it one token, which the ring's last slot still has, or all of them.
     cases = [(length, back) for length in (5, WINDOW, WINDOW + 1, 40) for back in (0, 1, 4, length, length + 1)]
-    commands = [(("reset",), ("prefill", ids(prompt_of(length))), ("rewind", back), ("length",)) for length, back in cases]
+    commands = [
+        (("reset",), ("prefill", ids(prompt_of(length))), ("rewind", back), ("length",)) for length, back in cases
+    ]
     replies = probe(("open", demo_bundle), *(command for group in commands for command in group))
     refusals = 0
     for (length, back), reply, held in zip(cases, replies[3::4], replies[4::4], strict=True):
@@ -254,7 +256,9 @@ def test_every_end(demo_bundle, session, probe: Probe) -> None:
 
 
 def test_statistics_are_there(demo_bundle, probe: Probe) -> None:
-    reply = probe(("open", demo_bundle), ("generate", ids(prompt_of(40)), "temperature=1", "seed=4", "max_new_tokens=9"))[1]
+    reply = probe(
+        ("open", demo_bundle), ("generate", ids(prompt_of(40)), "temperature=1", "seed=4", "max_new_tokens=9")
+    )[1]
     prompt_tokens, generated = reply.tokens(3)
     first, decode, prefill_rate, decode_rate = reply.numbers(4)
     assert (prompt_tokens, generated) == (40, len(reply.tokens()))

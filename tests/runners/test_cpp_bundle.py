@@ -50,14 +50,21 @@ def test_any_set_of_methods_gives_the_same(both, tmp_path, probe: Probe, names: 
         assert (torch.tensor(reply.numbers()) - logits[0]).abs().max() <= 1e-5
 
 
-@pytest.mark.parametrize("options", [{"kv_dtype": "int8"}, {"attention_sinks": 3, "attention_window": 12}], ids=["int8", "sinks"])
+@pytest.mark.parametrize(
+    "options", [{"kv_dtype": "int8"}, {"attention_sinks": 3, "attention_window": 12}], ids=["int8", "sinks"]
+)
 def test_other_caches_give_the_sessions_logits(tmp_path, probe: Probe, options: dict[str, Any]) -> None:
     bundle = export("demo", "executorch", 48, tmp_path / "bundle", prefill_length=CHUNK, verify=False, **options).path
     session = load(bundle)
     # Past the window of the rings, a whole chunk and more; with sinks also past what the full layers have slots for.
-    tokens = torch.randint(2, 394, (1, 46 if "kv_dtype" in options else 120), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(
+        2, 394, (1, 46 if "kv_dtype" in options else 120), generator=torch.Generator().manual_seed(1)
+    )
     prompt = tokens.shape[1] - 10
-    expected = [session.prefill(tokens[:, :prompt]), *(session.decode(tokens[:, position]) for position in range(prompt, prompt + 10))]
+    expected = [
+        session.prefill(tokens[:, :prompt]),
+        *(session.decode(tokens[:, position]) for position in range(prompt, prompt + 10)),
+    ]
     commands = [("prefill", ids(tokens[0, :prompt])), *(("decode", int(token)) for token in tokens[0, prompt:])]
     replies = probe(("open", bundle), *commands)[1:]
     for reply, logits in zip(replies, expected, strict=True):
@@ -129,6 +136,8 @@ def test_missing_and_broken_files_are_refused(both, tmp_path, probe: Probe) -> N
 
 def test_text_needs_a_tokenizer_and_ids_do_not(both, tmp_path, probe: Probe) -> None:
     bundle = edited(both, tmp_path / "bundle", _set("tokenizer", value=None))
-    replies = probe(("open", bundle), ("text", "61"), ("generate", "5 6", "max_new_tokens=2"), ("generate", "5", "stop=61"))
+    replies = probe(
+        ("open", bundle), ("text", "61"), ("generate", "5 6", "max_new_tokens=2"), ("generate", "5", "stop=61")
+    )
     assert "without a tokenizer" in replies[1].values[1] and "without a tokenizer" in replies[3].values[1]
     assert replies[2].ok

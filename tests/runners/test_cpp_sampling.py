@@ -45,7 +45,9 @@ def test_greedy_takes_the_first_of_the_largest(probe: Probe) -> None:
 
 def test_tiny_temperature_is_greedy_and_minus_infinity_is_never_drawn(probe: Probe) -> None:
     logits = torch.tensor([[-torch.inf, 1.0, 1.5, -torch.inf]])
-    cold, warm = probe(sample("temperature=1e-300", "seed=1", logits=logits), sample("temperature=100", "seed=1", logits=logits))
+    cold, warm = probe(
+        sample("temperature=1e-300", "seed=1", logits=logits), sample("temperature=100", "seed=1", logits=logits)
+    )
     assert set(cold.tokens()) == {2}
     assert set(warm.tokens()) == {1, 2}
 
@@ -81,7 +83,9 @@ def _reference() -> list[int]:
         value ^= (value << 17) & 0x71D67FFFEDA60000
         value ^= (value << 37) & 0xFFF7EEE000000000
         value ^= value >> 43
-        tokens.append(int(torch.searchsorted(sums, torch.tensor((value >> 11) * 2.0**-53, dtype=torch.float64), right=True)))
+        tokens.append(
+            int(torch.searchsorted(sums, torch.tensor((value >> 11) * 2.0**-53, dtype=torch.float64), right=True))
+        )
     return tokens
 
 

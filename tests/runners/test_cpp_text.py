@@ -34,7 +34,10 @@ def _sentencepiece(normalizer, decoder, pre_tokenizer=None) -> Tokenizer:
     alphabet = list("▁abcdefghijklmnopqrstuvwxyz0123456789.")
     plain = ["".join(char for char in text if char.isascii()) for text in CORPUS]
     tokenizer.train_from_iterator(
-        plain, trainers.BpeTrainer(vocab_size=420, special_tokens=SPECIAL + BYTES, initial_alphabet=alphabet, show_progress=False)
+        plain,
+        trainers.BpeTrainer(
+            vocab_size=420, special_tokens=SPECIAL + BYTES, initial_alphabet=alphabet, show_progress=False
+        ),
     )
     # Bytes are part of the vocabulary, but no added tokens: as in the models' own files.
     fields = json.loads(tokenizer.to_str())
@@ -48,13 +51,19 @@ def _byte_level() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     pattern = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(pattern), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.train_from_iterator(
         CORPUS,
         trainers.BpeTrainer(
-            vocab_size=340, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+            vocab_size=340,
+            special_tokens=SPECIAL,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
         ),
     )
     return tokenizer
@@ -92,7 +101,9 @@ def tokenizer(request, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, P
 
 def test_ids_are_those_of_python(tokenizer, probe: Probe) -> None:
     kind, python, path = tokenizer
-    replies = probe(*(("encode", path, hexed(text), starts) for text in TEXTS for starts in (0, 1)), ("encode", path, "", 1))
+    replies = probe(
+        *(("encode", path, hexed(text), starts) for text in TEXTS for starts in (0, 1)), ("encode", path, "", 1)
+    )
     if kind == "metaspace":
         # ExecuTorch 1.4.1's reader knows no such pre-tokenizer: refused, not guessed.
         assert [reply.values[0] for reply in replies] == ["bundle"] * len(replies)
@@ -112,14 +123,18 @@ def test_pieces_join_to_pythons_text_and_split_no_character(tokenizer, probe: Pr
             ours, theirs = ours + piece, theirs + stream.push(token)
             # Nothing that Python could give by now is held back.
             assert ours.startswith(theirs)
-        assert "".join(reply.texts()) == python.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert "".join(reply.texts()) == python.decode(
+            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
 
 
 def test_unknown_decoders_and_files_are_refused(tmp_path, probe: Probe) -> None:
     strange, broken = tmp_path / "strange.json", tmp_path / "broken.json"
     strange.write_text('{"decoder": {"type": "WordPiece", "prefix": "##"}, "model": {"vocab": {}}}')
     broken.write_text('{"decoder": ')
-    replies = probe(*(("detokenize", path, "1") for path in (strange, broken, tmp_path / "none.json")), ("encode", broken, "61", 0))
+    replies = probe(
+        *(("detokenize", path, "1") for path in (strange, broken, tmp_path / "none.json")), ("encode", broken, "61", 0)
+    )
     assert [reply.values[0] for reply in replies] == ["bundle"] * 4
     for reply, part in zip(replies, ("type 'WordPiece'", "at byte 12", "cannot read", "does not know"), strict=True):
         assert part in reply.values[1]
@@ -129,7 +144,8 @@ def test_utf8_in_any_pieces_is_pythons(probe: Probe) -> None:
     draw = random.Random(0)
     # Halves of characters, overlong forms, surrogates, and what lies past U+10FFFF among whole characters.
     parts = [char.encode() for char in "aé世🙂"] + [
-        bytes.fromhex(text) for text in ("c3", "e4b8", "f09f99", "80", "ff", "c0af", "eda080", "f4908080", "f8", "e080", "f08080")
+        bytes.fromhex(text)
+        for text in ("c3", "e4b8", "f09f99", "80", "ff", "c0af", "eda080", "f4908080", "f8", "e080", "f08080")
     ]
     cases = []
     for _ in range(300):
@@ -183,7 +199,20 @@ def test_json_is_read(probe: Probe, document: str, expected: str) -> None:
 
 @pytest.mark.parametrize(
     "document",
-    ["", "{", '{"a": 1,}', "[1 2]", '{"a": 1} x', '"\\u12"', '"\\ud800"', '"\n"', "01x", "nul", '{"a": 1, "a": 2}', "[" * 70 + "]" * 70],
+    [
+        "",
+        "{",
+        '{"a": 1,}',
+        "[1 2]",
+        '{"a": 1} x',
+        '"\\u12"',
+        '"\\ud800"',
+        '"\n"',
+        "01x",
+        "nul",
+        '{"a": 1, "a": 2}',
+        "[" * 70 + "]" * 70,
+    ],
 )
 def test_broken_json_is_refused(probe: Probe, document: str) -> None:
     reply = probe(("json", hexed(document)))[0]

@@ -63,7 +63,10 @@ def state_space_steps(inputs: dict, state: torch.Tensor) -> tuple[torch.Tensor, 
     dt = torch.nn.functional.softplus(inputs["dt"].double() + inputs["dt_bias"].double()).clamp(*inputs["dt_limit"])
     state, rows = state.double(), []
     for t in range(x.shape[1]):
-        state = torch.exp(A * dt[:, t])[..., None, None] * state + (dt[:, t, :, None] * x[:, t])[..., None] * B[:, t, :, None]
+        state = (
+            torch.exp(A * dt[:, t])[..., None, None] * state
+            + (dt[:, t, :, None] * x[:, t])[..., None] * B[:, t, :, None]
+        )
         rows.append((state * C[:, t, :, None]).sum(-1) + D[:, None] * x[:, t])
     return torch.stack(rows, 1), state
 
@@ -149,7 +152,8 @@ def test_one_graph_serves_every_length(name: str) -> None:
     tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
     length = Dim("length", min=2, max=40)
     shapes = {
-        name: {value.dim() + axis if axis < 0 else axis: length} if value.dim() > 2 else None for name, value in tensors.items()
+        name: {value.dim() + axis if axis < 0 else axis: length} if value.dim() > 2 else None
+        for name, value in tensors.items()
     }
     exported = torch.export.export(
         Module(), (tensors, state), dynamic_shapes=(shapes, None), prefer_deferred_runtime_asserts_over_guards=True

@@ -13,7 +13,12 @@ TEMPLATE = "{% for message in messages %}{{ message['role'][0] }}{{ message['con
 def letter_tokenizer(chat_template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
     """One token per character from "0" on, VOCAB in all; ids 0 to 2 are special."""
     characters = [chr(code) for code in range(ord("0"), ord("0") + VOCAB - 3)]
-    vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": 2, **{character: index + 3 for index, character in enumerate(characters)}}
+    vocabulary = {
+        "<pad>": 0,
+        "<bos>": 1,
+        "<eos>": 2,
+        **{character: index + 3 for index, character in enumerate(characters)},
+    }
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()

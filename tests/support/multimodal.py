@@ -54,12 +54,19 @@ def tiny_multimodal(family: str) -> PreTrainedModel:
     text = {"model_type": "llama", **_TEXT}
     if family == "llava":
         vision = {"model_type": "clip_vision_model", **_TOWER, "image_size": 16, "patch_size": 8, "projection_dim": 32}
-        config = AutoConfig.for_model("llava", text_config=text, vision_config=vision, image_token_index=PLACEHOLDER, image_token_id=PLACEHOLDER)
+        config = AutoConfig.for_model(
+            "llava", text_config=text, vision_config=vision, image_token_index=PLACEHOLDER, image_token_id=PLACEHOLDER
+        )
         model = LlavaForConditionalGeneration._from_config(config, attn_implementation="eager")
     elif family == "smolvlm":
         vision = {**_TOWER, "image_size": 16, "patch_size": 4}
         config = AutoConfig.for_model(
-            "smolvlm", text_config=text, vision_config=vision, image_token_id=PLACEHOLDER, scale_factor=2, pad_token_id=0
+            "smolvlm",
+            text_config=text,
+            vision_config=vision,
+            image_token_id=PLACEHOLDER,
+            scale_factor=2,
+            pad_token_id=0,
         )
         model = SmolVLMForConditionalGeneration._from_config(config, attn_implementation="eager")
     elif family == "gemma3":
@@ -75,11 +82,22 @@ def tiny_multimodal(family: str) -> PreTrainedModel:
     elif family == "qwen3_vl":
         rope = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
         text = {**_TEXT, "num_hidden_layers": 3, "model_type": "qwen3_vl_text", "rope_parameters": rope}
-        vision = {"hidden_size": 32, "intermediate_size": 64, "depth": 3, "num_heads": 4, "patch_size": 4, "out_hidden_size": 32}
+        vision = {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "depth": 3,
+            "num_heads": 4,
+            "patch_size": 4,
+            "out_hidden_size": 32,
+        }
         # A table of 5 by 5 positions for 4 by 6 patches, and two layers that see more than the embedding.
         vision.update(num_position_embeddings=25, deepstack_visual_indexes=[0, 1])
         config = AutoConfig.for_model(
-            "qwen3_vl", text_config=text, vision_config=vision, image_token_id=PLACEHOLDER, video_token_id=PLACEHOLDER - 1
+            "qwen3_vl",
+            text_config=text,
+            vision_config=vision,
+            image_token_id=PLACEHOLDER,
+            video_token_id=PLACEHOLDER - 1,
         )
         model = Qwen3VLForConditionalGeneration._from_config(config, attn_implementation="eager")
     elif family in ("qwen2_5_vl", "qwen2_vl"):
@@ -87,7 +105,9 @@ def tiny_multimodal(family: str) -> PreTrainedModel:
         text = {**_TEXT, "model_type": f"{family}_text", "rope_parameters": rope}
         vision = {"depth": 2, "num_heads": 4, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
         if family == "qwen2_5_vl":
-            vision.update(hidden_size=32, intermediate_size=64, out_hidden_size=32, window_size=16, fullatt_block_indexes=[1])
+            vision.update(
+                hidden_size=32, intermediate_size=64, out_hidden_size=32, window_size=16, fullatt_block_indexes=[1]
+            )
         else:
             vision.update(embed_dim=32, hidden_size=32)
         config = AutoConfig.for_model(
@@ -137,7 +157,9 @@ def prompt(
 @torch.no_grad()
 def reference_logits(model: PreTrainedModel, inputs: dict[str, torch.Tensor], following: torch.Tensor) -> torch.Tensor:
     """Logits of the whole model after the prompt and after each later token: [1, following.shape[1] + 1, vocab]."""
-    implementations = {name: module.config._attn_implementation for name, module in model.named_modules() if hasattr(module, "config")}
+    implementations = {
+        name: module.config._attn_implementation for name, module in model.named_modules() if hasattr(module, "config")
+    }
     model.set_attn_implementation("eager")
     if hasattr(model.model, "rope_deltas"):
         # Those of an earlier prompt would count.

@@ -105,7 +105,9 @@ def encoder_inputs(model: PreTrainedModel, length: int, batch_size: int = 1, see
 
 
 @torch.no_grad()
-def reference_logits(model: PreTrainedModel, inputs: dict[str, torch.Tensor], ids: torch.Tensor, prompt: int) -> torch.Tensor:
+def reference_logits(
+    model: PreTrainedModel, inputs: dict[str, torch.Tensor], ids: torch.Tensor, prompt: int
+) -> torch.Tensor:
     """Logits after the decoder's prompt and after each later token: [batch, ids.shape[1] - prompt + 1, vocab].
 
     Args:

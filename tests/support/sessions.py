@@ -46,7 +46,12 @@ def lowered_session(
     """Lower a model for `pt2` or `executorch` into `folder` and open what was written."""
     backend = backend_for(target)
     cache = ExportableCache.from_model(
-        model, max_cache_len, batch_size, attention_sinks=attention_sinks, max_encoder_len=max_encoder_len, **(cache_options or {})
+        model,
+        max_cache_len,
+        batch_size,
+        attention_sinks=attention_sinks,
+        max_encoder_len=max_encoder_len,
+        **(cache_options or {}),
     )
     program = Program(model, cache, prefill_length=prefill_length, **backend.program_options(options))
     backend.lower(program, folder, options)
@@ -54,7 +59,9 @@ def lowered_session(
     return Session(runner, cache.layers, vocab_size_of(model), batch_size=batch_size, target=target)
 
 
-def live_session(model: PreTrainedModel, compile: bool, max_cache_len: int, batch_size: int = 1, **options: Any) -> Session:
+def live_session(
+    model: PreTrainedModel, compile: bool, max_cache_len: int, batch_size: int = 1, **options: Any
+) -> Session:
     """A session over the model itself."""
     cache = ExportableCache.from_model(model, max_cache_len, batch_size)
     return Session.from_model(model, cache, compile=compile, prefill_length=16, **options)

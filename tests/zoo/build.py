@@ -27,7 +27,12 @@ LEAST_SPREAD = 1e-2
 
 
 #: Models that take no text alone, but whose text decoder is a causal LM of its own: where it is.
-DECODERS = {"blip-2": "language_model", "instructblip": "language_model", "instructblipvideo": "language_model", "kosmos-2": "text_model"}
+DECODERS = {
+    "blip-2": "language_model",
+    "instructblip": "language_model",
+    "instructblipvideo": "language_model",
+    "kosmos-2": "text_model",
+}
 
 
 def tiny_model(architecture: Architecture, window: int = WINDOW) -> PreTrainedModel:
@@ -105,7 +110,9 @@ def cached_logits(
     """
     encoding = encoded(model, inputs or {})
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache()) if encoding else DynamicCache(config=model.config)
-    names = [name for name in ("past_key_values", "cache_params") if name in inspect.signature(model.forward).parameters]
+    names = [
+        name for name in ("past_key_values", "cache_params") if name in inspect.signature(model.forward).parameters
+    ]
     if not names:
         raise TypeError(f"{type(model).__name__} takes no transformers cache")
     start, rows = 0, []
@@ -117,7 +124,9 @@ def cached_logits(
 
 
 @torch.no_grad()
-def uncached_logits(model: PreTrainedModel, ids: torch.Tensor, inputs: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+def uncached_logits(
+    model: PreTrainedModel, ids: torch.Tensor, inputs: dict[str, torch.Tensor] | None = None
+) -> torch.Tensor:
     """All tokens at once, without a cache: [length, vocab]. Says whether the reference itself is right."""
     return forward(model, ids, encoded(model, inputs or {}), use_cache=False, **positions_of(model, 0, ids.shape[1]))
 

@@ -27,7 +27,18 @@ from exportable_cache.program import Program
 
 from ..support.sessions import describe
 from .architectures import Architecture
-from .build import LEAST_SPREAD, PROMPTS, STEPS, cached_logits, encoder_inputs, encoder_options, spread, tiny_model, tokens, uncached_logits
+from .build import (
+    LEAST_SPREAD,
+    PROMPTS,
+    STEPS,
+    cached_logits,
+    encoder_inputs,
+    encoder_options,
+    spread,
+    tiny_model,
+    tokens,
+    uncached_logits,
+)
 
 TARGETS = ("eager", "compiled", "pt2", "executorch")
 TOLERANCE = 1e-4
@@ -169,7 +180,11 @@ def _session(model: PreTrainedModel, cache: ExportableCache, target: str, folder
 
 @torch.no_grad()
 def _difference(
-    session: Session, ids: torch.Tensor, inputs: dict[str, torch.Tensor], pieces: tuple[int, ...], reference: torch.Tensor
+    session: Session,
+    ids: torch.Tensor,
+    inputs: dict[str, torch.Tensor],
+    pieces: tuple[int, ...],
+    reference: torch.Tensor,
 ) -> float:
     session.reset()
     if inputs:

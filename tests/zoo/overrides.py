@@ -15,17 +15,38 @@ _SHARED_KV = {
     "hidden_size_per_layer_input": 8,
 }
 
-_SIGLIP = {"model_type": "siglip_vision_model", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+_SIGLIP = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+}
 
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1], "mamba_d_head": 32, "mamba_n_heads": 4},
     "granitemoehybrid": {**_LINEAR_AND_FULL, "mamba_d_head": 32, "mamba_n_heads": 4},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4},
     "recurrent_gemma": {"num_hidden_layers": 3},
-    "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32, "layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4, "mamba_dt_rank": 4},
-    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4, "intermediate_size": 64},
+    "zamba": {
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "num_hidden_layers": 4,
+        "mamba_dt_rank": 4,
+    },
+    "zamba2": {
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "num_hidden_layers": 4,
+        "intermediate_size": 64,
+    },
     "mamba2": {"num_heads": 4, "head_dim": 32},
-    "gemma3n_text": {**_SHARED_KV, "intermediate_size": 64, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0], "laurel_rank": 8},
+    "gemma3n_text": {
+        **_SHARED_KV,
+        "intermediate_size": 64,
+        "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+        "laurel_rank": 8,
+    },
     "gemma4_text": {**_SHARED_KV, "global_head_dim": 32},
     "gemma4_unified_text": {"global_head_dim": 32},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
@@ -37,7 +58,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
             "full_attention": None,
         },
     },
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10_000.0, "clip_qkv": 8.0}, "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2}},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10_000.0, "clip_qkv": 8.0},
+        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
+    },
     "xlstm": {"chunk_size": 64},
     "qwen4_exp_text": {
         "indexer_n_heads": 16,
@@ -89,6 +113,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "post_conv_out_channels": 32,
     },
     "glm5_next_text": {"index_kpool": 2},
-    "step3p5": {"sliding_window": 8, "num_sliding_attention_heads": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    "step3p5": {
+        "sliding_window": 8,
+        "num_sliding_attention_heads": 4,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "nemotron_h_omni": {"video_temporal_patch_size": 2},
 }

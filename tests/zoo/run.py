@@ -10,23 +10,23 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import argparse  # noqa: E402
-import functools  # noqa: E402
-import json  # noqa: E402
-import multiprocessing  # noqa: E402
-import resource  # noqa: E402
-import subprocess  # noqa: E402
-import sys  # noqa: E402
-import time  # noqa: E402
-import warnings  # noqa: E402
-from pathlib import Path  # noqa: E402
+import argparse
+import functools
+import json
+import multiprocessing
+import resource
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
 
-import torch  # noqa: E402
-import transformers  # noqa: E402
+import torch
+import transformers
 
-from .architectures import Architecture, architectures  # noqa: E402
-from .check import TARGETS, check, read_result, write_json  # noqa: E402
-from .table import DOCUMENT, write_table  # noqa: E402
+from .architectures import Architecture, architectures
+from .check import TARGETS, check, read_result, write_json
+from .table import DOCUMENT, write_table
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "artifacts" / "zoo"
@@ -61,9 +61,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--targets", default=",".join(TARGETS))
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--redo", action="store_true", help="run again what has a result")
-    parser.add_argument("--status", help="run again what has one of these results, comma-separated (error,wrong,refused)")
-    parser.add_argument("--keep", action="store_true", help="begin with what docs/architectures.json has: run only what is missing there")
-    parser.add_argument("--table", action="store_true", help="only write docs/architectures.md from the results there are")
+    parser.add_argument(
+        "--status", help="run again what has one of these results, comma-separated (error,wrong,refused)"
+    )
+    parser.add_argument(
+        "--keep",
+        action="store_true",
+        help="begin with what docs/architectures.json has: run only what is missing there",
+    )
+    parser.add_argument(
+        "--table", action="store_true", help="only write docs/architectures.md from the results there are"
+    )
     return parser
 
 
@@ -113,7 +121,16 @@ def _run_all(queue: list[tuple[Architecture, list[str]]], jobs: int) -> None:
             part.unlink(missing_ok=True)
             process = context.Process(target=_child, args=(row, targets, part), daemon=True)
             process.start()
-            running.append({"row": row, "targets": targets, "part": part, "process": process, "stage": None, "since": time.monotonic()})
+            running.append(
+                {
+                    "row": row,
+                    "targets": targets,
+                    "part": part,
+                    "process": process,
+                    "stage": None,
+                    "since": time.monotonic(),
+                }
+            )
         time.sleep(0.05)
         for job in list(running):
             facts = json.loads(job["part"].read_text()) if job["part"].exists() else {"running": "model"}
@@ -128,12 +145,18 @@ def _run_all(queue: list[tuple[Architecture, list[str]]], jobs: int) -> None:
             job["process"].join()
             facts = json.loads(job["part"].read_text()) if job["part"].exists() else facts
             running.remove(job)
-            left = _finish(job, facts, f"no result within {limit} s" if late else f"the process died ({job['process'].exitcode})")
+            left = _finish(
+                job, facts, f"no result within {limit} s" if late else f"the process died ({job['process'].exitcode})"
+            )
             if left:
                 waiting.insert(0, (job["row"], left))
             else:
                 done += 1
-                told = " ".join(f"{name}:{outcome['status']}" for name, outcome in read_result(RESULTS, job["row"])["targets"].items() if name in job["targets"])
+                told = " ".join(
+                    f"{name}:{outcome['status']}"
+                    for name, outcome in read_result(RESULTS, job["row"])["targets"].items()
+                    if name in job["targets"]
+                )
                 print(f"[{done}/{total} {time.monotonic() - begun:.0f}s] {job['row'].name} {told}", flush=True)
 
 
@@ -156,7 +179,9 @@ def _child(row: Architecture, targets: list[str], part: Path) -> None:
 @functools.cache
 def _commit() -> str:
     """That this clone is at, `-dirty` if files differ from it; nothing outside of one."""
-    found = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False)
+    found = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     return found.stdout.strip()
 
 

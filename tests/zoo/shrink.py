@@ -76,14 +76,16 @@ SIZES: dict[str, Any] = {
         1,
     ),
     **dict.fromkeys(
-        "num_hidden_layers encoder_layers num_encoder_layers n_layer n_layers num_layers decoder_layers num_decoder_layers decoder_num_hidden_layers".split(), 2
+        "num_hidden_layers encoder_layers num_encoder_layers n_layer n_layers num_layers decoder_layers num_decoder_layers decoder_num_hidden_layers".split(),
+        2,
     ),
     # experts
     **dict.fromkeys(
         "num_experts num_local_experts n_routed_experts moe_num_experts num_routed_experts zero_expert_num".split(), 4
     ),
     **dict.fromkeys(
-        "num_experts_per_tok num_experts_per_token moe_topk moe_top_k moe_k topk_group n_group num_expert_group".split(), 2
+        "num_experts_per_tok num_experts_per_token moe_topk moe_top_k moe_k topk_group n_group num_expert_group".split(),
+        2,
     ),
     "num_experts_per_tok": 2,
     "n_shared_experts": 1,
@@ -118,7 +120,13 @@ SIZES: dict[str, Any] = {
 _VOCAB = re.compile(r"(^|_)vocab_size|_vocab_size$|^num_embeddings$|^vocab_size_per_layer_input$")
 _TOKEN = re.compile(r"_token_(id|index)$|^(eos|bos|pad)_(index|id)$|^image_token_index$")
 #: What stands for "none given" where a default leaves it open.
-_OPEN = {"head_dim": HEAD_DIM, "num_key_value_heads": 2, "num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1}
+_OPEN = {
+    "head_dim": HEAD_DIM,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+}
 _SPREAD = ("initializer_range", "init_std", "initializer_factor", "embed_init_std")
 
 
@@ -137,10 +145,15 @@ def _shrink(config_class: type[PreTrainedConfig], window: int, special: Any, tow
     default = config_class(**base)
     fields: dict[str, Any] = dict(base)
     sections = own.pop("_mrope", None)
-    names = {field.name for field in dataclasses.fields(config_class)} if dataclasses.is_dataclass(config_class) else set()
+    names = (
+        {field.name for field in dataclasses.fields(config_class)} if dataclasses.is_dataclass(config_class) else set()
+    )
     for name, value in vars(default).items():
         if isinstance(value, PreTrainedConfig) and name not in own:
-            is_tower = bool(re.search("vision|audio|image|encoder|qformer|tokenizer|vq|codec|acoustic|semantic", name)) or tower
+            is_tower = (
+                bool(re.search("vision|audio|image|encoder|qformer|tokenizer|vq|codec|acoustic|semantic", name))
+                or tower
+            )
             fields[name] = _shrink(type(value), window, special, is_tower)
         elif name in names and name not in own:
             small = _OPEN.get(name) if value is None else _small(name, value, special)
@@ -149,7 +162,9 @@ def _shrink(config_class: type[PreTrainedConfig], window: int, special: Any, tow
     fields.update(_heads(default, fields))
     values = vars(default)
     if values.get("head_dim") is not None and values["head_dim"] == values.get("qk_rope_head_dim"):
-        fields["head_dim"] = fields.get("qk_rope_head_dim", values["qk_rope_head_dim"])  # MLA models rotate that part alone
+        fields["head_dim"] = fields.get(
+            "qk_rope_head_dim", values["qk_rope_head_dim"]
+        )  # MLA models rotate that part alone
     if not tower:
         fields.update(_layers(default, names))
     if "rope_parameters" in names and getattr(default, "rope_parameters", None):
@@ -159,14 +174,14 @@ def _shrink(config_class: type[PreTrainedConfig], window: int, special: Any, tow
     return config_class(**fields)
 
 
-
-
 def _small(name: str, value: Any, special: Any) -> Any:
     if _TOKEN.search(name):
         if isinstance(value, (list, tuple)):
             return [next(special) for _ in value]
-        return {"pad": 0, "bos": 1, "eos": 2}.get(name[:3], None) if name[:3] in ("pad", "bos", "eos") and isinstance(value, int) else (
-            next(special) if isinstance(value, int) else None
+        return (
+            {"pad": 0, "bos": 1, "eos": 2}.get(name[:3], None)
+            if name[:3] in ("pad", "bos", "eos") and isinstance(value, int)
+            else (next(special) if isinstance(value, int) else None)
         )
     if name in _SPREAD and isinstance(value, float):
         return 0.125 if value < 0.2 else None
@@ -203,8 +218,15 @@ def _heads(default: Any, fields: dict[str, Any]) -> dict[str, Any]:
 
 def _layers(default: Any, names: set[str]) -> dict[str, Any]:
     """Fewest layers that show every kind, the default's last kind last."""
-    kinds = {name: vars(default).get(name) for name in ("layer_types", "mlp_layer_types", "layers_block_type", "indexer_types")}
-    kinds = {name: list(dict.fromkeys(value)) + [value[-1]] for name, value in kinds.items() if name in names and isinstance(value, (list, tuple)) and value}
+    kinds = {
+        name: vars(default).get(name)
+        for name in ("layer_types", "mlp_layer_types", "layers_block_type", "indexer_types")
+    }
+    kinds = {
+        name: list(dict.fromkeys(value)) + [value[-1]]
+        for name, value in kinds.items()
+        if name in names and isinstance(value, (list, tuple)) and value
+    }
     if not kinds:
         return {}
     for name, values in kinds.items():
@@ -217,7 +239,10 @@ def _layers(default: Any, names: set[str]) -> dict[str, Any]:
 
 def _rope(parameters: dict[str, Any], fields: dict[str, Any], sections: list[int] | None) -> dict[str, Any]:
     if any(isinstance(value, dict) for value in parameters.values()):
-        return {name: _rope(value, fields, sections) if isinstance(value, dict) else value for name, value in parameters.items()}
+        return {
+            name: _rope(value, fields, sections) if isinstance(value, dict) else value
+            for name, value in parameters.items()
+        }
     rope = dict(parameters)
     head_dim = fields.get("head_dim") or HEAD_DIM
     half = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2

@@ -57,7 +57,11 @@ def _lines(results: dict[Architecture, dict[str, Any]]) -> list[str]:
         "",
         *_counts(results),
         "",
-        *(line for group in GROUPS for line in _group(group, {row: facts for row, facts in results.items() if row.group == group})),
+        *(
+            line
+            for group in GROUPS
+            for line in _group(group, {row: facts for row, facts in results.items() if row.group == group})
+        ),
         "## Left out",
         "",
         *(f"- `{model_type}`: {reason}." for model_type, reason in LEFT_OUT.items()),
@@ -65,7 +69,10 @@ def _lines(results: dict[Architecture, dict[str, Any]]) -> list[str]:
 
 
 def _counts(results: dict[Architecture, dict[str, Any]]) -> list[str]:
-    lines = [f"| {len(results)} architectures | {' | '.join(STATUSES)} | not run | minutes |", "|---|" + "---|" * (len(STATUSES) + 2)]
+    lines = [
+        f"| {len(results)} architectures | {' | '.join(STATUSES)} | not run | minutes |",
+        "|---|" + "---|" * (len(STATUSES) + 2),
+    ]
     total, complete = 0.0, True
     for target in TARGETS:
         outcomes = [facts["targets"].get(target) for facts in results.values()]
@@ -83,7 +90,9 @@ def _counts(results: dict[Architecture, dict[str, Any]]) -> list[str]:
         "Minutes are of processes, of which two run at a time on 2 cores"
         + (f": about {total / 2:.0f} minutes for all." if complete else "; not everything has been run yet."),
         f"{patched} architectures go through patched functions of transformers (`exportable_cache/patches/`).",
-        "Layer kinds, and architectures that have them: " + ", ".join(f"{kind} {count}" for kind, count in kinds.most_common()) + ".",
+        "Layer kinds, and architectures that have them: "
+        + ", ".join(f"{kind} {count}" for kind, count in kinds.most_common())
+        + ".",
     ]
 
 

@@ -77,7 +77,12 @@ def test_the_list_is_transformers_own() -> None:
     rows = architectures()
     assert len({row.name for row in rows}) == len(rows)
     assert len({row.class_name for row in rows}) == len(rows)
-    listed = {class_name for mapping in GROUPS.values() for model_type, class_name in mapping.items() if model_type not in LEFT_OUT}
+    listed = {
+        class_name
+        for mapping in GROUPS.values()
+        for model_type, class_name in mapping.items()
+        if model_type not in LEFT_OUT
+    }
     assert listed == {row.class_name for row in rows}
 
 

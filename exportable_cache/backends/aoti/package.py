@@ -52,16 +52,22 @@ def write_constants(
     for item in exported.values():
         available.update({name: value for name, value in item.constants.items() if isinstance(value, torch.Tensor)})
         available.update(item.state_dict)
-    state = {f"layers_{name.removeprefix('layers.').replace('.', '_')}": tensor for name, tensor in program.cache.named_state()}
+    state = {
+        f"layers_{name.removeprefix('layers.').replace('.', '_')}": tensor
+        for name, tensor in program.cache.named_state()
+    }
     needed = sorted({name for constants in names.values() for name in constants})
     torch.save(
         {
             "weights": {name: available[name].detach() for name in needed if name not in state},
             "state": {
-                name: torch.zeros(1, dtype=tensor.dtype).expand(tensor.shape) for name, tensor in state.items() if name in needed
+                name: torch.zeros(1, dtype=tensor.dtype).expand(tensor.shape)
+                for name, tensor in state.items()
+                if name in needed
             },
             "methods": {
-                name: (method.min_length, method.max_length, method.read_length) for name, method in program.methods.items()
+                name: (method.min_length, method.max_length, method.read_length)
+                for name, method in program.methods.items()
             },
             "limits": {
                 "batch_size": program.batch_size,

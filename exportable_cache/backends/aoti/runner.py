@@ -27,7 +27,9 @@ class AotiRunner:
             raise BundleError(f"cannot load {code.name}: {error}; export the model again, on this machine") from error
         state = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in stored["state"].items()}
         self._tensors = {**stored["weights"], **state}
-        names = (f"layers.{index}.{name}" for index, layer in enumerate(description.layers) for name in layer["tensors"])
+        names = (
+            f"layers.{index}.{name}" for index, layer in enumerate(description.layers) for name in layer["tensors"]
+        )
         self.state = {name: state[name.replace(".", "_")] for name in names if name.replace(".", "_") in state}
         for model in self._models.values():
             shared = {name: self._tensors[name] for name in model.get_constant_fqns()}

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import executorch.exir.passes._quant_patterns_and_replacements  # noqa: F401  registers torch.ops.quantized_decomposed
+import executorch.exir.passes._quant_patterns_and_replacements
 import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401  registers torch.ops.llama, here and in the runtime
 import torch
 
@@ -134,7 +134,9 @@ def dequantize_slots(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """
     # The operator that can do without zero points takes two dimensions: their product, of a symbolic length, does not lower.
     zeros = torch.zeros_like(scales, dtype=torch.int64)
-    return torch.ops.quantized_decomposed.dequantize_per_token(rows, scales, zeros, -127, 127, torch.int8, torch.float32)
+    return torch.ops.quantized_decomposed.dequantize_per_token(
+        rows, scales, zeros, -127, 127, torch.int8, torch.float32
+    )
 
 
 def _attend_folded(

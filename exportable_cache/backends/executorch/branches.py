@@ -44,7 +44,9 @@ class _AttentionBranches(ExportPass):
         if key not in self._lowered:
             # A pass runs under the fake mode of its program, a trace makes its own.
             with torch.utils._python_dispatch._disable_current_modes():
-                self._lowered[key] = tuple(_lowered_form(form, tensors) for form in forms_of(kind, fold, capacity, scaling))
+                self._lowered[key] = tuple(
+                    _lowered_form(form, tensors) for form in forms_of(kind, fold, capacity, scaling)
+                )
         one, several = (_with_inputs(form, tensors) for form in self._lowered[key])
         is_single = self.call_sym(operator.ge, (single, least_single(fold)), meta)
         return self.call_cond(is_single, one, several, list(operands), meta)
@@ -59,7 +61,8 @@ def _lowered_form(form: Callable[..., tuple[torch.Tensor, ...]], operands: Seque
     """A form in the operators of ExecuTorch's edge dialect, for operands of these shapes, symbolic sizes left open."""
     examples = tuple(torch.empty([_example(size) for size in tensor.shape], dtype=tensor.dtype) for tensor in operands)
     sizes = tuple(
-        {index: Dim.AUTO for index, size in enumerate(tensor.shape) if isinstance(size, torch.SymInt)} for tensor in operands
+        {index: Dim.AUTO for index, size in enumerate(tensor.shape) if isinstance(size, torch.SymInt)}
+        for tensor in operands
     )
     program = torch.export.export(_Module(form), examples, dynamic_shapes={"operands": sizes})
     config = EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True)

@@ -61,7 +61,9 @@ def partitioners_for(delegate: str) -> list[Any]:
 
 def _core_ml_partitioner() -> Any:
     if util.find_spec("coremltools") is None:
-        raise MissingDependencyError("delegate 'coreml' needs coremltools, which is not installed; pip install coremltools")
+        raise MissingDependencyError(
+            "delegate 'coreml' needs coremltools, which is not installed; pip install coremltools"
+        )
     with _quiet():
         import coremltools
         from executorch.backends.apple.coreml.compiler import CoreMLBackend
@@ -96,7 +98,9 @@ def check_cache(delegate: str, program: Program, lowered: ExecutorchProgramManag
     """
     if delegate not in ELSEWHERE:
         return
-    cache_bytes = sum(tensor.nbytes for name, tensor in program.cache.named_state() if not name.endswith(".cumulative_length"))
+    cache_bytes = sum(
+        tensor.nbytes for name, tensor in program.cache.named_state() if not name.endswith(".cumulative_length")
+    )
     (plan,) = (plan for plan in lowered.executorch_program.execution_plan if plan.name == "decode")
     # The arena after that of the activations holds the mutable buffers.
     outside = sum(plan.non_const_buffer_sizes[2:])
@@ -122,7 +126,9 @@ def delegate_ids(path: Path) -> set[str]:
     with path.open("rb") as file:
         header = _get_extended_header(file.read(_HEADER_BYTES))
         if header is None:
-            raise BundleError(f"the ExecuTorch runtime cannot load {path.name}: it has no program; export the model again")
+            raise BundleError(
+                f"the ExecuTorch runtime cannot load {path.name}: it has no program; export the model again"
+            )
         file.seek(0, os.SEEK_SET)
         table = file.read(header.segment_base_offset or header.program_size)
     _patch_generated_flatbuffer_aliases()

@@ -31,7 +31,9 @@ class _RoundedRows(QuantizedKeyValueLayer):
     """What both layers write: rows of int8 and their scales, [num_heads, length, 1, head_dim] and [num_heads, length, 1, 1]."""
 
     def _rows(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        (keys, key_scales), (values, value_scales) = (quantize_rows(heads_as_batch(rows)) for rows in (key_states, value_states))
+        (keys, key_scales), (values, value_scales) = (
+            quantize_rows(heads_as_batch(rows)) for rows in (key_states, value_states)
+        )
         return keys, values, key_scales, value_scales
 
 

@@ -20,7 +20,11 @@ def constant_of(program: ExportedProgram, node: Any) -> Any:
     signature = program.graph_signature
     if node.op == "placeholder":
         name = signature.inputs_to_buffers.get(node.name, signature.inputs_to_lifted_tensor_constants.get(node.name))
-        return None if name in signature.buffers_to_mutate.values() else {**program.state_dict, **program.constants}.get(name)
+        return (
+            None
+            if name in signature.buffers_to_mutate.values()
+            else {**program.state_dict, **program.constants}.get(name)
+        )
     if any(constant_of(program, source) is None for source in node.all_input_nodes):
         return None
     arguments, keywords = map_arg((node.args, node.kwargs), lambda source: constant_of(program, source))
@@ -42,7 +46,9 @@ def add_constant(program: ExportedProgram, name: str, value: torch.Tensor, persi
 def insert_call(graph: Graph, operator: torch._ops.OpOverload, *arguments: Any) -> Node:
     """A call of an operator where the graph inserts, with the value that it has for the values of its arguments."""
     node = graph.call_function(operator, arguments)
-    node.meta["val"] = operator(*(argument.meta["val"] if isinstance(argument, Node) else argument for argument in arguments))
+    node.meta["val"] = operator(
+        *(argument.meta["val"] if isinstance(argument, Node) else argument for argument in arguments)
+    )
     return node
 
 
@@ -53,7 +59,10 @@ def replace_call(node: Node, replacement: Node) -> None:
 
 
 def calls_to_linear(
-    program: ExportedProgram, name: str, operand_of: Callable[[Node], Node | None], weight_of: Callable[[int], torch.Tensor]
+    program: ExportedProgram,
+    name: str,
+    operand_of: Callable[[Node], Node | None],
+    weight_of: Callable[[int], torch.Tensor],
 ) -> ExportedProgram:
     """Rewrite calls as linear layers over a constant, in place, so that they stay inside the XNNPACK delegate.
 

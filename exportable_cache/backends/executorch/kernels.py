@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401  registers llama::*
+import executorch.extension.llm.custom_ops.custom_ops
 import executorch.kernels.quantized  # noqa: F401  registers quantized_decomposed::*
 from executorch.exir import ExecutorchProgramManager
 from executorch.extension.pybindings.portable_lib import _get_operator_names
@@ -23,4 +23,6 @@ def check_kernels(lowered: ExecutorchProgramManager) -> None:
     }
     missing = sorted(called - set(_get_operator_names()))
     if missing:
-        raise UnsupportedModelError(f"the ExecuTorch runtime has no kernel for {', '.join(missing)}; export for target 'pt2' instead")
+        raise UnsupportedModelError(
+            f"the ExecuTorch runtime has no kernel for {', '.join(missing)}; export for target 'pt2' instead"
+        )

@@ -26,7 +26,9 @@ def runner_metadata(program: Program, required: bool = True) -> dict[str, Any]:
     if taken != ("input_ids", "input_pos"):
         if not required:
             return {}
-        raise InputError(f"the runner gives input_ids and input_pos, forward takes {', '.join(taken)}; export without llm_runner")
+        raise InputError(
+            f"the runner gives input_ids and input_pos, forward takes {', '.join(taken)}; export without llm_runner"
+        )
     config = program.model.config.get_text_config(decoder=True)
     context = program.cache.max_length or getattr(config, "max_position_embeddings", None)
     if context is None and not required:

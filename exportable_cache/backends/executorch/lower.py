@@ -7,8 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from executorch.exir import EdgeCompileConfig, EdgeProgramManager, ExecutorchBackendConfig, ExecutorchProgramManager
-from executorch.exir import to_edge_transform_and_lower
+from executorch.exir import (
+    EdgeCompileConfig,
+    EdgeProgramManager,
+    ExecutorchBackendConfig,
+    ExecutorchProgramManager,
+    to_edge_transform_and_lower,
+)
 from executorch.exir.passes import MemoryPlanningPass
 from torch.export import ExportedProgram
 
@@ -38,7 +43,9 @@ XNNPACK_REWRITES: tuple[Rewrite, ...] = (means_to_linear, rotations_to_linear)
 # Without it, passes over the branches differentiate them, which fails where these read a position.
 @torch.no_grad()
 def to_edge(
-    programs: Mapping[str, ExportedProgram], constant_methods: Mapping[str, Any] | None = None, delegate: str = "xnnpack"
+    programs: Mapping[str, ExportedProgram],
+    constant_methods: Mapping[str, Any] | None = None,
+    delegate: str = "xnnpack",
 ) -> EdgeProgramManager:
     """Partition for a delegate, all methods together, so that weights they share are stored once.
 
@@ -49,7 +56,10 @@ def to_edge(
     """
     rewrites = (*REWRITES, *(XNNPACK_REWRITES if delegate == "xnnpack" else ()))
     edge = to_edge_transform_and_lower(
-        {name: functools.reduce(lambda rewritten, rewrite: rewrite(rewritten), rewrites, program) for name, program in programs.items()},
+        {
+            name: functools.reduce(lambda rewritten, rewrite: rewrite(rewritten), rewrites, program)
+            for name, program in programs.items()
+        },
         partitioner=partitioners_for(delegate),
         # Cache writes are not in the core operator set's validity list, and a dim order of the cache would be copied to.
         compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
@@ -71,7 +81,9 @@ def restore_sizes(program: ExportedProgram) -> None:
     for node in program.graph.find_nodes(op="placeholder"):
         for size in getattr(node.meta["val"], "shape", ()):
             if isinstance(size, torch.SymInt):
-                size.node.shape_env.var_to_range.update({name: ranges[name] for name in size.node.expr.free_symbols & ranges.keys()})
+                size.node.shape_env.var_to_range.update(
+                    {name: ranges[name] for name in size.node.expr.free_symbols & ranges.keys()}
+                )
 
 
 @torch.no_grad()
@@ -93,7 +105,9 @@ def to_program(edge: EdgeProgramManager) -> ExecutorchProgramManager:
 
 
 def lower_programs(
-    programs: Mapping[str, ExportedProgram], constant_methods: Mapping[str, Any] | None = None, delegate: str = "xnnpack"
+    programs: Mapping[str, ExportedProgram],
+    constant_methods: Mapping[str, Any] | None = None,
+    delegate: str = "xnnpack",
 ) -> ExecutorchProgramManager:
     """`to_edge`, then `to_program`."""
     return to_program(to_edge(programs, constant_methods, delegate))

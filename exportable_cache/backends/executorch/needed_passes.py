@@ -18,10 +18,33 @@ LINEAR_ONLY = CompileSpec("dqlinear_partitioner", b"")
 PLAIN = frozenset(
     f"aten.{name}"
     for name in (
-        *("linear.default", "addmm.default", "mm.default", "bmm.default", "_softmax.default", "sigmoid.default", "tanh.default"),
+        *(
+            "linear.default",
+            "addmm.default",
+            "mm.default",
+            "bmm.default",
+            "_softmax.default",
+            "sigmoid.default",
+            "tanh.default",
+        ),
         *("gelu.default", "add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "maximum.default", "minimum.default"),
-        *("exp.default", "log.default", "sqrt.default", "rsqrt.default", "pow.Tensor_Scalar", "neg.default", "abs.default"),
-        *("sin.default", "cos.default", "permute_copy.default", "view_copy.default", "unsqueeze_copy.default", "slice_copy.Tensor"),
+        *(
+            "exp.default",
+            "log.default",
+            "sqrt.default",
+            "rsqrt.default",
+            "pow.Tensor_Scalar",
+            "neg.default",
+            "abs.default",
+        ),
+        *(
+            "sin.default",
+            "cos.default",
+            "permute_copy.default",
+            "view_copy.default",
+            "unsqueeze_copy.default",
+            "slice_copy.Tensor",
+        ),
     )
 )
 #: XNNPACK concatenates so many tensors at once; a pass splits longer lists.
@@ -34,7 +57,10 @@ def with_needed_passes(result: PartitionResult) -> PartitionResult:
     for node in result.tagged_exported_program.graph.nodes:
         if node.op == "call_function" and node.meta.get("delegation_tag") in nodes:
             nodes[node.meta["delegation_tag"]].append(node)
-    specs = {tag: _linear_only(spec) if all(map(is_plain, nodes[tag])) else spec for tag, spec in result.partition_tags.items()}
+    specs = {
+        tag: _linear_only(spec) if all(map(is_plain, nodes[tag])) else spec
+        for tag, spec in result.partition_tags.items()
+    }
     return PartitionResult(tagged_exported_program=result.tagged_exported_program, partition_tags=specs)
 
 

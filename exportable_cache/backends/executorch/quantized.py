@@ -6,7 +6,7 @@ a table that is left so would be dequantised whole, for every token.
 
 from __future__ import annotations
 
-import executorch.exir.passes._quant_patterns_and_replacements  # noqa: F401  registers the operators ahead of time
+import executorch.exir.passes._quant_patterns_and_replacements
 import executorch.kernels.quantized  # noqa: F401  registers their kernels, here and in the runtime
 import torch
 from executorch.backends.transforms.utils import get_param_tensor
@@ -24,7 +24,9 @@ def fuse_quantized_embeddings(program: ExportedProgram) -> ExportedProgram:
     Tables are symmetric (no zero points), one scale per row or per group of a row.
     """
     graph = program.graph
-    lookups = [node for node in graph.nodes if node.target == torch.ops.aten.embedding.default and _is_dequantize(node.args[0])]
+    lookups = [
+        node for node in graph.nodes if node.target == torch.ops.aten.embedding.default and _is_dequantize(node.args[0])
+    ]
     for node in lookups:
         (integers, _, scale, zero_point, _, *limits), indices = node.args[0].args[:7], node.args[1]
         if zero_point is not None and bool(get_param_tensor(program, zero_point).any()):

@@ -41,7 +41,11 @@ def _rotated(node: Node) -> Node | None:
     value, dim = node.meta["val"], node.args[1] if len(node.args) > 1 else 0
     negated, first = node.args[0]
     size = value.shape[-1]
-    if value.dtype != torch.float32 or dim not in (-1, value.dim() - 1) or negated.target is not torch.ops.aten.neg.default:
+    if (
+        value.dtype != torch.float32
+        or dim not in (-1, value.dim() - 1)
+        or negated.target is not torch.ops.aten.neg.default
+    ):
         return None
     second = negated.args[0]
     if not isinstance(size, int) or _bounds(first) != (0, size // 2) or _bounds(second) != (size // 2, size):

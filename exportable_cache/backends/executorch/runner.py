@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401  programs may call its operators
+import executorch.extension.llm.custom_ops.custom_ops
 import executorch.kernels.quantized  # noqa: F401  and these, where embeddings are quantised
 import torch
 from executorch.runtime import Runtime, Verification
@@ -36,7 +36,9 @@ class ExecutorchRunner:
         except (OSError, RuntimeError) as error:
             remedy = "export the model again"
             if _NO_MEMORY in str(error):
-                remedy = "memory is planned for the longest input: export with a smaller max_encoder_len or prefill_length"
+                remedy = (
+                    "memory is planned for the longest input: export with a smaller max_encoder_len or prefill_length"
+                )
             raise BundleError(f"the ExecuTorch runtime cannot load {path.name}: {error}; {remedy}") from error
 
     def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:

@@ -19,8 +19,8 @@ from ..registry import backend_for
 from .delegates import BACKEND_IDS, ELSEWHERE, check_cache, check_methods, delegated_calls, elsewhere_remark
 from .fused import EXECUTORCH_ATTENTION, fuse_layers, one_method_suffices
 from .kernels import check_kernels
-from .lower import lower_programs
 from .llm_runner import runner_metadata
+from .lower import lower_programs
 from .runner import ExecutorchRunner
 from .tied import write_pte
 
@@ -78,7 +78,9 @@ class ExecutorchBackend:
         if methods not in _METHODS:
             raise InputError(f"methods is {methods!r}; it must be one of {', '.join(_METHODS)}")
         if methods == "split" and flag(options, "llm_runner"):
-            raise InputError("methods is 'split', but the llm_runner calls 'forward'; pass methods='both', or leave one of the two out")
+            raise InputError(
+                "methods is 'split', but the llm_runner calls 'forward'; pass methods='both', or leave one of the two out"
+            )
         auto = methods == "auto"
         return {
             "attention": EXECUTORCH_ATTENTION,

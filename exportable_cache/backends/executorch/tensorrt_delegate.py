@@ -60,7 +60,9 @@ def export_plan(plan: bytes, record: EngineRecord) -> ExportedProgram:
     for tensor in record.inputs:
         tensors.append(torch.zeros(tensor.max_shape, dtype=getattr(torch, tensor.dtype)))
         sizes = zip(tensor.min_shape, tensor.max_shape, strict=True)
-        shapes.append({dim: Dim("length", min=least, max=most) for dim, (least, most) in enumerate(sizes) if least != most})
+        shapes.append(
+            {dim: Dim("length", min=least, max=most) for dim, (least, most) in enumerate(sizes) if least != most}
+        )
     return torch.export.export(PlanModule(plan, record).eval(), (tensors,), dynamic_shapes=(shapes,))
 
 
@@ -79,9 +81,9 @@ def lower_to_plans(program: Program, folder: Path, file: str, options: Mapping[s
 
 def _to_executorch(exported: Mapping[str, ExportedProgram]) -> Any:
     from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
+    from torch_tensorrt.executorch import TensorRTPartitioner
 
     from ..tensorrt import upstream  # noqa: F401  torch_tensorrt is importable after it
-    from torch_tensorrt.executorch import TensorRTPartitioner
 
     edge = to_edge_transform_and_lower(
         dict(exported), partitioner=[TensorRTPartitioner()], compile_config=EdgeCompileConfig(_check_ir_validity=False)
@@ -92,9 +94,9 @@ def _to_executorch(exported: Mapping[str, ExportedProgram]) -> Any:
 def plans_in(path: Path) -> list[tuple[bytes, Sequence[str]]]:
     """The plans inside a `.pte`, each with the names that it binds, inputs before outputs."""
     from executorch.exir._serialize._program import deserialize_pte_binary
+    from torch_tensorrt.executorch.serialization import deserialize_engine
 
     from ..tensorrt import upstream  # noqa: F401
-    from torch_tensorrt.executorch.serialization import deserialize_engine
 
     program = deserialize_pte_binary(path.read_bytes()).program
     plans = []

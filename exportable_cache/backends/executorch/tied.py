@@ -63,7 +63,9 @@ def tied_pieces(data: bytes) -> Iterator[bytes | memoryview]:
         content = whole[base + segment.Offset() : base + segment.Offset() + segment.Size()]
         found = None
         if index in named and len(content) >= _SMALLEST:
-            found = next((at for at in starts if at + len(content) <= end and data.startswith(content, base + at)), None)
+            found = next(
+                (at for at in starts if at + len(content) <= end and data.startswith(content, base + at)), None
+            )
         if found is None:
             padding = -size % _ALIGNMENT
             found = size + padding

@@ -51,7 +51,8 @@ def read_archive(path: Path) -> dict[str, ExportedProgram]:
     programs = contents.exported_programs
     weights = programs[shared["owner"]].state_dict
     state = {
-        name: torch.zeros(tensor["shape"], dtype=getattr(torch, tensor["dtype"])) for name, tensor in shared["state"].items()
+        name: torch.zeros(tensor["shape"], dtype=getattr(torch, tensor["dtype"]))
+        for name, tensor in shared["state"].items()
     }
     for program in programs.values():
         program.state_dict.update(weights)
@@ -89,4 +90,8 @@ def _without_contents(programs: Mapping[str, ExportedProgram], owner: str, state
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
     empty = torch.empty(0, dtype=tensor.dtype)
     # torch checks that a program's parameters are parameters.
-    return torch.nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else empty
+    return (
+        torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)
+        if isinstance(tensor, torch.nn.Parameter)
+        else empty
+    )

@@ -38,7 +38,9 @@ class Pt2Backend:
     def program_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         unknown = sorted(set(options) - {"form", "strict", "buckets", "score_length"})
         if unknown:
-            raise InputError(f"target 'pt2' has no option {unknown[0]!r}; it knows form, strict, buckets and score_length")
+            raise InputError(
+                f"target 'pt2' has no option {unknown[0]!r}; it knows form, strict, buckets and score_length"
+            )
         form = options.get("form", Form.RESIDENT)
         if form not in tuple(Form):
             raise InputError(f"form is {form!r}; it must be one of {', '.join(member.value for member in Form)}")

@@ -36,10 +36,14 @@ def engine_layers(model: PreTrainedModel, cache: ExportableCache) -> ExportableC
     if not any(type(layer) in ENGINE_LAYERS for layer in cache.layers):
         return cache
     sinks = layers_with_sinks(model)
-    return ExportableCache([
-        ENGINE_LAYERS[type(layer)].like(layer, null_slots=int(index in sinks)) if type(layer) in ENGINE_LAYERS else layer
-        for index, layer in enumerate(cache.layers)
-    ])
+    return ExportableCache(
+        [
+            ENGINE_LAYERS[type(layer)].like(layer, null_slots=int(index in sinks))
+            if type(layer) in ENGINE_LAYERS
+            else layer
+            for index, layer in enumerate(cache.layers)
+        ]
+    )
 
 
 def layers_with_sinks(model: PreTrainedModel) -> set[int]:

@@ -7,8 +7,15 @@ from typing import Any
 
 import torch
 
-from ...ops.kv_cache_update import kv_cache_update
-from .upstream import ConversionContext, ConverterPriority, cast_trt_tensor, dynamo_tensorrt_converter, get_trt_tensor, set_layer_name, trt
+from .upstream import (
+    ConversionContext,
+    ConverterPriority,
+    cast_trt_tensor,
+    dynamo_tensorrt_converter,
+    get_trt_tensor,
+    set_layer_name,
+    trt,
+)
 
 #: torch dtype -> TensorRT dtype, of everything our programs hold.
 TRT_DTYPES = {
@@ -43,7 +50,9 @@ def _kv_cache_update(
 
 
 @dynamo_tensorrt_converter(torch.ops.aten.where.self, supports_dynamic_shapes=True, priority=ConverterPriority.HIGH)
-def _where(ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> trt.ITensor:
+def _where(
+    ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
+) -> trt.ITensor:
     """`where` in the result's own dtype. torch_tensorrt's converter casts bfloat16, int64 and bool to int32."""
     result = ctx.current_node.meta["val"]
     dtype = TRT_DTYPES[result.dtype]
@@ -52,7 +61,9 @@ def _where(ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Map
     condition = _of_rank(ctx, get_trt_tensor(ctx, args[0], f"{name}_condition"), result.dim(), f"{name}_condition")
     branches = []
     for branch, given in zip(("then", "else"), args[1:], strict=True):
-        tensor = cast_trt_tensor(ctx, get_trt_tensor(ctx, given, f"{name}_{branch}"), chosen_in, f"{name}_{branch}_cast")
+        tensor = cast_trt_tensor(
+            ctx, get_trt_tensor(ctx, given, f"{name}_{branch}"), chosen_in, f"{name}_{branch}_cast"
+        )
         branches.append(_of_rank(ctx, tensor, result.dim(), f"{name}_{branch}"))
     layer = ctx.net.add_select(condition, *branches)
     set_layer_name(layer, target, name)
@@ -60,17 +71,23 @@ def _where(ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Map
 
 
 @dynamo_tensorrt_converter(torch.ops.aten.gather.default, supports_dynamic_shapes=True, priority=ConverterPriority.HIGH)
-def _gather(ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> trt.ITensor:
+def _gather(
+    ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
+) -> trt.ITensor:
     """`gather` of any length. torch_tensorrt's converter is the same layer, but says that it takes static shapes only."""
     values, dim, index = args[:3]
-    layer = ctx.net.add_gather_v2(values, cast_trt_tensor(ctx, index, trt.DataType.INT32, f"{name}_index"), trt.GatherMode.ELEMENT)
+    layer = ctx.net.add_gather_v2(
+        values, cast_trt_tensor(ctx, index, trt.DataType.INT32, f"{name}_index"), trt.GatherMode.ELEMENT
+    )
     layer.axis = dim % len(values.shape)
     set_layer_name(layer, target, name)
     return layer.get_output(0)
 
 
 @dynamo_tensorrt_converter(torch.ops.aten.cumsum.default, supports_dynamic_shapes=True, priority=ConverterPriority.HIGH)
-def _cumsum(ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> trt.ITensor:
+def _cumsum(
+    ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
+) -> trt.ITensor:
     """`cumsum` as TensorRT's own layer. torch_tensorrt's converter makes a loop of it, of one static length."""
     values, dim = args[:2]
     values = cast_trt_tensor(ctx, values, TRT_DTYPES[ctx.current_node.meta["val"].dtype], f"{name}_values")

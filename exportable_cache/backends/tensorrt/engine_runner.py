@@ -55,7 +55,8 @@ class EngineRunner:
         self._contexts = contexts
         first = next(iter(self.records.values()))
         self.state = {
-            tensor.name: torch.zeros(tensor.max_shape, dtype=getattr(torch, tensor.dtype), device=device) for tensor in first.state
+            tensor.name: torch.zeros(tensor.max_shape, dtype=getattr(torch, tensor.dtype), device=device)
+            for tensor in first.state
         }
         self.steps = {
             name: EngineStep(record, contexts[name], self.state, device, captured=_is_fixed(record))
@@ -101,10 +102,13 @@ class EngineStep:
         inputs = [tensor for tensor in record.inputs if tensor.name not in state]
         # At the largest shape: shorter inputs fill the front.
         self.inputs = {
-            tensor.name: torch.zeros(tensor.max_shape, dtype=getattr(torch, tensor.dtype), device=device) for tensor in inputs
+            tensor.name: torch.zeros(tensor.max_shape, dtype=getattr(torch, tensor.dtype), device=device)
+            for tensor in inputs
         }
         self.outputs = {
-            tensor.name: state[record.aliases[tensor.name]] if tensor.name in record.aliases else _allocate(tensor, device)
+            tensor.name: state[record.aliases[tensor.name]]
+            if tensor.name in record.aliases
+            else _allocate(tensor, device)
             for tensor in record.outputs
         }
         #: Copied after a step: (over, from).
@@ -183,7 +187,9 @@ def open_engines(folder: Path, description: ProgramDescription) -> EngineRunner:
             )
         contexts[method] = context
     device = torch.device("cuda", torch.cuda.current_device())
-    return EngineRunner(description.methods, {method: record for method, (_, record) in records.items()}, contexts, device)
+    return EngineRunner(
+        description.methods, {method: record for method, (_, record) in records.items()}, contexts, device
+    )
 
 
 def runs_here(records: Iterable[EngineRecord]) -> bool:
@@ -193,12 +199,17 @@ def runs_here(records: Iterable[EngineRecord]) -> bool:
     major, minor = torch.cuda.get_device_capability()
     here = 10 * major + minor
     # 90 and 100 are not on the list of a portable plan.
-    return all(here in record.capabilities or (not record.capabilities and here in (80, 86, 89)) or here >= 120 for record in records)
+    return all(
+        here in record.capabilities or (not record.capabilities and here in (80, 86, 89)) or here >= 120
+        for record in records
+    )
 
 
 def _allocate(tensor: Output, device: torch.device) -> torch.Tensor:
     if -1 in tensor.shape:
-        raise BundleError(f"output {tensor.name!r} has shape {tensor.shape}, whose size is not known; export the model again")
+        raise BundleError(
+            f"output {tensor.name!r} has shape {tensor.shape}, whose size is not known; export the model again"
+        )
     return torch.zeros(tensor.shape, dtype=getattr(torch, tensor.dtype), device=device)
 
 

@@ -87,7 +87,9 @@ class NetworkInterpreter(TRTInterpreter):
         except UnsupportedModelError:
             raise
         except Exception as error:  # converters raise whatever they meet
-            raise UnsupportedModelError(f"TensorRT cannot take {describe_node(node)}: {first_line(error)}; {_REMEDY}") from error
+            raise UnsupportedModelError(
+                f"TensorRT cannot take {describe_node(node)}: {first_line(error)}; {_REMEDY}"
+            ) from error
         traced = node.meta.get("val")
         if isinstance(result, trt.ITensor) and isinstance(traced, torch.Tensor):
             _check_like_traced(node, result, traced)
@@ -108,7 +110,9 @@ class NetworkInterpreter(TRTInterpreter):
         with collected_errors() as errors:
             plan = self.builder.build_serialized_network(self.ctx.net, config)
         if plan is None:
-            raise UnsupportedModelError(f"TensorRT cannot build the network: {'; '.join(errors) or 'it gives no reason'}; {_REMEDY}")
+            raise UnsupportedModelError(
+                f"TensorRT cannot build the network: {'; '.join(errors) or 'it gives no reason'}; {_REMEDY}"
+            )
         return bytes(plan)
 
 
@@ -134,7 +138,9 @@ def build_network(program: ExportedProgram, signature: EngineSignature, *, in_pl
         graph = _lowered(program, settings, in_place)
         inputs = signature.bind(graph)
         _check_convertible(graph)
-        interpreter = NetworkInterpreter(graph, [_trt_input(spec) for spec in inputs], infer_module_output_dtypes(graph), settings)
+        interpreter = NetworkInterpreter(
+            graph, [_trt_input(spec) for spec in inputs], infer_module_output_dtypes(graph), settings
+        )
         interpreter._construct_trt_network_def()
     _check_weights(interpreter)
     network = interpreter.ctx.net
@@ -185,7 +191,9 @@ def _check_convertible(graph: GraphModule) -> None:
     missing = [
         describe_node(node)
         for node in graph.graph.nodes
-        if node.op in ("call_function", "call_method", "call_module") and node.users and DYNAMO_CONVERTERS.get(node) is None
+        if node.op in ("call_function", "call_method", "call_module")
+        and node.users
+        and DYNAMO_CONVERTERS.get(node) is None
     ]
     if missing:
         more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -203,7 +211,9 @@ def _check_like_traced(node: Node, tensor: trt.ITensor, traced: torch.Tensor) ->
     """Refuse a tensor of another dtype or shape than the traced one; a 0-D one may come out as [1], which broadcasts alike."""
     shape = tuple(tensor.shape)
     expected = tuple(size if isinstance(size, int) else -1 for size in traced.shape)
-    same_shape = len(shape) == len(expected) and all(a == b or -1 in (a, b) for a, b in zip(shape, expected, strict=True))
+    same_shape = len(shape) == len(expected) and all(
+        a == b or -1 in (a, b) for a, b in zip(shape, expected, strict=True)
+    )
     if not same_shape and not (expected == () and shape == (1,)):
         raise UnsupportedModelError(
             f"TensorRT gives {describe_node(node)} the shape {list(shape)}, it was traced as {list(expected)}; {_REMEDY}"
@@ -230,13 +240,19 @@ def _check_weights(interpreter: NetworkInterpreter) -> None:
     """TensorRT was given the address of every weight that is kept; of a strided one it was given that of a copy which is gone."""
     strided = [name for name, weight in interpreter.ctx.weight_refit_map.items() if not weight.is_contiguous()]
     if strided or not all(weight.is_contiguous() for weight in interpreter.ctx.cpu_weights_reference_holder):
-        raise UnsupportedModelError(f"the constant {strided[0] if strided else '(unnamed)'} is not contiguous in memory; {_REMEDY}")
+        raise UnsupportedModelError(
+            f"the constant {strided[0] if strided else '(unnamed)'} is not contiguous in memory; {_REMEDY}"
+        )
 
 
 def _trt_input(spec: InputSpec) -> torch_tensorrt.Input:
     if spec.is_dynamic:
         return torch_tensorrt.Input(
-            min_shape=spec.min_shape, opt_shape=spec.opt_shape, max_shape=spec.max_shape, dtype=spec.dtype, name=spec.name
+            min_shape=spec.min_shape,
+            opt_shape=spec.opt_shape,
+            max_shape=spec.max_shape,
+            dtype=spec.dtype,
+            name=spec.name,
         )
     return torch_tensorrt.Input(shape=spec.min_shape, dtype=spec.dtype, name=spec.name)
 

@@ -26,10 +26,14 @@ class NetworkRunner:
     def __init__(self, methods: Mapping[str, Method], networks: Mapping[str, Network]) -> None:
         self.methods = methods
         self._inputs = {name: [spec.name for spec in network.inputs] for name, network in networks.items()}
-        self._evaluators = {name: NetworkEvaluator(network.definition, network.constants) for name, network in networks.items()}
+        self._evaluators = {
+            name: NetworkEvaluator(network.definition, network.constants) for name, network in networks.items()
+        }
         first = next(iter(networks.values()))
         self._state = {
-            spec.name: torch.zeros(spec.min_shape, dtype=spec.dtype) for spec in first.inputs if spec.name.startswith(STATE_IN)
+            spec.name: torch.zeros(spec.min_shape, dtype=spec.dtype)
+            for spec in first.inputs
+            if spec.name.startswith(STATE_IN)
         }
 
     def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor:

@@ -91,6 +91,8 @@ def records_of(details: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[str,
                 record = EngineRecord.model_validate(entry)
             except ValidationError as error:
                 where = ".".join(str(part) for part in error.errors()[0]["loc"])
-                raise BundleError(f"the manifest does not describe the engine in {file}: {where}; export the model again") from error
+                raise BundleError(
+                    f"the manifest does not describe the engine in {file}: {where}; export the model again"
+                ) from error
             records[record.method] = (file, record)
     return records

@@ -70,7 +70,9 @@ class EngineSignature:
         for node, name in zip(placeholders, (*self.inputs, *(STATE_IN + name for name in self.state)), strict=True):
             if name.endswith(_LENGTH):
                 if node.users:
-                    raise UnsupportedModelError(f"the program reads {name}, not its own input_pos; export for another target")
+                    raise UnsupportedModelError(
+                        f"the program reads {name}, not its own input_pos; export for another target"
+                    )
                 graph.graph.erase_node(node)
             else:
                 specs.append(self._spec(name, node.meta["val"]))
@@ -98,4 +100,3 @@ def signature_of(program: Program, method: str, opt_length: int | None = None) -
     described = program.methods[method]
     lengths = (described.min_length, opt_length or described.max_length, described.max_length)
     return EngineSignature(described.input_names, tuple(name for name, _ in program.cache.named_state()), lengths)
-

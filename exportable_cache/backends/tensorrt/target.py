@@ -79,7 +79,9 @@ def engine_program_options(options: Mapping[str, Any]) -> dict[str, Any]:
     parse_capabilities(options.get("sm"))
     opt_length = options.get("opt_length")
     if opt_length is not None and (not isinstance(opt_length, int) or isinstance(opt_length, bool) or opt_length < 2):
-        raise InputError(f"opt_length is {opt_length!r}; it must be an int of at least 2, within the length of a prefill")
+        raise InputError(
+            f"opt_length is {opt_length!r}; it must be an int of at least 2, within the length of a prefill"
+        )
     return {
         "attention": TENSORRT_ATTENTION,
         "form": Form.EXPLICIT,
@@ -143,7 +145,9 @@ def network_stand_in(description: ProgramDescription, networks: Mapping[str, Net
                 "versions of torch, transformers or torch_tensorrt, are others; verify with the model it was made from, or on a GPU"
             )
     built_for = next(iter(records.values())).built_for
-    return StandIn(NetworkRunner(description.methods, networks), f"built for {built_for}; network verified on CPU; not executed")
+    return StandIn(
+        NetworkRunner(description.methods, networks), f"built for {built_for}; network verified on CPU; not executed"
+    )
 
 
 def record_of(method: str, network: Network, capabilities: tuple[int, ...]) -> EngineRecord:

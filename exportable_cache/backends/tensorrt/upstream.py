@@ -32,7 +32,9 @@ def answered_cuda_queries() -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch.cuda, "current_device", lambda: 0))
         if torch.version.cuda is None:
             stack.enter_context(
-                mock.patch.object(os.path, "isfile", lambda path: os.path.basename(str(path)) not in _CUDA_LIBRARIES and is_file(path))
+                mock.patch.object(
+                    os.path, "isfile", lambda path: os.path.basename(str(path)) not in _CUDA_LIBRARIES and is_file(path)
+                )
             )
             if not hasattr(torch._C, "_CudaDeviceProperties"):
                 # A type annotation.
@@ -57,13 +59,13 @@ def _quiet_import() -> Iterator[None]:
 
 
 with _quiet_import(), answered_cuda_queries():
-    import torch_tensorrt
     import tensorrt as trt  # after torch_tensorrt, which puts tensorrt_rtx under this name where that is installed
+    import torch_tensorrt
     from torch_tensorrt.dynamo._settings import CompilationSettings
     from torch_tensorrt.dynamo.conversion import ConversionContext, ConverterPriority, dynamo_tensorrt_converter
+    from torch_tensorrt.dynamo.conversion._conversion import infer_module_output_dtypes
     from torch_tensorrt.dynamo.conversion._ConverterRegistry import DYNAMO_CONVERTERS
     from torch_tensorrt.dynamo.conversion._TRTInterpreter import TRTInterpreter
-    from torch_tensorrt.dynamo.conversion._conversion import infer_module_output_dtypes
     from torch_tensorrt.dynamo.conversion.converter_utils import cast_trt_tensor, get_trt_tensor, set_layer_name
     from torch_tensorrt.dynamo.lowering import get_decompositions, post_lowering, pre_export_lowering
     from torch_tensorrt.dynamo.partitioning import construct_submodule_inputs

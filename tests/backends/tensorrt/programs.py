@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ CAPACITY = 64
 PREFILL = 16
 
 
-@lru_cache(maxsize=None)
+@cache
 def engine_program(
     family: str, dtype: torch.dtype = torch.float32, batch_size: int = 1, in_place: bool = True
 ) -> tuple[PreTrainedModel, Program, dict[str, Network]]:
@@ -30,7 +30,9 @@ def engine_program(
     return model, program, engine_networks(program, {}, in_place=in_place)
 
 
-def program_of(model: PreTrainedModel, batch_size: int = 1, cache: ExportableCache | None = None, **options: Any) -> Program:
+def program_of(
+    model: PreTrainedModel, batch_size: int = 1, cache: ExportableCache | None = None, **options: Any
+) -> Program:
     """The program of a model as the target makes it, over `cache` or one of `CAPACITY` slots."""
     if cache is None:
         cache = ExportableCache.from_model(model, CAPACITY, batch_size, attn_implementation=None)

@@ -8,12 +8,12 @@ from torch import nn
 
 pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no tensorrt extra is installed")
 
-from exportable_cache.attention import matmul_attention  # noqa: E402
-from exportable_cache.backends.tensorrt import attention  # noqa: E402
-from exportable_cache.backends.tensorrt.attention import tensorrt_attention  # noqa: E402
-from exportable_cache.errors import UnsupportedModelError  # noqa: E402
+from exportable_cache.attention import matmul_attention
+from exportable_cache.backends.tensorrt import attention
+from exportable_cache.backends.tensorrt.attention import tensorrt_attention
+from exportable_cache.errors import UnsupportedModelError
 
-from .toys import evaluate, toy_network  # noqa: E402
+from .toys import evaluate, toy_network
 
 MANY = 1024
 
@@ -22,7 +22,9 @@ def operands(keys: int, dtype: torch.dtype = torch.float32, length: int = 1, val
     generator = torch.Generator().manual_seed(0)
     shapes = ((1, 4, length, 64), (1, 2, keys, 64), (1, 2, keys, value_dim))
     query, key, value = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
-    mask = torch.where(torch.arange(keys) <= keys // 2, 0.0, torch.finfo(dtype).min).to(dtype).expand(1, 1, length, keys)
+    mask = (
+        torch.where(torch.arange(keys) <= keys // 2, 0.0, torch.finfo(dtype).min).to(dtype).expand(1, 1, length, keys)
+    )
     return [query, key, value, mask.contiguous()]
 
 
@@ -32,7 +34,8 @@ def attend(*tensors: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
-    ("keys", "length", "value_dim"), [(16, 1, 64), (MANY, 1, 64), (16, 5, 64), (16, 1, 32), (16, 5, 32), (MANY, 1, 32), (16, 5, 96)]
+    ("keys", "length", "value_dim"),
+    [(16, 1, 64), (MANY, 1, 64), (16, 5, 64), (16, 1, 32), (16, 5, 32), (MANY, 1, 32), (16, 5, 96)],
 )
 def test_it_equals_plain_products(dtype: torch.dtype, keys: int, length: int, value_dim: int) -> None:
     tensors = operands(keys, dtype, length, value_dim)
@@ -51,7 +54,9 @@ def test_sinks_are_the_scores_of_a_slot_of_zeros(dtype: torch.dtype, keys: int, 
     close = 1e-5 if dtype == torch.float32 else 2e-3
     # As a parameter of the module, and as logits of each query.
     for sink in ({"s_aux": sinks}, {"sinks": sinks[None, :, None, None].expand(1, 4, length, 1)}):
-        assert (tensorrt_attention(nn.Identity(), query, key, value, mask, **sink)[0].float() - expected).abs().max() < close
+        assert (
+            tensorrt_attention(nn.Identity(), query, key, value, mask, **sink)[0].float() - expected
+        ).abs().max() < close
     without = matmul_attention(nn.Identity(), *[tensor.float() for tensor in given])[0]
     assert (without - expected).abs().max() > 0.05
     # A layer without the slot gets the plain form.
@@ -60,7 +65,9 @@ def test_sinks_are_the_scores_of_a_slot_of_zeros(dtype: torch.dtype, keys: int, 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("kind", "keys"), [("sinks", 16), ("sinks", MANY), ("short values", 16), ("short values", MANY)])
+@pytest.mark.parametrize(
+    ("kind", "keys"), [("sinks", 16), ("sinks", MANY), ("short values", 16), ("short values", MANY)]
+)
 def test_sinks_and_short_values_are_tensorrts_attention_and_build(dtype: torch.dtype, kind: str, keys: int) -> None:
     tensors = operands(keys, dtype, value_dim=32 if kind == "short values" else 64)
     if kind == "sinks":
@@ -81,7 +88,9 @@ def test_what_values_lack_makes_no_infinite_mask(monkeypatch: pytest.MonkeyPatch
     seen = []
     plain = torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(
-        attention.F, "scaled_dot_product_attention", lambda *args, **kwargs: (seen.append(kwargs["attn_mask"]), plain(*args, **kwargs))[1]
+        attention.F,
+        "scaled_dot_product_attention",
+        lambda *args, **kwargs: (seen.append(kwargs["attn_mask"]), plain(*args, **kwargs))[1],
     )
     tensors = operands(16, torch.float16, value_dim=32)
     attend(10 * tensors[0], 10 * tensors[1], *tensors[2:])

@@ -11,13 +11,13 @@ from exportable_cache.verify import verify_session
 
 pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no tensorrt extra is installed")
 
-from exportable_cache.backends.tensorrt.engine_runner import EngineRunner, runs_here  # noqa: E402
-from exportable_cache.backends.tensorrt.network import Network  # noqa: E402
-from exportable_cache.backends.tensorrt.record import EngineRecord  # noqa: E402
-from exportable_cache.backends.tensorrt.target import record_of  # noqa: E402
+from exportable_cache.backends.tensorrt.engine_runner import EngineRunner, runs_here
+from exportable_cache.backends.tensorrt.network import Network
+from exportable_cache.backends.tensorrt.record import EngineRecord
+from exportable_cache.backends.tensorrt.target import record_of
 
-from .cpu_engine import CpuContext, cpu_engine_runner  # noqa: E402
-from .programs import CAPACITY, engine_program  # noqa: E402
+from .cpu_engine import CpuContext, cpu_engine_runner
+from .programs import CAPACITY, engine_program
 
 
 def runner_over(program, networks: dict[str, Network], shuffled: bool = False) -> EngineRunner:
@@ -25,14 +25,18 @@ def runner_over(program, networks: dict[str, Network], shuffled: bool = False) -
     if shuffled:
         # As torch_tensorrt may: only the method's own inputs keep their order, which is that of the call.
         records = {
-            name: record.model_copy(update={"inputs": [*record.inputs[2:][::-1], *record.inputs[:2]], "outputs": record.outputs[::-1]})
+            name: record.model_copy(
+                update={"inputs": [*record.inputs[2:][::-1], *record.inputs[:2]], "outputs": record.outputs[::-1]}
+            )
             for name, record in records.items()
         }
     return cpu_engine_runner(program, networks, records)
 
 
 def session_over(model, program, runner: EngineRunner) -> Session:
-    return Session(runner, program.cache.layers, model.config.vocab_size, batch_size=program.batch_size, target="tensorrt")
+    return Session(
+        runner, program.cache.layers, model.config.vocab_size, batch_size=program.batch_size, target="tensorrt"
+    )
 
 
 @pytest.mark.parametrize(
@@ -75,7 +79,9 @@ def test_an_engine_without_a_recorded_tensor_is_refused() -> None:
     _, program, networks = engine_program("llama")
     records = {name: record_of(name, network, ()) for name, network in networks.items()}
     record = records["decode"]
-    records["decode"] = record.model_copy(update={"outputs": [*record.outputs, record.outputs[0].model_copy(update={"name": "more"})]})
+    records["decode"] = record.model_copy(
+        update={"outputs": [*record.outputs, record.outputs[0].model_copy(update={"name": "more"})]}
+    )
     contexts = {name: CpuContext(network) for name, network in networks.items()}
     with pytest.raises(BundleError, match="has no tensor 'more'"):
         EngineRunner(program.methods, records, contexts, torch.device("cpu"))

@@ -18,13 +18,13 @@ from ...support.models import WINDOW, tiny_model, tokens
 
 pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no tensorrt extra is installed")
 
-from exportable_cache.backends.tensorrt.adapt import layers_with_sinks  # noqa: E402
-from exportable_cache.backends.tensorrt.layers import EngineFullLayer, EngineRingLayer  # noqa: E402
-from exportable_cache.backends.tensorrt.target import engine_networks  # noqa: E402
+from exportable_cache.backends.tensorrt.adapt import layers_with_sinks
+from exportable_cache.backends.tensorrt.layers import EngineFullLayer, EngineRingLayer
+from exportable_cache.backends.tensorrt.target import engine_networks
 
-from .cpu_engine import cpu_engine_runner  # noqa: E402
-from .models import engine_model  # noqa: E402
-from .programs import CAPACITY, engine_program, network_session, program_of  # noqa: E402
+from .cpu_engine import cpu_engine_runner
+from .models import engine_model
+from .programs import CAPACITY, engine_program, network_session, program_of
 
 
 def null_slots(state: dict[str, torch.Tensor], program) -> dict[str, torch.Tensor]:
@@ -33,7 +33,9 @@ def null_slots(state: dict[str, torch.Tensor], program) -> dict[str, torch.Tenso
     return {name: tensor[:, :, capacities[name.rpartition(".")[0] + "."] :] for name, tensor in state.items()}
 
 
-@pytest.mark.parametrize(("family", "expected"), [("gpt_oss", {0, 1}), ("llama", set()), ("gemma2", set()), ("deepseek_v3", set())])
+@pytest.mark.parametrize(
+    ("family", "expected"), [("gpt_oss", {0, 1}), ("llama", set()), ("gemma2", set()), ("deepseek_v3", set())]
+)
 def test_which_layers_have_sinks(family: str, expected: set[int]) -> None:
     model = engine_model(family)
     assert layers_with_sinks(model) == expected
@@ -44,7 +46,12 @@ def test_only_layers_with_sinks_have_a_null_slot() -> None:
     for family, extra in (("gpt_oss", 1), ("llama", 0)):
         _, program, _ = engine_program(family)
         for layer in program.cache.layers:
-            assert layer.keys.shape[2] == layer.values.shape[2] == layer.capacity + extra == layer.capacity + layer.null_slots
+            assert (
+                layer.keys.shape[2]
+                == layer.values.shape[2]
+                == layer.capacity + extra
+                == layer.capacity + layer.null_slots
+            )
 
 
 def test_no_step_writes_the_null_slot_and_a_full_cache_refuses_it() -> None:
@@ -72,7 +79,9 @@ def test_a_loaded_state_leaves_the_null_slot_alone(kind, tmp_path: Path) -> None
     def session(capacity: int) -> Session:
         layer = RingLayer(1, 2, 4, capacity) if kind is EngineRingLayer else FullLayer(1, 2, 4, capacity)
         layer = kind.like(layer, null_slots=1)
-        state = {f"cache.layers.0.{name}": tensor for name, tensor in layer.named_state() if name != "cumulative_length"}
+        state = {
+            f"cache.layers.0.{name}": tensor for name, tensor in layer.named_state() if name != "cumulative_length"
+        }
         runner = SimpleNamespace(methods=engine_program("llama")[1].methods, state=state)
         return Session(runner, [layer], 128, batch_size=1, target="tensorrt")
 
@@ -82,7 +91,9 @@ def test_a_loaded_state_leaves_the_null_slot_alone(kind, tmp_path: Path) -> None
     saved._length.fill_(3)
     saved._high_water.fill_(20 if kind is EngineRingLayer else 8)
     saved.save_state(tmp_path / "state.safetensors")
-    assert {tensor.shape[2] for name, tensor in load_file(tmp_path / "state.safetensors").items() if "layers" in name} == {8}
+    assert {
+        tensor.shape[2] for name, tensor in load_file(tmp_path / "state.safetensors").items() if "layers" in name
+    } == {8}
     loaded = session(8 if kind is EngineRingLayer else 4)
     loaded.load_state(tmp_path / "state.safetensors")
     for tensor in loaded.runner.state.values():
@@ -91,11 +102,15 @@ def test_a_loaded_state_leaves_the_null_slot_alone(kind, tmp_path: Path) -> None
 
 def test_attention_sinks_and_a_window_run_on_in_place() -> None:
     model = tiny_model("llama")
-    cache = ExportableCache.from_model(model, CAPACITY, attn_implementation=None, attention_sinks=2, attention_window=WINDOW - 2)
+    cache = ExportableCache.from_model(
+        model, CAPACITY, attn_implementation=None, attention_sinks=2, attention_window=WINDOW - 2
+    )
     program = program_of(model, cache=cache)
     networks = engine_networks(program, {})
     assert networks["decode"].layer_counts["KV_CACHE_UPDATE"] == 4 == len(networks["decode"].aliases)
-    assert networks["decode"].layer_counts["ATTENTION_INPUT"] == networks["prefill"].layer_counts["ATTENTION_INPUT"] == 2
+    assert (
+        networks["decode"].layer_counts["ATTENTION_INPUT"] == networks["prefill"].layer_counts["ATTENTION_INPUT"] == 2
+    )
     report = verify_session(network_session(model, program, networks), model, tolerance=1e-4, prompts=[3, 40])
     assert report.passed, str(report)
     assert report.windows == (WINDOW,)

@@ -10,10 +10,10 @@ from ...support.models import WINDOW
 
 pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no tensorrt extra is installed")
 
-from exportable_cache.backends.tensorrt.layers import EngineFullLayer  # noqa: E402
-from exportable_cache.backends.tensorrt.target import engine_networks  # noqa: E402
+from exportable_cache.backends.tensorrt.layers import EngineFullLayer
+from exportable_cache.backends.tensorrt.target import engine_networks
 
-from .programs import engine_program, network_session, program_of  # noqa: E402
+from .programs import engine_program, network_session, program_of
 
 # Family -> full layers; the others are rings.
 FAMILIES = {"llama": 2, "mistral": 0, "gemma3_text": 1, "qwen3": 2, "gpt_oss": 1, "deepseek_v3": 2, "mixtral": 2}
@@ -100,7 +100,9 @@ def test_grouped_keys_reach_the_attention_layer_unexpanded() -> None:
     definition = networks["decode"].definition
     layers = [definition.get_layer(index) for index in range(definition.num_layers)]
     shapes = [
-        [tuple(layer.get_input(index).shape) for index in range(3)] for layer in layers if layer_kind(layer) == "ATTENTION_INPUT"
+        [tuple(layer.get_input(index).shape) for index in range(3)]
+        for layer in layers
+        if layer_kind(layer) == "ATTENTION_INPUT"
     ]
     assert shapes == [[(1, 4, 1, 8), (1, 2, 64, 8), (1, 2, 64, 8)]] * LAYERS
 

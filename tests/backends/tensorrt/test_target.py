@@ -44,11 +44,21 @@ def test_the_manifest_records_what_a_plan_does_not_show(bundle: Bundle) -> None:
     assert {"decode.plan", "prefill.plan"} <= set(files)
     (record,) = files["prefill.plan"].details["engines"]
     ids, pos, *state = record["inputs"]
-    assert ids == {"name": "input_ids", "dtype": "int64", "min_shape": [1, 2], "opt_shape": [1, 8], "max_shape": [1, 16]}
+    assert ids == {
+        "name": "input_ids",
+        "dtype": "int64",
+        "min_shape": [1, 2],
+        "opt_shape": [1, 8],
+        "max_shape": [1, 16],
+    }
     assert pos["min_shape"] == pos["max_shape"] == [1]
     names = [f"layers.{layer}.{kind}" for layer in (0, 1) for kind in ("keys", "values")]
     assert [tensor["name"] for tensor in state] == [f"cache.{name}" for name in names]
-    assert [tensor["name"] for tensor in record["outputs"]] == ["logits", "next_pos", *(f"next.{name}" for name in names)]
+    assert [tensor["name"] for tensor in record["outputs"]] == [
+        "logits",
+        "next_pos",
+        *(f"next.{name}" for name in names),
+    ]
     assert record["outputs"][0] == {"name": "logits", "dtype": "float32", "shape": [1, 128]}
     assert record["aliases"] == {f"next.{name}": f"cache.{name}" for name in names[2:]}
     assert record["capabilities"] == [80, 89]
@@ -65,7 +75,10 @@ def test_inspect_shows_the_engines(bundle: Bundle) -> None:
 
     result = CliRunner().invoke(app, ["inspect", str(bundle.path)])
     assert result.exit_code == 0
-    decode, prefill = ([line.split() for line in result.stdout.splitlines() if line.startswith(name)][-1] for name in ("decode", "prefill"))
+    decode, prefill = (
+        [line.split() for line in result.stdout.splitlines() if line.startswith(name)][-1]
+        for name in ("decode", "prefill")
+    )
     assert "80," in decode and "2/8/16" in prefill
     assert decode[-8:][1:3] == ["4", "2"] or "4 of 4 tensors" in " ".join(decode)
     assert "2 of 4 tensors" in " ".join(prefill)
@@ -88,7 +101,9 @@ def test_verify_refuses_another_model_of_the_same_shape(bundle: Bundle) -> None:
 
 @no_gpu
 def test_running_without_a_gpu_is_refused_in_a_sentence(bundle: Bundle) -> None:
-    with pytest.raises(BundleError, match=r"runs on an NVIDIA GPU \(this one was built for SM 80, 89\), and torch finds none here"):
+    with pytest.raises(
+        BundleError, match=r"runs on an NVIDIA GPU \(this one was built for SM 80, 89\), and torch finds none here"
+    ):
         load(bundle.path)
 
 
@@ -106,7 +121,10 @@ def test_the_capabilities_are_those_of_the_installed_tensorrt() -> None:
 
     if not hasattr(trt, "ComputeCapability"):
         pytest.skip("regular TensorRT builds for the GPU at hand")
-    assert {f"SM{capability}" for capability in CAPABILITIES} == set(trt.ComputeCapability.__members__) - {"NONE", "CURRENT"}
+    assert {f"SM{capability}" for capability in CAPABILITIES} == set(trt.ComputeCapability.__members__) - {
+        "NONE",
+        "CURRENT",
+    }
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,13 @@ from exportable_cache.errors import UnsupportedModelError
 
 pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no tensorrt extra is installed")
 
-from exportable_cache.backends.tensorrt import upstream  # noqa: E402
-from exportable_cache.backends.tensorrt.evaluator import NetworkEvaluator  # noqa: E402
-from exportable_cache.backends.tensorrt.network import build_network, check_nothing_mutated  # noqa: E402
-from exportable_cache.backends.tensorrt.signature import EngineSignature  # noqa: E402
+from exportable_cache.backends.tensorrt import upstream
+from exportable_cache.backends.tensorrt.evaluator import NetworkEvaluator
+from exportable_cache.backends.tensorrt.network import build_network, check_nothing_mutated
+from exportable_cache.backends.tensorrt.signature import EngineSignature
 
-from .programs import engine_program  # noqa: E402
-from .toys import evaluate, toy_network  # noqa: E402
+from .programs import engine_program
+from .toys import evaluate, toy_network
 
 
 class Writes(nn.Module):
@@ -108,7 +108,9 @@ def test_running_sums_are_one_layer(dtype: torch.dtype) -> None:
 class Last(nn.Module):
     """The last position of any number of them."""
 
-    def forward(self, x: torch.Tensor, input_pos: torch.Tensor, length: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, x: torch.Tensor, input_pos: torch.Tensor, length: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return x.select(1, -1) + x.select(1, -2), input_pos + 1
 
 
@@ -133,7 +135,9 @@ def test_an_operator_without_converter_is_named_with_its_layer() -> None:
             super().__init__()
             self.layers = nn.ModuleList([Block()])
 
-        def forward(self, x: torch.Tensor, input_pos: torch.Tensor, length: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def forward(
+            self, x: torch.Tensor, input_pos: torch.Tensor, length: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor]:
             return self.layers[0](x), input_pos + 1
 
     position = torch.zeros(1, dtype=torch.int64)
@@ -160,5 +164,7 @@ def test_the_import_leaves_nothing_patched() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_torch_tensorrt_still_cannot_be_imported_without_a_gpu() -> None:
     # When this fails, upstream.py need not answer for torch.cuda any longer.
-    result = subprocess.run([sys.executable, "-c", "import torch_tensorrt"], capture_output=True, text=True, timeout=300)
+    result = subprocess.run(
+        [sys.executable, "-c", "import torch_tensorrt"], capture_output=True, text=True, timeout=300
+    )
     assert result.returncode != 0 and "CUDA" in result.stderr

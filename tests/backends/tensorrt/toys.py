@@ -38,4 +38,6 @@ def toy_network(function: Callable[..., torch.Tensor], tensors: list[torch.Tenso
 def evaluate(network: Network, tensors: list[torch.Tensor]) -> torch.Tensor:
     """The result of a toy network on the CPU."""
     given = {f"x{index}": tensor for index, tensor in enumerate(tensors)}
-    return NetworkEvaluator(network.definition, network.constants).run({**given, "input_pos": torch.zeros(1, dtype=torch.int64)})["logits"]
+    return NetworkEvaluator(network.definition, network.constants).run(
+        {**given, "input_pos": torch.zeros(1, dtype=torch.int64)}
+    )["logits"]

@@ -14,7 +14,17 @@ import torch
 from .layer import Compute, NetworkLayer, attribute_names, check_attributes, layer_kind
 
 # `decomposable` decides which kernels run, not what they compute.
-_HONOURED = ("mask", "norm_op", "causal", "causal_kind", "decomposable", "metadata", "name", "num_inputs", "num_outputs")
+_HONOURED = (
+    "mask",
+    "norm_op",
+    "causal",
+    "causal_kind",
+    "decomposable",
+    "metadata",
+    "name",
+    "num_inputs",
+    "num_outputs",
+)
 _EXPECTED = {
     "query_form": "PADDED_BHND",
     "key_value_form": "PADDED_BHND",

@@ -50,7 +50,9 @@ def _weights(layer: NetworkLayer, which: str) -> torch.Tensor:
         if weights.size != tensor.numel():
             raise layer.wrong(f"has a {which} of {weights.size} values, `constants` has {tensor.numel()} for it")
     else:
-        raise layer.wrong(f"has a {which} of {dtype}, which TensorRT's Python cannot read; pass it in `constants` as {name!r}")
+        raise layer.wrong(
+            f"has a {which} of {dtype}, which TensorRT's Python cannot read; pass it in `constants` as {name!r}"
+        )
     if tensor.numel() and tensor.dtype != dtype:
         raise layer.wrong(f"has a {which} of {tensor.dtype} for an input of {dtype}")
     return tensor

@@ -25,7 +25,9 @@ def torch_dtype(name: str) -> torch.dtype:
         VerificationError: If torch has none that computes on a CPU.
     """
     if name not in _TORCH:
-        raise VerificationError(f"the network has a tensor of type {name}; the reference evaluator knows {', '.join(_TORCH)}")
+        raise VerificationError(
+            f"the network has a tensor of type {name}; the reference evaluator knows {', '.join(_TORCH)}"
+        )
     return _TORCH[name]
 
 

@@ -38,18 +38,27 @@ class NetworkEvaluator:
         # Not imported: regular TensorRT and TensorRT-RTX have the same classes under two names.
         module = sys.modules[type(network).__module__]
         if not network.get_flag(module.NetworkDefinitionCreationFlag.STRONGLY_TYPED):
-            raise VerificationError("the network is not strongly typed: TensorRT may compute any layer in another precision")
+            raise VerificationError(
+                "the network is not strongly typed: TensorRT may compute any layer in another precision"
+            )
         constants = dict(constants or {})
         layers = [read_layer(network.get_layer(index), module, constants) for index in range(network.num_layers)]
-        self.inputs = {spec.name: spec for spec in (read_tensor(network.get_input(i)) for i in range(network.num_inputs))}
-        self.outputs = {spec.name: spec for spec in (read_tensor(network.get_output(i)) for i in range(network.num_outputs))}
+        self.inputs = {
+            spec.name: spec for spec in (read_tensor(network.get_input(i)) for i in range(network.num_inputs))
+        }
+        self.outputs = {
+            spec.name: spec for spec in (read_tensor(network.get_output(i)) for i in range(network.num_outputs))
+        }
         #: Output name -> name of the input whose memory it shares.
         self.aliases = check_aliases(layers, self.inputs.keys(), self.outputs.keys())
         #: Number of layers by kind.
         self.layer_counts = dict(Counter(layer.kind for layer in layers))
         self._steps = [(layer, KINDS[layer.kind].prepare(layer)) for layer in _ordered(layers, self.inputs)]
         self._last_use = {
-            spec.name: step for step, (layer, _) in enumerate(self._steps) for spec in (*layer.inputs, *layer.outputs) if spec
+            spec.name: step
+            for step, (layer, _) in enumerate(self._steps)
+            for spec in (*layer.inputs, *layer.outputs)
+            if spec
         }
 
     @torch.no_grad()
@@ -89,7 +98,9 @@ class NetworkEvaluator:
     def _checked(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         wrong = sorted(inputs.keys() ^ self.inputs.keys())
         if wrong:
-            raise InputError(f"inputs {', '.join(wrong)} are missing or unknown; the network has {', '.join(self.inputs)}")
+            raise InputError(
+                f"inputs {', '.join(wrong)} are missing or unknown; the network has {', '.join(self.inputs)}"
+            )
         for name, spec in self.inputs.items():
             contradiction = spec.check(inputs[name])
             if contradiction:

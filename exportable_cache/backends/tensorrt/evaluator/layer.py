@@ -16,7 +16,9 @@ from .dtypes import torch_dtype
 Compute = Callable[..., "torch.Tensor | tuple[torch.Tensor, ...]"]
 
 # Attributes of every layer. Those that regular TensorRT has besides only matter in weakly typed networks, which are refused.
-_COMMON = frozenset({"metadata", "name", "num_inputs", "num_outputs", "num_ranks", "precision", "precision_is_set", "type"})
+_COMMON = frozenset(
+    {"metadata", "name", "num_inputs", "num_outputs", "num_ranks", "precision", "precision_is_set", "type"}
+)
 
 
 @dataclass(frozen=True)
@@ -193,7 +195,8 @@ def _read(layer: Any, kind: str, known: LayerKind, constants: Mapping[str, torch
         inputs=tuple(None if tensor is None else read_tensor(tensor) for tensor in tensors),
         outputs=tuple(read_tensor(layer.get_output(index)) for index in range(layer.num_outputs)),
         attributes={
-            name: None if name in stale else _plain(getattr(layer, name)) for name in attribute_names(type(layer), _COMMON)
+            name: None if name in stale else _plain(getattr(layer, name))
+            for name in attribute_names(type(layer), _COMMON)
         },
         constants=constants,
     )
@@ -218,7 +221,9 @@ def attribute_names(cls: type, without: Iterable[str] = ()) -> list[str]:
     if "type" in vars(cls):
         hidden.discard("type")
     return [
-        name for name in dir(cls) if not name.startswith("_") and name not in hidden and isinstance(getattr(cls, name), property)
+        name
+        for name in dir(cls)
+        if not name.startswith("_") and name not in hidden and isinstance(getattr(cls, name), property)
     ]
 
 

@@ -34,7 +34,9 @@ def slice_(layer: NetworkLayer) -> Compute:
         axes = layer["axes"] if given[4] is None else given[4].flatten().tolist()
         axes = range(x.dim()) if axes is None else [axis % x.dim() for axis in axes]
         if not len(axes) == len(start) == len(size) == len(stride):
-            raise layer.wrong(f"has {len(start)} starts, {len(size)} sizes and {len(stride)} strides for {len(axes)} dimensions")
+            raise layer.wrong(
+                f"has {len(start)} starts, {len(size)} sizes and {len(stride)} strides for {len(axes)} dimensions"
+            )
         for axis, first, count, step in zip(axes, start, size, stride):
             x = _along(layer, x, axis, first + step * torch.arange(count), mode, given[3])
         return x

@@ -22,7 +22,9 @@ def constant(layer: NetworkLayer) -> Compute:
     else:
         tensor = _callers_constant(layer, weights)
     if tensor.dtype != output.dtype or tensor.numel() != math.prod(output.shape):
-        raise layer.wrong(f"holds {tensor.numel()} values of {tensor.dtype}, its output {list(output.shape)} of {output.dtype}")
+        raise layer.wrong(
+            f"holds {tensor.numel()} values of {tensor.dtype}, its output {list(output.shape)} of {output.dtype}"
+        )
     tensor = tensor.reshape(output.shape)
     return lambda: tensor
 
@@ -31,11 +33,15 @@ def _callers_constant(layer: NetworkLayer, weights: Any) -> torch.Tensor:
     # torch-tensorrt's map of weights adds what the layer is.
     names = [name for name in (layer.name, f"{layer.name} CONSTANT") if name in layer.constants]
     if not names:
-        raise layer.wrong(f"is of {layer.outputs[0].dtype}, which TensorRT's Python cannot read; pass it in `constants` by name")
+        raise layer.wrong(
+            f"is of {layer.outputs[0].dtype}, which TensorRT's Python cannot read; pass it in `constants` by name"
+        )
     tensor = layer.constants[names[0]]
     # torch-tensorrt 2.13 keeps the tensor it was given but hands TensorRT the address of `tensor.contiguous()`.
     if not tensor.is_contiguous():
-        raise layer.wrong("was made from a tensor that is not contiguous: TensorRT was given the address of a freed copy")
+        raise layer.wrong(
+            "was made from a tensor that is not contiguous: TensorRT was given the address of a freed copy"
+        )
     if weights.size != tensor.numel():
         raise layer.wrong(f"has {weights.size} values, `constants` has {tensor.numel()} for it")
     return tensor.detach().clone()

@@ -10,7 +10,9 @@ import torch
 
 from exportable_cache.backends.tensorrt.evaluator import NetworkEvaluator
 
-trt = pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed: pip install 'exportable-cache[tensorrt-rtx]'")
+trt = pytest.importorskip(
+    "tensorrt_rtx", reason="TensorRT-RTX is not installed: pip install 'exportable-cache[tensorrt-rtx]'"
+)
 
 DTYPES = {
     torch.float32: trt.float32,
@@ -74,7 +76,9 @@ class Net:
         return NetworkEvaluator(self.network, self.constants)
 
 
-def evaluate(build: Callable[..., Any], *tensors: torch.Tensor, shapes: dict[int, tuple[int, ...]] | None = None) -> Any:
+def evaluate(
+    build: Callable[..., Any], *tensors: torch.Tensor, shapes: dict[int, tuple[int, ...]] | None = None
+) -> Any:
     """What a network makes of `tensors`.
 
     Args:
@@ -116,5 +120,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> to
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(*shape, generator=generator) + 0.3
     for dim, size in enumerate(shape):
-        values = values * torch.linspace(0.5, 1.5, size).reshape([-1 if other == dim else 1 for other in range(len(shape))])
+        values = values * torch.linspace(0.5, 1.5, size).reshape(
+            [-1 if other == dim else 1 for other in range(len(shape))]
+        )
     return values.to(dtype)

@@ -34,7 +34,9 @@ def reference(query, key, value, mask=None, causal_offset=None):
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(causal_offset)
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.float()
-    output = F.scaled_dot_product_attention(query.float(), key.float(), value.float(), attn_mask=mask, scale=1.0, enable_gqa=True)
+    output = F.scaled_dot_product_attention(
+        query.float(), key.float(), value.float(), attn_mask=mask, scale=1.0, enable_gqa=True
+    )
     return output.to(query.dtype)
 
 

@@ -11,14 +11,18 @@ def weights(tensor: torch.Tensor | None):
     return trt.Weights() if tensor is None else trt.Weights(DTYPES[tensor.dtype], tensor.data_ptr(), tensor.numel())
 
 
-def convolve(kernel: torch.Tensor, bias: torch.Tensor | None = None, *, stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=1):
+def convolve(
+    kernel: torch.Tensor, bias: torch.Tensor | None = None, *, stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=1
+):
     """A convolution that points at `kernel` and `bias`, which the caller keeps."""
 
     def build(net, x):
         layer = net.add_convolution_nd(x, kernel.shape[0], tuple(kernel.shape[2:]), weights(kernel), weights(bias))
         layer.stride_nd, layer.padding_nd, layer.dilation_nd, layer.num_groups = stride, padding, dilation, groups
         layer.name = "convolution"
-        net.constants.update({f"convolution {name}": t for name, t in (("KERNEL", kernel), ("BIAS", bias)) if t is not None})
+        net.constants.update(
+            {f"convolution {name}": t for name, t in (("KERNEL", kernel), ("BIAS", bias)) if t is not None}
+        )
         return layer
 
     return build
@@ -26,7 +30,11 @@ def convolve(kernel: torch.Tensor, bias: torch.Tensor | None = None, *, stride=(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_convolution(dtype: torch.dtype):
-    x, kernel, bias = random(2, 4, 9, 5, dtype=dtype), random(6, 2, 3, 2, dtype=dtype, seed=1), random(6, dtype=dtype, seed=2)
+    x, kernel, bias = (
+        random(2, 4, 9, 5, dtype=dtype),
+        random(6, 2, 3, 2, dtype=dtype, seed=1),
+        random(6, dtype=dtype, seed=2),
+    )
     settings = {"stride": (2, 1), "padding": (2, 1), "dilation": (2, 1), "groups": 2}
     expected = F.conv2d(x.float(), kernel.float(), bias.float(), **settings).to(dtype)
     assert_same(evaluate(convolve(kernel, bias, **settings), x), expected)

@@ -45,7 +45,8 @@ def test_division_of_integers_rounds_towards_zero_and_floor_division_down(op, ex
 
 
 @pytest.mark.parametrize(
-    ("op", "reference", "fault"), [(E.EQUAL, torch.eq, E.GREATER), (E.GREATER, torch.gt, E.LESS), (E.LESS, torch.lt, E.GREATER)]
+    ("op", "reference", "fault"),
+    [(E.EQUAL, torch.eq, E.GREATER), (E.GREATER, torch.gt, E.LESS), (E.LESS, torch.lt, E.GREATER)],
 )
 def test_comparisons(op, reference, fault):
     a, b = torch.tensor([[1, 2, 3], [3, 2, 1]]), torch.tensor([[2, 2, 2]])

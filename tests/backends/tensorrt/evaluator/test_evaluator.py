@@ -43,7 +43,10 @@ def test_two_evaluators_of_one_network_read_the_same():
     [
         ({"b": None}, "inputs b are missing or unknown; the network has a, b"),
         ({"c": torch.zeros(1)}, "inputs c are missing or unknown"),
-        ({"b": torch.zeros(2, 3, dtype=torch.int64)}, "input 'b' has dtype torch.int64, TensorRT inferred torch.float32"),
+        (
+            {"b": torch.zeros(2, 3, dtype=torch.int64)},
+            "input 'b' has dtype torch.int64, TensorRT inferred torch.float32",
+        ),
         ({"b": torch.zeros(3, 3)}, r"input 'b' has shape \[3, 3\], TensorRT inferred \[2, -1\]"),
         ({"b": torch.zeros(2)}, r"input 'b' has shape \[2\]"),
     ],
@@ -77,14 +80,17 @@ def replaced(monkeypatch, kind, **changes):
     """Put a changed entry into the registry."""
     known = KINDS[kind]
     fields = {
-        name: getattr(known, name) for name in ("class_name", "prepare", "honours", "expects", "replaced", "inputs", "same_dtype")
+        name: getattr(known, name)
+        for name in ("class_name", "prepare", "honours", "expects", "replaced", "inputs", "same_dtype")
     }
     monkeypatch.setitem(KINDS, kind, LayerKind(**(fields | changes)))
 
 
 def test_attribute_that_nobody_looks_at_is_named(monkeypatch):
     replaced(monkeypatch, "TOPK", honours=("op", "k", "axes"))
-    with pytest.raises(VerificationError, match=r"\(TOPK\) has an attribute indices_type, which the reference evaluator"):
+    with pytest.raises(
+        VerificationError, match=r"\(TOPK\) has an attribute indices_type, which the reference evaluator"
+    ):
         evaluate(lambda net, x: net.add_topk(x, trt.TopKOperation.MAX, 1, 2), random(2, 3))
 
 

@@ -33,7 +33,11 @@ def test_write_out_of_bounds_is_an_error(start):
 def network(read_cache=False):
     net = Net()
     cache, new = random(1, 2, 8, 4), random(1, 2, 1, 4)
-    inputs = [net.input("cache", cache), net.input("new", new), net.input("start", torch.tensor([0], dtype=torch.int32))]
+    inputs = [
+        net.input("cache", cache),
+        net.input("new", new),
+        net.input("start", torch.tensor([0], dtype=torch.int32)),
+    ]
     outputs = [update(net, *inputs).get_output(0)]
     if read_cache:
         outputs.append(net.add_unary(inputs[0], trt.UnaryOperation.NEG).get_output(0))

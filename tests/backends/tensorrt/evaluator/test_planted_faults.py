@@ -124,7 +124,9 @@ ALIKE = {("deepseek_v3", "REDUCE"), ("deepseek_v3", "TOPK")}
 def decode_inputs(evaluator: NetworkEvaluator) -> dict[str, torch.Tensor]:
     """A token at `POSITION` over caches that hold something everywhere."""
     generator = torch.Generator().manual_seed(0)
-    inputs = {name: torch.randn(spec.shape, generator=generator).to(spec.dtype) for name, spec in evaluator.inputs.items()}
+    inputs = {
+        name: torch.randn(spec.shape, generator=generator).to(spec.dtype) for name, spec in evaluator.inputs.items()
+    }
     return {**inputs, "input_ids": torch.tensor([[37]]), "input_pos": torch.tensor([POSITION])}
 
 

@@ -41,7 +41,9 @@ def test_sums_of_half_precision_are_kept_in_float32(dtype):
 
 def test_integers_stay_integers():
     x = torch.tensor([[1, 2], [2, 3]], dtype=torch.int32)
-    assert_same(evaluate(lambda net, x: net.add_reduce(x, R.SUM, 0b10, False), x), torch.tensor([3, 5], dtype=torch.int32))
+    assert_same(
+        evaluate(lambda net, x: net.add_reduce(x, R.SUM, 0b10, False), x), torch.tensor([3, 5], dtype=torch.int32)
+    )
 
 
 @pytest.mark.parametrize("op", [trt.TopKOperation.MAX, trt.TopKOperation.MIN])

@@ -85,16 +85,21 @@ CASES = {
     **{f"elementwise {op.name}": elementwise(op) for op in (E.DIV, E.FLOOR_DIV, E.PROD, E.SUB, E.SUM, E.MIN, E.MAX)},
     "elementwise POW": elementwise(E.POW, [7, -7, 2], [2, 3, 5]),
     **{f"comparison {op.name}": chosen(op) for op in (E.EQUAL, E.GREATER, E.LESS)},
-    **{f"unary {op.name}": lambda net, op=op: net.add_unary(net.constant(A), op).get_output(0) for op in (U.NEG, U.ABS, U.SIGN)},
-    "cast": lambda net: net.add_cast(net.constant([1.5, 2.5, -1.5, -2.7, 0.99], torch.float32), trt.int64).get_output(0),
+    **{
+        f"unary {op.name}": lambda net, op=op: net.add_unary(net.constant(A), op).get_output(0)
+        for op in (U.NEG, U.ABS, U.SIGN)
+    },
+    "cast": lambda net: net.add_cast(net.constant([1.5, 2.5, -1.5, -2.7, 0.99], torch.float32), trt.int64).get_output(
+        0
+    ),
     "gather": lambda net: net.add_gather(net.constant([10, 20, 30]), net.constant([2, 0, -1]), 0).get_output(0),
     "gather elements": lambda net: net.add_gather_v2(
         net.constant([10, 20, 30]), net.constant([2, 0, 1]), trt.GatherMode.ELEMENT
     ).get_output(0),
     **{
-        f"reduce {op.name}": lambda net, op=op: net.add_reduce(net.constant([[1, 2, -6], [4, 5, 1]]), op, 0b01, False).get_output(
-            0
-        )
+        f"reduce {op.name}": lambda net, op=op: net.add_reduce(
+            net.constant([[1, 2, -6], [4, 5, 1]]), op, 0b01, False
+        ).get_output(0)
         for op in (R.SUM, R.PROD, R.MAX, R.MIN, R.AVG)
     },
     **{f"slice {mode.name}": sampled(mode, -2, 8, 1) for mode in (M.WRAP, M.CLAMP, M.REFLECT)},

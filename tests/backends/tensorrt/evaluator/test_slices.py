@@ -23,7 +23,12 @@ def test_slice():
     x = random(3, 7)
     expected = x[1:3, 1:7:2]
     assert_same(evaluate(slice_((1, 1), (2, 3), (1, 2)), x), expected)
-    for fault in (((0, 1), (2, 3), (1, 2)), ((1, 0), (2, 3), (1, 2)), ((1, 1), (2, 3), (1, 1)), ((1, 1), (2, 2), (1, 2))):
+    for fault in (
+        ((0, 1), (2, 3), (1, 2)),
+        ((1, 0), (2, 3), (1, 2)),
+        ((1, 1), (2, 3), (1, 1)),
+        ((1, 1), (2, 2), (1, 2)),
+    ):
         assert_caught(evaluate(slice_(*fault), x), expected)
 
 

@@ -35,7 +35,9 @@ def test_constant_keeps_its_values_when_the_memory_behind_it_changes():
 def test_bfloat16_constant_needs_its_values():
     net = Net()
     net.mark_output(net.constant(random(2, dtype=torch.bfloat16), name="scale"))
-    with pytest.raises(VerificationError, match=r"'scale' \(CONSTANT\) is of torch.bfloat16, .* pass it in `constants`"):
+    with pytest.raises(
+        VerificationError, match=r"'scale' \(CONSTANT\) is of torch.bfloat16, .* pass it in `constants`"
+    ):
         NetworkEvaluator(net.network)
 
 
@@ -106,13 +108,20 @@ def test_fill_with_numbers_and_a_dynamic_size():
 
 def test_random_fill_is_refused():
     net = Net()
-    with pytest.raises(VerificationError, match="has operation RANDOM_UNIFORM, which the reference evaluator does not model"):
+    with pytest.raises(
+        VerificationError, match="has operation RANDOM_UNIFORM, which the reference evaluator does not model"
+    ):
         net.evaluator(net.add_fill((2,), trt.FillOperation.RANDOM_UNIFORM, trt.float32).get_output(0))
 
 
 @pytest.mark.parametrize(
     ("source", "target"),
-    [(torch.float32, torch.int64), (torch.float32, torch.bfloat16), (torch.bool, torch.int32), (torch.int64, torch.float16)],
+    [
+        (torch.float32, torch.int64),
+        (torch.float32, torch.bfloat16),
+        (torch.bool, torch.int32),
+        (torch.int64, torch.float16),
+    ],
 )
 def test_cast(source, target):
     x = torch.tensor([[1.5, -2.7], [0.0, 2.5]]).to(source)
