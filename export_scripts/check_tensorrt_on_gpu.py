@@ -33,10 +33,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 from exportable_cache import ExportableCache, Session, export
 from exportable_cache.backends.module import ModuleRunner
-from exportable_cache.bundle import Bundle
+from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.errors import ExportableCacheError, MissingDependencyError
-from exportable_cache.models import load_model
-from exportable_cache.verify import verify_session
+from exportable_cache.models.loading import load_model
+from exportable_cache.verification.verify import verify_session
 
 Step = Callable[[int], object]
 

@@ -9,18 +9,19 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _EXPORTS = {
-    "ExportableCache": "exportable_cache.cache",
-    "Session": "exportable_cache.session",
-    "export": "exportable_cache.exporter",
-    "load": "exportable_cache.session",
+    "ExportableCache": "exportable_cache.models.cache_factory",
+    "Session": "exportable_cache.session.session",
+    "export": "exportable_cache.pipeline.export",
+    "load": "exportable_cache.session.session",
 }
 
 __all__ = ["__version__", *_EXPORTS]
 
 if TYPE_CHECKING:
-    from .cache import ExportableCache
-    from .exporter import export
-    from .session import Session, load
+    from .models.cache_factory import ExportableCache as ExportableCache
+    from .pipeline.export import export as export
+    from .session.session import Session as Session
+    from .session.session import load as load
 
 
 def __getattr__(name: str) -> Any:

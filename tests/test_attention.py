@@ -7,7 +7,7 @@ from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward a
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss_attention
 from transformers.models.llama.modeling_llama import eager_attention_forward as llama_attention
 
-from exportable_cache.attention import fused_attention, matmul_attention
+from exportable_cache.cache.attention.functions import fused_attention, matmul_attention
 
 HEADS, KV_HEADS, KV_LENGTH = 6, 2, 11
 FORMS = {"fused": fused_attention, "matmul": matmul_attention}

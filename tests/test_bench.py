@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from exportable_cache import ExportableCache, Session
-from exportable_cache import bench as module
-from exportable_cache.bench import bench, peak_rss_bytes
 from exportable_cache.errors import InputError
+from exportable_cache.pipeline import bench as module
+from exportable_cache.pipeline.bench import bench, peak_rss_bytes
 
 from .support.models import tiny_model
 

@@ -17,12 +17,12 @@ import torch
 
 from exportable_cache import export, load
 from exportable_cache.backends import TARGETS
-from exportable_cache.bundle import Bundle, check_free, new_folder
+from exportable_cache.bundle.bundle import Bundle, check_free, new_folder
+from exportable_cache.bundle.manifest import checksum_of
+from exportable_cache.cache.layers import CacheLayer
 from exportable_cache.errors import BundleError, InputError, MissingDependencyError
-from exportable_cache.layers import CacheLayer
-from exportable_cache.manifest import checksum_of
-from exportable_cache.methods import Method
-from exportable_cache.session import Session
+from exportable_cache.program.entry_points import Method
+from exportable_cache.session.session import Session
 
 from .decoding.byte_tokenizer import SIZE, byte_tokenizer
 from .support import fake_target
@@ -502,7 +502,7 @@ def test_folder_that_can_no_longer_be_created(tmp_path: Path, monkeypatch: pytes
     def fail(*args: Any, **options: Any) -> str:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("exportable_cache.bundle.check_free", lambda path, overwrite: None)
+    monkeypatch.setattr("exportable_cache.bundle.bundle.check_free", lambda path, overwrite: None)
     monkeypatch.setattr(tempfile, "mkdtemp", fail)
     with pytest.raises(BundleError, match="cannot write .*out: No space left on device; choose"):
         with new_folder(tmp_path / "out", overwrite=False):

@@ -8,9 +8,9 @@ from torch.utils import _pytree as pytree
 from transformers import AutoConfig, DynamicCache
 
 from exportable_cache import ExportableCache
-from exportable_cache.attention import ATTENTION
+from exportable_cache.cache.attention.functions import ATTENTION
+from exportable_cache.cache.layers import FullLayer, RingLayer
 from exportable_cache.errors import BundleError, CacheFullError, InputError, UnsupportedModelError
-from exportable_cache.layers import FullLayer, RingLayer
 
 from .support.models import FAMILIES, WINDOW, tiny_model, tokens
 from .support.oracle import difference, reference_logits

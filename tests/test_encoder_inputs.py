@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from exportable_cache import ExportableCache, Session
 from exportable_cache.errors import InputError
-from exportable_cache.seq2seq import encoder_of
-from exportable_cache.seq2seq.reference import random_inputs
+from exportable_cache.models.encoder import encoder_of
+from exportable_cache.verification.references.encoder_decoder import random_inputs
 
 from .support.seq2seq import reference_logits
 from .support.sessions import lowered_session

@@ -14,7 +14,7 @@ import torch
 
 from exportable_cache import export, load
 from exportable_cache.backends import TARGETS
-from exportable_cache.bundle import Bundle
+from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.decoding import PromptLookup
 from exportable_cache.errors import (
     BundleError,
@@ -24,7 +24,7 @@ from exportable_cache.errors import (
     UnsupportedModelError,
     VerificationError,
 )
-from exportable_cache.verify import VerifyReport, verify
+from exportable_cache.verification.verify import VerifyReport, verify
 
 from .decoding.byte_tokenizer import SIZE, byte_tokenizer
 from .support import fake_target

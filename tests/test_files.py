@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from exportable_cache.files import atomic_folder, retired_folder
+from exportable_cache.common.files import atomic_folder, retired_folder
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from transformers import DynamicCache
 
 from exportable_cache import ExportableCache
 from exportable_cache.errors import InputError
-from exportable_cache.layout import cache_argument
-from exportable_cache.program import takes_positions
+from exportable_cache.models.layout import cache_argument
+from exportable_cache.program.program import takes_positions
 
 from .support.kinds import KINDS, kind_model
 from .support.models import tokens

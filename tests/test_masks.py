@@ -9,8 +9,8 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from exportable_cache.layers import RingLayer
-from exportable_cache.masks import position_mask
+from exportable_cache.cache.attention.masks import position_mask
+from exportable_cache.cache.layers import RingLayer
 
 LOWEST = torch.finfo(torch.float32).min
 FUNCTIONS = {

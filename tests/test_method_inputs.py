@@ -3,10 +3,11 @@
 import torch
 
 from exportable_cache import ExportableCache
-from exportable_cache.manifest import Method as ManifestMethod
-from exportable_cache.manifest import Signature
-from exportable_cache.methods import Method, TensorSpec
-from exportable_cache.program import Program
+from exportable_cache.bundle.manifest import Method as ManifestMethod
+from exportable_cache.bundle.manifest import Signature
+from exportable_cache.common.tensor_spec import TensorSpec
+from exportable_cache.program.entry_points import Method
+from exportable_cache.program.program import Program
 
 from .support.models import tiny_model
 

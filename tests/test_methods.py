@@ -9,8 +9,8 @@ from torch._dynamo.utils import counters
 from exportable_cache import ExportableCache
 from exportable_cache.backends import backend_for
 from exportable_cache.errors import InputError
-from exportable_cache.methods import Method, chunk_sizes, length_buckets, method_for, methods_for
-from exportable_cache.program import Program
+from exportable_cache.program.entry_points import Method, chunk_sizes, length_buckets, method_for, methods_for
+from exportable_cache.program.program import Program
 
 from .support.models import tiny_model, tokens
 from .support.oracle import difference, reference_logits

@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 from exportable_cache import ExportableCache, Session, export, load
 from exportable_cache.decoding import PromptLookup
 from exportable_cache.errors import InputError, UnsupportedModelError
-from exportable_cache.multimodal import modalities_of
-from exportable_cache.program import Program
-from exportable_cache.verify import VerifyReport, verify_session
+from exportable_cache.program.inputs.modality import modalities_of
+from exportable_cache.program.program import Program
+from exportable_cache.verification.verify import VerifyReport, verify_session
 
 from .support.models import tiny_model, tokens
 from .support.multimodal import FAMILIES, PLACEHOLDER, prompt, reference_logits, tiny_multimodal

@@ -8,7 +8,7 @@ from transformers import AutoConfig, DynamicCache
 
 from exportable_cache import ExportableCache
 from exportable_cache.errors import InputError
-from exportable_cache.plan import plan
+from exportable_cache.pipeline.sizing import plan
 
 from .support.models import FAMILIES, WINDOW, tiny_model, tokens
 

@@ -6,11 +6,17 @@ import pytest
 import torch
 
 from exportable_cache import ExportableCache, Session, export
+from exportable_cache.bundle.manifest import Manifest
 from exportable_cache.errors import InputError, UnsupportedModelError
-from exportable_cache.manifest import Manifest
-from exportable_cache.quantization_effect import tolerance_of
-from exportable_cache.quantize import Quantization, check_quantizable, is_tied, quantize, rounding_sensitivity
-from exportable_cache.verify import verify, verify_session
+from exportable_cache.models.quantization import (
+    Quantization,
+    check_quantizable,
+    is_tied,
+    quantize,
+    rounding_sensitivity,
+)
+from exportable_cache.verification.tolerance import tolerance_of
+from exportable_cache.verification.verify import verify, verify_session
 
 from .support.models import tiny_model
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from exportable_cache.refusals import told_by
+from exportable_cache.program.tracing import told_by
 
 
 class GuardOnDataDependentSymNode(Exception):

@@ -5,11 +5,11 @@ import torch
 from transformers import DynamicCache
 
 from exportable_cache import ExportableCache, Session, export
+from exportable_cache.cache.layers import QuantizedFullLayer, QuantizedRingLayer, QuantizedSinkLayer
 from exportable_cache.errors import InputError
-from exportable_cache.layers import QuantizedFullLayer, QuantizedRingLayer, QuantizedSinkLayer
-from exportable_cache.program import attention_of
-from exportable_cache.rounding import RoundingCache
-from exportable_cache.verify import rounding_effect, verify_session
+from exportable_cache.program.program import attention_of
+from exportable_cache.verification.references.rounding import RoundingCache
+from exportable_cache.verification.verify import rounding_effect, verify_session
 
 from .support.models import WINDOW, tiny_model, tokens
 from .support.sessions import lowered_session

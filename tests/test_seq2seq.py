@@ -8,10 +8,10 @@ import torch
 from transformers import EncoderDecoderCache, PreTrainedModel
 
 from exportable_cache import ExportableCache, Session
+from exportable_cache.cache.layers import CrossLayer, FullLayer
 from exportable_cache.errors import InputError, UnsupportedModelError
-from exportable_cache.layers import CrossLayer, FullLayer
-from exportable_cache.program import Program
-from exportable_cache.seq2seq import ExportableEncoderDecoderCache
+from exportable_cache.models.cache_factory import ExportableEncoderDecoderCache
+from exportable_cache.program.program import Program
 
 from .support.models import tokens
 from .support.seq2seq import encoder_inputs, reference_logits, tiny_seq2seq

@@ -322,7 +322,7 @@ def test_lengths_given_out_are_copies(model: Any) -> None:
 
 @pytest.mark.parametrize("family", ["mistral", "llama"])
 def test_a_cache_of_other_windows_is_refused(family: str) -> None:
-    from exportable_cache.layers import RingLayer
+    from exportable_cache.cache.layers import RingLayer
 
     model = tiny_model(family)
     with pytest.raises(InputError, match="layer 0 of the cache is RingLayer.capacity=4, window=4."):

@@ -14,11 +14,11 @@ from exportable_cache.backends import TARGETS
 from exportable_cache.backends.base import RunsElsewhere, StandIn
 from exportable_cache.backends.module import ModuleRunner
 from exportable_cache.backends.pt2 import Pt2Backend
-from exportable_cache.bundle import Bundle
-from exportable_cache.methods import Method
-from exportable_cache.program import Program
-from exportable_cache.stand_in import program_of
-from exportable_cache.verify import VerifyReport, verify
+from exportable_cache.bundle.bundle import Bundle
+from exportable_cache.program.entry_points import Method
+from exportable_cache.program.program import Program
+from exportable_cache.verification.reference_runner import program_of
+from exportable_cache.verification.verify import VerifyReport, verify
 
 from .support.models import tiny_model
 

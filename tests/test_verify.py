@@ -13,7 +13,7 @@ import torch
 from exportable_cache import ExportableCache, Session
 from exportable_cache.backends.module import ModuleRunner
 from exportable_cache.errors import InputError
-from exportable_cache.verify import (
+from exportable_cache.verification.verify import (
     VerifyReport,
     default_decode_steps,
     default_prompts,

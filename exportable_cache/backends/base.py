@@ -9,10 +9,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from ..cache.layers import CacheLayer
 from ..errors import InputError
-from ..layers import CacheLayer
-from ..methods import Method
-from ..program import Form, Logits, Program
+from ..program.entry_points import Method
+from ..program.program import Form, Logits, Program
 
 
 def flag(options: Mapping[str, Any], name: str) -> bool:

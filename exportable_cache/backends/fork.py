@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..methods import Method
+from ..program.entry_points import Method
 from .base import Runner
 
 

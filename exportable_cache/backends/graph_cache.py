@@ -18,8 +18,8 @@ import transformers
 from torch import nn
 
 from .. import __version__
-from ..cache import ExportableCache
-from ..files import atomic_path
+from ..common.files import atomic_path
+from ..models.cache_factory import ExportableCache
 
 log = logging.getLogger(__name__)
 

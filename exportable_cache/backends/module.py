@@ -14,15 +14,15 @@ from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
-from ..attention import ATTENTION, set_attention
-from ..cache import ExportableCache
-from ..decoding.chooser import Chooser
-from ..decoding.choosing_steps import ChoosingSteps
+from ..cache.attention.functions import ATTENTION, set_attention
 from ..errors import UnsupportedModelError
-from ..methods import Method
-from ..multimodal import Modality
-from ..program import ResidentModule, front_module, program_methods
-from ..refusals import told_by
+from ..generation.chooser import Chooser
+from ..generation.choosing_steps import ChoosingSteps
+from ..models.cache_factory import ExportableCache
+from ..program.entry_points import Method
+from ..program.inputs.modality import Modality
+from ..program.program import ResidentModule, front_module, program_methods
+from ..program.tracing import told_by
 from .graph_cache import GraphCache
 
 #: Prompts shorter than this may go token by token, where the model's code has no graph for them and longer ones in common.

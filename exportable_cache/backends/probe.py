@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 
-from ..attention import matmul_attention
-from ..cache import ExportableCache
-from ..layers import FullLayer
-from ..layout import cache_argument
-from ..masks import register_masks
-from ..program import attention_of
+from ..cache.attention.functions import matmul_attention
+from ..cache.attention.masks import register_masks
+from ..cache.layers import FullLayer
+from ..models.cache_factory import ExportableCache
+from ..models.layout import cache_argument
+from ..program.program import attention_of
 
 _ATTENTION = "exportable_cache_probe"
 

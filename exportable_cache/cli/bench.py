@@ -11,7 +11,7 @@ from .options import BundleArgument, IgnoreVersionsOption, JsonOption, at_least
 from .terminal import Terminal, bytes_text
 
 if TYPE_CHECKING:
-    from ..bench import BenchReport
+    from ..pipeline.bench import BenchReport
 
 
 def bench(
@@ -46,8 +46,8 @@ def bench(
     """Time prefill and decode at several fill levels."""
     terminal: Terminal = ctx.obj
     with terminal.progress("loading libraries") as progress:
-        from ..bench import bench as run_bench
-        from ..session import load
+        from ..pipeline.bench import bench as run_bench
+        from ..session.session import load
 
         session = load(folder, check_versions=not ignore_versions)
         report = run_bench(

@@ -27,7 +27,7 @@ from .options import (
 from .terminal import Terminal, bytes_text
 
 if TYPE_CHECKING:
-    from ..bundle import Bundle
+    from ..bundle.bundle import Bundle
 
 #: What `exporter.export` takes itself; the command has options of its own for it.
 _ARGUMENTS = frozenset(
@@ -143,7 +143,7 @@ def export(
     shorthands = [f"{name}={value}" for name, value in (("sm", sm), ("delegate", delegate)) if value is not None]
     options = _target_options([*(option or []), *shorthands])
     with terminal.progress("loading libraries") as progress:
-        from ..exporter import export as make_bundle
+        from ..pipeline.export import export as make_bundle
 
         bundle = make_bundle(
             model,
@@ -211,7 +211,7 @@ def print_files(terminal: Terminal, bundle: Bundle) -> None:
 
 def print_verification(terminal: Terminal, bundle: Bundle) -> None:
     """The recorded result, in one line."""
-    from ..verify import VerifyReport
+    from ..verification.verify import VerifyReport
 
     recorded = bundle.manifest.verification
     if recorded is None:
@@ -241,7 +241,7 @@ def print_quantization(terminal: Terminal, bundle: Bundle) -> None:
     quantized = bundle.manifest.quantization
     if quantized is None:
         return
-    from ..quantize import Quantization
+    from ..models.quantization import Quantization
 
     terminal.print(f"quantised: {Quantization(quantized.linear, quantized.group_size, quantized.embeddings)}")
     if quantized.max_difference is not None:

@@ -17,8 +17,8 @@ from .terminal import Terminal
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..bundle import Bundle
-    from ..session import Session
+    from ..bundle.bundle import Bundle
+    from ..session.session import Session
 
 _MOST_BY_DEFAULT = 128
 
@@ -101,9 +101,9 @@ def generate(
         raise typer.BadParameter("pass the prompt", param_hint="'--prompt' / '-p'")
     text = sys.stdin.read() if prompt == "-" else prompt or ""
     with terminal.progress(f"opening {folder}"):
-        from ..bundle import Bundle
-        from ..decoding import PromptLookup
-        from ..session import Session
+        from ..bundle.bundle import Bundle
+        from ..generation.speculative import PromptLookup
+        from ..session.session import Session
 
         bundle = Bundle.open(folder, check_versions=not ignore_versions)
         session = Session.from_bundle(bundle)
@@ -196,7 +196,7 @@ def _asked(
     _check_kinds(session, images, sounds)
     if not (images or sounds):
         return [{"role": "user", "content": text}] if chat else text
-    from ..multimodal.prompt import prompt_inputs
+    from ..session.inputs.prompt import prompt_inputs
 
     return prompt_inputs(bundle.processor(), session.runner.methods, text, images, sounds, chat)
 
@@ -204,7 +204,7 @@ def _asked(
 def _check_kinds(session: Session, images: Sequence[Path], sounds: Sequence[Path]) -> None:
     """Refuse files that the program does not take, and text alone where it takes none."""
     from ..errors import InputError
-    from ..multimodal.methods import kinds_taken
+    from ..program.inputs.multimodal import kinds_taken
 
     kinds = kinds_taken(session.runner.methods)
     files = {"image": images, "audio": sounds}
@@ -223,7 +223,7 @@ def _check_kinds(session: Session, images: Sequence[Path], sounds: Sequence[Path
 
 def _counts(session: Session, asked: str | list[dict[str, str]] | dict[str, Tensor]) -> tuple[int, int]:
     """Tokens of the prompt, and of them those that the decoder is fed."""
-    from ..decoding import encode_prompt
+    from ..generation.text import encode_prompt
 
     if isinstance(asked, dict):
         # An encoder-decoder answers in a sequence of its own, which begins with one token.

@@ -14,7 +14,7 @@ from .plan import print_plan
 from .terminal import Terminal, bytes_text
 
 if TYPE_CHECKING:
-    from ..bundle import Bundle
+    from ..bundle.bundle import Bundle
 
 _DEMO_MAX_CACHE_LEN = 512
 
@@ -41,7 +41,7 @@ def inspect(
     terminal: Terminal = ctx.obj
     if folder == "demo":
         with terminal.progress("reading the config of demo"):
-            from ..plan import plan
+            from ..pipeline.sizing import plan
 
             made = plan("demo", max_cache_len or _DEMO_MAX_CACHE_LEN)
         if json:
@@ -50,7 +50,7 @@ def inspect(
             print_plan(terminal, made)
         return
     with terminal.progress(f"reading {folder}") as progress:
-        from ..bundle import Bundle
+        from ..bundle.bundle import Bundle
 
         # Whatever is installed here, people want to see which versions a bundle needs.
         bundle = Bundle.open(folder, check_versions=False, progress=progress)
@@ -111,7 +111,7 @@ def _sizes(tensor: dict[str, Any]) -> dict[str, int]:
 
 def _taken(bundle: Bundle) -> str:
     """`text`, or `text, image, with the processor for it`."""
-    from ..multimodal.methods import kinds_taken
+    from ..program.inputs.multimodal import kinds_taken
 
     kinds = ", ".join(kinds_taken(bundle.manifest.description().methods))
     return f"{kinds}, with the processor for it" if bundle.has_processor else kinds

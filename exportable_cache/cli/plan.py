@@ -22,7 +22,7 @@ from .options import (
 from .terminal import Terminal, bytes_text
 
 if TYPE_CHECKING:
-    from ..plan import Plan
+    from ..pipeline.sizing import Plan
 
 
 def plan(
@@ -47,7 +47,7 @@ def plan(
 
     terminal: Terminal = ctx.obj
     with terminal.progress(f"reading the config of {model}"):
-        from ..plan import plan as make_plan
+        from ..pipeline.sizing import plan as make_plan
 
         made = make_plan(
             model, max_cache_len, batch_size, dtype, max_encoder_len, attention_sinks, attention_window, kv_cache_dtype

@@ -43,8 +43,8 @@ def verify(
     """Compare a bundle with the eager model, token by token."""
     terminal: Terminal = ctx.obj
     with terminal.progress("loading libraries") as progress:
-        from ..bundle import Bundle
-        from ..verify import verify as compare
+        from ..bundle.bundle import Bundle
+        from ..verification.verify import verify as compare
 
         bundle = Bundle.open(folder, check_versions=not ignore_versions, progress=progress)
         report = compare(bundle, model, tolerance=tolerance, decode_steps=decode_steps, seed=seed, progress=progress)

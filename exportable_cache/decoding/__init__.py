@@ -1,12 +1,10 @@
 """From logits to tokens to text: sampling, the decode loop, and streaming detokenisation."""
 
-from .batching import ContinuousBatch, Request
-from .beam import Hypothesis, beam_search
-from .chooser import Chooser
-from .launches import check_steps_per_launch
-from .loop import generate_tokens
-from .sampling import Sampling, SamplingSettings, check_seed, draw, penalise, sample, sorted_distribution
-from .speculative import (
+from ..generation.chooser import Chooser
+from ..generation.loop import generate_tokens
+from ..generation.multi_step import check_steps_per_launch
+from ..generation.sampling import Sampling, SamplingSettings, check_seed, draw, penalise, sample, sorted_distribution
+from ..generation.speculative import (
     Draft,
     DraftModel,
     PromptLookup,
@@ -15,7 +13,9 @@ from .speculative import (
     check_can_rewind,
     generate_speculative,
 )
-from .text import StopStrings, TextStream, encode_prompt, stream_text
+from ..generation.text import StopStrings, TextStream, encode_prompt, stream_text
+from .batching import ContinuousBatch, Request
+from .beam import Hypothesis, beam_search
 
 __all__ = [
     "Chooser",

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import InputError
-from .chooser import Chooser
-from .sampling import Sampling
+from ..generation.chooser import Chooser
+from ..generation.sampling import Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ..session import Session
+    from ..session.session import Session
 
 
 @dataclass(eq=False)
@@ -59,7 +59,7 @@ class ContinuousBatch:
     """
 
     def __init__(self, prefill: Session, decode: Session) -> None:
-        from ..session_state import runner_state
+        from ..session.persistence import runner_state
 
         if prefill.batch_size != 1:
             raise InputError(
@@ -104,8 +104,8 @@ class ContinuousBatch:
             batch_size: Rows decoded together.
             compile, **options: See `Session.from_model`.
         """
-        from ..cache import ExportableCache
-        from ..session import Session
+        from ..models.cache_factory import ExportableCache
+        from ..session.session import Session
 
         caches = [ExportableCache.from_model(model, max_cache_len, rows) for rows in (1, batch_size)]
         return cls(*(Session.from_model(model, cache, compile=compile, **options) for cache in caches))

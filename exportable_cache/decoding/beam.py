@@ -11,7 +11,7 @@ import torch
 from ..errors import InputError
 
 if TYPE_CHECKING:
-    from ..session import Session
+    from ..session.session import Session
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def beam_search(
         InputError: If an argument is wrong, or the runtime does not give out its cache.
         CacheFullError: If the prompt with `max_new_tokens` does not fit.
     """
-    from ..session_state import runner_state
+    from ..session.persistence import runner_state
 
     runner_state(session)
     beams, vocab = session.batch_size, session.vocab_size

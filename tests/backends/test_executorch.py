@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from exportable_cache import ExportableCache, export
 from exportable_cache.backends import backend_for
 from exportable_cache.errors import BundleError, InputError, UnsupportedModelError
-from exportable_cache.program import Program
+from exportable_cache.program.program import Program
 
 from ..support.memory import resident_kib
 from ..support.models import WINDOW, tiny_model, tokens

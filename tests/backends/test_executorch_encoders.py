@@ -16,8 +16,8 @@ from exportable_cache.backends.executorch.encoders import fold_constants, patche
 from exportable_cache.backends.executorch.lower import lower_programs
 from exportable_cache.backends.executorch.tied import write_pte
 from exportable_cache.errors import UnsupportedModelError
-from exportable_cache.multimodal import modalities_of
-from exportable_cache.program import Program
+from exportable_cache.program.inputs.modality import modalities_of
+from exportable_cache.program.program import Program
 
 from ..support.multimodal import FAMILIES, tiny_multimodal
 from ..test_multimodal import largest_difference, options_of

@@ -9,7 +9,7 @@ import torch
 from exportable_cache import ExportableCache
 from exportable_cache.backends import backend_for
 from exportable_cache.errors import InputError
-from exportable_cache.program import Program
+from exportable_cache.program.program import Program
 
 from ..support.kinds import KINDS, kind_model
 from ..support.models import WINDOW, tiny_model, tokens

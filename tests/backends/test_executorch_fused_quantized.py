@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from exportable_cache import ExportableCache, export
-from exportable_cache.layers.quantized import dequantize_rows, quantize_rows
-from exportable_cache.program import attention_of
-from exportable_cache.rounding import RoundingCache
-from exportable_cache.verify import rounding_effect, verify_session
+from exportable_cache.cache.layers.quantized import dequantize_rows, quantize_rows
+from exportable_cache.program.program import attention_of
+from exportable_cache.verification.references.rounding import RoundingCache
+from exportable_cache.verification.verify import rounding_effect, verify_session
 
 from ..support.models import WINDOW, tiny_model, tokens
 from ..support.sessions import lowered_session

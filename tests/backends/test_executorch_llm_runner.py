@@ -9,8 +9,8 @@ import torch
 from exportable_cache import ExportableCache, export, load
 from exportable_cache.demo.task import make_questions
 from exportable_cache.errors import InputError
-from exportable_cache.multimodal import modalities_of
-from exportable_cache.program import Program
+from exportable_cache.program.inputs.modality import modalities_of
+from exportable_cache.program.program import Program
 
 from ..support.models import tiny_model, tokens
 from ..support.multimodal import tiny_multimodal

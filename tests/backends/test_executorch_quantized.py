@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from exportable_cache.quantization_effect import tolerance_of
-from exportable_cache.quantize import Quantization, quantize
-from exportable_cache.verify import verify_session
+from exportable_cache.models.quantization import Quantization, quantize
+from exportable_cache.verification.tolerance import tolerance_of
+from exportable_cache.verification.verify import verify_session
 
 from ..support.models import tiny_model
 from ..support.sessions import lowered_session

@@ -7,7 +7,7 @@ from exportable_cache import ExportableCache
 from exportable_cache.backends import backend_for
 from exportable_cache.backends.pt2.archive import read_archive, write_archive
 from exportable_cache.errors import BundleError, InputError
-from exportable_cache.program import Program
+from exportable_cache.program.program import Program
 
 from ..support.models import tiny_model, tokens
 from ..support.oracle import difference, reference_logits

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from exportable_cache import export, load
-from exportable_cache.bundle import Bundle
-from exportable_cache.manifest import SCHEMA_VERSION, checksum_of
+from exportable_cache.bundle.bundle import Bundle
+from exportable_cache.bundle.manifest import SCHEMA_VERSION, checksum_of
 
 from ..support.models import WINDOW, tiny_model, tokens
 

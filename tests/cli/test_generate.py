@@ -7,7 +7,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from exportable_cache import export, load
-from exportable_cache.bundle import Bundle
+from exportable_cache.bundle.bundle import Bundle
 
 from ..support.letters import letter_tokenizer
 from ..support.models import VOCAB, tiny_model
@@ -88,7 +88,7 @@ def test_chat_uses_the_template(run, bundle):
 
 
 def test_interrupted_answers_end_their_line(run, bundle, monkeypatch):
-    from exportable_cache.session import Session
+    from exportable_cache.session.session import Session
 
     def interrupted(self, *arguments, **options):
         yield "half"

@@ -19,10 +19,10 @@ from transformers import (
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from exportable_cache import ExportableCache, Session, export, load
-from exportable_cache.bundle import Bundle
+from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.errors import BundleError, InputError, MissingDependencyError
-from exportable_cache.multimodal import files
-from exportable_cache.multimodal.prompt import prompt_inputs
+from exportable_cache.session.inputs import media_files as files
+from exportable_cache.session.inputs.prompt import prompt_inputs
 
 from ..support.letters import letter_tokenizer
 from ..support.models import VOCAB, tiny_model
@@ -81,7 +81,7 @@ def whisper_bundle(tmp_path_factory):
 def pixels(monkeypatch) -> np.ndarray:
     """What every image file holds: these tests need no Pillow."""
     found = np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8)
-    monkeypatch.setattr("exportable_cache.multimodal.prompt.read_image", lambda path, size: found)
+    monkeypatch.setattr("exportable_cache.session.inputs.prompt.read_image", lambda path, size: found)
     return found
 
 

@@ -9,8 +9,8 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from exportable_cache.decoding import Sampling, check_seed, draw, penalise, sample, sorted_distribution
-from exportable_cache.decoding.sampling import SamplingSettings
 from exportable_cache.errors import InputError
+from exportable_cache.generation.sampling import SamplingSettings
 
 # Probabilities 0.5, 0.3, 0.15, 0.05, not in order.
 LOGITS = torch.tensor([[0.15, 0.5, 0.05, 0.3]]).log()

@@ -18,8 +18,8 @@ from exportable_cache.decoding import (
     SpeculationStatistics,
     generate_speculative,
 )
-from exportable_cache.decoding.speculative import _judge
 from exportable_cache.errors import InputError
+from exportable_cache.generation.speculative import _judge
 
 from ..support.models import tiny_model, tokens
 from ..support.sessions import lowered_session

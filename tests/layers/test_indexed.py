@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from exportable_cache import ExportableCache
+from exportable_cache.cache.layers import IndexedLayer
 from exportable_cache.errors import InputError
-from exportable_cache.layers import IndexedLayer
 
 CAPACITY, DIM = 8, 3
 

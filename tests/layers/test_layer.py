@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
+from exportable_cache.cache.layers import CacheLayer, FullLayer, RingLayer
 from exportable_cache.errors import CacheFullError, InputError
-from exportable_cache.layers import CacheLayer, FullLayer, RingLayer
 
 MAKERS = {
     "full": lambda **options: FullLayer(options.pop("batch_size", 2), 2, 4, 12, **options),

@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
+from exportable_cache.cache.layers import QuantizedFullLayer, QuantizedRingLayer, RingLayer
+from exportable_cache.cache.layers.quantized import dequantize_rows, quantize_rows
 from exportable_cache.errors import InputError
-from exportable_cache.layers import QuantizedFullLayer, QuantizedRingLayer, RingLayer
-from exportable_cache.layers.quantized import dequantize_rows, quantize_rows
 
 
 def test_rounding_is_off_by_half_a_step_at_most() -> None:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from exportable_cache.cache.layers import RingLayer
 from exportable_cache.errors import InputError
-from exportable_cache.layers import RingLayer
 
 HEADS, DIM = 2, 4
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from exportable_cache.cache.layers import SinkLayer
 from exportable_cache.errors import InputError
-from exportable_cache.layers import SinkLayer
 
 from .test_ring import DIM, HEADS, rows
 

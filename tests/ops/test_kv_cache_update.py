@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from exportable_cache.ops.kv_cache_update import kv_cache_update, reference_update, scatter_update
+from exportable_cache.backends.tensorrt.kv_cache_update import kv_cache_update, reference_update, scatter_update
 
 CAPACITY = 12
 

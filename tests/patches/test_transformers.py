@@ -11,7 +11,7 @@ from torch.export import Dim
 from transformers import DynamicCache
 
 from exportable_cache import ExportableCache
-from exportable_cache.patches.transformers import PATCHES, patch_model
+from exportable_cache.models.patches.transformers import PATCHES, patch_model
 
 from ..scans.test_scans import delta_inputs, state_space_inputs
 from ..support.kinds import kind_model

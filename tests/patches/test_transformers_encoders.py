@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from exportable_cache.patches.marked import ORIGINAL
-from exportable_cache.patches.transformers_encoders import SHORTENING, patch_encoders, short_masks
+from exportable_cache.models.patches.marked import ORIGINAL
+from exportable_cache.models.patches.transformers_encoders import SHORTENING, patch_encoders, short_masks
 
 from ..test_encoder_inputs import model_of
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from exportable_cache import ExportableCache, Session
-from exportable_cache.patches.marked import ORIGINAL
-from exportable_cache.patches.transformers import patch_model
-from exportable_cache.patches.transformers_layers import LAYERS
+from exportable_cache.models.patches.marked import ORIGINAL
+from exportable_cache.models.patches.transformers import patch_model
+from exportable_cache.models.patches.transformers_layers import LAYERS
 
 from ..zoo.architectures import architectures
 from ..zoo.build import STEPS, cached_logits, tiny_model, tokens

@@ -6,8 +6,8 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from exportable_cache import ExportableCache
 from exportable_cache.errors import UnsupportedModelError
-from exportable_cache.patches.transformers_methods import METHODS, patch_methods
-from exportable_cache.program import Program
+from exportable_cache.models.patches.transformers_methods import METHODS, patch_methods
+from exportable_cache.program.program import Program
 
 from ..zoo.architectures import architectures
 from ..zoo.build import STEPS, cached_logits, tiny_model, tokens

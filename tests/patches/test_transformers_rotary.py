@@ -8,8 +8,8 @@ import torch
 from torch.export import ExportedProgram
 
 from exportable_cache import ExportableCache
-from exportable_cache.patches.transformers_rotary import ROTARY, patch_rotary
-from exportable_cache.program import Program
+from exportable_cache.models.patches.transformers_rotary import ROTARY, patch_rotary
+from exportable_cache.program.program import Program
 
 from ..support.kinds import kind_model
 from ..support.models import tiny_model, tokens

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from exportable_cache import Session, load
+from exportable_cache.cache.layers import CacheLayer
 from exportable_cache.demo.task import make_questions
 from exportable_cache.errors import CacheFullError, InputError
-from exportable_cache.layers import CacheLayer
 
 from .conftest import Probe, Reply, hexed, ids
 

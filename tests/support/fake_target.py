@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from exportable_cache.attention import ATTENTION
 from exportable_cache.backends import LoweredFile, Runner
 from exportable_cache.backends.base import ProgramDescription
+from exportable_cache.cache.attention.functions import ATTENTION
 from exportable_cache.errors import InputError
-from exportable_cache.program import Program, attention_of
+from exportable_cache.program.program import Program, attention_of
 
 FILE = "program.fake"
 ENTRY = (__name__, (), None)

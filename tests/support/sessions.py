@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from exportable_cache import ExportableCache, Session
 from exportable_cache.backends import backend_for
 from exportable_cache.backends.base import ProgramDescription
-from exportable_cache.layout import vocab_size_of
-from exportable_cache.program import Program
+from exportable_cache.models.layout import vocab_size_of
+from exportable_cache.program.program import Program
 
 
 def describe(program: Program) -> ProgramDescription:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
-from exportable_cache.seq2seq import encoder_of
-from exportable_cache.seq2seq.reference import random_inputs
+from exportable_cache.models.encoder import encoder_of
+from exportable_cache.verification.references.encoder_decoder import random_inputs
 
 from .architectures import Architecture
 from .shrink import FIRST_TOKEN, VOCAB, WINDOW, tiny_config

@@ -17,13 +17,13 @@ import torch
 from transformers import PreTrainedModel
 
 from exportable_cache import ExportableCache, Session
-from exportable_cache.attention import set_attention
 from exportable_cache.backends import backend_for
+from exportable_cache.cache.attention.functions import set_attention
 from exportable_cache.errors import ExportableCacheError
-from exportable_cache.layout import vocab_size_of
-from exportable_cache.patches.transformers import patch_model
-from exportable_cache.patches.transformers_methods import patch_methods
-from exportable_cache.program import Program
+from exportable_cache.models.layout import vocab_size_of
+from exportable_cache.models.patches.transformers import patch_model
+from exportable_cache.models.patches.transformers_methods import patch_methods
+from exportable_cache.program.program import Program
 
 from ..support.sessions import describe
 from .architectures import Architecture

@@ -89,7 +89,7 @@ def _counts(results: dict[Architecture, dict[str, Any]]) -> list[str]:
         "",
         "Minutes are of processes, of which two run at a time on 2 cores"
         + (f": about {total / 2:.0f} minutes for all." if complete else "; not everything has been run yet."),
-        f"{patched} architectures go through patched functions of transformers (`exportable_cache/patches/`).",
+        f"{patched} architectures go through patched functions of transformers (`exportable_cache/models/patches/`).",
         "Layer kinds, and architectures that have them: "
         + ", ".join(f"{kind} {count}" for kind, count in kinds.most_common())
         + ".",

@@ -15,8 +15,8 @@ from torch._inductor import aot_compile
 from torch._inductor.package import load_package, package_aoti
 from torch.export import ExportedProgram
 
-from ...layout import vocab_size_of
-from ...program import Program
+from ...models.layout import vocab_size_of
+from ...program.program import Program
 
 _OPTIONS = {"aot_inductor.package": True, "aot_inductor.package_constants_in_so": False}
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...attention import ATTENTION
+from ...cache.attention.functions import ATTENTION
 from ...errors import InputError
-from ...program import Form, Program
+from ...program.program import Form, Program
 from ..base import LoweredFile, ProgramDescription, Runner
 from .package import compile_methods, write_constants
 from .runner import AotiRunner

@@ -32,7 +32,7 @@ from executorch.exir._serialize.generated.executorch_flatbuffer.Program import P
 from executorch.runtime import Runtime
 
 from ...errors import BundleError, MissingDependencyError, UnsupportedModelError
-from ...program import Program
+from ...program.program import Program
 
 #: Those that this package's own lowering serves: name -> ids of delegates in the file.
 BACKEND_IDS = {"xnnpack": "XnnpackBackend", "vulkan": "VulkanBackend", "coreml": "CoreMLBackend"}

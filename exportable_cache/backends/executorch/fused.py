@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 
-from ...attention import EXTRAS, matmul_attention
-from ...cache import ExportableCache
-from ...layers import CacheLayer, FullLayer, QuantizedFullLayer, QuantizedRingLayer, RingLayer
-from ...layout import layer_types_and_windows
-from ...masks import register_masks
-from ...seq2seq import ExportableEncoderDecoderCache
+from ...cache.attention.functions import EXTRAS, matmul_attention
+from ...cache.attention.masks import register_masks
+from ...cache.layers import CacheLayer, FullLayer, QuantizedFullLayer, QuantizedRingLayer, RingLayer
+from ...models.cache_factory import ExportableCache, ExportableEncoderDecoderCache
+from ...models.layout import layer_types_and_windows
 from ..probe import probe_attention
 from .fused_layers import FusedFullLayer, FusedRingLayer, fused_layer
 from .fused_quantized import FusedQuantizedFullLayer, FusedQuantizedRingLayer

@@ -15,7 +15,7 @@ import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401  registers t
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ...layers import FullLayer, KeyValueLayer, RingLayer, StateTensor
+from ...cache.layers import FullLayer, KeyValueLayer, RingLayer, StateTensor
 from .attention_forms import fused_attention
 
 #: The operator runs its heads in parallel: folding leaves at least this many, or all there are.

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from ...layers import QuantizedKeyValueLayer, QuantizedRingLayer, StateTensor
-from ...layers.quantized import QuantizedFullLayer, quantize_rows
+from ...cache.layers import QuantizedKeyValueLayer, QuantizedRingLayer, StateTensor
+from ...cache.layers.quantized import QuantizedFullLayer, quantize_rows
 from .fused_layers import FusedFullLayer, FusedRingLayer, heads_as_batch
 
 _PARTS = ("keys", "values", "key_scales", "value_scales")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...errors import InputError
-from ...program import Program
+from ...program.program import Program
 
 
 def runner_metadata(program: Program, required: bool = True) -> dict[str, Any]:

@@ -10,10 +10,10 @@ from typing import Any
 
 from executorch.exir import ExecutorchProgramManager
 
-from ...attention import MATMUL_ATTENTION
+from ...cache.attention.functions import MATMUL_ATTENTION
 from ...errors import BundleError, ExportableCacheError, InputError, UnsupportedModelError
-from ...program import Form, Program
-from ...refusals import told_by
+from ...program.program import Form, Program
+from ...program.tracing import told_by
 from ..base import LoweredFile, ProgramDescription, Runner, StandIn, flag
 from ..registry import backend_for
 from .delegates import BACKEND_IDS, ELSEWHERE, check_cache, check_methods, delegated_calls, elsewhere_remark

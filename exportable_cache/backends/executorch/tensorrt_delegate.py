@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram
 
-from ...program import Program
+from ...program.program import Program
 from ..base import LoweredFile
 from ..tensorrt.capabilities import parse_capabilities
 from ..tensorrt.record import EngineRecord, details_of

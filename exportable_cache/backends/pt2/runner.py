@@ -7,9 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch.export import ExportedProgram
 
-from ...cache import ExportableCache
-from ...layers import CrossLayer
-from ...seq2seq import ExportableEncoderDecoderCache
+from ...cache.layers import CrossLayer
+from ...models.cache_factory import ExportableCache, ExportableEncoderDecoderCache
 from ..base import ProgramDescription, empty_layers
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from ...cache import ExportableCache
+from ...cache.layers.quantized import is_rounding
 from ...errors import UnsupportedModelError
-from ...rounding import is_rounding
+from ...models.cache_factory import ExportableCache
 from ..probe import probe_attention
 from .attention import is_expressible, sinks_of
 from .layers import ENGINE_LAYERS

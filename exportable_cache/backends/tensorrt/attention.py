@@ -9,9 +9,9 @@ import torch
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
-from ...attention import EXTRAS, matmul_attention
-from ...layers.turning import is_one
-from ...masks import register_masks
+from ...cache.attention.functions import EXTRAS, matmul_attention
+from ...cache.attention.masks import register_masks
+from ...cache.layers.circular import is_one
 
 TENSORRT_ATTENTION = "exportable_cache_tensorrt"
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from ...ops.kv_cache_update import scatter_update
+from .kv_cache_update import scatter_update
 
 
 def scatter_value(x: torch.Tensor, dim: int, index: torch.Tensor, value: float) -> torch.Tensor:

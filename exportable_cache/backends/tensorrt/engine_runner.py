@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from ...errors import BundleError
-from ...methods import Method
+from ...program.entry_points import Method
 from ..base import ProgramDescription
 from .record import EngineRecord, Output, records_of
 from .signature import LOGITS, STATE_IN, STATE_OUT

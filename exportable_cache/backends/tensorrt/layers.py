@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ...layers import FullLayer, KeyValueLayer, RingLayer, SinkLayer
-from ...layers.turning import is_one
-from ...ops.kv_cache_update import kv_cache_update
+from ...cache.layers import FullLayer, KeyValueLayer, RingLayer, SinkLayer
+from ...cache.layers.circular import is_one
+from .kv_cache_update import kv_cache_update
 
 
 class EngineKeyValueLayer(KeyValueLayer):

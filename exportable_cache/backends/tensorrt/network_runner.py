@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from ...methods import Method
+from ...program.entry_points import Method
 from .evaluator import NetworkEvaluator
 from .network import Network
 from .signature import LOGITS, STATE_IN, STATE_OUT

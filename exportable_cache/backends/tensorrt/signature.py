@@ -8,7 +8,7 @@ import torch
 from torch.fx import GraphModule
 
 from ...errors import UnsupportedModelError
-from ...program import Program
+from ...program.program import Program
 
 #: Inputs that hold state before a step are `cache.layers.0.keys`, the outputs that hold it after are `next.layers.0.keys`.
 STATE_IN, STATE_OUT = "cache.", "next."

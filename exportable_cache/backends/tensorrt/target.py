@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from ...errors import InputError, UnsupportedModelError, VerificationError
-from ...program import Form, Program
+from ...program.program import Form, Program
 from ..base import LoweredFile, ProgramDescription, Runner, StandIn
 from .adapt import engine_layers
 from .attention import TENSORRT_ATTENTION

@@ -13,7 +13,7 @@ from exportable_cache.backends.tensorrt.evaluator import NetworkEvaluator
 from exportable_cache.backends.tensorrt.network import Network
 from exportable_cache.backends.tensorrt.record import EngineRecord
 from exportable_cache.backends.tensorrt.target import record_of
-from exportable_cache.program import Program
+from exportable_cache.program.program import Program
 
 
 class CpuContext:

@@ -12,7 +12,7 @@ from exportable_cache import ExportableCache, Session
 from exportable_cache.backends.tensorrt.network import Network
 from exportable_cache.backends.tensorrt.network_runner import NetworkRunner
 from exportable_cache.backends.tensorrt.target import engine_networks, engine_program_options
-from exportable_cache.program import Program
+from exportable_cache.program.program import Program
 
 from .models import engine_model
 

@@ -8,9 +8,9 @@ from torch import nn
 
 pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no tensorrt extra is installed")
 
-from exportable_cache.attention import matmul_attention
 from exportable_cache.backends.tensorrt import attention
 from exportable_cache.backends.tensorrt.attention import tensorrt_attention
+from exportable_cache.cache.attention.functions import matmul_attention
 from exportable_cache.errors import UnsupportedModelError
 
 from .toys import evaluate, toy_network

@@ -7,7 +7,7 @@ import torch
 
 from exportable_cache import Session
 from exportable_cache.errors import BundleError, CacheFullError
-from exportable_cache.verify import verify_session
+from exportable_cache.verification.verify import verify_session
 
 pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no tensorrt extra is installed")
 

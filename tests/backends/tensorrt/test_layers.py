@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from exportable_cache import ExportableCache, Session, export
+from exportable_cache.cache.layers import FullLayer, RingLayer
 from exportable_cache.errors import CacheFullError, UnsupportedModelError
-from exportable_cache.layers import FullLayer, RingLayer
-from exportable_cache.verify import verify_session
+from exportable_cache.verification.verify import verify_session
 
 from ...support.models import WINDOW, tiny_model, tokens
 

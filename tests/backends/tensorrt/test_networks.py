@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from exportable_cache.verify import verify_session
+from exportable_cache.verification.verify import verify_session
 
 from ...support.kinds import kind_model
 from ...support.models import WINDOW

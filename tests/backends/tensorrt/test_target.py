@@ -11,10 +11,10 @@ import torch
 from exportable_cache import export, load
 from exportable_cache.backends import backend_for
 from exportable_cache.backends.tensorrt.capabilities import CAPABILITIES, parse_capabilities
-from exportable_cache.bundle import Bundle
+from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.cli.app import app
 from exportable_cache.errors import BundleError, InputError, VerificationError
-from exportable_cache.verify import VerifyReport, verify
+from exportable_cache.verification.verify import VerifyReport, verify
 
 from .models import engine_model
 

@@ -1,4 +1,4 @@
-// How much a cache holds, and how far it can be taken back. The rules are those of exportable_cache/layers.
+// How much a cache holds, and how far it can be taken back. The rules are those of exportable_cache/cache/layers.
 #pragma once
 
 #include <cstdint>

@@ -18,7 +18,7 @@ struct MethodSpec {
   std::optional<int64_t> read_length{};  // reads only so many tokens of the cache, so it serves no later position
 };
 
-/// One cache layer: its class in exportable_cache/layers, and the sizes that limit it, as far as it has them.
+/// One cache layer: its class in exportable_cache/cache/layers, and the sizes that limit it, as far as it has them.
 struct LayerSpec {
   std::string class_name;
   std::optional<int64_t> capacity{};  // slots

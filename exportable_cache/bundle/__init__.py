@@ -1,0 +1,1 @@
+"""The folder on disk: manifest, files, checks."""

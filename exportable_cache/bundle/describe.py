@@ -1,0 +1,169 @@
+"""Filling in a manifest: what a lowered program, its model and this installation are."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from importlib import metadata
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from ..common.tensor_spec import TensorSpec
+from ..models.fingerprint import fingerprint
+from ..models.layout import layer_types_and_windows, vocab_size_of
+from ..program.entry_points import Method as ProgramMethod
+from ..program.program import Form, Logits, Program
+from .manifest import (
+    LOGITS,
+    SCHEMA_VERSION,
+    STATE_PREFIX,
+    File,
+    Layer,
+    Manifest,
+    Method,
+    ProgramEntry,
+    Signature,
+    Tensor,
+)
+
+_PACKAGES = ("exportable-cache", "torch", "transformers")
+
+
+def describe(
+    program: Program,
+    *,
+    target: str,
+    packages: tuple[str, ...],
+    source: str,
+    max_cache_len: int,
+    tokenizer: str | None,
+    files: Mapping[str, File],
+    options: Mapping[str, Any],
+) -> Manifest:
+    """The manifest of a program that has been lowered, not verified yet.
+
+    Args:
+        program: What was lowered.
+        target: Its target, with the `packages` whose versions decide whether it can be opened.
+        source: Where the model came from.
+        max_cache_len: As asked for.
+        tokenizer: Class name, or None where there is none.
+        files: What is in the folder.
+        options: Of the target, as given.
+    """
+    model, cache = program.model, program.cache
+    layer_types = [layer_type for layer_type, _ in layer_types_and_windows(model.config)]
+    layers = [
+        Layer(
+            layer_type=layer_type,
+            class_name=type(layer).__name__,
+            config=layer.config(),
+            tensors={
+                name: Tensor(
+                    shape=list(tensor.shape),
+                    dims=list(layer.state[name].dims),
+                    dtype=dtype_name(tensor.dtype),
+                    bytes=tensor.nbytes,
+                )
+                for name, tensor in layer.named_state()
+            },
+            bytes=layer.nbytes,
+        )
+        for layer_type, layer in zip(layer_types, cache.layers, strict=True)
+    ]
+    vocab_size = vocab_size_of(model)
+    return Manifest(
+        schema_version=SCHEMA_VERSION,
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        target=target,
+        source=source,
+        model_type=model.config.model_type,
+        architecture=type(model).__name__,
+        program=ProgramEntry(
+            form=program.form,
+            logits=program.logits,
+            batch_size=program.batch_size,
+            max_cache_len=max_cache_len,
+            methods={name: _method(program, method, vocab_size) for name, method in program.methods.items()},
+        ),
+        vocab_size=vocab_size,
+        dtype=dtype_name(model.dtype),
+        layers=layers,
+        cache_bytes=cache.nbytes,
+        weights_bytes=weights_bytes(model),
+        fingerprint=fingerprint(model),
+        tokenizer=tokenizer,
+        config=config_fields(model),
+        generation_config=generation_config_fields(model),
+        packages=installed_versions(packages),
+        files=dict(files),
+        options=json.loads(json.dumps(dict(options), default=str)),
+        verification=None,
+    )
+
+
+def installed_versions(packages: tuple[str, ...] = ()) -> dict[str, str]:
+    """Versions of Python, of the packages every program depends on, and of `packages`, where installed."""
+    versions = {"python": platform.python_version()}
+    for name in dict.fromkeys((*_PACKAGES, *packages)):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def config_fields(model: PreTrainedModel) -> dict[str, Any]:
+    """The model's config as JSON, with its class and dtype, without where it was loaded from."""
+    fields = json.loads(model.config.to_json_string(use_diff=False))
+    fields.pop("_name_or_path", None)
+    return {**fields, "architectures": [type(model).__name__], "dtype": dtype_name(model.dtype)}
+
+
+def generation_config_fields(model: PreTrainedModel) -> dict[str, Any]:
+    """What the model's generation config sets, as JSON."""
+    return json.loads((model.generation_config or GenerationConfig()).to_json_string(use_diff=True))
+
+
+def weights_bytes(model: torch.nn.Module) -> int:
+    """Bytes of the parameters, tied ones counted once."""
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _method(program: Program, method: ProgramMethod, vocab_size: int) -> Method:
+    inputs, outputs = [_signature(spec) for spec in method.inputs], [_signature(spec) for spec in method.outputs]
+    if method.is_step:
+        length = method.inputs[0].shape[1]
+        gives_all = method.scores or program.logits is Logits.ALL
+        shape = ("batch", length, vocab_size) if gives_all else ("batch", vocab_size)
+        outputs = [_signature(TensorSpec(LOGITS, dtype_name(program.model.dtype), shape))]
+    if method.is_step and program.form is Form.EXPLICIT:
+        state = [
+            Signature(name=f"{STATE_PREFIX}{name}", dtype=dtype_name(tensor.dtype), shape=["batch", *tensor.shape[1:]])
+            for name, tensor in program.cache.named_state()
+        ]
+        inputs, outputs = inputs + state, outputs + state
+    return Method(
+        min_length=method.min_length,
+        max_length=method.max_length,
+        read_length=method.read_length,
+        scores=method.scores,
+        ranges=dict(method.ranges),
+        inputs=inputs,
+        outputs=outputs,
+        grid=method.grid,
+        multiple=method.multiple,
+    )
+
+
+def _signature(spec: TensorSpec) -> Signature:
+    return Signature(name=spec.name, dtype=spec.dtype, shape=list(spec.shape))

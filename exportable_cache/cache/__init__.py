@@ -1,0 +1,1 @@
+"""What is kept between steps: layers, masks and attention over their slots."""

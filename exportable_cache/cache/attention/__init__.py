@@ -1,0 +1,1 @@
+"""Attention over a static cache, in the signatures that transformers calls."""

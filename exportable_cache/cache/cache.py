@@ -1,0 +1,283 @@
+"""The cache: the ordered layers of a model, as one `past_key_values`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from safetensors.torch import save_file
+from transformers import Cache, PreTrainedConfig
+
+from ..common.files import atomic_path, read_tensors
+from ..errors import InputError
+from .attention.functions import ATTENTION_NAMES
+from .layers import CacheLayer, LinearStates
+from .layers.checks import check_rollback, check_room, check_rows_agree, is_traced
+
+_FORMAT = "exportable_cache.cache.v1"
+
+
+class LayeredCache(Cache):
+    """The ordered layers of a model, as one `past_key_values`. `models.cache_factory.ExportableCache` is made from a model or its config.
+
+    No step depends on how many tokens were seen, so a compiled or exported step serves every position.
+
+    Args:
+        layers: One layer per decoder layer, all of one batch size.
+
+    Raises:
+        InputError: If there are no layers, one is not a `CacheLayer`, or batch sizes differ.
+    """
+
+    #: Every cache class by name, for rebuilding from a file.
+    classes: ClassVar[dict[str, type[LayeredCache]]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        LayeredCache.classes[cls.__name__] = cls
+
+    def __init__(self, layers: Sequence[CacheLayer]) -> None:
+        layers = list(layers)
+        if not layers:
+            raise InputError("a cache needs at least one layer, got none")
+        for index, layer in enumerate(layers):
+            if not isinstance(layer, CacheLayer):
+                raise InputError(
+                    f"layer {index} is a {type(layer).__name__}; it must be a CacheLayer such as FullLayer"
+                )
+        if all(layer.is_dummy for layer in layers):
+            raise InputError("none of the layers keeps anything; a cache needs at least one that does")
+        sizes = [layer.cumulative_length.shape[0] for layer in layers if not layer.is_dummy]
+        if len(set(sizes)) > 1:
+            raise InputError(f"layers have batch sizes {sizes}; they must be equal")
+        Cache.__init__(self, layers=layers)
+        self._config: PreTrainedConfig | None = None
+
+    @classmethod
+    def from_layers(cls, layers: Any) -> LayeredCache:
+        """Rebuild a cache around existing layers without looking at them (any pytree leaf may stand in for them)."""
+        cache = cls.__new__(cls)
+        cache.layers = layers
+        cache.layer_class_to_replicate = None
+        cache.offloading = False
+        cache._config = None
+        return cache
+
+    @property
+    def is_initialized(self) -> bool:
+        """True: the tensors exist from construction."""
+        return True
+
+    # -- lengths and limits -----------------------------------------------------------------------------------------
+
+    @property
+    def batch_size(self) -> int:
+        """Rows."""
+        return self.cumulative_length.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the state lives."""
+        return self.cumulative_length.device
+
+    @property
+    def cumulative_length(self) -> torch.Tensor:
+        """Tokens seen per row, int64 [batch_size]: those of the first layer that attends, or of the first that keeps a state."""
+        return self.layers[self._counting_layer(0)].cumulative_length
+
+    def _counting_layer(self, layer_idx: int) -> int:
+        """`layer_idx`, or where that layer sees no keys, the first that does: masks are asked for at index 0 by default."""
+        if not (self.layers[layer_idx].is_linear or self.layers[layer_idx].is_dummy):
+            return layer_idx
+        for kinds in ((False, False), (True, False)):
+            for index, layer in enumerate(self.layers):
+                if (layer.is_linear, layer.is_dummy) == kinds:
+                    return index
+        return layer_idx
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """Per layer, whether it keeps states and no keys. (Transformers' own takes hybrid layers of fixed size for such.)"""
+        return [layer.is_linear for layer in self.layers]
+
+    @property
+    def is_dummy(self) -> list[bool]:
+        """Per layer, whether it keeps nothing."""
+        return [layer.is_dummy for layer in self.layers]
+
+    @property
+    def max_length(self) -> int | None:
+        """Tokens a row can hold in all, or None where only rings keep state."""
+        limits = [layer.max_length for layer in self.layers if layer.max_length is not None]
+        # Not by `default=`, which TorchDynamo cannot trace where there are none.
+        return min(limits) if limits else None
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Transformers' form of `max_length`: -1 where there is no limit."""
+        limit = self.max_length if layer_idx is None else self.layers[layer_idx].max_length
+        return -1 if limit is None else limit
+
+    def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor | int:
+        """Tokens seen, int64 0-D: the one length of all rows.
+
+        Raises:
+            InputError: In eager mode, if rows differ.
+        """
+        if layer_idx >= len(self.layers):
+            return 0
+        lengths = self.layers[self._counting_layer(layer_idx)].cumulative_length
+        if not is_traced(lengths):
+            check_rows_agree(lengths)
+        return lengths[0]
+
+    def get_query_offset(self, layer_idx: int = 0) -> torch.Tensor | int:
+        """Position of the first new token: int64 0-D, or [batch_size, 1] where rows may differ."""
+        if self._rows_may_differ:
+            return self.layers[self._counting_layer(layer_idx)].cumulative_length[:, None]
+        return self.get_seq_length(layer_idx)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int | torch.Tensor]:
+        """Number of keys that `update` will return, and their offset from `arange`.
+
+        Returns:
+            `(kv_length, 0)` or `(kv_length, offset)`, offset int64 [kv_length], or [batch_size, kv_length] where rows
+            may differ, or [batch_size, query_length, kv_length] where each query sees keys of its own.
+
+        Raises:
+            CacheFullError: In eager mode, if the new tokens do not fit a layer; no layer has written yet.
+        """
+        layer_idx = self._counting_layer(layer_idx)
+        check_room(self.layers[layer_idx].cumulative_length, query_length, self.max_length)
+        kv_length, offset = self.layers[layer_idx].get_mask_sizes(query_length)
+        if isinstance(offset, torch.Tensor) and offset.dim() == 2 and not self._rows_may_differ:
+            offset = offset[0]
+        return kv_length, offset
+
+    @property
+    def _rows_may_differ(self) -> bool:
+        # Transformers' own mask functions take one offset for all rows; ours take one per row.
+        if self.batch_size == 1:
+            return False
+        if self._config is not None:
+            return self._config._attn_implementation in ATTENTION_NAMES
+        # A rebuilt cache does not know its model: one offset serves both kinds, unless rows differ or might.
+        lengths = self.cumulative_length
+        return is_traced(lengths) or bool((lengths != lengths[0]).any())
+
+    # -- linear layers ----------------------------------------------------------------------------------------------
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """True: a state of zeros gives what no state gives, so the first step is like every other."""
+        return True
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """See `LinearStates.get_conv_state`."""
+        return self._linear_layer(layer_idx).get_conv_state(state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """See `LinearStates.get_recurrent_state`."""
+        return self._linear_layer(layer_idx).get_recurrent_state(state_idx)
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        """See `LinearStates.update_conv_state`."""
+        return self._linear_layer(layer_idx).update_conv_state(conv_states, state_idx, **kwargs)
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        """See `LinearStates.update_recurrent_state`."""
+        return self._linear_layer(layer_idx).update_recurrent_state(recurrent_states, state_idx, **kwargs)
+
+    def _linear_layer(self, layer_idx: int) -> LinearStates:
+        layer = self.layers[layer_idx]
+        if not isinstance(layer, LinearStates):
+            raise InputError(
+                f"layer {layer_idx} of the cache is {layer!r}, but that layer of the model keeps a linear state; "
+                "allocate the cache with ExportableCache.from_model"
+            )
+        return layer
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    def named_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every state tensor with its name, as `layers.0.keys`."""
+        for index, layer in enumerate(self.layers):
+            for name, tensor in layer.named_state():
+                yield f"layers.{index}.{name}", tensor
+
+    def stored_state(self) -> dict[str, torch.Tensor]:
+        """`named_state` without the lengths: what a program keeps whose positions are inputs."""
+        return {name: tensor for name, tensor in self.named_state() if not name.endswith(".cumulative_length")}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all state tensors."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the newest tokens of every row, in every layer or in none.
+
+        Args:
+            tokens_to_remove: Zero, or minus the number of tokens (transformers' convention).
+
+        Raises:
+            InputError: If a layer cannot; nothing has changed then.
+        """
+        if tokens_to_remove < 0:
+            for layer in self.layers:
+                if not layer.is_dummy:
+                    check_rollback(layer, -tokens_to_remove)
+        super().crop(tokens_to_remove)
+
+    def with_state(self, tensors: Mapping[str, Any], lengths: torch.Tensor | None = None) -> LayeredCache:
+        """The same layers around other tensors; this cache is left alone.
+
+        Args:
+            tensors: State by name, as `named_state` gives it.
+            lengths: int64 [batch_size], the cumulative length of every layer; `tensors` need hold none then.
+        """
+        layers = []
+        for index, layer in enumerate(self.layers):
+            state = {name: tensors.get(f"layers.{index}.{name}") for name in layer.state}
+            if lengths is not None:
+                state["cumulative_length"] = lengths
+            rebuilt = type(layer).from_state(layer.config(), state)
+            rebuilt.start = lengths
+            layers.append(rebuilt)
+        return type(self).from_layers(layers)
+
+    def save(self, path: str | Path) -> None:
+        """Write all state to a safetensors file, atomically."""
+        tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in self.named_state()}
+        layers = [
+            {"class": type(layer).__name__, "config": layer.config(), "high_water": layer._high_water}
+            for layer in self.layers
+        ]
+        with atomic_path(Path(path)) as temporary:
+            save_file(
+                tensors,
+                temporary,
+                metadata={"format": _FORMAT, "cache": type(self).__name__, "layers": json.dumps(layers)},
+            )
+
+    @classmethod
+    def load(cls, path: str | Path, device: torch.device | str = "cpu") -> LayeredCache:
+        """Read what `save` wrote; the next step continues where it stopped.
+
+        Raises:
+            BundleError: If the file is missing, damaged or not a saved cache.
+        """
+        tensors, metadata = read_tensors(path, "a saved cache", _FORMAT, "save()", device)
+        layers = []
+        for index, described in enumerate(json.loads(metadata["layers"])):
+            layer_class = CacheLayer.classes[described["class"]]
+            state = {name: tensors[f"layers.{index}.{name}"] for name in layer_class.declare(described["config"])}
+            layer = layer_class.from_state(described["config"], state)
+            layer._high_water = described["high_water"]
+            layers.append(layer)
+        return LayeredCache.classes[metadata.get("cache", "ExportableCache")](layers)

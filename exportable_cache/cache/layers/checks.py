@@ -1,0 +1,113 @@
+"""Host-side checks of a step, for eager use. Compiled and exported programs skip them: their session checks instead.
+
+This is the one place in the layers that reads lengths back to Python. Nothing here runs inside a traced path.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ...errors import CacheFullError, InputError
+
+if TYPE_CHECKING:
+    from .layer import CacheLayer
+
+
+def is_traced(tensor: torch.Tensor) -> bool:
+    """Whether values of `tensor` cannot be read: under torch.compile, torch.export, or on fake and meta tensors."""
+    return torch.compiler.is_compiling() or isinstance(tensor, FakeTensor) or tensor.is_meta
+
+
+def check_room(lengths: torch.Tensor, query_length: int, limit: int | None) -> None:
+    """Refuse new tokens that do not fit, before any layer has written.
+
+    Args:
+        lengths: Tokens held per row, int64 [batch_size].
+        query_length: New tokens.
+        limit: Tokens a row can hold, or None for any number.
+
+    Raises:
+        CacheFullError: If a row has fewer than `query_length` slots left.
+    """
+    if limit is None:
+        return
+    # The lengths cannot be read while tracing: only what is static can be refused there.
+    held = 0 if is_traced(lengths) else int(lengths.max())
+    if isinstance(query_length, int) and held + query_length > limit:
+        raise CacheFullError(
+            f"the cache holds {held} of at most {limit} tokens, {query_length} more do not fit; "
+            "reset it, crop it, or allocate a larger max_cache_len"
+        )
+
+
+def check_new_states(layer: CacheLayer, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    """Refuse keys and values that do not match the layer's tensors.
+
+    Args:
+        key_states: [batch_size, num_heads, query_length, head_dim].
+        value_states: [batch_size, num_heads, query_length, value_head_dim].
+
+    Raises:
+        InputError: On another batch size, head count, head size, dtype or device.
+    """
+    for name, new, kept in (("keys", key_states, layer.keys), ("values", value_states, layer.values)):
+        expected = (kept.shape[0], kept.shape[1], new.shape[2], kept.shape[3])
+        if tuple(new.shape) != expected:
+            raise InputError(
+                f"new {name} are [batch, heads, length, dim] = {list(new.shape)}, the cache was allocated for {list(expected)}; "
+                "allocate it with the model's sizes (ExportableCache.from_model reads them from the model)"
+            )
+        if new.dtype != layer.states_dtype:
+            raise InputError(
+                f"new {name} are {new.dtype}, the cache holds {layer.states_dtype}; allocate it with dtype={new.dtype}"
+            )
+        if new.device != kept.device:
+            raise InputError(
+                f"new {name} are on {new.device}, the cache is on {kept.device}; allocate it with device={str(new.device)!r}"
+            )
+
+
+def check_rows_agree(lengths: torch.Tensor) -> None:
+    """Refuse to give one length for rows that differ.
+
+    Args:
+        lengths: int64 [batch_size].
+
+    Raises:
+        InputError: If the rows differ.
+    """
+    if lengths.shape[0] > 1 and bool((lengths != lengths[0]).any()):
+        raise InputError(
+            f"rows hold {lengths.tolist()} tokens, there is no one length; pass position_ids and read cumulative_length"
+        )
+
+
+def check_rollback(layer: CacheLayer, tokens: int) -> int:
+    """Refuse to take back what cannot be had back.
+
+    Returns:
+        The layer's new high-water mark: the most tokens a row ever held.
+
+    Raises:
+        InputError: If a row holds fewer than `tokens`, or a slot that is needed again was overwritten.
+    """
+    lengths = layer.cumulative_length.tolist()
+    if tokens > min(lengths):
+        raise InputError(f"cannot remove {tokens} tokens from rows that hold {lengths}; remove at most {min(lengths)}")
+    high_water = layer._high_water
+    if high_water is None and layer.max_length is None:
+        raise InputError(
+            f"{layer!r} was rebuilt from bare tensors, so which slots were overwritten is unknown; "
+            "crop the original cache, or rewind through a Session"
+        )
+    high_water = max([high_water or 0, *lengths])
+    allowed = min(layer.max_rollback(length, high_water) for length in lengths)
+    if tokens > allowed:
+        raise InputError(
+            f"{layer!r} can take back at most {allowed} tokens here, not {tokens}: {layer.forgetting}; "
+            "reset the cache and feed the tokens to keep, or allocate rings with more slack"
+        )
+    return high_water

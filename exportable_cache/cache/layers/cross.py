@@ -1,0 +1,95 @@
+"""Cross-attention: the keys and values of one encoder output, written once per sequence and read by every step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...errors import InputError
+from .checks import check_new_states, is_traced
+from .key_value import KeyValueLayer
+from .layer import StateTensor
+
+
+class CrossLayer(KeyValueLayer):
+    """Keeps up to `capacity` encoder positions per row; how many are real is a length of its own.
+
+    Decoder tokens do not move it: rolling the decoder back leaves it alone, and a new encoder output is written over the
+    old one. See `KeyValueLayer` for the arguments; `capacity` is the longest encoder output.
+    """
+
+    state = {
+        "keys": StateTensor("batch_size", "num_heads", "capacity", "head_dim"),
+        "values": StateTensor("batch_size", "num_heads", "capacity", "value_head_dim"),
+        "encoder_length": StateTensor("batch_size", dtype=torch.int64),
+    }
+    follows_decoder = False
+
+    encoder_length: torch.Tensor
+
+    def _finish(self, high_water: int | None) -> None:
+        super()._finish(high_water)
+        #: Slots of the newest output, padding included; all of them where that is unknown. A host value, for eager use.
+        self.written = self.capacity
+        self._announced: torch.Tensor | None = None
+
+    def announce_length(self, encoder_length: torch.Tensor) -> None:
+        """Say how many positions of each row are real in the output that comes next: int64 [batch_size]."""
+        self._announced = encoder_length
+
+    @property
+    def cumulative_length(self) -> torch.Tensor:
+        """Encoder positions held per row, int64 [batch_size]."""
+        return self.encoder_length
+
+    @property
+    def max_length(self) -> None:
+        return None
+
+    def slot_positions(self, query_length: int) -> None:
+        return None
+
+    def max_rollback(self, length: int, high_water: int) -> int:
+        return length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Nothing to do: the tokens taken back are the decoder's."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write one encoder output from slot 0 on.
+
+        All of its positions count as real, if `announce_length` has not said otherwise.
+
+        Args:
+            key_states: [batch_size, num_heads, encoder_length, head_dim].
+            value_states: [batch_size, num_heads, encoder_length, value_head_dim].
+
+        Returns:
+            The new keys and values themselves.
+
+        Raises:
+            InputError: If they are more than `capacity`, or shape, dtype or device differ from the layer's.
+        """
+        length = key_states.shape[2]
+        if not is_traced(self.encoder_length):
+            check_new_states(self, key_states, value_states)
+            if length > self.capacity:
+                raise InputError(
+                    f"the encoder gave {length} positions, the cross-attention layer holds {self.capacity}; "
+                    "shorten the input, or allocate with a larger max_encoder_len"
+                )
+            self.written = length
+        slots = torch.arange(length, device=self.device).expand(key_states.shape[0], length)
+        self._write(slots, key_states, value_states)
+        lengths = torch.full_like(self.encoder_length, length) if self._announced is None else self._announced
+        self._announced = None
+        # As a change of this layer's own: ExecuTorch takes outputs of equal value for one, and loses all layers but the last.
+        change = lengths - self.encoder_length
+        if self.in_place:
+            self.encoder_length.add_(change)
+        else:
+            self.encoder_length = self.encoder_length + change
+        return key_states, value_states

@@ -1,0 +1,1 @@
+"""What every room uses: progress, files, small tools that know nothing of caches."""

@@ -1,0 +1,83 @@
+"""Several decode steps per launch: computed together, given out one by one."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..errors import InputError
+from .chooser import Chooser
+from .speculative import least_rollback
+
+if TYPE_CHECKING:
+    from ..session.session import Session
+
+
+class Launches:
+    """The next tokens of one generation, from as many steps per launch as the session makes.
+
+    Between tokens the session's length is that of plain decoding: the cache is ahead of it, so what was computed and is not
+    wanted costs nothing to drop. A step taken with the session meanwhile does so.
+
+    Args:
+        session: What runs the steps.
+        chooser: How to choose.
+    """
+
+    def __init__(self, session: Session, chooser: Chooser) -> None:
+        self.session = session
+        self.chooser = chooser
+        self._ahead: deque[torch.Tensor] = deque()
+        self._moves = session.moves
+
+    def next(self, tokens: torch.Tensor, wanted: int | None) -> torch.Tensor:
+        """Feed `tokens`, int64 [batch], the newest that were given out, and choose the ones that follow, int64 [batch].
+
+        Args:
+            wanted: How many more, these included, will be asked for at most; None for any number.
+        """
+        if self._ahead and self.session.moves == self._moves:
+            self.session.shift(1)
+        else:
+            steps = self._steps(wanted)
+            self._ahead = deque(self.session.decode_and_choose(tokens, self.chooser, steps).unbind(1))
+            self.session.shift(1 - steps)
+            self._moves = self.session.moves
+        return self._ahead.popleft()
+
+    def _steps(self, wanted: int | None) -> int:
+        # Not fewer per launch near the end, which would be a graph of its own: one by one there.
+        steps, room = self.session.steps_per_launch, self.session.room
+        return steps if all(limit is None or limit >= steps for limit in (wanted, room)) else 1
+
+
+def check_steps_per_launch(session: Session, steps: int) -> None:
+    """Refuse a number of steps that this session could not take at once, or not take back after a stop.
+
+    Raises:
+        InputError: If it is no positive int, is more than the cache holds, or the runtime or a layer rules it out.
+    """
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        raise InputError(f"steps_per_launch is {steps!r}; it must be an int of at least 1")
+    if steps == 1:
+        return
+    if session.max_length is not None and steps > session.max_length:
+        raise InputError(f"steps_per_launch is {steps}, a row holds {session.max_length} tokens; pass fewer steps")
+    if not hasattr(session.runner, "run_and_choose"):
+        raise InputError(
+            f"steps_per_launch is {steps}, but a {session.target!r} program gives logits, and tokens are chosen outside of it; "
+            "leave it out, or use Session.from_model"
+        )
+    layer, allowed = least_rollback(session)
+    if allowed == 0:
+        raise InputError(
+            f"{layer} keeps a state that cannot be taken back, as it must be where an answer ends within a launch of {steps} steps; "
+            "leave out steps_per_launch"
+        )
+    if allowed < steps - 1:
+        raise InputError(
+            f"a launch of {steps} steps takes back up to {steps - 1} tokens, {layer} at most {allowed}; "
+            f"allocate the cache with slack={steps - 2}, or pass steps_per_launch={allowed + 1}"
+        )

@@ -1,0 +1,1 @@
+"""Transformers models: loading, what their layers keep, patches, scans, quantisation."""

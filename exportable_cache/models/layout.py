@@ -1,0 +1,315 @@
+"""What each layer of a model keeps: read from the model itself, by running one token through it."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import get_layer_types_and_kwargs
+
+from ..cache.layers import CrossLayer, KeyValueLayer, LinearStates, RingLayer, StateShape
+from ..cache.layout import (
+    CROSS_ATTENTION,
+    HYBRID_TYPES,
+    KEY_TYPES,
+    STATE_TYPES,
+    SUPPORTED_LAYER_TYPES,
+    LayerLayout,
+)
+from ..errors import InputError, UnsupportedModelError
+from .patches.transformers import patch_model
+from .support import BIASED_BY_SLOT, LONGEST, REFUSED_MODELS, REFUSED_OPTIONS, WITHOUT_CACHE
+
+logger = logging.getLogger(__name__)
+
+
+def check_model_type(config: PreTrainedConfig) -> None:
+    """Refuse the models of `refusals`, before anything of theirs runs.
+
+    Raises:
+        UnsupportedModelError: With what the model does that no cache here fits.
+    """
+    if config.model_type in REFUSED_MODELS:
+        raise UnsupportedModelError(
+            f"{config.model_type!r} is wrong with any static cache: {REFUSED_MODELS[config.model_type]}; use DynamicCache"
+        )
+    if config.model_type in WITHOUT_CACHE:
+        raise UnsupportedModelError(
+            f"{config.model_type!r} has no place for a static cache: {WITHOUT_CACHE[config.model_type]}"
+        )
+    for field, (types, reason) in REFUSED_OPTIONS.items():
+        if config.model_type in types and getattr(config.get_text_config(decoder=True), field, False):
+            raise UnsupportedModelError(f"{config.model_type!r} with {field}=True cannot have a static cache: {reason}")
+
+
+def layer_types_and_windows(config: PreTrainedConfig) -> list[tuple[str, int | None]]:
+    """Type and sliding window of each layer of the text decoder.
+
+    Raises:
+        UnsupportedModelError: If a layer's type has no storage policy here.
+    """
+    check_model_type(config)
+    if getattr(config, "is_encoder_decoder", False):
+        return _decoder_layer_types(config)
+    types, options = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+    for index, layer_type in enumerate(types):
+        if layer_type not in SUPPORTED_LAYER_TYPES:
+            raise UnsupportedModelError(
+                f"layer {index} of this {config.model_type!r} model is of type {layer_type!r}, which has no static cache layer; "
+                f"supported types: {', '.join(SUPPORTED_LAYER_TYPES)}"
+            )
+    return [(layer_type, option.get("sliding_window")) for layer_type, option in zip(types, options, strict=True)]
+
+
+def check_longest(config: PreTrainedConfig, max_cache_len: int) -> None:
+    """Refuse more slots than the model's own code serves alike, however many of them are filled.
+
+    Raises:
+        UnsupportedModelError: If there are more.
+    """
+    for field, (types, reason) in LONGEST.items():
+        limit = getattr(config, field, None)
+        if config.model_type in types and isinstance(max_cache_len, int) and max_cache_len > limit:
+            raise UnsupportedModelError(
+                f"max_cache_len is {max_cache_len}, {field} of this {config.model_type!r} model is {limit}: {reason}; use at most that"
+            )
+
+
+def check_sinks(config: PreTrainedConfig, layouts: Sequence[LayerLayout]) -> None:
+    """Refuse attention sinks where they would do nothing, or give other logits than the tokens kept.
+
+    Raises:
+        InputError: If no layer attends to all tokens.
+        UnsupportedModelError: If the model computes with slots instead of positions.
+    """
+    full = [layout for layout in layouts if layout.num_heads is not None and layout.window is None]
+    if not full:
+        raise InputError(
+            f"no layer of this {config.model_type!r} model attends to all tokens, so it runs without end as it is; "
+            "leave out attention_sinks"
+        )
+    if any(layout.index_head_dim or layout.conv_states or layout.recurrent_states for layout in full):
+        raise UnsupportedModelError(
+            f"the full-attention layers of {config.model_type!r} keep more than keys and values, for which there is no layer with sinks; "
+            "leave out attention_sinks"
+        )
+    if config.model_type in BIASED_BY_SLOT:
+        raise UnsupportedModelError(
+            f"{config.model_type!r} derives its position bias from the slots of the cache, which sinks move; leave out attention_sinks"
+        )
+
+
+def _decoder_layer_types(config: PreTrainedConfig) -> list[tuple[str, int | None]]:
+    """The self-attention layers of an encoder-decoder, then its cross-attention layers."""
+    text_config = config.get_text_config(decoder=True)
+    types, options = get_layer_types_and_kwargs(text_config)
+    kinds = [(layer_type, option.get("sliding_window")) for layer_type, option in zip(types, options, strict=True)]
+    # T5's family counts the decoder's layers apart, and has no kinds of them.
+    count = getattr(text_config, "num_decoder_layers", None)
+    if count is not None and len(set(kinds)) == 1:
+        kinds = kinds[:1] * count
+    for index, (layer_type, _) in enumerate(kinds):
+        if layer_type not in ("full_attention", "sliding_attention"):
+            raise UnsupportedModelError(
+                f"decoder layer {index} of this {config.model_type!r} model is of type {layer_type!r}, "
+                "which has no static cache layer in an encoder-decoder"
+            )
+    return [*kinds, *[(CROSS_ATTENTION, None)] * len(kinds)]
+
+
+def check_layers(model: PreTrainedModel, cache: Cache) -> None:
+    """Refuse a cache whose layers are not those the model's need: another window would give other logits, silently.
+
+    Raises:
+        InputError: If the number of layers differs, a layer is of another kind, or a ring is not as long as the layer's window.
+    """
+    kinds = layer_types_and_windows(model.config)
+    if len(cache.layers) != len(kinds):
+        raise InputError(
+            f"the cache has {len(cache.layers)} layers, the model {len(kinds)}; allocate it with ExportableCache.from_model"
+        )
+    for index, ((layer_type, window), layer) in enumerate(zip(kinds, cache.layers, strict=True)):
+        found = (isinstance(layer, KeyValueLayer), isinstance(layer, LinearStates))
+        expected = (
+            layer_type in (*KEY_TYPES, *HYBRID_TYPES, CROSS_ATTENTION),
+            layer_type in STATE_TYPES + HYBRID_TYPES,
+        )
+        if found != expected or isinstance(layer, CrossLayer) is not (layer_type == CROSS_ATTENTION):
+            raise InputError(
+                f"layer {index} of the cache is {layer!r}, but that layer of the model is of type {layer_type!r}; "
+                "allocate the cache with ExportableCache.from_model"
+            )
+        if isinstance(layer, RingLayer) and layer.window != window:
+            needed = "attends to all tokens" if window is None else f"attends to {window} tokens"
+            raise InputError(
+                f"layer {index} of the cache is {layer!r}, but that layer of the model {needed}; "
+                "allocate the cache with ExportableCache.from_model"
+            )
+
+
+class ProbeCache(DynamicCache):
+    """What a model is given to see what it keeps. Patched layers that know no cache upstream write to it as well."""
+
+    is_probe = True
+
+
+def layout_from_model(model: PreTrainedModel) -> tuple[list[LayerLayout], torch.dtype, torch.device]:
+    """Shapes, dtype and device of each layer's keys and values, from one token run through the model.
+
+    The model is the only reliable source: configs state head counts and sizes in many ways, some of them per layer.
+
+    Raises:
+        UnsupportedModelError: If the model keeps no keys and values in a transformers cache.
+    """
+    kinds = layer_types_and_windows(model.config)
+    cache = ProbeCache(config=model.config)
+    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            model(input_ids=token, use_cache=True, **{cache_argument(model): cache})
+    finally:
+        model.train(was_training)
+    if len(cache.layers) != len(kinds):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} wrote {len(cache.layers)} layers to the cache, its config names {len(kinds)}; "
+            "a cache of its own kind is not supported"
+        )
+    layouts = [
+        _layout_of(index, model, layer, layer_type, window)
+        for index, ((layer_type, window), layer) in enumerate(zip(kinds, cache.layers, strict=True))
+    ]
+    keys = [layer.keys for layer in cache.layers if isinstance(getattr(layer, "keys", None), torch.Tensor)]
+    return (layouts, keys[0].dtype, keys[0].device) if keys else (layouts, model.dtype, model.device)
+
+
+def _layout_of(index: int, model: PreTrainedModel, layer: Any, layer_type: str, window: int | None) -> LayerLayout:
+    """What one layer of a `DynamicCache` holds after a token."""
+    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+    conv, recurrent = _state_shapes(layer, "conv_states", model.dtype), _state_shapes(layer, "recurrent_states", None)
+    if layer_type in KEY_TYPES + HYBRID_TYPES and not isinstance(keys, torch.Tensor):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} wrote no keys and values to layer {index} of the cache, which is of type {layer_type!r}; "
+            "layers that keep them elsewhere are not supported"
+        )
+    if layer_type in STATE_TYPES + HYBRID_TYPES and not any((*conv, *recurrent)):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} wrote no state to layer {index} of the cache, which is of type {layer_type!r}; "
+            "layers that keep it elsewhere are not supported"
+        )
+    indexer_keys = getattr(layer, "indexer_keys", None)
+    sizes = {}
+    if isinstance(keys, torch.Tensor):
+        sizes = {
+            "num_heads": keys.shape[1],
+            "head_dim": keys.shape[3],
+            "value_head_dim": values.shape[3],
+            "window": window,
+        }
+    return LayerLayout(
+        layer_type,
+        **sizes,
+        index_head_dim=None if indexer_keys is None else indexer_keys.shape[-1],
+        conv_states=conv,
+        recurrent_states=recurrent,
+    )
+
+
+def _state_shapes(layer: Any, name: str, model_dtype: torch.dtype | None) -> tuple[StateShape | None, ...]:
+    states = getattr(layer, name, None) or {}
+    shapes = [states[index] for index in sorted(states)]
+    # Convolutions take their inputs in the model's dtype; recurrences often keep a wider one, whatever the model's.
+    return tuple(
+        None
+        if state is None
+        else StateShape(tuple(state.shape[1:]), None if state.dtype == model_dtype else state.dtype)
+        for state in shapes
+    )
+
+
+def vocab_size_of(model: PreTrainedModel) -> int:
+    """Rows of the token embeddings that the text decoder looks ids up in."""
+    try:
+        return model.get_input_embeddings().weight.shape[0]
+    except NotImplementedError:  # a model in which transformers does not find them (PP-FormulaNet)
+        return model.config.get_text_config(decoder=True).vocab_size
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """Name of the argument of `model.forward` that takes the cache: Mamba's family calls it `cache_params`."""
+    parameters = inspect.signature(model.forward).parameters
+    return "cache_params" if "cache_params" in parameters and "past_key_values" not in parameters else "past_key_values"
+
+
+def layout_from_config(config: PreTrainedConfig) -> list[LayerLayout]:
+    """Like `layout_from_model`, without weights: the model is built and run on the meta device.
+
+    Where its code cannot run there (it looks at values), sizes are read off the config.
+
+    Raises:
+        InputError: If `config` is not a transformers config.
+        UnsupportedModelError: See `layer_types_and_windows`.
+    """
+    if not isinstance(config, PreTrainedConfig):
+        raise InputError(f"expected a transformers config, got {type(config).__name__}; pass model.config")
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"{config.model_type!r} is an encoder-decoder, whose encoder has to be looked at; use ExportableCache.from_model"
+        )
+    kinds = layer_types_and_windows(config)
+    model = model_without_weights(config)
+    if model is not None:
+        try:
+            return layout_from_model(model)[0]
+        except UnsupportedModelError:
+            raise
+        except Exception as error:  # its code looks at values; the config still answers for most
+            logger.info(
+                "could not run %s on the meta device (%s); reading sizes off the config", config.model_type, error
+            )
+    for layer_type, _ in kinds:
+        if layer_type in STATE_TYPES + HYBRID_TYPES:
+            raise UnsupportedModelError(
+                f"the sizes of a {layer_type!r} layer of {config.model_type!r} are known from the model only; use ExportableCache.from_model"
+            )
+    layers = config.get_text_config(decoder=True).per_layer_config
+    return [_layout_from_fields(layer, *kind) for layer, kind in zip(layers, kinds, strict=True)]
+
+
+def model_without_weights(config: PreTrainedConfig) -> PreTrainedModel | None:
+    """The text decoder, with the encoder of an encoder-decoder, on the meta device, or None where its code cannot be built there."""
+    from .loading import auto_class
+
+    has_encoder = getattr(config, "is_encoder_decoder", False)
+    probe = copy.deepcopy(config if has_encoder else config.get_text_config(decoder=True))
+    probe._attn_implementation = "eager"
+    try:
+        with torch.device("meta"):
+            model = (auto_class(probe) or AutoModelForCausalLM).from_config(probe)
+    except Exception as error:  # any model code may run here
+        logger.info("could not build %s on the meta device: %s", config.model_type, error)
+        return None
+    # Its files are those of the model that the cache is for.
+    patch_model(model)
+    return model
+
+
+def _layout_from_fields(config: PreTrainedConfig, layer_type: str, window: int | None) -> LayerLayout:
+    heads = getattr(config, "num_attention_heads", None)
+    hidden = getattr(config, "hidden_size", None)
+    if not heads or not hidden:
+        raise UnsupportedModelError(
+            f"config of {config.model_type!r} states no num_attention_heads and hidden_size; "
+            "use ExportableCache.from_model, which reads the sizes from the model"
+        )
+    if layer_type == "dummy":
+        return LayerLayout(layer_type)
+    head_dim = getattr(config, "head_dim", None) or hidden // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return LayerLayout(layer_type, kv_heads, head_dim, head_dim, window)

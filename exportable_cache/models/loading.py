@@ -1,0 +1,384 @@
+"""Finding and loading models: the shipped demo, a local folder, a hub id, or a model that is there already."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from huggingface_hub import constants, try_to_load_from_cache
+from huggingface_hub.utils import get_session
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    AutoProcessor,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
+from transformers.utils import cached_file
+from transformers.utils import logging as transformers_logging
+
+from ..common.progress import Progress, silent
+from ..demo import demo_path
+from ..errors import BundleError, InputError, MissingDependencyError, UnsupportedModelError, first_line
+
+# Without one of these AutoTokenizer makes up an empty tokenizer of the model's type.
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+)
+# What a processor is made of, beside the tokenizer's files.
+_PROCESSOR_FILES = (
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
+)
+#: Model types whose images or sound `multimodal` takes; others with a text decoder of their own are loaded as that.
+MULTIMODAL = ("llava", "smolvlm", "idefics3", "voxtral", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+# With tied embeddings such weights would pass for a causal LM's.
+_OTHER_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMaskedLM")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_HUB_TIMEOUT = 10.0
+
+
+@dataclass
+class LoadedModel:
+    """A model ready to export.
+
+    Attributes:
+        model: In eval mode.
+        tokenizer: None where the model came without one.
+        source: "demo", the hub id, the folder's name, or the class name of a model that was given as such.
+        processor_files: Of the processor of images or sound, none where the model came without one.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    source: str
+    processor_files: tuple[Path, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where to load from: `_Place("/models/tiny", "tiny", True)` or `_Place("org/name", "org/name", False)`."""
+
+    path: str
+    source: str
+    local: bool
+
+
+def load_model(
+    model_or_path: PreTrainedModel | str | os.PathLike,
+    dtype: torch.dtype | str | None = None,
+    *,
+    progress: Progress = silent,
+) -> LoadedModel:
+    """Load a causal LM with its tokenizer, in eval mode. Nothing is printed, and no code of the model's own is run.
+
+    Args:
+        model_or_path: `demo`, a local folder, a hub id, or a loaded model, which is passed through.
+        dtype: Of the weights, such as torch.float32 or "float32"; the one they are stored in by default.
+
+    Raises:
+        InputError: If there is no such folder or hub id, its files cannot be read, or a given model is in training mode or
+            of another dtype.
+        UnsupportedModelError: If the model type is unknown or has no causal LM, or the weights are of another kind of model.
+    """
+    wanted = parse_dtype(dtype)
+    if isinstance(model_or_path, PreTrainedModel):
+        return LoadedModel(_given(model_or_path, wanted), None, type(model_or_path).__name__)
+    place = _place(model_or_path)
+    progress(f"loading {place.source}", 0, None)
+    with _quiet():
+        config = _config(place)
+        try:
+            model, info = auto_class(config).from_pretrained(
+                place.path,
+                config=config,
+                dtype=wanted or "auto",
+                output_loading_info=True,
+                local_files_only=place.local,
+            )
+        except Exception as error:  # files are read by several libraries, each with errors of its own
+            raise InputError(
+                f"cannot load the weights of {place.source!r}: {first_line(error)}; download or save it again"
+            ) from error
+        missing = sorted(info["missing_keys"])
+        if missing:
+            raise UnsupportedModelError(
+                f"{place.source!r} has no weights for {len(missing)} tensors of {type(model).__name__}, "
+                f"such as {missing[0]}: it is another kind of model, or incomplete; pass a causal LM"
+            )
+        tokenizer = _tokenizer(place)
+        processor_files = tuple(path for name in _PROCESSOR_FILES if (path := _file(place, name)) is not None)
+    return LoadedModel(model.eval(), tokenizer, place.source, processor_files)
+
+
+def load_config(model_or_path: PreTrainedModel | PreTrainedConfig | str | os.PathLike) -> PreTrainedConfig:
+    """The config of a causal LM, without weights. See `load_model` for the argument and the errors."""
+    if isinstance(model_or_path, PreTrainedConfig):
+        return model_or_path
+    if isinstance(model_or_path, PreTrainedModel):
+        return model_or_path.config
+    with _quiet():
+        return _config(_place(model_or_path))
+
+
+def auto_class(config: PreTrainedConfig) -> type | None:
+    """The auto class that loads the generating model of a config, None where there is none."""
+    if getattr(config, "is_encoder_decoder", False):
+        if type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
+            return AutoModelForSeq2SeqLM
+        if type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING:
+            return AutoModelForSpeechSeq2Seq
+    elif config.model_type in MULTIMODAL:
+        return AutoModelForMultimodalLM
+    return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else None
+
+
+def load_tokenizer(path: str | os.PathLike) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of `demo`, a local folder or a hub id, or None if it has none.
+
+    Raises:
+        InputError: If there is no such folder or hub id, or its tokenizer cannot be read.
+    """
+    with _quiet():
+        return _tokenizer(_place(path))
+
+
+def load_processor(folder: Path, config_folder: Path) -> ProcessorMixin:
+    """The processor of images or sound of a local folder.
+
+    Args:
+        folder: Holds its files and the tokenizer's.
+        config_folder: Holds the model's config.json, which tells the processor's class where its own files do not.
+
+    Raises:
+        MissingDependencyError: If it needs a package that is not installed.
+        BundleError: If its files cannot be read, or are no processor's.
+    """
+    with _quiet():
+        try:
+            config = AutoConfig.from_pretrained(config_folder, local_files_only=True)
+            processor = AutoProcessor.from_pretrained(folder, config=config, local_files_only=True)
+        except ImportError as error:
+            raise MissingDependencyError(f"the processor in {folder} needs a package: {first_line(error)}") from error
+        except Exception as error:  # processors read several files, each with errors of its own
+            raise BundleError(
+                f"cannot read the processor in {folder}: {first_line(error)}; export the model again"
+            ) from error
+    if not isinstance(processor, ProcessorMixin):
+        raise BundleError(f"{folder} holds a {type(processor).__name__} and no processor; export the model again")
+    return processor
+
+
+def check_positions(model: PreTrainedModel, max_length: int | None) -> None:
+    """Refuse a cache that holds more tokens than the model has positions for, where it looks them up in a table.
+
+    Models with computed positions (rotary, ALiBi) pass: they run past what they were trained for.
+
+    Args:
+        max_length: Tokens a row can hold in all, None for any number.
+
+    Raises:
+        InputError: If a step would read past the table.
+    """
+    config = model.config.get_text_config(decoder=True)
+    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "max_target_positions", None)
+    if not isinstance(limit, int) or (max_length is not None and max_length <= limit):
+        return
+    for name, rows in _position_tables(model):
+        # Some tables have up to two extra rows in front, for padding.
+        if limit <= rows <= limit + 2:
+            held = "any number of" if max_length is None else max_length
+            raise InputError(
+                f"the cache can hold {held} tokens, but {type(model).__name__} has positions for {limit} ({name}); "
+                f"use a max_cache_len of at most {limit}"
+            )
+
+
+def _position_tables(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
+    """Name and rows of what may be a table of positions: embeddings, and 2-D tensors that are no parameters (GPT-J, CTRL)."""
+    try:
+        tokens = model.get_input_embeddings()
+    except NotImplementedError:  # see `layout.vocab_size_of`
+        tokens = None
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Embedding) and module is not tokens:
+            yield name, module.num_embeddings
+        plain = {key: value for key, value in vars(module).items() if isinstance(value, torch.Tensor)}
+        for key, tensor in {**dict(module.named_buffers(recurse=False)), **plain}.items():
+            if tensor.dim() == 2:
+                yield f"{name}.{key}", tensor.shape[0]
+
+
+def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """A floating dtype from itself or its name; None and "auto" stand for the stored one.
+
+    Raises:
+        InputError: If it is no floating dtype.
+    """
+    if dtype is None or dtype == "auto":
+        return None
+    parsed = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(parsed, torch.dtype) or not parsed.is_floating_point:
+        raise InputError(
+            f"dtype is {dtype!r}; pass one of 'float32', 'float16', 'bfloat16', or None for the stored one"
+        )
+    return parsed
+
+
+def _given(model: PreTrainedModel, dtype: torch.dtype | None) -> PreTrainedModel:
+    if model.training:
+        raise InputError(f"{type(model).__name__} is in training mode; call model.eval() first")
+    if dtype is not None and dtype != model.dtype:
+        raise InputError(
+            f"{type(model).__name__} is {model.dtype}, dtype asks for {dtype}; convert it with model.to({dtype}) first"
+        )
+    return model
+
+
+def _place(model_or_path: str | os.PathLike) -> _Place:
+    if not isinstance(model_or_path, (str, os.PathLike)):
+        raise InputError(
+            f"model is a {type(model_or_path).__name__}; pass 'demo', a local folder, a hub id, or a transformers causal LM"
+        )
+    name = os.fspath(model_or_path)
+    if not name:
+        # As a path it would stand for the working folder.
+        raise InputError("model is an empty name; pass 'demo', a local folder, or a hub id")
+    if name == "demo":
+        return _Place(str(demo_path()), "demo", True)
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return _Place(str(folder), folder.resolve().name, True)
+    if folder.exists():
+        raise InputError(f"{name!r} is a file; pass the folder that holds config.json and the weights")
+    if not isinstance(model_or_path, str) or not _HUB_ID.fullmatch(name):
+        raise InputError(f"there is no folder {name!r}, and it is no hub id (like 'org/name') either; check the path")
+    reachable, problem = _hub_answers()
+    if not reachable:
+        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+            raise InputError(
+                f"{name!r} is no local folder, is not in the local hub cache, and the hub cannot be reached ({problem}); "
+                "check the path, or connect, or download the model and pass its folder"
+            )
+        return _Place(name, name, True)
+    return _Place(name, name, False)
+
+
+def _hub_answers() -> tuple[bool, str]:
+    # Asked once beforehand: the hub's client would retry every file for half a minute.
+    if constants.HF_HUB_OFFLINE:
+        return False, "HF_HUB_OFFLINE is set"
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_HUB_TIMEOUT)
+    except Exception as error:  # the HTTP library behind the client differs between its releases
+        return False, first_line(error)
+    return True, ""
+
+
+def _config(place: _Place) -> PreTrainedConfig:
+    try:
+        fields, _ = PreTrainedConfig.get_config_dict(place.path, local_files_only=place.local)
+    except OSError as error:
+        if Path(place.path).is_dir():
+            raise InputError(
+                f"folder {place.source!r} has no readable config.json ({first_line(error)}); pass a model folder"
+            ) from error
+        raise InputError(
+            f"{place.source!r} is no local folder, and the hub has no such model ({first_line(error)}); check the path or the id"
+        ) from error
+    model_type = fields.get("model_type")
+    if not model_type:
+        raise InputError(
+            f"config.json of {place.source!r} states no model_type; pass the folder of a transformers model"
+        )
+    if model_type not in CONFIG_MAPPING:
+        raise UnsupportedModelError(
+            f"{place.source!r} is of model type {model_type!r}, which this transformers release does not know; "
+            "code that comes with a model is not run"
+        )
+    try:
+        config = AutoConfig.from_pretrained(place.path, local_files_only=place.local)
+    except Exception as error:  # configs validate their fields with errors of many classes
+        raise InputError(f"cannot read config.json of {place.source!r}: {first_line(error)}; correct it") from error
+    if auto_class(config) is None:
+        raise UnsupportedModelError(
+            f"model type {model_type!r} has no causal LM in transformers, nor an encoder-decoder that gives text; "
+            "pass a model that generates text"
+        )
+    heads = [name for name in config.architectures or () if name.endswith(_OTHER_HEADS)]
+    if heads:
+        raise UnsupportedModelError(
+            f"{place.source!r} is a {heads[0]}, whose head gives no next token; pass a causal LM"
+        )
+    return config
+
+
+def _tokenizer(place: _Place) -> PreTrainedTokenizerBase | None:
+    if all(_file(place, name) is None for name in _TOKENIZER_FILES):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(place.path, local_files_only=place.local)
+    except Exception as error:  # tokenizer files are read by several libraries, each with errors of its own
+        raise InputError(
+            f"cannot read the tokenizer of {place.source!r}: {first_line(error)}; "
+            "correct its files, or remove them to go without"
+        ) from error
+
+
+def _file(place: _Place, name: str) -> Path | None:
+    if Path(place.path).is_dir():
+        path = Path(place.path) / name
+        return path if path.is_file() else None
+    found = cached_file(
+        place.path,
+        name,
+        local_files_only=place.local,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return None if found is None else Path(found)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Run a block without the progress bars, log lines and warnings of the libraries that load models."""
+    bars, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
+    hub_logger = logging.getLogger("huggingface_hub")
+    hub_level = hub_logger.level
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    hub_logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        hub_logger.setLevel(hub_level)
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()

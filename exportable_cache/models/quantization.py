@@ -1,0 +1,304 @@
+"""Weight quantisation before export, through torchao: what is quantised, with which checks, and what stays tied."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib import util
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..errors import InputError, MissingDependencyError, UnsupportedModelError
+from .layout import vocab_size_of
+
+#: Linear layers: scheme -> (bits of a weight, whether activations are quantised to 8 bits per token as they come).
+LINEAR_SCHEMES = {"8da4w": (4, True), "8da8w": (8, True), "8w": (8, False)}
+#: Embedding tables: scheme -> bits.
+EMBEDDING_SCHEMES = {"8w": 8, "4w": 4}
+DEFAULT_GROUP_SIZE = 32
+# XNNPACK's kernels for groups of 4-bit weights take multiples of this.
+_GROUP_MULTIPLE = 32
+_DRAWS, _SENSITIVITY_TOKENS = 3, 24
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """Which weights become integers, and how.
+
+    `Quantization("8da4w", 32, "8w")`: linear layers in 4 bits, one scale per 32 weights of a row, activations in 8 bits per
+    token; the embedding table in 8 bits, one scale per row. Weights are symmetric: zero stays zero.
+
+    Attributes:
+        linear: One of `LINEAR_SCHEMES`, or None to leave linear layers as they are.
+        group_size: Weights that share a scale, in 4 bits. In 8 bits a scale serves a whole row.
+        embeddings: One of `EMBEDDING_SCHEMES`, or None to leave the table as it is. A head that is tied to the table is
+            quantised with it, in 8 bits, so that both still read the same numbers.
+
+    Raises:
+        InputError: If a scheme is unknown, nothing is to be quantised, or the group size is not one the kernels take.
+    """
+
+    linear: str | None = None
+    group_size: int | None = None
+    embeddings: str | None = None
+
+    def __post_init__(self) -> None:
+        for option, value, known in (
+            ("quantize", self.linear, LINEAR_SCHEMES),
+            ("quantize_embeddings", self.embeddings, EMBEDDING_SCHEMES),
+        ):
+            if value is not None and value not in known:
+                raise InputError(f"{option} is {value!r}; it must be one of {', '.join(known)}")
+        if self.linear is None and self.embeddings is None:
+            raise InputError(
+                f"group_size is {self.group_size}, but nothing is quantised; pass quantize or quantize_embeddings too"
+            )
+        if 4 not in (self._bits(self.linear, LINEAR_SCHEMES), self._bits(self.embeddings, EMBEDDING_SCHEMES)):
+            if self.group_size is not None:
+                raise InputError(
+                    f"group_size is {self.group_size}, but 8-bit weights have one scale per row; leave it out, or quantize to 8da4w"
+                )
+            return
+        size = DEFAULT_GROUP_SIZE if self.group_size is None else self.group_size
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1 or size % _GROUP_MULTIPLE:
+            raise InputError(
+                f"group_size is {size!r}; it must be a multiple of {_GROUP_MULTIPLE}, which the 4-bit kernels take"
+            )
+        object.__setattr__(self, "group_size", size)
+
+    @staticmethod
+    def _bits(scheme: str | None, known: dict[str, Any]) -> int | None:
+        found = known.get(scheme)
+        return found[0] if isinstance(found, tuple) else found
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON, as a manifest records it; `Quantization(**recorded)` reads it back."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        parts = [
+            self.linear,
+            self.embeddings and f"embeddings {self.embeddings}",
+            self.group_size and f"groups of {self.group_size}",
+        ]
+        return ", ".join(part for part in parts if part)
+
+
+def quantization_of(
+    quantize: str | None, group_size: int | None, quantize_embeddings: str | None
+) -> Quantization | None:
+    """The quantisation that three options ask for, None for none of them.
+
+    Raises:
+        InputError: See `Quantization`.
+        MissingDependencyError: If torchao is not installed.
+    """
+    if quantize is None and group_size is None and quantize_embeddings is None:
+        return None
+    quantization = Quantization(quantize, group_size, quantize_embeddings)
+    if util.find_spec("torchao") is None:
+        raise MissingDependencyError(
+            "quantisation needs torchao, which is not installed; pip install 'exportable-cache[executorch]'"
+        )
+    return quantization
+
+
+def check_schemes(quantization: Quantization, target: str, linear: Sequence[str], embeddings: Sequence[str]) -> None:
+    """Refuse what a target has no kernels for.
+
+    Args:
+        linear, embeddings: Schemes that it takes.
+
+    Raises:
+        InputError: If one asked for is not among them.
+    """
+    for option, value, known in (
+        ("quantize", quantization.linear, linear),
+        ("quantize_embeddings", quantization.embeddings, embeddings),
+    ):
+        if value is not None and value not in known:
+            offered = f"it takes {', '.join(known)}" if known else "export for target 'executorch'"
+            raise InputError(
+                f"{option} is {value!r}, for which target {target!r} has no kernels worth using; {offered}"
+            )
+
+
+def check_quantizable(model: PreTrainedModel, quantization: Quantization) -> None:
+    """Refuse what would leave a layer silently as it was.
+
+    Raises:
+        InputError: If the group size does not divide a row, or the model is not in float32.
+        UnsupportedModelError: If a layer to quantise is not there, or the tied table is to have 4 bits.
+    """
+    name = type(model).__name__
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if model.dtype != torch.float32:
+        raise InputError(f"{name} is {model.dtype}, and quantised kernels compute in float32; pass dtype='float32'")
+    linears = {
+        path: module for path, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
+    }
+    if quantization.linear is not None and not linears:
+        raise UnsupportedModelError(
+            f"{name} has no torch.nn.Linear besides its head, so {quantization.linear} would quantise nothing; export it unquantised"
+        )
+    if quantization.embeddings is not None and not isinstance(table, nn.Embedding):
+        raise UnsupportedModelError(
+            f"{name} embeds through {type(table).__name__}, which is not quantised; leave out quantize_embeddings"
+        )
+    if quantization.embeddings == "4w" and is_tied(model):
+        raise UnsupportedModelError(
+            f"the head of {name} is tied to its embeddings, and the kernels of the two pack 4 bits differently, so one copy cannot "
+            "serve both; use quantize_embeddings='8w'"
+        )
+    size = quantization.group_size
+    rows = dict(linears) if quantization.linear == "8da4w" else {}
+    if quantization.linear == "8da4w" and isinstance(head, nn.Linear) and not is_tied(model):
+        rows["its head"] = head
+    if quantization.embeddings == "4w":
+        rows["its embeddings"] = table
+    for path, module in rows.items():
+        length = module.weight.shape[1]
+        if length % size:
+            fitting = [fit for fit in range(_GROUP_MULTIPLE, length + 1, _GROUP_MULTIPLE) if length % fit == 0]
+            remedy = (
+                f"use a group_size of {', '.join(map(str, fitting))}"
+                if fitting
+                else "use quantize='8da8w', which has no groups"
+            )
+            raise InputError(
+                f"group_size {size} does not divide the rows of {path} of {name}, {length} weights long; {remedy}"
+            )
+
+
+def is_tied(model: PreTrainedModel) -> bool:
+    """Whether the head reads the embedding table."""
+    head = model.get_output_embeddings()
+    return head is not None and head.weight is model.get_input_embeddings().weight
+
+
+@dataclass(frozen=True)
+class QuantizedModel:
+    """A quantised copy of a model.
+
+    Attributes:
+        model: Runs in eager mode with the rounding it has on a target, and exports to integer weights.
+        weights_bytes: Bytes of its weights as a target stores them: tied ones once, 4-bit ones two to a byte, with scales.
+    """
+
+    model: PreTrainedModel
+    weights_bytes: int
+
+
+@torch.no_grad()
+def quantize(model: PreTrainedModel, quantization: Quantization) -> QuantizedModel:
+    """Quantise a copy of a model; the original is left alone.
+
+    Raises:
+        InputError, UnsupportedModelError: See `check_quantizable`.
+    """
+    check_quantizable(model, quantization)
+    tied = is_tied(model)
+    model = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torchao.quantization.granularity import PerAxis, PerGroup
+        from torchao.quantization.quant_api import (
+            Int8DynamicActivationIntxWeightConfig,
+            IntxWeightOnlyConfig,
+            quantize_,
+        )
+        from torchao.utils import unwrap_tensor_subclass
+
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    groups = {4: PerGroup(quantization.group_size or DEFAULT_GROUP_SIZE), 8: PerAxis(0)}
+    dtypes = {4: torch.int4, 8: torch.int8}
+    if quantization.embeddings is not None:
+        bits = EMBEDDING_SCHEMES[quantization.embeddings]
+        quantize_(
+            model,
+            IntxWeightOnlyConfig(weight_dtype=dtypes[bits], granularity=groups[bits]),
+            lambda module, _: module is table,
+        )
+    if quantization.linear is not None:
+        bits, dynamic = LINEAR_SCHEMES[quantization.linear]
+        if dynamic:
+            config = Int8DynamicActivationIntxWeightConfig(
+                weight_dtype=dtypes[bits],
+                weight_granularity=groups[bits],
+                # What XNNPACK keeps of the scales of groups, so that eager mode computes with the same numbers.
+                weight_scale_dtype=torch.bfloat16 if bits == 4 else None,
+            )
+        else:
+            config = IntxWeightOnlyConfig(weight_dtype=dtypes[bits], granularity=groups[bits])
+        quantize_(model, config, lambda module, _: isinstance(module, nn.Linear) and not (tied and module is head))
+    if tied and quantization.embeddings is not None:
+        head.weight = nn.Parameter(_as_linear(table.weight, quantization.linear), requires_grad=False)
+    # Before unwrapping, which leaves 4-bit weights a byte each.
+    stored = _stored_bytes(model)
+    return QuantizedModel(unwrap_tensor_subclass(model), stored)
+
+
+def _as_linear(table: torch.Tensor, scheme: str | None) -> torch.Tensor:
+    """A table's integers as a linear layer's weight: it holds the very same tensors and computes as the scheme says."""
+    from torchao.quantization.quantize_.workflows.intx.intx_unpacked_to_int8_tensor import (
+        IntxUnpackedToInt8TensorActivationQuantization,
+    )
+
+    # Weights alone have no fast kernel on devices, so where only embeddings were asked for the head takes 8-bit activations too.
+    dynamic = scheme is None or LINEAR_SCHEMES[scheme][1]
+    activations = IntxUnpackedToInt8TensorActivationQuantization.INT8_ASYM_PER_TOKEN if dynamic else None
+    return type(table)(
+        table.qdata, table.scale, table.zero_point, table.target_dtype, table.block_size, table.dtype, activations
+    )
+
+
+def _stored_bytes(model: nn.Module) -> int:
+    stored: dict[int, int] = {}
+    for parameter in model.parameters():
+        if hasattr(parameter, "qdata"):
+            bits = 4 if parameter.target_dtype == torch.int4 else 8
+            stored[parameter.qdata.data_ptr()] = parameter.qdata.numel() * bits // 8 + parameter.scale.nbytes
+        else:
+            stored[parameter.data_ptr()] = parameter.nbytes
+    return sum(stored.values())
+
+
+@torch.no_grad()
+def rounding_sensitivity(model: PreTrainedModel, seed: int = 0) -> float:
+    """What a rounding is worth: the largest |logit difference| when one activation per token rounds to its neighbour.
+
+    Activations are quantised from numbers that two right programs compute with different last bits, and where such a number lies
+    between two integers they round it differently. One activation per token and layer is moved by one step, at random.
+
+    Returns:
+        0.0 if the model quantises no activations.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def round_otherwise(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        values = inputs[0]
+        step = (values.amax(-1, keepdim=True).clamp(min=0) - values.amin(-1, keepdim=True).clamp(max=0)) / 255
+        where = torch.randint(values.shape[-1], (*values.shape[:-1], 1), generator=generator)
+        return (values.scatter_add(-1, where, step), *inputs[1:])
+
+    quantized = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.Linear) and getattr(module.weight, "activation_quantization", None) is not None
+    ]
+    if not quantized:
+        return 0.0
+    vocab_size = vocab_size_of(model)
+    ids = torch.randint(vocab_size, (_DRAWS, _SENSITIVITY_TOKENS), generator=generator)
+    exact = model(ids, use_cache=False).logits
+    hooks = [module.register_forward_pre_hook(round_otherwise) for module in quantized]
+    try:
+        return (model(ids, use_cache=False).logits - exact).abs().max().item()
+    finally:
+        for hook in hooks:
+            hook.remove()

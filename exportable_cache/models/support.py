@@ -1,0 +1,57 @@
+"""Models that are refused by name, and why: what each does that no cache of ours fits."""
+
+from __future__ import annotations
+
+#: Models whose own code is wrong with any cache of fixed size, so that ours would be silently wrong with them.
+REFUSED_MODELS = {
+    "gemma4_unified": "it looks up pictures in its mask by an offset that it takes for a number; its text model, gemma4_unified_text, has one",
+    "kosmos_2_text_model": "its attention mask covers the tokens of a step, not the cache's slots",
+    "moshi": "its attention mask leaves out the sliding window",
+    "prophetnet": "its attention sizes its own position bias",
+    "qwen4_exp_text": "its indexer looks at as many blocks of keys as are complete",
+    "qwen4_exp": "its indexer looks at as many blocks of keys as are complete",
+}
+
+#: Models that leave no room for a cache of ours, and what they do instead.
+WITHOUT_CACHE = {
+    "blip": "it takes a picture at every step, which its text decoder attends to by cross-attention",
+    "blt": "it cuts bytes into patches where a model of its own finds them surprising, so the shapes of a step depend on data",
+    "cpmant": "it takes every token at every step, and computes its position bias from them",
+    "idefics": "it takes pictures at every step, which layers of cross-attention between the others attend to",
+    "musicgen": "it takes a token of each codebook at every step, where a session feeds one",
+    "musicgen_decoder": "it takes a token of each codebook at every step, where a session feeds one",
+    "musicgen_melody": "it takes a token of each codebook at every step, where a session feeds one",
+    "musicgen_melody_decoder": "it takes a token of each codebook at every step, where a session feeds one",
+    "openai-gpt": "it keeps nothing between steps and takes every token at every step",
+    "reformer": "it keeps hashed buckets and hidden states, ReformerDynamicCache",
+    "rwkv": "it keeps its state in a list of its own, the argument `state`",
+    "dia": "it takes a token of each codebook at every step, where a session feeds one",
+    "fsmt": "it makes its causal mask for training alone, and its position table grows with what was seen",
+    "kyutai_speech_to_text": "it takes a token of each codebook at every step, where a session feeds one",
+    "udop": "its encoder takes the place of every token on a page, `bbox`, beside the token, where a session's takes one input",
+    "unlimited_ocr": "it keeps every token of the prompt and a window of what follows, and a step does not know where the prompt ended",
+    "voxtral_realtime": "it takes a piece of sound beside every token",
+    "xlm": "it keeps its keys and values in a dict of its own, the argument `cache`",
+    "xlnet": "it keeps hidden states, the argument `mems`, and takes a dummy token with each step",
+    "xlstm": "it keeps its state in a cache class of its own, xLSTMCache",
+}
+
+#: Config fields that make a model one that no static cache fits: field -> (model types, reason).
+REFUSED_OPTIONS = {
+    "alibi": (("falcon",), "its position bias is sized by the tokens seen, not by the cache's slots"),
+    "use_bidirectional_attention": (
+        ("gemma3", "gemma3_text"),
+        "its tokens see later ones, so it does not generate step by step",
+    ),
+}
+
+#: Config fields that a cache of ours must not outgrow: field -> (model types, reason).
+LONGEST = {
+    "keep_window_size": (
+        ("doge",),
+        "past it its attention chooses among the keys by their values, which is not done here",
+    )
+}
+
+#: Models whose position bias counts the cache's slots, so that a slot has to be its position: no sinks for them.
+BIASED_BY_SLOT = ("bloom", "mpt")

@@ -1,1 +1,0 @@
-"""Operators of our own: each with its schema, eager and fake implementations, and the oracle it is tested against."""

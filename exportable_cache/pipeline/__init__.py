@@ -1,0 +1,1 @@
+"""The main job: a model goes in, a verified bundle comes out."""

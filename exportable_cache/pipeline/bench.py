@@ -1,0 +1,186 @@
+"""How fast a session runs: prefill, decode at several fill levels, and the most memory the process ever took."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median, quantiles
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..common.progress import Progress, silent
+from ..errors import InputError
+from ..generation.sampling import check_seed
+
+if TYPE_CHECKING:
+    from ..session.session import Session
+
+_PREFILL_RUNS = 5
+_WARM_UP_STEPS = 3
+
+
+@dataclass(frozen=True)
+class DecodeTiming:
+    """Decoding from one fill level: `DecodeTiming(256, 32, 4.1, 4.6)`.
+
+    Attributes:
+        position: Tokens in the cache before the first timed step.
+        steps: Timed steps.
+        median_ms: Milliseconds per step.
+        p90_ms: The ninth decile of the same.
+    """
+
+    position: int
+    steps: int
+    median_ms: float
+    p90_ms: float
+
+
+@dataclass(frozen=True)
+class BenchReport:
+    """What `bench` measured.
+
+    Attributes:
+        batch_size: Rows per step.
+        prompt_length: Tokens per row of the timed prompt.
+        prefill_tokens_per_second: Over all rows, median of several runs from an empty cache.
+        decode: One timing per position, ascending.
+        peak_rss_bytes: The most physical memory the process took in its life, imports and loading included; None where
+            the system does not say.
+        threads: Torch's; a target may use threads of its own.
+    """
+
+    batch_size: int
+    prompt_length: int
+    prefill_tokens_per_second: float
+    decode: tuple[DecodeTiming, ...]
+    peak_rss_bytes: int | None
+    threads: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON values."""
+        return {**asdict(self), "decode": [asdict(timing) for timing in self.decode]}
+
+
+def bench(
+    path: str | Path | Session,
+    *,
+    positions: Iterable[int] | None = None,
+    steps: int = 32,
+    prompt_length: int | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> BenchReport:
+    """Time prefill and decode with random tokens. The session is reset before and after.
+
+    Args:
+        path: A bundle's folder, or a session.
+        positions: Fill levels at which decoding is timed; some between empty and full by default, or up to 1024 where
+            the cache has no limit.
+        steps: Timed steps at each position.
+        prompt_length: Of the timed prompt; one chunk of prefill by default.
+        seed: Of the tokens.
+        progress: Called as the work goes on.
+
+    Raises:
+        InputError: If a number is not positive, a position and its steps do not fit the cache, or the seed has more than
+            64 bits.
+        BundleError: See `load`.
+    """
+    from ..session.session import Session, load
+
+    check_seed(seed)
+    session = path if isinstance(path, Session) else load(path)
+    report = progress or silent
+    limit = session.max_length
+    chunk = max(method.max_length for method in session.runner.methods.values() if method.is_step)
+    # The steps that warm up take room, too.
+    needed = steps + _WARM_UP_STEPS
+    _check("steps", steps, 1, None if limit is None else limit - _WARM_UP_STEPS)
+    if prompt_length is None:
+        prompt_length = chunk
+    _check("prompt_length", prompt_length, 1, limit)
+    if positions is None:
+        positions = _spread(1024 if limit is None else limit - needed)
+    positions = sorted(set(positions))
+    if not positions:
+        raise InputError("positions is empty; name at least one, such as 0")
+    for position in positions:
+        _check("position", position, 0, None if limit is None else limit - needed)
+
+    generator = torch.Generator().manual_seed(seed)
+
+    def tokens(count: int) -> torch.Tensor:
+        return torch.randint(0, session.vocab_size, (session.batch_size, count), generator=generator)
+
+    try:
+        seconds = []
+        # The first run pays for allocations and, in a compiled session, for compiling.
+        for run in range(_PREFILL_RUNS + 1):
+            report("timing prefill", run, _PREFILL_RUNS + 1)
+            prompt = tokens(prompt_length)
+            session.reset()
+            start = time.perf_counter()
+            session.prefill(prompt)
+            seconds.append(time.perf_counter() - start)
+        timings = []
+        session.reset()
+        held = 0
+        for index, position in enumerate(positions):
+            report("timing decode", index, len(positions))
+            if position < held:
+                # The steps of the position before went past this one.
+                session.reset()
+                held = 0
+            if position > held:
+                session.prefill(tokens(position - held))
+            timings.append(_time_decode(session, tokens, position, steps))
+            held = position + needed
+    finally:
+        session.reset()
+    return BenchReport(
+        batch_size=session.batch_size,
+        prompt_length=prompt_length,
+        prefill_tokens_per_second=session.batch_size * prompt_length / median(seconds[1:]),
+        decode=tuple(timings),
+        peak_rss_bytes=peak_rss_bytes(),
+        threads=torch.get_num_threads(),
+    )
+
+
+def _time_decode(session: Session, tokens: Any, position: int, steps: int) -> DecodeTiming:
+    milliseconds = []
+    for step in range(_WARM_UP_STEPS + steps):
+        token = tokens(1)[:, 0]
+        start = time.perf_counter()
+        session.decode(token)
+        if step >= _WARM_UP_STEPS:
+            milliseconds.append(1000 * (time.perf_counter() - start))
+    # One step has no deciles.
+    p90 = quantiles(milliseconds, n=10, method="inclusive")[-1] if steps > 1 else milliseconds[0]
+    return DecodeTiming(position, steps, median(milliseconds), p90)
+
+
+def _check(name: str, value: int, least: int, most: int | None) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
+        allowed = f"at least {least}" if most is None else f"{least} to {most}, which is what fits the cache"
+        raise InputError(f"{name} is {value!r}; it must be {allowed}")
+
+
+def _spread(last: int) -> list[int]:
+    return [last * part // 4 for part in range(5)]
+
+
+def peak_rss_bytes() -> int | None:
+    """The most physical memory this process ever held, or None where the system does not say."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Kilobytes on Linux, bytes on macOS.
+    return peak if sys.platform == "darwin" else 1024 * peak

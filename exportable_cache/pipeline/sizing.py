@@ -1,0 +1,225 @@
+"""What a cache would take, before anything is loaded: every layer's storage and bytes, from the config alone."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..bundle.describe import dtype_name
+from ..cache.layers import CacheLayer, SinkLayer
+from ..cache.layers.quantized import check_kv_dtype
+from ..cache.layout import LayerLayout, Sinks
+from ..errors import InputError, UnsupportedModelError
+from ..models.layout import check_sinks, layout_from_config, layout_from_model, model_without_weights
+from ..models.loading import load_config, parse_dtype
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PlannedLayer:
+    """One layer of a planned cache.
+
+    `PlannedLayer(0, "sliding_attention", "RingLayer", 512, 512, 4, 64, 64, "float32", 1048584)` is a ring of 512 slots.
+
+    Attributes:
+        index: Position in the model.
+        layer_type: Transformers' name, as in `config.layer_types`.
+        storage: Class of the cache layer.
+        slots: Tokens it has room for; a ring writes over the oldest. None where it keeps no keys.
+        window: Tokens a query attends to, itself and attention sinks included; None for all.
+        heads: Key and value heads.
+        head_dim: Size of a key head.
+        value_head_dim: Size of a value head.
+        dtype: Of keys and values.
+        bytes: Of all state tensors of the layer.
+    """
+
+    index: int
+    layer_type: str
+    storage: str
+    slots: int | None
+    window: int | None
+    heads: int | None
+    head_dim: int | None
+    value_head_dim: int | None
+    dtype: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `plan` found.
+
+    Attributes:
+        source: The model as it was asked for: `demo`, a hub id, a folder, or a class name.
+        model_type: The config's.
+        architecture: Class of the model, where it could be told.
+        max_cache_len: Tokens a full-attention layer would hold.
+        batch_size: Rows.
+        dtype: Of keys and values, and of the weights.
+        layers: Empty if the model is refused.
+        max_length: Tokens a row can hold in all; None where only rings keep state.
+        cache_bytes: Of the static cache.
+        dynamic_bytes: Of a transformers `DynamicCache` holding `max_cache_len` tokens.
+        weights_bytes: Of the model's parameters, tied ones counted once; None where the model cannot be built without
+            its weights.
+        refusal: Why the cache cannot hold this model, or None if it can.
+    """
+
+    source: str
+    model_type: str
+    architecture: str | None
+    max_cache_len: int
+    batch_size: int
+    dtype: str
+    layers: tuple[PlannedLayer, ...]
+    max_length: int | None
+    cache_bytes: int | None
+    dynamic_bytes: int | None
+    weights_bytes: int | None
+    refusal: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as JSON values."""
+        return {**asdict(self), "layers": [asdict(layer) for layer in self.layers]}
+
+
+def plan(
+    model_or_path: str | Path | PreTrainedModel | PreTrainedConfig,
+    max_cache_len: int,
+    batch_size: int = 1,
+    dtype: torch.dtype | str | None = None,
+    max_encoder_len: int | None = None,
+    attention_sinks: int | None = None,
+    attention_window: int | None = None,
+    kv_dtype: str | None = None,
+) -> Plan:
+    """Size the cache of a model from its config; no weights are read, no cache memory is allocated.
+
+    Args:
+        model_or_path: `demo`, a hub id, a folder, a model or a config.
+        max_cache_len: Tokens a full-attention layer shall hold.
+        batch_size: Rows.
+        dtype: Of keys, values and weights; the config's by default, float32 if it names none.
+        max_encoder_len: Longest input of an encoder-decoder's encoder, see `ExportableCache.from_model`.
+        attention_sinks, attention_window, kv_dtype: See `ExportableCache.from_config`.
+
+    Returns:
+        The plan. A model the cache cannot hold gives one with no layers and the reason in `refusal`.
+
+    Raises:
+        InputError: If a size is not a positive int, the dtype is no floating one, or there is no such model.
+        UnsupportedModelError: If transformers does not know the model type, or it is not a causal LM.
+    """
+    for name, value in (("max_cache_len", max_cache_len), ("batch_size", batch_size)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise InputError(f"{name} is {value!r}; it must be an int of at least 1")
+    wanted = parse_dtype(dtype)
+    check_kv_dtype(kv_dtype)
+    sinks = Sinks.within(max_cache_len, attention_sinks, attention_window)
+    config = load_config(model_or_path)
+    stored = getattr(model_or_path, "dtype", None) or getattr(config.get_text_config(decoder=True), "dtype", None)
+    chosen = wanted or parse_dtype(stored) or torch.float32
+    model = model_without_weights(config)
+    about = {
+        "source": _source(model_or_path),
+        "model_type": config.model_type,
+        "architecture": _architecture(config, model),
+        "max_cache_len": max_cache_len,
+        "batch_size": batch_size,
+        "dtype": dtype_name(chosen),
+        "weights_bytes": None if model is None else _weights_bytes(model, chosen),
+    }
+    try:
+        layouts = _layouts(config, model, max_encoder_len, batch_size)
+        if sinks is not None:
+            check_sinks(config, layouts)
+    except UnsupportedModelError as error:
+        return Plan(**about, layers=(), max_length=None, cache_bytes=None, dynamic_bytes=None, refusal=str(error))
+    built = [layout.build(batch_size, max_cache_len, chosen, "meta", 0, sinks, kv_dtype) for layout in layouts]
+    limits = [layer.max_length for layer in built if layer.max_length is not None]
+    return Plan(
+        **about,
+        layers=tuple(
+            PlannedLayer(
+                index=index,
+                layer_type=layout.layer_type,
+                storage=type(layer).__name__,
+                slots=getattr(layer, "capacity", None),
+                window=sinks.tokens + sinks.window if isinstance(layer, SinkLayer) else layout.window,
+                heads=layout.num_heads,
+                head_dim=layout.head_dim,
+                value_head_dim=layout.value_head_dim,
+                dtype=_kept_dtype(layer),
+                bytes=layer.nbytes,
+            )
+            for index, (layout, layer) in enumerate(zip(layouts, built, strict=True))
+        ),
+        max_length=min(limits, default=None),
+        cache_bytes=sum(layer.nbytes for layer in built),
+        dynamic_bytes=sum(_dynamic_bytes(layout, max_cache_len, batch_size, chosen) for layout in layouts),
+    )
+
+
+def _kept_dtype(layer: CacheLayer) -> str:
+    """Of what a layer keeps besides its lengths, the first tensor's; "-" where it keeps nothing."""
+    kept = (dtype_name(tensor.dtype) for name, tensor in layer.named_state() if name != "cumulative_length")
+    return next(kept, "-")
+
+
+def _source(model_or_path: Any) -> str:
+    return str(model_or_path) if isinstance(model_or_path, (str, Path)) else type(model_or_path).__name__
+
+
+def _architecture(config: PreTrainedConfig, model: PreTrainedModel | None) -> str | None:
+    named = getattr(config, "architectures", None)
+    if named:
+        return named[0]
+    return None if model is None else type(model).__name__
+
+
+def _layouts(
+    config: PreTrainedConfig, model: PreTrainedModel | None, max_encoder_len: int | None, batch_size: int
+) -> list[LayerLayout]:
+    if getattr(config, "is_encoder_decoder", False) and model is not None:
+        from ..models.encoder import encoder_of
+        from ..models.encoder_decoder_layout import encoder_decoder_layers
+
+        return encoder_decoder_layers(model, encoder_of(model, max_encoder_len, batch_size))[0]
+    if max_encoder_len is not None:
+        raise InputError(
+            f"max_encoder_len is {max_encoder_len}, but {config.model_type!r} has no encoder; leave it out"
+        )
+    if model is not None:
+        try:
+            return layout_from_model(model)[0]
+        except UnsupportedModelError:
+            raise
+        except Exception as error:  # its code looks at values; the config still answers for most
+            logger.info("could not run %s on the meta device: %s", config.model_type, error)
+    return layout_from_config(config)
+
+
+def _weights_bytes(model: PreTrainedModel, dtype: torch.dtype) -> int:
+    return sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
+
+
+def _dynamic_bytes(layout: LayerLayout, tokens: int, batch_size: int, dtype: torch.dtype) -> int:
+    """Bytes of transformers' own layer after `tokens` tokens: a sliding one keeps `window - 1`, the next being new."""
+    states = [state for state in (*layout.conv_states, *layout.recurrent_states) if state is not None]
+    fixed = sum(math.prod(state.shape) * (state.dtype or dtype).itemsize for state in states)
+    tokens = layout.encoder_slots or tokens
+    kept = tokens if layout.window is None else min(tokens, layout.window - 1)
+    per_token = (layout.num_heads or 0) * ((layout.head_dim or 0) + (layout.value_head_dim or 0)) + (
+        layout.index_head_dim or 0
+    )
+    return batch_size * (fixed + per_token * kept * dtype.itemsize)

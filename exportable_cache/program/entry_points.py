@@ -1,0 +1,212 @@
+"""The entry points of a program: which tensors each takes, and which of them serves a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+import torch
+
+from ..common.tensor_spec import TensorSpec
+from ..errors import InputError
+from ..models.cache_factory import ExportableCache
+
+DEFAULT_PREFILL_LENGTH = 256
+#: Below this, attention over the slots costs too little beside the weights for a bucket of its own.
+SMALLEST_BUCKET = 128
+
+
+#: What is added to a position in the cache to get the rotary one, where images count as fewer positions than tokens.
+ROPE_DELTAS = TensorSpec("rope_deltas", "int64", ("batch",))
+
+
+@dataclass(frozen=True)
+class Method:
+    """One entry point: `Method("prefill", 2, 256)` takes 2 to 256 new tokens per row, `Method("decode", 1, 1)` one.
+
+    Attributes:
+        name: In the program.
+        min_length: Least size named "length": fewest new tokens per row.
+        max_length: Largest size named "length": most new tokens per row.
+        read_length: Serves steps that leave no row longer than this, and reads the cache no further; None for all.
+        inputs: What it takes, in order; `text_inputs` by default.
+        ranges: Least and most of every other named size but "batch".
+        scores: Gives logits after every token, [batch, length, vocab], instead of after the last.
+        outputs: What it gives, if that is not the logits of a step: then it takes no part in steps and has no cache.
+        multiple: What every size named "length" is a multiple of.
+        grid: The `image_grid_thw` (time, height, width, in patches) of every image it takes, where its encoder needs one.
+    """
+
+    name: str
+    min_length: int
+    max_length: int
+    read_length: int | None = None
+    inputs: tuple[TensorSpec, ...] = ()
+    ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    outputs: tuple[TensorSpec, ...] = ()
+    scores: bool = False
+    grid: tuple[int, int, int] | None = None
+    multiple: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.inputs:
+            object.__setattr__(self, "inputs", text_inputs(self.min_length, self.max_length))
+
+    @property
+    def is_step(self) -> bool:
+        """Whether it feeds tokens over the cache and gives logits."""
+        return not self.outputs
+
+    @property
+    def takes_ids(self) -> bool:
+        """Whether its tokens come as ids; or as embeddings, or it takes none."""
+        return self.inputs[0].name == "input_ids"
+
+    @property
+    def pads(self) -> bool:
+        """Whether a session pads its input to a multiple: text, where a sound has to come in whole frames."""
+        return self.takes_ids and self.multiple > 1
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        """Names of the inputs, in order."""
+        return tuple(spec.name for spec in self.inputs)
+
+    @property
+    def dynamic_sizes(self) -> dict[str, tuple[int, int]]:
+        """Every named size that may differ from call to call, with its range."""
+        sizes = {"length": (self.min_length, self.max_length), **self.ranges}
+        used = {size for spec in self.inputs for size in spec.shape}
+        return {name: limits for name, limits in sizes.items() if name in used and limits[0] != limits[1]}
+
+    def serves(self, size: int, end: int) -> bool:
+        """Whether it takes `size` new tokens after which the longest row holds `end`."""
+        in_range = self.min_length <= size <= self.max_length
+        return self.is_step and in_range and (self.read_length is None or end <= self.read_length)
+
+
+def text_inputs(min_length: int, max_length: int) -> tuple[TensorSpec, ...]:
+    """What a text decoder takes: token ids [batch, length], and the position of each row's first [batch]."""
+    length: int | str = min_length if min_length == max_length else "length"
+    return TensorSpec("input_ids", "int64", ("batch", length)), TensorSpec("input_pos", "int64", ("batch",))
+
+
+def smallest_inputs(method: Method, batch_size: int, device: torch.device) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Zeros of the least sizes that a method takes; and of 2, where that is 1: compiled, the two may have graphs of their own.
+
+    Args:
+        method: Of a program.
+        batch_size: Its rows.
+        device: Where to allocate.
+    """
+    fixed = {"batch": batch_size, "length": method.min_length}
+    choices = [{least, min(max(2, least), most)} for least, most in method.dynamic_sizes.values()]
+    for chosen in product(*map(sorted, choices)):
+        sizes = {**fixed, **dict(zip(method.dynamic_sizes, chosen, strict=True))}
+        yield tuple(
+            torch.zeros([sizes.get(size, size) for size in spec.shape], dtype=getattr(torch, spec.dtype), device=device)
+            for spec in method.inputs
+        )
+
+
+def methods_for(
+    cache: ExportableCache,
+    prefill_length: int | None = None,
+    forward: bool = False,
+    buckets: Sequence[int] = (),
+    score_length: int = 0,
+    split: bool = True,
+) -> dict[str, Method]:
+    """The methods of a text decoder over `cache`.
+
+    Args:
+        prefill_length: Longest chunk of a prompt; longer prompts go through in several. `DEFAULT_PREFILL_LENGTH`, or
+            what the cache holds, by default. At 1 there is no prefill.
+        forward: Have a method `forward` that takes any length from 1 on.
+        buckets: Read lengths that get methods of their own, `decode_128` and `prefill_128` for 128; see `length_buckets`.
+        score_length: Add a method `score` that takes 2 up to this many tokens and gives logits after each, as speculative
+            decoding needs; 0 for none.
+        split: Have the methods `decode`, of one token, and `prefill`, of several. Without them `forward` serves every step.
+
+    Raises:
+        InputError: If `prefill_length` or `score_length` is out of range, or a bucket is not positive or more than a row holds.
+    """
+    prefill_length = checked_prefill_length(cache, prefill_length)
+    methods = [Method("decode", 1, 1)] if split else []
+    if split and prefill_length > 1:
+        methods.append(Method("prefill", 2, prefill_length))
+    if forward or not split:
+        methods.append(Method("forward", 1, prefill_length))
+    if not isinstance(score_length, int) or isinstance(score_length, bool) or score_length in (1,) or score_length < 0:
+        raise InputError(f"score_length is {score_length!r}; it must be an int of at least 2, or 0 for no such method")
+    if cache.max_length is not None and score_length > cache.max_length:
+        raise InputError(f"score_length is {score_length}, a row holds {cache.max_length} tokens; pass at most that")
+    if score_length:
+        methods.append(Method("score", 2, score_length, scores=True))
+    if isinstance(buckets, (str, int)) or not isinstance(buckets, Sequence):
+        raise InputError(f"buckets is {buckets!r}; it must be a list of ints of at least 1, such as [128, 512]")
+    for bucket in buckets:
+        if not isinstance(bucket, int) or isinstance(bucket, bool) or bucket < 1:
+            raise InputError(f"a length bucket is {bucket!r}; each must be an int of at least 1, such as 128")
+        if cache.max_length is not None and bucket > cache.max_length:
+            raise InputError(
+                f"a length bucket is {bucket}, a row holds {cache.max_length} tokens; pass buckets below that, or none"
+            )
+        methods.append(Method(f"decode_{bucket}", 1, 1, bucket))
+        if prefill_length > 1 and bucket > 1:
+            methods.append(Method(f"prefill_{bucket}", 2, min(prefill_length, bucket), bucket))
+        if score_length and bucket > 1:
+            methods.append(Method(f"score_{bucket}", 2, min(score_length, bucket), bucket, scores=True))
+    return {method.name: method for method in methods}
+
+
+def checked_prefill_length(cache: ExportableCache, prefill_length: int | None) -> int:
+    """The longest chunk of a prompt: the given one, or the default.
+
+    Raises:
+        InputError: If it is not positive or exceeds what the cache holds.
+    """
+    limit = cache.max_length
+    if prefill_length is None:
+        return DEFAULT_PREFILL_LENGTH if limit is None else min(DEFAULT_PREFILL_LENGTH, limit)
+    if prefill_length < 1 or (limit is not None and prefill_length > limit):
+        allowed = "at least 1" if limit is None else f"1 to {limit}, the tokens the cache holds"
+        raise InputError(f"prefill_length is {prefill_length}; it must be {allowed}")
+    return prefill_length
+
+
+def length_buckets(cache: ExportableCache, smallest: int = SMALLEST_BUCKET) -> list[int]:
+    """Powers of two from `smallest` up to below the most slots that a layer of `cache` has."""
+    most = max(getattr(layer, "capacity", 0) for layer in cache.layers if layer.follows_decoder)
+    return [2**power for power in range(math.ceil(math.log2(smallest)), 63) if 2**power < most]
+
+
+def method_for(methods: Mapping[str, Method], size: int, end: int, scores: bool = False) -> str:
+    """Name of the method that serves a step at the least cost: of those that can, the one that reads and takes least.
+
+    Args:
+        methods: Of a program, by name.
+        size: New tokens per row.
+        end: Tokens that the longest row holds after the step.
+        scores: Whether logits after every token are wanted.
+    """
+    able = [method for method in methods.values() if method.scores is scores and method.serves(size, end)]
+    return min(able, key=lambda method: (method.read_length or math.inf, method.max_length)).name
+
+
+def chunk_sizes(methods: Mapping[str, Method], length: int) -> list[int]:
+    """How many tokens of a prompt of `length` go through each step.
+
+    Long prompts go through in chunks of the longest method; what is left and too short for any goes token by token.
+    """
+    anywhere = [
+        method for method in methods.values() if method.is_step and not method.scores and method.read_length is None
+    ]
+    longest = max(method.max_length for method in anywhere)
+    whole, rest = divmod(length, longest)
+    chunks = [longest] * whole
+    if rest:
+        chunks += [rest] if any(method.serves(rest, length) for method in anywhere) else [1] * rest
+    return chunks

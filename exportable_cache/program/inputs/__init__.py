@@ -1,0 +1,1 @@
+"""What entry points take beside text: encoders, images, sound."""

@@ -1,0 +1,80 @@
+"""The decoder's steps: prefill computes the cross-attention's keys and values, decode reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ...errors import InputError
+from ...models.cache_factory import ExportableEncoderDecoderCache
+from ...models.encoder import ENCODER_LENGTH, Encoder, EncoderStates
+from ..entry_points import Method, methods_for
+from .encoder import encode_method
+
+
+def seq2seq_methods(
+    cache: ExportableEncoderDecoderCache, prefill_length: int | None = None, buckets: Sequence[int] = ()
+) -> dict[str, Method]:
+    """`encode`, and the steps of the decoder: prefill takes what `encode` gave, decode takes tokens and positions only.
+
+    Prefill takes a single token too: most decoders start with one.
+
+    Args:
+        prefill_length, buckets: See `methods.methods_for`.
+    """
+    if cache.encoder is None:
+        raise InputError("the cache does not know the model's encoder; allocate it with ExportableCache.from_model")
+    methods = {"encode": encode_method(cache.encoder)}
+    for name, method in methods_for(cache, prefill_length, buckets=buckets).items():
+        methods[name] = method if method.max_length == 1 else _with_encoder(method, cache.encoder)
+    if prefill_length == 1:
+        methods["prefill"] = _with_encoder(Method("prefill", 1, 1), cache.encoder)
+    return methods
+
+
+def _with_encoder(method: Method, encoder: Encoder) -> Method:
+    ranges = {} if encoder.is_fixed else {ENCODER_LENGTH: (1, encoder.capacity)}
+    return replace(method, min_length=1, inputs=(*method.inputs, *encoder.outputs), ranges=ranges)
+
+
+def decoder_arguments(
+    encoder: Encoder,
+    cache: ExportableEncoderDecoderCache,
+    input_ids: torch.Tensor,
+    encoder_hidden_states: torch.Tensor | None = None,
+    encoder_lengths: torch.Tensor | None = None,
+) -> dict[str, Any]:
+    """Arguments of the model for one step of its decoder.
+
+    Args:
+        encoder: Of the model.
+        cache: Told whether the cross-attention's keys and values are there, and how many are real.
+        input_ids: int64 [batch, length], the decoder's.
+        encoder_hidden_states: [batch, encoder_length, hidden_size] in prefill, None in decode.
+        encoder_lengths: int64 [batch], how many of them are real.
+    """
+    crosses = cache.cross_layers
+    is_prefill = encoder_hidden_states is not None
+    cache.is_updated = dict.fromkeys(range(len(cache)), not is_prefill)
+    if is_prefill:
+        for layer in crosses:
+            layer.announce_length(encoder_lengths)
+    else:
+        # Models that find the keys and values in the cache look at the shape of this alone.
+        encoder_lengths = crosses[0].encoder_length
+        encoder_hidden_states = torch.zeros(
+            (1, 1, 1), dtype=getattr(torch, encoder.dtype), device=input_ids.device
+        ).expand(input_ids.shape[0], encoder.capacity, encoder.hidden_size)
+    mask = None
+    if not encoder.is_fixed:
+        positions = torch.arange(encoder_hidden_states.shape[1], device=input_ids.device)
+        mask = (positions < encoder_lengths[:, None]).to(torch.int64)
+    states = EncoderStates.of(encoder_hidden_states, mask)
+    return {
+        "decoder_input_ids": input_ids,
+        "encoder_outputs": states,
+        **({} if mask is None else {"attention_mask": mask}),
+    }

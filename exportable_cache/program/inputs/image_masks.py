@@ -1,0 +1,60 @@
+"""Masks under which the tokens of an image see each other in both directions (Gemma 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.masking_utils import create_causal_mask, sliding_window_overlay
+
+from ...models.cache_factory import ExportableCache
+
+
+def image_masks(
+    config: PreTrainedConfig,
+    inputs_embeds: torch.Tensor,
+    cache: ExportableCache,
+    image_ids: torch.Tensor,
+    input_pos: torch.Tensor,
+) -> dict[str, torch.Tensor]:
+    """Masks of one step by layer type, as the decoder takes them in place of an `attention_mask`.
+
+    The rules are those of transformers' `create_masks_for_vision_model` (gemma3/modeling_gemma3.py, 5.23): full attention
+    sees what came before or is of the same image, sliding attention the same within its window, which ends at the query's
+    past only. Transformers looks images up by absolute position in ids of the whole sequence; here by position in the step.
+
+    Args:
+        config: Of the text decoder.
+        inputs_embeds: [batch, length, hidden_size].
+        cache: Before the step.
+        image_ids: int64 [batch, length], a number per image, -1 on text. Every image lies within the step as a whole.
+        input_pos: int64 [batch], the position of each row's first token.
+    """
+    arguments = {"config": config, "inputs_embeds": inputs_embeds, "attention_mask": None, "past_key_values": cache}
+    same = _of_same_image(image_ids, input_pos)
+    masks = {"full_attention": create_causal_mask(**arguments, position_ids=None, or_mask_function=same)}
+    if "sliding_attention" in config.layer_types:
+        masks["sliding_attention"] = create_causal_mask(
+            **arguments,
+            position_ids=None,
+            or_mask_function=same,
+            and_mask_function=sliding_window_overlay(config.sliding_window),
+            layer_idx=config.layer_types.index("sliding_attention"),
+        )
+    return masks
+
+
+def _of_same_image(image_ids: torch.Tensor, input_pos: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """A mask function over absolute positions: query and key are tokens of one image of this step."""
+    length = image_ids.shape[1]
+    start = input_pos[:, None, None, None]
+
+    def mask_function(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        query, key = query - start, key - start
+        of_query = image_ids[batch, query.clamp(0, length - 1)]
+        of_key = image_ids[batch, key.clamp(0, length - 1)]
+        # Slots of earlier steps, and empty ones, lie outside of the step.
+        return (of_query >= 0) & (of_query == of_key) & (key >= 0) & (key < length)
+
+    return mask_function

@@ -1,0 +1,397 @@
+"""A model with its cache as traceable modules: two forms of state, one module per method."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from enum import Enum
+from typing import ClassVar
+
+import torch
+from torch import nn
+from torch.export import Dim, ExportedProgram, ShapesCollection
+from transformers import PreTrainedModel
+
+from ..cache.attention.functions import ATTENTION, set_attention
+from ..common.named_forward import name_forward
+from ..errors import InputError, UnsupportedModelError
+from ..models.cache_factory import ExportableCache, ExportableEncoderDecoderCache
+from ..models.layout import cache_argument
+from ..models.patches.transformers import patch_model
+from ..models.patches.transformers_encoders import short_masks
+from ..models.patches.transformers_methods import patch_methods
+from ..models.scans import longest_step
+from .entry_points import Method, checked_prefill_length, methods_for
+from .inputs.deepstack import deepstack_logits, is_stacked
+from .inputs.encoder import EncodeModule
+from .inputs.encoder_decoder import decoder_arguments, seq2seq_methods
+from .inputs.image_masks import image_masks
+from .inputs.modality import EmbedModule, FeaturesModule, Modality
+from .inputs.multimodal import multimodal_methods
+from .tracing import told_by
+
+
+class Form(str, Enum):
+    """Where a program keeps its cache."""
+
+    RESIDENT = "resident"  # buffers of the module, mutated in place
+    EXPLICIT = "explicit"  # a graph input and output, nothing mutated
+
+
+class Logits(str, Enum):
+    """Which logits a program returns."""
+
+    LAST = "last"  # [batch, vocab], of each row's last token
+    ALL = "all"  # [batch, length, vocab]
+
+
+def takes_positions(model: PreTrainedModel, name: str = "position_ids") -> bool:
+    """Whether positions are handed to the model explicitly, as argument `name`. Without them some count from 0 in every call (Bamba).
+
+    The RoBERTa family counts from its padding index, and some models take none: those ask the cache.
+    """
+    own_rule = any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules())
+    return name in inspect.signature(model.forward).parameters and not own_rule
+
+
+class ProgramModule(nn.Module):
+    """One method over a cache; `forward` takes the method's inputs, by name or in order. See the two forms below.
+
+    Args:
+        model: The model.
+        cache: Its cache.
+        method: Which inputs to take.
+        logits: Which logits to give.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, cache: ExportableCache, method: Method, logits: Logits = Logits.LAST
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.layout = cache
+        patch_model(model)
+        patch_methods(model)
+        self.method = method
+        self.logits = Logits.ALL if method.scores else logits
+        name_forward(self, (*method.input_names, *self.further_arguments))
+        # Most models can leave out the head's work for all but the last token; the others are sliced after it.
+        parameters = inspect.signature(model.forward).parameters
+        self.keeps_last = self.logits is Logits.LAST and "logits_to_keep" in parameters
+        self.positions_name = (
+            "decoder_position_ids" if isinstance(cache, ExportableEncoderDecoderCache) else "position_ids"
+        )
+        self.cache_argument = cache_argument(model)
+        self.takes_positions = takes_positions(model, self.positions_name)
+
+    #: What `forward` takes after the method's inputs.
+    further_arguments: ClassVar[tuple[str, ...]] = ()
+
+    def run(
+        self,
+        cache: ExportableCache,
+        input_pos: torch.Tensor,
+        input_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        rope_deltas: torch.Tensor | None = None,
+        image_ids: torch.Tensor | None = None,
+        **further: torch.Tensor,
+    ) -> torch.Tensor:
+        """Logits [batch, vocab] or [batch, length, vocab] of tokens at `input_pos` [batch].
+
+        They come as `input_ids` [batch, length], or as `inputs_embeds` [batch, length, hidden_size], wider where features for
+        further layers go with them (`multimodal.deepstack`). Their rotary positions
+        are those in the cache, or `rope_deltas` [batch] more, or `position_ids` [3, batch, length]. Tokens of one number in
+        `image_ids` [batch, length] see each other; -1 is text.
+        """
+        tokens = input_ids if inputs_embeds is None else inputs_embeds
+        for layer in cache.layers:
+            layer.read_length = self.method.read_length
+        if isinstance(cache, ExportableEncoderDecoderCache):
+            options = decoder_arguments(self.layout.encoder, cache, input_ids, **further)
+        else:
+            options = {"input_ids": input_ids} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
+        if self.takes_positions:
+            if position_ids is None:
+                first = input_pos if rope_deltas is None else input_pos + rope_deltas
+                position_ids = first[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+            options[self.positions_name] = position_ids
+        if image_ids is not None:
+            options["attention_mask"] = image_masks(
+                self.model.config.get_text_config(), tokens, cache, image_ids, input_pos
+            )
+        options[self.cache_argument] = cache
+        with longest_step(self.method.max_length), short_masks():
+            if inputs_embeds is not None and is_stacked(self.model, inputs_embeds):
+                logits = deepstack_logits(self.model, options.pop("inputs_embeds"), self.keeps_last, **options)
+            else:
+                kept = {"logits_to_keep": 1} if self.keeps_last else {}
+                logits = self.model(use_cache=True, **options, **kept).logits
+        return logits[:, -1] if self.logits is Logits.LAST else logits
+
+
+class ResidentModule(ProgramModule):
+    """The cache tensors are buffers, mutated in place. Positions are an input, so the length is no state.
+
+    Position 0 starts a sequence anew without touching the buffers, and an earlier position takes tokens back.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, cache: ExportableCache, method: Method, logits: Logits = Logits.LAST
+    ) -> None:
+        super().__init__(model, cache, method, logits)
+        self.state_buffers = {
+            name: name.replace(".", "_") for name, _ in cache.named_state() if not name.endswith(".cumulative_length")
+        }
+        for name, tensor in cache.named_state():
+            if name in self.state_buffers:
+                self.register_buffer(self.state_buffers[name], tensor, persistent=False)
+
+    def call(self, **inputs: torch.Tensor) -> torch.Tensor:
+        """
+        Args:
+            **inputs: The method's, such as input_ids int64 [batch, length] and input_pos int64 [batch], the position of each
+                row's first token.
+
+        Returns:
+            Logits [batch, vocab], or [batch, length, vocab] if all were asked for.
+        """
+        tensors = {name: getattr(self, buffer) for name, buffer in self.state_buffers.items()}
+        cache = self.layout.with_state(tensors, lengths=inputs["input_pos"])
+        for layer in cache.layers:
+            layer.counts = False
+        return self.run(cache, **inputs)
+
+
+class ExplicitModule(ProgramModule):
+    """The cache is an input and an output, in its registered pytree form; no input is mutated."""
+
+    further_arguments = ("cache",)
+
+    def call(self, cache: ExportableCache, **inputs: torch.Tensor) -> tuple[torch.Tensor, ExportableCache]:
+        """
+        Args:
+            cache: State before the step; the lengths inside are not read.
+            **inputs: See `ResidentModule`.
+
+        Returns:
+            Logits as in `ResidentModule`, and the cache after the step.
+        """
+        cache = cache.with_state(dict(cache.named_state()), lengths=inputs["input_pos"])
+        for layer in cache.layers:
+            layer.in_place = False
+        return self.run(cache, **inputs), cache
+
+
+@contextmanager
+def attention_of(model: PreTrainedModel, implementation: str, experts: str | None = None) -> Iterator[None]:
+    """Run a block with the model switched to an attention implementation, and to an experts implementation where it has
+    experts; the model's own are restored after it.
+    """
+    attention = model.config._attn_implementation
+    own_experts = getattr(model.config, "_experts_implementation", None)
+    switch_experts = experts is not None and own_experts is not None
+    set_attention(model, implementation)
+    if switch_experts:
+        model.set_experts_implementation(experts)
+    try:
+        yield
+    finally:
+        set_attention(model, attention)
+        if switch_experts:
+            model.set_experts_implementation(own_experts)
+
+
+def program_methods(
+    cache: ExportableCache,
+    prefill_length: int | None = None,
+    forward: bool = False,
+    buckets: Sequence[int] = (),
+    score_length: int = 0,
+    modalities: Sequence[Modality] = (),
+    split: bool = True,
+) -> dict[str, Method]:
+    """The methods of a program over `cache`: of a text decoder, or of an encoder and its decoder.
+
+    Args:
+        modalities: What a text decoder is given beside text.
+        prefill_length, forward, buckets, score_length, split: See `methods_for`.
+
+    Raises:
+        InputError: Where those refuse, or for `forward` with an encoder-decoder.
+    """
+    if not isinstance(cache, ExportableEncoderDecoderCache):
+        methods = methods_for(cache, prefill_length, forward, buckets, score_length, split)
+        return multimodal_methods(methods, modalities) if modalities else methods
+    if modalities:
+        raise InputError(
+            f"modalities are {', '.join(m.kind for m in modalities)}; an encoder-decoder's go through encode: leave them out"
+        )
+    if score_length:
+        raise InputError(f"score_length is {score_length}; drafts are scored by text decoders only: leave it out")
+    if forward:
+        raise InputError("a method 'forward' feeds a text decoder; an encoder-decoder has none: export without it")
+    return seq2seq_methods(cache, prefill_length, buckets)
+
+
+def front_module(
+    model: PreTrainedModel, cache: ExportableCache, method: Method, modalities: Sequence[Modality]
+) -> nn.Module:
+    """The module of a method that is no step: an encoder, or the embedding table."""
+    if method.name == "embed":
+        return EmbedModule(model, method.outputs[0].shape[-1])
+    for modality in modalities:
+        if method.name == modality.method.name:
+            return FeaturesModule(model, modality)
+    return EncodeModule(model, cache.encoder)
+
+
+class Program:
+    """A model, its cache, and the methods to export.
+
+    Args:
+        model: A transformers causal LM, in eval mode.
+        cache: Its cache. The exported programs start from zeros, whatever it holds.
+        form: Where the state lives.
+        logits: Which logits to return.
+        prefill_length, buckets, score_length: See `methods_for`.
+        forward, split: See `methods_for`; or what decides it, given the adapted cache.
+        attention: Name of one of our attention functions.
+        experts: Experts implementation for models that have experts, or None to leave it.
+        adapt: Puts the layers into another layout, that of a target's own operators: `(model, cache) -> cache`.
+
+    Raises:
+        InputError: If the model is in training mode or `prefill_length` is out of range.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: ExportableCache,
+        *,
+        form: Form | str = Form.RESIDENT,
+        logits: Logits | str = Logits.LAST,
+        prefill_length: int | None = None,
+        forward: bool | Callable[[ExportableCache], bool] = False,
+        split: bool | Callable[[ExportableCache], bool] = True,
+        buckets: Sequence[int] = (),
+        score_length: int = 0,
+        modalities: Sequence[Modality] = (),
+        attention: str = ATTENTION,
+        experts: str | None = None,
+        adapt: Callable[[PreTrainedModel, ExportableCache], ExportableCache] | None = None,
+    ) -> None:
+        if model.training:
+            raise InputError(f"{type(model).__name__} is in training mode; call model.eval() before exporting it")
+        self.model = model
+        self.form = Form(form)
+        self.logits = Logits(logits)
+        self.attention = attention
+        self.experts = experts
+        self.modalities = tuple(modalities)
+        # Before the model is run to adapt the cache to it.
+        checked_prefill_length(cache, prefill_length)
+        # A target's own operators know causal attention, not images that see themselves.
+        if adapt is not None and not any(modality.sees_itself for modality in self.modalities):
+            cache = adapt(model, cache)
+        # Embeddings are fed through the prefill: it stays a method of its own with them.
+        forward = forward(cache) and not self.modalities if callable(forward) else forward
+        split = split(cache) or bool(self.modalities) if callable(split) else split
+        self.methods = program_methods(cache, prefill_length, forward, buckets, score_length, self.modalities, split)
+        zeros = {name: torch.zeros_like(tensor) for name, tensor in cache.named_state()}
+        self.cache = cache.with_state(zeros)
+        module_class = ResidentModule if self.form is Form.RESIDENT else ExplicitModule
+        self.modules = {
+            name: module_class(model, self.cache, method, self.logits)
+            if method.is_step
+            else front_module(model, self.cache, method, self.modalities)
+            for name, method in self.methods.items()
+        }
+
+    @property
+    def batch_size(self) -> int:
+        """Rows."""
+        return self.cache.batch_size
+
+    def example_inputs(self, method: Method) -> tuple:
+        """Inputs of the right shapes for one method; of an explicit program also the cache."""
+        sizes = {"batch": self.batch_size}
+        for name, (least, most) in method.dynamic_sizes.items():
+            # Away from both ends of the range, so that no bound is taken for the size itself.
+            # An encoder may shorten its input so much that little more than the least gives a single position, which is a size of its own.
+            further = 5 if method.is_step else (most - least) // 2
+            sizes[name] = min(max(2, least, min(most - 1, least + further)), most)
+        if "length" in sizes:
+            sizes["length"] -= sizes["length"] % method.multiple
+        inputs = tuple(
+            torch.zeros(
+                [sizes.get(size, size) for size in spec.shape],
+                dtype=getattr(torch, spec.dtype),
+                device=self.cache.device,
+            )
+            for spec in method.inputs
+        )
+        if self.form is Form.RESIDENT or not method.is_step:
+            return inputs
+        # The example is pickled with the program, and read back only if torch knows all it refers to.
+        return (*inputs, type(self.cache).from_layers(self.cache.layers))
+
+    def export(self, name: str, strict: bool = False) -> ExportedProgram:
+        """Trace one method with torch.export; sizes that the method has a range for are dynamic.
+
+        Where the model's code holds from some length on only, the method's `min_length` is raised to it.
+
+        Args:
+            name: Of the method.
+            strict: Trace through TorchDynamo instead of running the Python code.
+
+        Raises:
+            UnsupportedModelError: If the model's code cannot be traced.
+        """
+        method = self.methods[name]
+        inputs = self.example_inputs(method)
+        dynamic = ShapesCollection()
+        sizes = {name: Dim(name, min=least, max=most) for name, (least, most) in method.dynamic_sizes.items()}
+        if "length" in sizes and method.multiple > 1:
+            pieces = Dim(
+                "_length", min=-(-method.min_length // method.multiple), max=method.max_length // method.multiple
+            )
+            sizes["length"] = method.multiple * pieces
+        for spec, example in zip(method.inputs, inputs):
+            named = {index: sizes[size] for index, size in enumerate(spec.shape) if size in sizes}
+            if named:
+                dynamic[example] = named
+        with torch.no_grad(), attention_of(self.model, self.attention, self.experts):
+            # The range starts at 2 while strides are compared for every length: such guards become runtime asserts.
+            try:
+                return torch.export.export(
+                    self.modules[name],
+                    inputs,
+                    dynamic_shapes=dynamic if sizes else None,
+                    strict=strict,
+                    prefer_deferred_runtime_asserts_over_guards=True,
+                )
+            except Exception as error:  # any model code runs here, under any of the tracer's own errors
+                least = _least_length(error)
+                if least is not None and 1 < method.min_length < least < method.max_length:
+                    # Some code compares the length with a kernel or a small constant; shorter chunks go token by token.
+                    self.methods[name] = replace(method, min_length=least)
+                    return self.export(name, strict)
+                raise UnsupportedModelError(
+                    f"{type(self.model).__name__} cannot be traced ({name}: {told_by(error)}); "
+                    "run it in a session, Session.from_model, instead of exporting it"
+                ) from error
+
+
+def _least_length(error: Exception) -> int | None:
+    """The lower bound of the length that torch.export suggests or has found in a constraint violation, None if there is none."""
+    found = re.search(
+        r"^\s*length = Dim\('length', min=(\d+)|range \d+ <= length <= \d+ satisfy the generated guard (\d+) <= L\[",
+        str(error),
+        re.M,
+    )
+    return None if found is None else int(found[1] or found[2])

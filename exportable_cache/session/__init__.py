@@ -1,0 +1,1 @@
+"""The running thing: a program, its position, and what a user calls."""

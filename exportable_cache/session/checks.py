@@ -1,0 +1,116 @@
+"""What a session refuses, before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..errors import CacheFullError, InputError
+
+
+def check_ids(
+    name: str, ids: torch.Tensor, dims: tuple[str, ...], batch_size: int, vocab_size: int, device: torch.device
+) -> None:
+    """Refuse token ids that a program cannot take.
+
+    Args:
+        name: Of the argument, for the message.
+        ids: What was passed, to be int64 with these dimensions.
+        dims: `("batch", "length")` or `("batch",)`.
+        batch_size: Rows of the program.
+        vocab_size: Ids run from 0 to vocab_size - 1.
+        device: Where the program runs.
+
+    Raises:
+        InputError: On another type, shape, dtype or device, on no token at all, or on an id outside the vocabulary.
+    """
+    shape = f"[{', '.join(dims)}]"
+    if not isinstance(ids, torch.Tensor):
+        raise InputError(
+            f"{name} is a {type(ids).__name__}; pass an int64 tensor {shape}, as torch.tensor makes of a list"
+        )
+    if ids.dim() != len(dims):
+        raise InputError(f"{name} has shape {list(ids.shape)}; it must be {shape} with batch {batch_size}")
+    if ids.shape[0] != batch_size:
+        raise InputError(
+            f"{name} has {ids.shape[0]} rows, this session runs {batch_size}; pass {batch_size} rows, "
+            f"or allocate or export with batch_size={ids.shape[0]}"
+        )
+    if ids.dtype != torch.int64:
+        raise InputError(f"{name} is {ids.dtype}; it must be torch.int64: pass {name}.to(torch.int64)")
+    if ids.device != device:
+        raise InputError(f"{name} is on {ids.device}, the session runs on {device}; pass {name}.to({str(device)!r})")
+    if ids.numel() == 0:
+        raise InputError(f"{name} has shape {list(ids.shape)}: the prompt is empty; pass at least one token per row")
+    wrong = (ids < 0) | (ids >= vocab_size)
+    if bool(wrong.any()):
+        where = wrong.nonzero()[0].tolist()
+        raise InputError(
+            f"{name}{where} is token id {int(ids[tuple(where)])}, outside the vocabulary of 0 to {vocab_size - 1}; "
+            "tokenize with the model's own tokenizer"
+        )
+
+
+def check_max_new_tokens(max_new_tokens: int | None) -> None:
+    """Refuse a limit that is no positive int.
+
+    Raises:
+        InputError: If it is neither that nor None.
+    """
+    if max_new_tokens is None:
+        return
+    if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
+        raise InputError(
+            f"max_new_tokens is {max_new_tokens!r}; it must be an int of at least 1, or None for as many as fit"
+        )
+
+
+def check_room(held: int, limit: int | None, tokens: int, max_new_tokens: int | None = None) -> None:
+    """Refuse tokens for which there are no slots.
+
+    Args:
+        held: Tokens that the fullest row holds.
+        limit: Tokens that a row can hold in all, or None for any number.
+        tokens: To be fed to every row.
+        max_new_tokens: To be generated after them, if that number was asked for.
+
+    Raises:
+        CacheFullError: If they do not fit.
+    """
+    if limit is None:
+        return
+    room = limit - held
+    holds = f"the cache holds {held} of at most {limit} tokens"
+    if tokens > room:
+        remedy = "reset() the session, rewind() it, or allocate or export with a larger max_cache_len"
+        if tokens > limit:
+            remedy = f"shorten the prompt, or allocate or export with max_cache_len of at least {held + tokens}"
+        raise CacheFullError(f"{holds}, {tokens} more do not fit; {remedy}")
+    # The last new token is not fed back, so it needs no slot.
+    if max_new_tokens is not None and tokens + max_new_tokens - 1 > room:
+        raise CacheFullError(
+            f"{holds}: after a prompt of {tokens} tokens max_new_tokens may be at most {room - tokens + 1}, "
+            f"got {max_new_tokens}; lower it, leave it out to stop when the cache is full, "
+            "or allocate or export with a larger max_cache_len"
+        )
+
+
+def split_stops(stop: int | str | Sequence[int | str] | None, vocab_size: int) -> tuple[list[int], list[str]]:
+    """Stop tokens and stop strings, from one, several or none of either.
+
+    Raises:
+        InputError: If one is neither a token id of the vocabulary nor a string of at least one character.
+    """
+    given = [] if stop is None else [stop] if isinstance(stop, (int, str)) else list(stop)
+    tokens, strings = [], []
+    for item in given:
+        if isinstance(item, str) and item:
+            strings.append(item)
+        elif isinstance(item, int) and not isinstance(item, bool) and 0 <= item < vocab_size:
+            tokens.append(item)
+        else:
+            raise InputError(
+                f"stop has {item!r}; pass token ids from 0 to {vocab_size - 1}, or strings of at least one character"
+            )
+    return tokens, strings

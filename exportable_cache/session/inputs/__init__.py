@@ -1,0 +1,1 @@
+"""What a user gives, turned into inputs of steps."""

@@ -1,0 +1,150 @@
+"""The encoder's part of a session: what it checks, and what it keeps between `encode` and the next prefill."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from ...backends.base import Runner
+from ...errors import InputError
+from ...models.cache_factory import ExportableEncoderDecoderCache
+from ..checks import check_ids
+
+
+class SessionEncoder:
+    """Runs the method `encode` and keeps its outputs, which every prefill takes.
+
+    Args:
+        runner: Of a program that has the method.
+        vocab_size: Token ids run from 0 to vocab_size - 1.
+        batch_size: Rows.
+        device: Where inputs are expected.
+    """
+
+    def __init__(self, runner: Runner, vocab_size: int, batch_size: int, device: torch.device) -> None:
+        self.runner = runner
+        self.method = runner.methods["encode"]
+        self.vocab_size = vocab_size
+        self.batch_size = batch_size
+        self.device = device
+        self.outputs: tuple[torch.Tensor, ...] | None = None
+
+    def encode(self, inputs: dict[str, Any]) -> torch.Tensor:
+        """Run the encoder over what a tokenizer or processor gives; `attention_mask` may be left out.
+
+        Returns:
+            Hidden states [batch, encoder_length, hidden_size].
+
+        Raises:
+            InputError: If an input is missing, unknown, or has a wrong shape, dtype or device; nothing has changed then.
+        """
+        name = self.method.inputs[0].name
+        unknown = sorted(set(inputs) - {name, "attention_mask"})
+        if name not in inputs or unknown:
+            raise InputError(
+                f"encode takes {name} and attention_mask, got {', '.join(inputs) or 'nothing'}; pass {name}=..."
+            )
+        main_input = inputs[name]
+        self._check(main_input)
+        length = main_input.shape[self._length_dim]
+        mask = inputs.get("attention_mask")
+        if mask is not None:
+            self._check_mask(mask, length)
+        padding = max(length + -length % self.method.multiple, self.method.min_length) - length
+        arguments = [F.pad(main_input, (0, padding)) if padding else main_input]
+        if "attention_mask" in self.method.input_names:
+            full = torch.ones(self.batch_size, length, dtype=torch.int64, device=self.device)
+            arguments.append(F.pad(full if mask is None else mask.to(torch.int64), (0, padding)))
+        self.outputs = tuple(self.runner.run("encode", *arguments))
+        return self.outputs[0]
+
+    def fork(self, runner: Runner) -> SessionEncoder:
+        """The same over another runner, with what was encoded so far."""
+        forked = copy.copy(self)
+        forked.runner = runner
+        forked.outputs = None if self.outputs is None else tuple(tensor.clone() for tensor in self.outputs)
+        return forked
+
+    def update_cache(self, cache: ExportableEncoderDecoderCache, prefilled: bool) -> None:
+        """Tell a cache whether its cross-attention layers hold what the newest `encode` gave, and in how many slots."""
+        cache.is_updated = dict.fromkeys(range(len(cache)), prefilled)
+        if prefilled and self.outputs is not None:
+            for layer in cache.cross_layers:
+                layer.written = self.outputs[0].shape[1]
+
+    def required(self) -> tuple[torch.Tensor, ...]:
+        """The outputs of the newest `encode`.
+
+        Raises:
+            InputError: If there was none.
+        """
+        if self.outputs is None:
+            raise InputError(f"nothing was encoded yet; call session.encode({self.method.inputs[0].name}=...) first")
+        return self.outputs
+
+    @property
+    def _length_dim(self) -> int:
+        shape = self.method.inputs[0].shape
+        return shape.index("length") if "length" in shape else len(shape) - 1
+
+    def _check(self, main_input: Any) -> None:
+        spec = self.method.inputs[0]
+        if spec.dtype == "int64":
+            check_ids(spec.name, main_input, ("batch", "length"), self.batch_size, self.vocab_size, self.device)
+        if not isinstance(main_input, torch.Tensor):
+            raise InputError(f"{spec.name} is a {type(main_input).__name__}; pass a {spec.dtype} tensor")
+        least, most = self.method.min_length, self.method.max_length
+        shape = {"batch": self.batch_size}
+        expected = [shape.get(size, size) for size in spec.shape]
+        found = list(main_input.shape)
+        if len(found) != len(expected) or any(size not in (given, "length") for size, given in zip(expected, found)):
+            raise InputError(f"{spec.name} has shape {found}; it must be [{', '.join(map(str, expected))}]")
+        least = 1 if self.method.pads else least
+        if "length" in spec.shape and not least <= found[self._length_dim] <= most:
+            raise InputError(
+                f"{spec.name} has length {found[self._length_dim]}; the encoder takes {least} to {most}: shorten the input, "
+                "or allocate or export with a larger max_encoder_len"
+            )
+        if "length" in spec.shape and found[self._length_dim] % self.method.multiple and not self.method.pads:
+            raise InputError(
+                f"{spec.name} has length {found[self._length_dim]}; the encoder takes whole frames of {self.method.multiple}: "
+                "cut it, or pad it with silence"
+            )
+        if main_input.dtype != getattr(torch, spec.dtype):
+            raise InputError(
+                f"{spec.name} is {main_input.dtype}; it must be torch.{spec.dtype}: pass {spec.name}.to(torch.{spec.dtype})"
+            )
+        if main_input.device != self.device:
+            raise InputError(f"{spec.name} is on {main_input.device}, the session runs on {self.device}")
+
+    def _check_mask(self, mask: torch.Tensor, length: int) -> None:
+        if "attention_mask" not in self.method.input_names:
+            # Encoders of fixed length take none: silence is part of their input.
+            if self.method.min_length != self.method.max_length and not bool(mask.all()):
+                raise InputError(
+                    "attention_mask has padding, which this encoder does not take; pass each input at its own length"
+                )
+            return
+        if tuple(mask.shape) != (self.batch_size, length):
+            raise InputError(f"attention_mask has shape {list(mask.shape)}; it must be [{self.batch_size}, {length}]")
+        real = mask.to(torch.bool)
+        if not bool(real[:, 0].all()) or bool((real[:, 1:] & ~real[:, :-1]).any()):
+            raise InputError(
+                "attention_mask must be 1 on each row's tokens and 0 behind them; pad on the right (padding_side='right')"
+            )
+
+
+def start_tokens(generation_config: Any, batch_size: int, device: torch.device) -> torch.Tensor:
+    """What a decoder starts with, int64 [batch, 1]: the model's `decoder_start_token_id`, or its `bos_token_id`.
+
+    Raises:
+        InputError: If it states neither.
+    """
+    for name in ("decoder_start_token_id", "bos_token_id"):
+        token = getattr(generation_config, name, None)
+        if isinstance(token, int):
+            return torch.full((batch_size, 1), token, dtype=torch.int64, device=device)
+    raise InputError("the model states no decoder_start_token_id; pass the decoder's first tokens to generate")

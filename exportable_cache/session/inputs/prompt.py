@@ -1,0 +1,125 @@
+"""Prompts with images and sound from files, put together by the model's own processor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import ProcessorMixin
+
+from ...errors import InputError, first_line
+from ...program.entry_points import Method
+from ...program.inputs.modality import AUDIO, IMAGE
+from .media_files import read_image, read_sound
+
+# Attributes of processors: what stands for one item in a prompt.
+_MARKERS = {IMAGE: ("boi_token", "image_token"), AUDIO: ("audio_token",)}
+
+
+def prompt_inputs(
+    processor: ProcessorMixin,
+    methods: Mapping[str, Method],
+    text: str,
+    images: Sequence[Path] = (),
+    sounds: Sequence[Path] = (),
+    chat: bool = False,
+) -> dict[str, torch.Tensor]:
+    """What `Session.generate_text` takes: the processor's tensors for a prompt, or for an encoder's input.
+
+    Text goes in as it is where it says itself where the files go, as `"What is <image>?"`; otherwise as the user's message of
+    the chat template, behind the files. For an encoder-decoder it is what the answer begins with.
+
+    Args:
+        methods: Of the program, which takes what is given.
+        text: May be empty for an encoder-decoder, which takes one file.
+        chat: Insist on the chat template.
+
+    Raises:
+        InputError: If a file cannot be read, the text does not say where the files go and there is no chat template, a chat is
+            asked for where there can be none, or the processor refuses the prompt.
+        MissingDependencyError: If a package that reads a file is not installed.
+    """
+    options = {"sampling_rate": processor.feature_extractor.sampling_rate} if sounds else {}
+    items = {
+        IMAGE: [read_image(path, _size(processor, methods)) for path in images],
+        AUDIO: [read_sound(path, **options) for path in sounds],
+    }
+    if "encode" in methods:
+        if chat:
+            raise InputError("a chat was asked for, but an encoder-decoder answers to the file alone; leave it out")
+        return _encoder_inputs(processor, methods["encode"], text, items, options)
+    if all(any(marker in text for marker in _markers(processor, kind)) for kind, given in items.items() if given):
+        if chat:
+            raise InputError(
+                f"the prompt {text!r:.80} says where the files go, as the chat template would; leave one of the two out"
+            )
+        images_of_prompt = [items[IMAGE]] if images else None
+        found = _processed(
+            processor, text=text, images=images_of_prompt, audio=items[AUDIO] or None, return_tensors="pt", **options
+        )
+    else:
+        found = _chat_inputs(processor, text, items, options)
+    return _of_dtypes(found, methods)
+
+
+def _chat_inputs(
+    processor: ProcessorMixin, text: str, items: Mapping[str, Sequence[Any]], options: Mapping[str, Any]
+) -> Any:
+    if processor.chat_template is None:
+        kind = next(kind for kind, given in items.items() if given)
+        marker = next(iter(_markers(processor, kind)), None)
+        remedy = f"put {marker} where each goes" if marker else "use its processor in Python"
+        raise InputError(
+            f"the prompt {text!r:.80} does not say where the {kind} goes, and the model has no chat template; {remedy}"
+        )
+    content = [{"type": kind, kind: item} for kind, given in items.items() for item in given]
+    message = {"role": "user", "content": [*content, {"type": "text", "text": text}]}
+    return _processed(
+        processor.apply_chat_template,
+        [message],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+        processor_kwargs=dict(options),
+    )
+
+
+def _encoder_inputs(
+    processor: ProcessorMixin, encode: Method, text: str, items: Mapping[str, Sequence[Any]], options: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
+    given: dict[str, Any] = {"images": items[IMAGE]} if items[IMAGE] else {"audio": items[AUDIO][0]}
+    found = _of_dtypes(_processed(processor, return_tensors="pt", **given, **options), {"encode": encode})
+    inputs = {name: tensor for name, tensor in found.items() if name in (encode.inputs[0].name, "attention_mask")}
+    if text:
+        ids = processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+        inputs["decoder_input_ids"] = torch.tensor([ids], dtype=torch.int64)
+    return inputs
+
+
+def _processed(call: Any, *arguments: Any, **options: Any) -> Any:
+    try:
+        return call(*arguments, **{name: value for name, value in options.items() if value is not None})
+    except Exception as error:  # every processor has checks of its own, under errors of many classes
+        raise InputError(
+            f"the model's processor refuses the prompt: {first_line(error)}; change it, or use the processor in Python"
+        ) from error
+
+
+def _of_dtypes(found: Mapping[str, torch.Tensor], methods: Mapping[str, Method]) -> dict[str, torch.Tensor]:
+    """In the dtypes of the program, which may be of lower precision than what processors give."""
+    dtypes = {spec.name: getattr(torch, spec.dtype) for method in methods.values() for spec in method.inputs}
+    return {name: tensor.to(dtypes.get(name, tensor.dtype)) for name, tensor in found.items()}
+
+
+def _markers(processor: ProcessorMixin, kind: str) -> list[str]:
+    return [marker for name in _MARKERS[kind] if (marker := getattr(processor, name, None))]
+
+
+def _size(processor: ProcessorMixin, methods: Mapping[str, Method]) -> tuple[int, int] | None:
+    """Height and width in pixels of a program's images, where the processor would leave it open."""
+    grid = next((method.grid for method in methods.values() if method.grid is not None), None)
+    patch = None if grid is None else processor.image_processor.patch_size
+    return None if grid is None else (grid[1] * patch, grid[2] * patch)

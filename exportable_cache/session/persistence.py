@@ -1,0 +1,155 @@
+"""A session's state as a file, and as a copy: prefixes computed once and continued many times, on any target."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import save_file
+
+from ..cache.layers import CacheLayer
+from ..common.files import atomic_path, read_tensors
+from ..errors import InputError
+from .inputs.image_places import PlacedImages
+
+if TYPE_CHECKING:
+    from .session import Session
+
+_FORMAT = "exportable_cache.session_state.v1"
+#: Names of what an encoder gave, which the next prefill of its session takes.
+_ENCODED = "encoded."
+
+
+def runner_state(session: Session) -> Mapping[str, torch.Tensor]:
+    """The cache tensors that a session's runner steps on, by name as `layers.0.keys`.
+
+    Raises:
+        InputError: If its runtime keeps them to itself.
+    """
+    state = getattr(session.runner, "state", None)
+    if state is None:
+        raise InputError(
+            f"the {session.target!r} runtime does not give out its cache, so its state cannot be copied; "
+            "use an eager or compiled session, or target pt2 or aoti"
+        )
+    return state
+
+
+def save_state(session: Session, path: Path) -> None:
+    """Write the filled part of a session's cache, its lengths and the token still to be fed, atomically.
+
+    Slots that no row has reached are left out, so the file is as large as what it holds.
+    """
+    high_water = int(session._high_water.max())
+    tensors = {
+        name: _filled(tensor, session, name, high_water).detach().cpu().contiguous().clone()
+        for name, tensor in runner_state(session).items()
+    }
+    tensors |= {
+        f"{_ENCODED}{index}": tensor.detach().cpu().contiguous().clone() for index, tensor in enumerate(session.encoded)
+    }
+    tensors["length"] = session._length.clone()
+    tensors["high_water"] = session._high_water.clone()
+    described = {
+        "format": _FORMAT,
+        "layers": json.dumps([_describe(layer) for layer in session.layers]),
+        "pending": json.dumps(session._pending),
+        "fingerprint": session.fingerprint or "",
+        "images": json.dumps(session._images.to_lists()),
+    }
+    with atomic_path(path) as temporary:
+        save_file(tensors, temporary, metadata=described)
+
+
+def load_state(session: Session, path: Path) -> None:
+    """Continue where `save_state` was called, with the same model on any target. Everything is checked before a change.
+
+    Raises:
+        BundleError: If the file is missing, damaged or not a saved state.
+        InputError: If it is of another model, of other layers or another batch size, or longer than this cache.
+    """
+    tensors, metadata = read_tensors(path, "a session's state", _FORMAT, "save_state()")
+    saved_print = metadata["fingerprint"]
+    if saved_print and session.fingerprint and saved_print != session.fingerprint:
+        raise InputError(
+            f"{path} was computed with other weights than this session's model; save the state again with this one"
+        )
+    saved = json.loads(metadata["layers"])
+    ours = json.loads(json.dumps([_describe(layer) for layer in session.layers]))
+    if saved != ours:
+        index = next((i for i, (a, b) in enumerate(zip(saved, ours)) if a != b), min(len(saved), len(ours)))
+        theirs = saved[index] if index < len(saved) else "missing"
+        raise InputError(
+            f"{path} has other layers than this session: layer {index} is {theirs} there, "
+            f"{ours[index] if index < len(ours) else 'missing'} here; allocate or export with the same slack and layer options"
+        )
+    length, high_water = tensors.pop("length"), tensors.pop("high_water")
+    if length.shape != session._length.shape:
+        raise InputError(
+            f"{path} has {length.shape[0]} rows, this session {session.batch_size}; use the same batch_size"
+        )
+    if session.max_length is not None and int(length.max()) > session.max_length:
+        raise InputError(
+            f"{path} holds {int(length.max())} tokens, this cache at most {session.max_length}; use a larger max_cache_len"
+        )
+    encoded = [tensors.pop(name) for name in sorted(tensors) if name.startswith(_ENCODED)]
+    state = runner_state(session)
+    for name, tensor in state.items():
+        if name not in tensors:
+            raise InputError(
+                f"{path} has no {name}, which a {session.target!r} session keeps; save the state on that target"
+            )
+        expected = list(tensor.shape)
+        dim = _capacity_dim(session, name)
+        given = list(tensors[name].shape)
+        if dim is not None:
+            # A high-water mark past this cache's end: the slots behind its length are no longer wanted.
+            tensors[name] = tensors[name].narrow(dim, 0, min(given[dim], _layer_of(session, name).capacity))
+            expected[dim] = tensors[name].shape[dim]
+        if list(tensors[name].shape) != expected or tensors[name].dtype != tensor.dtype:
+            raise InputError(
+                f"{name} is {tensors[name].dtype} {given} in {path}, this session's is {tensor.dtype} {list(tensor.shape)}; "
+                "use the same dtype and model"
+            )
+    for name, tensor in state.items():
+        tensor.zero_()
+        dim = _capacity_dim(session, name)
+        part = tensor if dim is None else tensor.narrow(dim, 0, tensors[name].shape[dim])
+        part.copy_(tensors[name])
+    if session.has_encoder:
+        session.go_on_from(encoded)
+    session._length = length
+    session._high_water = high_water
+    session.moves += 1
+    session._pending = json.loads(metadata["pending"])
+    # Files of earlier releases state none: those saved text only, or images that left nothing behind.
+    session._images = PlacedImages.from_lists(json.loads(metadata.get("images", "null")) or [[]] * len(length))
+
+
+def _describe(layer: CacheLayer) -> dict:
+    """What must agree. How many tokens a full layer can hold need not: its slots are positions."""
+    config = dict(layer.config())
+    if layer.max_length is not None:
+        config.pop("capacity", None)
+    return {"class": type(layer).__name__, **config}
+
+
+def _layer_of(session: Session, name: str) -> CacheLayer:
+    """The layer of a state tensor `layers.0.keys`. Engines put a word of their own in front."""
+    return session.layers[int(name.split(".")[-2])]
+
+
+def _capacity_dim(session: Session, name: str) -> int | None:
+    """Which dimension of a state tensor `layers.0.keys` counts slots of the decoder's tokens."""
+    layer = _layer_of(session, name)
+    dims = layer.state[name.split(".")[-1]].dims
+    return dims.index("capacity") if "capacity" in dims and layer.follows_decoder else None
+
+
+def _filled(tensor: torch.Tensor, session: Session, name: str, high_water: int) -> torch.Tensor:
+    dim = _capacity_dim(session, name)
+    # A layer may have slots behind its capacity, which no token ever reaches.
+    return tensor if dim is None else tensor.narrow(dim, 0, min(high_water, _layer_of(session, name).capacity))

@@ -1,0 +1,1 @@
+"""A program against the model it was made from."""

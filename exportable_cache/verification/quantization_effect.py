@@ -1,0 +1,91 @@
+"""What quantisation did: which differences are rounding, how far the logits moved, and what that is worth on the demo's task."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ..common.progress import Progress, silent
+from ..demo.task import accuracy, make_questions
+from ..models.cache_factory import ExportableCache
+from ..models.loading import LoadedModel
+from ..session.session import Session
+from .verify import verify_session
+
+_PROMPT, _DECODE_STEPS = 40, 24
+_QUESTIONS, _QUESTIONS_SEED = 50, 20_000
+_ANSWER_TOKENS = 6
+
+
+def measure_quantization(session: Session, float_model: LoadedModel, progress: Progress = silent) -> dict[str, Any]:
+    """Fields of `manifest.Quantized`: the running program against the model before quantisation.
+
+    Args:
+        session: Over the quantised program.
+        float_model: What it was made from.
+    """
+    effect = measure_distance(session, float_model.model, progress)
+    longest = _longest(session, float_model.model)
+    if float_model.source == "demo" and session.tokenizer is not None and longest > 128:
+        effect |= _demo_accuracy(session, float_model, longest, progress)
+    return effect
+
+
+def measure_distance(session: Session, model: PreTrainedModel, progress: Progress = silent) -> dict[str, Any]:
+    """Fields of `manifest.RoundedCache`: the running program against a model over an exact cache.
+
+    Args:
+        session: Over a program with other weights than the model's, or over a cache that rounds.
+        model: Float, or quantised as the program's was, to see what the cache alone does.
+    """
+    longest = _longest(session, model)
+    steps = min(_DECODE_STEPS, max(0, longest - 2))
+    report = verify_session(
+        session,
+        model,
+        tolerance=math.inf,
+        exact_cache=True,
+        prompts=[min(_PROMPT, longest - steps)],
+        decode_steps=steps,
+        progress=progress,
+    )
+    return {
+        "positions": report.steps,
+        "max_difference": report.max_difference,
+        "argmax_agreement": report.prompts[0].argmax_agreement,
+    }
+
+
+def _longest(session: Session, model: PreTrainedModel) -> int | float:
+    return min(session.max_length or math.inf, _positions(model))
+
+
+def _demo_accuracy(session: Session, float_model: LoadedModel, longest: int, progress: Progress) -> dict[str, Any]:
+    model = float_model.model
+    window = max(window for window in [getattr(model.config, "sliding_window", 0)] if window)
+    questions = make_questions(
+        _QUESTIONS, seed=_QUESTIONS_SEED, min_distance=window, tokens=(40, min(300, int(longest) - _ANSWER_TOKENS))
+    )
+    before = Session.from_model(
+        model, ExportableCache.from_model(model, int(longest)), tokenizer=session.tokenizer, buckets=False
+    )
+    shares = {}
+    for name, answering in (("accuracy_before", before), ("accuracy_after", session)):
+        done = 0
+
+        def answer(prompt: str) -> str:
+            nonlocal done
+            answering.reset()
+            done += 1
+            progress("asking the demo's questions", done, len(questions))
+            return "".join(answering.generate_text(prompt, max_new_tokens=_ANSWER_TOKENS))
+
+        shares[name] = accuracy(answer, questions)
+    session.reset()
+    return {"questions": len(questions), **shares}
+
+
+def _positions(model: PreTrainedModel) -> float:
+    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or math.inf

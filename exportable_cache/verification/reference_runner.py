@@ -1,0 +1,59 @@
+"""Opening a bundle for verification where the machine cannot run its program: what stands in for it, and what that proves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from transformers import PreTrainedModel
+
+from ..backends import backend_for
+from ..backends.base import RunsElsewhere, empty_layers
+from ..common.progress import Progress, silent
+from ..models.cache_factory import ExportableCache
+from ..program.program import Program
+from ..session.session import Session
+
+if TYPE_CHECKING:
+    from ..bundle.bundle import Bundle
+    from ..bundle.manifest import Manifest
+
+
+def session_to_verify(
+    bundle: Bundle, model: PreTrainedModel, program: Program | None = None, *, progress: Progress = silent
+) -> tuple[Session, str]:
+    """A session over a bundle's program, or over what stands in for it where this machine cannot run it.
+
+    Args:
+        model: What the bundle was made from.
+        program: What was lowered, if it is at hand; made anew from the model and the manifest otherwise.
+
+    Returns:
+        The session, and what verifying it says of the program where that goes without saying no longer.
+
+    Raises:
+        VerificationError: If the program is not the one that the bundle's files were made from.
+    """
+    manifest = bundle.manifest
+    backend = backend_for(manifest.target)
+    description, options = manifest.description(), manifest.options
+    if isinstance(backend, RunsElsewhere) and not backend.runs_here(description, options):
+        progress(f"reading the {manifest.target} program", 0, None)
+        stand_in = backend.stand_in(program or program_of(manifest, model), description, options)
+        return Session.from_bundle(bundle, stand_in.runner), stand_in.remark
+    progress(f"opening the {manifest.target} program", 0, None)
+    return Session.from_bundle(bundle), ""
+
+
+def program_of(manifest: Manifest, model: PreTrainedModel) -> Program:
+    """The program that a manifest describes, made anew from its model; its layers are already in the target's layout."""
+    methods = manifest.program.methods
+    anywhere = [
+        method for method in methods.values() if method.is_step and method.read_length is None and not method.scores
+    ]
+    described = {
+        "prefill_length": max(method.max_length for method in anywhere),
+        "forward": "forward" in methods,
+        "split": "decode" in methods,
+    }
+    options = backend_for(manifest.target).program_options(manifest.options)
+    return Program(model, ExportableCache(empty_layers(manifest.description())), **{**options, **described})

@@ -1,0 +1,385 @@
+"""Checking a program against its model: the same tokens through both, logits compared at every step."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from ..cache.layers import SinkLayer
+from ..cache.layers.quantized import is_rounding
+from ..cache.layout import Sinks
+from ..common.progress import Progress, silent
+from ..errors import InputError
+from ..generation.sampling import check_seed
+from ..models.layout import cache_argument, layer_types_and_windows, vocab_size_of
+from ..program.program import attention_of, takes_positions
+from ..session.session import Session
+from .encoders import VerifiedEncoder, verify_encoders
+from .prompts import default_decode_steps, default_prompts, prompt_feeds
+from .references.encoder_decoder import decoder_of, encoder_lengths, random_inputs
+from .references.rounding import RoundingCache
+from .references.sinks import evicting_cache
+from .tolerance import default_tolerance
+
+if TYPE_CHECKING:
+    from ..bundle.bundle import Bundle
+
+# A prompt that fills the cache costs as much as the cache is large: tokens over all rows up to which it is tried.
+_MOST_TO_FILL = 4096
+# Tokens over which the effect of an 8-bit cache is found, for the tolerance.
+_ROUNDED_TOKENS = 64
+# The reference takes longer prompts in pieces: eager attention keeps heads x length x length scores.
+_REFERENCE_CHUNK = 1024
+
+
+@dataclass(frozen=True)
+class VerifiedPrompt:
+    """One prompt and the steps after it.
+
+    Attributes:
+        length: Tokens of the prompt.
+        chunks: Steps that the program took for them, over both parts where they were fed in two.
+        decode_steps: Single tokens fed after it.
+        max_difference: Largest |logit difference|; not a number if either side produced one.
+        argmax_agreement: Share of positions whose most probable token is the same. Reported, not judged: ties flip.
+    """
+
+    length: int
+    chunks: int
+    decode_steps: int
+    max_difference: float
+    argmax_agreement: float
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What a verification saw.
+
+    Attributes:
+        passed: Whether every difference is a number and at most `tolerance`, and every encoder's at most its own.
+        max_difference: Largest |logit difference| of all; not a number if any is not.
+        tolerance: The limit.
+        prompts: One entry per prompt, shortest first.
+        steps: Positions compared, over all prompts and rows.
+        windows: Sliding windows that were passed; of layers with attention sinks, all that they keep.
+        target: What was verified.
+        remark: What the result does not cover, where the program itself was not run.
+        encoders: Of images and sound, one entry each.
+    """
+
+    passed: bool
+    max_difference: float
+    tolerance: float
+    prompts: tuple[VerifiedPrompt, ...]
+    steps: int
+    windows: tuple[int, ...]
+    target: str
+    remark: str = ""
+    encoders: tuple[VerifiedEncoder, ...] = ()
+
+    def __post_init__(self) -> None:
+        # As `to_dict` gives them, so that a recorded report can be read back: `VerifyReport(**recorded)`.
+        prompts = (VerifiedPrompt(**prompt) if isinstance(prompt, Mapping) else prompt for prompt in self.prompts)
+        object.__setattr__(self, "prompts", tuple(prompts))
+        object.__setattr__(self, "windows", tuple(self.windows))
+        encoders = (
+            VerifiedEncoder(**encoder) if isinstance(encoder, Mapping) else encoder for encoder in self.encoders
+        )
+        object.__setattr__(self, "encoders", tuple(encoders))
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON; a difference that is not a number is null."""
+        return _jsonable(asdict(self))
+
+    def __str__(self) -> str:
+        lengths = ", ".join(str(prompt.length) for prompt in self.prompts)
+        windows = f", past the window of {' and '.join(map(str, self.windows))}" if self.windows else ""
+        sign = "<=" if self.max_difference <= self.tolerance else "exceeds"
+        return (
+            f"{'verified' if self.passed else 'NOT verified'}: {self.steps} positions, prompts of {lengths} tokens{windows}, "
+            f"max |logit difference| {self.max_difference:.1e} {sign} {self.tolerance:.0e}"
+            + "".join(f", {encoder}" for encoder in self.encoders)
+            + (f"; {self.remark}" if self.remark and self.passed else "")
+        )
+
+
+def verify_session(
+    session: Session,
+    model: PreTrainedModel,
+    *,
+    tolerance: float | None = None,
+    prompts: Sequence[int] | None = None,
+    decode_steps: int | None = None,
+    seed: int = 0,
+    exact_cache: bool = False,
+    progress: Progress = silent,
+) -> VerifyReport:
+    """Feed the same random tokens to a session and to the model in eager attention with `DynamicCache`, step by step.
+
+    Encoders of images and sound get items of random numbers, see `verify_encoders`; an encoder-decoder's gets its input before
+    each prompt.
+
+    The session is reset before every prompt and after the last. Prompts run from the longest to the shortest, so that each
+    but the first finds the leftovers of a longer one in the buffers. All but the shortest are fed in two parts, so that
+    prefill is seen to go on from tokens that the cache holds, see `prompt_feeds`.
+
+    Args:
+        session: What to check.
+        model: What it was made from.
+        tolerance: Largest |logit difference| that passes; by default `default_tolerance`, and for a session whose cache keeps 8
+            bits at least a quarter of what that rounding does to the logits: a value near the middle between two steps rounds
+            either way.
+        prompts: Lengths; by default `default_prompts`, and one that fills the cache, or takes all of the model's positions,
+            where that is at most 4096 tokens over all rows.
+        decode_steps: Single tokens after each prompt; `default_decode_steps` by default. None follow the one that fills the
+            cache.
+        seed: Of the tokens.
+        exact_cache: Let the model's cache keep what it is given, also where the session's keeps 8 bits.
+        progress: Told about every step.
+
+    Raises:
+        InputError: If a length does not fit, the model has another vocabulary than the session, or the seed has more than
+            64 bits.
+    """
+    check_seed(seed)
+    vocab_size = vocab_size_of(model)
+    if vocab_size != session.vocab_size:
+        raise InputError(
+            f"the program has a vocabulary of {session.vocab_size} tokens, the model of {vocab_size}; "
+            "verify with the model it was made from"
+        )
+    if tolerance is not None and not tolerance > 0:
+        raise InputError(f"tolerance is {tolerance}; it must be above 0")
+    limit = _limit(session, model)
+    windows = sorted({window for _, window in layer_types_and_windows(model.config) if window is not None})
+    sinks = _sinks(session)
+    if sinks is not None:
+        windows = sorted({*windows, sinks.tokens + sinks.window})
+    reachable = [window for window in windows if limit is None or window < limit]
+    methods = [method for method in session.runner.methods.values() if method.is_step]
+    encode = session.runner.methods.get("encode")
+    encoder_inputs = None
+    chunk = max(method.max_length for method in methods)
+    lengths = set(prompts or default_prompts(reachable, limit, chunk))
+    if not prompts:
+        # One token short of each bucket: the steps that follow are of the next.
+        lengths.update(
+            method.read_length - 1 for method in methods if method.read_length is not None and method.read_length > 1
+        )
+    filling = None
+    # Rings alone are never full: no limit is theirs.
+    if not prompts and session.max_length is not None and session.batch_size * limit <= _MOST_TO_FILL:
+        filling = limit
+        lengths.add(filling)
+    plan = []
+    for length in sorted(lengths):
+        steps = (
+            0
+            if length == filling
+            else default_decode_steps(length, reachable, limit)
+            if decode_steps is None
+            else decode_steps
+        )
+        if length < 1 or steps < 0 or (limit is not None and length + steps > limit):
+            raise InputError(
+                f"a prompt of {length} tokens and {steps} decode steps do not fit: "
+                f"{'any number' if limit is None else limit} tokens can be held, of which the prompt takes at least 1; pass fewer"
+            )
+        plan.append((length, steps))
+    rounds = is_rounding(session.layers) and not exact_cache
+    total, done = 2 * sum(1 + steps for _, steps in plan), 0
+    generator = torch.Generator().manual_seed(seed)
+    verified, largest_logit = [], 0.0
+    for index, (length, steps) in enumerate(reversed(plan)):
+        ids = torch.randint(vocab_size, (session.batch_size, length + steps), generator=generator)
+        # What is verified is text: a token that stands for an image would need one.
+        for token in session.placeholders:
+            ids[ids == token] = (token + 1) % vocab_size
+        if encode is not None:
+            lengths_to_encode = encoder_lengths(encode)
+            encoder_inputs = random_inputs(
+                encode, lengths_to_encode[index % len(lengths_to_encode)], session.batch_size, vocab_size, generator
+            )
+        # All of the reference first: the session may run the very same model, under another attention implementation.
+        expected = []
+        for logits in _reference(model, ids, length, sinks, encoder_inputs, rounds):
+            expected.append(logits)
+            largest_logit = max(largest_logit, logits.abs().max().item())
+            done += 1
+            progress("verifying", done, total)
+        if encoder_inputs is not None:
+            session.encode(**{name: tensor.to(session.device) for name, tensor in encoder_inputs.items()})
+        session_ids, feeds = ids.to(session.device), prompt_feeds(length, chunk)
+        differences, agreements = [], []
+        for step, reference in enumerate(expected):
+            if step == 0:
+                outputs = [_feed(session, session_ids[:, :length], parts) for parts in feeds]
+            else:
+                outputs = [session.decode(session_ids[:, length + step - 1])]
+            for output in outputs:
+                logits = output.to(reference.device)
+                # A maximum over tensors keeps not-a-number, Python's does not.
+                differences.append((logits.float() - reference.float()).abs().max())
+                agreements.append((logits.argmax(-1) == reference.argmax(-1)).float().mean())
+            done += 1
+            progress("verifying", done, total)
+        verified.append(
+            VerifiedPrompt(
+                length,
+                sum(len(session.chunk_sizes(part)) for part in feeds[-1]),
+                steps,
+                torch.stack(differences).max().item(),
+                torch.stack(agreements).mean().item(),
+            )
+        )
+    session.reset()
+    verified.reverse()
+    encoders = verify_encoders(session, model, generator, tolerance)
+    max_difference = torch.tensor([prompt.max_difference for prompt in verified], dtype=torch.float64).max().item()
+    if tolerance is None:
+        tolerance = default_tolerance(model.dtype, largest_logit)
+        if rounds:
+            tolerance = max(tolerance, rounding_effect(model, min(plan[-1][0], _ROUNDED_TOKENS)) / 4)
+    return VerifyReport(
+        passed=max_difference <= tolerance and all(encoder.passed for encoder in encoders),
+        max_difference=max_difference,
+        tolerance=tolerance,
+        prompts=tuple(verified),
+        steps=session.batch_size * sum(1 + steps for _, steps in plan),
+        windows=tuple(window for window in windows if any(length + steps > window for length, steps in plan)),
+        target=session.target,
+        encoders=encoders,
+    )
+
+
+def verify(
+    path_or_bundle: str | os.PathLike | Bundle,
+    model_or_path: PreTrainedModel | str | os.PathLike,
+    *,
+    tolerance: float | None = None,
+    prompts: Sequence[int] | None = None,
+    decode_steps: int | None = None,
+    seed: int = 0,
+    progress: Progress = silent,
+) -> VerifyReport:
+    """Verify a bundle against the model it was made from; see `verify_session`. A mismatch is reported, not raised.
+
+    A quantised program is compared with the model quantised the same way.
+
+    Raises:
+        BundleError: If the bundle cannot be opened.
+        InputError: If the model cannot be loaded, or is of another type or vocabulary, or the seed has more than 64 bits.
+    """
+    from ..bundle.bundle import Bundle
+    from ..models.loading import load_model
+    from .reference_runner import session_to_verify
+
+    # Before the model is loaded, which takes long.
+    check_seed(seed)
+    bundle = path_or_bundle if isinstance(path_or_bundle, Bundle) else Bundle.open(path_or_bundle, progress=progress)
+    manifest = bundle.manifest
+    model = load_model(model_or_path, dtype=manifest.dtype, progress=progress).model
+    if model.config.model_type != manifest.model_type:
+        raise InputError(
+            f"{bundle.path.name} was made from a {manifest.model_type!r} model, this one is {model.config.model_type!r}; "
+            "verify with the model it was made from"
+        )
+    if manifest.quantization is not None:
+        from ..models.quantization import Quantization, quantize
+        from .tolerance import tolerance_of
+
+        recorded = manifest.quantization
+        quantization = Quantization(recorded.linear, recorded.group_size, recorded.embeddings)
+        progress(f"quantising to {quantization}", 0, None)
+        model = quantize(model, quantization).model
+        tolerance = tolerance_of(model, quantization) if tolerance is None else tolerance
+    session, remark = session_to_verify(bundle, model, progress=progress)
+    report = verify_session(
+        session, model, tolerance=tolerance, prompts=prompts, decode_steps=decode_steps, seed=seed, progress=progress
+    )
+    return replace(report, remark=remark)
+
+
+def _feed(session: Session, ids: torch.Tensor, parts: Sequence[int]) -> torch.Tensor:
+    """Logits [batch, vocab] after `ids` [batch, length], fed from position 0 in one prefill call per part."""
+    session.reset()
+    for part in ids.split(list(parts), dim=1):
+        logits = session.prefill(part)
+    return logits
+
+
+@torch.no_grad()
+def rounding_effect(model: PreTrainedModel, length: int) -> float:
+    """Largest |logit difference| that keeping keys and values in 8 bits makes over `length` random tokens."""
+    ids = torch.randint(vocab_size_of(model), (1, length), generator=torch.Generator().manual_seed(0))
+    logits = []
+    with attention_of(model, "eager"):
+        for kind in (DynamicCache, RoundingCache):
+            caches = {cache_argument(model): kind(config=model.config)}
+            logits.append(model(ids.to(model.device), use_cache=True, **caches).logits.float())
+    return (logits[0] - logits[1]).abs().max().item()
+
+
+@torch.no_grad()
+def _reference(
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    prompt: int,
+    sinks: Sinks | None,
+    encoder_inputs: dict[str, torch.Tensor] | None = None,
+    rounds: bool = False,
+) -> Iterator[torch.Tensor]:
+    """Logits [batch, vocab] after the prompt and after each later token of `ids` [batch, length]."""
+    ids = ids.to(model.device)
+    if encoder_inputs is not None:
+        with attention_of(model, "eager"):
+            decoder = decoder_of(model, encoder_inputs)
+            yield decoder(ids[:, :prompt]).clone()
+            for position in range(prompt, ids.shape[1]):
+                yield decoder(ids[:, position : position + 1])
+        return
+    plain = RoundingCache if rounds else DynamicCache
+    cache = plain(config=model.config) if sinks is None else evicting_cache(model.config, sinks, plain)
+    chunk = _REFERENCE_CHUNK if sinks is None else 1
+    argument, explicit = cache_argument(model), takes_positions(model)
+
+    def logits(start: int, end: int) -> torch.Tensor:
+        options: dict[str, Any] = {argument: cache}
+        if explicit:
+            options["position_ids"] = torch.arange(start, end, device=ids.device).expand(ids.shape[0], -1)
+        return model(ids[:, start:end], use_cache=True, **options).logits[:, -1]
+
+    with attention_of(model, "eager"):
+        for start in range(0, prompt, chunk):
+            last = logits(start, min(start + chunk, prompt))
+        yield last.clone()
+        for position in range(prompt, ids.shape[1]):
+            yield logits(position, position + 1)
+
+
+def _sinks(session: Session) -> Sinks | None:
+    """What the session's full-attention layers keep, None where they keep every token."""
+    found = [Sinks(layer.sinks, layer.window) for layer in session.layers if isinstance(layer, SinkLayer)]
+    return found[0] if found else None
+
+
+def _limit(session: Session, model: PreTrainedModel) -> int | None:
+    """Tokens that both sides can hold."""
+    # Learned position tables end there, and past it even rotary ones are not what the model was trained for.
+    config = model.config.get_text_config(decoder=True)
+    positions = getattr(config, "max_position_embeddings", None) or getattr(config, "max_target_positions", None)
+    return min((limit for limit in (session.max_length, positions) if limit), default=None)
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_jsonable(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
