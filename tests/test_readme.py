@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import inspect
 import json
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import typer
 
+from exportable_cache import export
 from exportable_cache.backends import backend_for
 from exportable_cache.cli.app import app
 from exportable_cache.errors import InputError, MissingDependencyError
@@ -117,6 +119,8 @@ def test_inline_code_names_what_there_is(path: Path) -> None:
             assert (ROOT / (Path(span).parent if made else span)).exists(), span
         elif words[0].startswith("--"):
             assert words[0] in all_options(), span
+        elif call := re.match(r"(export|load|ExportableCache|Session)\b.*\)$", span):
+            check_python(f"from exportable_cache import {call.group(1)}\n{span}")
 
 
 @pytest.mark.parametrize("path", BY_NAME)
@@ -146,7 +150,7 @@ def check_python(code: str) -> None:
         if isinstance(node, ast.Call):
             called = resolve(node.func, names)
             if called is not None and getattr(called, "__module__", "").startswith("exportable_cache"):
-                check_keywords(called, [keyword.arg for keyword in node.keywords if keyword.arg])
+                check_keywords(called, {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg})
 
 
 def resolve(node: ast.expr, names: dict[str, Any]) -> Any:
@@ -159,13 +163,17 @@ def resolve(node: ast.expr, names: dict[str, Any]) -> Any:
     return None
 
 
-def check_keywords(called: Any, keywords: list[str]) -> None:
+def check_keywords(called: Any, keywords: dict[str, ast.expr]) -> None:
     try:
         parameters = inspect.signature(called).parameters
     except ValueError:  # a class without a constructor of its own, such as an error
         parameters = {}
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        assert set(keywords) <= set(parameters), f"{called.__qualname__} takes no {set(keywords) - set(parameters)}"
+    others = {name: value for name, value in keywords.items() if name not in parameters}
+    if called is export:
+        target = keywords.get("target", ast.Constant("executorch"))
+        refuse_options(ast.literal_eval(target), {name: ast.literal_eval(value) for name, value in others.items()})
+    elif not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        assert not others, f"{called.__qualname__} takes no {', '.join(others)}"
 
 
 def check_command(words: list[str]) -> None:
@@ -208,10 +216,13 @@ def check_target_options(parameters: dict[str, Any]) -> None:
         except ValueError:
             options[option] = value
     options |= {name: parameters[name] for name in ("sm", "delegate") if parameters[name] is not None}
-    try:
-        backend_for(parameters["target"]).program_options(options)
-    except MissingDependencyError:
-        return
+    refuse_options(parameters["target"], options)
+
+
+def refuse_options(target: str, options: dict[str, Any]) -> None:
+    """InputError for an option that a target does not take; nothing for a target that is not installed."""
+    with contextlib.suppress(MissingDependencyError):
+        backend_for(target).program_options(options)
 
 
 def check_script(arguments: list[str]) -> None:
@@ -256,13 +267,14 @@ def anchors(path: Path) -> set[str]:
     [
         "def f(:",
         "from exportable_cache import exporter_of_cakes",
-        "from exportable_cache import export\nexport('demo', max_cash_len=3, verify_it=True, output_dire='x').foo(\n",
+        "from exportable_cache import export\nexport('demo', max_cash_len=3)",
+        "from exportable_cache import export\nexport('demo', target='pt2', llm_runner=True)",
         "from exportable_cache import ExportableCache\nExportableCache.from_model(model, max_cash_len=512)",
         "from exportable_cache import Session\nSession.from_nothing(model)",
     ],
 )
 def test_wrong_python_is_found(code: str) -> None:
-    with pytest.raises((AssertionError, SyntaxError)):
+    with pytest.raises((AssertionError, InputError, SyntaxError)):
         check_python(code)
 
 
