@@ -424,6 +424,9 @@ def model_without_weights(config: PreTrainedConfig) -> PreTrainedModel | None:
     except Exception as error:  # any model code may run here
         logger.info("could not build %s on the meta device: %s", config.model_type, error)
         return None
+    if getattr(model.config, "_experts_implementation", None) is not None:
+        # On the meta device the grouped kernels take bfloat16 only; batched products take any dtype, and no values are looked at.
+        model.set_experts_implementation("batched_mm")
     # Its files are those of the model that the cache is for.
     patch_model(model)
     return model
