@@ -45,9 +45,7 @@ class DtypeChoice:
         return f"weights are stored in {stored}; exported in {chosen}, {f'which {self.reason}' if self.reason else 'as asked for'}"
 
 
-def check_dtype(
-    asked: torch.dtype | None, target: str, options: Mapping[str, Any], quantized: bool = False
-) -> None:
+def check_dtype(asked: torch.dtype | None, target: str, options: Mapping[str, Any], quantized: bool = False) -> None:
     """Refuse a dtype that was asked for and cannot be had, before any weights are read.
 
     Args:
