@@ -40,6 +40,9 @@ _STATES = ("linear_attention", "conv")
 _BOTH = ("hybrid", "hybrid_sliding")
 SUPPORTED_LAYER_TYPES = (*_KEYS, *_STATES, *_BOTH, "dummy")
 
+# Where a config has one of these, head_dim and num_key_value_heads do not say what a layer keeps (latent attention; JetMoE; DBRX).
+_UNLIKE_FIELDS = ("kv_lora_rank", "kv_channels", "attn_config")
+
 #: Our name for the layer type that transformers has none for: attention to an encoder's output.
 CROSS_ATTENTION = "cross_attention"
 
@@ -442,6 +445,12 @@ def _layout_from_fields(config: PreTrainedConfig, layer_type: str, window: int |
         )
     if layer_type == "dummy":
         return LayerLayout(layer_type)
+    unlike = next((name for name in _UNLIKE_FIELDS if getattr(config, name, None) is not None), None)
+    if unlike is not None:
+        raise UnsupportedModelError(
+            f"{config.model_type!r} states the sizes of its keys in a way of its own ({unlike}) and cannot run without weights; "
+            "use ExportableCache.from_model, which reads the sizes from the model"
+        )
     head_dim = getattr(config, "head_dim", None) or hidden // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     return LayerLayout(layer_type, kv_heads, head_dim, head_dim, window)
