@@ -122,7 +122,7 @@ def test_sizes_are_refused_rather_than_guessed(monkeypatch):
     def failing(model):
         raise RuntimeError("the meta device cannot")
 
-    for module in ("layout", "plan"):
+    for module in ("models.layout", "pipeline.sizing"):
         monkeypatch.setattr(f"exportable_cache.{module}.layout_from_model", failing)
     config = AutoConfig.for_model("deepseek_v3", **_LATENT)
     made = plan(config, LENGTH)
