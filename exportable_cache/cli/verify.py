@@ -8,7 +8,8 @@ import typer
 
 from .command import EXIT_MISMATCH
 from .layer_table import simple_table
-from .options import BundleArgument, IgnoreVersionsOption, JsonOption, ModelOption, at_least
+from .options import BundleArgument, IgnoreVersionsOption, JsonOption, ModelOption
+from .settings import at_least
 from .terminal import Terminal
 
 

@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ..cache.layers import SinkLayer
 from ..cache.layers.quantized import is_rounding
-from ..cache.layout import Sinks
+from ..cache.spec import Sinks
 from ..common.progress import Progress, silent
 from ..errors import InputError
 from ..generation.sampling import check_seed
