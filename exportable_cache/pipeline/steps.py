@@ -26,8 +26,9 @@ from ..program.program import Program
 from ..program.spec import ProgramSpec
 from ..verification.quantization_effect import measure_distance, measure_quantization
 from ..verification.reference_runner import session_to_verify
+from ..verification.spec import VerifySpec
 from ..verification.tolerance import tolerance_of
-from ..verification.verify import VerifyReport, verify_session
+from ..verification.verify import VerifyReport, compare
 from .spec import ExportSpec
 
 
@@ -177,7 +178,7 @@ def verify(resolved: Resolved, source: Source, made: Program, bundle: Bundle, pr
     if not spec.verify:
         return bundle
     session, remark = session_to_verify(bundle, model, made, progress=progress)
-    report = verify_session(session, model, tolerance=tolerance_of(model, spec.quantization), progress=progress)
+    report = compare(session, model, VerifySpec(tolerance=tolerance_of(model, spec.quantization)), progress)
     report = replace(report, remark=remark)
     _require_agreement(report, spec.output_dir)
     recorded = {"verification": report.to_dict()}
