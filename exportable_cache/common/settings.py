@@ -112,8 +112,8 @@ def check_choice(name: str, value: Any, choices: Collection[str], optional: bool
     """
     # A value of any type: what cannot be hashed is none of them either.
     if value not in tuple(choices):
-        none = ", or None" if optional else ""
-        raise InputError(f"{name} is {value!r}; it must be one of {', '.join(choices)}{none}")
+        known = ("one of " if len(choices) > 1 else "") + ", ".join(choices) + (", or None" if optional else "")
+        raise InputError(f"{name} is {value!r}; it must be {known}")
 
 
 def check_flag(name: str, value: Any) -> None:
