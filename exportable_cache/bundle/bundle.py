@@ -158,8 +158,8 @@ class Bundle:
 def check_free(path: Path, overwrite: bool) -> None:
     """Refuse a folder that exists, unless it is empty, or a bundle that may be overwritten, and one that cannot be created.
 
-    A folder is created beside it, or in the nearest parent that exists, and removed again: permissions alone do not tell,
-    neither to root nor on file systems that are no storage.
+    A folder is created beside it, or in the nearest parent that exists, and removed again: permissions alone do not
+    tell, neither to root nor on file systems that are no storage.
 
     Raises:
         BundleError: If it may not be written to.
@@ -230,8 +230,8 @@ def write_bundle(
         folder: Where the backend has written `lowered`.
         program: What was lowered.
         provenance: Of it.
-        loaded: What it was made from: its tokenizer is saved with the chat template; its processor's files are copied beside
-            it, where there is one and the program takes more than text.
+        loaded: What it was made from: its tokenizer is saved with the chat template; its processor's files are copied
+            beside it, where there is one and the program takes more than text.
         progress: Told about bytes read.
     """
     tokenizer = loaded.tokenizer

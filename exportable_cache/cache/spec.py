@@ -20,7 +20,7 @@ KV_DTYPES = ("int8",)
 
 @dataclass(frozen=True)
 class Sinks:
-    """What full-attention layers keep when they are to run without end: `Sinks(4, 1020)` is the first 4 tokens and the last 1020.
+    """What full-attention layers keep to run without end: `Sinks(4, 1020)` is the first 4 tokens and the last 1020.
 
     Raises:
         InputError: If a number is not a positive int.
@@ -68,12 +68,14 @@ class CacheSpec:
         batch_size: Rows.
         dtype: Of keys and values; None for what the model writes. A name, such as "float16", becomes the dtype.
         device: Where to allocate; None for where the model is.
-        rollback_slots: Extra slots of each ring, so that `crop` can take back `rollback_slots + 1` tokens past the window.
-        attention_sinks: Have full-attention layers keep this many first tokens and the newest `attention_window`, and run
-            without end; None for a layer that keeps all.
+        rollback_slots: Extra slots of each ring, so that `crop` can take back `rollback_slots + 1` tokens past the
+            window.
+        attention_sinks: Have full-attention layers keep this many first tokens and the newest `attention_window`, and
+            run without end; None for a layer that keeps all.
         attention_window: What `attention_sinks` leave of `max_cache_len` by default.
         kv_dtype: One of `KV_DTYPES` to keep keys and values so, with scales; None for the dtype that the model writes.
-        max_encoder_len: Longest input of an encoder-decoder's encoder, in tokens, frames or samples; None for its default.
+        max_encoder_len: Longest input of an encoder-decoder's encoder, in tokens, frames or samples; None for its
+            default.
         sinks: Both numbers of attention sinks, None where there are none.
 
     Raises:

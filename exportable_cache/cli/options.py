@@ -1,4 +1,4 @@
-"""Arguments and options that several commands take, with their completion. Those of an export are fields: see `settings`."""
+"""Arguments and options that several commands take, with their completion, beside those that are fields of specs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of a command made from the fields of the dataclasses that it fills: no help, default or limit is written again here."""
+"""Options of a command, made from the fields of the dataclasses that it fills."""
 
 from __future__ import annotations
 

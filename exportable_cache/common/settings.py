@@ -1,4 +1,4 @@
-"""One option, written once: its default, its check and its help are the field of a dataclass, which the command line reads too.
+"""Options that are written once: default, check and help stand at the field of a dataclass; the command line reads it.
 
 Nothing here imports torch, so that the command line starts without it.
 """
@@ -26,13 +26,15 @@ class Setting:
     Attributes:
         help: One sentence for the command line.
         keyword: Name of the argument where users give it, in errors too; the field's own by default.
-        flags: Spellings on the command line, such as ("--batch-size", "-b"); none by default, and then it has no option there.
+        flags: Spellings on the command line, such as ("--batch-size", "-b"); none by default, and then it has no option
+            there.
         metavar: Stands for the value in the help.
         kind: Type of one value.
         repeats: Whether it may be given several times.
         least: Smallest int it takes; None where it is no int, or has a check of its own.
         choices: All values it takes; empty for any.
-        offered: Those the command line takes, where a call takes others too, such as a torch.dtype; `choices` by default.
+        offered: Those the command line takes, where a call takes others too, such as a torch.dtype; `choices` by
+            default.
         shown_default: What the help says where the default is worked out later.
     """
 
@@ -49,7 +51,7 @@ class Setting:
 
 
 def setting(default: Any, help: str, **about: Any) -> Any:
-    """A dataclass field that is an option: `batch_size: int = setting(1, "Rows.", flags=("--batch-size",), kind=int, least=1)`.
+    """Make a dataclass field an option: `batch_size: int = setting(1, "Rows.", flags=("-b",), kind=int, least=1)`.
 
     Args:
         default: `REQUIRED` where one must be given.

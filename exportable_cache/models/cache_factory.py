@@ -67,11 +67,11 @@ class ExportableCache(LayeredCache):
             device: Where to allocate.
             rollback_slots: Extra slots of each ring, so that `crop` can take back `rollback_slots + 1` tokens past the
                 window.
-            attention_sinks: Have full-attention layers keep this many first tokens and the newest `attention_window`, and
-                run without end: see `layers.SinkLayer`. Works with our attention functions only.
+            attention_sinks: Have full-attention layers keep this many first tokens and the newest `attention_window`,
+                and run without end: see `layers.SinkLayer`. Works with our attention functions only.
             attention_window: What `attention_sinks` leave of `max_cache_len` by default.
-            kv_dtype: `int8` to keep keys and values in 8 bits with one scale per token and head, see `layers.quantized`; the
-                dtype that the model writes by default.
+            kv_dtype: `int8` to keep keys and values in 8 bits with one scale per token and head, see
+                `layers.quantized`; the dtype that the model writes by default.
             attn_implementation: Name to set on the config; None leaves it alone. Under transformers' own `sdpa` and
                 `eager` the cache works too, but for padding masks and rows of different length.
             slack: The name of `rollback_slots` until the last release.
@@ -133,8 +133,8 @@ class ExportableCache(LayeredCache):
     ) -> ExportableCache:
         """Allocate the cache of a model; shapes, dtype and device are read from one token run through it.
 
-        See `from_config` for the arguments; `dtype` and `device` default to what the model writes. An encoder-decoder gets
-        an `ExportableEncoderDecoderCache`.
+        See `from_config` for the arguments; `dtype` and `device` default to what the model writes. An encoder-decoder
+        gets an `ExportableEncoderDecoderCache`.
 
         Args:
             max_encoder_len: Longest input of an encoder-decoder's encoder, in tokens, frames or samples; see
@@ -191,9 +191,9 @@ class ExportableCache(LayeredCache):
 class ExportableEncoderDecoderCache(ExportableCache, EncoderDecoderLayeredCache):
     """An `ExportableCache` that is a transformers `EncoderDecoderCache` too (cache_utils.py, 5.23).
 
-    Its layers are those of the self-attention, followed by as many of the cross-attention. `is_updated` says per decoder
-    layer whether the cross-attention's keys and values are there: a model computes them where it is false, and reads them
-    where it is true.
+    Its layers are those of the self-attention, followed by as many of the cross-attention. `is_updated` says per
+    decoder layer whether the cross-attention's keys and values are there: a model computes them where it is false, and
+    reads them where it is true.
 
     Args:
         layers: Self-attention layers, then one `CrossLayer` for each.

@@ -26,8 +26,8 @@ GROUP_MULTIPLE = 32
 class Quantization:
     """Which weights become integers, and how.
 
-    `Quantization("8da4w", 32, "8w")`: linear layers in 4 bits, one scale per 32 weights of a row, activations in 8 bits per
-    token; the embedding table in 8 bits, one scale per row. Weights are symmetric: zero stays zero.
+    `Quantization("8da4w", 32, "8w")`: linear layers in 4 bits, one scale per 32 weights of a row, activations in 8 bits
+    per token; the embedding table in 8 bits, one scale per row. Weights are symmetric: zero stays zero.
 
     Attributes:
         linear: One of `LINEAR_SCHEMES`, or None to leave linear layers as they are.
@@ -74,7 +74,8 @@ class Quantization:
         if 4 not in (self._bits(self.linear, LINEAR_SCHEMES), self._bits(self.embeddings, EMBEDDING_SCHEMES)):
             if self.group_size is not None:
                 raise InputError(
-                    f"group_size is {self.group_size}, but 8-bit weights have one scale per row; leave it out, or quantize to 8da4w"
+                    f"group_size is {self.group_size}, but 8-bit weights have one scale per row; "
+                    "leave it out, or quantize to 8da4w"
                 )
             return
         size = DEFAULT_GROUP_SIZE if self.group_size is None else self.group_size

@@ -59,22 +59,22 @@ def export(
         batch_size: Rows.
         dtype: Of the weights; as stored by default.
         prefill_length: Longest chunk of a prompt, see `ProgramSpec`.
-        quantize: Scheme of the linear layers' weights, such as "8da4w", see `Quantization`; None for none. The program is
-            then verified against the quantised model, and its distance from the float one is recorded.
+        quantize: Scheme of the linear layers' weights, such as "8da4w", see `Quantization`; None for none. The program
+            is then verified against the quantised model, and its distance from the float one is recorded.
         group_size: Weights that share a scale in 4-bit schemes.
         quantize_embeddings: Scheme of the embedding table, "8w" or "4w".
         attention_sinks, attention_window: Have full-attention layers keep the first and the newest tokens only, and run
             without end, see `ExportableCache.from_config`.
         max_encoder_len: Longest input of an encoder-decoder's encoder, in tokens, frames or samples, see
             `ExportableCache.from_model`.
-        modalities: What is fed beside text, `image` or `audio`, see `modality.modalities_of`. The processor beside the model
-            goes into the bundle then, or with an encoder of images or sound. Encoders are verified on random numbers, see
-            `verify_encoders`.
+        modalities: What is fed beside text, `image` or `audio`, see `modality.modalities_of`. The processor beside the
+            model goes into the bundle then, or with an encoder of images or sound. Encoders are verified on random
+            numbers, see `verify_encoders`.
         image_size: Height and width of every image in pixels, where the model's config leaves it open, see there.
-        kv_dtype: `int8` to keep keys and values in 8 bits, see `ExportableCache.from_config`. The program is then verified against
-            the model with the same rounding, and its distance from the model without it is recorded.
-        rollback_slots: Extra slots of each ring, so that `rollback_slots + 1` tokens can be taken back past the window, as
-            drafts need it.
+        kv_dtype: `int8` to keep keys and values in 8 bits, see `ExportableCache.from_config`. The program is then
+            verified against the model with the same rounding, and its distance from the model without it is recorded.
+        rollback_slots: Extra slots of each ring, so that `rollback_slots + 1` tokens can be taken back past the window,
+            as drafts need it.
         verify: Compare with the model, see `verify_session`; the report is recorded in the manifest.
         overwrite: Replace a bundle that is there.
         tokenizer: Saved in the bundle; by default the one beside the model, if there is one.

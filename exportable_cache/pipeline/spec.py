@@ -94,7 +94,8 @@ class ExportSpec:
         options = backend.options() if self.options is None else self.options
         if not isinstance(options, backend.options):
             raise InputError(
-                f"options are {type(options).__name__}, target {self.target!r} takes {backend.options.__name__}; pass these"
+                f"options are {type(options).__name__}, target {self.target!r} takes {backend.options.__name__}; "
+                "pass these"
             )
         most, rows = backend.max_batch_size, self.cache.batch_size
         if most is not None and rows > most:

@@ -1,4 +1,4 @@
-"""What a program is to be: its entry points, its form of state and what a target asks of the model, in one frozen value.
+"""What a program is to be: its entry points, its form of state, and what a target asks of the model.
 
 Importing this module imports no torch: the command line makes its options from the fields.
 """
@@ -39,15 +39,15 @@ class ProgramSpec:
     """What a program is to be: `ProgramSpec(prefill_length=128)` takes prompts in chunks of up to 128 tokens.
 
     Attributes:
-        prefill_length: Longest chunk of a prompt; longer prompts go through in several. `DEFAULT_PREFILL_LENGTH`, or what
-            the cache holds, by default. At 1 there is no prefill.
-        score_length: Have a method `score` that takes 2 up to this many tokens and gives logits after each, as speculative
-            decoding needs; 0 for none.
+        prefill_length: Longest chunk of a prompt; longer prompts go through in several. `DEFAULT_PREFILL_LENGTH`, or
+            what the cache holds, by default. At 1 there is no prefill.
+        score_length: Have a method `score` that takes 2 up to this many tokens and gives logits after each, as
+            speculative decoding needs; 0 for none.
         buckets: Read lengths that get methods of their own, `decode_128` and `prefill_128` for 128; see
             `entry_points.length_buckets`.
         forward: Have a method `forward` that takes any length from 1 on; or what decides it, given the adapted cache.
-        split: Have the methods `decode`, of one token, and `prefill`, of several; or what decides it. Without them `forward`
-            serves every step.
+        split: Have the methods `decode`, of one token, and `prefill`, of several; or what decides it. Without them
+            `forward` serves every step.
         form: Where the state lives.
         logits: Which logits to return.
         modalities: What is fed beside text.
@@ -56,7 +56,8 @@ class ProgramSpec:
         adapt: Puts the layers into another layout, that of a target's own operators: `(model, cache) -> cache`.
 
     Raises:
-        InputError: If a length is out of range, or a name is unknown. What the cache has to hold is checked with the cache.
+        InputError: If a length is out of range, or a name is unknown. What the cache has to hold is checked with the
+            cache.
     """
 
     prefill_length: int | None = setting(

@@ -14,22 +14,22 @@ from ..errors import InputError
 
 @dataclass(frozen=True)
 class VerifySpec:
-    """How a program is compared with its model: `VerifySpec(prompts=(40,), decode_steps=8)` feeds one prompt and eight tokens.
+    """How a program is compared with its model: `VerifySpec(prompts=(40,), decode_steps=8)` feeds 40 tokens, then 8.
 
     Attributes:
-        tolerance: Largest |logit difference| that passes; by default `default_tolerance`, and for a session whose cache keeps
-            8 bits at least a quarter of what that rounding does to the logits: a value near the middle between two steps
-            rounds either way.
-        prompts: Lengths; by default `default_prompts`, and one that fills the cache, or takes all of the model's positions,
-            where that is at most 4096 tokens over all rows.
-        decode_steps: Single tokens after each prompt; `default_decode_steps` by default. None follow the one that fills the
-            cache.
+        tolerance: Largest |logit difference| that passes; by default `default_tolerance`, and for a session whose cache
+            keeps 8 bits at least a quarter of what that rounding does to the logits: a value near the middle between
+            two steps rounds either way.
+        prompts: Lengths; by default `default_prompts`, and one that fills the cache, or takes all of the model's
+            positions, where that is at most 4096 tokens over all rows.
+        decode_steps: Single tokens after each prompt; `default_decode_steps` by default. None follow the one that fills
+            the cache.
         seed: Of the tokens.
         exact_cache: Let the model's cache keep what it is given, also where the session's keeps 8 bits.
 
     Raises:
-        InputError: If the tolerance is not above 0, or the seed has more than 64 bits. Whether prompts fit is seen with the
-            session.
+        InputError: If the tolerance is not above 0, or the seed has more than 64 bits. Whether prompts fit is seen with
+            the session.
     """
 
     tolerance: float | None = setting(

@@ -121,12 +121,12 @@ def compare(
 ) -> VerifyReport:
     """Feed the same random tokens to a session and to the model in eager attention with `DynamicCache`, step by step.
 
-    Encoders of images and sound get items of random numbers, see `verify_encoders`; an encoder-decoder's gets its input before
-    each prompt.
+    Encoders of images and sound get items of random numbers, see `verify_encoders`; an encoder-decoder's gets its input
+    before each prompt.
 
-    The session is reset before every prompt and after the last. Prompts run from the longest to the shortest, so that each
-    but the first finds the leftovers of a longer one in the buffers. All but the shortest are fed in two parts, so that
-    prefill is seen to go on from tokens that the cache holds, see `prompt_feeds`.
+    The session is reset before every prompt and after the last. Prompts run from the longest to the shortest, so that
+    each but the first finds the leftovers of a longer one in the buffers. All but the shortest are fed in two parts, so
+    that prefill is seen to go on from tokens that the cache holds, see `prompt_feeds`.
 
     Args:
         session: What to check.
@@ -219,8 +219,9 @@ def _planned(session: Session, spec: VerifySpec, limit: int | None, windows: Seq
             steps = spec.decode_steps
         if length < 1 or steps < 0 or (limit is not None and length + steps > limit):
             raise InputError(
-                f"a prompt of {length} tokens and {steps} decode steps do not fit: {'any number' if limit is None else limit} "
-                "tokens can be held, of which the prompt takes at least 1; pass fewer"
+                f"a prompt of {length} tokens and {steps} decode steps do not fit: "
+                f"{'any number' if limit is None else limit} tokens can be held, "
+                "of which the prompt takes at least 1; pass fewer"
             )
         plan.append((length, steps))
     return plan

@@ -25,11 +25,13 @@ class ExecutorchOptions(TensorRTOptions):
     """
     Attributes:
         delegate: `xnnpack` (default); `vulkan` and `coreml`, see `delegates`; or `tensorrt`: then every method is one
-            TensorRT plan, the cache is an input and an output of it, and the options of target `tensorrt` are taken, too.
-        methods: `forward`: one method `forward(input_ids [1, S], input_pos [1])` for any S from 1 to the longest chunk, the
-            one that ExecuTorch's own `TextLLMRunner` calls. `split`: `prefill` and `decode`; each packs the weights for
-            itself in memory, unless the C++ runtime shares them. `both`. By default `forward`, or `split` for models with
-            rings that the fused operators cannot serve, which write in place only where the length is known to be one.
+            TensorRT plan, the cache is an input and an output of it, and the options of target `tensorrt` are taken,
+            too.
+        methods: `forward`: one method `forward(input_ids [1, S], input_pos [1])` for any S from 1 to the longest chunk,
+            the one that ExecuTorch's own `TextLLMRunner` calls. `split`: `prefill` and `decode`; each packs the weights
+            for itself in memory, unless the C++ runtime shares them. `both`. By default `forward`, or `split` for
+            models with rings that the fused operators cannot serve, which write in place only where the length is known
+            to be one.
         llm_runner: Insist on `forward` and on the constant methods that the runner reads.
     """
 
@@ -55,5 +57,5 @@ class ExecutorchOptions(TensorRTOptions):
         super().__post_init__()
         if self.methods == "split" and self.llm_runner:
             raise InputError(
-                "methods is 'split', but the llm_runner calls 'forward'; pass methods='both', or leave one of the two out"
+                "methods is 'split', but the llm_runner calls 'forward'; pass methods='both', or leave one of them out"
             )

@@ -18,8 +18,8 @@ class Pt2Options(TargetOptions):
         form: `resident` (default: the cache is inside, updated in place) or `explicit` (the cache is an input and an
             output, in its pytree form, for runtimes that pass state along).
         strict: Trace through TorchDynamo.
-        buckets: Read lengths that get methods of their own, so that a step costs what the filled part of the cache costs,
-            see `ProgramSpec`; each method adds its graph to the file, not its weights.
+        buckets: Read lengths that get methods of their own, so that a step costs what the filled part of the cache
+            costs, see `ProgramSpec`; each method adds its graph to the file, not its weights.
         score_length: Add a method that gives logits after each of up to this many tokens, for speculative decoding.
     """
 
