@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 #: Target -> (module that defines `backend`, packages it needs, extra that installs them).
 TARGETS: dict[str, tuple[str, tuple[str, ...], str | None]] = {
-    "pt2": ("exportable_cache.backends.pt2", (), None),
-    "aoti": ("exportable_cache.backends.aoti", (), None),
-    "executorch": ("exportable_cache.backends.executorch", ("executorch",), "executorch"),
-    "tensorrt": ("exportable_cache.backends.tensorrt", ("torch_tensorrt",), "tensorrt-rtx"),
+    "pt2": ("exportable_cache.backends.pt2.target", (), None),
+    "aoti": ("exportable_cache.backends.aoti.target", (), None),
+    "executorch": ("exportable_cache.backends.executorch.target", ("executorch",), "executorch"),
+    "tensorrt": ("exportable_cache.backends.tensorrt.target", ("torch_tensorrt",), "tensorrt-rtx"),
 }
 
 

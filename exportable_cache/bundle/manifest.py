@@ -18,7 +18,7 @@ from ..common.files import PARTIAL, retired_folder
 from ..common.tensor_spec import TensorSpec
 from ..errors import BundleError, first_line
 from ..program.entry_points import Method as ProgramMethod
-from ..program.program import Form, Logits
+from ..program.spec import Form, Logits
 
 SCHEMA_VERSION = 1
 MANIFEST_FILE = "manifest.json"

@@ -34,7 +34,7 @@ from transformers import (
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
-from ..common.dtypes import dtype_name
+from ..common.dtypes import dtype_name, parse_dtype
 from ..common.progress import Progress, silent
 from ..demo import demo_path
 from ..errors import BundleError, InputError, MissingDependencyError, UnsupportedModelError, first_line
@@ -236,22 +236,6 @@ def _position_tables(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
         for key, tensor in {**dict(module.named_buffers(recurse=False)), **plain}.items():
             if tensor.dim() == 2:
                 yield f"{name}.{key}", tensor.shape[0]
-
-
-def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """A floating dtype from itself or its name; None and "auto" stand for the stored one.
-
-    Raises:
-        InputError: If it is no floating dtype.
-    """
-    if dtype is None or dtype == "auto":
-        return None
-    parsed = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    if not isinstance(parsed, torch.dtype) or not parsed.is_floating_point:
-        raise InputError(
-            f"dtype is {dtype!r}; pass one of 'float32', 'float16', 'bfloat16', or None for the stored one"
-        )
-    return parsed
 
 
 def _given(model: PreTrainedModel, dtype: torch.dtype | None, progress: Progress) -> PreTrainedModel:

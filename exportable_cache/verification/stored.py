@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..cache.layout import Sinks
+from ..cache.spec import Sinks
 
 #: Steps after each prompt whose logits are kept: a checkpoint's model has to run them as well.
 KEPT_STEPS = 8

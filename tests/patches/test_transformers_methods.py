@@ -8,6 +8,7 @@ from exportable_cache import ExportableCache
 from exportable_cache.errors import UnsupportedModelError
 from exportable_cache.models.patches.transformers_methods import METHODS, patch_methods
 from exportable_cache.program.program import Program
+from exportable_cache.program.spec import ProgramSpec
 
 from ..zoo.architectures import architectures
 from ..zoo.build import STEPS, cached_logits, tiny_model, tokens
@@ -39,7 +40,7 @@ def model_of(model_type: str):
 
 
 def program_of(model) -> Program:
-    return Program(model, ExportableCache.from_model(model, 64, attn_implementation=None), prefill_length=16)
+    return Program(model, ExportableCache.from_model(model, 64, attn_implementation=None), ProgramSpec(16))
 
 
 @pytest.mark.parametrize("model_type", SHOWN)
