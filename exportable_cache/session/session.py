@@ -331,9 +331,13 @@ class Session(Position, Generation):
             return self._prefill(input_ids, self.chunk_sizes(input_ids.shape[1]), {})
         deltas = self._images.deltas(self._length)
         prompt = self._modalities.embed(input_ids, items, self._length + deltas)
-        if prompt.placed is not None:
-            self._images = self._images.followed_by(shifted(prompt.placed, self._length, deltas))
-        return self._prefill(prompt.embeds, prompt.sizes, prompt.further)
+        placed = None if prompt.placed is None else shifted(prompt.placed, self._length, deltas)
+        try:
+            return self._prefill(prompt.embeds, prompt.sizes, prompt.further)
+        finally:
+            # Should a step fail, the rows hold what the steps before it fed.
+            if placed is not None:
+                self._images = self._images.followed_by(placed.begun(self._length))
 
     def _prefill(self, fed: torch.Tensor, sizes: Sequence[int], further: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Feed token ids [batch, length] or embeddings [batch, length, hidden_size] in chunks."""
