@@ -91,8 +91,12 @@ def engine_program_options(options: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def engine_networks(program: Program, options: Mapping[str, Any], in_place: bool = True) -> dict[str, Network]:
+def engine_networks(program: Program, opt_length: int | None = None, in_place: bool = True) -> dict[str, Network]:
     """Trace and convert every method.
+
+    Args:
+        opt_length: The option of the target.
+        in_place: Whether caches are updated where they lie, rather than given out anew.
 
     Raises:
         InputError: If `opt_length` is outside the prefill's range.
@@ -101,7 +105,6 @@ def engine_networks(program: Program, options: Mapping[str, Any], in_place: bool
     from .network import build_network
     from .signature import signature_of
 
-    opt_length = options.get("opt_length")
     networks = {}
     for name, method in program.methods.items():
         if not method.is_step or method.read_length is not None:
@@ -120,13 +123,19 @@ def engine_networks(program: Program, options: Mapping[str, Any], in_place: bool
 
 
 def program_networks(program: Program, options: Mapping[str, Any], in_place: bool = True) -> dict[str, Network]:
-    """`engine_networks`, once per program: tracing and converting take most of an export, and verification reads the same."""
-    if program not in _networks:
-        _networks[program] = engine_networks(program, options, in_place)
-    return _networks[program]
+    """`engine_networks`, once per program and arguments: tracing and converting take most of an export.
+
+    Verification reads the networks that the plans were built from.
+    """
+    made = _networks.setdefault(program, {})
+    arguments = (options.get("opt_length"), in_place)
+    if arguments not in made:
+        made[arguments] = engine_networks(program, *arguments)
+    return made[arguments]
 
 
-_networks: WeakKeyDictionary[Program, dict[str, Network]] = WeakKeyDictionary()
+#: By program, then by all that `engine_networks` is given besides.
+_networks: WeakKeyDictionary[Program, dict[tuple[int | None, bool], dict[str, Network]]] = WeakKeyDictionary()
 
 
 def network_stand_in(description: ProgramDescription, networks: Mapping[str, Network]) -> StandIn:

@@ -27,7 +27,7 @@ def engine_program(
     """A tiny model, its program, and the network of each method."""
     model = engine_model(family, dtype)
     program = program_of(model, batch_size)
-    return model, program, engine_networks(program, {}, in_place=in_place)
+    return model, program, engine_networks(program, in_place=in_place)
 
 
 def program_of(

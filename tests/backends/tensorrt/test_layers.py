@@ -106,7 +106,7 @@ def test_attention_sinks_and_a_window_run_on_in_place() -> None:
         model, CAPACITY, attn_implementation=None, attention_sinks=2, attention_window=WINDOW - 2
     )
     program = program_of(model, cache=cache)
-    networks = engine_networks(program, {})
+    networks = engine_networks(program)
     assert networks["decode"].layer_counts["KV_CACHE_UPDATE"] == 4 == len(networks["decode"].aliases)
     assert (
         networks["decode"].layer_counts["ATTENTION_INPUT"] == networks["prefill"].layer_counts["ATTENTION_INPUT"] == 2
