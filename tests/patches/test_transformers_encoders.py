@@ -1,5 +1,7 @@
 """Masks of what an encoder of sound gave: shortened once more by the model, and left alone inside `short_masks`."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -42,3 +44,10 @@ def test_short_masks_are_left_alone(name: str) -> None:
     with short_masks():
         assert shortened(name).item() == LENGTH
     assert shortened(name).item() < LENGTH
+
+
+def test_masks_are_short_in_their_own_thread_only() -> None:
+    model_of("speech-speech_to_text")
+    patch_encoders(model_of("speech-speech_to_text"))
+    with short_masks(), ThreadPoolExecutor(1) as other:
+        assert other.submit(shortened, "speech-speech_to_text").result().item() < LENGTH

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...cache.layers import linear
+from ...cache.layers.carried import take_carried
 from ..scans import delta_rule, selective_scan, state_space_scan
 from .marked import marked
 from .transformers_layers import patch_layers
@@ -52,11 +52,9 @@ def _selective_scan(original: Callable) -> Callable:
         hidden_states: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         # Upstream's signature has no initial state: the layer whose inputs were just taken in is the one to ask.
-        state = linear.carried_state()
-        if state is None:
+        initial = take_carried()
+        if initial is None:
             return original(hidden_states, dt, A, *args, **kwargs)
-        # Zamba scans head by head over one state [batch, heads, channels, states].
-        initial = state if state.dim() == 3 else state[:, linear.next_carried_head()]
         output, last = selective_scan(
             hidden_states,
             dt,

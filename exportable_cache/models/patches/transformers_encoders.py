@@ -14,6 +14,7 @@ take the mask of what the encoder gave (tests/patches/test_transformers_encoders
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,18 +24,25 @@ from torch import nn
 
 from .marked import marked
 
-_are_short = False
+
+class _Masks(threading.local):
+    """Of this thread's step. TorchDynamo (2.13) traces the attributes of a `threading.local`, and no `ContextVar`."""
+
+    are_short = False
+
+
+_masks = _Masks()
 
 
 @contextmanager
 def short_masks() -> Iterator[None]:
     """Run a block in which every mask of an encoder's positions is that of its output."""
-    global _are_short
-    before, _are_short = _are_short, True
+    before = _masks.are_short
+    _masks.are_short = True
     try:
         yield
     finally:
-        _are_short = before
+        _masks.are_short = before
 
 
 def patch_encoders(model: nn.Module) -> list[str]:
@@ -78,7 +86,7 @@ def shortened_lengths(model: nn.Module, attention_mask: torch.Tensor) -> torch.T
 
 def _unless_short(original: Callable, when_short: Callable) -> Callable:
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return when_short(*args, **kwargs) if _are_short else original(self, *args, **kwargs)
+        return when_short(*args, **kwargs) if _masks.are_short else original(self, *args, **kwargs)
 
     return method
 
