@@ -54,6 +54,8 @@ class LayeredCache(Cache):
         if len(set(sizes)) > 1:
             raise InputError(f"layers have batch sizes {sizes}; they must be equal")
         Cache.__init__(self, layers=layers)
+        #: Types of the configs that its model is made of, None where it was not made for a model that is known.
+        self.model_types: tuple[str, ...] | None = None
         self._config: PreTrainedConfig | None = None
 
     @classmethod
@@ -63,6 +65,7 @@ class LayeredCache(Cache):
         cache.layers = layers
         cache.layer_class_to_replicate = None
         cache.offloading = False
+        cache.model_types = None
         cache._config = None
         return cache
 
@@ -249,7 +252,9 @@ class LayeredCache(Cache):
             rebuilt = type(layer).from_state(layer.config(), state)
             rebuilt.start = lengths
             layers.append(rebuilt)
-        return type(self).from_layers(layers)
+        cache = type(self).from_layers(layers)
+        cache.model_types = self.model_types
+        return cache
 
     def save(self, path: str | Path) -> None:
         """Write all state to a safetensors file, atomically."""
@@ -262,7 +267,12 @@ class LayeredCache(Cache):
             save_file(
                 tensors,
                 temporary,
-                metadata={"format": _FORMAT, "cache": type(self).__name__, "layers": json.dumps(layers)},
+                metadata={
+                    "format": _FORMAT,
+                    "cache": type(self).__name__,
+                    "layers": json.dumps(layers),
+                    "model_types": json.dumps(self.model_types),
+                },
             )
 
     @classmethod
@@ -280,4 +290,7 @@ class LayeredCache(Cache):
             layer = layer_class.from_state(described["config"], state)
             layer._high_water = described["high_water"]
             layers.append(layer)
-        return LayeredCache.classes[metadata.get("cache", "ExportableCache")](layers)
+        cache = LayeredCache.classes[metadata.get("cache", "ExportableCache")](layers)
+        types = json.loads(metadata.get("model_types", "null"))
+        cache.model_types = None if types is None else tuple(types)
+        return cache

@@ -22,7 +22,7 @@ from ..cache.layout import (
     LayerLayout,
 )
 from ..errors import InputError, UnsupportedModelError
-from .patches.transformers import patch_model
+from .patches.registry import patch_model
 from .support import BIASED_BY_SLOT, LONGEST, REFUSED_MODELS, REFUSED_OPTIONS, WITHOUT_CACHE
 
 logger = logging.getLogger(__name__)

@@ -20,9 +20,8 @@ from ..common.named_forward import name_forward
 from ..errors import InputError, UnsupportedModelError
 from ..models.cache_factory import ExportableCache, ExportableEncoderDecoderCache
 from ..models.layout import cache_argument
-from ..models.patches.transformers import patch_model
-from ..models.patches.transformers_encoders import short_masks
-from ..models.patches.transformers_methods import patch_methods
+from ..models.patches.registry import patch_model
+from ..models.patches.speech import short_masks
 from ..models.scans import longest_step
 from .entry_points import Method, checked_prefill_length, methods_for
 from .inputs.deepstack import deepstack_logits, is_stacked
@@ -74,7 +73,6 @@ class ProgramModule(nn.Module):
         self.model = model
         self.layout = cache
         patch_model(model)
-        patch_methods(model)
         self.method = method
         self.logits = Logits.ALL if method.scores else logits
         name_forward(self, (*method.input_names, *self.further_arguments))

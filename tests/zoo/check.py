@@ -21,8 +21,7 @@ from exportable_cache.backends import backend_for
 from exportable_cache.cache.attention.functions import set_attention
 from exportable_cache.errors import ExportableCacheError
 from exportable_cache.models.layout import vocab_size_of
-from exportable_cache.models.patches.transformers import patch_model
-from exportable_cache.models.patches.transformers_methods import patch_methods
+from exportable_cache.models.patches.registry import patch_model
 from exportable_cache.program.program import Program
 
 from ..support.sessions import describe
@@ -141,7 +140,7 @@ def _run(
     options = encoder_options(model, inputs)
     cache = ExportableCache.from_model(model, MAX_CACHE_LEN, attn_implementation=None, **options)
     facts["layers"] = dict(Counter(type(layer).__name__ for layer in cache.layers))
-    facts["patches"] = sorted([*patch_model(model), *patch_methods(model)])
+    facts["patches"] = patch_model(model)
     attention = model.config._attn_implementation
     try:
         with tempfile.TemporaryDirectory() as folder, graphs_without_code() if target == "compiled" else nullcontext():
