@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import Cache, PreTrainedConfig
 
+from ..common.compat.transformers import attention_implementation
 from ..common.files import atomic_path, read_tensors
 from ..errors import InputError
 from .attention.functions import ATTENTION_NAMES
@@ -165,7 +166,7 @@ class LayeredCache(Cache):
         if self.batch_size == 1:
             return False
         if self._config is not None:
-            return self._config._attn_implementation in ATTENTION_NAMES
+            return attention_implementation(self._config) in ATTENTION_NAMES
         # A rebuilt cache does not know its model: one offset serves both kinds, unless rows differ or might.
         lengths = self.cumulative_length
         return is_traced(lengths) or bool((lengths != lengths[0]).any())

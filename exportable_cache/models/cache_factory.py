@@ -9,11 +9,13 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..cache.attention.functions import ATTENTION, register_attention, set_attention
+from ..cache.attention.functions import ATTENTION, register_attention
+from ..cache.attention.implementation import set_attention
 from ..cache.cache import LayeredCache
 from ..cache.encoder_decoder import EncoderDecoderLayeredCache
 from ..cache.layers.quantized import check_kv_dtype
 from ..cache.layout import LayerLayout, Sinks
+from ..common.compat.transformers import set_attention_implementation
 from ..errors import ExportableCacheError, InputError, UnsupportedModelError, first_line
 from ..pytree import register_node
 from .encoder import encoder_of
@@ -88,7 +90,7 @@ class ExportableCache(LayeredCache):
         dtype = dtype or getattr(config.get_text_config(decoder=True), "dtype", None) or torch.float32
         cache = cls._allocate(layouts, max_cache_len, batch_size, dtype, device, slack, sinks, kv_dtype)
         if attn_implementation is not None:
-            config._attn_implementation = attn_implementation
+            set_attention_implementation(config, attn_implementation)
         cache._config = config.get_text_config(decoder=True)
         cache.model_types = tuple(sorted(config_types(config)))
         return cache

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
 from typing import ClassVar
@@ -15,7 +14,8 @@ from torch import nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
 from transformers import PreTrainedModel
 
-from ..cache.attention.functions import ATTENTION, set_attention
+from ..cache.attention.functions import ATTENTION
+from ..cache.attention.implementation import attention_of
 from ..common.named_forward import name_forward
 from ..errors import InputError, UnsupportedModelError
 from ..models.cache_factory import ExportableCache, ExportableEncoderDecoderCache
@@ -183,25 +183,6 @@ class ExplicitModule(ProgramModule):
         for layer in cache.layers:
             layer.in_place = False
         return self.run(cache, **inputs), cache
-
-
-@contextmanager
-def attention_of(model: PreTrainedModel, implementation: str, experts: str | None = None) -> Iterator[None]:
-    """Run a block with the model switched to an attention implementation, and to an experts implementation where it has
-    experts; the model's own are restored after it.
-    """
-    attention = model.config._attn_implementation
-    own_experts = getattr(model.config, "_experts_implementation", None)
-    switch_experts = experts is not None and own_experts is not None
-    set_attention(model, implementation)
-    if switch_experts:
-        model.set_experts_implementation(experts)
-    try:
-        yield
-    finally:
-        set_attention(model, attention)
-        if switch_experts:
-            model.set_experts_implementation(own_experts)
 
 
 def program_methods(

@@ -122,7 +122,7 @@ class Session(Position, Generation):
         """Run a live model over a cache, which may hold tokens already: the session goes on from there.
 
         The session owns the cache: its keys and values are written in place, and steps taken with it elsewhere go unseen.
-        The model's attention implementation is switched to ours.
+        The model's attention implementation is switched to ours until `close`, or the end of a `with` block.
 
         Args:
             model: A transformers causal LM in eval mode.
@@ -256,6 +256,20 @@ class Session(Position, Generation):
                         chooser = Chooser(sampling, inputs[0], self.vocab_size)
                         self.runner.run_and_choose(method.name, chooser, *inputs, steps=steps)
         self.reset()
+
+    def close(self) -> None:
+        """Put back the attention implementation that a live model had before its first session, with the last of them.
+
+        A session that is no longer referred to is closed as well. Over a bundle there is nothing to put back.
+        """
+        if hasattr(self.runner, "close"):
+            self.runner.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def check_request(self, input_ids: torch.Tensor, max_new_tokens: int | None, stop: Sequence[int]) -> list[int]:
         """Refuse a prompt that could not be answered from an empty cache; nothing changes.

@@ -81,7 +81,7 @@ def test_a_missing_original_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_model_of_classes_that_no_patch_reaches_is_refused() -> None:
-    """Code from a repository, under the type of a model that needs a patch: found by class name, it was left alone silently."""
+    """Code from a repository, under the type of a model that needs a patch: found by class name, it was left alone."""
     model = tiny_model("llama")
     model.config.model_type = "mamba"
     with pytest.raises(UnsupportedModelError, match="'mamba' .*mamba_selective_scan.*trust_remote_code"):

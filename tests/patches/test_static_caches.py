@@ -1,4 +1,4 @@
-"""Modules that are wrong over a static cache, or keep their state elsewhere: right with their patch, and wrong without it."""
+"""Modules that are wrong over a static cache, or keep their state elsewhere: right with a patch, wrong without it."""
 
 import pytest
 import torch

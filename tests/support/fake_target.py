@@ -12,8 +12,9 @@ import torch
 from exportable_cache.backends import LoweredFile, Runner
 from exportable_cache.backends.base import ProgramDescription
 from exportable_cache.cache.attention.functions import ATTENTION
+from exportable_cache.cache.attention.implementation import attention_of
 from exportable_cache.errors import InputError
-from exportable_cache.program.program import Program, attention_of
+from exportable_cache.program.program import Program
 
 FILE = "program.fake"
 ENTRY = (__name__, (), None)

@@ -1,7 +1,7 @@
 """The recurrent state that a scan starts from, handed from a cache layer to a scan whose signature has no place for it.
 
-Mamba's models first give their layer the inputs of its convolution, `update_conv_state`, and then call a scan that always
-starts from zeros (`models/patches` replaces it). Between the two the state waits here.
+Mamba's models first give their layer the inputs of its convolution, `update_conv_state`, and then call a scan that
+always starts from zeros (`models/patches` replaces it). Between the two the state waits here.
 
 It is kept per thread, as two sessions in two threads would otherwise take each other's state. It is a `threading.local`
 because TorchDynamo (2.13) traces reads and writes of its attributes, and none of a `ContextVar`.
@@ -33,8 +33,8 @@ def take_carried() -> torch.Tensor | None:
     """The state that the next scan of this thread's step starts from, or None outside of a step over one of our layers.
 
     Returns:
-        [batch, channels, states]. Of a state [batch, heads, channels, states], which Zamba scans head by head, that of the
-        next head. Nothing is left after the last.
+        [batch, channels, states]. Of a state [batch, heads, channels, states], which Zamba scans head by head, that
+        of the next head. Nothing is left after the last.
     """
     state = _carried.state
     if state is None:

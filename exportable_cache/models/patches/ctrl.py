@@ -1,7 +1,7 @@
 """CTRL: it sets its table of positions, an `nn.Buffer`, anew in every step (ctrl/modeling_ctrl.py).
 
-TorchDynamo 2.13 does not know the attribute `persistent` that `Module.__setattr__` then asks for (torch/nn/modules/module.py),
-so the buffer is made a plain one. Nothing of transformers is replaced.
+TorchDynamo 2.13 does not know the attribute `persistent` that `Module.__setattr__` then asks for
+(torch/nn/modules/module.py), so the buffer is made a plain one. Nothing of transformers is replaced.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""The gated delta rule: per head of Qwen3-Next, Qwen3.5 and OLMo hybrid; per channel of Kimi Linear, GLM 5 Next, Bailing hybrid.
+"""The gated delta rule.
 
+Per head it is of Qwen3-Next, Qwen3.5 and OLMo hybrid, per channel of Kimi Linear, GLM 5 Next and Bailing hybrid.
 Their functions pad to whole chunks, which fixes the length of a traced step, and loop over every row of a chunk.
 """
 

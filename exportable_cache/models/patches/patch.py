@@ -26,12 +26,12 @@ class Patch:
     Attributes:
         file: Below `transformers.models`, as `gpt_neo.modeling_gpt_neo`.
         name: `function`, or `Class.method`.
-        replace: Makes the replacement from the original: it acts where a cache of ours is stepped, or a step is traced, and
-            hands everything else to the original.
+        replace: Makes the replacement from the original. It acts where a cache of ours is stepped, or a step is traced,
+            and hands everything else to the original.
         reason: What the original does that a static cache, or a traced step, cannot use.
         digests: Of the sources that the replacement was written for, one for each release that has a source of its own.
-        source: Name of what the digest is taken of: the whole class where the replacement stands for several of its methods.
-            It is `name` by default.
+        source: Name of what the digest is taken of, `name` by default: the whole class where the replacement stands for
+            several of its methods.
     """
 
     file: str
@@ -72,7 +72,7 @@ class Patch:
         found = self.digest()
         if found not in self.digests:
             raise UnsupportedModelError(
-                f"{self._where()} changed: its digest is {found}, and the patch was written for {' or '.join(self.digests)}; "
+                f"{self._where()} changed: its digest is {found}, the patch is for {' or '.join(self.digests)}; "
                 f"{self._remedy()}"
             )
         replacement = wraps(current)(self.replace(current))
@@ -117,6 +117,6 @@ class Patch:
 
     def _remedy(self) -> str:
         return (
-            f"without its patch the model is wrong, or cannot be traced, with a static cache ({self.reason}); install a release of "
-            "transformers that this package is tested with, or use DynamicCache"
+            f"without its patch the model is wrong, or cannot be traced, with a static cache ({self.reason}); install "
+            "a release of transformers that this package is tested with, or use DynamicCache"
         )

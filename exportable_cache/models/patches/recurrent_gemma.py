@@ -24,7 +24,7 @@ def _recurrent_block(
     original: Callable,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The block of Griffin (De et al. 2024, arXiv:2402.19427) with its convolution and recurrent states in the cache."""
+    """The block of Griffin (arXiv:2402.19427) with its convolution and recurrent states in the cache."""
     gate = self.act_fn(self.linear_y(input_states))
     branch = self.linear_x(input_states).transpose(1, 2)
     branch = past_key_values.update_conv_state(branch, self.layer_idx, conv_kernel_size=self.conv1d_width - 1)

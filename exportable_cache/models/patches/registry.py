@@ -1,7 +1,7 @@
 """The registry: which patches each model type needs, checked wherever a model meets a cache.
 
-Types are those of the configs that transformers' models are made of, so a patch is found before any model exists: from a
-config, or from the types that a saved cache names. A type without an entry needs none.
+Types are those of the configs that transformers' models are made of, so a patch is found before any model exists:
+from a config, or from the types that a saved cache names. A type without an entry needs none.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def patch_model(model: nn.Module) -> list[str]:
         Labels of the patches, sorted.
 
     Raises:
-        UnsupportedModelError: If an original is missing or changed; if the model is of a type with patches and not made of
-            transformers' own classes; or if its file has a function that is replaced elsewhere, and no patch.
+        UnsupportedModelError: If an original is missing or changed; if the model is of a type with patches, and not made
+            of transformers' own classes; or if its file has a function that is replaced elsewhere, and no patch.
     """
     labels = set()
     files = {type(module).__module__ for module in model.modules()}
@@ -82,8 +82,8 @@ def patch_model(model: nn.Module) -> list[str]:
         for patch in PATCHES.get(model_type, ()):
             if patch.module_name not in files:
                 raise UnsupportedModelError(
-                    f"a model of type {model_type!r} needs the patch of {patch.name}, and has no module of {patch.module_name}, "
-                    f"which that is for ({patch.reason}); use transformers' own class (trust_remote_code=False), or DynamicCache"
+                    f"a model of type {model_type!r} needs the patch of {patch.name} ({patch.reason}), and has no module "
+                    f"of {patch.module_name}; use transformers' own class (trust_remote_code=False), or DynamicCache"
                 )
             patch.apply()
             labels.add(patch.label)
@@ -92,8 +92,8 @@ def patch_model(model: nn.Module) -> list[str]:
             copied = getattr(sys.modules.get(name), function, None)
             if copied is not None and not hasattr(copied, ORIGINAL):
                 raise UnsupportedModelError(
-                    f"{name} has a function {function!r}, which is wrong with a static cache and has no patch for the model types "
-                    f"{', '.join(sorted(model_types(model)))}; add one to exportable_cache/models/patches, or use DynamicCache"
+                    f"{name} has a function {function!r}, which is wrong with a static cache, and no patch for the "
+                    f"types {', '.join(sorted(model_types(model)))}; add one to models/patches, or use DynamicCache"
                 )
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and module.config.model_type in PREPARATIONS:

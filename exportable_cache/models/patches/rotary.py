@@ -1,12 +1,13 @@
-"""Rotary embeddings of complex numbers, in real ones: neither ExecuTorch nor Inductor's generated code has complex operators.
+"""Rotary embeddings of complex numbers, in real ones: ExecuTorch and Inductor's C++ have no complex operators.
 
 | class | models | upstream (v5.23.0, src/transformers/models) |
 |---|---|---|
 | `Llama4TextRotaryEmbedding` | Llama 4 | llama4/modeling_llama4.py |
 | `DeepseekV2RotaryEmbedding` | DeepSeek V2 | deepseek_v2/modeling_deepseek_v2.py |
 
-Each comes with a function `apply_rotary_emb(xq, xk, freqs_cis)` in its file. Traced, the class gives cosines and sines instead of
-complex numbers, and the function rotates by them; not traced, both are the originals (tests/patches/test_rotary.py).
+Each comes with a function `apply_rotary_emb(xq, xk, freqs_cis)` in its file. Traced, the class gives cosines and
+sines instead of complex numbers, and the function rotates by them; not traced, both are the originals
+(tests/patches/test_rotary.py).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def _rotated_by(heads: int) -> Callable[[Callable], Callable]:
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Neighbours in the last dimension of `x` [batch, _, _, dim], each pair rotated by an angle [batch, _, _, dim // 2]."""
+    """Neighbours in the last dimension of `x` [batch, _, _, dim], rotated by an angle [batch, _, _, dim // 2]."""
     even, odd = x.float().reshape(*x.shape[:-1], -1, 2).unbind(-1)
     return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(3).type_as(x)
 

@@ -1,7 +1,7 @@
 """Mamba, Falcon-Mamba, Jamba and Zamba: their scan starts from zeros whatever was seen before.
 
-A prompt in two parts then comes out wrong, and the scan loops over tokens. Upstream says so: "Initial hidden state is not
-supported by the kernel path".
+A prompt in two parts then comes out wrong, and the scan loops over tokens. Upstream says so: "Initial hidden state is
+not supported by the kernel path".
 """
 
 from __future__ import annotations

@@ -5,11 +5,11 @@ encoder's *input* at every step and shorten it there, once more:
 
 | method | models | upstream (v5.23.0, src/transformers/models) |
 |---|---|---|
-| `_get_feature_vector_attention_mask` | Speech2Text, SpeechT5 | speech_to_text/modeling_speech_to_text.py, speecht5/... |
-| `_compute_sub_sample_lengths_from_attention_mask` | Seamless M4T and v2 | seamless_m4t/modeling_seamless_m4t.py, seamless_m4t_v2/... |
+| `_get_feature_vector_attention_mask` | Speech2Text, SpeechT5 | speech_to_text/modeling_speech_to_text.py, ... |
+| `_compute_sub_sample_lengths_from_attention_mask` | Seamless M4T and v2 | seamless_m4t/modeling_seamless_m4t.py, ... |
 
-Inside `short_masks` these methods leave the mask as it is; elsewhere they do what they did. A test fails once the models
-take the mask of what the encoder gave (tests/patches/test_speech.py)
+Inside `short_masks` these methods leave the mask as it is; elsewhere they do what they did. A test fails once the
+models take the mask of what the encoder gave (tests/patches/test_speech.py)
 
 Moonshine Streaming adds positions to what its encoder gave in place, at every step, so its decoder is given a copy.
 """
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...common.compat.transformers import output_lengths_of_mask, output_lengths_of_samples
 from .conditions import over_our_cache
 from .patch import Patch
 
@@ -49,7 +50,7 @@ def short_masks() -> Iterator[None]:
 
 
 def shortened_lengths(model: nn.Module, attention_mask: torch.Tensor) -> torch.Tensor:
-    """How many positions an encoder of sound gives for the real part of its input: as many, where the model has no rule.
+    """How many positions an encoder of sound gives for the real part of its input, all of them without a rule.
 
     Args:
         attention_mask: int64 [batch, length].
@@ -58,10 +59,10 @@ def shortened_lengths(model: nn.Module, attention_mask: torch.Tensor) -> torch.T
         int64 [batch].
     """
     for module in model.modules():
-        if hasattr(module, "_get_feat_extract_output_lengths"):
-            return module._get_feat_extract_output_lengths(attention_mask.sum(-1)).to(torch.int64)
-        if hasattr(module, "_compute_sub_sample_lengths_from_attention_mask"):
-            return module._compute_sub_sample_lengths_from_attention_mask(attention_mask).to(torch.int64)
+        if (of_samples := output_lengths_of_samples(module)) is not None:
+            return of_samples(attention_mask.sum(-1)).to(torch.int64)
+        if (of_mask := output_lengths_of_mask(module)) is not None:
+            return of_mask(attention_mask).to(torch.int64)
     return attention_mask.sum(-1)
 
 
