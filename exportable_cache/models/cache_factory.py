@@ -81,9 +81,9 @@ class ExportableCache(LayeredCache):
             UnsupportedModelError: If a layer's type has no storage policy here.
         """
         sinks = Sinks.within(max_cache_len, attention_sinks, attention_window)
-        check_model_type(config)
-        patch_types(config_types(config))
         layouts = layout_from_config(config)
+        # It may have been read off the config, without a model.
+        patch_types(config_types(config))
         check_longest(config, max_cache_len)
         if sinks is not None:
             check_sinks(config, layouts)

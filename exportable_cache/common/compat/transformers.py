@@ -10,7 +10,7 @@
 | `_compute_sub_sample_lengths_from_attention_mask` of the same | the same |
 | `cached_file(_raise_exceptions_for_missing_entries=..., _raise_exceptions_for_connection_errors=...)` | as below |
 
-Without those of `cached_file`, a file that a repository does not have is an error, and asked for again at each load.
+Without those of `cached_file`, which hands them to `cached_files`, a file that a repository lacks is an error.
 """
 
 from __future__ import annotations
