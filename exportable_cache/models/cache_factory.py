@@ -164,7 +164,11 @@ class ExportableCache(LayeredCache):
             UnsupportedModelError: If a patch is for another release of transformers than the installed one.
         """
         cache = super().load(path, device)
-        patch_types(cache.model_types or ())
+        if cache.model_types is None:
+            # A file of an older release, which names no types.
+            patch_imported()
+        else:
+            patch_types(cache.model_types)
         return cache
 
     def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor | int:
