@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from exportable_cache import ExportableCache, Session
 from exportable_cache.errors import InputError
 from exportable_cache.models.encoder import encoder_of
+from exportable_cache.program.inputs.encoder import encode_method
 from exportable_cache.verification.references.encoder_decoder import random_inputs
 
 from .support.seq2seq import reference_logits
@@ -48,7 +49,7 @@ def model_of(name: str) -> PreTrainedModel:
 
 
 def inputs_of(model: PreTrainedModel, name: str, length: int, batch_size: int = 1) -> dict[str, torch.Tensor]:
-    method = encoder_of(model, LENGTHS[name][0], batch_size).method
+    method = encode_method(encoder_of(model, LENGTHS[name][0], batch_size))
     return random_inputs(method, length, batch_size, 128, torch.Generator().manual_seed(length))
 
 

@@ -1,6 +1,7 @@
 """Images and sound: teacher-forced against the whole model, over live sessions and bundles."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +242,34 @@ def test_rewinding_over_and_into_images(family: str) -> None:
         kept = {name: tensor[:, :end] if name in is_token else tensor for name, tensor in inputs.items()}
         session.prefill(**(kept if end > 2 else {"input_ids": kept["input_ids"]}))
         torch.testing.assert_close(found, session.prefill(following), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("family", ("gemma3", "qwen2_5_vl"))
+def test_an_image_whose_step_failed_was_not_seen(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded before its step ran, it would move the positions of the text fed instead, and stand in the way of a rewind."""
+    session, model = live(family, slack=30)
+    inputs, text = prompt(model, 1, 5, FAMILIES[family][1]), tokens(12)
+    with monkeypatch.context() as patch:
+        patch.setattr(session.runner, "run", failing_steps(session.runner.run))
+        with pytest.raises(RuntimeError, match="out of memory"):
+            session.prefill(**inputs)
+    assert session.length.tolist() == [0]
+    session.prefill(text)
+    session.rewind(8)
+    continued = session.prefill(text[:, 4:])
+    session.reset()
+    torch.testing.assert_close(continued, session.prefill(text), atol=TOLERANCE, rtol=0)
+
+
+def failing_steps(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A runner's `run` whose encoders and embeddings work, and whose steps do not."""
+
+    def failing(method: str, *inputs: torch.Tensor) -> Any:
+        if method == "embed" or method.startswith("encode"):
+            return run(method, *inputs)
+        raise RuntimeError("out of memory")
+
+    return failing
 
 
 def test_forks_and_saved_states_keep_where_images_were(tmp_path: Path) -> None:

@@ -5,9 +5,10 @@ import torch
 from torch.export import ExportedProgram
 
 from exportable_cache import ExportableCache
+from exportable_cache.cache.attention.implementation import attention_of
 from exportable_cache.errors import InputError, UnsupportedModelError
 from exportable_cache.program.entry_points import Method, methods_for
-from exportable_cache.program.program import Program, attention_of
+from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
 
 from .support.models import tiny_model, tokens

@@ -5,9 +5,9 @@ import torch
 from transformers import DynamicCache
 
 from exportable_cache import ExportableCache, Session, export
+from exportable_cache.cache.attention.implementation import attention_of
 from exportable_cache.cache.layers import QuantizedFullLayer, QuantizedRingLayer, QuantizedSinkLayer
 from exportable_cache.errors import InputError
-from exportable_cache.program.program import attention_of
 from exportable_cache.verification.references.rounding import RoundingCache
 from exportable_cache.verification.verify import rounding_effect, verify_session
 

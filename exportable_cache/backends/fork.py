@@ -25,8 +25,11 @@ class ForkedRunner:
     def __init__(self, base: Runner, parked: dict[str, torch.Tensor] | None = None) -> None:
         self.base = base
         self._parked = parked
+        self._is_open = True
         if parked is None:
             base.in_turn = self
+            base.open_forks = 0
+        base.open_forks += 1
 
     @classmethod
     def of(cls, runner: Runner) -> tuple[ForkedRunner, ForkedRunner]:
@@ -54,6 +57,14 @@ class ForkedRunner:
                 tensor.copy_(self._parked[name])
             self._parked = None
             self.base.in_turn = self
+
+    def close(self) -> None:
+        """Close the runner with the last of its forks. A second call does nothing."""
+        if self._is_open:
+            self._is_open = False
+            self.base.open_forks -= 1
+            if self.base.open_forks == 0 and hasattr(self.base, "close"):
+                self.base.close()
 
     def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor:
         self.take_turn()

@@ -107,7 +107,9 @@ class ContinuousBatch:
         from ..models.cache_factory import ExportableCache
         from ..session.session import Session
 
-        caches = [ExportableCache.from_model(model, max_cache_len, rows) for rows in (1, batch_size)]
+        caches = [
+            ExportableCache.from_model(model, max_cache_len, rows, attn_implementation=None) for rows in (1, batch_size)
+        ]
         return cls(*(Session.from_model(model, cache, compile=compile, **options) for cache in caches))
 
     @property

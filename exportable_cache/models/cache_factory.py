@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..cache.attention.functions import ATTENTION, register_attention, set_attention
+from ..cache.attention.functions import ATTENTION, register_attention
+from ..cache.attention.implementation import set_attention
 from ..cache.cache import LayeredCache
 from ..cache.encoder_decoder import EncoderDecoderLayeredCache
 from ..cache.spec import CacheSpec
+from ..common.compat.transformers import set_attention_implementation
 from ..common.settings import renamed
 from ..errors import ExportableCacheError, InputError, UnsupportedModelError, first_line
 from ..pytree import register_node
 from .encoder import encoder_of
 from .encoder_decoder_layout import encoder_decoder_layers
 from .layout import check_longest, check_model_type, check_sinks, layout_from_config, layout_from_model
-from .patches.transformers import patch_model
+from .patches.registry import config_types, model_types, patch_imported, patch_model, patch_types
 
 register_attention()
 
@@ -103,6 +106,8 @@ class ExportableCache(LayeredCache):
                 "use ExportableCache.from_model"
             )
         layouts = layout_from_config(config)
+        # It may have been read off the config, without a model.
+        patch_types(config_types(config))
         check_longest(config, spec.max_cache_len)
         if spec.sinks is not None:
             check_sinks(config, layouts)
@@ -110,8 +115,9 @@ class ExportableCache(LayeredCache):
         dtype = spec.dtype or getattr(text_config, "dtype", None) or torch.float32
         cache = cls([layout.build(spec, dtype, spec.device or "cpu") for layout in layouts])
         if attn_implementation is not None:
-            config._attn_implementation = attn_implementation
+            set_attention_implementation(config, attn_implementation)
         cache._config = text_config
+        cache.model_types = tuple(sorted(config_types(config)))
         return cache
 
     @classmethod
@@ -185,7 +191,43 @@ class ExportableCache(LayeredCache):
         if attn_implementation is not None:
             set_attention(model, attn_implementation)
         cache._config = model.config.get_text_config(decoder=True)
+        cache.model_types = tuple(sorted(model_types(model)))
         return cache
+
+    @classmethod
+    def load(cls, path: str | Path, device: torch.device | str = "cpu") -> LayeredCache:
+        """Read what `save` wrote; the next step continues where it stopped.
+
+        Its model may come before or after it: the patches of that model's types are applied here.
+
+        Raises:
+            BundleError: If the file is missing, damaged or not a saved cache.
+            UnsupportedModelError: If a patch is for another release of transformers than the installed one.
+        """
+        cache = super().load(path, device)
+        if cache.model_types is None:
+            # A file of an older release, which names no types.
+            patch_imported()
+        else:
+            patch_types(cache.model_types)
+        return cache
+
+    def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor | int:
+        self._check_patches()
+        return super().get_seq_length(layer_idx)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int | torch.Tensor]:
+        self._check_patches()
+        return super().get_mask_sizes(query_length, layer_idx)
+
+    def _check_patches(self) -> None:
+        """Before the first step of a cache whose model is not known, such as one made of layers by hand.
+
+        Models ask for its length or its mask sizes before any of their layers runs. A program's model is patched already.
+        """
+        if self.model_types is None and not torch.compiler.is_compiling():
+            patch_imported()
+            self.model_types = ()
 
 
 class ExportableEncoderDecoderCache(ExportableCache, EncoderDecoderLayeredCache):

@@ -14,7 +14,7 @@ from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPo
 
 from ..common.tensor_spec import TensorSpec
 from ..errors import InputError, UnsupportedModelError
-from .patches.transformers_encoders import shortened_lengths
+from .patches.speech import shortened_lengths
 
 DEFAULT_ENCODER_LENGTH = 512
 #: Half a minute: samples at 16 kHz, frames of 10 ms.

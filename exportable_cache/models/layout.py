@@ -21,8 +21,9 @@ from ..cache.layout import (
     SUPPORTED_LAYER_TYPES,
     LayerLayout,
 )
+from ..common.compat.transformers import set_attention_implementation
 from ..errors import InputError, UnsupportedModelError
-from .patches.transformers import patch_model
+from .patches.registry import patch_model
 from .support import BIASED_BY_SLOT, LONGEST, REFUSED_MODELS, REFUSED_OPTIONS, WITHOUT_CACHE
 
 logger = logging.getLogger(__name__)
@@ -291,7 +292,7 @@ def model_without_weights(config: PreTrainedConfig) -> PreTrainedModel | None:
 
     has_encoder = getattr(config, "is_encoder_decoder", False)
     probe = copy.deepcopy(config if has_encoder else config.get_text_config(decoder=True))
-    probe._attn_implementation = "eager"
+    set_attention_implementation(probe, "eager")
     try:
         with torch.device("meta"):
             model = (auto_class(probe) or AutoModelForCausalLM).from_config(probe)

@@ -31,9 +31,9 @@ from transformers import (
     PreTrainedTokenizerBase,
     ProcessorMixin,
 )
-from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
+from ..common.compat.transformers import file_or_none
 from ..common.dtypes import dtype_name, parse_dtype
 from ..common.progress import Progress, silent
 from ..demo import demo_path
@@ -355,13 +355,7 @@ def _file(place: _Place, name: str) -> Path | None:
     if Path(place.path).is_dir():
         path = Path(place.path) / name
         return path if path.is_file() else None
-    found = cached_file(
-        place.path,
-        name,
-        local_files_only=place.local,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
+    found = file_or_none(place.path, name, local_files_only=place.local)
     return None if found is None else Path(found)
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -14,14 +13,14 @@ from torch import nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
 from transformers import PreTrainedModel
 
-from ..cache.attention.functions import ATTENTION, set_attention
+from ..cache.attention.functions import ATTENTION
+from ..cache.attention.implementation import attention_of
 from ..common.named_forward import name_forward
 from ..errors import InputError, UnsupportedModelError
 from ..models.cache_factory import ExportableCache, ExportableEncoderDecoderCache
 from ..models.layout import cache_argument
-from ..models.patches.transformers import patch_model
-from ..models.patches.transformers_encoders import short_masks
-from ..models.patches.transformers_methods import patch_methods
+from ..models.patches.registry import patch_model
+from ..models.patches.speech import short_masks
 from ..models.scans import longest_step
 from .entry_points import Method, checked_prefill_length, methods_for
 from .inputs.deepstack import deepstack_logits, is_stacked
@@ -60,7 +59,6 @@ class ProgramModule(nn.Module):
         self.model = model
         self.layout = cache
         patch_model(model)
-        patch_methods(model)
         self.method = method
         self.logits = Logits.ALL if method.scores else logits
         name_forward(self, (*method.input_names, *self.further_arguments))
@@ -170,25 +168,6 @@ class ExplicitModule(ProgramModule):
         for layer in cache.layers:
             layer.in_place = False
         return self.run(cache, **inputs), cache
-
-
-@contextmanager
-def attention_of(model: PreTrainedModel, implementation: str, experts: str | None = None) -> Iterator[None]:
-    """Run a block with the model switched to an attention implementation, and to an experts implementation where it has
-    experts; the model's own are restored after it.
-    """
-    attention = model.config._attn_implementation
-    own_experts = getattr(model.config, "_experts_implementation", None)
-    switch_experts = experts is not None and own_experts is not None
-    set_attention(model, implementation)
-    if switch_experts:
-        model.set_experts_implementation(experts)
-    try:
-        yield
-    finally:
-        set_attention(model, attention)
-        if switch_experts:
-            model.set_experts_implementation(own_experts)
 
 
 def program_methods(cache: ExportableCache, spec: ProgramSpec) -> dict[str, Method]:

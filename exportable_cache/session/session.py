@@ -123,7 +123,7 @@ class Session(Position, Generation):
         """Run a live model over a cache, which may hold tokens already: the session goes on from there.
 
         The session owns the cache: its keys and values are written in place, and steps taken with it elsewhere go unseen.
-        The model's attention implementation is switched to ours.
+        The model's attention implementation is switched to ours until `close`, or the end of a `with` block.
 
         Args:
             model: A transformers causal LM in eval mode.
@@ -260,6 +260,20 @@ class Session(Position, Generation):
                         self.runner.run_and_choose(method.name, chooser, *inputs, steps=steps)
         self.reset()
 
+    def close(self) -> None:
+        """Put back the attention implementation that a live model had before its first session, with the last of them.
+
+        A session that is no longer referred to is closed as well. Over a bundle there is nothing to put back.
+        """
+        if hasattr(self.runner, "close"):
+            self.runner.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
     def check_request(self, input_ids: torch.Tensor, max_new_tokens: int | None, stop: Sequence[int]) -> list[int]:
         """Refuse a prompt that could not be answered from an empty cache; nothing changes.
 
@@ -334,9 +348,13 @@ class Session(Position, Generation):
             return self._prefill(input_ids, self.chunk_sizes(input_ids.shape[1]), {})
         deltas = self._images.deltas(self._length)
         prompt = self._modalities.embed(input_ids, items, self._length + deltas)
-        if prompt.placed is not None:
-            self._images = self._images.followed_by(shifted(prompt.placed, self._length, deltas))
-        return self._prefill(prompt.embeds, prompt.sizes, prompt.further)
+        placed = None if prompt.placed is None else shifted(prompt.placed, self._length, deltas)
+        try:
+            return self._prefill(prompt.embeds, prompt.sizes, prompt.further)
+        finally:
+            # Should a step fail, the rows hold what the steps before it fed.
+            if placed is not None:
+                self._images = self._images.followed_by(placed.begun(self._length))
 
     def _prefill(self, fed: torch.Tensor, sizes: Sequence[int], further: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Feed token ids [batch, length] or embeddings [batch, length, hidden_size] in chunks."""

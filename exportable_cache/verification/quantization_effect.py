@@ -63,7 +63,10 @@ def _demo_accuracy(session: Session, float_model: LoadedModel, longest: int, pro
         _QUESTIONS, seed=_QUESTIONS_SEED, min_distance=window, tokens=(40, min(300, int(longest) - _ANSWER_TOKENS))
     )
     before = Session.from_model(
-        model, ExportableCache.from_model(model, int(longest)), tokenizer=session.tokenizer, buckets=False
+        model,
+        ExportableCache.from_model(model, int(longest), attn_implementation=None),
+        tokenizer=session.tokenizer,
+        buckets=False,
     )
     shares = {}
     for name, answering in (("accuracy_before", before), ("accuracy_after", session)):
@@ -77,6 +80,7 @@ def _demo_accuracy(session: Session, float_model: LoadedModel, longest: int, pro
             return "".join(answering.generate_text(prompt, max_new_tokens=_ANSWER_TOKENS))
 
         shares[name] = accuracy(answer, questions)
+    before.close()
     session.reset()
     return {"questions": len(questions), **shares}
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from ..cache.attention.implementation import attention_of
 from ..cache.layers import SinkLayer
 from ..cache.layers.quantized import is_rounding
 from ..cache.spec import Sinks
@@ -18,7 +19,7 @@ from ..common.dtypes import dtype_name
 from ..common.progress import Progress, silent
 from ..errors import InputError
 from ..models.layout import cache_argument, layer_types_and_windows, vocab_size_of
-from ..program.program import attention_of, takes_positions
+from ..program.program import takes_positions
 from ..session.session import Session
 from .encoders import VerifiedEncoder, verify_encoders
 from .prompts import default_decode_steps, default_prompts, prompt_feeds

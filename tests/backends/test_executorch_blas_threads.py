@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -50,6 +51,25 @@ def test_numbers_of_threads_are_as_before(threads: int | None, two_threads: None
         assert (torch.get_num_threads(), most()) == outside
     finally:
         torch.set_num_threads(before)
+
+
+@needs_mkl
+def test_blocks_of_two_threads_may_overlap(two_threads: None) -> None:
+    """The first to enter is the first to leave: the second then restores what the first found, not the 1 that it set."""
+    entered, left = threading.Event(), threading.Event()
+
+    def second() -> None:
+        with one_blas_thread():
+            entered.set()
+            left.wait(10)
+
+    thread = threading.Thread(target=second)
+    with one_blas_thread():
+        thread.start()
+        assert entered.wait(10)
+    left.set()
+    thread.join()
+    assert most() == 2
 
 
 @needs_mkl

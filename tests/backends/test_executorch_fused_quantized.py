@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from exportable_cache import ExportableCache, export
+from exportable_cache.cache.attention.implementation import attention_of
 from exportable_cache.cache.layers.quantized import dequantize_rows, quantize_rows
-from exportable_cache.program.program import attention_of
 from exportable_cache.verification.references.rounding import RoundingCache
 from exportable_cache.verification.verify import rounding_effect, verify_session
 

@@ -12,7 +12,8 @@ import torch
 from exportable_cache.backends.base import LoweredFile, ProgramDescription, Runner
 from exportable_cache.backends.options import TargetOptions
 from exportable_cache.cache.attention.functions import ATTENTION
-from exportable_cache.program.program import Program, attention_of
+from exportable_cache.cache.attention.implementation import attention_of
+from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
 
 FILE = "program.fake"

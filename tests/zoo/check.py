@@ -18,11 +18,10 @@ from transformers import PreTrainedModel
 
 from exportable_cache import ExportableCache, Session
 from exportable_cache.backends import backend_for
-from exportable_cache.cache.attention.functions import set_attention
+from exportable_cache.cache.attention.implementation import Implementations
 from exportable_cache.errors import ExportableCacheError
 from exportable_cache.models.layout import vocab_size_of
-from exportable_cache.models.patches.transformers import patch_model
-from exportable_cache.models.patches.transformers_methods import patch_methods
+from exportable_cache.models.patches.registry import patch_model
 from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
 
@@ -142,14 +141,14 @@ def _run(
     options = encoder_options(model, inputs)
     cache = ExportableCache.from_model(model, MAX_CACHE_LEN, attn_implementation=None, **options)
     facts["layers"] = dict(Counter(type(layer).__name__ for layer in cache.layers))
-    facts["patches"] = sorted([*patch_model(model), *patch_methods(model)])
-    attention = model.config._attn_implementation
+    facts["patches"] = patch_model(model)
+    implementations = Implementations.of(model)
     try:
         with tempfile.TemporaryDirectory() as folder, graphs_without_code() if target == "compiled" else nullcontext():
             session = _session(model, cache, target, Path(folder))
             difference = max(_difference(session, ids, inputs, pieces, references[sum(pieces)]) for pieces in PROMPTS)
     finally:
-        set_attention(model, attention)
+        implementations.restore()
     return Outcome("pass" if difference <= TOLERANCE else "wrong", difference)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...cache.layers import FullLayer, KeyValueLayer, RingLayer, StateTensor
+from ...common.compat.torch import check
 from .attention_forms import fused_attention
 
 #: The operator runs its heads in parallel: folding leaves at least this many, or all there are.
@@ -100,9 +101,9 @@ class FusedFullLayer(FullLayer):
     def _start(self, query_length: int) -> int:
         """The row's length as a symbolic integer, which is what the operators take."""
         start = _read_once(self.cumulative_length, "start", lambda: self.cumulative_length[0].item())
-        torch._check(start >= 0)
-        torch._check(start < self.capacity)
-        torch._check(start + query_length <= self.capacity)
+        check(start >= 0)
+        check(start < self.capacity)
+        check(start + query_length <= self.capacity)
         return start
 
 
@@ -193,9 +194,9 @@ class FusedRingLayer(RingLayer):
             length, spare = self.cumulative_length, self.capacity
             slot = torch.clamp(torch.remainder(length, spare) + (query_length - 1) * spare, max=spare)[0].item()
             reach = torch.clamp(length, max=spare - 1)[0].item()
-            torch._check(slot >= 0)
-            torch._check(slot <= spare)
-            torch._check(reach >= 0)
+            check(slot >= 0)
+            check(slot <= spare)
+            check(reach >= 0)
             offsets = torch.arange(query_length, device=self.device)
             slots = torch.where(offsets < query_length - spare, spare, torch.remainder(length + offsets, spare))
             return slot, reach, slots.repeat(self.keys.shape[0], 1)

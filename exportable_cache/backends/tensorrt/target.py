@@ -80,6 +80,10 @@ def engine_program_spec(asked: ProgramSpec) -> ProgramSpec:
 def engine_networks(program: Program, options: TensorRTOptions, in_place: bool = True) -> dict[str, Network]:
     """Trace and convert every method.
 
+    Args:
+        options: Of the target; `opt_length` counts.
+        in_place: Whether caches are updated where they lie, rather than given out anew.
+
     Raises:
         InputError: If `opt_length` is outside the prefill's range.
         UnsupportedModelError: If a method has no network.
@@ -106,13 +110,19 @@ def engine_networks(program: Program, options: TensorRTOptions, in_place: bool =
 
 
 def program_networks(program: Program, options: TensorRTOptions, in_place: bool = True) -> dict[str, Network]:
-    """`engine_networks`, once per program: tracing and converting take most of an export, and verification reads the same."""
-    if program not in _networks:
-        _networks[program] = engine_networks(program, options, in_place)
-    return _networks[program]
+    """`engine_networks`, once per program and arguments: tracing and converting take most of an export.
+
+    Verification reads the networks that the plans were built from.
+    """
+    made = _networks.setdefault(program, {})
+    arguments = (options.opt_length, in_place)
+    if arguments not in made:
+        made[arguments] = engine_networks(program, options, in_place)
+    return made[arguments]
 
 
-_networks: WeakKeyDictionary[Program, dict[str, Network]] = WeakKeyDictionary()
+#: By program, then by all that `engine_networks` is given besides.
+_networks: WeakKeyDictionary[Program, dict[tuple[int | None, bool], dict[str, Network]]] = WeakKeyDictionary()
 
 
 def network_stand_in(description: ProgramDescription, networks: Mapping[str, Network]) -> StandIn:

@@ -12,7 +12,7 @@ pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no te
 
 from exportable_cache.backends.tensorrt.layers import EngineFullLayer
 from exportable_cache.backends.tensorrt.options import TensorRTOptions
-from exportable_cache.backends.tensorrt.target import engine_networks
+from exportable_cache.backends.tensorrt.target import engine_networks, program_networks
 
 from .programs import engine_program, network_session, program_of
 
@@ -106,6 +106,20 @@ def test_grouped_keys_reach_the_attention_layer_unexpanded() -> None:
         if layer_kind(layer) == "ATTENTION_INPUT"
     ]
     assert shapes == [[(1, 4, 1, 8), (1, 2, 64, 8), (1, 2, 64, 8)]] * LAYERS
+
+
+def test_networks_are_kept_with_their_options() -> None:
+    """Verification reads the network that was built, and a second export of the program with other options gets its own."""
+    _, program, _ = engine_program("llama")
+
+    def opt_shape(**options: int) -> tuple[int, ...]:
+        return program_networks(program, TensorRTOptions(**options))["prefill"].inputs[0].opt_shape
+
+    assert opt_shape(opt_length=4) == (1, 4) and opt_shape(opt_length=8) == (1, 8)
+    assert program_networks(program, TensorRTOptions(opt_length=4)) is program_networks(
+        program, TensorRTOptions(opt_length=4)
+    )
+    assert program_networks(program, TensorRTOptions(opt_length=4), in_place=False)["decode"].aliases == {}
 
 
 def test_the_same_program_has_the_same_digest_and_other_weights_another() -> None:

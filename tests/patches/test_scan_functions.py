@@ -1,4 +1,4 @@
-"""The patched functions of transformers: what they do with our layers, what they leave alone, and that they are still needed."""
+"""The patched functions of transformers: what they do with our layers, and that they are still needed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.export import Dim
 from transformers import DynamicCache
 
 from exportable_cache import ExportableCache
-from exportable_cache.models.patches.transformers import PATCHES, patch_model
+from exportable_cache.models.patches.registry import patch_model
 
 from ..scans.test_scans import delta_inputs, state_space_inputs
 from ..support.kinds import kind_model
@@ -114,10 +114,3 @@ def test_the_chunked_scans_still_fix_the_length_upstream(name: str) -> None:
         return all(torch.allclose(got[0], expected[0], atol=1e-5) for got, expected in found)
 
     assert not serves_every_length()
-
-
-def test_every_patch_names_a_function_of_transformers() -> None:
-    from transformers.models.kimi_linear import modeling_kimi_linear
-
-    assert callable(modeling_kimi_linear.chunk_kimi_delta_attention)
-    assert set(PATCHES) == {*FAMILIES, "chunk_kimi_delta_attention"}

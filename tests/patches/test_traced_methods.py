@@ -6,14 +6,15 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from exportable_cache import ExportableCache
 from exportable_cache.errors import UnsupportedModelError
-from exportable_cache.models.patches.transformers_methods import METHODS, patch_methods
+from exportable_cache.models.patches import decoder_masks, experts, git, mpt, position_tables, xmod
+from exportable_cache.models.patches.registry import patch_model
 from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
 
 from ..zoo.architectures import architectures
 from ..zoo.build import STEPS, cached_logits, tiny_model, tokens
 
-#: Model type -> the patched class it shows, and a method whose tracing needs the patch. (NLLB-MoE and Switch are in the zoo.)
+#: Model type -> the patched class it shows, and a method whose tracing needs it; NLLB-MoE and Switch are in the zoo.
 SHOWN = {
     "mvp": ("MvpLearnedPositionalEmbedding", "decode"),
     "trocr": ("TrOCRLearnedPositionalEmbedding", "decode"),
@@ -49,7 +50,7 @@ def test_the_patched_program_is_the_model(model_type: str) -> None:
     model, ids = model_of(model_type), tokens()
     expected = cached_logits(model, ids, 6)
     program = program_of(model)
-    assert SHOWN[model_type][0] in patch_methods(model)
+    assert SHOWN[model_type][0] in patch_model(model)
     prefill, decode = (program.export(name).module() for name in ("prefill", "decode"))
     rows = [prefill(ids[:, :6].clone(), torch.tensor([0]))]
     # Both modules write to the same buffers, those of the program that was exported.
@@ -60,7 +61,7 @@ def test_the_patched_program_is_the_model(model_type: str) -> None:
 
 @pytest.mark.parametrize("model_type", SHOWN)
 def test_the_original_still_cannot_be_traced(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails once upstream can: then the entry in METHODS can go."""
+    """Fails once upstream can: then the family's entry in PATCHES can go."""
     name, method = SHOWN[model_type]
     model = model_of(model_type)
     program = program_of(model)
@@ -80,9 +81,9 @@ def sized_by_data(program: Program) -> list[str]:
 def test_no_size_depends_on_data(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(model_type)
     program = program_of(model)
-    assert patch_methods(model) == SIZED_BY_DATA[model_type]
+    assert patch_model(model) == SIZED_BY_DATA[model_type]
     assert not sized_by_data(program)
-    # Fails once upstream has none: then the entry in METHODS can go.
+    # Fails once upstream has none: then the family's entry in PATCHES can go.
     for name in SIZED_BY_DATA[model_type]:
         kind = next(type(module) for module in model.modules() if type(module).__name__ == name)
         with monkeypatch.context() as patch:
@@ -92,13 +93,15 @@ def test_no_size_depends_on_data(model_type: str, monkeypatch: pytest.MonkeyPatc
 
 def test_every_patch_is_shown() -> None:
     shown = {kind for kind, _ in SHOWN.values()} | {name for names in SIZED_BY_DATA.values() for name in names}
-    assert set(METHODS) - shown == {"NllbMoeExperts", "SwitchTransformersExperts"}
+    families = (decoder_masks, experts, git, mpt, position_tables, xmod)
+    labels = {patch.label for family in families for patches in family.PATCHES.values() for patch in patches}
+    assert labels - shown == {"NllbMoeExperts", "SwitchTransformersExperts"}
 
 
 def test_a_buffer_that_is_set_in_every_step_can_be_compiled() -> None:
     model = model_of("ctrl")
     declared = model.transformer.pos_encoding
-    assert patch_methods(model) == ["CTRLModel"]
+    assert patch_model(model) == ["CTRLModel"]
     step = torch.compile(lambda ids: model(ids, use_cache=False).logits, fullgraph=True, backend="eager")
     assert torch.equal(step(tokens()[:, :6]), model(tokens()[:, :6]).logits)
     # Fails once TorchDynamo knows what `torch.nn.Buffer` adds: then CTRL needs no patch.

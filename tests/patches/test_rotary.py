@@ -8,7 +8,7 @@ import torch
 from torch.export import ExportedProgram
 
 from exportable_cache import ExportableCache
-from exportable_cache.models.patches.transformers_rotary import ROTARY, patch_rotary
+from exportable_cache.models.patches.registry import patch_model
 from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
 
@@ -32,19 +32,19 @@ def complex_values(program: ExportedProgram) -> list[str]:
     return [name for name, value in values if isinstance(value, torch.Tensor) and value.is_complex()]
 
 
-@pytest.mark.parametrize("name", ROTARY)
+@pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
 def test_the_traced_program_has_no_complex_numbers_and_the_models_logits(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, ids = MODELS[name](), tokens(12)
     program = Program(model, ExportableCache.from_model(model, 32, attn_implementation=None), ProgramSpec(16))
-    assert patch_rotary(model) == [name]
+    assert patch_model(model) == sorted([name, "apply_rotary_emb"])
     exported = program.export("prefill")
     assert not complex_values(exported)
     logits = exported.module()(ids, torch.tensor([0]))
     assert (logits - model(ids).logits[:, -1]).abs().max() <= 1e-4
-    # Fails once upstream has none of them: then the entry in ROTARY can go.
+    # Fails once upstream has none of them: then the family's entry in PATCHES can go.
     (kind,) = {type(module) for module in model.modules() if type(module).__name__ == name}
     file = sys.modules[kind.__module__]
     monkeypatch.setattr(kind, "forward", kind.forward._exportable_cache_original)
@@ -53,7 +53,7 @@ def test_the_traced_program_has_no_complex_numbers_and_the_models_logits(
 
 
 def test_other_models_are_left_alone() -> None:
-    assert patch_rotary(tiny_model("llama")) == []
+    assert patch_model(tiny_model("llama")) == []
 
 
 def test_llama_4_on_executorch(tmp_path: Path) -> None:

@@ -1,10 +1,13 @@
 """Masks of what an encoder of sound gave: shortened once more by the model, and left alone inside `short_masks`."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
-from exportable_cache.models.patches.marked import ORIGINAL
-from exportable_cache.models.patches.transformers_encoders import SHORTENING, patch_encoders, short_masks
+from exportable_cache.models.patches.patch import ORIGINAL
+from exportable_cache.models.patches.registry import patch_model
+from exportable_cache.models.patches.speech import short_masks
 
 from ..test_encoder_inputs import model_of
 
@@ -36,9 +39,15 @@ def test_the_models_still_shorten_every_mask(name: str) -> None:
 @pytest.mark.parametrize("name", OWNERS)
 def test_short_masks_are_left_alone(name: str) -> None:
     model = model_of(name)
-    assert patch_encoders(model) == [OWNERS[name]] == patch_encoders(model)
+    assert patch_model(model) == [OWNERS[name]] == patch_model(model)
     owner = next(module for module in model.modules() if hasattr(module, OWNERS[name]))
-    assert hasattr(getattr(type(owner), OWNERS[name]), ORIGINAL) and OWNERS[name] in SHORTENING
+    assert hasattr(getattr(type(owner), OWNERS[name]), ORIGINAL)
     with short_masks():
         assert shortened(name).item() == LENGTH
     assert shortened(name).item() < LENGTH
+
+
+def test_masks_are_short_in_their_own_thread_only() -> None:
+    patch_model(model_of("speech-speech_to_text"))
+    with short_masks(), ThreadPoolExecutor(1) as other:
+        assert other.submit(shortened, "speech-speech_to_text").result().item() < LENGTH
