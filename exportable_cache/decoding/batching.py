@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import InputError
-from ..generation.chooser import Chooser
+from ..generation.sampler import Sampler
 from ..generation.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Request:
     input_ids: torch.Tensor
     max_new_tokens: int | None
     stop_tokens: frozenset[int]
-    chooser: Chooser
+    sampler: Sampler
     tokens: list[int] = field(default_factory=list)
     finished: bool = False
 
@@ -140,8 +140,8 @@ class ContinuousBatch:
             CacheFullError: If the prompt does not fit a row, or not with `max_new_tokens`.
         """
         ends = self.prefill.check_request(input_ids, max_new_tokens, stop)
-        chooser = Chooser(sampling or Sampling(), input_ids, self.decode.vocab_size)
-        request = Request(input_ids, max_new_tokens, frozenset(ends), chooser)
+        sampler = Sampler(sampling or Sampling(), input_ids, self.decode.vocab_size)
+        request = Request(input_ids, max_new_tokens, frozenset(ends), sampler)
         self._waiting.append(request)
         return request
 
@@ -186,7 +186,7 @@ class ContinuousBatch:
         return self._give(row, request, logits)
 
     def _give(self, row: int, request: Request, logits: torch.Tensor) -> int:
-        token = int(request.chooser.choose(logits)[0])
+        token = int(request.sampler.choose(logits)[0])
         request.tokens.append(token)
         limit = self.decode.max_length
         is_full = limit is not None and int(self.decode.length[row]) >= limit

@@ -62,6 +62,15 @@ class PlacedImages:
         """With those of later tokens."""
         return PlacedImages(tuple(before + after for before, after in zip(self.rows, other.rows, strict=True)))
 
+    def begun(self, lengths: torch.Tensor) -> PlacedImages:
+        """Those of which rows of `lengths`, int64 [batch], hold any token."""
+        return PlacedImages(
+            tuple(
+                tuple(image for image in row if image.start < length)
+                for row, length in zip(self.rows, lengths.tolist(), strict=True)
+            )
+        )
+
     def up_to(self, lengths: torch.Tensor) -> PlacedImages:
         """Those that are left when rows are cut to `lengths`, int64 [batch].
 

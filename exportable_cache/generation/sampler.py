@@ -7,7 +7,7 @@ import torch
 from .sampling import Sampling, draw, penalise, sorted_distribution
 
 
-class Chooser:
+class Sampler:
     """`Sampling` at work on the rows of one generation.
 
     Args:
