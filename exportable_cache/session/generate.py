@@ -19,6 +19,7 @@ from ..generation.text import encode_prompt, stream_text, stream_texts
 from .checks import check_max_new_tokens, split_stops
 from .inputs.encoder import start_tokens
 from .inputs.stage import Prompt
+from .token_rows import TokenRows
 
 if TYPE_CHECKING:
     from .session import Session
@@ -56,25 +57,31 @@ def make_request(
     if strings:
         require_tokenizer(session, "a stop string")
     ends = end_tokens(session.generation_config)
-    ending = Ending(
-        max_new_tokens, frozenset({*ends, *tokens}), tuple(strings), _pad_token(session, ends), session.tokenizer
-    )
+    pad = None if session.generation_config is None else session.generation_config.pad_token_id
+    if pad is None or not 0 <= pad < session.vocab_size:
+        pad = ends[0] if ends else 0
+    ending = Ending(max_new_tokens, frozenset({*ends, *tokens}), tuple(strings), pad, session.tokenizer)
     if draft is not None:
         _check_draft(session, draft)
     return Request(sampling, ending, draft)
 
 
-def token_steps(session: Session, request: Request, prompt: Prompt, continues: bool = False) -> Iterator[torch.Tensor]:
+def token_steps(
+    session: Session, request: Request, prompt: Prompt, texts: Sequence[torch.Tensor] = ()
+) -> Iterator[torch.Tensor]:
     """Tokens that follow a prompt, int64 [batch] per step.
 
     Args:
-        continues: Whether the tokens that were given out and not fed yet go in front, those that are so by the first step.
+        prompt: Checked.
+        texts: What it was made of, int64 [length] per row, where the tokens that are unfed by the first step go in front of it.
     """
-    if continues:
-        prompt = with_unfed(session, prompt)
+    if texts:
+        prompt = Prompt(TokenRows.of(behind_unfed(session, texts)))
     stepper, ending = session._stepper, request.ending
     sampler = Sampler(request.sampling, prompt.rows.ids, session.vocab_size)
-    logits = session.feed(prompt)
+    # Where the session is may have changed since the prompt was checked.
+    stepper.check_room(prompt.rows)
+    logits = stepper.feed(session._stages.steps(prompt, stepper))
     if request.draft is None:
         chosen = decode_loop(stepper, logits, sampler, ending)
     else:
@@ -93,23 +100,42 @@ def token_steps(session: Session, request: Request, prompt: Prompt, continues: b
         yield tokens
 
 
-def with_unfed(session: Session, prompt: Prompt) -> Prompt:
-    """A prompt behind the tokens that were given out and not fed yet."""
-    return replace(prompt, rows=prompt.rows.behind(session.unfed))
+def behind_unfed(session: Session, texts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Texts, int64 [length] per row, behind the tokens that were given out and not fed yet.
+
+    Raises:
+        InputError: If there is no token at all in a row.
+    """
+    found = [
+        text if token is None else torch.cat([text.new_tensor([token]), text])
+        for token, text in zip(session.unfed, texts, strict=True)
+    ]
+    if any(len(row) == 0 for row in found):
+        raise InputError("the prompt is empty; pass at least one token per row")
+    return found
 
 
 def generated_tokens(
     session: Session, input_ids: Any, inputs: Mapping[str, torch.Tensor], request: Request
 ) -> Iterator[Any]:
     """See `Session.generate`."""
-    prompt = session.check_prompt(input_ids, **inputs)
-    session.check_room(prompt, request.ending.limit)
-    if request.draft is not None:
-        _check_draft_inputs(inputs)
-        if request.ending.strings:
-            raise InputError("a draft takes stop tokens, not stop strings; use generate_text, which stops at strings")
-    steps = token_steps(session, request, prompt)
+    if request.draft is not None and request.ending.strings:
+        raise InputError("a draft takes stop tokens, not stop strings; use generate_text, which stops at strings")
+    steps = _checked_steps(session, input_ids, inputs, request)
     return (int(step[0]) for step in steps) if session.batch_size == 1 else steps
+
+
+def _checked_steps(
+    session: Session, input_ids: Any, inputs: Mapping[str, torch.Tensor], request: Request
+) -> Iterator[torch.Tensor]:
+    further = dict(inputs)
+    prompt = session._stages.check(input_ids, further.pop("attention_mask", None), further, session.sequence)
+    session._stepper.check_room(prompt.rows, request.ending.limit)
+    if request.draft is not None and inputs:
+        raise InputError(
+            f"a draft takes token ids, got {', '.join(inputs)} too; prefill them first, or generate without a draft"
+        )
+    return token_steps(session, request, prompt)
 
 
 def generated_text(session: Session, prompt: Any, request: Request) -> Iterator[Any]:
@@ -124,11 +150,7 @@ def generated_text(session: Session, prompt: Any, request: Request) -> Iterator[
         steps = _answers_to_encoded(session, tokenizer, prompts, request)
     elif isinstance(prompts, Mapping):
         inputs = dict(prompts)
-        fed = session.check_prompt(inputs.pop("input_ids"), **inputs)
-        session.check_room(fed, request.ending.limit)
-        if request.draft is not None:
-            _check_draft_inputs(inputs)
-        steps = token_steps(session, request, fed)
+        steps = _checked_steps(session, inputs.pop("input_ids"), inputs, request)
     else:
         steps = _answers_to_text(session, tokenizer, prompts, request)
     if many:
@@ -167,13 +189,12 @@ def _answers_to_text(
         encode_prompt(tokenizer, prompt, starts=not continues or length == 0)[0].to(session.device)
         for prompt, length in zip(prompts, held, strict=True)
     ]
-    unfed = session.unfed if continues else (None,) * len(ids)
-    # Empty text goes on from what was given out last.
-    typed = session.check_prompt(ids[0][None] if len(ids) == 1 else ids)
-    session.check_room(with_unfed(session, typed) if continues else typed, request.ending.limit, anew=not continues)
+    rows = behind_unfed(session, ids) if continues else ids
+    prompt = session._stages.check(rows, None, {}, session.sequence)
+    session._stepper.check_room(prompt.rows, request.ending.limit, anew=not continues)
     if not continues:
         session.reset()
-    return token_steps(session, request, typed, continues)
+    return token_steps(session, request, prompt, ids if continues else ())
 
 
 def _answers_to_encoded(
@@ -191,9 +212,7 @@ def _answers_to_encoded(
         mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
         masks = {} if bool(mask.all()) else {"attention_mask": mask}
         session.encode(pad_sequence(rows, batch_first=True), **masks)
-    prompt = session.check_prompt(start)
-    session.check_room(prompt, request.ending.limit)
-    return token_steps(session, request, prompt)
+    return _checked_steps(session, start, {}, request)
 
 
 def _check_draft(session: Session, draft: Draft) -> None:
@@ -212,13 +231,6 @@ def _check_draft(session: Session, draft: Draft) -> None:
             f"the draft model has {drafts} tokens, this model {session.vocab_size}; use a draft model with the same vocabulary"
         )
     check_can_rewind(session, min(draft.max_tokens, session.score_length - 1))
-
-
-def _check_draft_inputs(inputs: Mapping[str, torch.Tensor]) -> None:
-    if inputs:
-        raise InputError(
-            f"a draft takes token ids, got {', '.join(inputs)} too; prefill them first, or generate without a draft"
-        )
 
 
 def require_tokenizer(session: Session, purpose: str) -> PreTrainedTokenizerBase:
@@ -241,11 +253,3 @@ def end_tokens(generation_config: GenerationConfig | None) -> list[int]:
     if ends is None:
         return []
     return [int(end) for end in ends] if isinstance(ends, Iterable) else [int(ends)]
-
-
-def _pad_token(session: Session, ends: Sequence[int]) -> int:
-    """What rows give that have ended: the model's padding token, or its end token, or 0."""
-    pad = None if session.generation_config is None else session.generation_config.pad_token_id
-    if pad is not None and 0 <= pad < session.vocab_size:
-        return pad
-    return ends[0] if ends else 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,9 +17,7 @@ from .inputs.image_places import PlacedImages, shifted
 from .inputs.stage import Steps
 from .rows_aside import rows_to_set_aside, set_aside
 from .sequence_state import SequenceState
-
-if TYPE_CHECKING:
-    from .token_rows import TokenRows
+from .token_rows import TokenRows
 
 _NONE: Mapping[str, torch.Tensor] = MappingProxyType({})
 
@@ -111,32 +108,37 @@ class ProgramStepper:
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
-    def feed(self, steps: Steps) -> torch.Tensor:
+    def feed(self, steps: Steps, rows: torch.Tensor | None = None) -> torch.Tensor:
         """Feed a prompt in chunks, rows that are shorter than others beginning later.
+
+        Args:
+            steps: The prompt.
+            rows: Whose tokens count, see `step`.
 
         Returns:
             Logits [batch, vocab] of each row's last token.
         """
-        if steps.rows.are_even:
-            return self._feed_columns(steps, 0, steps.fed.shape[1], self.all_rows)
-        with set_aside(self, rows_to_set_aside(self, steps.rows)) as aside:
-            for segment in steps.rows.segments():
-                aside.restore(segment.rows)
-                logits = self._feed_columns(steps, segment.start, segment.end, segment.rows)
-        return logits
-
-    def _feed_columns(self, steps: Steps, start: int, end: int, rows: torch.Tensor) -> torch.Tensor:
-        by_ids = not steps.fed.is_floating_point()
+        if not steps.rows.are_even:
+            return self._feed_apart(steps)
         before, placed = self.state, steps.placed
         if placed is not None:
             placed = shifted(placed, before.length, before.images.deltas(before.length))
-        for size in steps.sizes or self.chunk_sizes(end - start, by_ids):
+        start = 0
+        for size in steps.sizes or self.chunk_sizes(steps.fed.shape[1], not steps.fed.is_floating_point()):
             chunk = slice(start, start + size)
             further = {name: tensor[..., chunk].contiguous() for name, tensor in steps.further.items()}
             logits = self.step(steps.fed[:, chunk].contiguous(), further, rows)
             start += size
             if placed is not None:
                 self._place(before.images, placed)
+        return logits
+
+    def _feed_apart(self, steps: Steps) -> torch.Tensor:
+        with set_aside(self, rows_to_set_aside(self, steps.rows)) as aside:
+            for segment in steps.rows.segments():
+                aside.restore(segment.rows)
+                ids = steps.fed[:, segment.start : segment.end]
+                logits = self.feed(Steps(ids, TokenRows.whole(ids)), segment.rows)
         return logits
 
     def _place(self, before: PlacedImages, placed: PlacedImages) -> None:
@@ -167,7 +169,8 @@ class ProgramStepper:
         method = self._method(fed, size, scores)
         self.state = self.state.reaching(size, rows)
         logits = self.runner.run(method.name, fed, *self._inputs(method, further))
-        self.move_to(self.state.fed(size, rows))
+        self.state = self.state.fed(size, rows)
+        self.moves += 1
         return logits
 
     def score(self, input_ids: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,6 @@ from . import persistence
 from .checks import ProgramLimits, check_ids, check_max_new_tokens, check_room, split_stops
 from .generate import end_tokens, generated_text, generated_tokens, make_request
 from .inputs.items import recorded_placeholders
-from .inputs.stage import Prompt
 from .inputs.stages import InputStages
 from .program_stepper import ProgramStepper
 from .sequence_state import SequenceState
@@ -219,7 +218,8 @@ class Session:
             The tokens that end an answer: the model's own and `stop`.
         """
         check_max_new_tokens(max_new_tokens)
-        self._stepper.check_room(self.check_prompt(input_ids).rows, max_new_tokens, anew=True)
+        prompt = self._stages.check(input_ids, None, {}, self.sequence)
+        self._stepper.check_room(prompt.rows, max_new_tokens, anew=True)
         tokens, strings = split_stops(stop, self.vocab_size)
         if strings:
             raise InputError(f"stop has {strings[0]!r}; rows of a batch stop at token ids only")
@@ -368,36 +368,7 @@ class Session:
         """
         if not isinstance(input_ids, torch.Tensor):
             check_ids("input_ids", input_ids, ("batch", "length"), self._stages.limits)
-        return self.feed(self.check_prompt(input_ids, attention_mask, **inputs))
-
-    def check_prompt(
-        self, input_ids: Any, attention_mask: torch.Tensor | None = None, **inputs: torch.Tensor
-    ) -> Prompt:
-        """What `feed` takes, from what `prefill` does, or from a list of prompts; see there for what is refused."""
-        if self._stages.encoder is not None:
-            self._stages.encoder.check_encoded(self.sequence)
-        return self._stages.check(input_ids, attention_mask, inputs)
-
-    def check_room(self, prompt: Prompt, max_new_tokens: int | None = None, anew: bool = False) -> None:
-        """Refuse a prompt that does not fit, or not with what is to be generated after it.
-
-        Args:
-            prompt: Checked otherwise.
-            max_new_tokens: Tokens that follow it, if that number was asked for.
-            anew: Whether the session is to be reset before.
-
-        Raises:
-            CacheFullError: If there are no slots for them.
-            InputError: If a shorter row would lose what it holds.
-        """
-        self._stepper.check_room(prompt.rows, max_new_tokens, anew)
-
-    def feed(self, prompt: Prompt) -> torch.Tensor:
-        """Feed a prompt that was checked: logits [batch, vocab] of each row's last token.
-
-        Raises:
-            CacheFullError: If it does not fit where the session is by now.
-        """
+        prompt = self._stages.check(input_ids, attention_mask, inputs, self.sequence)
         self._stepper.check_room(prompt.rows)
         return self._stepper.feed(self._stages.steps(prompt, self._stepper))
 
@@ -432,8 +403,7 @@ class Session:
             raise InputError(
                 "this program gives the logits of the last token only; make the session, or export, with score_length=8 or more"
             )
-        prompt = self.check_prompt(input_ids)
-        self.check_room(prompt)
+        self._stepper.check_room(self._stages.check(input_ids, None, {}, self.sequence).rows)
         if input_ids.shape[1] > self.score_length:
             raise InputError(f"score takes up to {self.score_length} tokens at once, got {input_ids.shape[1]}")
         return self._stepper.score(input_ids)
@@ -591,7 +561,8 @@ class Session:
             CacheFullError: If the prompt, or the prompt with `max_new_tokens`, does not fit.
         """
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-        return generated_tokens(self, input_ids, inputs, make_request(self, max_new_tokens, sampling, stop, draft))
+        request = make_request(self, max_new_tokens, sampling, stop, draft)
+        return generated_tokens(self, input_ids, inputs, request)
 
     def generate_text(
         self,
@@ -629,7 +600,8 @@ class Session:
             CacheFullError: See `generate`.
         """
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-        return generated_text(self, prompt, make_request(self, max_new_tokens, sampling, stop, draft))
+        request = make_request(self, max_new_tokens, sampling, stop, draft)
+        return generated_text(self, prompt, request)
 
 
 def load(path: str | Path, *, check_versions: bool = True, progress: Progress = silent) -> Session:

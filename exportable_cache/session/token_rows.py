@@ -72,7 +72,7 @@ class TokenRows:
             return cls._from_list(prompts, attention_mask, limits)
         check_ids("input_ids", prompts, ("batch", "length"), limits)
         if attention_mask is None:
-            return cls.whole(prompts)
+            return cls(prompts, (prompts.shape[1],) * prompts.shape[0])
         real = _real(attention_mask, prompts)
         if bool(real.all()):
             return cls.whole(prompts)
@@ -95,18 +95,6 @@ class TokenRows:
             check_ids(name, prompt, ("length",), limits)
             rows.append(prompt)
         return cls.of(rows)
-
-    def behind(self, first: Sequence[int | None]) -> TokenRows:
-        """With a token in front of each row that has one."""
-        if all(token is None for token in first):
-            return self
-        rows = (row[row.shape[0] - length :] for row, length in zip(self.ids, self.lengths, strict=True))
-        return TokenRows.of(
-            [
-                row if token is None else torch.cat([row.new_tensor([token]), row])
-                for token, row in zip(first, rows, strict=True)
-            ]
-        )
 
     def segments(self) -> list[Segment]:
         """The columns in order, cut wherever a row begins. Rows end together, so the last step gives every row's logits."""

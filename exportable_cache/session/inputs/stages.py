@@ -18,6 +18,7 @@ from .stage import InputStage, Prompt, Steps
 
 if TYPE_CHECKING:
     from ..program_stepper import ProgramStepper
+    from ..sequence_state import SequenceState
 
 _IMAGE = "encode_image"
 # What processors give beside the main inputs, and says which tokens stand for something else.
@@ -50,17 +51,20 @@ class InputStages:
             for name, token in ordered
         )
 
-    def check(self, input_ids: Any, attention_mask: Any, given: Mapping[str, Any]) -> Prompt:
+    def check(self, input_ids: Any, attention_mask: Any, given: Mapping[str, Any], state: SequenceState) -> Prompt:
         """The prompt, with what was given beside its ids.
 
         Args:
             input_ids, attention_mask: See `TokenRows.checked`.
             given: By name, as a processor gives it.
+            state: For which an encoder has to have run, where there is one.
 
         Raises:
             InputError: If an input is unknown, or not what its stage takes. Nothing has changed then.
         """
         rows = TokenRows.checked(input_ids, attention_mask, self.limits)
+        if self.encoder is not None:
+            self.encoder.check_encoded(state)
         if self._stages:
             return self._with_items(rows, given)
         if given:
