@@ -11,18 +11,21 @@ JOBS ?= 2
 ZOO_ARGS ?=
 
 BIN := $(VENV)/bin
+# The packages of the docs extra, quoted. The pages are made from sources that are read, not imported: no torch is needed.
+DOCS := $(shell sed -n '/^docs = \[/,/^\]/s/^ *\("[^"]*"\),.*/\1/p' pyproject.toml)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # torch first and by itself: a locally configured build of exactly this version is then taken instead of the default one.
 TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test zoo clean
+.PHONY: help setup demo test zoo docs clean
 
 help:
 	@echo "make demo    set up $(VENV), export the demo model to ExecuTorch, verify it, and ask it for a fact"
 	@echo "make test    set up $(VENV) and run the tests (PYTEST_ARGS='-k ring' to choose)"
 	@echo "make zoo     every generative architecture of transformers on every target, into docs/architectures.md"
 	@echo "             (hours; resumes; ZOO_ARGS='--only llama,mamba2 --targets eager,pt2' to choose)"
+	@echo "make docs    build the pages of docs/ into site/; a warning is an error"
 	@echo "make setup   only set up $(VENV), with the executorch extra"
 	@echo "make clean   remove $(VENV), $(OUTPUT) and caches"
 	@echo
@@ -43,8 +46,12 @@ test: $(VENV)/.installed-test
 zoo: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.zoo.run $(ZOO_ARGS)
 
+docs: $(VENV)/.installed-docs
+	@$(BIN)/python -m mkdocs build --strict --quiet
+	@echo "open site/index.html"
+
 clean:
-	rm -rf $(VENV) $(OUTPUT) build dist *.egg-info .pytest_cache
+	rm -rf $(VENV) $(OUTPUT) build dist site *.egg-info .pytest_cache
 	find exportable_cache tests export_scripts -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The environment is made anew only if it is missing or was left half-made; a changed pyproject.toml installs into it again.
@@ -67,4 +74,8 @@ $(VENV)/.installed-test: pyproject.toml $(VENV)/.installed | $(VENV)/bin/python
 	$(PIP) install --quiet --editable '.[executorch,test]'
 	@$(PIP) install --quiet --editable '.[tensorrt-rtx]' || \
 		echo "make: TensorRT-RTX does not install on this machine; its tests are skipped"
+	@touch $@
+
+$(VENV)/.installed-docs: pyproject.toml | $(VENV)/bin/python
+	$(PIP) install --quiet $(DOCS)
 	@touch $@

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from ..common.dtypes import dtype_name
 from ..common.tensor_spec import TensorSpec
 from ..models.fingerprint import fingerprint
 from ..models.layout import layer_types_and_windows, vocab_size_of
@@ -132,11 +133,6 @@ def generation_config_fields(model: PreTrainedModel) -> dict[str, Any]:
 def weights_bytes(model: torch.nn.Module) -> int:
     """Bytes of the parameters, tied ones counted once."""
     return sum(parameter.nbytes for parameter in model.parameters())
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """`float32` for torch.float32."""
-    return str(dtype).removeprefix("torch.")
 
 
 def _method(program: Program, method: ProgramMethod, vocab_size: int) -> Method:

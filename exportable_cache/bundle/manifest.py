@@ -263,6 +263,8 @@ class Manifest(_Entry):
     verification: dict[str, Any] | None
     quantization: Quantized | None = None
     kv_cache: RoundedCache | None = None
+    # Of the weights before they were converted to `dtype`; None in bundles of releases that always kept it.
+    stored_dtype: str | None = None
 
     @field_validator("files")
     @classmethod

@@ -209,10 +209,29 @@ def print_files(terminal: Terminal, bundle: Bundle) -> None:
     terminal.print(table)
 
 
+def print_dtype(terminal: Terminal, bundle: Bundle) -> None:
+    """What became of the dtype the weights are stored in, if it was not kept."""
+    import torch
+
+    from ..backends.dtypes import target_dtypes
+    from ..pipeline.dtypes import DtypeChoice, choose_dtype
+
+    manifest = bundle.manifest
+    if manifest.stored_dtype in (None, manifest.dtype):
+        return
+    stored, chosen = getattr(torch, manifest.stored_dtype), getattr(torch, manifest.dtype)
+    if manifest.quantization is None and target_dtypes(manifest.target, manifest.options).best != chosen:
+        terminal.print(str(DtypeChoice(stored, chosen)))
+    else:
+        quantized = manifest.quantization is not None
+        terminal.print(str(choose_dtype(stored, None, manifest.target, manifest.options, quantized)))
+
+
 def print_verification(terminal: Terminal, bundle: Bundle) -> None:
     """The recorded result, in one line."""
     from ..verification.verify import VerifyReport
 
+    print_dtype(terminal, bundle)
     recorded = bundle.manifest.verification
     if recorded is None:
         terminal.print(f"not verified; run: exportable-cache verify {bundle.path} --model MODEL")

@@ -109,6 +109,17 @@ TargetOption = Annotated[
         autocompletion=_complete_targets,
     ),
 ]
+PlanTargetOption = Annotated[
+    str | None,
+    typer.Option(
+        "--target",
+        "-t",
+        metavar="TARGET",
+        help=f"Plan for the dtype that is exported for it: {', '.join(targets())}.",
+        autocompletion=_complete_targets,
+        show_default="the dtype of the weights",
+    ),
+]
 MaxEncoderLenOption = Annotated[
     int | None,
     typer.Option(
@@ -152,7 +163,9 @@ AttentionWindowOption = Annotated[
 BatchSizeOption = Annotated[int, typer.Option("--batch-size", "-b", metavar="N", callback=at_least(1), help="Rows.")]
 DtypeOption = Annotated[
     Dtype | None,
-    typer.Option("--dtype", help="Of weights, keys and values; the model's own by default.", show_default=False),
+    typer.Option(
+        "--dtype", help="Of weights, keys and values; what the target computes best in by default.", show_default=False
+    ),
 ]
 SmOption = Annotated[
     str | None,

@@ -17,6 +17,7 @@ from .options import (
     KvCacheDtypeOption,
     MaxEncoderLenOption,
     ModelArgument,
+    PlanTargetOption,
     at_least,
 )
 from .terminal import Terminal, bytes_text
@@ -34,6 +35,7 @@ def plan(
             "--max-cache-len", "-n", metavar="N", callback=at_least(1), help="Tokens a full-attention layer holds."
         ),
     ],
+    target: PlanTargetOption = None,
     batch_size: BatchSizeOption = 1,
     dtype: DtypeOption = None,
     max_encoder_len: MaxEncoderLenOption = None,
@@ -50,7 +52,15 @@ def plan(
         from ..pipeline.sizing import plan as make_plan
 
         made = make_plan(
-            model, max_cache_len, batch_size, dtype, max_encoder_len, attention_sinks, attention_window, kv_cache_dtype
+            model,
+            max_cache_len,
+            batch_size,
+            dtype,
+            max_encoder_len,
+            attention_sinks,
+            attention_window,
+            kv_cache_dtype,
+            target,
         )
     if json:
         terminal.json(made.to_dict())
@@ -74,3 +84,5 @@ def print_plan(terminal: Terminal, made: Plan) -> None:
     terminal.print(f"\nstatic cache   {bytes_text(made.cache_bytes)} for {holds} per row")
     terminal.print(f"DynamicCache   {bytes_text(made.dynamic_bytes)} at {made.max_cache_len} tokens")
     terminal.print(f"weights        {bytes_text(made.weights_bytes)}")
+    if made.remark:
+        terminal.print(made.remark)

@@ -15,19 +15,23 @@ from ..backends import backend_for
 from ..bundle.bundle import Bundle, check_free, new_folder, write_bundle
 from ..bundle.manifest import Quantized, RoundedCache
 from ..cache.layout import Sinks
+from ..common.dtypes import dtype_name
 from ..common.progress import Progress, silent
 from ..errors import InputError, VerificationError
 from ..models.cache_factory import ExportableCache
+from ..models.dtypes import stored_dtype
 from ..models.layout import layer_types_and_windows
 from ..models.loading import check_positions, load_config, load_model, parse_dtype
 from ..models.quantization import check_schemes, quantization_of
 from ..models.quantization import quantize as quantize_model
 from ..program.inputs.modality import modalities_of
 from ..program.program import Program
-from ..verification.tolerance import tolerance_of
 from ..verification.quantization_effect import measure_distance, measure_quantization
 from ..verification.reference_runner import session_to_verify
-from ..verification.verify import VerifyReport, verify_session
+from ..verification.stored import FedPrompt
+from ..verification.tolerance import tolerance_of
+from ..verification.verify import VerifyReport, measure_stored, verify_session
+from .dtypes import check_dtype, choose_dtype
 
 
 def export(
@@ -66,7 +70,8 @@ def export(
         max_cache_len: Tokens a full-attention layer can hold.
         output_dir: Folder of the bundle; must not exist, be empty, or be a bundle to overwrite.
         batch_size: Rows.
-        dtype: Of the weights; as stored by default.
+        dtype: Of the weights; by default the one that the target computes best in: float32 for ExecuTorch and for quantised
+            weights, as stored for the others. See `dtypes.choose_dtype`.
         prefill_length: Longest chunk of a prompt, see `methods.methods_for`.
         quantize: Scheme of the linear layers' weights, such as "8da4w", see `quantize.Quantization`; None for none. The program
             is then verified against the quantised model, and its distance from the float one is recorded.
@@ -122,7 +127,8 @@ def export(
         check_schemes(
             quantization, target, getattr(backend, "linear_schemes", ()), getattr(backend, "embedding_schemes", ())
         )
-    parse_dtype(dtype)
+    asked = parse_dtype(dtype)
+    check_dtype(asked, target, options, quantization is not None)
     if output_dir is None:
         raise InputError("output_dir is missing; name the folder to write, such as 'artifacts/model'")
     output = Path(output_dir).expanduser()
@@ -133,9 +139,19 @@ def export(
             "name the folder to write, such as 'artifacts/model'"
         )
     check_free(output, overwrite)
-    layer_types_and_windows(load_config(model_or_path))
-    loaded = load_model(model_or_path, dtype, progress=progress)
-    _check_on_cpu(loaded.model)
+    config = load_config(model_or_path)
+    layer_types_and_windows(config)
+    given = model_or_path if isinstance(model_or_path, PreTrainedModel) else None
+    if given is not None:
+        _check_on_cpu(given)
+    stored = stored_dtype(config if given is None else given)
+    wanted = asked if stored is None else choose_dtype(stored, asked, target, options, quantization is not None).chosen
+    loaded = load_model(model_or_path, wanted, progress=progress)
+    choice = choose_dtype(stored or loaded.model.dtype, asked, target, options, quantization is not None)
+    # Where the config names no dtype, the weights tell.
+    loaded.model.to(choice.chosen)
+    if choice.stored != choice.chosen:
+        progress(str(choice), 0, None)
     tokenizer = tokenizer if tokenizer is not None else loaded.tokenizer
     model, weights_bytes = loaded.model, None
     if quantization is not None:
@@ -176,7 +192,7 @@ def export(
             options=options,
             progress=progress,
         )
-        manifest = bundle.manifest
+        manifest = bundle.manifest.model_copy(update={"stored_dtype": dtype_name(choice.stored)})
         if quantization is not None:
             manifest = manifest.model_copy(
                 update={"weights_bytes": weights_bytes, "quantization": Quantized(**quantization.to_dict())}
@@ -195,7 +211,10 @@ def export(
             manifest = manifest.model_copy(update={"kv_cache": RoundedCache(dtype=kv_dtype, float_bytes=exact.nbytes)})
         if verify:
             session, remark = session_to_verify(Bundle(folder, manifest), model, program, progress=progress)
-            report = verify_session(session, model, tolerance=tolerance_of(model, quantization), progress=progress)
+            fed: list[FedPrompt] | None = [] if choice.widened else None
+            report = verify_session(
+                session, model, tolerance=tolerance_of(model, quantization), fed=fed, progress=progress
+            )
             report = replace(report, remark=remark)
             _require_agreement(report, output)
             manifest = manifest.model_copy(update={"verification": report.to_dict()})
@@ -206,6 +225,12 @@ def export(
                 # From the model with the same weights: of quantised ones, the line above has the share of both.
                 effect = measure_distance(session, model, progress)
                 manifest = manifest.model_copy(update={"kv_cache": manifest.kv_cache.model_copy(update=effect)})
+            if fed:
+                # One copy of the weights at a time: what ran so far is let go before the stored one is there.
+                del session, program, cache, model, loaded
+                as_stored = given or load_model(model_or_path, choice.stored, progress=progress).model
+                report = replace(report, stored=measure_stored(as_stored, fed, progress))
+                manifest = manifest.model_copy(update={"verification": report.to_dict()})
         manifest.write(folder)
     return Bundle(output, manifest)
 

@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..bundle.describe import dtype_name
+from ..backends.registry import check_target
 from ..cache.layers import CacheLayer, SinkLayer
 from ..cache.layers.quantized import check_kv_dtype
 from ..cache.layout import LayerLayout, Sinks
+from ..common.dtypes import dtype_name
 from ..errors import InputError, UnsupportedModelError
+from ..models.dtypes import stored_dtype
 from ..models.layout import check_sinks, layout_from_config, layout_from_model, model_without_weights
 from ..models.loading import load_config, parse_dtype
+from .dtypes import DtypeChoice, check_dtype, choose_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -65,7 +68,7 @@ class Plan:
         architecture: Class of the model, where it could be told.
         max_cache_len: Tokens a full-attention layer would hold.
         batch_size: Rows.
-        dtype: Of keys and values, and of the weights.
+        dtype: Of keys and values, and of the weights, as they would be exported.
         layers: Empty if the model is refused.
         max_length: Tokens a row can hold in all; None where only rings keep state.
         cache_bytes: Of the static cache.
@@ -73,6 +76,9 @@ class Plan:
         weights_bytes: Of the model's parameters, tied ones counted once; None where the model cannot be built without
             its weights.
         refusal: Why the cache cannot hold this model, or None if it can.
+        target: That it was planned for, if any.
+        stored_dtype: Of the weights as they are; None where the config does not say.
+        remark: What becomes of the stored dtype, where it is not kept.
     """
 
     source: str
@@ -87,6 +93,9 @@ class Plan:
     dynamic_bytes: int | None
     weights_bytes: int | None
     refusal: str | None = None
+    target: str | None = None
+    stored_dtype: str | None = None
+    remark: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON values."""
@@ -102,6 +111,7 @@ def plan(
     attention_sinks: int | None = None,
     attention_window: int | None = None,
     kv_dtype: str | None = None,
+    target: str | None = None,
 ) -> Plan:
     """Size the cache of a model from its config; no weights are read, no cache memory is allocated.
 
@@ -109,15 +119,18 @@ def plan(
         model_or_path: `demo`, a hub id, a folder, a model or a config.
         max_cache_len: Tokens a full-attention layer shall hold.
         batch_size: Rows.
-        dtype: Of keys, values and weights; the config's by default, float32 if it names none.
+        dtype: Of keys, values and weights; by default what `target` computes best in, or without one the config's, float32 if it
+            names none.
         max_encoder_len: Longest input of an encoder-decoder's encoder, see `ExportableCache.from_model`.
         attention_sinks, attention_window, kv_dtype: See `ExportableCache.from_config`.
+        target: What the model is to be exported for; it need not be installed.
 
     Returns:
         The plan. A model the cache cannot hold gives one with no layers and the reason in `refusal`.
 
     Raises:
-        InputError: If a size is not a positive int, the dtype is no floating one, or there is no such model.
+        InputError: If a size is not a positive int, the dtype is no floating one or none of the target's, or there is no such
+            model or target.
         UnsupportedModelError: If transformers does not know the model type, or it is not a causal LM.
     """
     for name, value in (("max_cache_len", max_cache_len), ("batch_size", batch_size)):
@@ -125,10 +138,14 @@ def plan(
             raise InputError(f"{name} is {value!r}; it must be an int of at least 1")
     wanted = parse_dtype(dtype)
     check_kv_dtype(kv_dtype)
+    if target is not None:
+        check_target(target)
+        check_dtype(wanted, target, {})
     sinks = Sinks.within(max_cache_len, attention_sinks, attention_window)
     config = load_config(model_or_path)
-    stored = getattr(model_or_path, "dtype", None) or getattr(config.get_text_config(decoder=True), "dtype", None)
-    chosen = wanted or parse_dtype(stored) or torch.float32
+    stored = getattr(model_or_path, "dtype", None) or stored_dtype(config)
+    choice = _choice(stored or torch.float32, wanted, target)
+    chosen = choice.chosen
     model = model_without_weights(config)
     about = {
         "source": _source(model_or_path),
@@ -138,6 +155,9 @@ def plan(
         "batch_size": batch_size,
         "dtype": dtype_name(chosen),
         "weights_bytes": None if model is None else _weights_bytes(model, chosen),
+        "target": target,
+        "stored_dtype": None if stored is None else dtype_name(stored),
+        "remark": str(choice) if stored is not None and choice.stored != choice.chosen else "",
     }
     try:
         layouts = _layouts(config, model, max_encoder_len, batch_size)
@@ -168,6 +188,10 @@ def plan(
         cache_bytes=sum(layer.nbytes for layer in built),
         dynamic_bytes=sum(_dynamic_bytes(layout, max_cache_len, batch_size, chosen) for layout in layouts),
     )
+
+
+def _choice(stored: torch.dtype, asked: torch.dtype | None, target: str | None) -> DtypeChoice:
+    return DtypeChoice(stored, asked or stored) if target is None else choose_dtype(stored, asked, target, {})
 
 
 def _kept_dtype(layer: CacheLayer) -> str:

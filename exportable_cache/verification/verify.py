@@ -14,6 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ..cache.layers import SinkLayer
 from ..cache.layers.quantized import is_rounding
 from ..cache.layout import Sinks
+from ..common.dtypes import dtype_name
 from ..common.progress import Progress, silent
 from ..errors import InputError
 from ..generation.sampling import check_seed
@@ -25,6 +26,7 @@ from .prompts import default_decode_steps, default_prompts, prompt_feeds
 from .references.encoder_decoder import decoder_of, encoder_lengths, random_inputs
 from .references.rounding import RoundingCache
 from .references.sinks import evicting_cache
+from .stored import KEPT_STEPS, FedPrompt, StoredDistance, distance_from_stored
 from .tolerance import default_tolerance
 
 if TYPE_CHECKING:
@@ -71,6 +73,7 @@ class VerifyReport:
         target: What was verified.
         remark: What the result does not cover, where the program itself was not run.
         encoders: Of images and sound, one entry each.
+        stored: How far the model in the dtype its weights are stored in is, where the program is in another. Not judged.
     """
 
     passed: bool
@@ -82,6 +85,7 @@ class VerifyReport:
     target: str
     remark: str = ""
     encoders: tuple[VerifiedEncoder, ...] = ()
+    stored: StoredDistance | None = None
 
     def __post_init__(self) -> None:
         # As `to_dict` gives them, so that a recorded report can be read back: `VerifyReport(**recorded)`.
@@ -92,6 +96,8 @@ class VerifyReport:
             VerifiedEncoder(**encoder) if isinstance(encoder, Mapping) else encoder for encoder in self.encoders
         )
         object.__setattr__(self, "encoders", tuple(encoders))
+        if isinstance(self.stored, Mapping):
+            object.__setattr__(self, "stored", StoredDistance(**self.stored))
 
     def to_dict(self) -> dict[str, Any]:
         """JSON; a difference that is not a number is null."""
@@ -105,6 +111,7 @@ class VerifyReport:
             f"{'verified' if self.passed else 'NOT verified'}: {self.steps} positions, prompts of {lengths} tokens{windows}, "
             f"max |logit difference| {self.max_difference:.1e} {sign} {self.tolerance:.0e}"
             + "".join(f", {encoder}" for encoder in self.encoders)
+            + (f"; {self.stored}" if self.stored is not None else "")
             + (f"; {self.remark}" if self.remark and self.passed else "")
         )
 
@@ -118,6 +125,7 @@ def verify_session(
     decode_steps: int | None = None,
     seed: int = 0,
     exact_cache: bool = False,
+    fed: list[FedPrompt] | None = None,
     progress: Progress = silent,
 ) -> VerifyReport:
     """Feed the same random tokens to a session and to the model in eager attention with `DynamicCache`, step by step.
@@ -141,6 +149,7 @@ def verify_session(
             cache.
         seed: Of the tokens.
         exact_cache: Let the model's cache keep what it is given, also where the session's keeps 8 bits.
+        fed: Gets the prompts, each with the first `KEPT_STEPS` of its steps and the program's logits, for `measure_stored`.
         progress: Told about every step.
 
     Raises:
@@ -216,7 +225,7 @@ def verify_session(
         if encoder_inputs is not None:
             session.encode(**{name: tensor.to(session.device) for name, tensor in encoder_inputs.items()})
         session_ids, feeds = ids.to(session.device), prompt_feeds(length, chunk)
-        differences, agreements = [], []
+        differences, agreements, kept = [], [], []
         for step, reference in enumerate(expected):
             if step == 0:
                 outputs = [_feed(session, session_ids[:, :length], parts) for parts in feeds]
@@ -227,8 +236,12 @@ def verify_session(
                 # A maximum over tensors keeps not-a-number, Python's does not.
                 differences.append((logits.float() - reference.float()).abs().max())
                 agreements.append((logits.argmax(-1) == reference.argmax(-1)).float().mean())
+            if fed is not None and step <= KEPT_STEPS:
+                kept.append(outputs[-1].detach().clone())
             done += 1
             progress("verifying", done, total)
+        if fed is not None:
+            fed.append(FedPrompt(length, ids[:, : length + len(kept) - 1], sinks, encoder_inputs, torch.stack(kept)))
         verified.append(
             VerifiedPrompt(
                 length,
@@ -312,6 +325,21 @@ def _feed(session: Session, ids: torch.Tensor, parts: Sequence[int]) -> torch.Te
     for part in ids.split(list(parts), dim=1):
         logits = session.prefill(part)
     return logits
+
+
+def measure_stored(model: PreTrainedModel, fed: Sequence[FedPrompt], progress: Progress = silent) -> StoredDistance:
+    """How far a program is from its model in the dtype that the weights are stored in, over an exact cache.
+
+    Args:
+        model: In that dtype.
+        fed: What `verify_session` gave the program.
+    """
+
+    def reference(prompt: FedPrompt) -> Iterator[torch.Tensor]:
+        return _reference(model, prompt.ids, prompt.length, prompt.sinks, prompt.encoder_inputs)
+
+    progress(f"comparing with the model in {dtype_name(model.dtype)}", 0, None)
+    return distance_from_stored(fed, dtype_name(model.dtype), reference)
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import executorch.exir.passes._quant_patterns_and_replacements
+import executorch.exir.passes._quant_patterns_and_replacements  # registers torch.ops.quantized_decomposed
 import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401  registers torch.ops.llama, here and in the runtime
 import torch
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import executorch.extension.llm.custom_ops.custom_ops
+import executorch.extension.llm.custom_ops.custom_ops  # registers torch.ops.llama, here and in the runtime
 import executorch.kernels.quantized  # noqa: F401  registers quantized_decomposed::*
 from executorch.exir import ExecutorchProgramManager
 from executorch.extension.pybindings.portable_lib import _get_operator_names

@@ -6,7 +6,7 @@ a table that is left so would be dequantised whole, for every token.
 
 from __future__ import annotations
 
-import executorch.exir.passes._quant_patterns_and_replacements
+import executorch.exir.passes._quant_patterns_and_replacements  # registers torch.ops.quantized_decomposed
 import executorch.kernels.quantized  # noqa: F401  registers their kernels, here and in the runtime
 import torch
 from executorch.backends.transforms.utils import get_param_tensor

@@ -59,8 +59,12 @@ def _quiet_import() -> Iterator[None]:
 
 
 with _quiet_import(), answered_cuda_queries():
-    import tensorrt as trt  # after torch_tensorrt, which puts tensorrt_rtx under this name where that is installed
+    # torch_tensorrt comes first: it puts tensorrt_rtx under the name tensorrt where that is installed
+    # isort: off
     import torch_tensorrt
+    import tensorrt as trt
+
+    # isort: on
     from torch_tensorrt.dynamo._settings import CompilationSettings
     from torch_tensorrt.dynamo.conversion import ConversionContext, ConverterPriority, dynamo_tensorrt_converter
     from torch_tensorrt.dynamo.conversion._conversion import infer_module_output_dtypes
