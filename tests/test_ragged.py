@@ -52,7 +52,9 @@ def sequences(lengths: Sequence[int] = LENGTHS, more: int = STEPS, seed: int = 0
 
 
 def padded(rows: Sequence[torch.Tensor], side: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """A batch [rows, longest] and its mask, as a tokenizer pads it; the padding is a token that would change everything."""
+    """A batch [rows, longest] and its mask, as a tokenizer pads it; the padding is a token that would change
+    everything.
+    """
     longest = max(row.shape[1] for row in rows)
     ids, mask = torch.full((len(rows), longest), 7), torch.zeros(len(rows), longest, dtype=torch.int64)
     for index, row in enumerate(rows):
@@ -203,7 +205,8 @@ def test_rows_that_began_later_are_rewound_by_their_own_tokens() -> None:
     assert session.sequence.max_len_ever.tolist() == [29, 5]
 
 
-# -- generation ---------------------------------------------------------------------------------------------------------
+# -- generation
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.7}])
@@ -289,7 +292,8 @@ def test_decoders_of_an_encoder_take_rows_of_different_length() -> None:
         assert (logits[row] - alone.prefill(ids)[0]).abs().max() <= TOLERANCE
 
 
-# -- refusals -----------------------------------------------------------------------------------------------------------
+# -- refusals
+# -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -320,7 +324,8 @@ def test_the_longest_row_decides_what_fits() -> None:
     assert len(list(session.generate([tokens(3)[0], tokens(10)[0]], 7))) == 7
 
 
-# -- the seam -----------------------------------------------------------------------------------------------------------
+# -- the seam
+# -----------------------------------------------------------------------------------------------------------
 
 
 def private_names(tree: ast.AST) -> set[str]:

@@ -69,9 +69,9 @@ class Runner(Protocol):
 
         Args:
             method: Name of one of `methods`.
-            *inputs: The tensors that the method takes, in the order of `Method.inputs`: for text these are input_ids int64
-                [batch, length] and input_pos int64 [batch], the position of each row's first token; 0 starts anew, an
-                earlier one takes tokens back.
+            *inputs: The tensors that the method takes, in the order of `Method.inputs`: for text these are input_ids
+                int64 [batch, length] and input_pos int64 [batch], the position of each row's first token; 0 starts
+                anew, an earlier one takes tokens back.
 
         Returns:
             What the method gives, safe to keep: of a step logits [batch, vocab], of others all of `Method.outputs`.
@@ -85,7 +85,8 @@ class HasState(Protocol):
 
     @property
     def state(self) -> Mapping[str, torch.Tensor]:
-        """The cache tensors by name (`layers.0.keys`), rows first: steps change them, and so may others between steps, in place.
+        """The cache tensors by name (`layers.0.keys`), rows first: steps change them, and so may others between steps,
+        in place.
 
         Ask anew after every step: programs that pass their cache along have other tensors then.
         """

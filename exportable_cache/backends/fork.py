@@ -14,8 +14,8 @@ from .base import ChoosesInGraph, Runner
 class ForkedRunner:
     """A runner over another's graphs with a cache of its own, which is put in place when it is its turn.
 
-    A graph knows its cache by address, so two states cannot be stepped on at once; a turn costs a copy of the cache, and
-    turns taken in a row cost it once.
+    A graph knows its cache by address, so two states cannot be stepped on at once; a turn costs a copy of the cache,
+    and turns taken in a row cost it once.
 
     Args:
         base: What runs; it must give out its `state`.

@@ -42,8 +42,8 @@ class Request:
 class ContinuousBatch:
     """Requests served side by side: a row that finishes takes up the next request at once.
 
-    Prompts are prefilled one by one into a cache of batch size 1, whose state is then copied into the free row; all rows
-    are decoded together, each at its own position. Shapes never change, so nothing recompiles.
+    Prompts are prefilled one by one into a cache of batch size 1, whose state is then copied into the free row; all
+    rows are decoded together, each at its own position. Shapes never change, so nothing recompiles.
 
     Args:
         prefill: A session at batch size 1.

@@ -52,9 +52,9 @@ class Chosen(NamedTuple):
 def decode_loop(session: Stepper, logits: torch.Tensor, sampler: Sampler, ending: Ending) -> Iterator[Chosen]:
     """Tokens that follow a prompt which was fed.
 
-    A token is fed back only when the next one is asked for, so the newest token is never in the cache. A row that has ended
-    stays at the length it ended with while others go on, as far as every layer can take tokens back; rows of models with
-    states that cannot take back any go on over padding.
+    A token is fed back only when the next one is asked for, so the newest token is never in the cache. A row that has
+    ended stays at the length it ended with while others go on, as far as every layer can take tokens back; rows of
+    models with states that cannot take back any go on over padding.
 
     Args:
         session: What runs the steps; it continues from where it is.

@@ -14,8 +14,8 @@ from .stepper import Stepper
 class MultiStepDecoder:
     """The next tokens of one generation, from as many steps per launch as the session makes.
 
-    Between tokens the session's length is that of plain decoding: the cache is ahead of it, so what was computed and is not
-    wanted costs nothing to drop. A step taken with the session meanwhile does so.
+    Between tokens the session's length is that of plain decoding: the cache is ahead of it, so what was computed and is
+    not wanted costs nothing to drop. A step taken with the session meanwhile does so.
 
     Args:
         session: What runs the steps.
@@ -34,8 +34,8 @@ class MultiStepDecoder:
 
         Args:
             wanted: How many more, these included, will be asked for at most; None for any number.
-            ended: bool [batch] on the host, rows whose tokens are padding. They are fed like the others, as a step has all rows,
-                and their length goes back to where it was, which only a layer that keeps a state rules out.
+            ended: bool [batch] on the host, rows whose tokens are padding. They are fed like the others, as a step has
+                all rows, and their length goes back to where it was, which only a layer that keeps a state rules out.
         """
         stays = bool(ended.any()) and self._rollback > 0
         on: int | torch.Tensor = (~ended).to(torch.int64) if stays else 1

@@ -1,7 +1,9 @@
 """Speculative decoding: several tokens proposed cheaply, all of them judged in one step of the model.
 
-Greedy, the tokens are those of plain greedy decoding. Sampled, they follow the model's own distribution exactly, whatever
-is proposed: a proposal is accepted with probability min(1, p / q), and after a rejection the token is drawn from what of p
+Greedy, the tokens are those of plain greedy decoding. Sampled, they follow the model's own distribution exactly,
+whatever
+is proposed: a proposal is accepted with probability min(1, p / q), and after a rejection the token is drawn from what
+    of p
 is above q (Leviathan et al. 2023, Chen et al. 2023). Rejected tokens are taken back by length.
 """
 
@@ -109,8 +111,8 @@ class DraftModel:
     def propose(self, context: Sequence[int], count: int, sampling: Sampling) -> Proposal:
         if self._sampler is None or self._sampling is not sampling:
             self._sampling = sampling
-            # Random numbers of its own: with those that the model's tokens are drawn from, and proposals judged by, sampled
-            # tokens would not follow the model's distribution.
+            # Random numbers of its own: with those that the model's tokens are drawn from, and proposals judged by,
+            # sampled tokens would not follow the model's distribution.
             own = sampling if sampling.seed is None else replace(sampling, seed=(sampling.seed ^ _DRAFT_SEED) % 2**63)
             self._sampler = Sampler(
                 own, torch.tensor([context[:1]], device=self.session.device), self.session.vocab_size
@@ -195,8 +197,8 @@ def speculative_loop(
 ) -> Iterator[Chosen]:
     """Tokens that follow a prompt which was fed, at batch size 1.
 
-    Between tokens the session's cache may be ahead of what was given out; when the iterator ends, or is closed, it holds
-    everything but the newest token, as after plain decoding.
+    Between tokens the session's cache may be ahead of what was given out; when the iterator ends, or is closed, it
+    holds everything but the newest token, as after plain decoding.
 
     Args:
         session: What judges; see `Session.score`.
@@ -282,7 +284,8 @@ def _judge(logits: torch.Tensor, proposal: Proposal, sampler: Sampler) -> tuple[
             drafted = proposal.probabilities[index]
         if not float(sampler.uniform(1)) * float(drafted[proposed]) < float(probabilities[proposed]):
             rest = (probabilities - drafted).clamp(min=0)
-            # Nothing is left where the two agree but for rounding: then any token of the model's own distribution is right.
+            # Nothing is left where the two agree but for rounding: then any token of the model's own distribution is
+            # right.
             tokens.append(sampler.draw_from(rest if bool(rest.any()) else probabilities))
             sampler.see(logits.new_tensor(tokens[-1:], dtype=torch.int64))
             return tokens, index

@@ -64,7 +64,9 @@ class Stepper(Protocol):
 
     @property
     def least_rollback(self) -> tuple[str, int]:
-        """The layer of which fewest tokens can be taken back at any length, as `layer 2 (RingLayer)`, and how many they are."""
+        """The layer of which fewest tokens can be taken back at any length, as `layer 2 (RingLayer)`, and how many
+        they are.
+        """
         ...
 
     def decode_and_choose(self, tokens: torch.Tensor, chooser: Sampler, steps: int = 1) -> torch.Tensor:
@@ -76,7 +78,9 @@ class Stepper(Protocol):
         ...
 
     def shift(self, tokens: int | torch.Tensor) -> None:
-        """Go back or on by a number of tokens, or by one per row int64 [batch], which the caller knows to be in the cache."""
+        """Go back or on by a number of tokens, or by one per row int64 [batch], which the caller knows to be in the
+        cache.
+        """
         ...
 
 

@@ -20,8 +20,8 @@ def encode_prompt(
     """Token ids of a prompt.
 
     Args:
-        prompt: Text, or chat messages such as `[{"role": "user", "content": "hello"}]`, which the tokenizer's chat template
-            renders up to where the assistant begins.
+        prompt: Text, or chat messages such as `[{"role": "user", "content": "hello"}]`, which the tokenizer's chat
+            template renders up to where the assistant begins.
         starts: Whether text begins a sequence, and so gets the tokenizer's special tokens (the template has its own).
 
     Returns:
@@ -52,7 +52,8 @@ def encode_prompt(
 class TextStream:
     """Detokenises one token at a time. The pieces join to what decoding all tokens at once gives.
 
-    A piece never ends inside a character: bytes that do not make one yet are held back, until they do or the stream ends.
+    A piece never ends inside a character: bytes that do not make one yet are held back, until they do or the stream
+        ends.
     Special tokens give no text, and spaces are not cleaned up, which later tokens could undo.
 
     Args:
@@ -163,7 +164,9 @@ def stream_text(
     end_tokens: Collection[int] = (),
     stop_strings: Sequence[str] = (),
 ) -> Iterator[str]:
-    """Text of a stream of tokens, piece by piece, up to an end token or a stop string, neither of which is given out."""
+    """Text of a stream of tokens, piece by piece, up to an end token or a stop string, neither of which is given
+    out.
+    """
     pieces = TextPieces(tokenizer, end_tokens, stop_strings)
     for token in tokens:
         piece = pieces.push(token)

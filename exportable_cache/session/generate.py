@@ -73,7 +73,8 @@ def token_steps(
 
     Args:
         prompt: Checked.
-        texts: What it was made of, int64 [length] per row, where the tokens that are unfed by the first step go in front of it.
+        texts: What it was made of, int64 [length] per row, where the tokens that are unfed by the first step go in
+            front of it.
     """
     if texts:
         prompt = Prompt(TokenRows.of(behind_unfed(session, texts)))

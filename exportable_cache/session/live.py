@@ -87,7 +87,8 @@ def check_pair(model: PreTrainedModel, cache: ExportableCache) -> None:
     """Refuse a model that does not run over this cache.
 
     Raises:
-        InputError: If it is in training mode, or the cache is of another kind, of other layers, elsewhere, or too long for it.
+        InputError: If it is in training mode, or the cache is of another kind, of other layers, elsewhere, or too long
+            for it.
     """
     if model.training:
         raise InputError(f"{type(model).__name__} is in training mode; call model.eval() first")

@@ -36,8 +36,8 @@ class ProgramStepper:
         moves: Counts what took it to another place or wrote its cache, but for `shift`.
         steps_per_launch: Decode steps that the loops take at once.
         max_length: Tokens a row can hold in all, or None where only rings keep state.
-        least_rollback: The layer of which fewest tokens can be taken back at any length, as `layer 2 (RingLayer)`, and how
-            many they are.
+        least_rollback: The layer of which fewest tokens can be taken back at any length, as `layer 2 (RingLayer)`, and
+            how many they are.
         chooses_in_graph: Whether decode steps can choose the next tokens inside their graph.
     """
 
@@ -157,8 +157,8 @@ class ProgramStepper:
         Args:
             fed: Token ids int64 [batch, length], or embeddings [batch, length, hidden_size].
             further: What the method takes besides, by name.
-            rows: Whose tokens count, bool [batch] on the host; all by default. The others stay where they are, and find what
-                was written behind them overwritten by their next step.
+            rows: Whose tokens count, bool [batch] on the host; all by default. The others stay where they are, and find
+                what was written behind them overwritten by their next step.
             scores: Whether logits after every token are wanted.
 
         Returns:

@@ -1,6 +1,7 @@
 """Rows that wait while longer ones of their batch go ahead: every step writes behind each row, whoever it is for.
 
-At position 0 that leaves nothing, as the row starts there. Behind tokens it is overwritten later, and seen by no query, unless a
+At position 0 that leaves nothing, as the row starts there. Behind tokens it is overwritten later, and seen by no query,
+unless a
 ring loses what the row still needs, a state moves on, or there is no room: such a row is kept in a copy.
 """
 

@@ -17,16 +17,18 @@ UNKNOWN = 2**62
 
 @dataclass(frozen=True)
 class SequenceState:
-    """The rows of a session, without their keys and values. Every change gives a new one; no tensor is written in place.
+    """The rows of a session, without their keys and values. Every change gives a new one; no tensor is written in
+    place.
 
     Attributes:
         length: Tokens that each row holds, int64 [batch] on the host.
-        max_len_ever: The most that each ever held since position 0, int64 [batch]: what a rewind leaves behind in a ring
-            depends on it.
-        unfed: The newest token of each row that a generation gave out, while nothing was fed since and it ended nothing.
+        max_len_ever: The most that each ever held since position 0, int64 [batch]: what a rewind leaves behind in a
+            ring depends on it.
+        unfed: The newest token of each row that a generation gave out, while nothing was fed since and it ended
+            nothing.
         images: Images that rewinding may not cut, or after which rotary positions are not those in the cache.
-        encoded: What an encoder gave, hidden states [batch, encoder_length, hidden_size] and their number per row; empty
-            without one, or before its first run.
+        encoded: What an encoder gave, hidden states [batch, encoder_length, hidden_size] and their number per row;
+            empty without one, or before its first run.
     """
 
     length: torch.Tensor
@@ -65,7 +67,9 @@ class SequenceState:
         return self.empty(len(self.length), self.encoded)
 
     def reaching(self, tokens: int, rows: torch.Tensor) -> SequenceState:
-        """About to run a step of `tokens` for `rows`, bool [batch]: should it fail halfway, slots may have been written."""
+        """About to run a step of `tokens` for `rows`, bool [batch]: should it fail halfway, slots may have been
+        written.
+        """
         # A row that waits at position 0 starts there: what is written meanwhile leaves nothing behind.
         end = (self.length + tokens) * (rows | (self.length > 0))
         return replace(self, max_len_ever=torch.maximum(self.max_len_ever, end))

@@ -48,7 +48,8 @@ class Session:
         generation_config: Its `eos_token_id` and `pad_token_id` end and fill rows in `generate`.
         device: Where inputs are expected and logits come back.
         target: What the runner is, for reports.
-        fingerprint: Of the model's weights, see `fingerprint.fingerprint`; saved states are refused to other models by it.
+        fingerprint: Of the model's weights, see `fingerprint.fingerprint`; saved states are refused to other models by
+            it.
         placeholders: Token ids that stand for images or sound, by the method that encodes those.
         steps_per_launch: Decode steps that `generate` runs at once, see `from_model`.
 
@@ -108,7 +109,8 @@ class Session:
     ) -> Session:
         """Run a live model over a cache, which may hold tokens already: the session goes on from there.
 
-        The session owns the cache: its keys and values are written in place, and steps taken with it elsewhere go unseen.
+        The session owns the cache: its keys and values are written in place, and steps taken with it elsewhere go
+            unseen.
         The model's attention implementation is switched to ours.
 
         Args:
@@ -117,22 +119,24 @@ class Session:
             compile: Run through torch.compile, one graph per method, each compiled once, when it is first needed.
             mode: Of torch.compile; `reduce-overhead` (CUDA graphs) by default on a GPU.
             prefill_length: Longest chunk of a prompt, see `methods.methods_for`.
-            buckets: Read lengths with methods of their own, so that a step costs what the filled part of the cache costs,
-                not what is allocated. True for powers of two, see `methods.length_buckets`; False for none.
+            buckets: Read lengths with methods of their own, so that a step costs what the filled part of the cache
+                costs, not what is allocated. True for powers of two, see `methods.length_buckets`; False for none.
             score_length: Most tokens that `score` takes, as speculative decoding needs it; 0 for no such method.
-            steps_per_launch: Decode steps that `generate` runs at once, each choosing the tokens for the next inside the graph:
-                the same tokens, at less cost per step outside of it. Those behind a stop are dropped, and taken back by length.
-                Each method for decoding gets a second graph, as many times as large. Drafts judge several tokens as it is.
+            steps_per_launch: Decode steps that `generate` runs at once, each choosing the tokens for the next inside
+                the graph: the same tokens, at less cost per step outside of it. Those behind a stop are dropped, and
+                    taken back by length.
+                Each method for decoding gets a second graph, as many times as large. Drafts judge several tokens as it
+                is.
             modalities: What is fed beside text, `image` or `audio`: see `multimodal.modalities_of`.
             image_size: Of every image, in pixels, where the model's config leaves it open: see there.
-            graph_cache: Folder that keeps compiled graphs, so that a later process neither traces nor compiles them, see
-                `backends.graph_cache.GraphCache`; only with `compile`.
+            graph_cache: Folder that keeps compiled graphs, so that a later process neither traces nor compiles them,
+                see `backends.graph_cache.GraphCache`; only with `compile`.
             tokenizer: For text.
 
         Raises:
-            InputError: If the model is in training mode, or the cache is not one for this model, or holds more tokens than
-                the model has positions for; or if an argument is out of range, such as more steps per launch than a ring with
-                this slack, or a state of fixed size, can take back.
+            InputError: If the model is in training mode, or the cache is not one for this model, or holds more tokens
+                than the model has positions for; or if an argument is out of range, such as more steps per launch than
+                a ring with this slack, or a state of fixed size, can take back.
         """
         from .live import LiveOptions, live_session
 
@@ -278,7 +282,9 @@ class Session:
 
     @property
     def least_rollback(self) -> tuple[str, int]:
-        """The layer of which fewest tokens can be taken back at any length, as `layer 2 (RingLayer)`, and how many they are."""
+        """The layer of which fewest tokens can be taken back at any length, as `layer 2 (RingLayer)`, and how many
+        they are.
+        """
         return self._stepper.least_rollback
 
     @property
@@ -326,8 +332,8 @@ class Session:
 
         Args:
             main_input: int64 [batch, length] token ids, or what else the encoder reads.
-            **inputs: The same by name, as the tokenizer or processor gives it (input_ids, input_features or input_values), and
-                `attention_mask` [batch, length], 0 on the padding behind each row.
+            **inputs: The same by name, as the tokenizer or processor gives it (input_ids, input_features or
+                input_values), and `attention_mask` [batch, length], 0 on the padding behind each row.
 
         Returns:
             Hidden states [batch, encoder_length, hidden_size].
@@ -351,19 +357,22 @@ class Session:
     ) -> torch.Tensor:
         """Feed a prompt of any length, after whatever was fed before. Long ones go through in chunks.
 
-        Rows of a batch may be of different length: each row's own tokens follow what it holds, and the padding goes nowhere.
+        Rows of a batch may be of different length: each row's own tokens follow what it holds, and the padding goes
+            nowhere.
 
         Args:
             input_ids: int64 [batch, length], length at least 1.
-            attention_mask: [batch, length], 0 on the padding before or behind each row's tokens, as a tokenizer gives it.
-            **inputs: What a processor gives beside them (pixel_values, input_features), where the session has modalities.
+            attention_mask: [batch, length], 0 on the padding before or behind each row's tokens, as a tokenizer gives
+                it.
+            **inputs: What a processor gives beside them (pixel_values, input_features), where the session has
+                modalities.
 
         Returns:
             Logits [batch, vocab] of each row's last token.
 
         Raises:
-            InputError: If shape, dtype, device or a token id is wrong, a row has no token, or a shorter row would lose what it
-                holds while longer ones go ahead and the runtime does not let it be set aside.
+            InputError: If shape, dtype, device or a token id is wrong, a row has no token, or a shorter row would lose
+                what it holds while longer ones go ahead and the runtime does not let it be set aside.
             CacheFullError: If the prompt does not fit.
         """
         if not isinstance(input_ids, torch.Tensor):
@@ -428,7 +437,8 @@ class Session:
         return self._stepper.step(tokens[:, None])
 
     def decode_and_choose(self, tokens: torch.Tensor, chooser: Sampler, steps: int = 1) -> torch.Tensor:
-        """Feed one token per row and choose the next ones: inside the graph where the target can. Then feed those, and so on.
+        """Feed one token per row and choose the next ones: inside the graph where the target can. Then feed those, and
+        so on.
 
         Args:
             tokens: int64 [batch], taken as they are: the loops feed what was chosen from the vocabulary.
@@ -448,23 +458,24 @@ class Session:
     def reset(self) -> None:
         """Start anew at position 0; the next step is the first of a sequence.
 
-        The buffers are zeroed, except by runtimes that do not give them out (executorch). Those keep their contents, which
-        no query sees; only if a sequence has left infinities or not-a-number in them, load the bundle again, as zero times
-        those is not zero.
+        The buffers are zeroed, except by runtimes that do not give them out (executorch). Those keep their contents,
+        which no query sees; only if a sequence has left infinities or not-a-number in them, load the bundle again, as
+        zero times those is not zero.
         """
         self._stepper.reset()
 
     def rewind(self, tokens: int) -> None:
         """Take back the newest tokens of every row, so that others can follow in their place.
 
-        A generated token that was given out and not fed yet is dropped as well, and not counted: `rewind(0)` drops it alone.
+        A generated token that was given out and not fed yet is dropped as well, and not counted: `rewind(0)` drops it
+            alone.
 
         Args:
             tokens: How many, 0 or more.
 
         Raises:
-            InputError: If a row holds fewer, a ring has overwritten one that would be needed again, a layer keeps a state, or
-                part of an image would stay whose tokens belong together.
+            InputError: If a row holds fewer, a ring has overwritten one that would be needed again, a layer keeps a
+                state, or part of an image would stay whose tokens belong together.
         """
         self._stepper.move_to(self.sequence.rewound(tokens, self.layers))
 
@@ -473,7 +484,8 @@ class Session:
         self._stepper.move_to(self.sequence.with_row(row, length))
 
     def shift(self, tokens: int | torch.Tensor) -> None:
-        """For decoding loops: go back over tokens that were fed, or, where positive, on over tokens that the cache still holds.
+        """For decoding loops: go back over tokens that were fed, or, where positive, on over tokens that the cache
+        still holds.
 
         `rewind` without its checks: a token that was given out and not fed stays so.
 
@@ -506,8 +518,8 @@ class Session:
     def fork(self) -> Session:
         """A second session that goes on from here by itself, over the same weights and compiled graphs.
 
-        Each keeps a cache of its own; whenever another one's turn comes, the cache in place is exchanged, at the cost of a
-        copy. The session that was forked goes on unchanged.
+        Each keeps a cache of its own; whenever another one's turn comes, the cache in place is exchanged, at the cost
+        of a copy. The session that was forked goes on unchanged.
 
         Raises:
             InputError: If the runtime does not give out its cache.
@@ -538,23 +550,26 @@ class Session:
     ) -> Iterator[Any]:
         """Tokens that follow a prompt, one step each. Arguments are checked now, steps run as the iterator is consumed.
 
-        It continues from where the session is: `reset()` first for a new sequence. The newest token given out is not in the
+        It continues from where the session is: `reset()` first for a new sequence. The newest token given out is not in
+            the
         cache yet; to continue after the end, start the next prompt with it. (`generate_text` does so by itself.)
 
         Args:
-            input_ids: int64 [batch, length]; or a list of prompts of any length, one per row, each int64 [length] or token ids.
+            input_ids: int64 [batch, length]; or a list of prompts of any length, one per row, each int64 [length] or
+                token ids.
             max_new_tokens: Most tokens per row; as many as fit, beside the fullest row, by default.
             temperature, top_k, top_p, min_p, repetition_penalty, seed: See `decoding.Sampling`; greedy by default.
-            stop: Token ids that end a row, besides the model's end tokens, or strings where there is a tokenizer. The token
-                that ends a row is given out too.
-            draft: Speculative decoding, at batch size 1: `PromptLookup()` or `DraftModel(session)`. The tokens are those of
-                plain decoding, or follow the same distribution; several are judged per step.
-            **inputs: What a tokenizer or processor gives beside input_ids, `attention_mask` among it, as `prefill` takes it:
-                `generate(**tokenizer(texts, padding=True, return_tensors="pt"))`.
+            stop: Token ids that end a row, besides the model's end tokens, or strings where there is a tokenizer. The
+                token that ends a row is given out too.
+            draft: Speculative decoding, at batch size 1: `PromptLookup()` or `DraftModel(session)`. The tokens are
+                those of plain decoding, or follow the same distribution; several are judged per step.
+            **inputs: What a tokenizer or processor gives beside input_ids, `attention_mask` among it, as `prefill`
+                takes it: `generate(**tokenizer(texts, padding=True, return_tensors="pt"))`.
 
         Yields:
-            A token id (int) at batch size 1, otherwise int64 [batch], where ended rows give the padding token. They stay at the
-            length they ended with while others go on, unless a layer keeps a state that cannot be taken back.
+            A token id (int) at batch size 1, otherwise int64 [batch], where ended rows give the padding token. They
+            stay at the length they ended with while others go on, unless a layer keeps a state that cannot be taken
+            back.
 
         Raises:
             InputError: If an argument is wrong.
@@ -582,17 +597,19 @@ class Session:
         An encoder-decoder encodes the prompt, and its decoder starts anew with the model's start token.
 
         Text continues from where the session is, and so from all that was generated before: the newest token given out,
-        which is not in the cache yet, is fed in front of the prompt and takes one token of room. It is left out if it is an
-        end or a stop token, or if the session was reset, rewound or fed something else since. Chat messages are a whole
-        conversation: with them the session starts anew. What ends the text (an end token, a stop token or a stop string) is
+        which is not in the cache yet, is fed in front of the prompt and takes one token of room. It is left out if it
+        is an end or a stop token, or if the session was reset, rewound or fed something else since. Chat messages are a
+        whole
+        conversation: with them the session starts anew. What ends the text (an end token, a stop token or a stop
+            string) is
         not part of it; the tokens that made up a stop string are seen by text that continues.
 
         Args:
             prompt: Text, or chat messages such as `[{"role": "user", "content": "hello"}]`. Empty text goes on from the
-                newest token, where one is left to be fed. Or what a processor gives, `processor(...)`, fed as `generate` does; with
-                an encoder-decoder as `encode` does, and the answer begins with `decoder_input_ids` [1, length] behind the
-                start token, if they are in it. Or a list of texts, or of conversations, one per row: then each step gives a list
-                of pieces, one per row.
+                newest token, where one is left to be fed. Or what a processor gives, `processor(...)`, fed as
+                `generate` does; with an encoder-decoder as `encode` does, and the answer begins with
+                `decoder_input_ids` [1, length] behind the start token, if they are in it. Or a list of texts, or of
+                conversations, one per row: then each step gives a list of pieces, one per row.
             max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop, draft: See `generate`.
 
         Raises:

@@ -31,8 +31,8 @@ class TokenRows:
     """Prompts that end together: `TokenRows(tensor([[5, 6, 7], [8, 8, 9]]), (3, 2), False)` holds 5 6 7 and 8 9.
 
     Attributes:
-        ids: int64 [batch, length], each row's tokens at its end. What stands before them is the row's own first token, a valid
-            id, and one that counts as no other in what a prompt is said to hold.
+        ids: int64 [batch, length], each row's tokens at its end. What stands before them is the row's own first token,
+            a valid id, and one that counts as no other in what a prompt is said to hold.
         lengths: Tokens of each row.
         are_even: Whether all rows have the same length.
     """
@@ -97,7 +97,9 @@ class TokenRows:
         return cls.of(rows)
 
     def segments(self) -> list[Segment]:
-        """The columns in order, cut wherever a row begins. Rows end together, so the last step gives every row's logits."""
+        """The columns in order, cut wherever a row begins. Rows end together, so the last step gives every row's
+        logits.
+        """
         longest = self.ids.shape[1]
         starts = torch.tensor([longest - length for length in self.lengths])
         cuts = [*sorted(set(starts.tolist())), longest]

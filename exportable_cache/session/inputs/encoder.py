@@ -39,7 +39,8 @@ class EncoderStage:
             Hidden states [batch, encoder_length, hidden_size], which the state has as `encoded` from now on.
 
         Raises:
-            InputError: If an input is missing, unknown, or has a wrong shape, dtype or device; nothing has changed then.
+            InputError: If an input is missing, unknown, or has a wrong shape, dtype or device; nothing has changed
+                then.
         """
         name = self.method.inputs[0].name
         unknown = sorted(set(inputs) - {name, "attention_mask"})

@@ -43,7 +43,9 @@ class ImageStage(ItemStage):
         self.names += (_MASK, _GRID) if self.has_axes else (_MASK,)
 
     def check(self, ids: torch.Tensor, given: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
-        """See `ItemStage.check`; an image longer than a step, and one of another grid or with padding, is refused as well."""
+        """See `ItemStage.check`; an image longer than a step, and one of another grid or with padding, is refused as
+        well.
+        """
         if _MASK in given and not bool(given[_MASK].all()):
             raise InputError(f"{_MASK} has padding; pass images of the exported size")
         if _GRID in given:

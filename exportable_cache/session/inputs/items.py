@@ -40,7 +40,8 @@ class ItemStage:
         """The encoder's input, [items, ...], of `ids` int64 [batch, length] with one placeholder per embedding.
 
         Raises:
-            InputError: If it has another shape or dtype, or gives another number of embeddings than there are placeholders.
+            InputError: If it has another shape or dtype, or gives another number of embeddings than there are
+                placeholders.
         """
         main = self.names[0]
         items = {self.method.name: self._checked(main, given[main])} if main in given else {}
@@ -67,7 +68,9 @@ class ItemStage:
         return replace(steps, fed=embeds.masked_scatter(places, torch.cat(list(parts)).to(embeds.dtype)))
 
     def _checked(self, name: str, tensor: Any) -> torch.Tensor:
-        """[items, ...], from that, from [batch, items, ...], or from the patches of all items, [items * patches, values]."""
+        """[items, ...], from that, from [batch, items, ...], or from the patches of all items, [items * patches,
+        values].
+        """
         spec = self.method.inputs[0]
         if not isinstance(tensor, torch.Tensor):
             raise InputError(f"{name} is a {type(tensor).__name__}; pass a {spec.dtype} tensor (return_tensors='pt')")
