@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from ..cache.layers import CacheLayer
+from ..generation.sampler import Sampler
 from ..program.entry_points import Method
 from ..program.program import Program
 from ..program.spec import Form, Logits, ProgramSpec
@@ -47,8 +48,7 @@ class StandIn:
 class Runner(Protocol):
     """An opened program. It trusts its caller: ranges, dtypes and room are checked by the session.
 
-    A runner that can has an attribute `state`: the cache tensors by name (`layers.0.keys`), which steps change and which may
-    be changed in place between steps. Sessions save, load and fork through it.
+    What only some can do are protocols of their own: `HasState`, `ChoosesInGraph`, `HasDevice`.
     """
 
     methods: Mapping[str, Method]
@@ -58,14 +58,56 @@ class Runner(Protocol):
 
         Args:
             method: Name of one of `methods`.
-            *inputs: The tensors that the method takes, in the order of `Method.inputs`: for text these are input_ids int64
-                [batch, length] and input_pos int64 [batch], the position of each row's first token; 0 starts anew, an
-                earlier one takes tokens back.
+            *inputs: The tensors that the method takes, in the order of `Method.inputs`: for text these are input_ids
+                int64 [batch, length] and input_pos int64 [batch], the position of each row's first token; 0 starts
+                anew, an earlier one takes tokens back.
 
         Returns:
             What the method gives, safe to keep: of a step logits [batch, vocab], of others all of `Method.outputs`.
         """
         ...
+
+
+@runtime_checkable
+class HasState(Protocol):
+    """A runner that gives out its cache: sessions save, load, fork and copy rows through it."""
+
+    @property
+    def state(self) -> Mapping[str, torch.Tensor]:
+        """The cache tensors by name (`layers.0.keys`), rows first: steps change them, and so may others between steps,
+        in place.
+
+        Ask anew after every step: programs that pass their cache along have other tensors then.
+        """
+        ...
+
+
+@runtime_checkable
+class ChoosesInGraph(Protocol):
+    """A runner whose decode steps can choose the next tokens themselves."""
+
+    def run_and_choose(self, method: str, chooser: Sampler, *inputs: torch.Tensor, steps: int = 1) -> torch.Tensor:
+        """Decode steps, each of which feeds what the one before has chosen: int64 [batch, steps].
+
+        Args:
+            method: Name of a method of one token.
+            chooser: How to choose.
+            *inputs: Of the first step, see `Runner.run`.
+            steps: How many.
+        """
+        ...
+
+
+@runtime_checkable
+class HasDevice(Protocol):
+    """A runner whose inputs are expected elsewhere than on the CPU."""
+
+    device: torch.device
+
+
+def state_of(runner: Runner) -> Mapping[str, torch.Tensor] | None:
+    """The cache tensors of a runner that gives them out, None of others."""
+    return runner.state if isinstance(runner, HasState) else None
 
 
 class Backend(Protocol):

@@ -18,8 +18,8 @@ from ..cache.attention.functions import ATTENTION
 from ..cache.attention.implementation import borrow_attention
 from ..common.compat import torch as private
 from ..errors import InputError, UnsupportedModelError
-from ..generation.chooser import Chooser
 from ..generation.choosing_steps import ChoosingSteps
+from ..generation.sampler import Sampler
 from ..models.cache_factory import ExportableCache
 from ..program.entry_points import Method
 from ..program.program import ResidentModule, front_module, program_methods
@@ -85,7 +85,7 @@ class ModuleRunner:
         return self._call((method,), inputs)
 
     @torch.no_grad()
-    def run_and_choose(self, method: str, chooser: Chooser, *inputs: torch.Tensor, steps: int = 1) -> torch.Tensor:
+    def run_and_choose(self, method: str, chooser: Sampler, *inputs: torch.Tensor, steps: int = 1) -> torch.Tensor:
         """Decode steps with the choice of the next tokens inside the graph: int64 [batch, steps].
 
         One graph serves all settings of a `Sampling`; greedy choice, the repetition penalty and every number of steps have

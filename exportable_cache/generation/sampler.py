@@ -7,7 +7,7 @@ import torch
 from .sampling import Sampling, draw, penalise, sorted_distribution
 
 
-class Chooser:
+class Sampler:
     """`Sampling` at work on the rows of one generation.
 
     Args:
@@ -40,8 +40,11 @@ class Chooser:
             self.seen.scatter_(1, tokens[:, None], True)
 
     def uniform(self, rows: int, steps: int = 1) -> torch.Tensor:
-        """The next random numbers in [0, 1), float32 [steps, rows]: the same for several steps as for one after the other."""
-        # One call per step: on a GPU a generator asked for many numbers at once gives others than asked for them in turn.
+        """The next random numbers in [0, 1), float32 [steps, rows]: the same for several steps as for one after the
+        other.
+        """
+        # One call per step: on a GPU a generator asked for many numbers at once gives others than asked for them in
+        # turn.
         device = self.settings.temperature.device
         return torch.stack([torch.rand(rows, generator=self.generator, device=device) for _ in range(steps)])
 
