@@ -5,7 +5,7 @@ import torch
 from transformers import DynamicCache
 
 from exportable_cache import ExportableCache, Session, export
-from exportable_cache.cache.layers import QuantizedFullLayer, QuantizedRingLayer, QuantizedSinkLayer
+from exportable_cache.cache.storage import Int8Storage
 from exportable_cache.errors import InputError
 from exportable_cache.program.program import attention_of
 from exportable_cache.verification.references.rounding import RoundingCache
@@ -15,20 +15,20 @@ from .support.models import WINDOW, tiny_model, tokens
 from .support.sessions import lowered_session
 
 CAPACITY = 64
+INT8 = Int8Storage("float32")
 
 
 def test_the_layers_are_those_of_the_model() -> None:
     model = tiny_model("gemma3_text")
     cache = ExportableCache.from_model(model, CAPACITY, kv_dtype="int8")
-    assert [type(layer) for layer in cache.layers] == [QuantizedRingLayer, QuantizedFullLayer]
-    assert cache.layers[0].window == WINDOW
+    assert [layer.label for layer in cache.layers] == ["ring int8", "full int8"]
+    assert cache.layers[0].policy.window == WINDOW
     sinks = ExportableCache.from_model(tiny_model("llama"), CAPACITY, kv_dtype="int8", attention_sinks=2)
-    assert {type(layer) for layer in sinks.layers} == {QuantizedSinkLayer}
-    assert [type(layer) for layer in ExportableCache.from_config(model.config, CAPACITY, kv_dtype="int8").layers] == [
-        QuantizedRingLayer, QuantizedFullLayer
-    ]  # fmt: skip
-    with pytest.raises(InputError, match="kv_dtype is 'int4'; it must be int8, or None"):
-        ExportableCache.from_model(model, CAPACITY, kv_dtype="int4")
+    assert {layer.label for layer in sinks.layers} == {"sinks int8"}
+    by_config = ExportableCache.from_config(model.config, CAPACITY, kv_dtype="int8")
+    assert [layer.config() for layer in by_config.layers] == [layer.config() for layer in cache.layers]
+    with pytest.raises(InputError, match="kv_dtype is 'int2'; it must be int8, or None"):
+        ExportableCache.from_model(model, CAPACITY, kv_dtype="int2")
 
 
 @torch.no_grad()
@@ -36,7 +36,8 @@ def test_the_reference_rounds() -> None:
     model, ids = tiny_model("gemma3_text"), tokens(30)
     with attention_of(model, "eager"):
         exact, rounds = (
-            model(ids, past_key_values=kind(config=model.config)).logits for kind in (DynamicCache, RoundingCache)
+            model(ids, past_key_values=cache).logits
+            for cache in (DynamicCache(config=model.config), RoundingCache(INT8, config=model.config))
         )
     assert 1e-3 < (exact - rounds).abs().max() < 0.2
 
@@ -44,7 +45,7 @@ def test_the_reference_rounds() -> None:
 def check(session: Session, model) -> None:
     # Against the rounding reference, but for values that lie in the middle of two steps; and it does round.
     report = verify_session(session, model)
-    assert report.passed and report.tolerance <= rounding_effect(model, 64) / 4 + 1e-4
+    assert report.passed and report.tolerance <= rounding_effect(model, 64, INT8) / 4 + 1e-4
     assert report.max_difference < verify_session(session, model, exact_cache=True, tolerance=9.0).max_difference / 4
 
 

@@ -11,6 +11,7 @@ from transformers import EncoderDecoderCache
 from ..errors import InputError
 from .cache import LayeredCache
 from .layers import CacheLayer, CrossLayer
+from .step import PLAIN, StepContext
 
 if TYPE_CHECKING:
     from ..models.encoder import Encoder
@@ -37,7 +38,7 @@ class EncoderDecoderLayeredCache(LayeredCache, EncoderDecoderCache):
         crosses = [isinstance(layer, CrossLayer) for layer in self.layers]
         if crosses != [False] * half + [True] * half:
             raise InputError(
-                f"layers are {', '.join(type(layer).__name__ for layer in self.layers)}; "
+                f"layers are {', '.join(layer.label for layer in self.layers)}; "
                 "an encoder-decoder has its self-attention layers first, then as many cross-attention layers"
             )
         self.encoder = encoder
@@ -114,8 +115,8 @@ class EncoderDecoderLayeredCache(LayeredCache, EncoderDecoderCache):
         for layer in self.layers:
             layer.batch_repeat_interleave(repeats)
 
-    def with_state(self, tensors: Mapping[str, Any], lengths: torch.Tensor | None = None) -> EncoderDecoderLayeredCache:
-        cache = super().with_state(tensors, lengths)
+    def with_state(self, tensors: Mapping[str, Any], context: StepContext = PLAIN) -> EncoderDecoderLayeredCache:
+        cache = super().with_state(tensors, context)
         cache.encoder = self.encoder
         cache.is_updated = dict(self.is_updated)
         return cache

@@ -88,19 +88,23 @@ def _print_bundle(terminal: Terminal, bundle: Bundle) -> None:
 
 
 def _row(layer: dict[str, Any]) -> LayerRow:
-    config, tensors = layer["config"], layer["tensors"]
+    from ..cache.layers import label_of
+    from ..cache.policies import SlotPolicy
+    from ..cache.storage import Storage
+
+    tensors, storage = layer["tensors"], layer["storage"]
     # By name: layers order their dimensions as their target's operators want them.
     keys, values = (_sizes(tensors.get(name, {"dims": [], "shape": []})) for name in ("keys", "values"))
     # The lengths are int64 in every layer; the dtype people ask for is that of what is kept.
     kept = tensors.get("keys") or next(iter(tensors.values()), {"dtype": "-"})
     return LayerRow(
         layer_type=layer["layer_type"],
-        storage=layer["class"],
-        slots=config.get("capacity"),
+        policy=label_of({name: part for name, part in layer.items() if part is not None}),
+        slots=SlotPolicy.from_config(layer["policy"]).capacity,
         heads=keys.get("num_heads"),
         head_dim=keys.get("head_dim"),
         value_head_dim=values.get("value_head_dim"),
-        dtype=kept["dtype"],
+        dtype=storage["kind"] if storage is not None and Storage.kinds[storage["kind"]].rounds else kept["dtype"],
         bytes=layer["bytes"],
     )
 

@@ -177,11 +177,11 @@ def check_can_rewind(session: Session, tokens: int) -> None:
 
 
 def least_rollback(session: Session) -> tuple[str, int]:
-    """The layer of which fewest tokens can be taken back at any length, as `layer 2 (RingLayer)`, and how many they are."""
+    """The layer of which fewest tokens can be taken back at any length, as `layer 2 (ring)`, and how many they are."""
     far = 2**40
     found = [(layer.max_rollback(far, far), index, layer) for index, layer in enumerate(session.layers)]
     allowed, index, layer = min(found, key=lambda item: item[:2])
-    return f"layer {index} ({type(layer).__name__})", allowed
+    return f"layer {index} ({layer.label})", allowed
 
 
 def generate_speculative(

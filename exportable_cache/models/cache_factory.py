@@ -11,8 +11,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..cache.attention.functions import ATTENTION, register_attention, set_attention
 from ..cache.cache import LayeredCache
 from ..cache.encoder_decoder import EncoderDecoderLayeredCache
-from ..cache.layers.quantized import check_kv_dtype
 from ..cache.layout import LayerLayout, Sinks
+from ..cache.storage import check_kv_dtype
 from ..errors import ExportableCacheError, InputError, UnsupportedModelError, first_line
 from ..pytree import register_node
 from .encoder import encoder_of
@@ -66,9 +66,9 @@ class ExportableCache(LayeredCache):
             device: Where to allocate.
             slack: Extra slots of each ring, so that `crop` can take back `slack + 1` tokens past the window.
             attention_sinks: Have full-attention layers keep this many first tokens and the newest `attention_window`, and
-                run without end: see `layers.SinkLayer`. Works with our attention functions only.
+                run without end: see `policies.SinkPolicy`. Works with our attention functions only.
             attention_window: What `attention_sinks` leave of `max_cache_len` by default.
-            kv_dtype: `int8` to keep keys and values in 8 bits with one scale per token and head, see `layers.quantized`; the
+            kv_dtype: `int8` to keep keys and values in 8 bits with one scale per token and head, see `cache.storage`; the
                 dtype that the model writes by default.
             attn_implementation: Name to set on the config; None leaves it alone. Under transformers' own `sdpa` and
                 `eager` the cache works too, but for padding masks and rows of different length.

@@ -24,9 +24,9 @@ from ..models.quantization import check_schemes, quantization_of
 from ..models.quantization import quantize as quantize_model
 from ..program.inputs.modality import modalities_of
 from ..program.program import Program
-from ..verification.tolerance import tolerance_of
 from ..verification.quantization_effect import measure_distance, measure_quantization
 from ..verification.reference_runner import session_to_verify
+from ..verification.tolerance import tolerance_of
 from ..verification.verify import VerifyReport, verify_session
 
 

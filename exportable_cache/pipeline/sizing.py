@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..bundle.describe import dtype_name
-from ..cache.layers import CacheLayer, SinkLayer
-from ..cache.layers.quantized import check_kv_dtype
+from ..cache.layers import CacheLayer
 from ..cache.layout import LayerLayout, Sinks
+from ..cache.policies import SinkPolicy
+from ..cache.storage import check_kv_dtype
 from ..errors import InputError, UnsupportedModelError
 from ..models.layout import check_sinks, layout_from_config, layout_from_model, model_without_weights
 from ..models.loading import load_config, parse_dtype
@@ -28,12 +29,12 @@ logger = logging.getLogger(__name__)
 class PlannedLayer:
     """One layer of a planned cache.
 
-    `PlannedLayer(0, "sliding_attention", "RingLayer", 512, 512, 4, 64, 64, "float32", 1048584)` is a ring of 512 slots.
+    `PlannedLayer(0, "sliding_attention", "ring", 512, 512, 4, 64, 64, "float32", 1048584)` is a ring of 512 slots.
 
     Attributes:
         index: Position in the model.
         layer_type: Transformers' name, as in `config.layer_types`.
-        storage: Class of the cache layer.
+        policy: How tokens are kept, in a word: `ring`, `full int8`, `recurrent`.
         slots: Tokens it has room for; a ring writes over the oldest. None where it keeps no keys.
         window: Tokens a query attends to, itself and attention sinks included; None for all.
         heads: Key and value heads.
@@ -45,7 +46,7 @@ class PlannedLayer:
 
     index: int
     layer_type: str
-    storage: str
+    policy: str
     slots: int | None
     window: int | None
     heads: int | None
@@ -153,9 +154,9 @@ def plan(
             PlannedLayer(
                 index=index,
                 layer_type=layout.layer_type,
-                storage=type(layer).__name__,
-                slots=getattr(layer, "capacity", None),
-                window=sinks.tokens + sinks.window if isinstance(layer, SinkLayer) else layout.window,
+                policy=layer.label,
+                slots=layer.capacity,
+                window=sinks.tokens + sinks.window if isinstance(layer.policy, SinkPolicy) else layout.window,
                 heads=layout.num_heads,
                 head_dim=layout.head_dim,
                 value_head_dim=layout.value_head_dim,
@@ -172,6 +173,8 @@ def plan(
 
 def _kept_dtype(layer: CacheLayer) -> str:
     """Of what a layer keeps besides its lengths, the first tensor's; "-" where it keeps nothing."""
+    if layer.storage is not None and layer.storage.rounds:
+        return layer.storage.kind
     kept = (dtype_name(tensor.dtype) for name, tensor in layer.named_state() if name != "cumulative_length")
     return next(kept, "-")
 

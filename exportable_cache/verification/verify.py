@@ -6,14 +6,16 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from ..cache.layers import SinkLayer
-from ..cache.layers.quantized import is_rounding
+from ..cache.layers import rounding_storage
 from ..cache.layout import Sinks
+from ..cache.policies import SinkPolicy
+from ..cache.storage import Storage
 from ..common.progress import Progress, silent
 from ..errors import InputError
 from ..generation.sampling import check_seed
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 
 # A prompt that fills the cache costs as much as the cache is large: tokens over all rows up to which it is tried.
 _MOST_TO_FILL = 4096
-# Tokens over which the effect of an 8-bit cache is found, for the tolerance.
+# Tokens over which the effect of a rounded cache is found, for the tolerance.
 _ROUNDED_TOKENS = 64
 # The reference takes longer prompts in pieces: eager attention keeps heads x length x length scores.
 _REFERENCE_CHUNK = 1024
@@ -132,15 +134,15 @@ def verify_session(
     Args:
         session: What to check.
         model: What it was made from.
-        tolerance: Largest |logit difference| that passes; by default `default_tolerance`, and for a session whose cache keeps 8
-            bits at least a quarter of what that rounding does to the logits: a value near the middle between two steps rounds
+        tolerance: Largest |logit difference| that passes; by default `default_tolerance`, and for a session whose cache rounds
+            at least a quarter of what that rounding does to the logits: a value near the middle between two steps rounds
             either way.
         prompts: Lengths; by default `default_prompts`, and one that fills the cache, or takes all of the model's positions,
             where that is at most 4096 tokens over all rows.
         decode_steps: Single tokens after each prompt; `default_decode_steps` by default. None follow the one that fills the
             cache.
         seed: Of the tokens.
-        exact_cache: Let the model's cache keep what it is given, also where the session's keeps 8 bits.
+        exact_cache: Let the model's cache keep what it is given, also where the session's rounds.
         progress: Told about every step.
 
     Raises:
@@ -192,7 +194,7 @@ def verify_session(
                 f"{'any number' if limit is None else limit} tokens can be held, of which the prompt takes at least 1; pass fewer"
             )
         plan.append((length, steps))
-    rounds = is_rounding(session.layers) and not exact_cache
+    storage = None if exact_cache else rounding_storage(session.layers)
     total, done = 2 * sum(1 + steps for _, steps in plan), 0
     generator = torch.Generator().manual_seed(seed)
     verified, largest_logit = [], 0.0
@@ -208,7 +210,7 @@ def verify_session(
             )
         # All of the reference first: the session may run the very same model, under another attention implementation.
         expected = []
-        for logits in _reference(model, ids, length, sinks, encoder_inputs, rounds):
+        for logits in _reference(model, ids, length, sinks, encoder_inputs, storage):
             expected.append(logits)
             largest_logit = max(largest_logit, logits.abs().max().item())
             done += 1
@@ -244,8 +246,8 @@ def verify_session(
     max_difference = torch.tensor([prompt.max_difference for prompt in verified], dtype=torch.float64).max().item()
     if tolerance is None:
         tolerance = default_tolerance(model.dtype, largest_logit)
-        if rounds:
-            tolerance = max(tolerance, rounding_effect(model, min(plan[-1][0], _ROUNDED_TOKENS)) / 4)
+        if storage is not None:
+            tolerance = max(tolerance, rounding_effect(model, min(plan[-1][0], _ROUNDED_TOKENS), storage) / 4)
     return VerifyReport(
         passed=max_difference <= tolerance and all(encoder.passed for encoder in encoders),
         max_difference=max_difference,
@@ -315,13 +317,13 @@ def _feed(session: Session, ids: torch.Tensor, parts: Sequence[int]) -> torch.Te
 
 
 @torch.no_grad()
-def rounding_effect(model: PreTrainedModel, length: int) -> float:
-    """Largest |logit difference| that keeping keys and values in 8 bits makes over `length` random tokens."""
+def rounding_effect(model: PreTrainedModel, length: int, storage: Storage) -> float:
+    """Largest |logit difference| that keeping keys and values in `storage` makes over `length` random tokens."""
     ids = torch.randint(vocab_size_of(model), (1, length), generator=torch.Generator().manual_seed(0))
     logits = []
     with attention_of(model, "eager"):
-        for kind in (DynamicCache, RoundingCache):
-            caches = {cache_argument(model): kind(config=model.config)}
+        for cache in (DynamicCache(config=model.config), RoundingCache(storage, config=model.config)):
+            caches = {cache_argument(model): cache}
             logits.append(model(ids.to(model.device), use_cache=True, **caches).logits.float())
     return (logits[0] - logits[1]).abs().max().item()
 
@@ -333,7 +335,7 @@ def _reference(
     prompt: int,
     sinks: Sinks | None,
     encoder_inputs: dict[str, torch.Tensor] | None = None,
-    rounds: bool = False,
+    storage: Storage | None = None,
 ) -> Iterator[torch.Tensor]:
     """Logits [batch, vocab] after the prompt and after each later token of `ids` [batch, length]."""
     ids = ids.to(model.device)
@@ -344,7 +346,7 @@ def _reference(
             for position in range(prompt, ids.shape[1]):
                 yield decoder(ids[:, position : position + 1])
         return
-    plain = RoundingCache if rounds else DynamicCache
+    plain = DynamicCache if storage is None else partial(RoundingCache, storage)
     cache = plain(config=model.config) if sinks is None else evicting_cache(model.config, sinks, plain)
     chunk = _REFERENCE_CHUNK if sinks is None else 1
     argument, explicit = cache_argument(model), takes_positions(model)
@@ -365,7 +367,8 @@ def _reference(
 
 def _sinks(session: Session) -> Sinks | None:
     """What the session's full-attention layers keep, None where they keep every token."""
-    found = [Sinks(layer.sinks, layer.window) for layer in session.layers if isinstance(layer, SinkLayer)]
+    policies = [layer.policy for layer in session.layers if isinstance(layer.policy, SinkPolicy)]
+    found = [Sinks(policy.sinks, policy.window) for policy in policies]
     return found[0] if found else None
 
 

@@ -10,16 +10,16 @@ import torch
 from safetensors.torch import load_file
 
 from exportable_cache import ExportableCache, Session, export
-from exportable_cache.cache.layers import FullLayer, RingLayer
 from exportable_cache.errors import CacheFullError, UnsupportedModelError
 from exportable_cache.verification.verify import verify_session
 
+from ...support.layers import full_layer, ring_layer
 from ...support.models import WINDOW, tiny_model, tokens
 
 pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no tensorrt extra is installed")
 
 from exportable_cache.backends.tensorrt.adapt import layers_with_sinks
-from exportable_cache.backends.tensorrt.layers import EngineFullLayer, EngineRingLayer
+from exportable_cache.backends.tensorrt.kernel import EngineKernel
 from exportable_cache.backends.tensorrt.target import engine_networks
 
 from .cpu_engine import cpu_engine_runner
@@ -50,7 +50,7 @@ def test_only_layers_with_sinks_have_a_null_slot() -> None:
                 layer.keys.shape[2]
                 == layer.values.shape[2]
                 == layer.capacity + extra
-                == layer.capacity + layer.null_slots
+                == layer.capacity + layer.kernel.null_slots
             )
 
 
@@ -72,13 +72,12 @@ def test_no_step_writes_the_null_slot_and_a_full_cache_refuses_it() -> None:
     assert all(not tensor.any() for tensor in behind.values())
 
 
-@pytest.mark.parametrize("kind", [EngineFullLayer, EngineRingLayer])
-def test_a_loaded_state_leaves_the_null_slot_alone(kind, tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [full_layer, ring_layer])
+def test_a_loaded_state_leaves_the_null_slot_alone(make, tmp_path: Path) -> None:
     """Also one that had reached further than this cache does: its slots behind the length are not wanted."""
 
     def session(capacity: int) -> Session:
-        layer = RingLayer(1, 2, 4, capacity) if kind is EngineRingLayer else FullLayer(1, 2, 4, capacity)
-        layer = kind.like(layer, null_slots=1)
+        layer = EngineKernel(null_slots=1).engine_layer(make(1, 2, 4, capacity))
         state = {
             f"cache.layers.0.{name}": tensor for name, tensor in layer.named_state() if name != "cumulative_length"
         }
@@ -89,12 +88,12 @@ def test_a_loaded_state_leaves_the_null_slot_alone(kind, tmp_path: Path) -> None
     for tensor in saved.runner.state.values():
         tensor[:, :, :8] = 1
     saved._length.fill_(3)
-    saved._high_water.fill_(20 if kind is EngineRingLayer else 8)
+    saved._high_water.fill_(20 if make is ring_layer else 8)
     saved.save_state(tmp_path / "state.safetensors")
     assert {
         tensor.shape[2] for name, tensor in load_file(tmp_path / "state.safetensors").items() if "layers" in name
     } == {8}
-    loaded = session(8 if kind is EngineRingLayer else 4)
+    loaded = session(8 if make is ring_layer else 4)
     loaded.load_state(tmp_path / "state.safetensors")
     for tensor in loaded.runner.state.values():
         assert tensor[:, :, :-1].all() and not tensor[:, :, -1:].any()
