@@ -123,8 +123,8 @@ KvCacheDtypeOption = Annotated[
     str | None,
     typer.Option(
         "--kv-cache-dtype",
-        metavar="int8",
-        help="Keep keys and values in 8 bits; the model's own dtype by default.",
+        metavar="int8|int4",
+        help="Keep keys and values in 8 or 4 bits; the model's own dtype by default.",
         show_default=False,
     ),
 ]

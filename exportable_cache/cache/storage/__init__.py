@@ -6,6 +6,7 @@ import torch
 
 from ...errors import InputError
 from .float import FloatStorage
+from .int4 import Int4Storage
 from .int8 import Int8Storage
 from .rounded import RoundedStorage
 from .storage import Part, Storage
@@ -13,6 +14,7 @@ from .storage import Part, Storage
 __all__ = [
     "KV_DTYPES",
     "FloatStorage",
+    "Int4Storage",
     "Int8Storage",
     "Part",
     "RoundedStorage",

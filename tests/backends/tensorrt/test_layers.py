@@ -115,7 +115,8 @@ def test_attention_sinks_and_a_window_run_on_in_place() -> None:
     assert report.windows == (WINDOW,)
 
 
-def test_eight_bits_are_refused_before_anything_is_traced(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="8 bits have no TensorRT form: its KVCacheUpdate"):
-        export(tiny_model("llama"), "tensorrt", CAPACITY, tmp_path / "out", kv_dtype="int8")
+@pytest.mark.parametrize("bits", [8, 4])
+def test_few_bits_are_refused_before_anything_is_traced(bits: int, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"{bits} bits have no TensorRT form: its KVCacheUpdate"):
+        export(tiny_model("llama"), "tensorrt", CAPACITY, tmp_path / "out", kv_dtype=f"int{bits}")
     assert not (tmp_path / "out").exists()
