@@ -23,7 +23,8 @@ _FORMAT = "exportable_cache.cache.v2"
 
 
 class LayeredCache(Cache):
-    """The ordered layers of a model, as one `past_key_values`. `models.cache_factory.ExportableCache` is made from a model or its config.
+    """The ordered layers of a model, as one `past_key_values`. `models.cache_factory.ExportableCache` is made from a
+    model or its config.
 
     No step depends on how many tokens were seen, so a compiled or exported step serves every position.
 
@@ -85,11 +86,15 @@ class LayeredCache(Cache):
 
     @property
     def cumulative_length(self) -> torch.Tensor:
-        """Tokens seen per row, int64 [batch_size]: those of the first layer that attends, or of the first that keeps a state."""
+        """Tokens seen per row, int64 [batch_size]: those of the first layer that attends, or of the first that keeps a
+        state.
+        """
         return self.layers[self._counting_layer(0)].cumulative_length
 
     def _counting_layer(self, layer_idx: int) -> int:
-        """`layer_idx`, or where that layer sees no keys, the first that does: masks are asked for at index 0 by default."""
+        """`layer_idx`, or where that layer sees no keys, the first that does: masks are asked for at index 0 by
+        default.
+        """
         if not (self.layers[layer_idx].is_linear or self.layers[layer_idx].is_dummy):
             return layer_idx
         for kinds in ((False, False), (True, False)):
@@ -100,7 +105,9 @@ class LayeredCache(Cache):
 
     @property
     def is_linear(self) -> list[bool]:
-        """Per layer, whether it keeps states and no keys. (Transformers' own takes hybrid layers of fixed size for such.)"""
+        """Per layer, whether it keeps states and no keys. (Transformers' own takes hybrid layers of fixed size for
+        such.)
+        """
         return [layer.is_linear for layer in self.layers]
 
     @property
@@ -266,7 +273,8 @@ class LayeredCache(Cache):
         """Read what `save` wrote; the next step continues where it stopped.
 
         Raises:
-            BundleError: If the file is missing, damaged or not a saved cache, of another format, or of parts unknown here.
+            BundleError: If the file is missing, damaged or not a saved cache, of another format, or of parts unknown
+            here.
         """
         tensors, metadata = read_tensors(path, "a saved cache", _FORMAT, "save()", device)
         layers = []

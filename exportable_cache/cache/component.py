@@ -11,8 +11,9 @@ from ..errors import InputError
 class Component:
     """A frozen dataclass whose fields are JSON values, in a family of kinds.
 
-    A family is a subclass with `kinds = {}`; a member names itself: `class RingPolicy(SlotPolicy, kind="ring")`. A member's
-    `to_config` is what manifests, saved caches and pytree contexts hold, and the family's `from_config` reads it back.
+    A family is a subclass with `kinds = {}`; a member names itself: `class RingPolicy(SlotPolicy, kind="ring")`. A
+    member's `to_config` is what manifests, saved caches and pytree contexts hold, and the family's `from_config` reads
+    it back.
     """
 
     #: What the family is called in messages.
@@ -28,8 +29,8 @@ class Component:
         if kind is not None:
             cls.kind = kind
             cls.kinds[kind] = cls
-            # Members annotate their fields and nothing else. Not by `dataclasses.fields`: strict export puts layers together inside
-            # TorchDynamo, which cannot ask a class for them.
+            # Members annotate their fields and nothing else. Not by `dataclasses.fields`: strict export puts layers
+            # together inside # TorchDynamo, which cannot ask a class for them.
             cls.field_names = tuple(cls.__dict__.get("__annotations__", ()))
 
     def to_config(self) -> dict[str, Any]:

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 class EncoderDecoderLayeredCache(LayeredCache, EncoderDecoderCache):
     """A `LayeredCache` that is a transformers `EncoderDecoderCache` too (cache_utils.py, 5.23).
 
-    Its layers are those of the self-attention, followed by as many of the cross-attention. `is_updated` says per decoder
-    layer whether the cross-attention's keys and values are there: a model computes them where it is false, and reads them
-    where it is true.
+    Its layers are those of the self-attention, followed by as many of the cross-attention. `is_updated` says per
+    decoder layer whether the cross-attention's keys and values are there: a model computes them where it is false, and
+    reads them where it is true.
 
     Args:
         layers: Self-attention layers, then one `CrossLayer` for each.
@@ -125,8 +125,8 @@ class EncoderDecoderLayeredCache(LayeredCache, EncoderDecoderCache):
 class _Written:
     """A cross layer as models read it in eager use: without the slots behind the newest encoder output.
 
-    Models size the mask of their cross-attention by the encoder output at hand. A program gives them one of all slots, with
-    a mask, and so reads them all.
+    Models size the mask of their cross-attention by the encoder output at hand. A program gives them one of all slots,
+    with a mask, and so reads them all.
     """
 
     def __init__(self, layer: CrossLayer) -> None:

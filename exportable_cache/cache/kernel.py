@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class StateTensor:
     """Declaration of one state tensor: its dimensions by name and its dtype.
 
-    `StateTensor("batch_size", "num_heads", "capacity", "head_dim", dtype=torch.float32)` with sizes 1, 4, 128, 64 is a float32
-    tensor [1, 4, 128, 64].
+    `StateTensor("batch_size", "num_heads", "capacity", "head_dim", dtype=torch.float32)` with sizes 1, 4, 128, 64 is a
+    float32 tensor [1, 4, 128, 64].
 
     Args:
         dims: Names of the dimensions.
@@ -36,9 +36,11 @@ class StateTensor:
 
 
 class Kernel(Component, ABC):
-    """What a target does with a policy and a storage: in which layout tensors lie, how they are written, what attention gets.
+    """What a target does with a policy and a storage: in which layout tensors lie, how they are written, what attention
+    gets.
 
-    Members are frozen dataclasses of JSON fields; a target brings its own and puts them into layers before a program is traced.
+    Members are frozen dataclasses of JSON fields; a target brings its own and puts them into layers before a program is
+    traced.
     """
 
     family = "kernel"
@@ -85,13 +87,14 @@ class PortableKernel(Kernel, kind="portable"):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernel.update`.
 
-        Where no slot is written twice in the step, the new tokens are appended, and attention reads as many slots as the step may
-        reach. Else one token is written over the oldest, and attention runs over all slots; several attend over the slots as they
-        were plus themselves, after which the slots take up what is to be kept of those rows: one gather per tensor.
+        Where no slot is written twice in the step, the new tokens are appended, and attention reads as many slots as
+        the step may reach. Else one token is written over the oldest, and attention runs over all slots; several attend
+        over the slots as they were plus themselves, after which the slots take up what is to be kept of those rows: one
+        gather per tensor.
 
         Returns:
-            Keys and values [batch_size, num_heads, kv_length, dim], kv_length being `policy.slots_read` in the first case, capacity
-            in the second, and capacity + query_length in the third.
+            Keys and values [batch_size, num_heads, kv_length, dim], kv_length being `policy.slots_read` in the first
+            case, capacity in the second, and capacity + query_length in the third.
         """
         policy, query_length = layer.policy, key_states.shape[2]
         length = layer.cumulative_length
@@ -109,7 +112,9 @@ class PortableKernel(Kernel, kind="portable"):
     def _gather(
         self, layer: CacheLayer, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Overwrite the slots whose positions are new, and return all slots as they were, the new tokens behind them."""
+        """Overwrite the slots whose positions are new, and return all slots as they were, the new tokens behind
+        them.
+        """
         policy, query_length = layer.policy, key_states.shape[2]
         length = layer.cumulative_length[:, None]
         positions = policy.positions(length + query_length)

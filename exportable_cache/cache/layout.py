@@ -11,7 +11,8 @@ from .layers import CacheLayer, CrossLayer, IndexedLayer, IndexerKeys, LinearLay
 from .policies import CrossPolicy, FullPolicy, NoPolicy, RecurrentPolicy, RingPolicy, SinkPolicy, SlotPolicy
 from .storage import storage_of
 
-#: Layer types, by transformers' names: those that keep keys and values, those that keep states, and those that keep both.
+#: Layer types, by transformers' names: those that keep keys and values, those that keep states, and those that keep
+#: both.
 KEY_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "indexed_attention")
 STATE_TYPES = ("linear_attention", "conv")
 HYBRID_TYPES = ("hybrid", "hybrid_sliding")
@@ -23,7 +24,8 @@ CROSS_ATTENTION = "cross_attention"
 
 @dataclass(frozen=True)
 class Sinks:
-    """What full-attention layers keep when they are to run without end: `Sinks(4, 1020)` is the first 4 tokens and the last 1020.
+    """What full-attention layers keep when they are to run without end: `Sinks(4, 1020)` is the first 4 tokens and the
+    last 1020.
 
     Raises:
         InputError: If a number is not a positive int.

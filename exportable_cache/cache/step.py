@@ -11,17 +11,20 @@ import torch
 
 @dataclass(frozen=True, eq=False)
 class StepContext:
-    """One step over a cache, handed to its layers as they are put around the step's tensors (`LayeredCache.with_state`).
+    """One step over a cache, handed to its layers as they are put around the step's tensors
+    (`LayeredCache.with_state`).
 
-    Models call a cache in transformers' signatures, some call its layers, and none has a place for an argument of ours: so each
-    layer of a step holds the step's context, and nothing about a step is ever set on a layer.
+    Models call a cache in transformers' signatures, some call its layers, and none has a place for an argument of ours:
+    so each layer of a step holds the step's context, and nothing about a step is ever set on a layer.
 
     Attributes:
-        start: Length of each row before the step, int64 [batch_size], where a program takes it as an input; None in plain use,
+        start: Length of each row before the step, int64 [batch_size], where a program takes it as an input; None in
+        plain use,
             where the layers count.
-        kv_read_len: A position that no row will reach in this step, so that slots from there on need not be read; None where
-            that is unknown. A static int, one per compiled or exported method: what makes a step cost what the filled part
-            costs, not what is allocated.
+        kv_read_len: A position that no row will reach in this step, so that slots from there on need not be read; None
+        where
+            that is unknown. A static int, one per compiled or exported method: what makes a step cost what the filled
+            part costs, not what is allocated.
         in_place: Whether the state tensors are mutated (buffers of a resident program, eager and compiled use) or the
             attributes are bound to new ones (explicit programs, whose state is a graph input and output).
         shared: What layers have computed for all of them, see `once`.
@@ -34,7 +37,9 @@ class StepContext:
 
     @property
     def counts(self) -> bool:
-        """Whether layers advance their lengths. Not in a resident program, whose length is an input that no step may change."""
+        """Whether layers advance their lengths. Not in a resident program, whose length is an input that no step may
+        change.
+        """
         return self.start is None or not self.in_place
 
     def once(self, name: Any, compute: Callable[[], Any]) -> Any:

@@ -1,6 +1,7 @@
 """Attention through ExecuTorch's own operators, for the layers they compute exactly.
 
-They know causal attention and a mask, and nothing else, so each layer of a model is looked at first: see `fusable_layers`.
+They know causal attention and a mask, and nothing else, so each layer of a model is looked at first: see
+`fusable_layers`.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ def fuse_layers(model: PreTrainedModel, cache: ExportableCache) -> ExportableCac
         # The probe below feeds a text decoder, and T5's family has a position bias.
         return cache
     fusable = fusable_layers(model, cache)
-    # Beside layers that need methods of their own (sinks; soft-capping over 8 bits) the branches of fused layers do not lower.
+    # Beside layers that need methods of their own (sinks; soft-capping over 8 bits) the branches of fused layers do not
+    # lower.
     if not all(fuse or _is_plain(layer) for layer, fuse in zip(cache.layers, fusable, strict=True)):
         return cache
     layers = zip(cache.layers, fusable, strict=True)
@@ -68,7 +70,8 @@ def fuse_layers(model: PreTrainedModel, cache: ExportableCache) -> ExportableCac
 
 
 def one_method_suffices(cache: ExportableCache) -> bool:
-    """Whether a method of dynamic length decodes as fast as one of its own would, given what `fuse_layers` made of the layers.
+    """Whether a method of dynamic length decodes as fast as one of its own would, given what `fuse_layers` made of the
+    layers.
 
     Rings that are not fused need a static length of one to know that they may be written in place.
     """
@@ -99,9 +102,9 @@ def fusable_layers(model: PreTrainedModel, cache: ExportableCache) -> list[bool]
     """Which layers the fused operators compute exactly, found by running a short prompt through the model.
 
     Such a layer keeps every token of one row, or exactly its window, in float32, keys and values of one size, and its
-    attention goes once through the attention interface with the very tensors the cache returned, under a purely causal mask
-    as long as the window is not reached, with neither soft-capping, nor sinks, nor a position bias. (The kernel gives
-    not-a-number in bfloat16.)
+    attention goes once through the attention interface with the very tensors the cache returned, under a purely causal
+    mask as long as the window is not reached, with neither soft-capping, nor sinks, nor a position bias. (The kernel
+    gives not-a-number in bfloat16.)
     """
     causal = torch.ones(_PROBE_LENGTH, _PROBE_LENGTH, dtype=torch.bool).tril()
 

@@ -1,14 +1,14 @@
 """Kernels over ExecuTorch's own operators, whose cost follows the filled length, not the allocated one.
 
-`llama::update_cache`, `llama::update_cache_with_indices` and `llama::custom_sdpa` (extension/llm/custom_ops of ExecuTorch 1.4)
-take a cache as [batch, slots, heads, dim]. A program of one row gives them its heads for the batch, [num_heads, slots, 1, dim]:
-what a head reads then lies together, instead of a slot's heads. One program serves steps of one token and of several: the form
-of attention is chosen at run time, per layer, see `attention_forms`.
+`llama::update_cache`, `llama::update_cache_with_indices` and `llama::custom_sdpa` (extension/llm/custom_ops of
+ExecuTorch 1.4) take a cache as [batch, slots, heads, dim]. A program of one row gives them its heads for the batch,
+[num_heads, slots, 1, dim]: what a head reads then lies together, instead of a slot's heads. One program serves steps of
+one token and of several: the form of attention is chosen at run time, per layer, see `attention_forms`.
 
-Keys and values in 8 bits are written by the same operators, and read as far as they are filled. ExecuTorch's own attention over
-such a cache, `llama::custom_quantized_sdpa`, rounds the queries as well, and is 2.5 times as slow as the one in float32 on a full
-cache here. So the filled slots are made float32 by one kernel, into memory that all layers share, and attended to by the operator
-that float caches use.
+Keys and values in 8 bits are written by the same operators, and read as far as they are filled. ExecuTorch's own
+attention over such a cache, `llama::custom_quantized_sdpa`, rounds the queries as well, and is 2.5 times as slow as the
+one in float32 on a full cache here. So the filled slots are made float32 by one kernel, into memory that all layers
+share, and attended to by the operator that float caches use.
 """
 
 from __future__ import annotations
@@ -46,12 +46,15 @@ class FusedStep:
     new: tuple[torch.Tensor, ...]
 
 
-# Transformers calls attention with tensors alone: this is where the update that comes right before it leaves what attention needs.
+# Transformers calls attention with tensors alone: this is where the update that comes right before it leaves what
+# attention needs.
 _updated: ContextVar[FusedStep | None] = ContextVar("_updated", default=None)
 
 
 def updated_just_now(keys: torch.Tensor) -> FusedStep | None:
-    """The layer whose `update` has just returned these keys, or None where they are not of a fused layer; asked once."""
+    """The layer whose `update` has just returned these keys, or None where they are not of a fused layer; asked
+    once.
+    """
     step = _updated.get()
     if step is None or step.layer.keys is not keys:
         return None
@@ -60,7 +63,9 @@ def updated_just_now(keys: torch.Tensor) -> FusedStep | None:
 
 
 class FusedKernel(Kernel):
-    """What both kernels share. They exist in traced programs of one row only, and attention must go through `attend`."""
+    """What both kernels share. They exist in traced programs of one row only, and attention must go through
+    `attend`.
+    """
 
     def fused(self, layer: CacheLayer) -> CacheLayer:
         """An empty layer of the same policy, storage and sizes, in this kernel's layout."""
@@ -71,7 +76,9 @@ class FusedKernel(Kernel):
     def update(
         self, layer: CacheLayer, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take the new tokens [1, num_heads, query_length, head_dim], and return the buffers, which only `attend` reads."""
+        """Take the new tokens [1, num_heads, query_length, head_dim], and return the buffers, which only `attend`
+        reads.
+        """
         new = layer.storage.encode(heads_as_batch(key_states), heads_as_batch(value_states))
         self.write_before(layer, new)
         _updated.set(FusedStep(layer, new))
@@ -100,7 +107,9 @@ class FusedKernel(Kernel):
 
 @dataclass(frozen=True)
 class FusedFullKernel(FusedKernel, kind="executorch_full"):
-    """Of a full policy: stored tensors are [num_heads, capacity, 1, dim]. The mask is not looked at: attention is causal."""
+    """Of a full policy: stored tensors are [num_heads, capacity, 1, dim]. The mask is not looked at: attention is
+    causal.
+    """
 
     row_dims = ("num_heads", "capacity", "batch_size")
 
@@ -123,9 +132,10 @@ class FusedFullKernel(FusedKernel, kind="executorch_full"):
 class FusedRingKernel(FusedKernel, kind="executorch_ring"):
     """Of a ring without rollback slots: stored tensors are [num_heads, capacity + 1, 1, dim].
 
-    The last slot takes what is to be written nowhere, and is never read. One token is written before attention, which then runs
-    over the filled slots without a mask: in a ring of exactly one window all of them are seen, and their order does not matter.
-    Several attend over the ring as it was plus themselves, under the mask, and are written after that.
+    The last slot takes what is to be written nowhere, and is never read. One token is written before attention, which
+    then runs over the filled slots without a mask: in a ring of exactly one window all of them are seen, and their
+    order does not matter. Several attend over the ring as it was plus themselves, under the mask, and are written after
+    that.
     """
 
     row_dims = ("num_heads", "slots", "batch_size")
@@ -174,8 +184,9 @@ def _places(layer: CacheLayer, query_length: int) -> tuple[int, int, torch.Tenso
     """Where the tokens of a step go in a ring.
 
     Returns:
-        The slot of a single token, or the spare one where there are several; the newest filled slot if the token is single; and
-        the slot of each token, int64 [num_heads, query_length], the spare one for those already past the window.
+        The slot of a single token, or the spare one where there are several; the newest filled slot if the token is
+        single; and the slot of each token, int64 [num_heads, query_length], the spare one for those already past the
+        window.
     """
 
     def read() -> tuple[int, int, torch.Tensor]:
@@ -198,12 +209,16 @@ def heads_as_batch(states: torch.Tensor) -> torch.Tensor:
 
 
 def fold_of(heads: int, kv_heads: int) -> int:
-    """How many query heads that share a key head become rows of one product: the most that leave enough heads in parallel."""
+    """How many query heads that share a key head become rows of one product: the most that leave enough heads in
+    parallel.
+    """
     groups = heads // kv_heads
     enough = min(LEAST_PARALLEL_HEADS, heads)
     return max(fold for fold in range(1, groups + 1) if groups % fold == 0 and heads // fold >= enough)
 
 
 def _newest_if_single(newest: int, query_length: int) -> int:
-    """The newest slot to read of a step of one token, below zero for several: symbolic, as one number that is compared once."""
+    """The newest slot to read of a step of one token, below zero for several: symbolic, as one number that is compared
+    once.
+    """
     return newest - _SEVERAL * (query_length - 1)

@@ -20,13 +20,13 @@ from .kv_cache_update import kv_cache_update
 class EngineKernel(Kernel, kind="tensorrt"):
     """Writes float keys and values through `kv_cache_update`, and may keep a null slot.
 
-    TensorRT's attention layer knows no sinks, but a key of zeros has the score that the mask gives it, and a value of zeros adds
-    nothing: one slot that is never written, under a mask that holds each head's sink logit there, makes its softmax one with a
-    sink. The slot is the last of the tensors and of what `update` returns, no part of the policy's capacity, and seen by attention
-    alone: positions, masks and bounds do not count it.
+    TensorRT's attention layer knows no sinks, but a key of zeros has the score that the mask gives it, and a value of
+    zeros adds nothing: one slot that is never written, under a mask that holds each head's sink logit there, makes its
+    softmax one with a sink. The slot is the last of the tensors and of what `update` returns, no part of the policy's
+    capacity, and seen by attention alone: positions, masks and bounds do not count it.
 
-    Of what overwrites its oldest tokens, one token is written so, at the policy's next slot. A prompt's write gathers the newest
-    tokens: it reads the cache and the new tokens together, which no layer of TensorRT does in place.
+    Of what overwrites its oldest tokens, one token is written so, at the policy's next slot. A prompt's write gathers
+    the newest tokens: it reads the cache and the new tokens together, which no layer of TensorRT does in place.
 
     Attributes:
         null_slots: 1 where the layer's attention has sinks, 0 elsewhere.

@@ -1,4 +1,6 @@
-"""The layer of a decoder's cross-attention: it is told how much of an encoder's output is real, and keeps that as its length."""
+"""The layer of a decoder's cross-attention: it is told how much of an encoder's output is real, and keeps that as its
+length.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,8 @@ class CrossLayer(CacheLayer):
         self.write(slots, key_states, value_states)
         lengths = torch.full_like(self.encoder_length, length) if self._announced is None else self._announced
         self._announced = None
-        # As a change of this layer's own: ExecuTorch takes outputs of equal value for one, and loses all layers but the last.
+        # As a change of this layer's own: ExecuTorch takes outputs of equal value for one, and loses all layers but the
+        # last.
         change = lengths - self.encoder_length
         if self.context.in_place:
             self.encoder_length.add_(change)

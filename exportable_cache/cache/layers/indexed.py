@@ -1,4 +1,6 @@
-"""Sparse attention by an indexer (GLM MoE DSA, DeepSeek V3.2): full attention, and the keys that choose what it sees."""
+"""Sparse attention by an indexer (GLM MoE DSA, DeepSeek V3.2): full attention, and the keys that choose what it
+sees.
+"""
 
 from __future__ import annotations
 
@@ -60,8 +62,8 @@ class IndexedLayer(CacheLayer):
     Args:
         policy: Of the keys and values, and of the indexer's keys: `FullPolicy`.
         indexer: What the indexer keeps.
-        storage: Of the keys and values. The indexer's keys, which choose and are not attended to, are kept as they come.
-        sizes: Of the keys and values.
+        storage: Of the keys and values. The indexer's keys, which choose and are not attended to, are kept as they
+        come. sizes: Of the keys and values.
         device: Where to allocate.
     """
 
@@ -96,7 +98,9 @@ class IndexedLayer(CacheLayer):
         self._uncounted = 0
 
     def get_seq_length(self) -> torch.Tensor:
-        """Tokens seen, int64 0-D, with those that `update` was given in a program, whose length is an input (GLM 5 Next asks)."""
+        """Tokens seen, int64 0-D, with those that `update` was given in a program, whose length is an input (GLM 5 Next
+        asks).
+        """
         return self.cumulative_length[0] + self._uncounted
 
     def update(
@@ -115,7 +119,8 @@ class IndexedLayer(CacheLayer):
             indexer_key_states: [batch_size, query_length, index_head_dim].
 
         Returns:
-            All slots that are read [batch_size, slots, index_head_dim]; those past the newest token are for the mask to hide.
+            All slots that are read [batch_size, slots, index_head_dim]; those past the newest token are for the mask to
+            hide.
         """
         query_length = indexer_key_states.shape[1]
         start = self.cumulative_length if self.context.start is None else self.context.start
@@ -133,7 +138,9 @@ class IndexedLayer(CacheLayer):
 
 
 def _write_rows_(buffer: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
-    """Write rows [batch_size, query_length, dim] into [batch_size, capacity, dim] in place, as `storage.slots.write_slots_` does."""
+    """Write rows [batch_size, query_length, dim] into [batch_size, capacity, dim] in place, as
+    `storage.slots.write_slots_` does.
+    """
     if buffer.shape[0] == 1:
         buffer.index_copy_(1, slots[0], rows)
     else:

@@ -28,7 +28,8 @@ class RowSizes:
         batch_size: Rows.
         num_heads: Key and value heads.
         head_dim: Size of a key head.
-        value_head_dim: Size of a value head, `head_dim` by default (they differ in MLA models). 0 where latent keys are all
+        value_head_dim: Size of a value head, `head_dim` by default (they differ in MLA models). 0 where latent keys are
+        all
             there is of a token (GLM 5 Next).
 
     Raises:
@@ -51,9 +52,9 @@ class RowSizes:
 class CacheLayer(CacheLayerMixin):
     """One layer: a fixed set of tensors, composed of a policy, a storage and a kernel.
 
-    The policy says which slot a token goes to and which position a slot holds, the storage how keys and values are kept, the
-    kernel how both are emitted. Pytree children and keys, the FX spec, program buffers, `reset`, `reorder_cache`, `nbytes`, saving
-    and restoring all follow from the tensors that they declare.
+    The policy says which slot a token goes to and which position a slot holds, the storage how keys and values are
+    kept, the kernel how both are emitted. Pytree children and keys, the FX spec, program buffers, `reset`,
+    `reorder_cache`, `nbytes`, saving and restoring all follow from the tensors that they declare.
 
     Every length is a tensor, `cumulative_length` [batch_size] int64, so no graph ever depends on how many tokens were
     seen, and the rows of a batch may differ.
@@ -149,7 +150,8 @@ class CacheLayer(CacheLayerMixin):
     def from_state(cls, config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Self:
         """Rebuild a layer around existing tensors, without allocating and without looking at them.
 
-        The tensors may be fakes, proxies or any pytree leaf: nothing is validated here. `layers.layer_from` finds the class.
+        The tensors may be fakes, proxies or any pytree leaf: nothing is validated here. `layers.layer_from` finds the
+        class.
 
         Args:
             config: What `config` of the original returned.
@@ -212,8 +214,11 @@ class CacheLayer(CacheLayerMixin):
         self._high_water = 0 if self.is_dummy else high_water
 
     def config(self) -> dict[str, Any]:
-        """What `from_state` needs besides the tensors: JSON, the same before and after any number of steps; not to be changed."""
-        # Made when the layer is: strict export flattens layers inside TorchDynamo, which cannot ask a dataclass for its fields.
+        """What `from_state` needs besides the tensors: JSON, the same before and after any number of steps; not to be
+        changed.
+        """
+        # Made when the layer is: strict export flattens layers inside TorchDynamo, which cannot ask a dataclass for its
+        # fields.
         return self._config
 
     def named_state(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -221,7 +226,8 @@ class CacheLayer(CacheLayerMixin):
         for name in self.state:
             yield name, getattr(self, name)
 
-    # -- what the policy says --------------------------------------------------------------------------------------------
+    # -- what the policy says
+    # --------------------------------------------------------------------------------------------
 
     @property
     def is_sliding(self) -> bool:
@@ -230,7 +236,9 @@ class CacheLayer(CacheLayerMixin):
 
     @property
     def is_linear(self) -> bool:
-        """Whether it keeps states of fixed size and no keys and values per token, as transformers' `Cache.is_linear`."""
+        """Whether it keeps states of fixed size and no keys and values per token, as transformers'
+        `Cache.is_linear`.
+        """
         return self.policy.is_linear
 
     @property
@@ -272,19 +280,22 @@ class CacheLayer(CacheLayerMixin):
         """See `label_of`."""
         return label_of(self.config())
 
-    # -- keys and values -------------------------------------------------------------------------------------------------
+    # -- keys and values
+    # -------------------------------------------------------------------------------------------------
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the new tokens of each row at its own length, and return what attention reads; see the kernel's `update`.
+        """Write the new tokens of each row at its own length, and return what attention reads; see the kernel's
+        `update`.
 
         Args:
             key_states: [batch_size, num_heads, query_length, head_dim].
             value_states: [batch_size, num_heads, query_length, value_head_dim].
 
         Returns:
-            Keys [batch_size, num_heads, kv_length, head_dim] and values [..., value_head_dim], in the dtype of the new ones.
+            Keys [batch_size, num_heads, kv_length, head_dim] and values [..., value_head_dim], in the dtype of the new
+            ones.
 
         Raises:
             CacheFullError: If they do not fit; nothing was written.
@@ -307,10 +318,13 @@ class CacheLayer(CacheLayerMixin):
                 check_room(self.cumulative_length, key_states.shape[2], self.max_length)
 
     def write(self, slots: torch.Tensor, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Put new keys and values [batch_size, num_heads, query_length, dim] into `slots` int64 [batch_size, query_length]."""
+        """Put new keys and values [batch_size, num_heads, query_length, dim] into `slots` int64 [batch_size,
+        query_length].
+        """
         for name, rows in zip(self.storage.parts, self.storage.encode(key_states, value_states), strict=True):
             if self.context.in_place:
-                # Not assigned: rebinding the attribute to an alias of itself would make it an output of compiled graphs.
+                # Not assigned: rebinding the attribute to an alias of itself would make it an output of compiled
+                # graphs.
                 write_slots_(getattr(self, name), slots, rows)
             else:
                 setattr(self, name, write_slots(getattr(self, name), slots, rows))
@@ -330,7 +344,9 @@ class CacheLayer(CacheLayerMixin):
         return self.storage.decode(stored)
 
     def slot_positions(self, query_length: int) -> torch.Tensor | None:
-        """Absolute position of each key that `update` returns for `query_length` new tokens, see `SlotPolicy.mask_positions`."""
+        """Absolute position of each key that `update` returns for `query_length` new tokens, see
+        `SlotPolicy.mask_positions`.
+        """
         if self.storage is None:
             raise InputError(
                 f"a layer of policy {self.policy.kind!r} has no keys; masks are sized by a layer that has some"
@@ -342,7 +358,8 @@ class CacheLayer(CacheLayerMixin):
         """Slots that this step looks at."""
         return self.policy.slots_read(self.context.kv_read_len)
 
-    # -- everything generic ---------------------------------------------------------------------------------------------
+    # -- everything generic
+    # ---------------------------------------------------------------------------------------------
 
     @property
     def nbytes(self) -> int:
@@ -380,8 +397,8 @@ class CacheLayer(CacheLayerMixin):
         Adding the offset to `arange(kv_length)`, as transformers' masks do, gives each key's absolute position.
 
         Returns:
-            `(kv_length, 0)`, or `(kv_length, offset)` with offset int64 [batch_size, kv_length] or [batch_size, query_length,
-            kv_length].
+            `(kv_length, 0)`, or `(kv_length, offset)` with offset int64 [batch_size, kv_length] or [batch_size,
+            query_length, kv_length].
         """
         positions = self.slot_positions(query_length)
         if positions is None:
@@ -448,7 +465,8 @@ class CacheLayer(CacheLayerMixin):
     prefetch = offload
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # By description: exported programs carry their example inputs, which are read back by classes that torch knows alone.
+        # By description: exported programs carry their example inputs, which are read back by classes that torch knows
+        # alone.
         return rebuilt, (type(self), self.config(), dict(self.named_state()), self._high_water)
 
     def __repr__(self) -> str:
@@ -469,7 +487,8 @@ torch.serialization.add_safe_globals([rebuilt])
 
 
 def label_of(config: Mapping[str, Any]) -> str:
-    """A layer's `config` in a few words, for tables and messages: `ring`, `full int8`, `full + states`, `ring (tensorrt)`.
+    """A layer's `config` in a few words, for tables and messages: `ring`, `full int8`, `full + states`, `ring
+    (tensorrt)`.
 
     Kinds are not looked up: a target that is not installed may have brought the kernel.
     """

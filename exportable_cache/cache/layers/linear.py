@@ -48,7 +48,8 @@ class LinearStates(Component):
     """Shapes of the states of one layer.
 
     Transformers numbers the states of a layer (`state_idx`); each number has a convolution state [batch_size, channels,
-    kernel_size], the newest `kernel_size` inputs of a causal convolution, or a recurrent state [batch_size, ...], or both.
+    kernel_size], the newest `kernel_size` inputs of a causal convolution, or a recurrent state [batch_size, ...], or
+    both.
 
     Attributes:
         conv: Shape of each convolution state, with its dtype; None where a number has none.
@@ -123,12 +124,12 @@ class LinearStates(Component):
 class LinearLayer(CacheLayer):
     """Convolution and recurrent states, in transformers' protocol for linear layers (cache_utils.py, 5.23).
 
-    Alone (`RecurrentPolicy`): any number of tokens, the same bytes. Or beside keys and values, whose policy the layer then has:
-    layers that attend and keep linear states at once (Falcon-H1, Zamba, Inkling).
+    Alone (`RecurrentPolicy`): any number of tokens, the same bytes. Or beside keys and values, whose policy the layer
+    then has: layers that attend and keep linear states at once (Falcon-H1, Zamba, Inkling).
 
-    A state of zeros gives what no state gives, so `has_previous_state` is always true and the first step of a sequence is
-    the general one: no graph depends on whether anything was seen. Where a program takes positions as an input, a row at
-    position 0 finds zeros whatever its buffers hold.
+    A state of zeros gives what no state gives, so `has_previous_state` is always true and the first step of a sequence
+    is the general one: no graph depends on whether anything was seen. Where a program takes positions as an input, a
+    row at position 0 finds zeros whatever its buffers hold.
 
     Args:
         policy: Of the keys and values, or `RecurrentPolicy()`.
@@ -185,8 +186,8 @@ class LinearLayer(CacheLayer):
     def get_conv_state(self, state_idx: int = 0) -> torch.Tensor | None:
         """[batch_size, channels, kernel_size], for the model to read, and to write in place in a step of one token."""
         state = self._enter(f"conv_state_{state_idx}") if self._has("conv", state_idx) else None
-        # Without keys, nothing else counts: a step of one token only reads the state and writes it in place, so reading counts one,
-        # and a step of several then says how many.
+        # Without keys, nothing else counts: a step of one token only reads the state and writes it in place, so reading
+        # counts one, # and a step of several then says how many.
         if self.is_linear and state_idx == 0:
             self.advance(1)
             self._counted_one = True
@@ -247,8 +248,8 @@ class LinearLayer(CacheLayer):
         return value
 
 
-# Between the two updates of a step of several tokens: the recurrent state that the scan in between starts from, for scans
-# whose signature has no place for one. See patches/transformers.py.
+# Between the two updates of a step of several tokens: the recurrent state that the scan in between starts from, for
+# scans # whose signature has no place for one. See patches/transformers.py.
 _carried: torch.Tensor | None = None
 _carried_heads = 0
 
@@ -259,7 +260,9 @@ def _carry(state: torch.Tensor | None) -> None:
 
 
 def carried_state() -> torch.Tensor | None:
-    """The recurrent state [batch_size, ...] that the current step of several tokens starts from, or None outside of one."""
+    """The recurrent state [batch_size, ...] that the current step of several tokens starts from, or None outside of
+    one.
+    """
     return _carried
 
 

@@ -41,8 +41,8 @@ class CircularPolicy(SlotPolicy):
     def max_rollback(self, length: int, max_len_ever: int) -> int:
         if max_len_ever <= self.capacity:
             return length
-        # Past the sinks, slots of positions up to max_len_ever - 1 - ring hold later tokens; the next query needs those from its
-        # own position - window + 1 on.
+        # Past the sinks, slots of positions up to max_len_ever - 1 - ring hold later tokens; the next query needs those
+        # from its # own position - window + 1 on.
         return max(0, min(length, length - (max_len_ever - 1 - self.ring + self.window)))
 
 

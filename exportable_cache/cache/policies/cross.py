@@ -12,7 +12,8 @@ from .policy import SlotPolicy
 class CrossPolicy(SlotPolicy, kind="cross"):
     """Keeps up to `capacity` encoder positions per row, from slot 0 on; how many are real is a length of its own.
 
-    Decoder tokens do not move it: rolling the decoder back leaves it alone, and a new encoder output is written over the old one.
+    Decoder tokens do not move it: rolling the decoder back leaves it alone, and a new encoder output is written over
+    the old one.
 
     Raises:
         InputError: If `capacity`, the longest encoder output, is not a positive int.

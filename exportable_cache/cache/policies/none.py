@@ -11,8 +11,8 @@ from .policy import SlotPolicy
 class NoPolicy(SlotPolicy, kind="none"):
     """Stands for a decoder layer without state, so that every decoder layer has its index in the cache.
 
-    Gemma 3n and Gemma 4 hand the keys and values of an earlier layer on inside the step, so the layers that reuse them need
-    no storage; layers of nothing but an MLP (Nemotron-H) need none either. Transformers' type for both is "dummy".
+    Gemma 3n and Gemma 4 hand the keys and values of an earlier layer on inside the step, so the layers that reuse them
+    need no storage; layers of nothing but an MLP (Nemotron-H) need none either. Transformers' type for both is "dummy".
     """
 
     is_dummy = True

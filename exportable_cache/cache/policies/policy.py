@@ -13,8 +13,8 @@ from ..component import Component
 class SlotPolicy(Component, ABC):
     """Arithmetic on lengths, and nothing else: a policy holds numbers, no tensors, and is told every length.
 
-    Members are frozen dataclasses of JSON fields. Lengths are int64 tensors, one per row, so no graph ever depends on how many
-    tokens were seen, and the rows of a batch may differ.
+    Members are frozen dataclasses of JSON fields. Lengths are int64 tensors, one per row, so no graph ever depends on
+    how many tokens were seen, and the rows of a batch may differ.
     """
 
     family = "policy"
@@ -86,9 +86,9 @@ class SlotPolicy(Component, ABC):
             kv_read_len: See `StepContext`.
 
         Returns:
-            int64 [batch_size, kv_length], or None where slot `s` holds position `s` in every row. An empty slot is given a
-            position past every query, so that any causal mask function excludes it. A policy that hides other keys from each
-            query returns [batch_size, query_length, kv_length].
+            int64 [batch_size, kv_length], or None where slot `s` holds position `s` in every row. An empty slot is
+            given a position past every query, so that any causal mask function excludes it. A policy that hides other
+            keys from each query returns [batch_size, query_length, kv_length].
         """
         # Slots past the newest token count as later positions, which causal masks exclude.
         return None

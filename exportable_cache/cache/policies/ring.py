@@ -14,9 +14,9 @@ from .circular import CircularPolicy, is_one
 class RingPolicy(CircularPolicy, kind="ring"):
     """Keeps the newest `window + rollback_slots` tokens per row; position `p` lives in slot `p % capacity`.
 
-    With n tokens seen, slot s holds position `n - 1 - (n - 1 - s) % capacity`, negative meaning empty. Neither any number of
-    tokens nor any prompt length is a special case, so one graph serves them all. An attention chunk is kept in a ring as well:
-    what of it a query sees is the model's mask function's part.
+    With n tokens seen, slot s holds position `n - 1 - (n - 1 - s) % capacity`, negative meaning empty. Neither any
+    number of tokens nor any prompt length is a special case, so one graph serves them all. An attention chunk is kept
+    in a ring as well: what of it a query sees is the model's mask function's part.
 
     Attributes:
         window: Tokens a query attends to, itself included.
@@ -67,7 +67,9 @@ class RingPolicy(CircularPolicy, kind="ring"):
         return torch.where(positions < 0, after, positions)
 
     def positions_beside_new(self, length: torch.Tensor, query_length: int) -> torch.Tensor:
-        """Positions of the slots before a step, and of its new tokens behind them: int64 [batch_size, capacity + query_length]."""
+        """Positions of the slots before a step, and of its new tokens behind them: int64 [batch_size, capacity +
+        query_length].
+        """
         length = length[:, None]
         old = self.positions(length)
         new = length + torch.arange(query_length, device=length.device)

@@ -1,9 +1,10 @@
 """Attention sinks: the first tokens and the newest ones, so that a full-attention layer runs on without end.
 
-Keeping the first few tokens beside a sliding window is the method of StreamingLLM (Xiao et al., 2023, arXiv:2309.17453): models
-put much of their attention there, and fall apart when a plain window drops them. That paper also counts positions anew within
-the cache. Here every key keeps the position it was rotated with, its own in the text: a layer is handed keys after the rotary
-embedding, whose form is the model's business, and positions stay what every other layer, and the model, takes them for.
+Keeping the first few tokens beside a sliding window is the method of StreamingLLM (Xiao et al., 2023,
+arXiv:2309.17453): models put much of their attention there, and fall apart when a plain window drops them. That paper
+also counts positions anew within the cache. Here every key keeps the position it was rotated with, its own in the text:
+a layer is handed keys after the rotary embedding, whose form is the model's business, and positions stay what every
+other layer, and the model, takes them for.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from .circular import CircularPolicy, is_one
 class SinkPolicy(CircularPolicy, kind="sinks"):
     """Keeps the first `sinks` tokens of each row and a ring of the newest `window + rollback_slots` after them.
 
-    A query at position q sees itself, the positions below `sinks`, and those from q - window + 1 on. Position p lives in slot p
-    if p < sinks, else in slot `sinks + (p - sinks) % ring`; all of it follows from the length, as in `RingPolicy`.
+    A query at position q sees itself, the positions below `sinks`, and those from q - window + 1 on. Position p lives
+    in slot p if p < sinks, else in slot `sinks + (p - sinks) % ring`; all of it follows from the length, as in
+    `RingPolicy`.
 
     Attributes:
         sinks: First tokens, always seen.
@@ -61,15 +63,15 @@ class SinkPolicy(CircularPolicy, kind="sinks"):
     def positions(self, length: torch.Tensor) -> torch.Tensor:
         slot = torch.arange(self.capacity, device=length.device)
         newest = length - 1
-        # Of the ring, counted from the first token after the sinks. The dividend is kept from being negative for any length,
-        # as ExecuTorch's integer remainder takes its sign from there.
+        # Of the ring, counted from the first token after the sinks. The dividend is kept from being negative for any
+        # length, # as ExecuTorch's integer remainder takes its sign from there.
         wrapped = newest - torch.remainder(newest - slot + self.ring * (self.sinks + 1), self.ring)
         ring = torch.where(wrapped >= self.sinks, wrapped, -1)
         return torch.where(slot < self.sinks, torch.where(slot < length, slot, -1), ring)
 
     def mask_positions(self, length: torch.Tensor, query_length: int, kv_read_len: int | None) -> torch.Tensor | None:
-        """See `SlotPolicy.mask_positions`: of several new tokens each has a window of its own, and what it does not see is given a
-        position past every query.
+        """See `SlotPolicy.mask_positions`: of several new tokens each has a window of its own, and what it does not see
+        is given a position past every query.
         """
         if not self.wraps(kv_read_len):
             return None

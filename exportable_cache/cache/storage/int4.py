@@ -13,7 +13,9 @@ from .storage import Part
 
 @dataclass(frozen=True)
 class Int4Storage(RoundedStorage, kind="int4"):
-    """Numbers from -7 to 7, two a byte: the first half of a row in the low bits, the second in the high ones, each 8 more."""
+    """Numbers from -7 to 7, two a byte: the first half of a row in the low bits, the second in the high ones, each 8
+    more.
+    """
 
     dtype: str
 

@@ -15,7 +15,8 @@ from .storage import Part, Storage
 class RoundedStorage(Storage):
     """Keys and values in few bits, scales float32 [..., 1].
 
-    Attention is over what is stored, for new tokens too, so that logits do not depend on how a prompt is cut into chunks.
+    Attention is over what is stored, for new tokens too, so that logits do not depend on how a prompt is cut into
+    chunks.
     """
 
     rounds = True

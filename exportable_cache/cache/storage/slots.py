@@ -30,12 +30,15 @@ def write_slots(buffer: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -
 
 
 def read_slots(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Gather rows: [batch_size, num_heads, capacity, dim] at `slots` [batch_size, n] -> [batch_size, num_heads, n, dim]."""
+    """Gather rows: [batch_size, num_heads, capacity, dim] at `slots` [batch_size, n] -> [batch_size, num_heads, n,
+    dim].
+    """
     if buffer.shape[0] == 1:
         return buffer.index_select(2, slots[0])
     return torch.ops.aten.index.Tensor(buffer, _row_index(buffer, slots)).transpose(1, 2)
 
 
 def _row_index(buffer: torch.Tensor, slots: torch.Tensor) -> list[torch.Tensor | None]:
-    # Indices on dimensions 0 and 2 with a slice between them put the indexed dimensions first: [batch, query, heads, dim].
+    # Indices on dimensions 0 and 2 with a slice between them put the indexed dimensions first: [batch, query, heads,
+    # dim].
     return [torch.arange(buffer.shape[0], device=buffer.device)[:, None], None, slots]

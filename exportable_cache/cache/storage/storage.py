@@ -25,10 +25,11 @@ class Part(NamedTuple):
 
 
 class Storage(Component, ABC):
-    """How keys and values [..., dim] are kept, whatever the dimensions before the last: a target may order them as it likes.
+    """How keys and values [..., dim] are kept, whatever the dimensions before the last: a target may order them as it
+    likes.
 
-    Members are frozen dataclasses of one field, `dtype`, the name of the floating dtype that keys and values come in and go
-    out in.
+    Members are frozen dataclasses of one field, `dtype`, the name of the floating dtype that keys and values come in
+    and go out in.
 
     Raises:
         InputError: If `dtype` is not the name of a floating dtype.
