@@ -19,7 +19,7 @@ from exportable_cache import export, load
 from exportable_cache.backends import TARGETS
 from exportable_cache.bundle.bundle import Bundle, check_free, new_folder
 from exportable_cache.bundle.manifest import checksum_of
-from exportable_cache.cache.layers import CacheLayer
+from exportable_cache.cache.kernel import Kernel, PortableKernel
 from exportable_cache.errors import BundleError, InputError, MissingDependencyError
 from exportable_cache.program.entry_points import Method
 from exportable_cache.session.session import Session
@@ -79,7 +79,7 @@ def refused(folder: Path, *parts: str, error: type[Exception] = BundleError, **o
 
 def test_manifest_records_the_program(original: Path, model: Any) -> None:
     manifest = Bundle.open(original).manifest
-    assert manifest.schema_version == 1
+    assert manifest.schema_version == 2
     assert manifest.target == "fake"
     assert manifest.source == manifest.architecture == "Gemma3ForCausalLM"
     assert manifest.model_type == "gemma3_text"
@@ -123,6 +123,13 @@ def test_manifest_records_every_layer(original: Path) -> None:
     heads, dim = 2, 8
     length = {"shape": [1], "dims": ["batch_size"], "dtype": "int64", "bytes": 8}
 
+    parts = {
+        "storage": {"kind": "float", "dtype": "float32"},
+        "kernel": {"kind": "portable"},
+        "states": None,
+        "indexer": None,
+    }
+
     def kept(slots: int) -> dict:
         tensor = {"shape": [1, heads, slots, dim], "dtype": "float32", "bytes": 4 * heads * slots * dim}
         dims = ["batch_size", "num_heads", "capacity"]
@@ -135,15 +142,15 @@ def test_manifest_records_every_layer(original: Path) -> None:
     assert layers == [
         {
             "layer_type": "sliding_attention",
-            "class": "RingLayer",
-            "config": {"capacity": WINDOW, "window": WINDOW},
+            "policy": {"kind": "ring", "window": WINDOW, "rollback_slots": 0},
+            **parts,
             "tensors": kept(WINDOW),
             "bytes": 2 * 4 * heads * WINDOW * dim + 8,
         },
         {
             "layer_type": "full_attention",
-            "class": "FullLayer",
-            "config": {"capacity": CAPACITY},
+            "policy": {"kind": "full", "capacity": CAPACITY},
+            **parts,
             "tensors": kept(CAPACITY),
             "bytes": 2 * 4 * heads * CAPACITY * dim + 8,
         },
@@ -242,10 +249,10 @@ def test_unreadable_manifest(folder: Path, contents: bytes) -> None:
     refused(folder, "manifest.json", "export the model again")
 
 
-@pytest.mark.parametrize("version", [0, 2, "1", None])
+@pytest.mark.parametrize("version", [0, 1, "2", None])
 def test_other_schema_version(folder: Path, version: Any) -> None:
     edit(folder, lambda fields: fields.update(schema_version=version, unheard_of=1))
-    refused(folder, f"schema version {version!r}, this release reads 1", "export the model again")
+    refused(folder, f"schema version {version!r}, this release reads 2", "export the model again")
 
 
 def test_damaged_manifest(folder: Path) -> None:
@@ -254,7 +261,7 @@ def test_damaged_manifest(folder: Path) -> None:
 
 
 def _inconsistent_capacity(fields: dict) -> None:
-    fields["layers"][1]["config"]["capacity"] = CAPACITY + 16
+    fields["layers"][1]["policy"]["capacity"] = CAPACITY + 16
 
 
 def _state_without_its_form(fields: dict) -> None:
@@ -264,32 +271,32 @@ def _state_without_its_form(fields: dict) -> None:
 
 DAMAGE: dict[str, tuple[Callable[[dict], Any], str]] = {
     "no capacity": (
-        lambda fields: fields["layers"][0]["config"].pop("capacity"),
-        "layers.0: config: has window, a RingLayer has capacity, window",
+        lambda fields: fields["layers"][1]["policy"].pop("capacity"),
+        "layers.1: policy has none, one of kind 'full' has capacity",
     ),
-    "more config": (
-        lambda fields: fields["layers"][1]["config"].update(window=7),
-        "layers.1: config: has capacity, window, a FullLayer has capacity",
+    "more of a policy": (
+        lambda fields: fields["layers"][1]["policy"].update(window=7),
+        "layers.1: policy has capacity, window, one of kind 'full' has capacity",
     ),
     "other capacity": (
         _inconsistent_capacity,
-        f"layers.1: config.capacity: is {CAPACITY + 16}, its tensors have {CAPACITY}",
+        f"layers.1: tensors.keys.shape: capacity is {CAPACITY}, it is {CAPACITY + 16} by the policy",
     ),
     "true capacity": (
-        lambda fields: fields["layers"][1]["config"].update(capacity=True),
-        f"layers.1: config.capacity: is True, its tensors have {CAPACITY}",
+        lambda fields: fields["layers"][1]["policy"].update(capacity=True),
+        "layers.1: capacity of a full policy is True; it must be an int of at least 1",
     ),
     "one tensor of another capacity": (
         lambda fields: fields["layers"][1]["tensors"]["values"]["shape"].__setitem__(2, CAPACITY + 16),
-        f"layers.1: tensors.values.shape: capacity is {CAPACITY + 16}, it is {CAPACITY} in another tensor",
+        f"layers.1: tensors.values.shape: capacity is {CAPACITY + 16}, it is {CAPACITY} by the policy or in another tensor",
     ),
     "no keys": (
         lambda fields: fields["layers"][1]["tensors"].pop("keys"),
-        "layers.1: tensors: has values, cumulative_length, a FullLayer has keys, values, cumulative_length",
+        "layers.1: tensors: has values, cumulative_length, a layer of full has keys, values, cumulative_length",
     ),
     "other dims": (
         lambda fields: fields["layers"][1]["tensors"]["keys"]["dims"].reverse(),
-        "layers.1: tensors.keys.dims: are head_dim, capacity, num_heads, batch_size, those of a FullLayer are batch_size",
+        "layers.1: tensors.keys.dims: are head_dim, capacity, num_heads, batch_size, those of a layer of full are batch_size",
     ),
     "fewer dims": (
         lambda fields: fields["layers"][1]["tensors"]["keys"]["dims"].pop(),
@@ -422,17 +429,26 @@ def test_target_that_is_not_installed(folder: Path, monkeypatch: pytest.MonkeyPa
     refused(folder, "needs no_such_package", "exportable-cache[extra]", error=MissingDependencyError)
 
 
-def test_unknown_layer_class(folder: Path) -> None:
-    edit(folder, lambda fields: fields["layers"][1].update({"class": "SpiralLayer"}))
-    with pytest.raises(BundleError, match="layer 1 .* is a 'SpiralLayer'.*FullLayer"):
+def test_unknown_policy(folder: Path) -> None:
+    edit(folder, lambda fields: fields["layers"][1]["policy"].update(kind="spiral"))
+    refused(folder, "layers.1: policy is of kind 'spiral', known are", "full")
+
+
+def test_unknown_kernel(folder: Path) -> None:
+    edit(folder, lambda fields: fields["layers"][1]["kernel"].update(kind="late"))
+    with pytest.raises(BundleError, match="layer 1 .* has the kernel 'late', this release has .*portable"):
         load(folder)
 
 
-def test_layer_class_that_the_target_brings_is_checked_then(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    edit(folder, lambda fields: fields["layers"][1].update({"class": "LateLayer", "config": {}}))
+def test_a_layer_of_a_kernel_that_the_target_brings_is_checked_then(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    edit(folder, lambda fields: fields["layers"][1].update(kernel={"kind": "late"}, policy={"kind": "full"}))
     bundle = Bundle.open(folder)
-    monkeypatch.setitem(CacheLayer.classes, "LateLayer", CacheLayer.classes["FullLayer"])
-    with pytest.raises(BundleError, match="is damaged: layers.1: config: has none, a LateLayer has capacity; export"):
+    monkeypatch.setitem(Kernel.kinds, "late", PortableKernel)
+    with pytest.raises(
+        BundleError, match="is damaged: layers.1: policy has none, one of kind 'full' has capacity; export"
+    ):
         Session.from_bundle(bundle)
 
 

@@ -9,9 +9,9 @@ from transformers import AutoConfig, DynamicCache
 
 from exportable_cache import ExportableCache
 from exportable_cache.cache.attention.functions import ATTENTION
-from exportable_cache.cache.layers import FullLayer, RingLayer
 from exportable_cache.errors import BundleError, CacheFullError, InputError, UnsupportedModelError
 
+from .support.layers import full_layer
 from .support.models import FAMILIES, WINDOW, tiny_model, tokens
 from .support.oracle import difference, reference_logits
 
@@ -34,16 +34,16 @@ def snapshot(cache: ExportableCache) -> dict[str, torch.Tensor]:
 def test_layers_are_picked_by_layer_type(family: str) -> None:
     model = tiny_model(family)
     expected = {
-        "llama": [FullLayer, FullLayer],
-        "qwen3": [FullLayer, FullLayer],
-        "mistral": [RingLayer, RingLayer],
-        "phi3": [RingLayer, RingLayer],
-    }.get(family, [RingLayer, FullLayer])
+        "llama": ["full", "full"],
+        "qwen3": ["full", "full"],
+        "mistral": ["ring", "ring"],
+        "phi3": ["ring", "ring"],
+    }.get(family, ["ring", "full"])
     by_config = cache_of(model, batch_size=2)
     by_model = ExportableCache.from_model(model, max_cache_len=96, batch_size=2)
     for cache in (by_config, by_model):
-        assert [type(layer) for layer in cache.layers] == expected
-        assert [layer.capacity for layer in cache.layers] == [WINDOW if kind is RingLayer else 96 for kind in expected]
+        assert [layer.label for layer in cache.layers] == expected
+        assert [layer.capacity for layer in cache.layers] == [WINDOW if kind == "ring" else 96 for kind in expected]
     shapes = [(name, tensor.shape, tensor.dtype) for name, tensor in by_config.named_state()]
     assert shapes == [(name, tensor.shape, tensor.dtype) for name, tensor in by_model.named_state()]
 
@@ -51,7 +51,7 @@ def test_layers_are_picked_by_layer_type(family: str) -> None:
 def test_a_window_larger_than_the_cache_needs_no_ring() -> None:
     model = tiny_model("mistral", sliding_window=64)
     cache = cache_of(model, max_cache_len=32)
-    assert [type(layer) for layer in cache.layers] == [FullLayer, FullLayer]
+    assert [layer.label for layer in cache.layers] == ["full", "full"]
     ids = tokens(30)
     assert difference(step_with(model, cache), reference_logits(model, ids, 9), ids, 9) <= TOLERANCE
 
@@ -291,7 +291,7 @@ def test_bad_models() -> None:
     with pytest.raises(InputError, match="layer 0 is a str"):
         ExportableCache(["layer"])
     with pytest.raises(InputError, match=r"batch sizes \[1, 2\]"):
-        ExportableCache([FullLayer(1, 1, 1, 1), FullLayer(2, 1, 1, 1)])
+        ExportableCache([full_layer(1, 1, 1, 1), full_layer(2, 1, 1, 1)])
 
 
 def test_wrong_batch_and_dtype_are_refused_by_the_first_layer() -> None:

@@ -60,7 +60,7 @@ def worst_difference(session, model) -> dict[tuple[int, ...], float]:
 def test_eager(family: str) -> None:
     model = kind_model(family)
     session = live_session(model, False, 64)
-    assert [type(layer).__name__ for layer in session.layers] == KINDS[family][1]
+    assert [layer.label for layer in session.layers] == KINDS[family][1]
     found = worst_difference(session, model)
     assert max(found.values()) <= TOLERANCE, found
 

@@ -10,7 +10,8 @@ from transformers.masking_utils import (
 )
 
 from exportable_cache.cache.attention.masks import position_mask
-from exportable_cache.cache.layers import RingLayer
+
+from .support.layers import ring_layer
 
 LOWEST = torch.finfo(torch.float32).min
 FUNCTIONS = {
@@ -52,7 +53,7 @@ def test_rows_of_different_length() -> None:
 @pytest.mark.parametrize("length", [0, 2, 5, 8, 11])
 @pytest.mark.parametrize("q_length", [1, 2, 7])
 def test_ring_offsets_give_the_window_of_each_query(length: int, q_length: int) -> None:
-    layer = RingLayer(1, 1, 1, window=5)
+    layer = ring_layer(1, 1, 1, window=5)
     layer.cumulative_length.fill_(length)
     kv_length, offset = layer.get_mask_sizes(q_length)
     positions = (torch.arange(kv_length) + offset)[0]
@@ -64,7 +65,7 @@ def test_ring_offsets_give_the_window_of_each_query(length: int, q_length: int) 
 
 
 def test_padding_is_looked_up_at_the_position_a_ring_slot_holds() -> None:
-    layer = RingLayer(1, 1, 1, window=5)
+    layer = ring_layer(1, 1, 1, window=5)
     layer.cumulative_length.fill_(8)
     kv_length, offset = layer.get_mask_sizes(1)
     attention_mask = torch.ones(1, 9, dtype=torch.bool)

@@ -31,7 +31,7 @@ def test_plan_bytes_are_those_of_the_caches(family, batch_size):
     cache = ExportableCache.from_model(model, LENGTH, batch_size)
     assert made.cache_bytes == cache.nbytes
     assert [layer.bytes for layer in made.layers] == [layer.nbytes for layer in cache.layers]
-    assert [layer.storage for layer in made.layers] == [type(layer).__name__ for layer in cache.layers]
+    assert [layer.policy for layer in made.layers] == [layer.label for layer in cache.layers]
     assert [layer.slots for layer in made.layers] == [layer.capacity for layer in cache.layers]
     assert made.max_length == cache.max_length
     model.set_attn_implementation("eager")
@@ -48,17 +48,17 @@ def test_plan_weights_are_those_of_the_model(family):
 def test_plan_describes_each_layer():
     made = plan(tiny_model("gemma2"), LENGTH)
     ring, full = made.layers
-    assert (ring.index, ring.layer_type, ring.storage, ring.slots, ring.window) == (
+    assert (ring.index, ring.layer_type, ring.policy, ring.slots, ring.window) == (
         0,
         "sliding_attention",
-        "RingLayer",
+        "ring",
         WINDOW,
         WINDOW,
     )
-    assert (full.index, full.layer_type, full.storage, full.slots, full.window) == (
+    assert (full.index, full.layer_type, full.policy, full.slots, full.window) == (
         1,
         "full_attention",
-        "FullLayer",
+        "full",
         LENGTH,
         None,
     )
@@ -150,8 +150,8 @@ def test_plan_of_states_does_not_grow_with_the_length():
     made = plan(config, LENGTH)
     # Per layer: 32 channels x kernel of 4, 32 channels x 4 states, both float32, and the length.
     assert [layer.bytes for layer in made.layers] == [4 * 32 * 4 + 4 * 32 * 4 + 8] * 2
-    assert {(layer.storage, layer.slots, layer.heads, layer.dtype) for layer in made.layers} == {
-        ("LinearLayer", None, None, "float32")
+    assert {(layer.policy, layer.slots, layer.heads, layer.dtype) for layer in made.layers} == {
+        ("recurrent", None, None, "float32")
     }
     assert made.cache_bytes == plan(config, 2 * LENGTH).cache_bytes and made.max_length is None
     assert made.dynamic_bytes == made.cache_bytes - 2 * 8
@@ -164,7 +164,7 @@ def test_plan_of_layers_that_share_their_keys():
         num_kv_shared_layers=2, laurel_rank=4, altup_num_inputs=2, sliding_window=WINDOW,
         layer_types=["sliding_attention", "full_attention"] * 2, activation_sparsity_pattern=[0.0] * 4,
     )  # fmt: skip
-    assert [(layer.storage, layer.bytes) for layer in plan(config, LENGTH).layers[2:]] == [("DummyLayer", 0)] * 2
+    assert [(layer.policy, layer.bytes) for layer in plan(config, LENGTH).layers[2:]] == [("none", 0)] * 2
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_plan_takes_the_options_of_the_cache(family, options):
     made = plan(model, LENGTH, 2, **options)
     cache = ExportableCache.from_model(model, LENGTH, 2, **options)
     assert [layer.bytes for layer in made.layers] == [layer.nbytes for layer in cache.layers]
-    assert [layer.storage for layer in made.layers] == [type(layer).__name__ for layer in cache.layers]
+    assert [layer.policy for layer in made.layers] == [layer.label for layer in cache.layers]
     assert made.max_length == cache.max_length
     assert made.layers[1].window == (
         None if "attention_sinks" not in options else 8 if "attention_window" in options else LENGTH
@@ -203,8 +203,8 @@ def test_plan_takes_the_options_of_the_cache(family, options):
 
 
 def test_plan_refuses_options_as_the_cache_does():
-    with pytest.raises(InputError, match="kv_dtype is 'int4'"):
-        plan(tiny_model("llama"), LENGTH, kv_dtype="int4")
+    with pytest.raises(InputError, match="kv_dtype is 'int2'"):
+        plan(tiny_model("llama"), LENGTH, kv_dtype="int2")
     with pytest.raises(InputError, match="there are no attention_sinks"):
         plan(tiny_model("llama"), LENGTH, attention_window=4)
     assert (

@@ -173,7 +173,7 @@ def test_a_row_that_cannot_be_kept_apart_is_refused_by_its_layer() -> None:
     session.prefill(tokens(20, 2))
     session.runner.state = None
     session.target = "executorch"
-    with pytest.raises(InputError, match=r"row 0 holds 20 tokens and waits .* layer 0 \(RingLayer\) cannot take back"):
+    with pytest.raises(InputError, match=r"row 0 holds 20 tokens and waits .* layer 0 \(ring\) cannot take back"):
         session.prefill(*padded([tokens(2), tokens(9)], "left"))
     assert session.length.tolist() == [20, 20]
 

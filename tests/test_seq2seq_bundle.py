@@ -31,7 +31,7 @@ def bundle(folder: Path) -> Any:
 
 def test_plan_sizes_both_kinds_of_layers(folder: Path) -> None:
     made = plan(folder, 24, max_encoder_len=32)
-    assert [layer.storage for layer in made.layers] == ["FullLayer"] * 3 + ["CrossLayer"] * 3
+    assert [layer.policy for layer in made.layers] == ["full"] * 3 + ["cross"] * 3
     assert [layer.slots for layer in made.layers] == [24] * 3 + [32] * 3
     assert made.architecture == "T5ForConditionalGeneration" and made.max_length == 24
     with pytest.raises(InputError, match="has no encoder; leave it out"):

@@ -322,11 +322,11 @@ def test_lengths_given_out_are_copies(model: Any) -> None:
 
 @pytest.mark.parametrize("family", ["mistral", "llama"])
 def test_a_cache_of_other_windows_is_refused(family: str) -> None:
-    from exportable_cache.cache.layers import RingLayer
+    from .support.layers import ring_layer
 
     model = tiny_model(family)
-    with pytest.raises(InputError, match="layer 0 of the cache is RingLayer.capacity=4, window=4."):
-        Session.from_model(model, ExportableCache([RingLayer(1, 2, 8, 4), RingLayer(1, 2, 8, 4)]))
+    with pytest.raises(InputError, match="layer 0 of the cache is CacheLayer.RingPolicy.window=4"):
+        Session.from_model(model, ExportableCache([ring_layer(1, 2, 8, 4), ring_layer(1, 2, 8, 4)]))
 
 
 def test_reset_cures_a_live_session_of_not_a_number() -> None:

@@ -104,7 +104,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(model: Any, tmp_path: 
     refused(
         Session.from_model(model, cache),
         path,
-        "other layers than this session: layer 0 is .*'capacity': 8.*'capacity': 11",
+        "other layers than this session: layer 0 is .*'rollback_slots': 0.*'rollback_slots': 3",
     )
     refused(live_session(model, False, 64), tmp_path / "none", "cannot read a session's state", BundleError)
     path.write_bytes(path.read_bytes()[:500])

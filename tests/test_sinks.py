@@ -8,12 +8,13 @@ from transformers import DynamicCache, PreTrainedModel
 
 from exportable_cache import ExportableCache, Session
 from exportable_cache.cache.attention.implementation import attention_of
-from exportable_cache.cache.layers import RingLayer, SinkLayer
+from exportable_cache.cache.policies import SinkPolicy
 from exportable_cache.cache.spec import Sinks
 from exportable_cache.errors import InputError, UnsupportedModelError
 from exportable_cache.verification.references.sinks import evicting_cache
 from exportable_cache.verification.verify import verify_session
 
+from .support.layers import sink_layer
 from .support.memory import resident_kib
 from .support.models import WINDOW, tiny_model, tokens
 from .support.oracle import difference
@@ -82,7 +83,7 @@ def test_verification_feeds_the_reference_the_same_tokens() -> None:
     assert report.passed and report.windows == (KEPT,) and max(prompt.length for prompt in report.prompts) == 5 * KEPT
     # A reference that keeps one sink fewer and one token more disagrees.
     session = sink_session(model, "eager", Path())
-    session.layers = tuple(SinkLayer(1, 2, 8, SINKS - 1, NEWEST + 1) for _ in session.layers)
+    session.layers = tuple(sink_layer(1, 2, 8, SINKS - 1, NEWEST + 1) for _ in session.layers)
     assert not verify_session(session, model).passed
 
 
@@ -115,12 +116,12 @@ def test_ten_thousand_tokens_on_the_executorch_runtime_in_constant_memory(tmp_pa
 
 def test_the_layers_of_a_cache_and_their_bytes() -> None:
     cache = ExportableCache.from_model(tiny_model("gemma3_text"), 64, attention_sinks=4, attention_window=12)
-    assert [type(layer) for layer in cache.layers] == [RingLayer, SinkLayer]
-    assert cache.layers[1].config() == {"capacity": 16, "sinks": 4, "window": 12}
+    assert [layer.label for layer in cache.layers] == ["ring", "sinks"]
+    assert cache.layers[1].policy == SinkPolicy(sinks=4, window=12) and cache.layers[1].capacity == 16
     assert cache.max_length is None and cache.layers[1].nbytes == 2 * 2 * 16 * 8 * 4 + 8
     # The window is what the sinks leave, and a sliding layer stays a ring however short the cache is.
     cache = ExportableCache.from_model(tiny_model("gemma3_text"), WINDOW, attention_sinks=2)
-    assert [type(layer) for layer in cache.layers] == [RingLayer, SinkLayer] and cache.layers[1].window == WINDOW - 2
+    assert [layer.label for layer in cache.layers] == ["ring", "sinks"] and cache.layers[1].policy.window == WINDOW - 2
     from_config = ExportableCache.from_config(tiny_model("gemma3_text").config, WINDOW, attention_sinks=2)
     assert [layer.config() for layer in from_config.layers] == [layer.config() for layer in cache.layers]
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from ..cache.layers import CacheLayer
+from ..cache.layers import CacheLayer, layer_from
 from ..generation.sampler import Sampler
 from ..program.entry_points import Method
 from ..program.program import Program
@@ -179,7 +179,7 @@ class ProgramDescription:
         form: Where the state lives.
         logits: Which logits come back.
         batch_size: Rows.
-        layers: Per layer: class, config, and per state tensor shape and dtype name.
+        layers: Per layer: config, and per state tensor shape and dtype name.
         details: Of each file, see `LoweredFile`.
     """
 
@@ -194,7 +194,7 @@ class ProgramDescription:
 def empty_layers(description: ProgramDescription) -> list[CacheLayer]:
     """The layers of a program on disk, zeroed."""
     return [
-        CacheLayer.classes[layer["class"]].from_state(
+        layer_from(
             layer["config"],
             {
                 name: torch.zeros(tensor["shape"], dtype=getattr(torch, tensor["dtype"]))

@@ -11,7 +11,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from ..cache.attention.functions import matmul_attention
 from ..cache.attention.implementation import attention_of
 from ..cache.attention.masks import register_masks
-from ..cache.layers import FullLayer
+from ..cache.policies import FullPolicy
 from ..models.cache_factory import ExportableCache
 from ..models.layout import cache_argument
 
@@ -39,7 +39,7 @@ def probe_attention(model: PreTrainedModel, length: int, look: Look) -> dict[int
 
     def record(module, query, key, value, attention_mask, **kwargs):
         for index, layer in enumerate(probe.layers):
-            if isinstance(layer, FullLayer) and key is layer.keys:
+            if isinstance(layer.policy, FullPolicy) and key is layer.keys:
                 calls.setdefault(index, []).append(
                     value is layer.values and look(query, key, value, attention_mask, kwargs)
                 )

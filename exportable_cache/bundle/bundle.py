@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from ..backends import backend_for
 from ..backends.base import LoweredFile, Runner
-from ..cache.layers import CacheLayer
+from ..cache.kernel import Kernel
+from ..cache.layers import CacheLayer, layer_from
 from ..common.files import PARTIAL, atomic_folder
 from ..common.progress import Progress, silent
 from ..errors import BundleError
@@ -100,24 +101,24 @@ class Bundle:
         """The cache layers, without tensors.
 
         Raises:
-            BundleError: If one is of a class that this release does not have, or does not fit its class.
+            BundleError: If one has a kernel that this release does not have, or its tensors do not fit its parts.
         """
-        # A target may bring layer classes of its own.
+        # A target may bring kernels of its own.
         backend_for(self.manifest.target)
         layers = []
         for index, layer in enumerate(self.manifest.layers):
-            if layer.class_name not in CacheLayer.classes:
+            if layer.kernel.get("kind") not in Kernel.kinds:
                 raise BundleError(
-                    f"layer {index} of {self.path} is a {layer.class_name!r}, this release has {', '.join(CacheLayer.classes)}; "
+                    f"layer {index} of {self.path} has the kernel {layer.kernel.get('kind')!r}, this release has {', '.join(Kernel.kinds)}; "
                     "install the release that wrote it, or export the model again"
                 )
-            # Read did so for the classes known then, not for those the target has just brought.
+            # Read did so for the kernels known then, not for those the target has just brought.
             problem = layer.problem()
             if problem is not None:
                 raise BundleError(
                     f"{self.path / MANIFEST_FILE} is damaged: layers.{index}: {problem}; export the model again"
                 )
-            layers.append(CacheLayer.classes[layer.class_name].from_state(layer.config, {}))
+            layers.append(layer_from(layer.config, {}))
         return layers
 
     @property

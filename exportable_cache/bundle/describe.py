@@ -75,8 +75,7 @@ def describe(
     layers = [
         Layer(
             layer_type=layer_type,
-            class_name=type(layer).__name__,
-            config=layer.config(),
+            **layer.config(),
             tensors={
                 name: Tensor(
                     shape=list(tensor.shape),

@@ -13,14 +13,16 @@ from transformers import GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from ..backends.base import ProgramDescription
-from ..cache.layers import CacheLayer
+from ..cache.kernel import Kernel
+from ..cache.layers import layer_from
 from ..common.files import PARTIAL, retired_folder
 from ..common.tensor_spec import TensorSpec
-from ..errors import BundleError, first_line
+from ..errors import BundleError, InputError, first_line
 from ..program.entry_points import Method as ProgramMethod
 from ..program.spec import Form, Logits
 
-SCHEMA_VERSION = 1
+# 2: layers by their parts, not by a class.
+SCHEMA_VERSION = 2
 MANIFEST_FILE = "manifest.json"
 
 # What the names of an explicit program's state tensors begin with, among the inputs and outputs of its methods.
@@ -31,8 +33,7 @@ LOGITS = "logits"
 
 
 class _Entry(BaseModel):
-    # `class` is a keyword, so that field goes by an alias; files and dumps both use it.
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, serialize_by_alias=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Signature(_Entry):
@@ -149,49 +150,58 @@ class Tensor(_Entry):
 
 
 class Layer(_Entry):
-    """One cache layer: `layer_type` is the model's name for it, `class` ours, `config` rebuilds it."""
+    """One cache layer: `layer_type` is the model's name for it, the parts of `CacheLayer.config` say what ours is composed of.
+
+    `states` and `indexer` are there where a layer keeps more than keys and values, `storage` where it keeps those.
+    """
 
     layer_type: str
-    class_name: str = Field(alias="class")
-    config: dict[str, Any]
+    policy: dict[str, Any]
+    storage: dict[str, Any] | None = None
+    kernel: dict[str, Any]
+    states: dict[str, Any] | None = None
+    indexer: dict[str, Any] | None = None
     tensors: dict[str, Tensor]
     bytes: int
 
     @model_validator(mode="after")
-    def _fits_its_class(self) -> Layer:
+    def _fits_its_parts(self) -> Layer:
         problem = self.problem()
         if problem is not None:
             raise ValueError(problem)
         return self
 
-    def problem(self) -> str | None:
-        """What keeps the class from being rebuilt of this, or None.
+    @property
+    def config(self) -> dict[str, Any]:
+        """What `layer_from` takes."""
+        parts = {name: getattr(self, name) for name in ("policy", "storage", "kernel", "states", "indexer")}
+        return {name: part for name, part in parts.items() if part is not None}
 
-        A class that no one has imported yet is not judged: a target may bring it, so ask again when the target is there.
+    def problem(self) -> str | None:
+        """What keeps the layer from being rebuilt of this, or None.
+
+        A kernel that no one has imported yet is not judged: a target may bring it, so ask again when the target is there.
         """
-        layer_class = CacheLayer.classes.get(self.class_name)
-        if layer_class is None:
+        if self.kernel.get("kind") not in Kernel.kinds:
             return None
-        if set(self.config) != set(layer_class.config_names):
-            return f"config: has {_names(self.config)}, a {self.class_name} has {_names(layer_class.config_names)}"
         try:
-            declared = layer_class.declare(self.config)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            return f"config: declares no state tensors ({type(error).__name__}: {error})"
-        if set(self.tensors) != set(declared):
-            return f"tensors: has {_names(self.tensors)}, a {self.class_name} has {_names(declared)}"
-        sizes: dict[str, int] = {}
+            layer = layer_from(self.config, {})
+        except InputError as error:
+            return str(error)
+        if set(self.tensors) != set(layer.state):
+            return f"tensors: has {_names(self.tensors)}, a layer of {layer.label} has {_names(layer.state)}"
+        sizes = {} if layer.storage is None else dict(layer.kernel.sizes(layer.policy))
         for name, tensor in self.tensors.items():
-            expected_dims = declared[name].dims
-            if tuple(tensor.dims) != expected_dims:
-                return f"tensors.{name}.dims: are {_names(tensor.dims)}, those of a {self.class_name} are {_names(expected_dims)}"
+            declared = layer.state[name]
+            if tuple(tensor.dims) != declared.dims:
+                return f"tensors.{name}.dims: are {_names(tensor.dims)}, those of a layer of {layer.label} are {_names(declared.dims)}"
+            if tensor.dtype != str(declared.dtype).removeprefix("torch."):
+                return f"tensors.{name}.dtype: is {tensor.dtype}, a layer of {layer.label} keeps {declared.dtype}"
             for dim, size in zip(tensor.dims, tensor.shape, strict=True):
                 if sizes.setdefault(dim, size) != size:
-                    return f"tensors.{name}.shape: {dim} is {size}, it is {sizes[dim]} in another tensor"
-        for name, value in self.config.items():
-            # By type, too: True equals 1.
-            if name in sizes and (type(value) is not int or value != sizes[name]):
-                return f"config.{name}: is {value!r}, its tensors have {sizes[name]}"
+                    return (
+                        f"tensors.{name}.shape: {dim} is {size}, it is {sizes[dim]} by the policy or in another tensor"
+                    )
         return None
 
 
@@ -321,7 +331,6 @@ class Manifest(_Entry):
             batch_size=self.program.batch_size,
             layers=[
                 {
-                    "class": layer.class_name,
                     "config": layer.config,
                     "tensors": {
                         name: {"shape": tensor.shape, "dtype": tensor.dtype} for name, tensor in layer.tensors.items()

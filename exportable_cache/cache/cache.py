@@ -13,16 +13,19 @@ from transformers import Cache, PreTrainedConfig
 
 from ..common.compat.transformers import attention_implementation
 from ..common.files import atomic_path, read_tensors
-from ..errors import InputError
+from ..errors import BundleError, InputError
 from .attention.functions import ATTENTION_NAMES
-from .layers import CacheLayer, LinearStates
-from .layers.checks import check_rollback, check_room, check_rows_agree, is_traced
+from .checks import check_rollback, check_room, check_rows_agree, is_traced
+from .layers import CacheLayer, LinearLayer, layer_from
+from .step import PLAIN, StepContext
 
-_FORMAT = "exportable_cache.cache.v1"
+# Of the second: layers are described by their parts, not by a class.
+_FORMAT = "exportable_cache.cache.v2"
 
 
 class LayeredCache(Cache):
-    """The ordered layers of a model, as one `past_key_values`. `models.cache_factory.ExportableCache` is made from a model or its config.
+    """The ordered layers of a model, as one `past_key_values`. `models.cache_factory.ExportableCache` is made from a
+    model or its config.
 
     No step depends on how many tokens were seen, so a compiled or exported step serves every position.
 
@@ -46,9 +49,7 @@ class LayeredCache(Cache):
             raise InputError("a cache needs at least one layer, got none")
         for index, layer in enumerate(layers):
             if not isinstance(layer, CacheLayer):
-                raise InputError(
-                    f"layer {index} is a {type(layer).__name__}; it must be a CacheLayer such as FullLayer"
-                )
+                raise InputError(f"layer {index} is a {type(layer).__name__}; it must be a CacheLayer")
         if all(layer.is_dummy for layer in layers):
             raise InputError("none of the layers keeps anything; a cache needs at least one that does")
         sizes = [layer.cumulative_length.shape[0] for layer in layers if not layer.is_dummy]
@@ -89,11 +90,15 @@ class LayeredCache(Cache):
 
     @property
     def cumulative_length(self) -> torch.Tensor:
-        """Tokens seen per row, int64 [batch_size]: those of the first layer that attends, or of the first that keeps a state."""
+        """Tokens seen per row, int64 [batch_size]: those of the first layer that attends, or of the first that keeps a
+        state.
+        """
         return self.layers[self._counting_layer(0)].cumulative_length
 
     def _counting_layer(self, layer_idx: int) -> int:
-        """`layer_idx`, or where that layer sees no keys, the first that does: masks are asked for at index 0 by default."""
+        """`layer_idx`, or where that layer sees no keys, the first that does: masks are asked for at index 0 by
+        default.
+        """
         if not (self.layers[layer_idx].is_linear or self.layers[layer_idx].is_dummy):
             return layer_idx
         for kinds in ((False, False), (True, False)):
@@ -104,7 +109,9 @@ class LayeredCache(Cache):
 
     @property
     def is_linear(self) -> list[bool]:
-        """Per layer, whether it keeps states and no keys. (Transformers' own takes hybrid layers of fixed size for such.)"""
+        """Per layer, whether it keeps states and no keys. (Transformers' own takes hybrid layers of fixed size for
+        such.)
+        """
         return [layer.is_linear for layer in self.layers]
 
     @property
@@ -178,28 +185,28 @@ class LayeredCache(Cache):
         return True
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """See `LinearStates.get_conv_state`."""
+        """See `LinearLayer.get_conv_state`."""
         return self._linear_layer(layer_idx).get_conv_state(state_idx)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """See `LinearStates.get_recurrent_state`."""
+        """See `LinearLayer.get_recurrent_state`."""
         return self._linear_layer(layer_idx).get_recurrent_state(state_idx)
 
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
-        """See `LinearStates.update_conv_state`."""
+        """See `LinearLayer.update_conv_state`."""
         return self._linear_layer(layer_idx).update_conv_state(conv_states, state_idx, **kwargs)
 
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
-        """See `LinearStates.update_recurrent_state`."""
+        """See `LinearLayer.update_recurrent_state`."""
         return self._linear_layer(layer_idx).update_recurrent_state(recurrent_states, state_idx, **kwargs)
 
-    def _linear_layer(self, layer_idx: int) -> LinearStates:
+    def _linear_layer(self, layer_idx: int) -> LinearLayer:
         layer = self.layers[layer_idx]
-        if not isinstance(layer, LinearStates):
+        if not isinstance(layer, LinearLayer):
             raise InputError(
                 f"layer {layer_idx} of the cache is {layer!r}, but that layer of the model keeps a linear state; "
                 "allocate the cache with ExportableCache.from_model"
@@ -238,21 +245,17 @@ class LayeredCache(Cache):
                     check_rollback(layer, -tokens_to_remove)
         super().crop(tokens_to_remove)
 
-    def with_state(self, tensors: Mapping[str, Any], lengths: torch.Tensor | None = None) -> LayeredCache:
-        """The same layers around other tensors; this cache is left alone.
+    def with_state(self, tensors: Mapping[str, Any], context: StepContext = PLAIN) -> LayeredCache:
+        """The same layers around other tensors, for one step; this cache is left alone.
 
         Args:
-            tensors: State by name, as `named_state` gives it.
-            lengths: int64 [batch_size], the cumulative length of every layer; `tensors` need hold none then.
+            tensors: State by name, as `named_state` gives it; without lengths where the context has a start.
+            context: Of the step.
         """
         layers = []
         for index, layer in enumerate(self.layers):
             state = {name: tensors.get(f"layers.{index}.{name}") for name in layer.state}
-            if lengths is not None:
-                state["cumulative_length"] = lengths
-            rebuilt = type(layer).from_state(layer.config(), state)
-            rebuilt.start = lengths
-            layers.append(rebuilt)
+            layers.append(layer.with_state(state, context))
         cache = type(self).from_layers(layers)
         cache.model_types = self.model_types
         return cache
@@ -261,7 +264,7 @@ class LayeredCache(Cache):
         """Write all state to a safetensors file, atomically."""
         tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in self.named_state()}
         layers = [
-            {"class": type(layer).__name__, "config": layer.config(), "high_water": layer._high_water}
+            {"config": layer.config(), "tensors": list(layer.state), "high_water": layer._high_water}
             for layer in self.layers
         ]
         with atomic_path(Path(path)) as temporary:
@@ -281,14 +284,19 @@ class LayeredCache(Cache):
         """Read what `save` wrote; the next step continues where it stopped.
 
         Raises:
-            BundleError: If the file is missing, damaged or not a saved cache.
+            BundleError: If the file is missing, damaged or not a saved cache, of another format, or of parts unknown
+            here.
         """
         tensors, metadata = read_tensors(path, "a saved cache", _FORMAT, "save()", device)
         layers = []
         for index, described in enumerate(json.loads(metadata["layers"])):
-            layer_class = CacheLayer.classes[described["class"]]
-            state = {name: tensors[f"layers.{index}.{name}"] for name in layer_class.declare(described["config"])}
-            layer = layer_class.from_state(described["config"], state)
+            state = {name: tensors[f"layers.{index}.{name}"] for name in described["tensors"]}
+            try:
+                layer = layer_from(described["config"], state)
+            except InputError as error:
+                raise BundleError(
+                    f"{path}: layer {index} is of parts that this release does not have: {error}; save the cache again"
+                ) from error
             layer._high_water = described["high_water"]
             layers.append(layer)
         cache = LayeredCache.classes[metadata.get("cache", "ExportableCache")](layers)

@@ -11,6 +11,7 @@ from transformers import EncoderDecoderCache
 from ..errors import InputError
 from .cache import LayeredCache
 from .layers import CacheLayer, CrossLayer
+from .step import PLAIN, StepContext
 
 if TYPE_CHECKING:
     from ..models.encoder import Encoder
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
 class EncoderDecoderLayeredCache(LayeredCache, EncoderDecoderCache):
     """A `LayeredCache` that is a transformers `EncoderDecoderCache` too (cache_utils.py, 5.23).
 
-    Its layers are those of the self-attention, followed by as many of the cross-attention. `is_updated` says per decoder
-    layer whether the cross-attention's keys and values are there: a model computes them where it is false, and reads them
-    where it is true.
+    Its layers are those of the self-attention, followed by as many of the cross-attention. `is_updated` says per
+    decoder layer whether the cross-attention's keys and values are there: a model computes them where it is false, and
+    reads them where it is true.
 
     Args:
         layers: Self-attention layers, then one `CrossLayer` for each.
@@ -37,7 +38,7 @@ class EncoderDecoderLayeredCache(LayeredCache, EncoderDecoderCache):
         crosses = [isinstance(layer, CrossLayer) for layer in self.layers]
         if crosses != [False] * half + [True] * half:
             raise InputError(
-                f"layers are {', '.join(type(layer).__name__ for layer in self.layers)}; "
+                f"layers are {', '.join(layer.label for layer in self.layers)}; "
                 "an encoder-decoder has its self-attention layers first, then as many cross-attention layers"
             )
         self.encoder = encoder
@@ -114,8 +115,8 @@ class EncoderDecoderLayeredCache(LayeredCache, EncoderDecoderCache):
         for layer in self.layers:
             layer.batch_repeat_interleave(repeats)
 
-    def with_state(self, tensors: Mapping[str, Any], lengths: torch.Tensor | None = None) -> EncoderDecoderLayeredCache:
-        cache = super().with_state(tensors, lengths)
+    def with_state(self, tensors: Mapping[str, Any], context: StepContext = PLAIN) -> EncoderDecoderLayeredCache:
+        cache = super().with_state(tensors, context)
         cache.encoder = self.encoder
         cache.is_updated = dict(self.is_updated)
         return cache
@@ -124,8 +125,8 @@ class EncoderDecoderLayeredCache(LayeredCache, EncoderDecoderCache):
 class _Written:
     """A cross layer as models read it in eager use: without the slots behind the newest encoder output.
 
-    Models size the mask of their cross-attention by the encoder output at hand. A program gives them one of all slots, with
-    a mask, and so reads them all.
+    Models size the mask of their cross-attention by the encoder output at hand. A program gives them one of all slots,
+    with a mask, and so reads them all.
     """
 
     def __init__(self, layer: CrossLayer) -> None:

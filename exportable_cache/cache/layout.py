@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from ..errors import InputError
-from .layers import (
-    CacheLayer,
-    CrossLayer,
-    DummyLayer,
-    FullLayer,
-    HybridFullLayer,
-    HybridRingLayer,
-    IndexedLayer,
-    LinearLayer,
-    RingLayer,
-    SinkLayer,
-    StateShape,
-)
-from .layers.quantized import QUANTIZED
-from .spec import CacheSpec
+from .layers import CacheLayer, CrossLayer, IndexedLayer, IndexerKeys, LinearLayer, LinearStates, RowSizes, StateShape
+from .policies import CrossPolicy, FullPolicy, NoPolicy, RecurrentPolicy, RingPolicy, SinkPolicy, SlotPolicy
+from .spec import CacheSpec, Sinks
+from .storage import storage_of
 
-#: Layer types, by transformers' names: those that keep keys and values, those that keep states, and those that keep both.
+#: Layer types, by transformers' names: those that keep keys and values, those that keep states, and those that keep
+#: both.
 KEY_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "indexed_attention")
 STATE_TYPES = ("linear_attention", "conv")
 HYBRID_TYPES = ("hybrid", "hybrid_sliding")
@@ -38,8 +27,8 @@ CROSS_ATTENTION = "cross_attention"
 class LayerLayout:
     """One layer of a model, as its cache sees it.
 
-    `LayerLayout("sliding_attention", num_heads=4, head_dim=64, value_head_dim=64, window=512)` becomes a `RingLayer` of
-    512 slots, or a `FullLayer` where `max_cache_len` is no larger than the window.
+    `LayerLayout("sliding_attention", num_heads=4, head_dim=64, value_head_dim=64, window=512)` becomes a ring of 512
+    slots, or a full layer where `max_cache_len` is no larger than the window.
 
     Attributes:
         layer_type: Transformers' name, as in `config.layer_types`.
@@ -64,39 +53,46 @@ class LayerLayout:
     encoder_slots: int | None = None
 
     def build(self, spec: CacheSpec, dtype: torch.dtype, device: torch.device | str) -> CacheLayer:
-        """Allocate the storage policy of this layer.
+        """Allocate this layer.
 
         Args:
             spec: Of the cache.
             dtype: Of keys and values.
             device: Where to allocate.
+
+        Raises:
+            InputError: If it cannot be kept in the spec's `kv_dtype`.
         """
-        batch_size, max_cache_len, slack = spec.batch_size, spec.max_cache_len, spec.rollback_slots
-        sinks, kv_dtype = spec.sinks, spec.kv_dtype
-        states: dict[str, Any] = {"conv_states": self.conv_states, "recurrent_states": self.recurrent_states}
-        has_states = any((*self.conv_states, *self.recurrent_states))
+        batch_size, kv_dtype = spec.batch_size, spec.kv_dtype
+        states = None
+        if any((*self.conv_states, *self.recurrent_states)):
+            states = LinearStates.of(self.conv_states, self.recurrent_states, dtype)
         if self.num_heads is None:
-            return LinearLayer(batch_size, **states, dtype=dtype, device=device) if has_states else DummyLayer()
-        options: dict[str, Any] = {"value_head_dim": self.value_head_dim, "dtype": dtype, "device": device}
-        if has_states:
-            options |= states
-        if kv_dtype is not None and (has_states or self.index_head_dim is not None or self.encoder_slots is not None):
-            raise InputError(
-                f"kv_dtype is {kv_dtype!r}, but a layer of type {self.layer_type!r} keeps more than keys and values, which is not done in "
-                "8 bits; leave kv_dtype out"
-            )
-        if self.encoder_slots is not None:
-            return CrossLayer(batch_size, self.num_heads, self.head_dim, self.encoder_slots, **options)
+            if states is None:
+                return CacheLayer(NoPolicy())
+            return LinearLayer(RecurrentPolicy(), states, batch_size, device=device)
+        policy = self._policy(spec.max_cache_len, spec.rollback_slots, spec.sinks)
+        storage = storage_of(dtype, kv_dtype)
+        sizes = RowSizes(batch_size, self.num_heads, self.head_dim, self.value_head_dim)
+        if states is not None:
+            return LinearLayer(policy, states, batch_size, storage, sizes, device=device)
         if self.index_head_dim is not None:
-            return IndexedLayer(
-                batch_size, self.num_heads, self.head_dim, max_cache_len, index_head_dim=self.index_head_dim, **options
+            indexer = IndexerKeys(self.index_head_dim, storage.dtype)
+            return IndexedLayer(policy, indexer, storage, sizes, device=device)
+        if self.encoder_slots is not None and storage.rounds:
+            raise InputError(
+                f"kv_dtype is {kv_dtype!r}, but models read the keys and values of cross-attention as they are; leave kv_dtype out"
             )
+        return (CacheLayer if self.encoder_slots is None else CrossLayer)(policy, storage, sizes, device=device)
+
+    def _policy(self, max_cache_len: int, rollback_slots: int, sinks: Sinks | None) -> SlotPolicy:
+        if self.encoder_slots is not None:
+            return CrossPolicy(self.encoder_slots)
+        if self.index_head_dim is not None:
+            return FullPolicy(max_cache_len)
         if sinks is not None and self.window is None:
-            sink = SinkLayer if kv_dtype is None else QUANTIZED[SinkLayer]
-            return sink(batch_size, self.num_heads, self.head_dim, sinks.tokens, sinks.window, slack=slack, **options)
+            return SinkPolicy(sinks.tokens, sinks.window, rollback_slots)
         # A window that is never reached needs no ring: every token stays visible, and the slot is the position.
         if self.window is None or (self.window >= max_cache_len and sinks is None):
-            full = HybridFullLayer if has_states else FullLayer if kv_dtype is None else QUANTIZED[FullLayer]
-            return full(batch_size, self.num_heads, self.head_dim, max_cache_len, **options)
-        ring = HybridRingLayer if has_states else RingLayer if kv_dtype is None else QUANTIZED[RingLayer]
-        return ring(batch_size, self.num_heads, self.head_dim, self.window, slack=slack, **options)
+            return FullPolicy(max_cache_len)
+        return RingPolicy(self.window, rollback_slots)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 #: What `kv_dtype` may be, besides None for the dtype that the model writes.
-KV_DTYPES = ("int8",)
+KV_DTYPES = ("int8", "int4")
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class CacheSpec:
     )
     kv_dtype: str | None = setting(
         None,
-        "Keep keys and values in 8 bits; the model's own dtype by default.",
+        "Keep keys and values in 8 or 4 bits; the model's own dtype by default.",
         flags=("--kv-cache-dtype",),
         metavar="|".join(KV_DTYPES),
         choices=KV_DTYPES,

@@ -13,10 +13,10 @@ from .terminal import bytes_text
 
 @dataclass(frozen=True)
 class LayerRow:
-    """What the table shows of one layer; sizes a storage class does not have are None."""
+    """What the table shows of one layer; sizes that it does not have are None."""
 
     layer_type: str
-    storage: str
+    policy: str
     slots: int | None
     heads: int | None
     head_dim: int | None
@@ -28,13 +28,13 @@ class LayerRow:
 def layer_table(rows: Iterable[LayerRow]) -> Table:
     """One line per run of equal layers."""
     table = simple_table(
-        "layer", "type", "storage", "slots", "heads", "dim", "dtype", "bytes", right=("slots", "heads", "dim", "bytes")
+        "layer", "type", "policy", "slots", "heads", "dim", "dtype", "bytes", right=("slots", "heads", "dim", "bytes")
     )
     for first, count, row in _runs(rows):
         table.add_row(
             str(first) if count == 1 else f"{first}-{first + count - 1}",
             row.layer_type,
-            row.storage,
+            row.policy,
             _number(row.slots),
             _number(row.heads),
             _head_dims(row),

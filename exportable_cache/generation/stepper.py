@@ -64,7 +64,7 @@ class Stepper(Protocol):
 
     @property
     def least_rollback(self) -> tuple[str, int]:
-        """The layer of which fewest tokens can be taken back at any length, as `layer 2 (RingLayer)`, and how many
+        """The layer of which fewest tokens can be taken back at any length, as `layer 2 (ring)`, and how many
         they are.
         """
         ...

@@ -71,10 +71,10 @@ class ExportableCache(LayeredCache):
             rollback_slots: Extra slots of each ring, so that `crop` can take back `rollback_slots + 1` tokens past the
                 window.
             attention_sinks: Have full-attention layers keep this many first tokens and the newest `attention_window`,
-                and run without end: see `layers.SinkLayer`. Works with our attention functions only.
+                and run without end: see `policies.SinkPolicy`. Works with our attention functions only.
             attention_window: What `attention_sinks` leave of `max_cache_len` by default.
-            kv_dtype: `int8` to keep keys and values in 8 bits with one scale per token and head, see
-                `layers.quantized`; the dtype that the model writes by default.
+            kv_dtype: `int8` or `int4` to keep keys and values in 8 or 4 bits with one scale per token and head, see
+                `cache.storage`; the dtype that the model writes by default.
             attn_implementation: Name to set on the config; None leaves it alone. Under transformers' own `sdpa` and
                 `eager` the cache works too, but for padding masks and rows of different length.
             slack: The name of `rollback_slots` until the last release.

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from ..cache.layers import CrossLayer, KeyValueLayer, LinearStates, RingLayer, StateShape
+from ..cache.layers import LinearLayer, StateShape
 from ..cache.layout import (
     CROSS_ATTENTION,
     HYBRID_TYPES,
@@ -21,6 +21,7 @@ from ..cache.layout import (
     SUPPORTED_LAYER_TYPES,
     LayerLayout,
 )
+from ..cache.policies import CrossPolicy, RingPolicy
 from ..common.compat.transformers import set_attention_implementation
 from ..errors import InputError, UnsupportedModelError
 from .patches.registry import patch_model
@@ -138,17 +139,17 @@ def check_layers(model: PreTrainedModel, cache: Cache) -> None:
             f"the cache has {len(cache.layers)} layers, the model {len(kinds)}; allocate it with ExportableCache.from_model"
         )
     for index, ((layer_type, window), layer) in enumerate(zip(kinds, cache.layers, strict=True)):
-        found = (isinstance(layer, KeyValueLayer), isinstance(layer, LinearStates))
+        found = (layer.policy.keeps_keys, isinstance(layer, LinearLayer))
         expected = (
             layer_type in (*KEY_TYPES, *HYBRID_TYPES, CROSS_ATTENTION),
             layer_type in STATE_TYPES + HYBRID_TYPES,
         )
-        if found != expected or isinstance(layer, CrossLayer) is not (layer_type == CROSS_ATTENTION):
+        if found != expected or isinstance(layer.policy, CrossPolicy) is not (layer_type == CROSS_ATTENTION):
             raise InputError(
                 f"layer {index} of the cache is {layer!r}, but that layer of the model is of type {layer_type!r}; "
                 "allocate the cache with ExportableCache.from_model"
             )
-        if isinstance(layer, RingLayer) and layer.window != window:
+        if isinstance(layer.policy, RingPolicy) and layer.policy.window != window:
             needed = "attends to all tokens" if window is None else f"attends to {window} tokens"
             raise InputError(
                 f"layer {index} of the cache is {layer!r}, but that layer of the model {needed}; "

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..backends.registry import check_target
-from ..cache.layers import CacheLayer, SinkLayer
+from ..cache.layers import CacheLayer
 from ..cache.layout import LayerLayout
+from ..cache.policies import SinkPolicy
 from ..cache.spec import CacheSpec
 from ..common.dtypes import dtype_name
 from ..errors import InputError, UnsupportedModelError
@@ -31,12 +32,12 @@ logger = logging.getLogger(__name__)
 class PlannedLayer:
     """One layer of a planned cache.
 
-    `PlannedLayer(0, "sliding_attention", "RingLayer", 512, 512, 4, 64, 64, "float32", 1048584)` is a ring of 512 slots.
+    `PlannedLayer(0, "sliding_attention", "ring", 512, 512, 4, 64, 64, "float32", 1048584)` is a ring of 512 slots.
 
     Attributes:
         index: Position in the model.
         layer_type: Transformers' name, as in `config.layer_types`.
-        storage: Class of the cache layer.
+        policy: How tokens are kept, in a word: `ring`, `full int8`, `recurrent`.
         slots: Tokens it has room for; a ring writes over the oldest. None where it keeps no keys.
         window: Tokens a query attends to, itself and attention sinks included; None for all.
         heads: Key and value heads.
@@ -48,7 +49,7 @@ class PlannedLayer:
 
     index: int
     layer_type: str
-    storage: str
+    policy: str
     slots: int | None
     window: int | None
     heads: int | None
@@ -170,9 +171,9 @@ def plan_cache(
             PlannedLayer(
                 index=index,
                 layer_type=layout.layer_type,
-                storage=type(layer).__name__,
-                slots=getattr(layer, "capacity", None),
-                window=spec.sinks.tokens + spec.sinks.window if isinstance(layer, SinkLayer) else layout.window,
+                policy=layer.label,
+                slots=layer.capacity,
+                window=spec.sinks.tokens + spec.sinks.window if isinstance(layer.policy, SinkPolicy) else layout.window,
                 heads=layout.num_heads,
                 head_dim=layout.head_dim,
                 value_head_dim=layout.value_head_dim,
@@ -193,6 +194,8 @@ def _choice(stored: torch.dtype, asked: torch.dtype | None, target: str | None) 
 
 def _kept_dtype(layer: CacheLayer) -> str:
     """Of what a layer keeps besides its lengths, the first tensor's; "-" where it keeps nothing."""
+    if layer.storage is not None and layer.storage.rounds:
+        return layer.storage.kind
     kept = (dtype_name(tensor.dtype) for name, tensor in layer.named_state() if name != "cumulative_length")
     return next(kept, "-")
 

@@ -164,7 +164,7 @@ def checked_prefill_length(cache: ExportableCache, prefill_length: int | None) -
 
 def length_buckets(cache: ExportableCache, smallest: int = SMALLEST_BUCKET) -> list[int]:
     """Powers of two from `smallest` up to below the most slots that a layer of `cache` has."""
-    most = max(getattr(layer, "capacity", 0) for layer in cache.layers if layer.follows_decoder)
+    most = max(layer.capacity or 0 for layer in cache.layers if layer.follows_decoder)
     return [2**power for power in range(math.ceil(math.log2(smallest)), 63) if 2**power < most]
 
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from ..cache.attention.functions import ATTENTION
 from ..cache.attention.implementation import attention_of
+from ..cache.step import StepContext
 from ..common.named_forward import name_forward
 from ..errors import InputError, UnsupportedModelError
 from ..models.cache_factory import ExportableCache, ExportableEncoderDecoderCache
@@ -92,8 +93,6 @@ class ProgramModule(nn.Module):
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         position_ids, rope_deltas = further.pop("position_ids", None), further.pop("rope_deltas", None)
         image_ids = further.pop("image_ids", None)
-        for layer in cache.layers:
-            layer.read_length = self.method.read_length
         if isinstance(cache, ExportableEncoderDecoderCache):
             options = decoder_arguments(self.layout.encoder, cache, input_ids, **further)
         else:
@@ -144,9 +143,7 @@ class ResidentModule(ProgramModule):
             Logits [batch, vocab], or [batch, length, vocab] if all were asked for.
         """
         tensors = {name: getattr(self, buffer) for name, buffer in self.state_buffers.items()}
-        cache = self.layout.with_state(tensors, lengths=inputs["input_pos"])
-        for layer in cache.layers:
-            layer.counts = False
+        cache = self.layout.with_state(tensors, StepContext(inputs["input_pos"], self.method.read_length))
         return self.run(cache, **inputs)
 
 
@@ -164,9 +161,8 @@ class ExplicitModule(ProgramModule):
         Returns:
             Logits as in `ResidentModule`, and the cache after the step.
         """
-        cache = cache.with_state(dict(cache.named_state()), lengths=inputs["input_pos"])
-        for layer in cache.layers:
-            layer.in_place = False
+        context = StepContext(inputs["input_pos"], self.method.read_length, in_place=False)
+        cache = cache.with_state(dict(cache.named_state()), context)
         return self.run(cache, **inputs), cache
 
 

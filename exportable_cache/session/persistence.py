@@ -20,7 +20,8 @@ from .sequence_state import SequenceState
 if TYPE_CHECKING:
     from .session import Session
 
-_FORMAT = "exportable_cache.session_state.v1"
+# Of the second: layers are described by their parts, not by a class.
+_FORMAT = "exportable_cache.session_state.v2"
 #: Names of what an encoder gave, which the next prefill of its session takes.
 _ENCODED = "encoded."
 
@@ -141,10 +142,11 @@ def load_state(session: Session, path: Path) -> None:
 
 def _describe(layer: CacheLayer) -> dict:
     """What must agree. How many tokens a full layer can hold need not: its slots are positions."""
-    config = dict(layer.config())
-    if layer.max_length is not None:
-        config.pop("capacity", None)
-    return {"class": type(layer).__name__, **config}
+    config = layer.config()
+    if layer.max_length is None:
+        return config
+    policy = {name: value for name, value in config["policy"].items() if name != "capacity"}
+    return {**config, "policy": policy}
 
 
 def _layer_of(session: Session, name: str) -> CacheLayer:

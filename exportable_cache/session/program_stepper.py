@@ -36,7 +36,7 @@ class ProgramStepper:
         moves: Counts what took it to another place or wrote its cache, but for `shift`.
         steps_per_launch: Decode steps that the loops take at once.
         max_length: Tokens a row can hold in all, or None where only rings keep state.
-        least_rollback: The layer of which fewest tokens can be taken back at any length, as `layer 2 (RingLayer)`, and
+        least_rollback: The layer of which fewest tokens can be taken back at any length, as `layer 2 (ring)`, and
             how many they are.
         chooses_in_graph: Whether decode steps can choose the next tokens inside their graph.
     """
@@ -53,10 +53,7 @@ class ProgramStepper:
         self.max_length = min((layer.max_length for layer in layers if layer.max_length is not None), default=None)
         far = 2**40
         self.least_rollback = min(
-            (
-                (f"layer {index} ({type(layer).__name__})", layer.max_rollback(far, far))
-                for index, layer in enumerate(layers)
-            ),
+            ((f"layer {index} ({layer.label})", layer.max_rollback(far, far)) for index, layer in enumerate(layers)),
             key=lambda found: found[1],
             default=("no layer", far),
         )

@@ -295,7 +295,7 @@ class Session:
 
     @property
     def least_rollback(self) -> tuple[str, int]:
-        """The layer of which fewest tokens can be taken back at any length, as `layer 2 (RingLayer)`, and how many
+        """The layer of which fewest tokens can be taken back at any length, as `layer 2 (ring)`, and how many
         they are.
         """
         return self._stepper.least_rollback

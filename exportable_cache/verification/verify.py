@@ -6,15 +6,17 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from ..cache.attention.implementation import attention_of
-from ..cache.layers import SinkLayer
-from ..cache.layers.quantized import is_rounding
+from ..cache.layers import rounding_storage
+from ..cache.policies import SinkPolicy
 from ..cache.spec import Sinks
+from ..cache.storage import Storage
 from ..common.dtypes import dtype_name
 from ..common.progress import Progress, silent
 from ..errors import InputError
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
 
 # A prompt that fills the cache costs as much as the cache is large: tokens over all rows up to which it is tried.
 _MOST_TO_FILL = 4096
-# Tokens over which the effect of an 8-bit cache is found, for the tolerance.
+# Tokens over which the effect of a rounded cache is found, for the tolerance.
 _ROUNDED_TOKENS = 64
 # The reference takes longer prompts in pieces: eager attention keeps heads x length x length scores.
 _REFERENCE_CHUNK = 1024
@@ -162,7 +164,7 @@ def compare(
     windows = {window for _, window in layer_types_and_windows(model.config) if window is not None}
     windows = sorted(windows if sinks is None else {*windows, sinks.tokens + sinks.window})
     plan = _planned(session, spec, _limit(session, model), windows)
-    rounds = is_rounding(session.layers) and not spec.exact_cache
+    storage = None if spec.exact_cache else rounding_storage(session.layers)
     generator = torch.Generator().manual_seed(spec.seed)
     encode = session.runner.methods.get("encode")
     seen = _Seen(progress, 2 * sum(1 + steps for _, steps in plan))
@@ -178,7 +180,7 @@ def compare(
                 encode, lengths[index % len(lengths)], session.batch_size, vocab_size, generator
             )
         # All of the reference first: the session may run the very same model, under another attention implementation.
-        expected = seen.expect(_reference(model, ids, length, sinks, encoder_inputs, rounds))
+        expected = seen.expect(_reference(model, ids, length, sinks, encoder_inputs, storage))
         if encoder_inputs is not None:
             session.encode(**{name: tensor.to(session.device) for name, tensor in encoder_inputs.items()})
         kept = seen.compare(session, ids.to(session.device), length, expected)
@@ -191,8 +193,8 @@ def compare(
     tolerance = spec.tolerance
     if tolerance is None:
         tolerance = default_tolerance(model.dtype, seen.largest_logit)
-        if rounds:
-            tolerance = max(tolerance, rounding_effect(model, min(plan[-1][0], _ROUNDED_TOKENS)) / 4)
+        if storage is not None:
+            tolerance = max(tolerance, rounding_effect(model, min(plan[-1][0], _ROUNDED_TOKENS), storage) / 4)
     return VerifyReport(
         passed=max_difference <= tolerance and all(encoder.passed for encoder in encoders),
         max_difference=max_difference,
@@ -388,13 +390,13 @@ def measure_stored(model: PreTrainedModel, fed: Sequence[FedPrompt], progress: P
 
 
 @torch.no_grad()
-def rounding_effect(model: PreTrainedModel, length: int) -> float:
-    """Largest |logit difference| that keeping keys and values in 8 bits makes over `length` random tokens."""
+def rounding_effect(model: PreTrainedModel, length: int, storage: Storage) -> float:
+    """Largest |logit difference| that keeping keys and values in `storage` makes over `length` random tokens."""
     ids = torch.randint(vocab_size_of(model), (1, length), generator=torch.Generator().manual_seed(0))
     logits = []
     with attention_of(model, "eager"):
-        for kind in (DynamicCache, RoundingCache):
-            caches = {cache_argument(model): kind(config=model.config)}
+        for cache in (DynamicCache(config=model.config), RoundingCache(storage, config=model.config)):
+            caches = {cache_argument(model): cache}
             logits.append(model(ids.to(model.device), use_cache=True, **caches).logits.float())
     return (logits[0] - logits[1]).abs().max().item()
 
@@ -406,7 +408,7 @@ def _reference(
     prompt: int,
     sinks: Sinks | None,
     encoder_inputs: dict[str, torch.Tensor] | None = None,
-    rounds: bool = False,
+    storage: Storage | None = None,
 ) -> Iterator[torch.Tensor]:
     """Logits [batch, vocab] after the prompt and after each later token of `ids` [batch, length]."""
     ids = ids.to(model.device)
@@ -417,7 +419,7 @@ def _reference(
             for position in range(prompt, ids.shape[1]):
                 yield decoder(ids[:, position : position + 1])
         return
-    plain = RoundingCache if rounds else DynamicCache
+    plain = DynamicCache if storage is None else partial(RoundingCache, storage)
     cache = plain(config=model.config) if sinks is None else evicting_cache(model.config, sinks, plain)
     chunk = _REFERENCE_CHUNK if sinks is None else 1
     argument, explicit = cache_argument(model), takes_positions(model)
@@ -438,7 +440,8 @@ def _reference(
 
 def _sinks(session: Session) -> Sinks | None:
     """What the session's full-attention layers keep, None where they keep every token."""
-    found = [Sinks(layer.sinks, layer.window) for layer in session.layers if isinstance(layer, SinkLayer)]
+    policies = [layer.policy for layer in session.layers if isinstance(layer.policy, SinkPolicy)]
+    found = [Sinks(policy.sinks, policy.window) for policy in policies]
     return found[0] if found else None
 
 

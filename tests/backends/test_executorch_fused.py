@@ -8,6 +8,7 @@ import torch
 
 from exportable_cache import ExportableCache
 from exportable_cache.backends import backend_for
+from exportable_cache.cache.policies import FullPolicy, RingPolicy
 from exportable_cache.errors import InputError
 from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
@@ -22,8 +23,9 @@ pytest.importorskip("executorch", reason="the executorch extra is not installed"
 from executorch.exir._serialize._program import deserialize_pte_binary
 
 from exportable_cache.backends.executorch.fused import fusable_layers
-from exportable_cache.backends.executorch.fused_layers import FusedFullLayer, FusedRingLayer, fold_of
+from exportable_cache.backends.executorch.fused_kernels import FusedFullKernel, FusedRingKernel, fold_of
 from exportable_cache.backends.executorch.needed_passes import LINEAR_ONLY
+from exportable_cache.cache.layers import layer_from
 
 from .test_executorch import instructions
 
@@ -66,7 +68,7 @@ def test_other_dtypes_and_batches_are_not_fused(change: str) -> None:
 def test_a_window_that_is_never_reached_is_fused() -> None:
     model = tiny_model("mistral", sliding_window=CAPACITY)
     cache = ExportableCache.from_model(model, CAPACITY)
-    assert [type(layer).__name__ for layer in cache.layers] == ["FullLayer", "FullLayer"]
+    assert [layer.label for layer in cache.layers] == ["full", "full"]
     assert fusable_layers(model, cache) == [True, True]
 
 
@@ -94,12 +96,12 @@ def program_of(family: str, num_attention_heads: int = 4, **options) -> Program:
 def test_the_fused_layout_is_part_of_the_program() -> None:
     program = program_of("gemma3_text")
     ring, full = program.cache.layers
-    assert (type(ring), type(full)) == (FusedRingLayer, FusedFullLayer)
+    assert (ring.kernel, full.kernel) == (FusedRingKernel(), FusedFullKernel())
     assert full.keys.shape == (2, CAPACITY, 1, 8) and ring.keys.shape == (2, WINDOW + 1, 1, 8)
-    assert full.max_length == CAPACITY and full.config() == {"capacity": CAPACITY}
-    assert ring.max_length is None and ring.config() == {"capacity": WINDOW, "window": WINDOW}
-    assert FusedFullLayer.from_state(full.config(), {}).max_rollback(9, 20) == 9
-    rebuilt = FusedRingLayer.from_state(ring.config(), {})
+    assert full.max_length == CAPACITY and full.policy == FullPolicy(CAPACITY)
+    assert ring.max_length is None and ring.policy == RingPolicy(WINDOW)
+    assert layer_from(full.config(), {}).max_rollback(9, 20) == 9
+    rebuilt = layer_from(ring.config(), {})
     assert rebuilt.max_rollback(20, 20) == 1 and rebuilt.max_rollback(5, 8) == 5
 
 

@@ -8,7 +8,8 @@ import torch
 
 from exportable_cache import ExportableCache, export
 from exportable_cache.cache.attention.implementation import attention_of
-from exportable_cache.cache.layers.quantized import dequantize_rows, quantize_rows
+from exportable_cache.cache.layers import layer_from
+from exportable_cache.cache.storage import Int8Storage
 from exportable_cache.verification.references.rounding import RoundingCache
 from exportable_cache.verification.verify import rounding_effect, verify_session
 
@@ -21,15 +22,12 @@ from executorch.exir._serialize._program import deserialize_pte_binary
 
 from exportable_cache.backends.executorch.attention_forms import dequantize_slots
 from exportable_cache.backends.executorch.fused import fuse_layers
-from exportable_cache.backends.executorch.fused_layers import fold_of
-from exportable_cache.backends.executorch.fused_quantized import (
-    FusedQuantizedFullLayer,
-    FusedQuantizedRingLayer,
-)
+from exportable_cache.backends.executorch.fused_kernels import FusedFullKernel, FusedRingKernel, fold_of
 
 from .test_executorch import instructions
 
 CAPACITY = 96
+INT8 = Int8Storage("float32")
 SCALES = ([2, CAPACITY, 1, 1], [2, WINDOW + 1, 1, 1])
 FULL, RING = [2, CAPACITY, 1, 8], [2, WINDOW + 1, 1, 8]
 
@@ -49,19 +47,18 @@ def test_the_layers_take_a_quarter_and_their_scales() -> None:
     model = tiny_model("gemma3_text")
     cache = fuse_layers(model, ExportableCache.from_model(model, CAPACITY, kv_dtype="int8", attn_implementation=None))
     ring, full = cache.layers
-    assert (type(ring), type(full)) == (FusedQuantizedRingLayer, FusedQuantizedFullLayer)
+    assert (ring.kernel, full.kernel) == (FusedRingKernel(), FusedFullKernel())
+    assert ring.storage == full.storage == INT8
     assert [list(tensor.shape) for _, tensor in full.named_state()] == [FULL, FULL, SCALES[0], SCALES[0], [1]]
     assert [list(tensor.shape) for _, tensor in ring.named_state()] == [RING, RING, SCALES[1], SCALES[1], [1]]
-    assert (
-        full.keys.dtype == ring.values.dtype == torch.int8 and full.states_dtype == ring.states_dtype == torch.float32
-    )
-    rebuilt = FusedQuantizedRingLayer.from_state(ring.config(), {})
-    assert rebuilt.max_rollback(20, 20) == 1 and rebuilt.states_dtype == torch.float32
+    assert full.keys.dtype == ring.values.dtype == torch.int8 and full.storage.rows_dtype == torch.float32
+    rebuilt = layer_from(ring.config(), {})
+    assert rebuilt.max_rollback(20, 20) == 1 and rebuilt.storage == INT8
 
 
 def test_slots_are_read_as_they_were_rounded() -> None:
-    stored, scales = quantize_rows(torch.randn(2, 5, 1, 8))
-    assert torch.equal(dequantize_slots(stored, scales), dequantize_rows(stored, scales, torch.float32))
+    stored, scales = INT8.quantize(torch.randn(2, 5, 1, 8))
+    assert torch.equal(dequantize_slots(stored, scales), INT8.dequantize(stored, scales))
 
 
 # Of one to three tokens: fewer slots than the folded form needs. Past the window, and in chunks that are longer than it.
@@ -76,14 +73,14 @@ def test_the_logits_are_those_over_rounded_keys_and_values(hybrid, prompt: int) 
         *(session.decode(ids[:, position]) for position in range(prompt, prompt + 30)),
     ]
     with attention_of(model, "eager"):
-        cache = RoundingCache(config=model.config)
+        cache = RoundingCache(INT8, config=model.config)
         expected = [model(ids[:, :prompt], past_key_values=cache).logits[:, -1]]
         expected += [
             model(ids[:, at : at + 1], past_key_values=cache).logits[:, -1] for at in range(prompt, prompt + 30)
         ]
     # A value in the middle between two steps may round the other way; most do not.
     differences = torch.tensor([(row - other).abs().max() for row, other in zip(rows, expected, strict=True)])
-    assert differences.max() <= rounding_effect(model, 64) / 4 and differences.median() <= 1e-4
+    assert differences.max() <= rounding_effect(model, 64, INT8) / 4 and differences.median() <= 1e-4
 
 
 def test_the_cache_rounds(hybrid) -> None:
@@ -129,7 +126,7 @@ def test_with_quantised_weights(tmp_path) -> None:
     bundle = export(model, "executorch", 48, tmp_path / "out", prefill_length=16, quantize="8da4w", kv_dtype="int8")
     manifest = bundle.manifest
     assert manifest.verification["passed"]
-    assert {layer.class_name for layer in manifest.layers} == {"FusedQuantizedFullLayer"}
+    assert {(layer.kernel["kind"], layer.storage["kind"]) for layer in manifest.layers} == {("executorch_full", "int8")}
     # 8 + 4 bytes for what takes 32 in float32.
     assert (manifest.cache_bytes - 16) / (manifest.kv_cache.float_bytes - 16) == 12 / 32
     # The cache's own share, of the model with quantised weights, and that of both.

@@ -186,8 +186,8 @@ def test_inspect_shows_layers_methods_versions_files_and_the_result(run, exporte
     result = run("inspect", exported.path)
     assert result.exit_code == 0, result.stderr
     rows = [line.split() for line in result.stdout.splitlines()]
-    assert ["0", "sliding_attention", "RingLayer", str(WINDOW), "2", "8", "float32", "1.0", "KiB"] in rows
-    assert ["1", "full_attention", "FullLayer", str(MAX_CACHE_LEN), "2", "8", "float32", "6.0", "KiB"] in rows
+    assert ["0", "sliding_attention", "ring", str(WINDOW), "2", "8", "float32", "1.0", "KiB"] in rows
+    assert ["1", "full_attention", "full", str(MAX_CACHE_LEN), "2", "8", "float32", "6.0", "KiB"] in rows
     assert any(row[:4] == ["prefill", "2", "to", "16"] for row in rows)
     assert any(row[:2] == ["decode", "1"] for row in rows)
     assert f"torch {torch.__version__.partition('+')[0]}" in result.stdout

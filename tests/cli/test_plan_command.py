@@ -22,8 +22,8 @@ def test_plan_prints_one_line_per_layer_and_the_totals(run, tiny_folder):
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
     assert lines[0] == f"{tiny_folder}: Gemma2ForCausalLM, batch size 1, float32, max_cache_len 64"
-    assert cells(lines[3]) == ["0", "sliding_attention", "RingLayer", str(WINDOW), "2", "8", "float32", "1.0", "KiB"]
-    assert cells(lines[4]) == ["1", "full_attention", "FullLayer", "64", "2", "8", "float32", "8.0", "KiB"]
+    assert cells(lines[3]) == ["0", "sliding_attention", "ring", str(WINDOW), "2", "8", "float32", "1.0", "KiB"]
+    assert cells(lines[4]) == ["1", "full_attention", "full", "64", "2", "8", "float32", "8.0", "KiB"]
     assert "static cache   9.0 KiB for up to 64 tokens per row" in lines
     assert any(line.startswith("DynamicCache   8.9 KiB at 64 tokens") for line in lines)
 
@@ -39,8 +39,8 @@ def test_plan_takes_sinks_and_8_bits(run, tiny_folder):
     )
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
-    assert cells(lines[3])[2:4] == ["QuantizedRingLayer", str(WINDOW)]
-    assert cells(lines[4])[2:4] == ["QuantizedSinkLayer", "32"] and "int8" in cells(lines[4])
+    assert cells(lines[3])[2:5] == ["ring", "int8", str(WINDOW)]
+    assert cells(lines[4])[2:5] == ["sinks", "int8", "32"] and cells(lines[4])[7] == "int8"
     assert any(line.startswith("static cache") and line.endswith("for any number of tokens per row") for line in lines)
 
 
@@ -52,8 +52,8 @@ def test_characters_the_terminal_does_not_have_are_replaced(shell, tiny_folder, 
 
 
 def test_equal_consecutive_layers_share_a_line():
-    ring = LayerRow("sliding_attention", "RingLayer", 8, 2, 16, 16, "float32", 1024)
-    full = LayerRow("full_attention", "FullLayer", 64, 2, 192, 128, "float32", 8192)
+    ring = LayerRow("sliding_attention", "ring", 8, 2, 16, 16, "float32", 1024)
+    full = LayerRow("full_attention", "full", 64, 2, 192, 128, "float32", 8192)
     table = layer_table([ring] * 5 + [full] + [ring])
     columns = {column.header: list(column.cells) for column in table.columns}
     assert columns["layer"] == ["0-4", "5", "6"]
@@ -111,7 +111,7 @@ def demo_layers(run, max_cache_len):
 
 def test_inspect_demo_ring_layers_do_not_grow(run):
     short, long = demo_layers(run, 512), demo_layers(run, 4096)
-    rings = [index for index, layer in enumerate(short) if layer["storage"] == "RingLayer"]
+    rings = [index for index, layer in enumerate(short) if layer["policy"] == "ring"]
     assert rings and len(rings) < len(short)
     for index, (before, after) in enumerate(zip(short, long, strict=True)):
         if index in rings:
@@ -124,4 +124,4 @@ def test_inspect_demo_shows_bytes_per_layer(run):
     result = run("inspect", "demo")
     assert result.exit_code == 0
     assert "max_cache_len 512" in result.stdout
-    assert "RingLayer" in result.stdout and "FullLayer" in result.stdout and "KiB" in result.stdout
+    assert "ring" in result.stdout and "full" in result.stdout and "KiB" in result.stdout

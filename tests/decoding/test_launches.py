@@ -219,11 +219,11 @@ def test_what_could_not_be_taken_back_is_refused(model: Any) -> None:
         session_of(model, 49)
     with pytest.raises(
         InputError,
-        match=r"layer 0 \(RingLayer\) at most 3; allocate the cache with rollback_slots=3, or pass steps_per_launch=4",
+        match=r"layer 0 \(ring\) at most 3; allocate the cache with rollback_slots=3, or pass steps_per_launch=4",
     ):
         session_of(model, 5)
     with pytest.raises(
-        InputError, match=r"layer 0 \(LinearLayer\) keeps a state that cannot be taken back.*leave out steps_per_launch"
+        InputError, match=r"layer 0 \(recurrent\) keeps a state that cannot be taken back.*leave out steps_per_launch"
     ):
         session_of(kind_model("lfm2"), 2)
     with pytest.raises(InputError, match="a 'pt2' program gives logits"):

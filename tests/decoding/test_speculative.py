@@ -187,7 +187,7 @@ def test_what_cannot_work_is_refused_before_a_step(model: Any) -> None:
     draft = PromptLookup(6)
     with pytest.raises(
         InputError,
-        match="takes back up to 6 tokens, layer 0 .RingLayer. at most 3; .* rollback_slots=5, or propose at most 3",
+        match="takes back up to 6 tokens, layer 0 .ring. at most 3; .* rollback_slots=5, or propose at most 3",
     ):
         session_of(model, slack=2, score_length=8).generate(prompt, draft=draft)
     with pytest.raises(InputError, match="score_length=7"):

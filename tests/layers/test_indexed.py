@@ -5,13 +5,16 @@ import torch
 
 from exportable_cache import ExportableCache
 from exportable_cache.cache.layers import IndexedLayer
+from exportable_cache.cache.step import StepContext
 from exportable_cache.errors import InputError
+
+from ..support.layers import indexed_layer
 
 CAPACITY, DIM = 8, 3
 
 
 def layer(batch_size: int = 1) -> IndexedLayer:
-    return IndexedLayer(batch_size, 1, 2, CAPACITY, index_head_dim=DIM)
+    return indexed_layer(batch_size, 1, 2, CAPACITY, index_head_dim=DIM)
 
 
 def new(length: int, value: float, batch_size: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
@@ -36,8 +39,7 @@ def test_keys_of_both_kinds_share_their_slots(indexer_first: bool, batch_size: i
 
 def test_rows_of_different_length_in_a_program() -> None:
     cache = ExportableCache([layer(2)])
-    stepped = cache.with_state(dict(cache.named_state()), lengths=torch.tensor([0, 4])).layers[0]
-    stepped.in_place = False
+    stepped = cache.with_state(dict(cache.named_state()), StepContext(torch.tensor([0, 4]), in_place=False)).layers[0]
     keys, indexer_keys = new(2, 5.0, 2)
     stepped.update(keys, keys)
     found = stepped.update_indexer(indexer_keys)
@@ -47,14 +49,13 @@ def test_rows_of_different_length_in_a_program() -> None:
 
 def test_wrong_size() -> None:
     with pytest.raises(InputError, match="index_head_dim of an indexed layer is 0"):
-        IndexedLayer(1, 1, 2, CAPACITY, index_head_dim=0)
+        indexed_layer(1, 1, 2, CAPACITY, index_head_dim=0)
 
 
 def test_a_program_that_counts_nothing_still_tells_the_length_after_the_update() -> None:
     """GLM 5 Next hides keys by the length that it asks for between `update` and `update_indexer`."""
     cache = ExportableCache([layer()])
-    stepped = cache.with_state(dict(cache.named_state()), lengths=torch.tensor([2])).layers[0]
-    stepped.counts = False
+    stepped = cache.with_state(dict(cache.named_state()), StepContext(torch.tensor([2]))).layers[0]
     assert stepped.get_seq_length().item() == 2
     keys, _ = new(3, 1.0)
     stepped.update(keys, keys)
@@ -62,7 +63,7 @@ def test_a_program_that_counts_nothing_still_tells_the_length_after_the_update()
 
 
 def test_a_token_may_have_a_key_alone() -> None:
-    kept = IndexedLayer(1, 1, 2, CAPACITY, index_head_dim=DIM, value_head_dim=0)
+    kept = indexed_layer(1, 1, 2, CAPACITY, index_head_dim=DIM, value_head_dim=0)
     keys, _ = new(3, 1.0)
     found, values = kept.update(keys, keys[..., :0])
     assert found[0, 0, :, 0].tolist() == [1, 1, 1, 0, 0, 0, 0, 0] and values.shape == (1, 1, CAPACITY, 0)

@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from exportable_cache.cache.layers import CacheLayer, FullLayer, RingLayer
+from exportable_cache.cache.layers import layer_from
 from exportable_cache.errors import CacheFullError, InputError
 
+from ..support.layers import full_layer, in_step, ring_layer
+
 MAKERS = {
-    "full": lambda **options: FullLayer(options.pop("batch_size", 2), 2, 4, 12, **options),
-    "ring": lambda **options: RingLayer(options.pop("batch_size", 2), 2, 4, window=5, **options),
+    "full": lambda **options: full_layer(options.pop("batch_size", 2), 2, 4, 12, **options),
+    "ring": lambda **options: ring_layer(options.pop("batch_size", 2), 2, 4, window=5, **options),
 }
 
 
@@ -27,7 +29,7 @@ def states(count: int, batch_size: int = 2, value_dim: int = 4) -> tuple[torch.T
 def test_state_is_declared_once(make) -> None:
     layer = make(value_head_dim=6)
     names = [name for name, _ in layer.named_state()]
-    assert names == list(type(layer).state) == ["keys", "values", "cumulative_length"]
+    assert names == list(layer.state) == ["keys", "values", "cumulative_length"]
     assert layer.keys.shape == (2, 2, layer.capacity, 4)
     assert layer.values.shape == (2, 2, layer.capacity, 6)
     assert layer.cumulative_length.dtype == torch.int64 and layer.cumulative_length.shape == (2,)
@@ -55,7 +57,7 @@ def test_functional_update_equals_in_place_and_mutates_nothing(make) -> None:
         functional.update(*lead)
         before = {name: tensor for name, tensor in functional.named_state()}
         copies = {name: tensor.clone() for name, tensor in before.items()}
-        functional.in_place = False
+        functional = in_step(functional, in_place=False)
         new = states(count)
         expected, actual = in_place.update(*new), functional.update(*new)
         assert torch.equal(expected[0], actual[0]) and torch.equal(expected[1], actual[1])
@@ -140,16 +142,32 @@ def test_sizes_are_checked_at_construction(name: str, value: object) -> None:
         pytest.skip("a token may have a key alone")
     sizes = {"batch_size": 1, "num_heads": 2, "head_dim": 4, "capacity": 8, "value_head_dim": 4, name: value}
     with pytest.raises(InputError, match=name):
-        FullLayer(**sizes)
+        full_layer(**sizes)
 
 
 def test_dtype_is_checked_at_construction() -> None:
     with pytest.raises(InputError, match="torch.int64"):
-        FullLayer(1, 2, 4, 8, dtype=torch.int64)
+        full_layer(1, 2, 4, 8, dtype=torch.int64)
 
 
-def test_concrete_classes_are_found_by_name() -> None:
-    assert CacheLayer.classes["FullLayer"] is FullLayer and CacheLayer.classes["RingLayer"] is RingLayer
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda config: config["policy"].update(kind="spiral"), "policy is of kind 'spiral', known are .*full.*ring"),
+        (lambda config: config["policy"].update(width=3), "policy has .*width, one of kind"),
+        (lambda config: config["storage"].clear(), "storage is of kind None, known are float, int8"),
+        (lambda config: config.pop("storage"), "storage of a layer is None, but its policy .* needs one"),
+        (lambda config: config.pop("policy"), "it needs a policy"),
+        (lambda config: config["storage"].update(dtype="int64"), "dtype of a cache layer is 'int64'"),
+        (lambda config: config.update(colour={}), "colour"),
+    ],
+)
+def test_what_describes_no_layer_is_refused(make, change, message: str) -> None:
+    config = json.loads(json.dumps(make().config()))
+    assert layer_from(config, {}).config() == make().config()
+    change(config)
+    with pytest.raises(InputError, match=message):
+        layer_from(config, {})
 
 
 @pytest.mark.parametrize("call", ["offload", "prefetch"])

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from exportable_cache.cache.layers import RingLayer
+from exportable_cache.cache.layers import CacheLayer
 from exportable_cache.errors import InputError
+
+from ..support.layers import in_step, ring_layer
 
 HEADS, DIM = 2, 4
 
@@ -15,9 +17,9 @@ def rows(first: list[int], count: int) -> torch.Tensor:
     return positions[:, None, :, None].expand(-1, HEADS, -1, DIM).float().clone()
 
 
-def visible(layer: RingLayer, positions: torch.Tensor, keys: torch.Tensor, row: int, query: int) -> list[int]:
+def visible(layer: CacheLayer, positions: torch.Tensor, keys: torch.Tensor, row: int, query: int) -> list[int]:
     """What a causal query at position `query` sees through the window, read from the keys themselves."""
-    seen = (positions[row] <= query) & (positions[row] > query - layer.window)
+    seen = (positions[row] <= query) & (positions[row] > query - layer.policy.window)
     return sorted(keys[row, 0, seen, 0].long().tolist())
 
 
@@ -28,13 +30,13 @@ def visible(layer: RingLayer, positions: torch.Tensor, keys: torch.Tensor, row: 
 def test_ring_shows_each_query_exactly_its_window(
     pieces: list[int], start: list[int], slack: int, in_place: bool
 ) -> None:
-    layer = RingLayer(len(start), HEADS, DIM, window=8, slack=slack)
-    layer.in_place = in_place
+    layer = ring_layer(len(start), HEADS, DIM, window=8, slack=slack)
+    layer = in_step(layer, in_place=in_place)
     length = [0] * len(start)
     # Rows of different length are made by feeding each its own lead, which leaves the others' cells unread.
     for row, lead in enumerate(start):
         if lead:
-            single = RingLayer(1, HEADS, DIM, window=8, slack=slack)
+            single = ring_layer(1, HEADS, DIM, window=8, slack=slack)
             single.update(rows([0], lead), -rows([0], lead))
             for name, tensor in layer.named_state():
                 tensor[row] = getattr(single, name)[0]
@@ -52,13 +54,13 @@ def test_ring_shows_each_query_exactly_its_window(
 
 
 def test_empty_slots_lie_beyond_every_query() -> None:
-    layer = RingLayer(1, HEADS, DIM, window=8)
+    layer = ring_layer(1, HEADS, DIM, window=8)
     assert layer.slot_positions(1)[0].tolist() == [0] + [1] * 7
     assert layer.slot_positions(3)[0].tolist() == [3] * 8 + [0, 1, 2]
 
 
 def test_one_token_is_written_to_one_slot_and_the_buffer_stays_where_it_is() -> None:
-    layer = RingLayer(1, HEADS, DIM, window=8)
+    layer = ring_layer(1, HEADS, DIM, window=8)
     layer.update(rows([0], 11), rows([0], 11))
     address, before = layer.keys.data_ptr(), layer.keys.clone()
     keys, _ = layer.update(rows([11], 1), rows([11], 1))
@@ -68,7 +70,7 @@ def test_one_token_is_written_to_one_slot_and_the_buffer_stays_where_it_is() -> 
 
 
 def test_memory_does_not_depend_on_how_much_was_seen() -> None:
-    layer = RingLayer(1, HEADS, DIM, window=8)
+    layer = ring_layer(1, HEADS, DIM, window=8)
     layer.update(rows([0], 1000), rows([0], 1000))
     assert layer.nbytes == 2 * 8 * HEADS * DIM * 4 + 8
 
@@ -77,7 +79,7 @@ def test_memory_does_not_depend_on_how_much_was_seen() -> None:
 @pytest.mark.parametrize("seen", [5, 8, 9, 20])
 @pytest.mark.parametrize("back", range(1, 7))
 def test_crop_gives_back_the_earlier_state_or_refuses(seen: int, back: int, slack: int) -> None:
-    layer = RingLayer(1, HEADS, DIM, window=8, slack=slack)
+    layer = ring_layer(1, HEADS, DIM, window=8, slack=slack)
     layer.update(rows([0], seen), rows([0], seen))
     if back > seen or (seen > layer.capacity and back > slack + 1):
         with pytest.raises(InputError, match="at most"):
@@ -95,7 +97,7 @@ def test_crop_gives_back_the_earlier_state_or_refuses(seen: int, back: int, slac
 
 
 def test_crop_remembers_what_earlier_crops_overwrote() -> None:
-    layer = RingLayer(1, HEADS, DIM, window=8)
+    layer = ring_layer(1, HEADS, DIM, window=8)
     layer.update(rows([0], 20), rows([0], 20))
     layer.crop(-1)
     with pytest.raises(InputError, match="at most 0"):
@@ -103,9 +105,9 @@ def test_crop_remembers_what_earlier_crops_overwrote() -> None:
 
 
 def test_crop_of_a_ring_rebuilt_from_tensors_is_refused() -> None:
-    layer = RingLayer(1, HEADS, DIM, window=8)
+    layer = ring_layer(1, HEADS, DIM, window=8)
     layer.update(rows([0], 9), rows([0], 9))
-    rebuilt = RingLayer.from_state(layer.config(), dict(layer.named_state()))
+    rebuilt = CacheLayer.from_state(layer.config(), dict(layer.named_state()))
     with pytest.raises(InputError, match="rebuilt"):
         rebuilt.crop(-1)
 
@@ -113,4 +115,4 @@ def test_crop_of_a_ring_rebuilt_from_tensors_is_refused() -> None:
 @pytest.mark.parametrize(("window", "slack"), [(0, 0), (-3, 0), (2.0, 0), (True, 0), (8, -1)])
 def test_sizes_are_checked_at_construction(window: object, slack: object) -> None:
     with pytest.raises(InputError, match="must be an int of at least"):
-        RingLayer(1, HEADS, DIM, window=window, slack=slack)
+        ring_layer(1, HEADS, DIM, window=window, slack=slack)

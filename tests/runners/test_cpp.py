@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from exportable_cache import Session, load
-from exportable_cache.cache.layers import CacheLayer
+from exportable_cache.cache.policies import FullPolicy, NoPolicy, RecurrentPolicy, RingPolicy, SinkPolicy
 from exportable_cache.demo.task import make_questions
 from exportable_cache.errors import CacheFullError, InputError
 
@@ -30,7 +30,8 @@ def session(demo_bundle: Path) -> Session:
     return load(demo_bundle)
 
 
-STATES = {"conv_states": [None], "recurrent_states": [None]}
+# Of a policy, as the probe takes them, with what stands for one that it does not have.
+_POLICY_FIELDS = {"capacity": "-", "window": "-", "rollback_slots": 0, "sinks": 0}
 
 
 def refused(reply: Reply, kind: str, *parts: str) -> None:
@@ -129,32 +130,21 @@ def test_rewind_has_the_sessions_limits(demo_bundle, session, probe: Probe) -> N
 
 
 @pytest.mark.parametrize("slack", [0, 3])
-def test_rollback_rules_are_the_layers(probe: Probe, slack: int) -> None:
-    configs = {
-        "RingLayer": {"capacity": 8 + slack, "window": 8},
-        "FusedRingLayer": {"capacity": 8 + slack, "window": 8},
-        "SinkLayer": {"capacity": 3 + 8 + slack, "window": 8, "sinks": 3},
-        "FullLayer": {"capacity": 40},
-        "FusedFullLayer": {"capacity": 40},
-        "QuantizedFullLayer": {"capacity": 40},
-        "QuantizedRingLayer": {"capacity": 8 + slack, "window": 8},
-        "QuantizedSinkLayer": {"capacity": 3 + 8 + slack, "window": 8, "sinks": 3},
-        "FusedQuantizedFullLayer": {"capacity": 40},
-        "FusedQuantizedRingLayer": {"capacity": 8 + slack, "window": 8},
-        "IndexedLayer": {"capacity": 40},
-        "DummyLayer": {},
-        "LinearLayer": STATES,
-        "HybridFullLayer": {"capacity": 40, **STATES},
-        "HybridRingLayer": {"capacity": 8 + slack, "window": 8, **STATES},
-    }
+def test_rollback_rules_are_the_policies(probe: Probe, slack: int) -> None:
+    policies = [
+        FullPolicy(40), RingPolicy(8, slack), SinkPolicy(3, 8, slack), NoPolicy(), RecurrentPolicy(),
+    ]  # fmt: skip
     marks = [(length, high) for high in range(0, 30) for length in range(0, high + 1)]
     commands, expected = [], []
-    for name, config in configs.items():
-        # The limits are the same whatever the layout and the type of what is kept.
-        layer = CacheLayer.classes[name.removeprefix("Fused").removeprefix("Quantized")].from_state(config, {})
-        sizes = (config.get("capacity", "-"), config.get("window", "-"), config.get("sinks", 0))
-        commands += [("rollback", name, *sizes, *mark) for mark in marks]
-        expected += [[str(layer.max_length or -1), str(layer.max_rollback(*mark))] for mark in marks]
+    for policy, has_states in [
+        *((policy, False) for policy in policies[:4]),
+        *((policy, True) for policy in (*policies[:3], policies[4])),
+    ]:
+        fields = [policy.to_config().get(name, default) for name, default in _POLICY_FIELDS.items()]
+        commands += [("rollback", policy.kind, *fields, int(has_states), *mark) for mark in marks]
+        expected += [
+            [str(policy.max_length or -1), "0" if has_states else str(policy.max_rollback(*mark))] for mark in marks
+        ]
     assert [reply.values for reply in probe(*commands)] == expected
 
 

@@ -98,16 +98,16 @@ def _rename(old: str, new: str) -> Callable[[dict[str, Any]], None]:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (_set("schema_version", value=7), "schema_version is 7, this library reads 1"),
+        (_set("schema_version", value=7), "schema_version is 7, this library reads 2"),
         (_set("target", value="pt2"), "target is 'pt2', this library runs 'executorch'"),
         (_set("program", "form", value="explicit"), "program.form is 'explicit'"),
         (_set("program", "logits", value="all"), "program.logits is 'all'"),
         (_set("program", "batch_size", value=2), "program.batch_size is 2, this library runs 1"),
         (_set("vocab_size", value=0), "vocab_size is no integer of at least 1"),
         (_set("layers", value=[]), "layers is no list of at least one"),
-        (_set("layers", 1, "class", value="CleverLayer"), "layer 1 is a CleverLayer, this library knows"),
-        (_set("layers", 0, "config", value={"capacity": 16}), "RingLayer without its window"),
-        (_set("layers", 1, "config", value={}), "layer 1 is a FusedFullLayer without its capacity"),
+        (_set("layers", 1, "policy", value={"kind": "clever"}), "layer 1 has the policy clever, this library knows"),
+        (_set("layers", 0, "policy", value={"kind": "ring"}), "layer 0 has the policy ring without its window"),
+        (_set("layers", 1, "policy", value={"kind": "full"}), "layer 1 has the policy full without its capacity"),
         (_set("files", "program.pte", "bytes", value=17), "bytes, the manifest says 17"),
         # Another program than the one described.
         (_rename("prefill", "fill"), "has no method 'fill' but"),

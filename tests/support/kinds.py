@@ -25,44 +25,44 @@ _SSD: dict[str, Any] = {
     "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_chunk_size": WINDOW,
 }  # fmt: skip
 
-#: Config fields by model type, and the layer classes that its cache has.
+#: Config fields by model type, and the labels of the layers that its cache has.
 KINDS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "llama4_text": (
         {"attention_chunk_size": WINDOW, "no_rope_layers": [1, 0], "num_local_experts": 4, "moe_layers": [1], "floor_scale": 4,
          "intermediate_size_mlp": 64},
-        ["RingLayer", "FullLayer"],
+        ["ring", "full"],
     ),
-    "deepseek_v3": (_MLA, ["FullLayer"] * 2),
+    "deepseek_v3": (_MLA, ["full"] * 2),
     # Many index heads: where all of them are zero, scores tie, and which tokens are chosen is undefined.
-    "deepseek_v32": ({**_MLA, "index_n_heads": 16, "index_head_dim": 16, "index_topk": 6}, ["IndexedLayer"] * 2),
+    "deepseek_v32": ({**_MLA, "index_n_heads": 16, "index_head_dim": 16, "index_topk": 6}, ["full + indexer"] * 2),
     "gemma3n_text": (
         {**_SHARED, "laurel_rank": 8, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 4},
-        ["RingLayer", "FullLayer", "DummyLayer", "DummyLayer"],
+        ["ring", "full", "none", "none"],
     ),
-    "gemma4_text": ({**_SHARED, "global_head_dim": 16}, ["RingLayer", "FullLayer", "DummyLayer", "DummyLayer"]),
+    "gemma4_text": ({**_SHARED, "global_head_dim": 16}, ["ring", "full", "none", "none"]),
     "lfm2": (
         {"conv_L_cache": 3, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
-        ["LinearLayer", "FullLayer"],
+        ["recurrent", "full"],
     ),
-    "mamba": ({"state_size": 8}, ["LinearLayer"] * 2),
+    "mamba": ({"state_size": 8}, ["recurrent"] * 2),
     "mamba2": (
-        {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": WINDOW, "expand": 2}, ["LinearLayer"] * 2,
+        {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": WINDOW, "expand": 2}, ["recurrent"] * 2,
     ),
     "jamba": (
         {"mamba_d_state": 8, "num_experts": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
-        ["LinearLayer", "FullLayer"],
+        ["recurrent", "full"],
     ),
-    "bamba": ({**_SSD, "attn_layer_indices": [1]}, ["LinearLayer", "FullLayer"]),
-    "falcon_h1": ({**_SSD, "mamba_d_ssm": 64}, ["HybridFullLayer"] * 2),
+    "bamba": ({**_SSD, "attn_layer_indices": [1]}, ["recurrent", "full"]),
+    "falcon_h1": ({**_SSD, "mamba_d_ssm": 64}, ["full + states"] * 2),
     "qwen3_next": (
         {**_DELTA, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
          "shared_expert_intermediate_size": 16},
-        ["LinearLayer", "FullLayer"],
+        ["recurrent", "full"],
     ),
     "nemotron_h": (
         {"num_hidden_layers": 3, "layers_block_type": ["mamba", "attention", "mlp"], "mamba_num_heads": 8, "mamba_head_dim": 8,
          "ssm_state_size": 8, "n_groups": 2, "chunk_size": WINDOW},
-        ["LinearLayer", "FullLayer", "DummyLayer"],
+        ["recurrent", "full", "none"],
     ),
 }  # fmt: skip
 

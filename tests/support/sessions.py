@@ -20,7 +20,6 @@ def describe(program: Program) -> ProgramDescription:
     """What a bundle's manifest would say of a program."""
     layers = [
         {
-            "class": type(layer).__name__,
             "config": layer.config(),
             "tensors": {
                 name: {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}

@@ -140,7 +140,7 @@ def _run(
 ) -> Outcome:
     options = encoder_options(model, inputs)
     cache = ExportableCache.from_model(model, MAX_CACHE_LEN, attn_implementation=None, **options)
-    facts["layers"] = dict(Counter(type(layer).__name__ for layer in cache.layers))
+    facts["layers"] = dict(Counter(layer.label for layer in cache.layers))
     facts["patches"] = patch_model(model)
     implementations = Implementations.of(model)
     try:

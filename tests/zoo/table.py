@@ -109,7 +109,7 @@ def _group(group: str, results: dict[Architecture, dict[str, Any]]) -> list[str]
         for target in TARGETS:
             outcome = facts["targets"].get(target)
             cells.append(_cell(outcome, reasons))
-        layers = ", ".join(f"{count} {kind.removesuffix('Layer')}" for kind, count in facts.get("layers", {}).items())
+        layers = ", ".join(f"{count} {kind}" for kind, count in facts.get("layers", {}).items())
         patches = ", ".join(facts.get("patches") or [])
         lines.append(f"| {row.model_type} | {' | '.join(cells)} | {layers} | {patches} |")
     notes = [f"{number}. {reason}" for number, reason in enumerate(reasons, 1)]

@@ -1,6 +1,7 @@
 """Attention through ExecuTorch's own operators, for the layers they compute exactly.
 
-They know causal attention and a mask, and nothing else, so each layer of a model is looked at first: see `fusable_layers`.
+They know causal attention and a mask, and nothing else, so each layer of a model is looked at first: see
+`fusable_layers`.
 """
 
 from __future__ import annotations
@@ -12,23 +13,19 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from ...cache.attention.functions import EXTRAS, matmul_attention
 from ...cache.attention.masks import register_masks
-from ...cache.layers import CacheLayer, FullLayer, QuantizedFullLayer, QuantizedRingLayer, RingLayer
+from ...cache.layers import CacheLayer
+from ...cache.policies import FullPolicy, RingPolicy
+from ...cache.storage import FloatStorage, Int8Storage
 from ...models.cache_factory import ExportableCache, ExportableEncoderDecoderCache
 from ...models.layout import layer_types_and_windows
 from ..probe import probe_attention
-from .fused_layers import FusedFullLayer, FusedRingLayer, fused_layer
-from .fused_quantized import FusedQuantizedFullLayer, FusedQuantizedRingLayer
+from .fused_kernels import FusedFullKernel, FusedKernel, FusedRingKernel, updated_just_now
 
 EXECUTORCH_ATTENTION = "exportable_cache_executorch"
 _PROBE_LENGTH = 3
 
-#: Fused layers by what they take the place of.
-FUSED: dict[type[CacheLayer], type[FusedFullLayer] | type[FusedRingLayer]] = {
-    FullLayer: FusedFullLayer,
-    RingLayer: FusedRingLayer,
-    QuantizedFullLayer: FusedQuantizedFullLayer,
-    QuantizedRingLayer: FusedQuantizedRingLayer,
-}
+# Storages that the kernels' attention can read.
+_STORAGES = (FloatStorage, Int8Storage)
 
 
 def executorch_attention(
@@ -51,11 +48,11 @@ def executorch_attention(
     Returns:
         [1, q_length, heads, head_dim], and None for the weights.
     """
-    layer = fused_layer(key)
-    if layer is None:
+    step = updated_just_now(key)
+    if step is None:
         return matmul_attention(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return layer.attend(query, attention_mask, scaling), None
+    return step.layer.kernel.attend(step, query, attention_mask, scaling), None
 
 
 def fuse_layers(model: PreTrainedModel, cache: ExportableCache) -> ExportableCache:
@@ -64,29 +61,50 @@ def fuse_layers(model: PreTrainedModel, cache: ExportableCache) -> ExportableCac
         # The probe below feeds a text decoder, and T5's family has a position bias.
         return cache
     fusable = fusable_layers(model, cache)
-    # Beside layers that need methods of their own (sinks; soft-capping over 8 bits) the branches of fused layers do not lower.
-    plain = [type(layer) for layer, fuse in zip(cache.layers, fusable, strict=True) if not fuse]
-    if any(kind is not FullLayer and kind is not RingLayer for kind in plain):
+    # Beside layers that need methods of their own (sinks; soft-capping over 8 bits) the branches of fused layers do not
+    # lower.
+    if not all(fuse or _is_plain(layer) for layer, fuse in zip(cache.layers, fusable, strict=True)):
         return cache
     layers = zip(cache.layers, fusable, strict=True)
-    return ExportableCache([FUSED[type(layer)].like(layer) if fuse else layer for layer, fuse in layers])
+    return ExportableCache([fused_kernel(layer).fused(layer) if fuse else layer for layer, fuse in layers])
 
 
 def one_method_suffices(cache: ExportableCache) -> bool:
-    """Whether a method of dynamic length decodes as fast as one of its own would, given what `fuse_layers` made of the layers.
+    """Whether a method of dynamic length decodes as fast as one of its own would, given what `fuse_layers` made of the
+    layers.
 
     Rings that are not fused need a static length of one to know that they may be written in place.
     """
-    return all(type(layer) in (*FUSED.values(), FullLayer) for layer in cache.layers)
+    return all(
+        isinstance(layer.kernel, FusedKernel) or (_is_plain(layer) and isinstance(layer.policy, FullPolicy))
+        for layer in cache.layers
+    )
+
+
+def fused_kernel(layer: CacheLayer) -> FusedKernel | None:
+    """The kernel for a layer's policy and storage, or None where there is none."""
+    if type(layer) is not CacheLayer or not isinstance(layer.storage, _STORAGES):
+        return None
+    if isinstance(layer.policy, FullPolicy):
+        return FusedFullKernel()
+    # A ring that keeps more than its window holds tokens that the newest query does not see.
+    is_exact = isinstance(layer.policy, RingPolicy) and layer.policy.rollback_slots == 0
+    return FusedRingKernel() if is_exact else None
+
+
+def _is_plain(layer: CacheLayer) -> bool:
+    """Whether it is of tokens alone, unrounded, in slots that need no method of their own."""
+    is_known = isinstance(layer.policy, (FullPolicy, RingPolicy)) and isinstance(layer.storage, FloatStorage)
+    return type(layer) is CacheLayer and is_known
 
 
 def fusable_layers(model: PreTrainedModel, cache: ExportableCache) -> list[bool]:
     """Which layers the fused operators compute exactly, found by running a short prompt through the model.
 
     Such a layer keeps every token of one row, or exactly its window, in float32, keys and values of one size, and its
-    attention goes once through the attention interface with the very tensors the cache returned, under a purely causal mask
-    as long as the window is not reached, with neither soft-capping, nor sinks, nor a position bias. (The kernel gives
-    not-a-number in bfloat16.)
+    attention goes once through the attention interface with the very tensors the cache returned, under a purely causal
+    mask as long as the window is not reached, with neither soft-capping, nor sinks, nor a position bias. (The kernel
+    gives not-a-number in bfloat16.)
     """
     causal = torch.ones(_PROBE_LENGTH, _PROBE_LENGTH, dtype=torch.bool).tril()
 
@@ -98,19 +116,15 @@ def fusable_layers(model: PreTrainedModel, cache: ExportableCache) -> list[bool]
     calls = probe_attention(model, _PROBE_LENGTH, is_plain_and_causal)
     types = [layer_type for layer_type, _ in layer_types_and_windows(model.config)]
     return [
-        _keeps_what_is_seen(layer)
+        fused_kernel(layer) is not None
         # Of an attention chunk a query sees what came before it in the chunk, not all that the ring holds.
         and types[index] != "chunked_attention"
         and layer.keys.shape == layer.values.shape
         and layer.keys.shape[0] == 1
-        and layer.states_dtype == torch.float32
+        and layer.storage.rows_dtype == torch.float32
         and calls.get(index) == [True]
         for index, layer in enumerate(cache.layers)
     ]
-
-
-def _keeps_what_is_seen(layer: CacheLayer) -> bool:
-    return type(layer) in FUSED and (not isinstance(layer, RingLayer) or layer.capacity == layer.window)
 
 
 AttentionInterface.register(EXECUTORCH_ATTENTION, executorch_attention)

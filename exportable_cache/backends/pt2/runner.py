@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch.export import ExportedProgram
 
-from ...cache.layers import CrossLayer
+from ...cache.policies import CrossPolicy
 from ...models.cache_factory import ExportableCache, ExportableEncoderDecoderCache
 from ..base import ProgramDescription, empty_layers
 
@@ -38,7 +38,7 @@ class ExplicitRunner:
         self.methods = description.methods
         self._modules = {name: program.module() for name, program in programs.items()}
         layers = empty_layers(description)
-        has_encoder = any(isinstance(layer, CrossLayer) for layer in layers)
+        has_encoder = any(isinstance(layer.policy, CrossPolicy) for layer in layers)
         self.cache = (ExportableEncoderDecoderCache if has_encoder else ExportableCache)(layers)
 
     @property

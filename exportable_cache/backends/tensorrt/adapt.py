@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from ...cache.layers.quantized import is_rounding
+from ...cache.layers import CacheLayer, rounding_storage
 from ...errors import UnsupportedModelError
 from ...models.cache_factory import ExportableCache
 from ..probe import probe_attention
 from .attention import is_expressible, sinks_of
-from .layers import ENGINE_LAYERS
+from .kernel import EngineKernel
 
 # No window is as short, so that every layer with keys of its own is a full one.
 _PROBE_LENGTH = 2
@@ -21,29 +21,32 @@ def engine_layers(model: PreTrainedModel, cache: ExportableCache) -> ExportableC
     Layers of other kinds stay as they are: if their operators convert, their state is copied in every step.
 
     Raises:
-        UnsupportedModelError: If the model is an encoder-decoder, or the cache one of 8 bits.
+        UnsupportedModelError: If the model is an encoder-decoder, or the cache rounds.
     """
     if type(cache) is not ExportableCache:
         raise UnsupportedModelError(
             f"{type(model).__name__} keeps an encoder's output beside its tokens, which has no TensorRT form yet; "
             "export for another target"
         )
-    if is_rounding(cache.layers):
+    storage = rounding_storage(cache.layers)
+    if storage is not None:
         raise UnsupportedModelError(
-            "keys and values in 8 bits have no TensorRT form: its KVCacheUpdate and attention layers take float32, float16 and "
-            "bfloat16; leave kv_dtype (--kv-cache-dtype) out, or export for pt2"
+            f"keys and values in {storage.bits} bits have no TensorRT form: its KVCacheUpdate and attention layers take float32, "
+            "float16 and bfloat16; leave kv_dtype (--kv-cache-dtype) out, or export for pt2"
         )
-    if not any(type(layer) in ENGINE_LAYERS for layer in cache.layers):
+    if not any(_keeps_tokens_alone(layer) for layer in cache.layers):
         return cache
     sinks = layers_with_sinks(model)
     return ExportableCache(
         [
-            ENGINE_LAYERS[type(layer)].like(layer, null_slots=int(index in sinks))
-            if type(layer) in ENGINE_LAYERS
-            else layer
+            EngineKernel(null_slots=int(index in sinks)).engine_layer(layer) if _keeps_tokens_alone(layer) else layer
             for index, layer in enumerate(cache.layers)
         ]
     )
+
+
+def _keeps_tokens_alone(layer: CacheLayer) -> bool:
+    return type(layer) is CacheLayer and layer.policy.keeps_keys
 
 
 def layers_with_sinks(model: PreTrainedModel) -> set[int]:

@@ -1,34 +1,22 @@
-"""Storage policies: what one attention layer keeps, where a new token is written, and which position each slot holds."""
+"""Cache layers: what one attention layer keeps, composed of a slot policy, a storage and a kernel."""
 
 from .cross import CrossLayer
-from .dummy import DummyLayer
-from .full import FullLayer
-from .hybrid import HybridFullLayer, HybridRingLayer
-from .indexed import IndexedLayer
-from .key_value import KeyValueLayer
-from .layer import CacheLayer, StateTensor
+from .indexed import IndexedLayer, IndexerKeys
+from .layer import CacheLayer, RowSizes, label_of
 from .linear import LinearLayer, LinearStates, StateShape
-from .quantized import QuantizedFullLayer, QuantizedKeyValueLayer, QuantizedRingLayer, QuantizedSinkLayer
-from .ring import RingLayer
-from .sink import SinkLayer
+from .make import layer_class, layer_from, rounding_storage
 
 __all__ = [
     "CacheLayer",
     "CrossLayer",
-    "DummyLayer",
-    "FullLayer",
-    "HybridFullLayer",
-    "HybridRingLayer",
     "IndexedLayer",
-    "KeyValueLayer",
+    "IndexerKeys",
     "LinearLayer",
     "LinearStates",
-    "QuantizedFullLayer",
-    "QuantizedKeyValueLayer",
-    "QuantizedRingLayer",
-    "QuantizedSinkLayer",
-    "RingLayer",
-    "SinkLayer",
+    "RowSizes",
     "StateShape",
-    "StateTensor",
+    "label_of",
+    "layer_class",
+    "layer_from",
+    "rounding_storage",
 ]

@@ -1,4 +1,6 @@
-"""Cross-attention: the keys and values of one encoder output, written once per sequence and read by every step."""
+"""The layer of a decoder's cross-attention: it is told how much of an encoder's output is real, and keeps that as its
+length.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +9,18 @@ from typing import Any
 import torch
 
 from ...errors import InputError
-from .checks import check_new_states, is_traced
-from .key_value import KeyValueLayer
-from .layer import StateTensor
+from ..checks import check_new_states, is_traced
+from ..step import StepContext
+from .layer import CacheLayer
 
 
-class CrossLayer(KeyValueLayer):
-    """Keeps up to `capacity` encoder positions per row; how many are real is a length of its own.
-
-    Decoder tokens do not move it: rolling the decoder back leaves it alone, and a new encoder output is written over the
-    old one. See `KeyValueLayer` for the arguments; `capacity` is the longest encoder output.
-    """
-
-    state = {
-        "keys": StateTensor("batch_size", "num_heads", "capacity", "head_dim"),
-        "values": StateTensor("batch_size", "num_heads", "capacity", "value_head_dim"),
-        "encoder_length": StateTensor("batch_size", dtype=torch.int64),
-    }
-    follows_decoder = False
+class CrossLayer(CacheLayer):
+    """Keys and values of one encoder output, under a `CrossPolicy`."""
 
     encoder_length: torch.Tensor
 
-    def _finish(self, high_water: int | None) -> None:
-        super()._finish(high_water)
+    def begin(self, context: StepContext, high_water: int | None) -> None:
+        super().begin(context, high_water)
         #: Slots of the newest output, padding included; all of them where that is unknown. A host value, for eager use.
         self.written = self.capacity
         self._announced: torch.Tensor | None = None
@@ -42,16 +33,6 @@ class CrossLayer(KeyValueLayer):
     def cumulative_length(self) -> torch.Tensor:
         """Encoder positions held per row, int64 [batch_size]."""
         return self.encoder_length
-
-    @property
-    def max_length(self) -> None:
-        return None
-
-    def slot_positions(self, query_length: int) -> None:
-        return None
-
-    def max_rollback(self, length: int, high_water: int) -> int:
-        return length
 
     def crop(self, tokens_to_remove: int) -> None:
         """Nothing to do: the tokens taken back are the decoder's."""
@@ -83,12 +64,13 @@ class CrossLayer(KeyValueLayer):
                 )
             self.written = length
         slots = torch.arange(length, device=self.device).expand(key_states.shape[0], length)
-        self._write(slots, key_states, value_states)
+        self.write(slots, key_states, value_states)
         lengths = torch.full_like(self.encoder_length, length) if self._announced is None else self._announced
         self._announced = None
-        # As a change of this layer's own: ExecuTorch takes outputs of equal value for one, and loses all layers but the last.
+        # As a change of this layer's own: ExecuTorch takes outputs of equal value for one, and loses all layers but the
+        # last.
         change = lengths - self.encoder_length
-        if self.in_place:
+        if self.context.in_place:
             self.encoder_length.add_(change)
         else:
             self.encoder_length = self.encoder_length + change

@@ -1,62 +1,115 @@
-"""Sparse attention by an indexer (GLM MoE DSA, DeepSeek V3.2): full attention, and the keys that choose what it sees."""
+"""Sparse attention by an indexer (GLM MoE DSA, DeepSeek V3.2): full attention, and the keys that choose what it
+sees.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ...errors import InputError
-from .full import FullLayer
-from .layer import StateTensor
+from ..component import Component, check_count
+from ..kernel import PORTABLE, StateTensor
+from ..policies import FullPolicy
+from ..step import StepContext
+from ..storage import Storage
+from .layer import CacheLayer, RowSizes
 
 
-class IndexedLayer(FullLayer):
-    """A `FullLayer` with one more key per token, of the indexer: [batch_size, capacity, index_head_dim].
+@dataclass(frozen=True)
+class IndexerKeys(Component):
+    """One more key per token: [batch_size, capacity, head_dim].
 
-    Args:
-        batch_size, num_heads, head_dim, capacity, options: See `FullLayer`.
-        index_head_dim: Size of an indexer key.
-        index_dtype: Of the indexer keys; the layer's dtype by default.
+    Attributes:
+        head_dim: Size of an indexer key.
+        dtype: Its dtype by name.
 
     Raises:
-        InputError: If `index_head_dim` is not a positive int.
+        InputError: If `head_dim` is not a positive int.
     """
 
-    state = {
-        **FullLayer.state,
-        "indexer_keys": StateTensor("batch_size", "capacity", "index_head_dim"),
-    }
+    family = "indexer"
+
+    head_dim: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        check_count(self.head_dim, "index_head_dim of an indexed layer", 1)
+
+    def to_config(self) -> dict[str, Any]:
+        """As JSON."""
+        return {"head_dim": self.head_dim, "dtype": self.dtype}
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> IndexerKeys:
+        """What `to_config` described.
+
+        Raises:
+            InputError: If it is something else.
+        """
+        try:
+            return cls(**config)
+        except TypeError as error:
+            raise InputError(f"indexer is no description of its keys ({error})") from error
+
+
+class IndexedLayer(CacheLayer):
+    """Full attention with one more key per token, the indexer's: [batch_size, capacity, index_head_dim].
+
+    Args:
+        policy: Of the keys and values, and of the indexer's keys: `FullPolicy`.
+        indexer: What the indexer keeps.
+        storage: Of the keys and values. The indexer's keys, which choose and are not attended to, are kept as they
+        come. sizes: Of the keys and values.
+        device: Where to allocate.
+    """
+
+    composed_of = {**CacheLayer.composed_of, "indexer": IndexerKeys}
+
+    indexer: IndexerKeys
+    indexer_keys: torch.Tensor
 
     def __init__(
-        self, batch_size: int, num_heads: int, head_dim: int, capacity: int, *, index_head_dim: int, **options: Any
+        self,
+        policy: FullPolicy,
+        indexer: IndexerKeys,
+        storage: Storage,
+        sizes: RowSizes,
+        *,
+        device: torch.device | str = "cpu",
     ) -> None:
-        if not isinstance(index_head_dim, int) or isinstance(index_head_dim, bool) or index_head_dim < 1:
-            raise InputError(
-                f"index_head_dim of an indexed layer is {index_head_dim!r}; it must be an int of at least 1"
-            )
-        self._index_head_dim = index_head_dim
-        super().__init__(batch_size, num_heads, head_dim, capacity, **options)
+        self.compose(policy=policy, storage=storage, kernel=PORTABLE, indexer=indexer)
+        self.allocate({**self.row_sizes(sizes), "index_head_dim": indexer.head_dim}, device)
 
-    def allocate(self, sizes: Any, dtype: torch.dtype, device: torch.device | str) -> None:
-        super().allocate({**sizes, "index_head_dim": self._index_head_dim}, dtype, device)
+    def declare(self) -> dict[str, StateTensor]:
+        dtype = getattr(torch, self.indexer.dtype)
+        return {
+            **super().declare(),
+            "indexer_keys": StateTensor("batch_size", "capacity", "index_head_dim", dtype=dtype),
+        }
 
-    def _finish(self, high_water: int | None) -> None:
-        super()._finish(high_water)
+    def begin(self, context: StepContext, high_water: int | None) -> None:
+        super().begin(context, high_water)
+        # Which of the two updates of a step has come first, and so is waited for by the other.
         self._awaiting: str | None = None
         self._uncounted = 0
 
     def get_seq_length(self) -> torch.Tensor:
-        """Tokens seen, int64 0-D, with those that `update` was given in a program, whose length is an input (GLM 5 Next asks)."""
+        """Tokens seen, int64 0-D, with those that `update` was given in a program, whose length is an input (GLM 5 Next
+        asks).
+        """
         return self.cumulative_length[0] + self._uncounted
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `FullLayer.update`."""
+        """See `CacheLayer.update`."""
         result = super().update(key_states, value_states, *args, **kwargs)
         self._awaiting = None if self._awaiting == "update" else "indexer"
-        self._uncounted = 0 if self.counts else key_states.shape[2]
+        self._uncounted = 0 if self.context.counts else key_states.shape[2]
         return result
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
@@ -66,17 +119,18 @@ class IndexedLayer(FullLayer):
             indexer_key_states: [batch_size, query_length, index_head_dim].
 
         Returns:
-            All slots that are read [batch_size, slots, index_head_dim]; those past the newest token are for the mask to hide.
+            All slots that are read [batch_size, slots, index_head_dim]; those past the newest token are for the mask to
+            hide.
         """
         query_length = indexer_key_states.shape[1]
-        start = self.cumulative_length if self.start is None else self.start
-        if self.start is None and self._awaiting == "indexer":
+        start = self.cumulative_length if self.context.start is None else self.context.start
+        if self.context.start is None and self._awaiting == "indexer":
             # In plain use `update` has counted these tokens already.
             start = start - query_length
         self._awaiting = None if self._awaiting == "indexer" else "update"
         slots = start[:, None] + torch.arange(query_length, device=self.device)
         new = indexer_key_states.to(self.indexer_keys.dtype)
-        if self.in_place:
+        if self.context.in_place:
             _write_rows_(self.indexer_keys, slots, new)
         else:
             self.indexer_keys = _write_rows(self.indexer_keys, slots, new)
@@ -84,7 +138,9 @@ class IndexedLayer(FullLayer):
 
 
 def _write_rows_(buffer: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
-    """Write rows [batch_size, query_length, dim] into [batch_size, capacity, dim] in place, as `key_value.write_slots_` does."""
+    """Write rows [batch_size, query_length, dim] into [batch_size, capacity, dim] in place, as
+    `storage.slots.write_slots_` does.
+    """
     if buffer.shape[0] == 1:
         buffer.index_copy_(1, slots[0], rows)
     else:

@@ -1,191 +1,365 @@
-"""The interface of a cache layer: its state is declared once, and everything generic derives from the declaration."""
+"""A cache layer: a slot policy, a storage and a kernel around a fixed set of tensors."""
 
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from ...errors import InputError
-from ...pytree import register_node
+from ..checks import check_new_states, check_rollback, check_room, is_traced
+from ..component import Component, check_count
+from ..kernel import PORTABLE, Kernel, StateTensor
+from ..policies import SlotPolicy
+from ..step import PLAIN, StepContext
+from ..storage import FloatStorage, Storage
+from ..storage.slots import write_slots, write_slots_
 
-_INTERFACE = ("update", "slot_positions", "max_length", "max_rollback")
 
+@dataclass(frozen=True)
+class RowSizes:
+    """Sizes of the keys and values of one layer: `RowSizes(1, 4, 64)` is one row, 4 heads, keys and values of 64.
 
-class StateTensor:
-    """Declaration of one state tensor: its dimensions by name, batch first, and its dtype.
+    Attributes:
+        batch_size: Rows.
+        num_heads: Key and value heads.
+        head_dim: Size of a key head.
+        value_head_dim: Size of a value head, `head_dim` by default (they differ in MLA models). 0 where latent keys are
+        all
+            there is of a token (GLM 5 Next).
 
-    `StateTensor("batch_size", "num_heads", "capacity", "head_dim")` with sizes 1, 4, 128, 64 is a tensor
-    [1, 4, 128, 64] of the layer's dtype.
-
-    Args:
-        dims: Names of the dimensions.
-        dtype: Element type; None stands for the dtype the layer is constructed with.
+    Raises:
+        InputError: If a size is not a positive int.
     """
 
-    def __init__(self, *dims: str, dtype: torch.dtype | None = None) -> None:
-        self.dims = dims
-        self.dtype = dtype
+    batch_size: int
+    num_heads: int
+    head_dim: int
+    value_head_dim: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "num_heads", "head_dim"):
+            check_count(getattr(self, name), f"{name} of a cache layer", 1)
+        if self.value_head_dim is None:
+            object.__setattr__(self, "value_head_dim", self.head_dim)
+        check_count(self.value_head_dim, "value_head_dim of a cache layer", 0)
 
 
 class CacheLayer(CacheLayerMixin):
-    """One layer's storage policy: a fixed set of tensors plus arithmetic on positions.
+    """One layer: a fixed set of tensors, composed of a policy, a storage and a kernel.
 
-    A subclass declares `state` (the tensors) and `config_names` (the JSON attributes needed to rebuild the layer around
-    other tensors), and implements `update` (write, then return what to attend over) and `slot_positions` (which absolute
-    position each returned key holds). Pytree children and keys, the FX spec, program buffers, `reset`, `reorder_cache`,
-    `nbytes`, saving and restoring all follow from the declaration.
+    The policy says which slot a token goes to and which position a slot holds, the storage how keys and values are
+    kept, the kernel how both are emitted. Pytree children and keys, the FX spec, program buffers, `reset`,
+    `reorder_cache`, `nbytes`, saving and restoring all follow from the tensors that they declare.
 
     Every length is a tensor, `cumulative_length` [batch_size] int64, so no graph ever depends on how many tokens were
     seen, and the rows of a batch may differ.
 
+    Args:
+        policy: See `cache.policies`.
+        storage: See `cache.storage`; None where the policy keeps no keys.
+        sizes: Of keys and values; None where there are none.
+        kernel: What emits writes and reads.
+        device: Where to allocate.
+
     Attributes:
-        in_place: Whether `update` mutates the state tensors (buffers of a resident program, eager and compiled use) or
-            rebinds the attributes to new ones (explicit programs, whose state is a graph input and output).
-        counts: Whether `update` advances `cumulative_length`. Not in a resident program, whose length is an input.
-        read_length: A position that no row will reach in this step, so that slots from there on need not be read; None
-            where that is unknown. A static int, one per compiled or exported method: what makes a step cost what the
-            filled part costs, not what is allocated.
-        start: Length of each row before the step, int64 [batch_size], where a program takes it as an input; None in plain
-            use, where `cumulative_length` is the only count.
+        state: Declarations of the state tensors by attribute name, in the order of the pytree children.
+        context: Of the step that the layer was put around its tensors for, see `with_state`; plain use otherwise.
     """
 
     is_compileable = True
-    is_sliding = False
-    #: Whether it keeps states of fixed size and no keys and values per token, as transformers' `Cache.is_linear`.
-    is_linear = False
-    #: Whether it keeps nothing, as transformers' `Cache.is_dummy`.
-    is_dummy = False
-    is_croppable = True
-    #: Why `max_rollback` is less than all, for messages.
-    forgetting: ClassVar[str] = "the sliding window has overwritten older ones"
-    #: Whether the layer's length is the decoder's: a step may say what it is. Not of cross-attention.
-    follows_decoder: ClassVar[bool] = True
     # Transformers would allocate lazily, from the first keys it sees; our tensors exist from construction.
     supports_early_init = False
 
-    #: State tensors by attribute name, in the order of the pytree children.
-    state: ClassVar[dict[str, StateTensor]] = {}
-    #: Attributes `from_state` needs besides the tensors: JSON values that no step changes.
-    config_names: ClassVar[tuple[str, ...]] = ()
-    #: Every concrete layer class by name, for rebuilding from a file.
-    classes: ClassVar[dict[str, type[CacheLayer]]] = {}
+    #: What the layer is composed of, by attribute name: the family that each part's config is read by.
+    composed_of: ClassVar[dict[str, type[Component]]] = {"policy": SlotPolicy, "storage": Storage, "kernel": Kernel}
 
+    policy: SlotPolicy
+    storage: Storage | None
+    kernel: Kernel
+    state: dict[str, StateTensor]
+    context: StepContext
     cumulative_length: torch.Tensor
-    capacity: int
-    in_place: bool
-    counts: bool
-    read_length: int | None
-    start: torch.Tensor | None
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        # ABCMeta has not filled __abstractmethods__ in yet.
-        if not any(getattr(getattr(cls, name), "__isabstractmethod__", False) for name in _INTERFACE):
-            CacheLayer.classes[cls.__name__] = cls
-            register_node(
-                cls,
-                lambda layer: (list(layer.named_state()), layer.config()),
-                lambda children, config: cls.from_state(config, dict(zip(cls.declare(config), children, strict=True))),
-                name=f"exportable_cache.{cls.__name__}",
-            )
+    def __init__(
+        self,
+        policy: SlotPolicy,
+        storage: Storage | None = None,
+        sizes: RowSizes | None = None,
+        *,
+        kernel: Kernel = PORTABLE,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.compose(policy=policy, storage=storage, kernel=kernel)
+        self.allocate(self.row_sizes(sizes), device)
 
-    @classmethod
-    def declare(cls, config: Mapping[str, Any]) -> dict[str, StateTensor]:
-        """The state tensors of a layer with this `config`: the class's own `state`, unless their number depends on the model."""
-        return cls.state
+    def compose(self, **parts: Any) -> None:
+        """Take the parts of `composed_of`, by name, and declare the tensors that they need."""
+        for name in self.composed_of:
+            setattr(self, name, parts.get(name))
+        if self.policy.keeps_keys is (self.storage is None):
+            needs = "needs one" if self.policy.keeps_keys else "keeps no keys"
+            raise InputError(f"the storage of a layer is {self.storage!r}, but its policy {self.policy!r} {needs}")
+        self.state = self.declare()
+        described = {name: getattr(self, name) for name in self.composed_of}
+        self._config = {name: part.to_config() for name, part in described.items() if part is not None}
 
-    @abstractmethod
-    def slot_positions(self, query_length: int) -> torch.Tensor | None:
-        """Absolute position of each key that `update` returns for `query_length` new tokens.
+    def declare(self) -> dict[str, StateTensor]:
+        """The state tensors of these parts."""
+        declared = self.kernel.declare(self)
+        if self.policy.length_name is not None:
+            declared[self.policy.length_name] = StateTensor("batch_size", dtype=torch.int64)
+        return declared
 
-        Returns:
-            int64 [batch_size, kv_length], or None where slot `s` holds position `s` in every row. An empty slot is
-            given a position past every query, so that any causal mask function excludes it. A layer that hides other keys
-            from each query returns [batch_size, query_length, kv_length].
-        """
+    def row_sizes(self, sizes: RowSizes | None) -> dict[str, int]:
+        """Size of each dimension that the tensors of keys and values are declared with."""
+        if sizes is None:
+            return {}
+        return {
+            "batch_size": sizes.batch_size,
+            "num_heads": sizes.num_heads,
+            **self.kernel.sizes(self.policy),
+            **self.storage.sizes(sizes.head_dim, sizes.value_head_dim),
+        }
 
-    @property
-    @abstractmethod
-    def max_length(self) -> int | None:
-        """Tokens a row can hold in all, or None where any number may be seen."""
-
-    @abstractmethod
-    def max_rollback(self, length: int, high_water: int) -> int:
-        """How many of the newest tokens can be taken back without having lost one that is still needed.
-
-        Args:
-            length: Tokens the row holds now.
-            high_water: The most tokens it ever held since it was empty: what came after `length` was overwritten.
-        """
-
-    # -- everything generic ---------------------------------------------------------------------------------------
-
-    def allocate(self, sizes: Mapping[str, int], dtype: torch.dtype, device: torch.device | str) -> None:
+    def allocate(self, sizes: Mapping[str, int], device: torch.device | str) -> None:
         """Allocate the declared tensors, zeroed: zero is the right start of every state.
 
         Args:
             sizes: Size of each dimension named in `state`.
-            dtype: Of the tensors that declare none.
             device: Where to allocate.
         """
         for name, declared in self.state.items():
             shape = [sizes[dim] for dim in declared.dims]
             try:
-                setattr(self, name, torch.zeros(shape, dtype=declared.dtype or dtype, device=device))
+                setattr(self, name, torch.zeros(shape, dtype=declared.dtype, device=device))
             except (RuntimeError, TypeError, OverflowError) as error:
                 # What an allocator raises for too much memory, and what torch raises for sizes past 64 bits.
-                needed = math.prod(shape) * (declared.dtype or dtype).itemsize
+                needed = math.prod(shape) * declared.dtype.itemsize
                 raise InputError(
                     f"cannot allocate {name} of a cache layer, {shape} or {needed:,} bytes on {device}; "
                     "pass a smaller max_cache_len or batch_size"
                 ) from error
-        self._finish(high_water=0)
+        self.begin(PLAIN, high_water=0)
 
     @classmethod
-    def from_state(cls, config: Mapping[str, Any], tensors: Mapping[str, Any]) -> CacheLayer:
+    def from_state(cls, config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Self:
         """Rebuild a layer around existing tensors, without allocating and without looking at them.
 
-        The tensors may be fakes, proxies or any pytree leaf: nothing is validated here.
+        The tensors may be fakes, proxies or any pytree leaf: nothing is validated here. `layers.layer_from` finds the
+        class.
 
         Args:
             config: What `config` of the original returned.
             tensors: State by name; a missing name becomes None.
+
+        Raises:
+            InputError: If the config is not of parts that are known here.
         """
         layer = cls.__new__(cls)
-        for name in cls.config_names:
-            setattr(layer, name, config[name])
-        for name in cls.declare(config):
-            setattr(layer, name, tensors.get(name))
-        layer._finish(high_water=None)
+        layer.compose(**cls.parts_from(config))
+        layer._hold(tensors, PLAIN)
         return layer
 
-    def _finish(self, high_water: int | None) -> None:
-        self.in_place = True
-        self.counts = True
-        self.read_length = None
-        self.start = None
+    @classmethod
+    def parts_from(cls, config: Mapping[str, Any]) -> dict[str, Component]:
+        """The parts that `config` describes, by name."""
+        unknown = [name for name in config if name not in cls.composed_of]
+        if unknown or "policy" not in config or "kernel" not in config:
+            raise InputError(f"a layer has {', '.join(config) or 'nothing'}, one has {', '.join(cls.composed_of)}")
+        return {name: family.from_config(config[name]) for name, family in cls.composed_of.items() if name in config}
+
+    def with_state(self, tensors: Mapping[str, Any], context: StepContext = PLAIN) -> Self:
+        """The same layer around other tensors, for one step; this one is left alone.
+
+        Args:
+            tensors: State by name; a missing name becomes None.
+            context: Of the step. Where it has a start, that is the length of layers that follow the decoder.
+        """
+        layer = type(self).__new__(type(self))
+        for name in self.composed_of:
+            setattr(layer, name, getattr(self, name))
+        layer.state, layer._config = self.state, self._config
+        layer._hold(tensors, context)
+        return layer
+
+    def with_kernel(self, kernel: Kernel, tensors: Mapping[str, Any]) -> Self:
+        """The layer as a target keeps it: of the same policy and storage, around tensors of the kernel's layout."""
+        layer = type(self).__new__(type(self))
+        layer.compose(**{name: getattr(self, name) for name in self.composed_of} | {"kernel": kernel})
+        layer._hold(tensors, PLAIN)
+        return layer
+
+    def _hold(self, tensors: Mapping[str, Any], context: StepContext) -> None:
+        for name in self.state:
+            setattr(self, name, tensors.get(name))
+        if context.start is not None and self.policy.follows_decoder and self.policy.length_name is not None:
+            self.cumulative_length = context.start
+        self.begin(context, high_water=None)
+
+    def begin(self, context: StepContext, high_water: int | None) -> None:
+        """Start anew with what lasts a step.
+
+        Args:
+            context: Of the step.
+            high_water: The most tokens that a row ever held; None where the history of the tensors is unknown.
+        """
+        self.context = context
         self.is_initialized = True
-        # Host bookkeeping of `crop`, moved by it alone; None where the history of the tensors is unknown.
-        self._high_water = high_water
+        # Host bookkeeping of `crop`, moved by it alone.
+        self._high_water = 0 if self.is_dummy else high_water
 
     def config(self) -> dict[str, Any]:
-        """What `from_state` needs besides the tensors: JSON, the same before and after any number of steps."""
-        return {name: getattr(self, name) for name in self.config_names}
+        """What `from_state` needs besides the tensors: JSON, the same before and after any number of steps; not to be
+        changed.
+        """
+        # Made when the layer is: strict export flattens layers inside TorchDynamo, which cannot ask a dataclass for its
+        # fields.
+        return self._config
 
     def named_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The state tensors with their names, in declaration order."""
         for name in self.state:
             yield name, getattr(self, name)
 
+    # -- what the policy says
+    # --------------------------------------------------------------------------------------------
+
+    @property
+    def is_sliding(self) -> bool:
+        """Whether a window hides older tokens, as transformers' `is_sliding`."""
+        return self.policy.is_sliding
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether it keeps states of fixed size and no keys and values per token, as transformers'
+        `Cache.is_linear`.
+        """
+        return self.policy.is_linear
+
+    @property
+    def is_dummy(self) -> bool:
+        """Whether it keeps nothing, as transformers' `Cache.is_dummy`."""
+        return self.policy.is_dummy
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether tokens can be taken back at all."""
+        return True
+
+    @property
+    def follows_decoder(self) -> bool:
+        """Whether the layer's length is the decoder's: a step may say what it is. Not of cross-attention."""
+        return self.policy.follows_decoder
+
+    @property
+    def forgetting(self) -> str:
+        """Why `max_rollback` is less than all, for messages."""
+        return self.policy.forgetting
+
+    @property
+    def capacity(self) -> int | None:
+        """Slots; None where there are no keys."""
+        return self.policy.capacity
+
+    @property
+    def max_length(self) -> int | None:
+        """Tokens a row can hold in all, or None where any number may be seen."""
+        return self.policy.max_length
+
+    def max_rollback(self, length: int, high_water: int) -> int:
+        """See `SlotPolicy.max_rollback`."""
+        return self.policy.max_rollback(length, high_water)
+
+    @property
+    def label(self) -> str:
+        """See `label_of`."""
+        return label_of(self.config())
+
+    # -- keys and values
+    # -------------------------------------------------------------------------------------------------
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the new tokens of each row at its own length, and return what attention reads; see the kernel's
+        `update`.
+
+        Args:
+            key_states: [batch_size, num_heads, query_length, head_dim].
+            value_states: [batch_size, num_heads, query_length, value_head_dim].
+
+        Returns:
+            Keys [batch_size, num_heads, kv_length, head_dim] and values [..., value_head_dim], in the dtype of the new
+            ones.
+
+        Raises:
+            CacheFullError: If they do not fit; nothing was written.
+            InputError: If shape, dtype or device differ from the layer's, or it keeps no keys.
+        """
+        self.check_update(key_states, value_states)
+        return self.kernel.update(self, key_states, value_states)
+
+    def check_update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Refuse keys and values that the layer cannot take, outside of traced paths."""
+        if self.storage is None:
+            raise InputError(
+                "this layer keeps no keys and values (it shares another layer's, or has a state in their place), but the model "
+                "wrote some; allocate the cache with ExportableCache.from_model"
+            )
+        if not is_traced(self.cumulative_length):
+            check_new_states(self, key_states, value_states)
+            # Elsewhere reading a length waits for the device, and the cache has already looked once for all layers.
+            if self.max_length is not None and self.device.type == "cpu":
+                check_room(self.cumulative_length, key_states.shape[2], self.max_length)
+
+    def write(self, slots: torch.Tensor, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Put new keys and values [batch_size, num_heads, query_length, dim] into `slots` int64 [batch_size,
+        query_length].
+        """
+        for name, rows in zip(self.storage.parts, self.storage.encode(key_states, value_states), strict=True):
+            if self.context.in_place:
+                # Not assigned: rebinding the attribute to an alias of itself would make it an output of compiled
+                # graphs.
+                write_slots_(getattr(self, name), slots, rows)
+            else:
+                setattr(self, name, write_slots(getattr(self, name), slots, rows))
+
+    def replace(self, name: str, tensor: torch.Tensor) -> None:
+        """Give a state tensor new contents of the same shape."""
+        if self.context.in_place:
+            getattr(self, name).copy_(tensor)
+        else:
+            setattr(self, name, tensor)
+
+    def read(self, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the first `slots` slots, [batch_size, num_heads, slots, dim]."""
+        stored = [getattr(self, name) for name in self.storage.parts]
+        if slots < self.policy.capacity:  # ExecuTorch copies even a slice of everything.
+            stored = [part[:, :, :slots] for part in stored]
+        return self.storage.decode(stored)
+
+    def slot_positions(self, query_length: int) -> torch.Tensor | None:
+        """Absolute position of each key that `update` returns for `query_length` new tokens, see
+        `SlotPolicy.mask_positions`.
+        """
+        if self.storage is None:
+            raise InputError(
+                f"a layer of policy {self.policy.kind!r} has no keys; masks are sized by a layer that has some"
+            )
+        return self.kernel.mask_positions(self, query_length)
+
     @property
     def slots_read(self) -> int:
-        """Slots that a step looks at: `capacity`, or as many as `read_length` leaves of them."""
-        return self.capacity if self.read_length is None else min(self.read_length, self.capacity)
+        """Slots that this step looks at."""
+        return self.policy.slots_read(self.context.kv_read_len)
+
+    # -- everything generic
+    # ---------------------------------------------------------------------------------------------
 
     @property
     def nbytes(self) -> int:
@@ -199,9 +373,9 @@ class CacheLayer(CacheLayerMixin):
 
     def advance(self, query_length: int) -> None:
         """Count `query_length` new tokens in every row."""
-        if not self.counts:
+        if not self.context.counts:
             return
-        if self.in_place:
+        if self.context.in_place:
             self.cumulative_length.add_(query_length)
         else:
             self.cumulative_length = self.cumulative_length + query_length
@@ -223,8 +397,8 @@ class CacheLayer(CacheLayerMixin):
         Adding the offset to `arange(kv_length)`, as transformers' masks do, gives each key's absolute position.
 
         Returns:
-            `(kv_length, 0)`, or `(kv_length, offset)` with offset int64 [batch_size, kv_length] or [batch_size, query_length,
-            kv_length].
+            `(kv_length, 0)`, or `(kv_length, offset)` with offset int64 [batch_size, kv_length] or [batch_size,
+            query_length, kv_length].
         """
         positions = self.slot_positions(query_length)
         if positions is None:
@@ -256,13 +430,11 @@ class CacheLayer(CacheLayerMixin):
         Raises:
             InputError: If positive, if a row has fewer tokens, or if a slot still needed was overwritten.
         """
-        from .checks import check_rollback
-
         if tokens_to_remove > 0:
             raise InputError(
                 f"crop takes minus the number of tokens to remove, got {tokens_to_remove}; pass {-tokens_to_remove}"
             )
-        if tokens_to_remove < 0:
+        if tokens_to_remove < 0 and not self.is_dummy:
             self._high_water = check_rollback(self, -tokens_to_remove)
             self.cumulative_length.sub_(-tokens_to_remove)
 
@@ -275,6 +447,8 @@ class CacheLayer(CacheLayerMixin):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Like `reorder_cache`, for as many rows as there are; refused otherwise."""
+        if self.is_dummy:
+            return
         if indices.shape[0] != self.cumulative_length.shape[0]:
             raise InputError(
                 f"a static cache of batch size {self.cumulative_length.shape[0]} cannot keep {indices.shape[0]} rows; "
@@ -290,6 +464,42 @@ class CacheLayer(CacheLayerMixin):
 
     prefetch = offload
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # By description: exported programs carry their example inputs, which are read back by classes that torch knows
+        # alone.
+        return rebuilt, (type(self), self.config(), dict(self.named_state()), self._high_water)
+
     def __repr__(self) -> str:
-        arguments = ", ".join(f"{name}={value!r}" for name, value in self.config().items())
-        return f"{type(self).__name__}({arguments})"
+        parts = (getattr(self, name) for name in self.composed_of)
+        return f"{type(self).__name__}({', '.join(repr(part) for part in parts if part not in (None, PORTABLE))})"
+
+
+def rebuilt(
+    cls: type[CacheLayer], config: Mapping[str, Any], tensors: Mapping[str, Any], high_water: int | None
+) -> CacheLayer:
+    """A layer out of a pickle, or copied."""
+    layer = cls.from_state(config, tensors)
+    layer.begin(PLAIN, high_water)
+    return layer
+
+
+torch.serialization.add_safe_globals([rebuilt])
+
+
+def label_of(config: Mapping[str, Any]) -> str:
+    """A layer's `config` in a few words, for tables and messages: `ring`, `full int8`, `full + states`, `ring
+    (tensorrt)`.
+
+    Kinds are not looked up: a target that is not installed may have brought the kernel.
+    """
+    policy, storage, kernel = (config.get(part, {}).get("kind") for part in ("policy", "storage", "kernel"))
+    words = [policy]
+    if storage not in (None, FloatStorage.kind):
+        words.append(storage)
+    if "states" in config and storage is not None:
+        words.append("+ states")
+    if "indexer" in config:
+        words.append("+ indexer")
+    if kernel != PORTABLE.kind:
+        words.append(f"({kernel})")
+    return " ".join(words)

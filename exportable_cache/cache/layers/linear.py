@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from ...errors import InputError
+from ..component import Component
+from ..kernel import PORTABLE, StateTensor
+from ..policies import RecurrentPolicy, SlotPolicy
+from ..step import StepContext
+from ..storage import Storage
 from .carried import carry
-from .layer import CacheLayer, StateTensor
+from .layer import CacheLayer, RowSizes
 
 
 @dataclass(frozen=True)
@@ -33,100 +38,161 @@ class StateShape:
         """As JSON."""
         return {"shape": list(self.shape), "dtype": str(self.dtype).removeprefix("torch.")}
 
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> StateShape:
+        """What `to_config` described."""
+        return cls(tuple(config["shape"]), getattr(torch, config["dtype"]))
 
-class LinearStates(CacheLayer):
-    """Convolution and recurrent states, in transformers' protocol for linear layers (cache_utils.py, 5.23).
 
-    A state of zeros gives what no state gives, so `has_previous_state` is always true and the first step of a sequence is
-    the general one: no graph depends on whether anything was seen. Where a program takes positions as an input, a row at
-    position 0 finds zeros whatever its buffers hold.
+@dataclass(frozen=True)
+class LinearStates(Component):
+    """Shapes of the states of one layer.
 
     Transformers numbers the states of a layer (`state_idx`); each number has a convolution state [batch_size, channels,
-    kernel_size], the newest `kernel_size` inputs of a causal convolution, or a recurrent state [batch_size, ...], or both.
+    kernel_size], the newest `kernel_size` inputs of a causal convolution, or a recurrent state [batch_size, ...], or
+    both.
 
-    Args:
-        batch_size: Rows.
-        conv_states: Shape of each convolution state, None where a number has none.
-        recurrent_states: Shape of each recurrent state, None where a number has none.
-        dtype: Of the states whose shape names none.
-        device: Where to allocate.
+    Attributes:
+        conv: Shape of each convolution state, with its dtype; None where a number has none.
+        recurrent: Shape of each recurrent state, with its dtype; None where a number has none.
 
     Raises:
         InputError: If a size is not a positive int, or there is no state at all.
     """
 
-    config_names = ("conv_states", "recurrent_states")
-    forgetting = "a layer's state sums up all that was seen"
+    family = "states"
 
-    #: State tensors of the class besides those of its linear states.
-    other_state: ClassVar[dict[str, StateTensor]]
+    conv: tuple[StateShape | None, ...]
+    recurrent: tuple[StateShape | None, ...]
 
-    conv_states: list[dict[str, Any] | None]
-    recurrent_states: list[dict[str, Any] | None]
-
-    @property
-    def state(self) -> dict[str, StateTensor]:
-        return self.declare({"conv_states": self.conv_states, "recurrent_states": self.recurrent_states})
-
-    @classmethod
-    def declare(cls, config: Mapping[str, Any]) -> dict[str, StateTensor]:
-        declared = dict(cls.other_state)
-        for kind, axes in (("conv_state", ("channels", "kernel_size")), ("recurrent_state", ())):
-            for index, described in enumerate(config[f"{kind}s"]):
-                if described is not None:
-                    rank = len(described["shape"])
-                    names = axes if len(axes) == rank else [f"dim_{axis}" for axis in range(1, rank + 1)]
-                    dims = [f"{kind}_{index}_{name}" for name in names]
-                    dtype = getattr(torch, described["dtype"])
-                    declared[f"{kind}_{index}"] = StateTensor("batch_size", *dims, dtype=dtype)
-        return declared
-
-    def _set_shapes(
-        self,
-        conv_states: Sequence[StateShape | None],
-        recurrent_states: Sequence[StateShape | None],
-        dtype: torch.dtype,
-    ) -> None:
-        for shape in (*conv_states, *recurrent_states):
+    def __post_init__(self) -> None:
+        for shape in (*self.conv, *self.recurrent):
             if shape is not None and not all(isinstance(size, int) and size > 0 for size in shape.shape):
                 raise InputError(
                     f"a state of a linear layer has shape {list(shape.shape)}; its sizes must be ints of at least 1"
                 )
-        if not any((*conv_states, *recurrent_states)):
+        if not any((*self.conv, *self.recurrent)):
             raise InputError("a linear layer needs at least one convolution or recurrent state, got none")
-        self.conv_states = [shape and shape.in_dtype(dtype).to_config() for shape in conv_states]
-        self.recurrent_states = [shape and shape.in_dtype(dtype).to_config() for shape in recurrent_states]
 
-    def allocate(self, sizes: Mapping[str, int], dtype: torch.dtype, device: torch.device | str) -> None:
-        all_sizes = dict(sizes)
-        for kind, described in (("conv_state", self.conv_states), ("recurrent_state", self.recurrent_states)):
-            for index, state in enumerate(described):
-                if state is not None:
-                    all_sizes.update(zip(self.state[f"{kind}_{index}"].dims[1:], state["shape"], strict=True))
-        super().allocate(all_sizes, dtype, device)
+    @classmethod
+    def of(
+        cls, conv: Sequence[StateShape | None], recurrent: Sequence[StateShape | None], dtype: torch.dtype
+    ) -> LinearStates:
+        """The states of these shapes, in `dtype` where a shape names none."""
+        conv, recurrent = (tuple(shape and shape.in_dtype(dtype) for shape in shapes) for shapes in (conv, recurrent))
+        return cls(conv, recurrent)
 
-    def _finish(self, high_water: int | None) -> None:
-        super()._finish(high_water)
+    def declare(self) -> dict[str, StateTensor]:
+        """The state tensors: `conv_state_0`, `recurrent_state_0` and so on."""
+        return {name: StateTensor("batch_size", *dims, dtype=shape.dtype) for name, dims, shape in self._named()}
+
+    def sizes(self) -> dict[str, int]:
+        """Size of each dimension of the state tensors, past the batch."""
+        return {dim: size for _, dims, shape in self._named() for dim, size in zip(dims, shape.shape, strict=True)}
+
+    def _named(self) -> Iterator[tuple[str, list[str], StateShape]]:
+        for kind, axes, shapes in (
+            ("conv_state", ("channels", "kernel_size"), self.conv),
+            ("recurrent_state", (), self.recurrent),
+        ):
+            for index, shape in enumerate(shapes):
+                if shape is not None:
+                    rank = len(shape.shape)
+                    names = axes if len(axes) == rank else [f"dim_{axis}" for axis in range(1, rank + 1)]
+                    yield f"{kind}_{index}", [f"{kind}_{index}_{name}" for name in names], shape
+
+    def to_config(self) -> dict[str, Any]:
+        """As JSON."""
+        return {name: [shape and shape.to_config() for shape in getattr(self, name)] for name in ("conv", "recurrent")}
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> LinearStates:
+        """What `to_config` described.
+
+        Raises:
+            InputError: If it is something else.
+        """
+        try:
+            shapes = (
+                tuple(shape and StateShape.from_config(shape) for shape in config[name])
+                for name in ("conv", "recurrent")
+            )
+            return cls(*shapes)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise InputError(f"states are no shapes of states ({type(error).__name__}: {error})") from error
+
+
+class LinearLayer(CacheLayer):
+    """Convolution and recurrent states, in transformers' protocol for linear layers (cache_utils.py, 5.23).
+
+    Alone (`RecurrentPolicy`): any number of tokens, the same bytes. Or beside keys and values, whose policy the layer
+    then has: layers that attend and keep linear states at once (Falcon-H1, Zamba, Inkling).
+
+    A state of zeros gives what no state gives, so `has_previous_state` is always true and the first step of a sequence
+    is the general one: no graph depends on whether anything was seen. Where a program takes positions as an input, a
+    row at position 0 finds zeros whatever its buffers hold.
+
+    Args:
+        policy: Of the keys and values, or `RecurrentPolicy()`.
+        states: Shapes of the states.
+        batch_size: Rows.
+        storage: Of the keys and values, if there are any.
+        sizes: Of the keys and values, if there are any.
+        device: Where to allocate.
+    """
+
+    composed_of = {**CacheLayer.composed_of, "states": LinearStates}
+
+    states: LinearStates
+
+    def __init__(
+        self,
+        policy: SlotPolicy,
+        states: LinearStates,
+        batch_size: int,
+        storage: Storage | None = None,
+        sizes: RowSizes | None = None,
+        *,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.compose(policy=policy, storage=storage, kernel=PORTABLE, states=states)
+        self.allocate({"batch_size": batch_size, **self.row_sizes(sizes), **states.sizes()}, device)
+
+    def declare(self) -> dict[str, StateTensor]:
+        return {**super().declare(), **self.states.declare()}
+
+    @property
+    def forgetting(self) -> str:
+        return RecurrentPolicy.forgetting
+
+    def begin(self, context: StepContext, high_water: int | None) -> None:
+        super().begin(context, high_water)
         self._entered: set[str] = set()
+        self._counted_one = False
 
     @property
     def is_croppable(self) -> bool:
         return False
 
     def max_rollback(self, length: int, high_water: int) -> int:
-        # A state sums up all that was seen; what it was before the newest token is gone.
-        return 0
+        return RecurrentPolicy().max_rollback(length, high_water)
 
     # -- transformers' protocol -------------------------------------------------------------------------------------
 
     @property
     def has_previous_state(self) -> dict[int, bool]:
         """True for every state, see the class."""
-        return dict.fromkeys(range(max(len(self.conv_states), len(self.recurrent_states))), True)
+        return dict.fromkeys(range(max(len(self.states.conv), len(self.states.recurrent))), True)
 
     def get_conv_state(self, state_idx: int = 0) -> torch.Tensor | None:
         """[batch_size, channels, kernel_size], for the model to read, and to write in place in a step of one token."""
-        return self._enter(f"conv_state_{state_idx}") if self._has("conv", state_idx) else None
+        state = self._enter(f"conv_state_{state_idx}") if self._has("conv", state_idx) else None
+        # Without keys, nothing else counts: a step of one token only reads the state and writes it in place, so reading
+        # counts one, # and a step of several then says how many.
+        if self.is_linear and state_idx == 0:
+            self.advance(1)
+            self._counted_one = True
+        return state
 
     def get_recurrent_state(self, state_idx: int = 0) -> torch.Tensor | None:
         """[batch_size, ...], for the model to read, and to write in place in a step of one token."""
@@ -148,6 +214,9 @@ class LinearStates(CacheLayer):
         joined = torch.cat([before.to(conv_states.dtype), conv_states], dim=-1)
         # Not [..., -kernel_size:]: under a dynamic query length that slice asks whether the tensor is that long.
         self._store(name, joined.narrow(-1, conv_states.shape[-1], before.shape[-1]))
+        if self.is_linear and state_idx == 0:
+            self.advance(conv_states.shape[-1] - int(self._counted_one))
+            self._counted_one = False
         return joined
 
     def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
@@ -158,80 +227,23 @@ class LinearStates(CacheLayer):
         return self._store(name, recurrent_states)
 
     def _has(self, kind: str, state_idx: int) -> bool:
-        described = getattr(self, f"{kind}_states")
-        return state_idx < len(described) and described[state_idx] is not None
+        shapes = self.states.conv if kind == "conv" else self.states.recurrent
+        return state_idx < len(shapes) and shapes[state_idx] is not None
 
     def _enter(self, name: str) -> torch.Tensor:
         """A state as the step finds it: zeros in rows that start anew."""
         state = getattr(self, name)
-        if self.start is None or name in self._entered:
+        if self.context.start is None or name in self._entered:
             return state
         self._entered.add(name)
-        is_new = (self.start == 0).reshape(-1, *(1 for _ in state.shape[1:]))
+        is_new = (self.context.start == 0).reshape(-1, *(1 for _ in state.shape[1:]))
         # Chosen, not multiplied: a row may have left infinities behind.
         return self._store(name, torch.where(is_new, torch.zeros_like(state), state))
 
     def _store(self, name: str, value: torch.Tensor) -> torch.Tensor:
         state = getattr(self, name)
-        if self.in_place:
+        if self.context.in_place:
             return state.copy_(value)
         value = value.to(state.dtype)
         setattr(self, name, value)
         return value
-
-
-class LinearLayer(LinearStates):
-    """States of fixed size and nothing else: any number of tokens, the same bytes. See `LinearStates` for the arguments."""
-
-    is_linear = True
-    other_state = {"cumulative_length": StateTensor("batch_size", dtype=torch.int64)}
-
-    def __init__(
-        self,
-        batch_size: int,
-        conv_states: Sequence[StateShape | None],
-        recurrent_states: Sequence[StateShape | None],
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        self._set_shapes(conv_states, recurrent_states, dtype)
-        self.allocate({"batch_size": batch_size}, dtype, device)
-
-    def _finish(self, high_water: int | None) -> None:
-        super()._finish(high_water)
-        self._counted_one = False
-
-    @property
-    def max_length(self) -> None:
-        return None
-
-    def slot_positions(self, query_length: int) -> None:
-        raise InputError("a linear layer has no keys; masks are sized by a layer that has some")
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Refused: there is nowhere to put keys and values.
-
-        Raises:
-            InputError: Always.
-        """
-        raise InputError(
-            "this layer keeps a state and no keys and values, but the model wrote some; "
-            "allocate the cache with ExportableCache.from_model"
-        )
-
-    # A step of one token only reads the state and writes it in place, so reading counts one; a step of several then says how many.
-
-    def get_conv_state(self, state_idx: int = 0) -> torch.Tensor | None:
-        state = super().get_conv_state(state_idx)
-        if state_idx == 0:
-            self.advance(1)
-            self._counted_one = True
-        return state
-
-    def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
-        joined = super().update_conv_state(conv_states, state_idx, **kwargs)
-        if state_idx == 0:
-            self.advance(conv_states.shape[-1] - int(self._counted_one))
-            self._counted_one = False
-        return joined

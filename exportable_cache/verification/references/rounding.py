@@ -1,4 +1,4 @@
-"""The reference for 8-bit caches: transformers' own cache, fed keys and values that were rounded to 8 bits and back."""
+"""The reference for rounded caches: transformers' own cache, fed keys and values that were rounded and brought back."""
 
 from __future__ import annotations
 
@@ -7,16 +7,25 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from ...cache.layers.quantized import dequantize_rows, quantize_rows
+from ...cache.storage import Storage
 
 
 class RoundingCache(DynamicCache):
-    """A `DynamicCache` whose keys and values went through `quantize_rows`: what an 8-bit cache of any layout holds."""
+    """A `DynamicCache` of what a storage would give out: what a cache of that storage holds, whatever its policy.
+
+    Args:
+        storage: What rounds.
+        **options: Of `DynamicCache`.
+    """
+
+    def __init__(self, storage: Storage, **options: Any) -> None:
+        super().__init__(**options)
+        self.storage = storage
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple:
-        return super().update(rounded(key_states), rounded(value_states), *args, **kwargs)
+        return super().update(*rounded(self.storage, key_states, value_states), *args, **kwargs)
 
 
-def rounded(rows: torch.Tensor) -> torch.Tensor:
-    """Rows [..., dim] as an 8-bit layer gives them out."""
-    return dequantize_rows(*quantize_rows(rows), rows.dtype)
+def rounded(storage: Storage, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys [..., head_dim] and values [..., value_head_dim] as a layer of this storage gives them out."""
+    return storage.decode(storage.encode(keys, values))

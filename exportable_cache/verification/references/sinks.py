@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,8 +43,10 @@ class EvictingLayer(DynamicLayer):
         return kept, self.seen + query_length - kept
 
 
-def evicting_cache(config: PreTrainedConfig, sinks: Sinks, plain: type[DynamicCache] = DynamicCache) -> DynamicCache:
-    """A cache of class `plain` for a model whose full-attention layers keep sinks and a window; feed it token by token."""
+def evicting_cache(
+    config: PreTrainedConfig, sinks: Sinks, plain: Callable[..., DynamicCache] = DynamicCache
+) -> DynamicCache:
+    """A cache that `plain` makes for a model whose full-attention layers keep sinks and a window; feed it token by token."""
     cache = plain(config=config)
     cache.layers = [EvictingLayer(sinks) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache

@@ -8,29 +8,14 @@ namespace exportable_cache {
 namespace {
 
 struct Rules {
-  const char* class_name;
+  const char* policy;
   bool keeps_all;     // `capacity` tokens and no more
   bool keeps_newest;  // those of a window
-  bool keeps_states;  // of linear attention or convolutions
 };
 
-// A class that is not here may have other rules, so it is refused.
+// A policy that is not here may have other rules, so it is refused.
 constexpr Rules kRules[] = {
-    {"FullLayer", true, false, false},
-    {"FusedFullLayer", true, false, false},
-    {"QuantizedFullLayer", true, false, false},
-    {"FusedQuantizedFullLayer", true, false, false},
-    {"IndexedLayer", true, false, false},
-    {"RingLayer", false, true, false},
-    {"FusedRingLayer", false, true, false},
-    {"QuantizedRingLayer", false, true, false},
-    {"FusedQuantizedRingLayer", false, true, false},
-    {"SinkLayer", false, true, false},
-    {"QuantizedSinkLayer", false, true, false},
-    {"LinearLayer", false, false, true},
-    {"HybridFullLayer", true, false, true},
-    {"HybridRingLayer", false, true, true},
-    {"DummyLayer", false, false, false},
+    {"full", true, false}, {"ring", false, true}, {"sinks", false, true}, {"recurrent", false, false}, {"none", false, false},
 };
 
 }  // namespace
@@ -40,21 +25,23 @@ Result<CacheLimits> CacheLimits::make(const std::vector<LayerSpec>& layers) {
   for (size_t index = 0; index < layers.size(); ++index) {
     const LayerSpec& layer = layers[index];
     const Rules* rules = std::find_if(std::begin(kRules), std::end(kRules),
-                                      [&layer](const Rules& candidate) { return layer.class_name == candidate.class_name; });
+                                      [&layer](const Rules& candidate) { return layer.policy == candidate.policy; });
     if (rules == std::end(kRules)) {
       std::string known;
-      for (const Rules& candidate : kRules) known += (known.empty() ? "" : ", ") + std::string(candidate.class_name);
-      return fail(ErrorCode::kBundle, "layer ", index, " is a ", layer.class_name, ", this library knows ", known,
+      for (const Rules& candidate : kRules) known += (known.empty() ? "" : ", ") + std::string(candidate.policy);
+      return fail(ErrorCode::kBundle, "layer ", index, " has the policy ", layer.policy, ", this library knows ", known,
                   "; build that of the release that wrote it");
     }
-    const bool sized = layer.capacity && (!rules->keeps_newest || layer.window);
-    if ((rules->keeps_all || rules->keeps_newest) && !sized) {
-      return fail(ErrorCode::kBundle, "layer ", index, " is a ", layer.class_name, " without its ",
-                  layer.capacity ? "window" : "capacity", "; export the model again");
+    if ((rules->keeps_all && !layer.capacity) || (rules->keeps_newest && !layer.window)) {
+      return fail(ErrorCode::kBundle, "layer ", index, " has the policy ", layer.policy, " without its ",
+                  rules->keeps_all ? "capacity" : "window", "; export the model again");
     }
     if (rules->keeps_all) limits.max_length_ = std::min(limits.max_length_.value_or(*layer.capacity), *layer.capacity);
-    if (rules->keeps_newest) limits.rings_.push_back({*layer.capacity, *layer.capacity - layer.sinks, *layer.window});
-    limits.keeps_states_ = limits.keeps_states_ || rules->keeps_states;
+    if (rules->keeps_newest) {
+      const int64_t slots = *layer.window + layer.rollback_slots;
+      limits.rings_.push_back({layer.sinks + slots, slots, *layer.window});
+    }
+    limits.keeps_states_ = limits.keeps_states_ || layer.has_states;
   }
   return limits;
 }

@@ -8,7 +8,7 @@
 namespace exportable_cache {
 namespace {
 
-constexpr int64_t kSchemaVersion = 1;
+constexpr int64_t kSchemaVersion = 2;
 
 Result<std::string> read_file(const std::string& path) {
   std::ifstream stream(path, std::ios::binary);
@@ -122,11 +122,14 @@ Result<Manifest> Manifest::read(const std::string& folder) {
   if (layers == nullptr || layers->empty()) reader.complain("layers is no list of at least one");
   for (const Json& layer : layers == nullptr ? no_layers : *layers) {
     const std::string where = "layers." + std::to_string(manifest.layers.size());
-    const Json& config = layer["config"];
-    LayerSpec spec{reader.text(layer["class"], where + ".class")};
-    if (!config["capacity"].is_null()) spec.capacity = reader.integer(config["capacity"], where + ".config.capacity", 1);
-    if (!config["window"].is_null()) spec.window = reader.integer(config["window"], where + ".config.window", 1);
-    if (!config["sinks"].is_null()) spec.sinks = reader.integer(config["sinks"], where + ".config.sinks", 0);
+    const Json& policy = layer["policy"];
+    LayerSpec spec{reader.text(policy["kind"], where + ".policy.kind")};
+    const auto field = [&](const char* name, int64_t least) { return reader.integer(policy[name], where + ".policy." + name, least); };
+    if (!policy["capacity"].is_null()) spec.capacity = field("capacity", 1);
+    if (!policy["window"].is_null()) spec.window = field("window", 1);
+    if (!policy["rollback_slots"].is_null()) spec.rollback_slots = field("rollback_slots", 0);
+    if (!policy["sinks"].is_null()) spec.sinks = field("sinks", 0);
+    spec.has_states = !layer["states"].is_null();
     manifest.layers.push_back(std::move(spec));
   }
 

@@ -172,11 +172,13 @@ const std::map<std::string, std::function<void(const Fields&)>> kCommands = {
        LayerSpec layer{fields[1]};
        if (fields[2] != "-") layer.capacity = integer(fields[2]);
        if (fields[3] != "-") layer.window = integer(fields[3]);
-       layer.sinks = integer(fields[4]);
+       layer.rollback_slots = integer(fields[4]);
+       layer.sinks = integer(fields[5]);
+       layer.has_states = fields[6] == "1";
        const Result<CacheLimits> limits = CacheLimits::make({layer});
        if (!limits.ok()) return reply(limits.error());
        reply({std::to_string(limits->max_length().value_or(-1)),
-              std::to_string(limits->max_rollback(integer(fields[5]), integer(fields[6])).tokens)});
+              std::to_string(limits->max_rollback(integer(fields[7]), integer(fields[8])).tokens)});
      }},
     {"sample", [](const Fields& fields) {
        std::vector<float> logits;

@@ -10,16 +10,16 @@ import torch
 from safetensors.torch import load_file
 
 from exportable_cache import ExportableCache, Session, export
-from exportable_cache.cache.layers import FullLayer, RingLayer
 from exportable_cache.errors import CacheFullError, UnsupportedModelError
 from exportable_cache.verification.verify import verify_session
 
+from ...support.layers import full_layer, ring_layer
 from ...support.models import WINDOW, tiny_model, tokens
 
 pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no tensorrt extra is installed")
 
 from exportable_cache.backends.tensorrt.adapt import layers_with_sinks
-from exportable_cache.backends.tensorrt.layers import EngineFullLayer, EngineRingLayer
+from exportable_cache.backends.tensorrt.kernel import EngineKernel
 from exportable_cache.backends.tensorrt.options import TensorRTOptions
 from exportable_cache.backends.tensorrt.target import engine_networks
 
@@ -51,7 +51,7 @@ def test_only_layers_with_sinks_have_a_null_slot() -> None:
                 layer.keys.shape[2]
                 == layer.values.shape[2]
                 == layer.capacity + extra
-                == layer.capacity + layer.null_slots
+                == layer.capacity + layer.kernel.null_slots
             )
 
 
@@ -73,13 +73,12 @@ def test_no_step_writes_the_null_slot_and_a_full_cache_refuses_it() -> None:
     assert all(not tensor.any() for tensor in behind.values())
 
 
-@pytest.mark.parametrize("kind", [EngineFullLayer, EngineRingLayer])
-def test_a_loaded_state_leaves_the_null_slot_alone(kind, tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [full_layer, ring_layer])
+def test_a_loaded_state_leaves_the_null_slot_alone(make, tmp_path: Path) -> None:
     """Also one that had reached further than this cache does: its slots behind the length are not wanted."""
 
     def session(capacity: int) -> Session:
-        layer = RingLayer(1, 2, 4, capacity) if kind is EngineRingLayer else FullLayer(1, 2, 4, capacity)
-        layer = kind.like(layer, null_slots=1)
+        layer = EngineKernel(null_slots=1).engine_layer(make(1, 2, 4, capacity))
         state = {
             f"cache.layers.0.{name}": tensor for name, tensor in layer.named_state() if name != "cumulative_length"
         }
@@ -89,13 +88,13 @@ def test_a_loaded_state_leaves_the_null_slot_alone(kind, tmp_path: Path) -> None
     saved = session(8)
     for tensor in saved.runner.state.values():
         tensor[:, :, :8] = 1
-    saved.set_length(0, 20 if kind is EngineRingLayer else 8)
+    saved.set_length(0, 20 if make is ring_layer else 8)
     saved.shift(3 - saved.length)
     saved.save_state(tmp_path / "state.safetensors")
     assert {
         tensor.shape[2] for name, tensor in load_file(tmp_path / "state.safetensors").items() if "layers" in name
     } == {8}
-    loaded = session(8 if kind is EngineRingLayer else 4)
+    loaded = session(8 if make is ring_layer else 4)
     loaded.load_state(tmp_path / "state.safetensors")
     for tensor in loaded.runner.state.values():
         assert tensor[:, :, :-1].all() and not tensor[:, :, -1:].any()
@@ -117,7 +116,8 @@ def test_attention_sinks_and_a_window_run_on_in_place() -> None:
     assert report.windows == (WINDOW,)
 
 
-def test_eight_bits_are_refused_before_anything_is_traced(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="8 bits have no TensorRT form: its KVCacheUpdate"):
-        export(tiny_model("llama"), "tensorrt", CAPACITY, tmp_path / "out", kv_dtype="int8")
+@pytest.mark.parametrize("bits", [8, 4])
+def test_few_bits_are_refused_before_anything_is_traced(bits: int, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"{bits} bits have no TensorRT form: its KVCacheUpdate"):
+        export(tiny_model("llama"), "tensorrt", CAPACITY, tmp_path / "out", kv_dtype=f"int{bits}")
     assert not (tmp_path / "out").exists()

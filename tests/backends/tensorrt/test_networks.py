@@ -10,7 +10,7 @@ from ...support.models import WINDOW
 
 pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no tensorrt extra is installed")
 
-from exportable_cache.backends.tensorrt.layers import EngineFullLayer
+from exportable_cache.backends.tensorrt.kernel import EngineKernel
 from exportable_cache.backends.tensorrt.options import TensorRTOptions
 from exportable_cache.backends.tensorrt.target import engine_networks, program_networks
 
@@ -74,7 +74,7 @@ def test_states_of_fixed_size(family: str, dtype: torch.dtype) -> None:
     assert report.passed, str(report)
     # Each state goes in and comes out; only keys and values of plain layers are written in place.
     states = [name for name, _ in program.cache.named_state() if not name.endswith("cumulative_length")]
-    full = [layer for layer in program.cache.layers if isinstance(layer, EngineFullLayer)]
+    full = [layer for layer in program.cache.layers if isinstance(layer.kernel, EngineKernel)]
     for network in networks.values():
         assert [name.removeprefix("next.") for name in network.outputs[2:]] == states
         assert len(network.aliases) == 2 * len(full)

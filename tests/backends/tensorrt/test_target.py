@@ -66,7 +66,9 @@ def test_the_manifest_records_what_a_plan_does_not_show(bundle: Bundle) -> None:
     assert record["builder"].startswith("tensorrt")
     (decode,) = files["decode.plan"].details["engines"]
     assert decode["layers"]["KV_CACHE_UPDATE"] == 4 and decode["network"] != record["network"]
-    assert [layer.class_name for layer in bundle.manifest.layers] == ["EngineRingLayer", "EngineFullLayer"]
+    assert [(layer.policy["kind"], layer.kernel["kind"]) for layer in bundle.manifest.layers] == [
+        ("ring", "tensorrt"), ("full", "tensorrt")
+    ]  # fmt: skip
     assert bundle.manifest.packages.keys() & {"tensorrt-rtx", "tensorrt"}
 
 

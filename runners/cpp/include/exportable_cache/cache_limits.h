@@ -1,4 +1,4 @@
-// How much a cache holds, and how far it can be taken back. The rules are those of exportable_cache/cache/layers.
+// How much a cache holds, and how far it can be taken back. The rules are those of exportable_cache/cache/policies.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ struct Rollback {
 /// The limits of a cache of several layers.
 class CacheLimits {
  public:
-  /// Error kBundle if a layer is of a class whose rules are not known here, or lacks the sizes they need.
+  /// Error kBundle if a layer has a policy whose rules are not known here, or lacks the sizes they need.
   static Result<CacheLimits> make(const std::vector<LayerSpec>& layers);
 
   /// Tokens the cache can hold in all, or nothing where no layer keeps all of them.

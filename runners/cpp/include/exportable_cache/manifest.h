@@ -18,12 +18,15 @@ struct MethodSpec {
   std::optional<int64_t> read_length{};  // reads only so many tokens of the cache, so it serves no later position
 };
 
-/// One cache layer: its class in exportable_cache/cache/layers, and the sizes that limit it, as far as it has them.
+/// One cache layer: its slot policy (exportable_cache/cache/policies), with the fields of it that limit the layer, as far as it
+/// has them. How keys and values are stored is the program's business.
 struct LayerSpec {
-  std::string class_name;
-  std::optional<int64_t> capacity{};  // slots
+  std::string policy;
+  std::optional<int64_t> capacity{};  // slots, of a policy that keeps every token
   std::optional<int64_t> window{};    // newest tokens a query attends to, in a ring
+  int64_t rollback_slots = 0;         // slots of the ring past its window
   int64_t sinks = 0;                  // first tokens it attends to as well
+  bool has_states = false;            // keeps states of linear attention or convolutions, alone or beside keys and values
 };
 
 /// The fields of manifest.json that a runner needs.

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...common.compat.torch import FakeTensor
-from ...errors import CacheFullError, InputError
+from ..common.compat.torch import FakeTensor
+from ..errors import CacheFullError, InputError
 
 if TYPE_CHECKING:
-    from .layer import CacheLayer
+    from .layers import CacheLayer
 
 
 def is_traced(tensor: torch.Tensor) -> bool:
@@ -54,15 +54,15 @@ def check_new_states(layer: CacheLayer, key_states: torch.Tensor, value_states: 
         InputError: On another batch size, head count, head size, dtype or device.
     """
     for name, new, kept in (("keys", key_states, layer.keys), ("values", value_states, layer.values)):
-        expected = (kept.shape[0], kept.shape[1], new.shape[2], kept.shape[3])
+        expected = (kept.shape[0], kept.shape[1], new.shape[2], layer.storage.head_dim(kept.shape[3]))
         if tuple(new.shape) != expected:
             raise InputError(
                 f"new {name} are [batch, heads, length, dim] = {list(new.shape)}, the cache was allocated for {list(expected)}; "
                 "allocate it with the model's sizes (ExportableCache.from_model reads them from the model)"
             )
-        if new.dtype != layer.states_dtype:
+        if new.dtype != layer.storage.rows_dtype:
             raise InputError(
-                f"new {name} are {new.dtype}, the cache holds {layer.states_dtype}; allocate it with dtype={new.dtype}"
+                f"new {name} are {new.dtype}, the cache holds {layer.storage.rows_dtype}; allocate it with dtype={new.dtype}"
             )
         if new.device != kept.device:
             raise InputError(

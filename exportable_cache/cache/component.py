@@ -1,0 +1,73 @@
+"""What a layer is composed of: small immutable objects with JSON fields, found again by the name of their kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, Self
+
+from ..errors import InputError
+
+
+class Component:
+    """A frozen dataclass whose fields are JSON values, in a family of kinds.
+
+    A family is a subclass with `kinds = {}`; a member names itself: `class RingPolicy(SlotPolicy, kind="ring")`. A
+    member's `to_config` is what manifests, saved caches and pytree contexts hold, and the family's `from_config` reads
+    it back.
+    """
+
+    #: What the family is called in messages.
+    family: ClassVar[str]
+    #: Members of the family by kind.
+    kinds: ClassVar[dict[str, type[Self]]]
+    kind: ClassVar[str]
+    #: Names of a member's fields, in order.
+    field_names: ClassVar[tuple[str, ...]]
+
+    def __init_subclass__(cls, kind: str | None = None, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if kind is not None:
+            cls.kind = kind
+            cls.kinds[kind] = cls
+            # Members annotate their fields and nothing else. Not by `dataclasses.fields`: strict export puts layers
+            # together inside # TorchDynamo, which cannot ask a class for them.
+            cls.field_names = tuple(cls.__dict__.get("__annotations__", ()))
+
+    def to_config(self) -> dict[str, Any]:
+        """The kind and the fields, as JSON."""
+        return {"kind": self.kind, **{name: getattr(self, name) for name in self.field_names}}
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        """The member that `to_config` described.
+
+        Raises:
+            InputError: If the kind is unknown, a field is missing or too much, or its value is refused by the member.
+        """
+        given = dict(config)
+        kind = given.pop("kind", None)
+        member = cls.kinds.get(kind)
+        if member is None:
+            raise InputError(f"{cls.family} is of kind {kind!r}, known are {names(cls.kinds)}")
+        expected = member.field_names
+        if set(given) != set(expected):
+            raise InputError(f"{cls.family} has {names(given)}, one of kind {kind!r} has {names(expected)}")
+        return member(**given)
+
+
+def names(of: Iterable[str]) -> str:
+    """A list for messages: `capacity, window`, or `none`."""
+    return ", ".join(of) or "none"
+
+
+def check_count(value: Any, what: str, least: int) -> None:
+    """Refuse what is no int of at least `least`.
+
+    Args:
+        what: For the message: "window of a ring".
+
+    Raises:
+        InputError: If it is not.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise InputError(f"{what} is {value!r}; it must be an int of at least {least}")

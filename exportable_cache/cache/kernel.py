@@ -1,0 +1,133 @@
+"""How a layer's writes and reads are emitted: the interface, and the portable way that runs everywhere."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from .component import Component
+from .policies.circular import is_one
+from .storage.slots import read_slots
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from .layers.layer import CacheLayer
+    from .policies import SlotPolicy
+
+
+class StateTensor:
+    """Declaration of one state tensor: its dimensions by name and its dtype.
+
+    `StateTensor("batch_size", "num_heads", "capacity", "head_dim", dtype=torch.float32)` with sizes 1, 4, 128, 64 is a
+    float32 tensor [1, 4, 128, 64].
+
+    Args:
+        dims: Names of the dimensions.
+        dtype: Element type.
+    """
+
+    def __init__(self, *dims: str, dtype: torch.dtype) -> None:
+        self.dims = dims
+        self.dtype = dtype
+
+
+class Kernel(Component, ABC):
+    """What a target does with a policy and a storage: in which layout tensors lie, how they are written, what attention
+    gets.
+
+    Members are frozen dataclasses of JSON fields; a target brings its own and puts them into layers before a program is
+    traced.
+    """
+
+    family = "kernel"
+    kinds: ClassVar[dict[str, type[Kernel]]] = {}
+
+    #: Dimensions of a stored tensor before its last.
+    row_dims: ClassVar[tuple[str, ...]] = ("batch_size", "num_heads", "capacity")
+
+    def declare(self, layer: CacheLayer) -> dict[str, StateTensor]:
+        """The state tensors of a layer's keys and values, none where it keeps no such."""
+        parts = layer.storage.parts if layer.storage is not None else {}
+        return {name: StateTensor(*self.row_dims, part.dim, dtype=part.dtype) for name, part in parts.items()}
+
+    def sizes(self, policy: SlotPolicy) -> Mapping[str, int]:
+        """Size of each of `row_dims` that follows from the policy."""
+        return {"capacity": policy.capacity}
+
+    def mask_positions(self, layer: CacheLayer, query_length: int) -> torch.Tensor | None:
+        """See `SlotPolicy.mask_positions`, of the keys that `update` gives attention."""
+        return layer.policy.mask_positions(layer.cumulative_length, query_length, layer.context.kv_read_len)
+
+    @abstractmethod
+    def update(
+        self, layer: CacheLayer, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the new tokens, advance the length, and return what attention reads.
+
+        Args:
+            layer: Whose tensors are written, in the step of `layer.context`.
+            key_states: [batch_size, num_heads, query_length, head_dim].
+            value_states: [batch_size, num_heads, query_length, value_head_dim].
+
+        Returns:
+            Keys and values, as the target's attention takes them.
+        """
+
+
+@dataclass(frozen=True)
+class PortableKernel(Kernel, kind="portable"):
+    """Plain operators on [batch_size, num_heads, capacity, dim], for any policy, storage and runtime."""
+
+    def update(
+        self, layer: CacheLayer, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Kernel.update`.
+
+        Where no slot is written twice in the step, the new tokens are appended, and attention reads as many slots as
+        the step may reach. Else one token is written over the oldest, and attention runs over all slots; several attend
+        over the slots as they were plus themselves, after which the slots take up what is to be kept of those rows: one
+        gather per tensor.
+
+        Returns:
+            Keys and values [batch_size, num_heads, kv_length, dim], kv_length being `policy.slots_read` in the first
+            case, capacity in the second, and capacity + query_length in the third.
+        """
+        policy, query_length = layer.policy, key_states.shape[2]
+        length = layer.cumulative_length
+        if not policy.wraps(layer.context.kv_read_len):
+            slots = length[:, None] + torch.arange(query_length, device=layer.device)
+            layer.write(slots, key_states, value_states)
+            layer.advance(query_length)
+            return layer.read(policy.slots_read(layer.context.kv_read_len))
+        if is_one(query_length):
+            layer.write(policy.next_slot(length)[:, None], key_states, value_states)
+            layer.advance(1)
+            return layer.read(policy.capacity)
+        return self._gather(layer, key_states, value_states)
+
+    def _gather(
+        self, layer: CacheLayer, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Overwrite the slots whose positions are new, and return all slots as they were, the new tokens behind
+        them.
+        """
+        policy, query_length = layer.policy, key_states.shape[2]
+        length = layer.cumulative_length[:, None]
+        positions = policy.positions(length + query_length)
+        slot = torch.arange(policy.capacity, device=layer.device)
+        source = torch.where(positions >= length, policy.capacity + positions - length, slot)
+        seen = []
+        for name, rows in zip(layer.storage.parts, layer.storage.encode(key_states, value_states), strict=True):
+            joined = torch.cat([getattr(layer, name), rows], dim=2)
+            layer.replace(name, read_slots(joined, source))
+            seen.append(joined)
+        layer.advance(query_length)
+        return layer.storage.decode(seen)
+
+
+#: What layers are made with, until a target puts its own in its place.
+PORTABLE = PortableKernel()

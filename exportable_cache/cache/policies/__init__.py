@@ -1,0 +1,19 @@
+"""Slot policies: which slot a new token goes to, which position each slot holds, and what can be taken back."""
+
+from .cross import CrossPolicy
+from .full import FullPolicy
+from .none import NoPolicy
+from .policy import SlotPolicy
+from .recurrent import RecurrentPolicy
+from .ring import RingPolicy
+from .sinks import SinkPolicy
+
+__all__ = [
+    "CrossPolicy",
+    "FullPolicy",
+    "NoPolicy",
+    "RecurrentPolicy",
+    "RingPolicy",
+    "SinkPolicy",
+    "SlotPolicy",
+]

@@ -1,0 +1,53 @@
+"""What a step tells the layers: where it starts, how far it reads, and whether it writes in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, eq=False)
+class StepContext:
+    """One step over a cache, handed to its layers as they are put around the step's tensors
+    (`LayeredCache.with_state`).
+
+    Models call a cache in transformers' signatures, some call its layers, and none has a place for an argument of ours:
+    so each layer of a step holds the step's context, and nothing about a step is ever set on a layer.
+
+    Attributes:
+        start: Length of each row before the step, int64 [batch_size], where a program takes it as an input; None in
+        plain use,
+            where the layers count.
+        kv_read_len: A position that no row will reach in this step, so that slots from there on need not be read; None
+        where
+            that is unknown. A static int, one per compiled or exported method: what makes a step cost what the filled
+            part costs, not what is allocated.
+        in_place: Whether the state tensors are mutated (buffers of a resident program, eager and compiled use) or the
+            attributes are bound to new ones (explicit programs, whose state is a graph input and output).
+        shared: What layers have computed for all of them, see `once`.
+    """
+
+    start: torch.Tensor | None = None
+    kv_read_len: int | None = None
+    in_place: bool = True
+    shared: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def counts(self) -> bool:
+        """Whether layers advance their lengths. Not in a resident program, whose length is an input that no step may
+        change.
+        """
+        return self.start is None or not self.in_place
+
+    def once(self, name: Any, compute: Callable[[], Any]) -> Any:
+        """What `compute` gave the first time that a layer of this step asked for `name`."""
+        if name not in self.shared:
+            self.shared[name] = compute()
+        return self.shared[name]
+
+
+#: Plain use: lengths are counted, everything is read and written in place.
+PLAIN = StepContext()

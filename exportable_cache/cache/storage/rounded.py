@@ -1,0 +1,82 @@
+"""What storages in fewer bits share: one scale per token and head, kept as a tensor beside the rows."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+
+from ...errors import InputError
+from .storage import Part, Storage
+
+
+class RoundedStorage(Storage):
+    """Keys and values in few bits, scales float32 [..., 1].
+
+    Attention is over what is stored, for new tokens too, so that logits do not depend on how a prompt is cut into
+    chunks.
+    """
+
+    rounds = True
+    #: Largest number that is kept: a row's largest element, by its scale.
+    largest: ClassVar[int]
+    #: Element type of `keys` and `values`.
+    stored_dtype: ClassVar[torch.dtype]
+    #: Bits of a number.
+    bits: ClassVar[int]
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        return {
+            "keys": Part("head_dim", self.stored_dtype),
+            "values": Part("value_head_dim", self.stored_dtype),
+            "key_scales": Part("scale", torch.float32),
+            "value_scales": Part("scale", torch.float32),
+        }
+
+    def sizes(self, head_dim: int, value_head_dim: int) -> dict[str, int]:
+        if value_head_dim == 0:
+            raise InputError(
+                f"the layer's values have size 0 (its keys are all there is of a token), which has no scale; keep it in {self.dtype}: "
+                "leave kv_dtype out"
+            )
+        return {"head_dim": head_dim, "value_head_dim": value_head_dim, "scale": 1}
+
+    def head_dim(self, stored: int) -> int:
+        return stored
+
+    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        (stored_keys, key_scales), (stored_values, value_scales) = self.quantize(keys), self.quantize(values)
+        return stored_keys, stored_values, key_scales, value_scales
+
+    def decode(self, stored: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values, key_scales, value_scales = stored
+        return self.dequantize(keys, key_scales), self.dequantize(values, value_scales)
+
+    def quantize(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Symmetric rounding, one scale per last dimension.
+
+        Args:
+            rows: [..., dim], floating.
+
+        Returns:
+            The rounded rows [..., dim] as they are stored, and float32 scales [..., 1].
+        """
+        wide = rows.to(torch.float32)
+        # A row of zeros gets a scale as well: nothing is divided by zero.
+        scales = wide.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / self.largest
+        return self.pack(torch.round(wide / scales).clamp(-self.largest, self.largest)), scales
+
+    def dequantize(self, stored: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """What `quantize` has kept, in the dtype of the rows."""
+        return (self.unpack(stored) * scales).to(self.rows_dtype)
+
+    @abstractmethod
+    def pack(self, rounded: torch.Tensor) -> torch.Tensor:
+        """Whole numbers [..., dim] in float32, from -largest to largest, as they are stored."""
+
+    @abstractmethod
+    def unpack(self, stored: torch.Tensor) -> torch.Tensor:
+        """The way back, in float32 [..., dim]."""

@@ -1,0 +1,44 @@
+"""The two moves of a static buffer: rows into slots, and rows out of slots."""
+
+from __future__ import annotations
+
+import torch
+
+
+def write_slots_(buffer: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
+    """Write one row per slot, in place.
+
+    Batch size 1 goes through `index_copy_`, which ExecuTorch reinplaces and which takes a 1-D index: assigning
+    `buffer[:, :, slots]` strips leading ones there and fails at run time.
+
+    Args:
+        buffer: [batch_size, num_heads, capacity, dim].
+        slots: int64 [batch_size, query_length], distinct within a row.
+        rows: [batch_size, num_heads, query_length, dim].
+    """
+    if buffer.shape[0] == 1:
+        buffer.index_copy_(2, slots[0], rows)
+    else:
+        torch.ops.aten.index_put_.default(buffer, _row_index(buffer, slots), rows.transpose(1, 2))
+
+
+def write_slots(buffer: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Like `write_slots_`, returning a new tensor."""
+    if buffer.shape[0] == 1:
+        return buffer.index_copy(2, slots[0], rows)
+    return torch.ops.aten.index_put.default(buffer, _row_index(buffer, slots), rows.transpose(1, 2))
+
+
+def read_slots(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Gather rows: [batch_size, num_heads, capacity, dim] at `slots` [batch_size, n] -> [batch_size, num_heads, n,
+    dim].
+    """
+    if buffer.shape[0] == 1:
+        return buffer.index_select(2, slots[0])
+    return torch.ops.aten.index.Tensor(buffer, _row_index(buffer, slots)).transpose(1, 2)
+
+
+def _row_index(buffer: torch.Tensor, slots: torch.Tensor) -> list[torch.Tensor | None]:
+    # Indices on dimensions 0 and 2 with a slice between them put the indexed dimensions first: [batch, query, heads,
+    # dim].
+    return [torch.arange(buffer.shape[0], device=buffer.device)[:, None], None, slots]
