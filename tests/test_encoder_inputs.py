@@ -82,7 +82,7 @@ def test_eager_sessions_equal_the_model_at_every_length(name: str) -> None:
 @pytest.mark.parametrize("name", ["speech-canary", "speech-moonshine_streaming", "image-pix2struct"])
 def test_one_program_serves_every_length(name: str, tmp_path: Path) -> None:
     model = model_of(name)
-    session = lowered_session(model, "pt2", tmp_path, MAX_CACHE_LEN, max_encoder_len=LENGTHS[name][0])
+    session = lowered_session(model, "pt2", MAX_CACHE_LEN, max_encoder_len=LENGTHS[name][0])
     assert largest_difference(session, model, name) <= TOLERANCE
 
 

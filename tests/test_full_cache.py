@@ -18,7 +18,7 @@ def session(request, tmp_path):
     model = tiny_model("gemma3_text")
     if request.param in ("eager", "compiled"):
         return model, live_session(model, request.param == "compiled", CAPACITY)
-    return model, lowered_session(model, request.param, tmp_path, CAPACITY)
+    return model, lowered_session(model, request.param, CAPACITY)
 
 
 def test_refused_and_then_continued(session) -> None:

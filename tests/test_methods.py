@@ -196,5 +196,5 @@ def test_a_bucket_reads_its_part_of_the_cache_and_no_more(model: Any) -> None:
 
 
 def test_pt2_with_buckets(model: Any, tmp_path: Any) -> None:
-    session = lowered_session(model, "pt2", tmp_path, 64, buckets=BUCKETS)
+    session = lowered_session(model, "pt2", 64, buckets=BUCKETS)
     assert worst(session, model) <= TOLERANCE

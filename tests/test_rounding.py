@@ -65,12 +65,12 @@ def test_sinks() -> None:
 @pytest.mark.parametrize("form", ["resident", "explicit"])
 def test_pt2(form: str, tmp_path) -> None:
     model = tiny_model("gemma3_text")
-    check(lowered_session(model, "pt2", tmp_path, CAPACITY, cache_options={"kv_dtype": "int8"}, form=form), model)
+    check(lowered_session(model, "pt2", CAPACITY, cache_options={"kv_dtype": "int8"}, form=form), model)
 
 
 def test_aoti(tmp_path) -> None:
     model = tiny_model("gemma3_text")
-    session = lowered_session(model, "aoti", tmp_path, CAPACITY, cache_options={"kv_dtype": "int8"})
+    session = lowered_session(model, "aoti", CAPACITY, cache_options={"kv_dtype": "int8"})
     check(session, model)
     # One cache for both methods, in place.
     session.prefill(tokens(5))
@@ -87,7 +87,7 @@ def test_executorch(family: str, tmp_path) -> None:
     pytest.importorskip("executorch", reason="the executorch extra is not installed")
     model = tiny_model(family)
     sinks = {"attention_sinks": 3} if family == "llama" else {}
-    session = lowered_session(model, "executorch", tmp_path, CAPACITY, cache_options={"kv_dtype": "int8"}, **sinks)
+    session = lowered_session(model, "executorch", CAPACITY, cache_options={"kv_dtype": "int8"}, **sinks)
     assert list(session.runner.methods) == ["decode", "prefill"]
     check(session, model)
 

@@ -74,7 +74,7 @@ def test_eager_sessions_equal_the_model(family: str) -> None:
 )
 def test_pt2_programs_equal_the_model(family: str, form: str, tmp_path: Path) -> None:
     model = tiny_seq2seq(family)
-    session = lowered_session(model, "pt2", tmp_path, MAX_CACHE_LEN, max_encoder_len=sizes(family)[0], form=form)
+    session = lowered_session(model, "pt2", MAX_CACHE_LEN, max_encoder_len=sizes(family)[0], form=form)
     assert largest_difference(session, model, family) <= TOLERANCE
 
 
@@ -82,7 +82,7 @@ def test_pt2_programs_equal_the_model(family: str, form: str, tmp_path: Path) ->
 @pytest.mark.parametrize("family", ["t5", "whisper"])
 def test_executorch_programs_equal_the_model(family: str, tmp_path: Path) -> None:
     model = tiny_seq2seq(family)
-    session = lowered_session(model, "executorch", tmp_path, MAX_CACHE_LEN, max_encoder_len=sizes(family)[0])
+    session = lowered_session(model, "executorch", MAX_CACHE_LEN, max_encoder_len=sizes(family)[0])
     assert largest_difference(session, model, family, prompts=(4,)) <= TOLERANCE
 
 
@@ -99,7 +99,7 @@ def test_blocks_with_global_tokens_equal_the_model(target: str, tmp_path: Path) 
     if target == "eager":
         session = live(model, "longt5")
     else:
-        session = lowered_session(model, target, tmp_path, MAX_CACHE_LEN, max_encoder_len=20)
+        session = lowered_session(model, target, MAX_CACHE_LEN, max_encoder_len=20)
     assert session.runner.methods["encode"].multiple == 12
     assert largest_difference(session, model, "longt5") <= TOLERANCE
 
@@ -240,7 +240,7 @@ def test_a_fork_goes_on_by_itself(target: str, tmp_path: Path) -> None:
     if target == "eager":
         session = live(model, "bart")
     else:
-        session = lowered_session(model, "pt2", tmp_path, MAX_CACHE_LEN, max_encoder_len=20)
+        session = lowered_session(model, "pt2", MAX_CACHE_LEN, max_encoder_len=20)
     ids, other = tokens(12), tokens(12, seed=5)
     inputs = encoder_inputs(model, 9), encoder_inputs(model, 5, seed=1)
     expected = [

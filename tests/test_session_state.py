@@ -27,7 +27,7 @@ def open_session(model: Any, kind: str, folder: Path, max_cache_len: int = 64) -
         return live_session(model, kind == "compiled", max_cache_len)
     target, _, form = kind.partition("-")
     options = {"form": form} if form else {}
-    session = lowered_session(model, target, folder, max_cache_len, **options)
+    session = lowered_session(model, target, max_cache_len, **options)
     session.fingerprint = fingerprint(model)
     return session
 

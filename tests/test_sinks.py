@@ -57,7 +57,7 @@ def sink_session(model: PreTrainedModel, target: str, folder: Path) -> Session:
     if target in ("eager", "compiled"):
         cache = ExportableCache.from_model(model, KEPT, attention_sinks=SINKS)
         return Session.from_model(model, cache, compile=target == "compiled", prefill_length=16, buckets=False)
-    return lowered_session(model, target, folder, KEPT, attention_sinks=SINKS)
+    return lowered_session(model, target, KEPT, attention_sinks=SINKS)
 
 
 @pytest.mark.parametrize("target", ["eager", "compiled", "pt2", "executorch"])

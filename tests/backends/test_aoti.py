@@ -84,7 +84,7 @@ def test_weights_are_stored_once_and_the_cache_not_at_all(bundle: Path, model: A
 
 def test_rows_of_a_batch(tmp_path: Path) -> None:
     model = tiny_model("llama")
-    session = lowered_session(model, "aoti", tmp_path, 32, batch_size=2)
+    session = lowered_session(model, "aoti", 32, batch_size=2)
     ids = tokens(20, batch_size=2)
     reference = reference_logits(model, ids, 6)
     assert (

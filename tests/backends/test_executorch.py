@@ -82,14 +82,14 @@ def test_both_methods_plan_one_cache(lowered) -> None:
 
 def test_the_file_holds_the_weights_once(tmp_path) -> None:
     model = tiny_model("mistral", hidden_size=128, intermediate_size=1024, vocab_size=4096, num_hidden_layers=1)
-    lowered_session(model, "executorch", tmp_path, 64, methods="both")
+    lowered_session(model, "executorch", 64, methods="both")
     weights = sum(parameter.nbytes for parameter in model.parameters())
     assert weights < (tmp_path / "program.pte").stat().st_size < 1.25 * weights
 
 
 def test_a_method_loaded_late_sees_the_cache(tmp_path) -> None:
     model = tiny_model("mistral")
-    lowered_session(model, "executorch", tmp_path, 64, methods="split")
+    lowered_session(model, "executorch", 64, methods="split")
     ids = tokens(10)
     expected = reference_logits(model, ids, 9)[0]
     loaded = Runtime.get().load_program(tmp_path / "program.pte")
@@ -108,7 +108,7 @@ def test_batches_are_refused_rather_than_copied(tmp_path) -> None:
 @torch.no_grad()
 def test_ten_thousand_steps_of_a_sliding_model_in_constant_memory(tmp_path) -> None:
     model = tiny_model("mistral", max_position_embeddings=16384)
-    session = lowered_session(model, "executorch", tmp_path, 64)
+    session = lowered_session(model, "executorch", 64)
     steps = 10_000
     ids = tokens(steps)
     session.prefill(ids[:, :2])

@@ -40,7 +40,7 @@ def hybrid(tmp_path_factory):
     model = tiny_model("gemma3_text", num_attention_heads=16)
     assert fold_of(16, 2) == 4
     folder = tmp_path_factory.mktemp("hybrid")
-    session = lowered_session(model, "executorch", folder, CAPACITY, cache_options={"kv_dtype": "int8"})
+    session = lowered_session(model, "executorch", CAPACITY, cache_options={"kv_dtype": "int8"})
     written = deserialize_pte_binary((folder / "program.pte").read_bytes())
     return model, session, SimpleNamespace(executorch_program=written.program)
 

@@ -56,7 +56,7 @@ def test_the_official_runner_answers_as_the_session_does(tmp_path) -> None:
 
 def test_forward_takes_any_length_from_one_on(tmp_path) -> None:
     model = tiny_model("gemma3_text")
-    session = lowered_session(model, "executorch", tmp_path, 64, llm_runner=True)
+    session = lowered_session(model, "executorch", 64, llm_runner=True)
     ids = tokens(50)
     for prompt in (1, 2, 7, 9, 16):
         position = 0

@@ -36,7 +36,7 @@ def test_programs_equal_the_quantised_model_and_read_integers(
 ) -> None:
     model = tiny_model("llama", hidden_size=64, head_dim=16, vocab_size=VOCAB, tie_word_embeddings=tied)
     quantized = quantize(model, scheme)
-    session = lowered_session(quantized.model, "executorch", tmp_path, 64)
+    session = lowered_session(quantized.model, "executorch", 64)
     report = verify_session(
         session,
         quantized.model,
@@ -66,7 +66,7 @@ def test_programs_equal_the_quantised_model_and_read_integers(
 
 def test_a_tied_table_in_float32_is_stored_once(tmp_path: Path) -> None:
     model = tiny_model("llama", vocab_size=VOCAB, tie_word_embeddings=True, num_hidden_layers=1)
-    session = lowered_session(model, "executorch", tmp_path, 64)
+    session = lowered_session(model, "executorch", 64)
     assert verify_session(session, model, prompts=[9], decode_steps=4).passed
     file = (tmp_path / "program.pte").read_bytes()
     assert file.count(model.lm_head.weight[:8].detach().numpy().tobytes()) == 1

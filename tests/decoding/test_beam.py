@@ -63,7 +63,7 @@ def test_exported_programs_give_the_same_beams(form: str, tmp_path: Path) -> Non
     model = tiny_model("gemma3_text")
     prompt = tokens(5)
     expected = beam_search(live_session(model, False, 48, batch_size=3), prompt, 14)
-    found = beam_search(lowered_session(model, "pt2", tmp_path, 48, batch_size=3, form=form), prompt, 14)
+    found = beam_search(lowered_session(model, "pt2", 48, batch_size=3, form=form), prompt, 14)
     assert [hypothesis.tokens for hypothesis in found] == [hypothesis.tokens for hypothesis in expected]
     assert [hypothesis.score for hypothesis in found] == pytest.approx(
         [hypothesis.score for hypothesis in expected], abs=1e-4

@@ -178,7 +178,7 @@ def test_compiled_and_exported_programs_judge_too(model: Any, tmp_path: Path) ->
     prompt = tokens(9)
     expected = plain(model, prompt, 20)
     draft = Scripted(9, expected, 3, max_tokens=1)
-    session = lowered_session(model, "pt2", tmp_path, 96, score_length=6)
+    session = lowered_session(model, "pt2", 96, score_length=6)
     assert list(session.generate(prompt, 20, draft=draft)) == expected
 
 

@@ -58,7 +58,7 @@ def test_other_models_are_left_alone() -> None:
 def test_llama_4_on_executorch(tmp_path: Path) -> None:
     pytest.importorskip("executorch", reason="the executorch extra is not installed")
     model, ids = kind_model("llama4_text"), tokens(60)
-    session = lowered_session(model, "executorch", tmp_path, 64)
+    session = lowered_session(model, "executorch", 64)
     for prompt in (3, 21):
         session.reset()
         assert (

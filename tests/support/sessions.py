@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from exportable_cache import ExportableCache, Session
+from exportable_cache import ExportableCache, Session, export
 from exportable_cache.backends import backend_for
 from exportable_cache.backends.base import ProgramDescription
 from exportable_cache.layout import vocab_size_of
 from exportable_cache.program import Program
+
+from .store import model_key, stored
+
+
+DESCRIPTION = "description.pickle"
 
 
 def describe(program: Program) -> ProgramDescription:
@@ -31,19 +38,31 @@ def describe(program: Program) -> ProgramDescription:
     return ProgramDescription(program.methods, program.form, program.logits, program.batch_size, layers)
 
 
-def lowered_session(
+#: The spec of tests that need no other: entries of the store are shared only where specs are equal.
+CAPACITY, PREFILL = 96, 16
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A model lowered for a target: the files, what a manifest would say of them, and a cache of the same layers."""
+
+    folder: Path
+    description: ProgramDescription
+    cache: ExportableCache
+
+
+def lowered(
     model: PreTrainedModel,
     target: str,
-    folder: Path,
-    max_cache_len: int,
+    max_cache_len: int = CAPACITY,
     batch_size: int = 1,
-    prefill_length: int = 16,
+    prefill_length: int = PREFILL,
     attention_sinks: int | None = None,
     max_encoder_len: int | None = None,
     cache_options: Mapping[str, Any] | None = None,
     **options: Any,
-) -> Session:
-    """Lower a model for `pt2` or `executorch` into `folder` and open what was written."""
+) -> Lowered:
+    """Taken from the store if it was lowered before. Read the files only."""
     backend = backend_for(target)
     cache = ExportableCache.from_model(
         model,
@@ -54,9 +73,38 @@ def lowered_session(
         **(cache_options or {}),
     )
     program = Program(model, cache, prefill_length=prefill_length, **backend.program_options(options))
-    backend.lower(program, folder, options)
-    runner = backend.open(folder, describe(program))
-    return Session(runner, cache.layers, vocab_size_of(model), batch_size=batch_size, target=target)
+
+    def lower(folder: Path) -> None:
+        folder.mkdir()
+        backend.lower(program, folder, options)
+        # After lowering, which may narrow the lengths that a method takes.
+        (folder / DESCRIPTION).write_bytes(pickle.dumps(describe(program)))
+
+    spec = {
+        "target": target, "max_cache_len": max_cache_len, "batch_size": batch_size, "prefill_length": prefill_length,
+        "attention_sinks": attention_sinks, "max_encoder_len": max_encoder_len, "cache_options": cache_options,
+        "options": options, "model": model_key(model),
+    }  # fmt: skip
+    folder = stored({"lowered": spec}, lower)
+    return Lowered(folder, pickle.loads((folder / DESCRIPTION).read_bytes()), cache)
+
+
+def lowered_session(model: PreTrainedModel, target: str, *arguments: Any, **options: Any) -> Session:
+    """A session over what `lowered` gives; the same arguments."""
+    found = lowered(model, target, *arguments, **options)
+    runner = backend_for(target).open(found.folder, found.description)
+    batch_size = found.description.batch_size
+    return Session(runner, found.cache.layers, vocab_size_of(model), batch_size=batch_size, target=target)
+
+
+def exported_bundle(model: PreTrainedModel, target: str, max_cache_len: int = CAPACITY, **options: Any) -> Path:
+    """Folder of a model's bundle, taken from the store if it was exported before. Read it only.
+
+    Args:
+        options: Of `export`; values that JSON can write.
+    """
+    key = {"bundle": {"target": target, "max_cache_len": max_cache_len, "options": options, "model": model_key(model)}}
+    return stored(key, lambda folder: export(model, target, max_cache_len, folder, **options))
 
 
 def live_session(
