@@ -16,8 +16,8 @@ from exportable_cache.errors import InputError
 from exportable_cache.layout import cache_argument
 from exportable_cache.program import takes_positions
 
-from .support.kinds import KINDS, kind_model
 from .support.compiling import DEFAULT_BACKEND, compiling_with
+from .support.kinds import KINDS, kind_model
 from .support.models import among, tokens
 from .support.sessions import live_session, lowered_session
 

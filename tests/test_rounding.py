@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from exportable_cache import ExportableCache, Session, export
+from exportable_cache import ExportableCache, Session, export, load
 from exportable_cache.errors import InputError
 from exportable_cache.layers import QuantizedFullLayer, QuantizedRingLayer, QuantizedSinkLayer
 from exportable_cache.program import attention_of
@@ -12,7 +12,7 @@ from exportable_cache.rounding import RoundingCache
 from exportable_cache.verify import rounding_effect, verify_session
 
 from .support.models import WINDOW, tiny_model, tokens
-from .support.sessions import lowered_session
+from .support.sessions import lowered_session, rounded_aoti_bundle
 
 CAPACITY = 64
 
@@ -48,8 +48,15 @@ def check(session: Session, model) -> None:
     assert report.max_difference < verify_session(session, model, exact_cache=True, tolerance=9.0).max_difference / 4
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss"])
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("family", "compiled"),
+    [
+        ("gemma3_text", False),
+        ("gpt_oss", True),
+        pytest.param("gemma3_text", True, marks=pytest.mark.full),
+        pytest.param("gpt_oss", False, marks=pytest.mark.full),
+    ],
+)
 def test_live_sessions(family: str, compiled: bool) -> None:
     model = tiny_model(family)
     cache = ExportableCache.from_model(model, CAPACITY, kv_dtype="int8")
@@ -62,15 +69,16 @@ def test_sinks() -> None:
     check(Session.from_model(model, cache, prefill_length=16), model)
 
 
-@pytest.mark.parametrize("form", ["resident", "explicit"])
-def test_pt2(form: str, tmp_path) -> None:
+# Resident: the bundle below.
+@pytest.mark.parametrize("form", [pytest.param("resident", marks=pytest.mark.full), "explicit"])
+def test_pt2(form: str) -> None:
     model = tiny_model("gemma3_text")
     check(lowered_session(model, "pt2", CAPACITY, cache_options={"kv_dtype": "int8"}, form=form), model)
 
 
-def test_aoti(tmp_path) -> None:
+def test_aoti() -> None:
     model = tiny_model("gemma3_text")
-    session = lowered_session(model, "aoti", CAPACITY, cache_options={"kv_dtype": "int8"})
+    session = load(rounded_aoti_bundle(model))
     check(session, model)
     # One cache for both methods, in place.
     session.prefill(tokens(5))
@@ -82,8 +90,10 @@ def test_aoti(tmp_path) -> None:
 
 # Layers that the fused operators serve are tested in backends/test_executorch_fused_quantized.py. Of these, prefill lowers with
 # XNNPACK's own partitions to none that could run: see backends/executorch/partition.py.
-@pytest.mark.parametrize("family", ["gemma2", pytest.param("llama", marks=pytest.mark.slow)])
-def test_executorch(family: str, tmp_path) -> None:
+@pytest.mark.parametrize(
+    "family", [pytest.param("gemma2", marks=pytest.mark.full), pytest.param("llama", marks=pytest.mark.slow)]
+)
+def test_executorch(family: str) -> None:
     pytest.importorskip("executorch", reason="the executorch extra is not installed")
     model = tiny_model(family)
     sinks = {"attention_sinks": 3} if family == "llama" else {}

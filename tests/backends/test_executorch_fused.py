@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from exportable_cache import ExportableCache
+from exportable_cache import ExportableCache, load
 from exportable_cache.backends import backend_for
 from exportable_cache.errors import InputError
 from exportable_cache.program import Program
@@ -14,7 +14,7 @@ from exportable_cache.program import Program
 from ..support.kinds import KINDS, kind_model
 from ..support.models import WINDOW, tiny_model, tokens
 from ..support.oracle import difference, reference_logits
-from ..support.sessions import lowered_session
+from ..support.sessions import folded_bundle
 
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
 
@@ -128,12 +128,11 @@ def test_methods_that_do_not_go_together_are_refused() -> None:
 
 
 @pytest.fixture(scope="module")
-def hybrid(tmp_path_factory):
+def hybrid():
     """A ring and a full layer with 4 query heads folded into one product: the model, its session, and what its file calls."""
-    model = tiny_model("gemma3_text", num_attention_heads=16)
+    model, folder = folded_bundle(llm_runner=True)
     assert fold_of(16, 2) == 4
-    folder = tmp_path_factory.mktemp("hybrid")
-    session = lowered_session(model, "executorch", CAPACITY)
+    session = load(folder)
     written = deserialize_pte_binary((folder / "program.pte").read_bytes())
     return model, session, SimpleNamespace(executorch_program=written.program)
 

@@ -6,14 +6,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from exportable_cache import ExportableCache, export
+from exportable_cache import ExportableCache, export, load
 from exportable_cache.layers.quantized import dequantize_rows, quantize_rows
 from exportable_cache.program import attention_of
 from exportable_cache.rounding import RoundingCache
 from exportable_cache.verify import rounding_effect, verify_session
 
 from ..support.models import WINDOW, tiny_model, tokens
-from ..support.sessions import lowered_session
+from ..support.sessions import folded_bundle
 
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
 
@@ -35,12 +35,11 @@ FULL, RING = [2, CAPACITY, 1, 8], [2, WINDOW + 1, 1, 8]
 
 
 @pytest.fixture(scope="module")
-def hybrid(tmp_path_factory):
+def hybrid():
     """A ring and a full layer with 4 query heads folded into one product: the model, its session, and what its file calls."""
-    model = tiny_model("gemma3_text", num_attention_heads=16)
+    model, folder = folded_bundle(kv_dtype="int8")
     assert fold_of(16, 2) == 4
-    folder = tmp_path_factory.mktemp("hybrid")
-    session = lowered_session(model, "executorch", CAPACITY, cache_options={"kv_dtype": "int8"})
+    session = load(folder)
     written = deserialize_pte_binary((folder / "program.pte").read_bytes())
     return model, session, SimpleNamespace(executorch_program=written.program)
 
@@ -125,12 +124,12 @@ def test_the_cache_is_written_in_place_and_read_as_far_as_it_is_filled(hybrid) -
 
 
 def test_with_quantised_weights(tmp_path) -> None:
-    model = tiny_model("llama")
+    model = tiny_model("llama", num_hidden_layers=1)
     bundle = export(model, "executorch", 48, tmp_path / "out", prefill_length=16, quantize="8da4w", kv_dtype="int8")
     manifest = bundle.manifest
     assert manifest.verification["passed"]
     assert {layer.class_name for layer in manifest.layers} == {"FusedQuantizedFullLayer"}
     # 8 + 4 bytes for what takes 32 in float32.
-    assert (manifest.cache_bytes - 16) / (manifest.kv_cache.float_bytes - 16) == 12 / 32
+    assert (manifest.cache_bytes - 8) / (manifest.kv_cache.float_bytes - 8) == 12 / 32
     # The cache's own share, of the model with quantised weights, and that of both.
     assert 1e-4 < manifest.kv_cache.max_difference < manifest.quantization.max_difference

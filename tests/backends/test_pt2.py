@@ -61,9 +61,9 @@ def test_a_truncated_file_is_refused(archive, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("options", [{"form": "explicit"}, {"strict": True}])
-def test_options(options: dict, tmp_path) -> None:
+def test_options(options: dict) -> None:
     model = tiny_model("gemma3_text")
-    session = lowered_session(model, "pt2", 64, **options)
+    session = lowered_session(model, "pt2", **options)
     ids = tokens(50)
     reference = reference_logits(model, ids, 20)
     step = lambda piece: session.decode(piece[:, 0]) if piece.shape[1] == 1 else session.prefill(piece)

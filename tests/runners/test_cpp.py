@@ -16,7 +16,7 @@ from exportable_cache.layers import CacheLayer
 from .conftest import Probe, Reply, hexed, ids
 
 WINDOW, CAPACITY, VOCAB = 16, 512, 394
-# Shorter than the window, as long, longer, and longer than one chunk of 256.
+# Shorter than the window, as long, longer, and longer than one chunk of 48 and than several.
 PROMPTS = (1, 3, 15, 16, 17, 80, 259)
 
 

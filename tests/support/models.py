@@ -31,7 +31,8 @@ _HYBRID = {"layer_types": ["sliding_attention", "full_attention"], "sliding_wind
 #: Config fields by model type, past the common sizes.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
-    "mistral": {"sliding_window": WINDOW},
+    # Positions for the tests of ten thousand steps.
+    "mistral": {"sliding_window": WINDOW, "max_position_embeddings": 16384},
     "gemma2": {**_HYBRID, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 8},
     "gemma3_text": {**_HYBRID, "query_pre_attn_scalar": 8},
     "qwen3": {},

@@ -16,8 +16,8 @@ from exportable_cache.backends.base import ProgramDescription
 from exportable_cache.layout import vocab_size_of
 from exportable_cache.program import Program
 
+from .models import WINDOW, tiny_model
 from .store import model_key, stored
-
 
 DESCRIPTION = "description.pickle"
 
@@ -38,6 +38,9 @@ def describe(program: Program) -> ProgramDescription:
     return ProgramDescription(program.methods, program.form, program.logits, program.batch_size, layers)
 
 
+#: Of a program with `forward` besides `prefill` and `decode`, and of its chunks: not those of other programs.
+BOTH_PREFILL = 24
+
 #: The spec of tests that need no other: entries of the store are shared only where specs are equal.
 CAPACITY, PREFILL = 96, 16
 
@@ -46,6 +49,7 @@ CAPACITY, PREFILL = 96, 16
 class Lowered:
     """A model lowered for a target: the files, what a manifest would say of them, and a cache of the same layers."""
 
+    target: str
     folder: Path
     description: ProgramDescription
     cache: ExportableCache
@@ -86,15 +90,19 @@ def lowered(
         "options": options, "model": model_key(model),
     }  # fmt: skip
     folder = stored({"lowered": spec}, lower)
-    return Lowered(folder, pickle.loads((folder / DESCRIPTION).read_bytes()), cache)
+    return Lowered(target, folder, pickle.loads((folder / DESCRIPTION).read_bytes()), cache)
 
 
 def lowered_session(model: PreTrainedModel, target: str, *arguments: Any, **options: Any) -> Session:
     """A session over what `lowered` gives; the same arguments."""
-    found = lowered(model, target, *arguments, **options)
-    runner = backend_for(target).open(found.folder, found.description)
+    return opened(model, lowered(model, target, *arguments, **options))
+
+
+def opened(model: PreTrainedModel, found: Lowered) -> Session:
+    """A session over what was lowered from a model."""
+    runner = backend_for(found.target).open(found.folder, found.description)
     batch_size = found.description.batch_size
-    return Session(runner, found.cache.layers, vocab_size_of(model), batch_size=batch_size, target=target)
+    return Session(runner, found.cache.layers, vocab_size_of(model), batch_size=batch_size, target=found.target)
 
 
 def exported_bundle(model: PreTrainedModel, target: str, max_cache_len: int = CAPACITY, **options: Any) -> Path:
@@ -105,6 +113,40 @@ def exported_bundle(model: PreTrainedModel, target: str, max_cache_len: int = CA
     """
     key = {"bundle": {"target": target, "max_cache_len": max_cache_len, "options": options, "model": model_key(model)}}
     return stored(key, lambda folder: export(model, target, max_cache_len, folder, **options))
+
+
+def folded_bundle(**options: Any) -> tuple[PreTrainedModel, Path]:
+    """A ring and a full layer for ExecuTorch, 4 query heads folded into one product: the model and its bundle."""
+    model = tiny_model("gemma3_text", num_attention_heads=16)
+    return model, exported_bundle(model, "executorch", prefill_length=PREFILL, verify=False, **options)
+
+
+def bundle_of_both() -> tuple[PreTrainedModel, Path]:
+    """A ring and a full layer for ExecuTorch with all three methods, and weights that are most of the file."""
+    model = tiny_model("gemma3_text", hidden_size=128, intermediate_size=1024, vocab_size=4096)
+    options = {"methods": "both", "prefill_length": BOTH_PREFILL, "verify": False}
+    return model, exported_bundle(model, "executorch", **options)
+
+
+def sinks_bundle() -> tuple[PreTrainedModel, Path]:
+    """A ring and a layer with three attention sinks and a window of 8 for ExecuTorch: the model and its bundle."""
+    model = tiny_model("gemma3_text", max_position_embeddings=16384)
+    options = {"prefill_length": PREFILL, "attention_sinks": 3, "verify": False}
+    return model, exported_bundle(model, "executorch", 3 + WINDOW, **options)
+
+
+#: Of `aoti` bundles.
+AOTI_CAPACITY = 64
+
+
+def aoti_bundle(model: PreTrainedModel) -> Path:
+    """Machine code of a model, decoding in two buckets."""
+    return exported_bundle(model, "aoti", AOTI_CAPACITY, prefill_length=PREFILL, buckets=[16])
+
+
+def rounded_aoti_bundle(model: PreTrainedModel) -> Path:
+    """Machine code over keys and values in 8 bits."""
+    return exported_bundle(model, "aoti", AOTI_CAPACITY, prefill_length=PREFILL, kv_dtype="int8", verify=False)
 
 
 def live_session(

@@ -48,7 +48,9 @@ def generation() -> str:
             digest.update(f"{package} {importlib.metadata.version(package)}\0".encode())
         except importlib.metadata.PackageNotFoundError:
             digest.update(f"no {package}\0".encode())
-    digest.update(f"{platform.python_version()} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}".encode())
+    digest.update(
+        f"{platform.python_version()} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}".encode()
+    )
     return digest.hexdigest()[:16]
 
 
