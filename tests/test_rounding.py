@@ -77,8 +77,8 @@ def test_pt2(form: str) -> None:
 
 
 def test_aoti() -> None:
-    model = tiny_model("gemma3_text")
-    session = load(rounded_aoti_bundle(model))
+    model, folder = rounded_aoti_bundle()
+    session = load(folder)
     check(session, model)
     # One cache for both methods, in place.
     session.prefill(tokens(5))
@@ -90,6 +90,12 @@ def test_aoti() -> None:
 
 # Layers that the fused operators serve are tested in backends/test_executorch_fused_quantized.py. Of these, prefill lowers with
 # XNNPACK's own partitions to none that could run: see backends/executorch/partition.py.
+def test_one_token_at_a_time_on_executorch() -> None:
+    pytest.importorskip("executorch", reason="the executorch extra is not installed")
+    model = tiny_model("gemma2", num_hidden_layers=1, layer_types=["sliding_attention"])
+    check(lowered_session(model, "executorch", CAPACITY, prefill_length=1, cache_options={"kv_dtype": "int8"}), model)
+
+
 @pytest.mark.parametrize(
     "family", [pytest.param("gemma2", marks=pytest.mark.full), pytest.param("llama", marks=pytest.mark.slow)]
 )

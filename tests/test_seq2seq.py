@@ -66,8 +66,8 @@ def test_eager_sessions_equal_the_model(family: str) -> None:
     [
         ("t5", "resident"),
         ("bart", "explicit"),
-        ("moonshine", "resident"),
-        # Features of fixed length, and blocks: below, and in test_seq2seq_bundle.py and test_encoder_inputs.py.
+        # Sound, features of fixed length, and blocks: below, and in test_seq2seq_bundle.py and test_encoder_inputs.py.
+        pytest.param("moonshine", "resident", marks=pytest.mark.full),
         pytest.param("whisper", "resident", marks=pytest.mark.full),
         pytest.param("longt5", "resident", marks=pytest.mark.full),
         pytest.param("pegasus_x", "resident", marks=pytest.mark.full),

@@ -85,6 +85,8 @@ def test_weights_are_stored_once_and_the_cache_not_at_all(bundle: Path, model: A
     assert stored["state"]["layers_1_keys"].untyped_storage().nbytes() == 4
 
 
+# One layer: rows are the same to every kind of layer, see test_batches.py.
+@pytest.mark.full
 def test_rows_of_a_batch() -> None:
     model = tiny_model("llama", num_hidden_layers=1)
     session = lowered_session(model, "aoti", 32, batch_size=2)

@@ -30,7 +30,7 @@ def bundle() -> Path:
 @pytest.fixture(scope="module")
 def rounded_bundle() -> Path:
     """With keys and values in 8 bits."""
-    return rounded_aoti_bundle(tiny_model("gemma3_text"))
+    return rounded_aoti_bundle()[1]
 
 
 @pytest.fixture(scope="module")

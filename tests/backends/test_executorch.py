@@ -104,6 +104,8 @@ def test_batches_are_refused_rather_than_copied(tmp_path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+# In the fast lane: over a ring and sinks, in test_sinks.py.
+@pytest.mark.full
 @torch.no_grad()
 def test_ten_thousand_steps_of_a_sliding_model_in_constant_memory() -> None:
     model = tiny_model("mistral")

@@ -8,13 +8,10 @@ import layout_environment
 import pytest
 from layout_environment import Layout
 
-LAYOUTS = (
-    Layout("4.52.4", "lists of tensors"),
-    # Its form is that of the installed release.
-    pytest.param(Layout("4.57.6", "layers"), marks=pytest.mark.full),
-)
+LAYOUTS = (Layout("4.52.4", "lists of tensors"), Layout("4.57.6", "layers"))
 
 
+@pytest.mark.full
 @pytest.mark.layouts
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["4.52.4", "4.57.6"])
 def test_pytree_tests_pass_against(layout: Layout):

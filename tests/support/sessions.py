@@ -116,14 +116,15 @@ def exported_bundle(model: PreTrainedModel, target: str, max_cache_len: int = CA
 
 
 def folded_bundle(**options: Any) -> tuple[PreTrainedModel, Path]:
-    """A ring and a full layer for ExecuTorch, 4 query heads folded into one product: the model and its bundle."""
+    """A ring and a full layer for ExecuTorch, 4 query heads folded into one product: the model and its verified bundle."""
     model = tiny_model("gemma3_text", num_attention_heads=16)
-    return model, exported_bundle(model, "executorch", prefill_length=PREFILL, verify=False, **options)
+    return model, exported_bundle(model, "executorch", prefill_length=PREFILL, **options)
 
 
 def bundle_of_both() -> tuple[PreTrainedModel, Path]:
-    """A ring and a full layer for ExecuTorch with all three methods, and weights that are most of the file."""
-    model = tiny_model("gemma3_text", hidden_size=128, intermediate_size=1024, vocab_size=4096)
+    """One full layer for ExecuTorch with all three methods, and weights, with a tied table, that are most of the file."""
+    sizes = {"hidden_size": 128, "intermediate_size": 1024, "vocab_size": 4096, "num_hidden_layers": 1}
+    model = tiny_model("llama", **sizes, tie_word_embeddings=True)
     options = {"methods": "both", "prefill_length": BOTH_PREFILL, "verify": False}
     return model, exported_bundle(model, "executorch", **options)
 
@@ -140,13 +141,14 @@ AOTI_CAPACITY = 64
 
 
 def aoti_bundle(model: PreTrainedModel) -> Path:
-    """Machine code of a model, decoding in two buckets."""
-    return exported_bundle(model, "aoti", AOTI_CAPACITY, prefill_length=PREFILL, buckets=[16])
+    """Machine code of a model."""
+    return exported_bundle(model, "aoti", AOTI_CAPACITY, prefill_length=PREFILL)
 
 
-def rounded_aoti_bundle(model: PreTrainedModel) -> Path:
-    """Machine code over keys and values in 8 bits."""
-    return exported_bundle(model, "aoti", AOTI_CAPACITY, prefill_length=PREFILL, kv_dtype="int8", verify=False)
+def rounded_aoti_bundle() -> tuple[PreTrainedModel, Path]:
+    """A model and its machine code over keys and values in 8 bits, decoding in two buckets."""
+    model = tiny_model("llama", num_hidden_layers=1)
+    return model, exported_bundle(model, "aoti", AOTI_CAPACITY, prefill_length=PREFILL, kv_dtype="int8", buckets=[16])
 
 
 def live_session(
