@@ -1,4 +1,6 @@
-"""Encoders of sound, features, patches and pixels: what they take, at several lengths, alone and padded, against the model."""
+"""Encoders of sound, features, patches and pixels: what they take, at several lengths, alone and padded, against the
+model.
+"""
 
 from __future__ import annotations
 

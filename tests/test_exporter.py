@@ -50,7 +50,7 @@ def model() -> Any:
     return tiny_model("gemma3_text", **HEADS)
 
 
-# -- the real targets ---------------------------------------------------------------------------------------------------
+# -- the real targets --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module", params=["pt2", "executorch"])
@@ -176,7 +176,7 @@ def test_rows(tmp_path: Path) -> None:
         session.prefill(tokens(3))
 
 
-# -- what is written ----------------------------------------------------------------------------------------------------
+# -- what is written ---------------------------------------------------------------------------------------------------
 
 
 def test_folder_with_tokenizer(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_progress_names_the_stages(model: Any, tmp_path: Path) -> None:
     assert list(stages) == ["lowering to fake", "checking files", "opening the fake program", "verifying"]
 
 
-# -- refusals -----------------------------------------------------------------------------------------------------------
+# -- refusals ----------------------------------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "target": (
@@ -300,7 +300,7 @@ def test_more_tokens_than_positions_are_refused(tmp_path: Path) -> None:
     assert bundle.manifest.verification is not None and bundle.manifest.verification["passed"]
 
 
-# -- stopping halfway ---------------------------------------------------------------------------------------------------
+# -- stopping halfway --------------------------------------------------------------------------------------------------
 
 
 def test_failed_verification_leaves_nothing(model: Any, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A prompt or a step that does not fit is refused before any state changes, on every target; what fits goes on right."""
+"""What does not fit is refused before any state changes, on every target; what fits goes on right."""
 
 import pytest
 import torch

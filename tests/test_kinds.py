@@ -1,7 +1,7 @@
-"""Every kind of layer on every target that runs here: logits of the eager model with `DynamicCache`, past windows and kernels.
+"""Every kind of layer on the targets that run here: logits of the eager model with `DynamicCache`, past windows.
 
-Teacher-forced, float32; prompts shorter, equal and longer than the window or chunk of 8, whole and in two parts, which makes
-the second part start from what the first left behind.
+Teacher-forced, float32; prompts shorter, equal and longer than the window or chunk of 8, whole and in two parts, which
+makes the second part start from what the first left behind.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ TOLERANCE = 1e-4
 PROMPTS = ((3,), (2, 1), (8,), (5, 4), (21,), (13, 8))
 STEPS = 30
 
-# Between them they have every kind of layer. Under Inductor one with states; rings and full layers: backends/test_graph_cache.py.
+# Between them they have every kind of layer. Under Inductor one with states; rings and full layers:
+# backends/test_graph_cache.py.
 COMPILED = ("llama4_text", "mamba2", "qwen3_next", "nemotron_h")
 INDUCTOR = ("mamba2",)
-# Chunks; latent attention and chosen slots; layers that share; a scan; another beside attention in one layer; the delta rule.
+# Chunks; latent attention and chosen slots; layers that share; a scan; another beside attention in one layer; the delta
+# rule.
 EXPORTED = ("llama4_text", "deepseek_v32", "gemma3n_text", "mamba", "falcon_h1", "qwen3_next")
 
 

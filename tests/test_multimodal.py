@@ -38,7 +38,9 @@ def live(family: str, slack: int = 0, **options: Any) -> tuple[Session, PreTrain
 
 
 def largest_difference(session: Session, model: PreTrainedModel, family: str) -> float:
-    """Over one item and two, at the start and amid text, in prompts of one chunk and of more, each with 24 steps after it."""
+    """Over one item and two, at the start and amid text, in prompts of one chunk and of more, each with 24 steps after
+    it.
+    """
     differences = []
     for items, length, start in ((1, 5, 0), (1, 14, 9), (2, 30, 2)):
         inputs = prompt(model, items, length, FAMILIES[family][1], seed=items + length, start=start, apart=5)
@@ -120,7 +122,9 @@ def test_what_is_seen_or_heard_matters(family: str) -> None:
 
 
 def test_layers_that_see_an_image_once_more_matter() -> None:
-    """Without the features behind its first layers Qwen3-VL answers something else, so the tests above would see them missing."""
+    """Without the features behind its first layers Qwen3-VL answers something else, so the tests above would see them
+    missing.
+    """
     session, model = live("qwen3_vl")
     inputs = prompt(model, 1, 5, 6)
     expected = session.prefill(**inputs)

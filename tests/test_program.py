@@ -221,7 +221,9 @@ def test_short_dynamic_methods(length: int) -> None:
 
 
 def test_lengths_that_the_model_tells_apart_raise_the_shortest_prefill() -> None:
-    """Code that compares the number of tokens with a constant holds from there on; a chunk below it is fed token by token."""
+    """Code that compares the number of tokens with a constant holds from there on; a chunk below it is fed token by
+    token.
+    """
     model = tiny_model("llama", num_hidden_layers=1)
 
     def compare(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:

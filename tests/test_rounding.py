@@ -88,14 +88,14 @@ def test_aoti() -> None:
         assert (tensor != kept[name]).any(dim=-1).any(dim=1)[0].nonzero().flatten().tolist() == [5], name
 
 
-# Layers that the fused operators serve are tested in backends/test_executorch_fused_quantized.py. Of these, prefill lowers with
-# XNNPACK's own partitions to none that could run: see backends/executorch/partition.py.
+# Layers that the fused operators serve are tested in backends/test_executorch_fused_quantized.py.
 def test_one_token_at_a_time_on_executorch() -> None:
     pytest.importorskip("executorch", reason="the executorch extra is not installed")
     model = tiny_model("gemma2", num_hidden_layers=1, layer_types=["sliding_attention"])
     check(lowered_session(model, "executorch", CAPACITY, prefill_length=1, cache_options={"kv_dtype": "int8"}), model)
 
 
+# Prefill lowers with XNNPACK's own partitions to none that could run: see backends/executorch/partition.py.
 @pytest.mark.parametrize(
     "family", [pytest.param("gemma2", marks=pytest.mark.full), pytest.param("llama", marks=pytest.mark.slow)]
 )

@@ -1,4 +1,6 @@
-"""Encoder-decoder models: sessions over every form against eager `EncoderDecoderCache`; where cross-attention is computed."""
+"""Encoder-decoder models: sessions over every form against eager `EncoderDecoderCache`; where cross-attention is
+computed.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -53,7 +55,8 @@ def largest_difference(
 
 @pytest.mark.parametrize(
     "family",
-    "t5 mt5 umt5 longt5 bart marian pegasus pegasus_x m2m_100 mbart blenderbot blenderbot-small plbart mvp bigbird_pegasus "
+    "t5 mt5 umt5 longt5 bart marian pegasus pegasus_x m2m_100 mbart blenderbot blenderbot-small plbart "
+    "mvp bigbird_pegasus "
     "switch_transformers whisper moonshine".split(),
 )
 def test_eager_sessions_equal_the_model(family: str) -> None:
@@ -215,7 +218,7 @@ def test_plain_use_goes_on_from_a_sessions_cache(family: str) -> None:
         common = {"encoder_outputs": outputs, "attention_mask": inputs["attention_mask"], "past_key_values": cache}
         rows = [model(decoder_input_ids=ids[:, place : place + 1], **common).logits[:, -1] for place in (4, 5)]
     assert (torch.stack(rows, 1) - expected[:, 1:]).abs().max() <= TOLERANCE
-    assert all(torch.equal(layer.keys, keys) for layer, keys in zip(cache.cross_layers, kept))
+    assert all(torch.equal(layer.keys, keys) for layer, keys in zip(cache.cross_layers, kept, strict=True))
     session.reset()
     assert session.cache.is_updated == {0: False, 1: False, 2: False}
 

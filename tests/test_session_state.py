@@ -164,5 +164,5 @@ def test_a_fork_has_no_cache_object(model: Any) -> None:
     session.prefill(tokens(3))
     fork = session.fork()
     with pytest.raises(InputError, match="a fork has no cache object of its own: .* save_state"):
-        fork.cache
+        _ = fork.cache
     assert session.cache.cumulative_length.tolist() == [3]

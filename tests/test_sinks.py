@@ -85,7 +85,10 @@ def test_every_target_equals_the_masked_model(family: str, target: str) -> None:
         ids = tokens(prompt + 25, seed=prompt)
         oracle = masked_logits(model, ids, prompt)
         session.reset()
-        step = lambda piece: session.prefill(piece) if piece.shape[1] > 1 else session.decode(piece[:, 0])
+
+        def step(piece: torch.Tensor, session: Session = session) -> torch.Tensor:
+            return session.prefill(piece) if piece.shape[1] > 1 else session.decode(piece[:, 0])
+
         assert difference(step, oracle, ids, prompt) <= 1e-4
 
 

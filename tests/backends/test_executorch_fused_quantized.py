@@ -36,7 +36,9 @@ FULL, RING = [2, CAPACITY, 1, 8], [2, WINDOW + 1, 1, 8]
 
 @pytest.fixture(scope="module")
 def hybrid():
-    """A ring and a full layer with 4 query heads folded into one product: the model, its session, and what its file calls."""
+    """A ring and a full layer with 4 query heads folded into one product: the model, its session, and what its file
+    calls.
+    """
     model, folder = folded_bundle(kv_dtype="int8")
     assert fold_of(16, 2) == 4
     session = load(folder)
@@ -63,7 +65,8 @@ def test_slots_are_read_as_they_were_rounded() -> None:
     assert torch.equal(dequantize_slots(stored, scales), dequantize_rows(stored, scales, torch.float32))
 
 
-# Of one to three tokens: fewer slots than the folded form needs. Past the window, and in chunks that are longer than it.
+# Of one to three tokens: fewer slots than the folded form needs. Past the window, and in chunks that are longer than
+# it.
 @pytest.mark.parametrize("prompt", [1, 2, 3, 7, 8, 9, 17, 40])
 @torch.no_grad()
 def test_the_logits_are_those_over_rounded_keys_and_values(hybrid, prompt: int) -> None:
@@ -108,7 +111,8 @@ def test_the_cache_is_written_in_place_and_read_as_far_as_it_is_filled(hybrid) -
     plan = hybrid[2].executorch_program.execution_plan[0]
     buffers = {
         index for chain in plan.chains for instruction in chain.instructions
-        if hasattr(instruction.instr_args, "op_index") and plan.operators[instruction.instr_args.op_index].name in writes
+        if hasattr(instruction.instr_args, "op_index")
+        and plan.operators[instruction.instr_args.op_index].name in writes
         for index in instruction.instr_args.args[1:2]
     }  # fmt: skip
     assert len(buffers) == 8 and sorted(list(plan.values[index].val.sizes) for index in buffers) == sorted(

@@ -34,11 +34,16 @@ def session_of(model, folder: Path, **options) -> Session:
 
 
 def worst(session: Session, model) -> float:
-    """Largest |logit difference| to the eager model: prompts around the window and a chunk longer than `prefill_length`."""
+    """Largest |logit difference| to the eager model: prompts around the window and a chunk longer than
+    `prefill_length`.
+    """
     ids, found = tokens(CAPACITY), 0.0
     for prompt in (1, 3, 8, 19):
         session.reset()
-        step = lambda piece: session.decode(piece[:, 0]) if piece.shape[1] == 1 else session.prefill(piece)
+
+        def step(piece: torch.Tensor, session: Session = session) -> torch.Tensor:
+            return session.decode(piece[:, 0]) if piece.shape[1] == 1 else session.prefill(piece)
+
         found = max(found, difference(step, reference_logits(model, ids, prompt), ids, prompt))
     return found
 

@@ -63,7 +63,7 @@ def refused(result, *words):
         assert word in result.stderr, result.stderr
 
 
-# -- export ---------------------------------------------------------------------------------------------------------------
+# -- export ------------------------------------------------------------------------------------------------------------
 
 
 def test_export_says_where_what_and_verified(exported):
@@ -189,7 +189,7 @@ def test_every_argument_of_export_is_known_to_the_command():
     assert {parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD} == _ARGUMENTS
 
 
-# -- inspect --------------------------------------------------------------------------------------------------------------
+# -- inspect -----------------------------------------------------------------------------------------------------------
 
 
 def test_inspect_shows_layers_methods_versions_files_and_the_result(run, exported):
@@ -238,7 +238,7 @@ def test_inspect_shows_a_bundle_of_other_versions(run, damaged):
     assert "torch 1.0" in result.stdout
 
 
-# -- bad bundles, for every command that opens one ------------------------------------------------------------------------
+# -- bad bundles, for every command that opens one ---------------------------------------------------------------------
 
 
 def opening(command, folder):
@@ -308,7 +308,7 @@ def test_other_package_versions_can_be_ignored(run, damaged):
     assert result.exit_code == 0, result.stderr
 
 
-# -- verify ---------------------------------------------------------------------------------------------------------------
+# -- verify ------------------------------------------------------------------------------------------------------------
 
 
 def test_verify_agrees(run, exported, tiny_folder):
@@ -366,7 +366,7 @@ def test_verify_refuses_another_kind_of_model(run, exported, tmp_path):
     refused(run("verify", exported.path, "--model", tmp_path), "gemma2", "llama")
 
 
-# -- generate and bench ---------------------------------------------------------------------------------------------------
+# -- generate and bench ------------------------------------------------------------------------------------------------
 
 
 def test_generate_needs_a_tokenizer(run, exported):
@@ -404,7 +404,7 @@ def test_bench_refuses_what_does_not_fit(run, exported, arguments, words):
     refused(run("bench", exported.path, *arguments), *words)
 
 
-# -- for real -------------------------------------------------------------------------------------------------------------
+# -- for real ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_recipe_runs(tiny_folder, tmp_path):

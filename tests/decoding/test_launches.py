@@ -98,7 +98,7 @@ def test_tokens_behind_a_stop_are_dropped_and_the_cache_goes_on_from_there(model
 def test_rows_that_ended_give_padding_while_others_go_on(model: Any) -> None:
     prompt = tokens(9, 3, seed=4)
     first, second, _ = (
-        list(row) for row in zip(*(step.tolist() for step in session_of(model, 1, 3).generate(prompt, 20)))
+        list(row) for row in zip(*(step.tolist() for step in session_of(model, 1, 3).generate(prompt, 20)), strict=True)
     )
     stops = [first[2], second[6]]
     found = followed(session_of(model, STEPS, 3), prompt, 20, stop=stops)

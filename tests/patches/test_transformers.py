@@ -1,4 +1,6 @@
-"""The patched functions of transformers: what they do with our layers, what they leave alone, and that they are still needed."""
+"""The patched functions of transformers: what they do with our layers, what they leave alone, and that they are still
+needed.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ from exportable_cache.program import Program
 from ..zoo.architectures import architectures
 from ..zoo.build import STEPS, cached_logits, tiny_model, tokens
 
-#: Model type -> the patched class it shows, and a method whose tracing needs the patch. (NLLB-MoE and Switch are in the zoo.)
+#: Model type -> the patched class it shows, and a method whose tracing needs the patch.
+#: (NLLB-MoE and Switch are in the zoo.)
 SHOWN = {
     "mvp": ("MvpLearnedPositionalEmbedding", "decode"),
     "trocr": ("TrOCRLearnedPositionalEmbedding", "decode"),

@@ -39,7 +39,7 @@ def refused(reply: Reply, kind: str, *parts: str) -> None:
         assert part in reply.values[1]
 
 
-# -- the same numbers ------------------------------------------------------------------------------------------------------
+# -- the same numbers --------------------------------------------------------------------------------------------------
 
 
 def test_logits_are_the_sessions_past_the_window(demo_bundle, session, probe: Probe) -> None:
@@ -93,7 +93,7 @@ def test_text_in_turns_sees_every_token(demo_bundle, probe: Probe) -> None:
     assert turns[2].tokens() == [count + 3]
 
 
-# -- rewind and position ---------------------------------------------------------------------------------------------------
+# -- rewind and position -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("by", ["rewind", "position"])
@@ -107,7 +107,8 @@ def test_after_a_rewind_it_is_as_if_never_fed(demo_bundle, probe: Probe, by: str
 
 
 def test_rewind_has_the_sessions_limits(demo_bundle, session, probe: Probe) -> None:
-    # Within the window everything can be taken back; past it one token, which the ring's last slot still has, or all of them.
+    # Within the window everything can be taken back; past it one token, which the ring's last slot still has, or all of
+    # them.
     cases = [(length, back) for length in (5, WINDOW, WINDOW + 1, 40) for back in (0, 1, 4, length, length + 1)]
     commands = [
         (("reset",), ("prefill", ids(prompt_of(length))), ("rewind", back), ("length",)) for length, back in cases
@@ -168,7 +169,7 @@ def test_position_zero_starts_anew(demo_bundle, probe: Probe) -> None:
     assert anew[-2].ok and anew[-1].tokens()[0] == 6
 
 
-# -- refusals --------------------------------------------------------------------------------------------------------------
+# -- refusals ----------------------------------------------------------------------------------------------------------
 
 
 def test_refused_before_the_call_with_the_numbers(demo_bundle, session, probe: Probe) -> None:
@@ -224,7 +225,7 @@ def test_refused_before_the_call_with_the_numbers(demo_bundle, session, probe: P
     refused(replies[21], "cache_full", "holds 512 of at most 512 tokens, 1 more do not fit")
 
 
-# -- what ends a generation ------------------------------------------------------------------------------------------------
+# -- what ends a generation --------------------------------------------------------------------------------------------
 
 
 def test_every_end(demo_bundle, session, probe: Probe) -> None:
@@ -267,7 +268,7 @@ def test_statistics_are_there(demo_bundle, probe: Probe) -> None:
     assert decode_rate == pytest.approx((generated - 1) / decode, rel=1e-4)
 
 
-# -- the program -----------------------------------------------------------------------------------------------------------
+# -- the program -------------------------------------------------------------------------------------------------------
 
 
 def run(cpp_build: Path, *arguments: object) -> subprocess.CompletedProcess:

@@ -1,4 +1,4 @@
-"""What `torch.compile` makes of graphs: in most tests nothing but the traced graph, which shows the same semantics sooner."""
+"""What `torch.compile` makes of graphs: in most tests nothing but the traced graph, which shows semantics sooner."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DEFAULT_BACKEND = "aot_eager"
 
 @contextmanager
 def compiling_with(backend: str) -> Iterator[None]:
-    """Make a backend the default one of `torch.compile` inside a block, and forget what was compiled before and in it."""
+    """Make a backend the default one of `torch.compile` in a block; what was compiled before and in it is forgotten."""
     before = torch.compiler.get_default_backend()
     torch._dynamo.reset()
     torch.compiler.set_default_backend(backend)

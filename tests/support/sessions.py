@@ -116,13 +116,13 @@ def exported_bundle(model: PreTrainedModel, target: str, max_cache_len: int = CA
 
 
 def folded_bundle(**options: Any) -> tuple[PreTrainedModel, Path]:
-    """A ring and a full layer for ExecuTorch, 4 query heads folded into one product: the model and its verified bundle."""
+    """A ring and a full layer for ExecuTorch, 4 query heads folded into one product: the model and its bundle."""
     model = tiny_model("gemma3_text", num_attention_heads=16)
     return model, exported_bundle(model, "executorch", prefill_length=PREFILL, **options)
 
 
 def bundle_of_both() -> tuple[PreTrainedModel, Path]:
-    """One full layer for ExecuTorch with all three methods, and weights, with a tied table, that are most of the file."""
+    """One full layer for ExecuTorch with all three methods, whose weights, with a tied table, are most of the file."""
     sizes = {"hidden_size": 128, "intermediate_size": 1024, "vocab_size": 4096, "num_hidden_layers": 1}
     model = tiny_model("llama", **sizes, tie_word_embeddings=True)
     options = {"methods": "both", "prefill_length": BOTH_PREFILL, "verify": False}

@@ -1,8 +1,8 @@
 """A content-addressed store of what is slow to make: exported programs, bundles, compiled C++.
 
-Workers, files and runs share it. An entry is named by what it is made from, and by the sources and packages that make it, so a
-change of any of these makes a new entry; entries of other sources are dropped when a run starts. Entries are read only: a test
-that spoils one takes a copy.
+Workers, files and runs share it. An entry is named by what it is made from, and by the sources and packages that make
+it: a change of any of these makes a new entry, and entries of other sources are dropped when a run starts. Entries are
+read only: a test that spoils one takes a copy.
 """
 
 from __future__ import annotations
