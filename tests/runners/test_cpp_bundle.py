@@ -51,7 +51,7 @@ def test_any_set_of_methods_gives_the_same(both, tmp_path, probe: Probe, names: 
 
 @pytest.mark.parametrize("kind", ["int8", "sinks"])
 def test_other_caches_give_the_sessions_logits(probe: Probe, kind: str) -> None:
-    _, bundle = folded_bundle(kv_dtype="int8") if kind == "int8" else sinks_bundle()
+    _, bundle = folded_bundle(kv_dtype="int8", verify=False) if kind == "int8" else sinks_bundle()
     session = load(bundle)
     # Past the window of the rings, a whole chunk and more; with sinks also past what the full layers have slots for.
     tokens = torch.randint(2, VOCAB, (1, 80), generator=torch.Generator().manual_seed(1))

@@ -146,9 +146,9 @@ def aoti_bundle(model: PreTrainedModel) -> Path:
 
 
 def rounded_aoti_bundle() -> tuple[PreTrainedModel, Path]:
-    """A model and its machine code over keys and values in 8 bits, decoding in two buckets."""
+    """A model and its machine code over keys and values in 8 bits, token by token in two buckets."""
     model = tiny_model("llama", num_hidden_layers=1)
-    return model, exported_bundle(model, "aoti", AOTI_CAPACITY, prefill_length=PREFILL, kv_dtype="int8", buckets=[16])
+    return model, exported_bundle(model, "aoti", AOTI_CAPACITY, prefill_length=1, kv_dtype="int8", buckets=[16])
 
 
 def live_session(
