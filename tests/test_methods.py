@@ -165,16 +165,16 @@ def test_a_rewind_goes_back_to_the_smaller_bucket(model: Any) -> None:
 
 
 def test_compiled_crosses_buckets_without_recompiling(model: Any) -> None:
-    """Twenty prompt lengths and 500 steps: as many graphs as methods, each compiled once."""
+    """Prompts and steps on both sides of every bucket: as many graphs as methods, each compiled once."""
     torch._dynamo.reset()
     counters.clear()
     session = live_session(model, True, 64, buckets=BUCKETS)
     with torch._dynamo.config.patch(error_on_recompile=True):
         assert worst(session, model) <= TOLERANCE
-        for prompt in range(2, 22):
+        for prompt in (2, 3, 8, 9, 16, 17, 21):
             session.reset()
             session.prefill(tokens(prompt))
-            for token in tokens(25)[0]:
+            for token in tokens(20)[0]:
                 session.decode(token[None])
     assert counters["stats"]["unique_graphs"] == len(session.runner.methods) == 8
 
@@ -196,6 +196,6 @@ def test_a_bucket_reads_its_part_of_the_cache_and_no_more(model: Any) -> None:
         assert keys == expected, name
 
 
-def test_pt2_with_buckets(model: Any, tmp_path: Any) -> None:
-    session = lowered_session(model, "pt2", tmp_path, 64, buckets=BUCKETS)
+def test_pt2_with_buckets(model: Any) -> None:
+    session = lowered_session(model, "pt2", 64, buckets=BUCKETS[1:2])
     assert worst(session, model) <= TOLERANCE

@@ -23,8 +23,9 @@ from .support.multimodal import FAMILIES, PLACEHOLDER, prompt, reference_logits,
 
 TOLERANCE = 1e-4
 STEPS = 24
-# Exported in the fast tests; the others beside them have nothing that these lack.
-EXPORTED = ("llava", "voxtral", "gemma3", "qwen2_5_vl", "qwen3_vl")
+# Exported in the fast tests: an image whose tokens see each other; positions in a grid and features behind layers.
+ALL_PARTS = ("llava", "qwen2_5_vl", "voxtral")
+EXPORTED = ("gemma3", "qwen3_vl")
 
 
 def options_of(family: str) -> dict[str, Any]:
@@ -39,7 +40,9 @@ def live(family: str, slack: int = 0, **options: Any) -> tuple[Session, PreTrain
 
 
 def largest_difference(session: Session, model: PreTrainedModel, family: str) -> float:
-    """Over one item and two, at the start and amid text, in prompts of one chunk and of more, each with 24 steps after it."""
+    """Over one item and two, at the start and amid text, in prompts of one chunk and of more, each with 24 steps after
+    it.
+    """
     differences = []
     for items, length, start in ((1, 5, 0), (1, 14, 9), (2, 30, 2)):
         inputs = prompt(model, items, length, FAMILIES[family][1], seed=items + length, start=start, apart=5)
@@ -83,7 +86,13 @@ def test_compiled_sessions_equal_the_whole_model(family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", [family if family in EXPORTED else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES]
+    "family",
+    [
+        name
+        if name in EXPORTED
+        else pytest.param(name, marks=pytest.mark.full if name in ALL_PARTS else pytest.mark.slow)
+        for name in FAMILIES
+    ],
 )
 def test_pt2_bundles_equal_the_whole_model(family: str, tmp_path: Path) -> None:
     model = tiny_multimodal(family)
@@ -115,7 +124,9 @@ def test_what_is_seen_or_heard_matters(family: str) -> None:
 
 
 def test_layers_that_see_an_image_once_more_matter() -> None:
-    """Without the features behind its first layers Qwen3-VL answers something else, so the tests above would see them missing."""
+    """Without the features behind its first layers Qwen3-VL answers something else, so the tests above would see them
+    missing.
+    """
     session, model = live("qwen3_vl")
     inputs = prompt(model, 1, 5, 6)
     expected = session.prefill(**inputs)

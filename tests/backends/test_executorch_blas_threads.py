@@ -102,6 +102,7 @@ print(len(os.listdir("/proc/self/task")))
 """
 
 
+@pytest.mark.canary
 @needs_mkl
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts the threads of a process in /proc")
 def test_the_operator_still_opens_threads_of_its_own() -> None:

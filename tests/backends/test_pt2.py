@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from exportable_cache import ExportableCache
+from exportable_cache import ExportableCache, Session
 from exportable_cache.backends import backend_for
 from exportable_cache.backends.pt2.archive import read_archive, write_archive
 from exportable_cache.errors import BundleError, InputError
@@ -62,12 +62,15 @@ def test_a_truncated_file_is_refused(archive, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("options", [{"form": "explicit"}, {"strict": True}])
-def test_options(options: dict, tmp_path) -> None:
+def test_options(options: dict) -> None:
     model = tiny_model("gemma3_text")
-    session = lowered_session(model, "pt2", tmp_path, 64, **options)
+    session = lowered_session(model, "pt2", **options)
     ids = tokens(50)
     reference = reference_logits(model, ids, 20)
-    step = lambda piece: session.decode(piece[:, 0]) if piece.shape[1] == 1 else session.prefill(piece)
+
+    def step(piece: torch.Tensor, session: Session = session) -> torch.Tensor:
+        return session.decode(piece[:, 0]) if piece.shape[1] == 1 else session.prefill(piece)
+
     assert difference(step, reference, ids, 20) <= 1e-4
     session.reset()
     assert difference(step, reference, ids, 20) <= 1e-4

@@ -145,7 +145,8 @@ def test_a_draft_model_with_other_weights_changes_nothing(model: Any) -> None:
     assert list(session.generate(prompt, 40, draft=draft)) == plain(model, prompt, 40)
 
 
-@pytest.mark.parametrize("kind", ["lookup", "model", "model under seeds"])
+# A model's proposals under seeds take the same way, with other random numbers.
+@pytest.mark.parametrize("kind", ["lookup", "model", pytest.param("model under seeds", marks=pytest.mark.full)])
 def test_sampled_tokens_follow_the_distribution_of_the_model(kind: str) -> None:
     """Pairs of tokens after a fixed prompt, counted against their exact probabilities."""
     model = tiny_model("llama", vocab_size=8)
@@ -178,7 +179,7 @@ def test_compiled_and_exported_programs_judge_too(model: Any, tmp_path: Path) ->
     prompt = tokens(9)
     expected = plain(model, prompt, 20)
     draft = Scripted(9, expected, 3, max_tokens=1)
-    session = lowered_session(model, "pt2", tmp_path, 96, score_length=6)
+    session = lowered_session(model, "pt2", 96, score_length=6)
     assert list(session.generate(prompt, 20, draft=draft)) == expected
 
 

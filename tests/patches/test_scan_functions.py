@@ -62,6 +62,7 @@ def test_a_dynamic_cache_gets_what_it_always_got(monkeypatch) -> None:
     assert torch.equal(run(), patched)
 
 
+@pytest.mark.canary
 @torch.no_grad()
 def test_the_selective_scan_still_starts_from_zeros_upstream(monkeypatch) -> None:
     assert "initial_state" not in inspect.signature(original_of("mamba_selective_scan")).parameters
@@ -81,6 +82,7 @@ def test_the_selective_scan_still_starts_from_zeros_upstream(monkeypatch) -> Non
     assert (model(ids[:, 5:], cache_params=cache).logits[:, -1] - whole).abs().max() > 1e-4
 
 
+@pytest.mark.canary
 @pytest.mark.parametrize("name", ["mamba2_chunk_scan", "torch_chunk_gated_delta_rule"])
 def test_the_chunked_scans_still_fix_the_length_upstream(name: str) -> None:
     original = original_of(name)
