@@ -25,7 +25,7 @@ from ..models.cache_factory import ExportableCache
 from ..program.entry_points import ROPE_DELTAS, smallest_inputs
 from . import persistence
 from .checks import ProgramLimits, check_ids, check_max_new_tokens, check_room, split_stops
-from .generate import end_tokens, generated_text, generated_tokens, make_request
+from .generate import checked_steps, end_tokens, generated_text, make_request
 from .inputs.items import recorded_placeholders
 from .inputs.stage import Prompt
 from .inputs.stages import InputStages
@@ -586,7 +586,8 @@ class Session:
         """
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
         request = make_request(self, max_new_tokens, sampling, stop, draft)
-        return generated_tokens(self, input_ids, inputs, request)
+        steps = checked_steps(self, input_ids, inputs, request)
+        return (int(step[0]) for step in steps) if self.batch_size == 1 else steps
 
     def generate_text(
         self,
