@@ -295,6 +295,25 @@ def test_forks_and_saved_states_keep_where_images_were(tmp_path: Path) -> None:
     torch.testing.assert_close(session.prefill(following), expected, atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.parametrize("family", ("gemma3", "qwen2_5_vl"))
+def test_images_are_held_once_their_step_ran(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    session, model = live(family)
+    inputs = prompt(model, 1, 5, FAMILIES[family][1])
+    run = session.runner.run
+
+    def fail(method: str, *arguments: torch.Tensor) -> torch.Tensor:
+        if method.startswith("prefill"):
+            raise RuntimeError("out of memory")
+        return run(method, *arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="out of memory"):
+        patch.setattr(session.runner, "run", fail)
+        session.prefill(**inputs)
+    assert session.sequence.images.rows == ((),)
+    session.prefill(**inputs)
+    assert len(session.sequence.images.rows[0]) == 1
+
+
 def test_refused_grids_and_sizes() -> None:
     session, model = live("qwen2_5_vl")
     inputs = prompt(model, 1, 5, 6)

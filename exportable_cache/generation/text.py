@@ -53,7 +53,7 @@ class TextStream:
     """Detokenises one token at a time. The pieces join to what decoding all tokens at once gives.
 
     A piece never ends inside a character: bytes that do not make one yet are held back, until they do or the stream
-        ends.
+    ends.
     Special tokens give no text, and spaces are not cleaned up, which later tokens could undo.
 
     Args:

@@ -53,7 +53,7 @@ def make_request(
         InputError: If an argument is not what it has to be, or the session cannot serve the draft.
     """
     check_max_new_tokens(max_new_tokens)
-    tokens, strings = split_stops(stop, session.vocab_size)
+    tokens, strings = ([], []) if stop is None else split_stops(stop, session.vocab_size)
     if strings:
         require_tokenizer(session, "a stop string")
     ends = end_tokens(session.generation_config)
@@ -116,26 +116,20 @@ def behind_unfed(session: Session, texts: Sequence[torch.Tensor]) -> list[torch.
     return found
 
 
-def generated_tokens(
-    session: Session, input_ids: Any, inputs: Mapping[str, torch.Tensor], request: Request
-) -> Iterator[Any]:
-    """See `Session.generate`."""
-    if request.draft is not None and request.ending.strings:
-        raise InputError("a draft takes stop tokens, not stop strings; use generate_text, which stops at strings")
-    steps = _checked_steps(session, input_ids, inputs, request)
-    return (int(step[0]) for step in steps) if session.batch_size == 1 else steps
-
-
-def _checked_steps(
+def checked_steps(
     session: Session, input_ids: Any, inputs: Mapping[str, torch.Tensor], request: Request
 ) -> Iterator[torch.Tensor]:
-    further = dict(inputs)
-    prompt = session._stages.check(input_ids, further.pop("attention_mask", None), further, session.sequence)
-    session._stepper.check_room(prompt.rows, request.ending.limit)
-    if request.draft is not None and inputs:
-        raise InputError(
-            f"a draft takes token ids, got {', '.join(inputs)} too; prefill them first, or generate without a draft"
-        )
+    """Tokens that follow token ids and what a processor gave beside them, int64 [batch] per step; checked now."""
+    further, stepper = dict(inputs), session._stepper
+    prompt = session._stages.check(input_ids, further.pop("attention_mask", None), further, stepper.state)
+    stepper.check_room(prompt.rows, request.ending.limit)
+    if request.draft is not None:
+        if inputs:
+            raise InputError(
+                f"a draft takes token ids, got {', '.join(inputs)} too; prefill them first, or generate without a draft"
+            )
+        if request.ending.strings:
+            raise InputError("a draft takes stop tokens, not stop strings; use generate_text, which stops at strings")
     return token_steps(session, request, prompt)
 
 
@@ -151,7 +145,7 @@ def generated_text(session: Session, prompt: Any, request: Request) -> Iterator[
         steps = _answers_to_encoded(session, tokenizer, prompts, request)
     elif isinstance(prompts, Mapping):
         inputs = dict(prompts)
-        steps = _checked_steps(session, inputs.pop("input_ids"), inputs, request)
+        steps = checked_steps(session, inputs.pop("input_ids"), inputs, request)
     else:
         steps = _answers_to_text(session, tokenizer, prompts, request)
     if many:
@@ -213,7 +207,7 @@ def _answers_to_encoded(
         mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
         masks = {} if bool(mask.all()) else {"attention_mask": mask}
         session.encode(pad_sequence(rows, batch_first=True), **masks)
-    return _checked_steps(session, start, {}, request)
+    return checked_steps(session, start, {}, request)
 
 
 def _check_draft(session: Session, draft: Draft) -> None:

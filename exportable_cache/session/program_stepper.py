@@ -11,7 +11,7 @@ import torch
 from ..backends.base import ChoosesInGraph, Runner, state_of
 from ..cache.layers import CacheLayer
 from ..generation.sampler import Sampler
-from ..program.entry_points import ROPE_DELTAS, Method, chunk_sizes, method_for
+from ..program.entry_points import ROPE_DELTAS, chunk_sizes, method_for
 from .checks import ProgramLimits, check_room
 from .inputs.image_places import PlacedImages, shifted
 from .inputs.stage import Steps
@@ -163,9 +163,9 @@ class ProgramStepper:
         """
         rows = self.all_rows if rows is None else rows
         size = fed.shape[1]
-        method = self._method(fed, size, scores)
+        method, inputs = self._call(fed, size, further, scores)
         self.state = self.state.reaching(size, rows)
-        logits = self.runner.run(method.name, fed, *self._inputs(method, further))
+        logits = self.runner.run(method, *inputs)
         self.state = self.state.fed(size, rows)
         self.moves += 1
         return logits
@@ -186,14 +186,23 @@ class ProgramStepper:
         fed = tokens[:, None]
         if not self.chooses_in_graph:
             return chooser.choose(self.step(fed))[:, None]
-        method = self._method(fed, steps)
+        method, inputs = self._call(fed, steps)
         self.state = self.state.reaching(steps, self.all_rows)
-        chosen = self.runner.run_and_choose(method.name, chooser, fed, *self._inputs(method, _NONE), steps=steps)
-        self.move_to(self.state.fed(steps, self.all_rows))
+        chosen = self.runner.run_and_choose(method, chooser, *inputs, steps=steps)
+        self.state = self.state.fed(steps, self.all_rows)
+        self.moves += 1
         return chosen
 
-    def _method(self, fed: torch.Tensor, tokens: int, scores: bool = False) -> Method:
-        """Which one serves a step, after which rows hold `tokens` more: those fed, and those that it chooses itself."""
+    def _call(
+        self, fed: torch.Tensor, tokens: int, further: Mapping[str, torch.Tensor] = _NONE, scores: bool = False
+    ) -> tuple[str, list[torch.Tensor]]:
+        """The method that serves a step, after which rows hold `tokens` more, and what it takes.
+
+        Args:
+            fed: See `step`.
+            tokens: Those fed, and those that it chooses itself.
+            further, scores: See `step`.
+        """
         by_ids = not fed.is_floating_point()
         longest = int(self.state.length.max())
         methods = self.runner.methods
@@ -202,18 +211,15 @@ class ProgramStepper:
             able = {name: method for name, method in methods.items() if _ENCODED in method.input_names}
         else:
             able = {name: method for name, method in methods.items() if method.takes_ids is by_ids}
-        return methods[method_for(able, fed.shape[1], longest + tokens, scores)]
-
-    def _inputs(self, method: Method, further: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """What a step takes behind its tokens: the position of each row's first, and what else the method names."""
-        inputs = [self.state.length.to(self.device, copy=True)]
+        method = methods[method_for(able, fed.shape[1], longest + tokens, scores)]
+        inputs = [fed, self.state.length.to(self.device, copy=True)]
         names = method.input_names[2:]
         if _ENCODED in names:
-            return [*inputs, *self.state.encoded]
+            return method.name, [*inputs, *self.state.encoded]
         for name in names:
             is_offset = name == ROPE_DELTAS.name
             inputs.append(self.state.images.deltas(self.state.length).to(self.device) if is_offset else further[name])
-        return inputs
+        return method.name, inputs
 
     # -- other places ------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,8 +25,9 @@ from ..models.cache_factory import ExportableCache
 from ..program.entry_points import ROPE_DELTAS, smallest_inputs
 from . import persistence
 from .checks import ProgramLimits, check_ids, check_max_new_tokens, check_room, split_stops
-from .generate import end_tokens, generated_text, generated_tokens, make_request
+from .generate import checked_steps, end_tokens, generated_text, make_request
 from .inputs.items import recorded_placeholders
+from .inputs.stage import Prompt
 from .inputs.stages import InputStages
 from .program_stepper import ProgramStepper
 from .sequence_state import SequenceState
@@ -235,8 +237,7 @@ class Session:
             The tokens that end an answer: the model's own and `stop`.
         """
         check_max_new_tokens(max_new_tokens)
-        prompt = self._stages.check(input_ids, None, {}, self.sequence)
-        self._stepper.check_room(prompt.rows, max_new_tokens, anew=True)
+        self._stepper.check_room(self._checked(input_ids).rows, max_new_tokens, anew=True)
         tokens, strings = split_stops(stop, self.vocab_size)
         if strings:
             raise InputError(f"stop has {strings[0]!r}; rows of a batch stop at token ids only")
@@ -388,11 +389,19 @@ class Session:
                 what it holds while longer ones go ahead and the runtime does not let it be set aside.
             CacheFullError: If the prompt does not fit.
         """
-        if not isinstance(input_ids, torch.Tensor):
-            check_ids("input_ids", input_ids, ("batch", "length"), self._stages.limits)
-        prompt = self._stages.check(input_ids, attention_mask, inputs, self.sequence)
+        prompt = self._checked(input_ids, attention_mask, inputs)
         self._stepper.check_room(prompt.rows)
         return self._stepper.feed(self._stages.steps(prompt, self._stepper))
+
+    def _checked(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        inputs: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    ) -> Prompt:
+        if not isinstance(input_ids, torch.Tensor):
+            check_ids("input_ids", input_ids, ("batch", "length"), self._stages.limits)
+        return self._stages.check(input_ids, attention_mask, inputs, self.sequence)
 
     def chunk_sizes(self, length: int) -> list[int]:
         """How many tokens of a prompt of `length` go through each step."""
@@ -425,7 +434,7 @@ class Session:
             raise InputError(
                 "this program gives the logits of the last token only; make the session, or export, with score_length=8 or more"
             )
-        self._stepper.check_room(self._stages.check(input_ids, None, {}, self.sequence).rows)
+        self._stepper.check_room(self._checked(input_ids).rows)
         if input_ids.shape[1] > self.score_length:
             raise InputError(f"score takes up to {self.score_length} tokens at once, got {input_ids.shape[1]}")
         return self._stepper.score(input_ids)
@@ -590,7 +599,8 @@ class Session:
         """
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
         request = make_request(self, max_new_tokens, sampling, stop, draft)
-        return generated_tokens(self, input_ids, inputs, request)
+        steps = checked_steps(self, input_ids, inputs, request)
+        return (int(step[0]) for step in steps) if self.batch_size == 1 else steps
 
     def generate_text(
         self,

@@ -65,6 +65,12 @@ class InputStages:
         rows = TokenRows.checked(input_ids, attention_mask, self.limits)
         if self.encoder is not None:
             self.encoder.check_encoded(state)
+            if not rows.are_even:
+                # Decoders of encoders ask their cache for one length of all rows, the relative positions of T5 for one.
+                raise InputError(
+                    f"the rows hold {list(rows.lengths)} tokens, and a decoder behind an encoder takes rows of equal length; "
+                    "feed as many tokens in every row"
+                )
         if self._stages:
             return self._with_items(rows, given)
         if given:
