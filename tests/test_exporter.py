@@ -382,9 +382,11 @@ def test_killed_while_verifying_leaves_nothing_that_loads(model: Any, tmp_path: 
     assert len(seen) == 1
 
 
-def test_slack_lets_a_bundle_of_rings_take_back_and_speculate(tmp_path: Path) -> None:
+def test_rollback_slots_let_a_bundle_of_rings_take_back_and_speculate(tmp_path: Path) -> None:
     model = tiny_model("gemma3_text")
-    session = load(export(model, "pt2", 64, tmp_path / "bundle", prefill_length=16, slack=4, score_length=6).path)
+    session = load(
+        export(model, "pt2", 64, tmp_path / "bundle", prefill_length=16, rollback_slots=4, score_length=6).path
+    )
     assert [layer.capacity for layer in session.layers] == [12, 64]
     prompt = tokens(20)
     expected = list(session.generate(prompt, 15))
@@ -393,7 +395,16 @@ def test_slack_lets_a_bundle_of_rings_take_back_and_speculate(tmp_path: Path) ->
     session.rewind(5)
 
 
-@pytest.mark.parametrize("slack", [-1, 1.5, True])
-def test_slack_is_a_count(tmp_path: Path, slack: Any) -> None:
-    with pytest.raises(InputError, match=f"slack is {slack!r}"):
-        export("demo", "pt2", 64, tmp_path / "bundle", slack=slack)
+@pytest.mark.parametrize("count", [-1, 1.5, True])
+def test_rollback_slots_are_a_count(tmp_path: Path, count: Any) -> None:
+    with pytest.raises(InputError, match=f"rollback_slots is {count!r}; it must be an int of at least 0"):
+        export("demo", "pt2", 64, tmp_path / "bundle", rollback_slots=count)
+
+
+def test_slack_is_the_old_name_of_rollback_slots(model: Any, tmp_path: Path) -> None:
+    with pytest.warns(DeprecationWarning, match="slack is called rollback_slots now") as caught:
+        bundle = export(model, "fake", CAPACITY, tmp_path / "out", slack=4)
+    assert caught[0].filename == __file__
+    assert bundle.manifest.layers[0].config["capacity"] == 8 + 4
+    with pytest.raises(InputError, match="rollback_slots is 3 and slack is 4.*pass rollback_slots only"):
+        export(model, "fake", CAPACITY, tmp_path / "other", rollback_slots=3, slack=4)

@@ -15,6 +15,7 @@ from exportable_cache.decoding import PromptLookup
 from exportable_cache.errors import InputError, UnsupportedModelError
 from exportable_cache.program.inputs.modality import modalities_of
 from exportable_cache.program.program import Program
+from exportable_cache.program.spec import ProgramSpec
 from exportable_cache.verification.verify import VerifyReport, verify_session
 
 from .support.models import tiny_model, tokens
@@ -33,7 +34,7 @@ def options_of(family: str) -> dict[str, Any]:
 
 def live(family: str, slack: int = 0, **options: Any) -> tuple[Session, PreTrainedModel]:
     model = tiny_multimodal(family)
-    cache = ExportableCache.from_model(model, 96, slack=slack)
+    cache = ExportableCache.from_model(model, 96, rollback_slots=slack)
     return Session.from_model(model, cache, **{**options_of(family), **options}), model
 
 
@@ -314,8 +315,10 @@ def test_images_that_see_themselves_keep_plain_layers() -> None:
         Program(
             model,
             cache,
-            modalities=modalities_of(model, ["image"]),
-            adapt=lambda model, cache: adapted.append(model.config.model_type) or cache,
+            ProgramSpec(
+                modalities=modalities_of(model, ["image"]),
+                adapt=lambda model, cache: adapted.append(model.config.model_type) or cache,
+            ),
         )
     assert adapted == ["llava"]
 

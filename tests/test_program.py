@@ -9,6 +9,7 @@ from exportable_cache.cache.attention.implementation import attention_of
 from exportable_cache.errors import InputError, UnsupportedModelError
 from exportable_cache.program.entry_points import Method, methods_for
 from exportable_cache.program.program import Program
+from exportable_cache.program.spec import ProgramSpec
 
 from .support.models import tiny_model, tokens
 from .support.oracle import difference, reference_logits
@@ -19,9 +20,7 @@ PREFILL = 16
 
 def program_of(family: str, max_cache_len: int = 64, batch_size: int = 1, **options) -> Program:
     model = tiny_model(family)
-    return Program(
-        model, ExportableCache.from_model(model, max_cache_len, batch_size), prefill_length=PREFILL, **options
-    )
+    return Program(model, ExportableCache.from_model(model, max_cache_len, batch_size), ProgramSpec(PREFILL, **options))
 
 
 def stepper(program: Program, exported: dict[str, ExportedProgram]):
@@ -173,10 +172,12 @@ def test_methods_follow_the_cache() -> None:
     assert methods_for(ExportableCache.from_model(llama, 64))["prefill"] == Method("prefill", 2, 64)
     assert methods_for(ExportableCache.from_model(llama, 4096))["prefill"] == Method("prefill", 2, 256)
     assert methods_for(ExportableCache.from_model(mistral, 64))["prefill"] == Method("prefill", 2, 256)
-    assert set(methods_for(ExportableCache.from_model(llama, 64), 1)) == {"decode"}
-    for length in (0, -1, 65):
-        with pytest.raises(InputError, match=f"prefill_length is {length}; it must be 1 to 64"):
-            methods_for(ExportableCache.from_model(llama, 64), length)
+    assert set(methods_for(ExportableCache.from_model(llama, 64), ProgramSpec(1))) == {"decode"}
+    with pytest.raises(InputError, match="prefill_length is 65; it must be 1 to 64"):
+        methods_for(ExportableCache.from_model(llama, 64), ProgramSpec(65))
+    for length in (0, -1, True, 1.5):
+        with pytest.raises(InputError, match=f"prefill_length is {length}; it must be an int of at least 1"):
+            ProgramSpec(length)
 
 
 def test_training_mode_is_refused() -> None:
@@ -196,7 +197,7 @@ def test_a_model_that_cannot_be_traced_is_refused_by_a_sentence() -> None:
 @pytest.mark.parametrize("length", [2, 3])
 def test_short_dynamic_methods(length: int) -> None:
     model = tiny_model("mistral")
-    program = Program(model, ExportableCache.from_model(model, 32), prefill_length=length, forward=True)
+    program = Program(model, ExportableCache.from_model(model, 32), ProgramSpec(length, forward=True))
     ids = tokens(12)
     expected = reference_logits(model, ids, 1)[0]
     forward = program.export("forward").module()
@@ -215,7 +216,7 @@ def test_lengths_that_the_model_tells_apart_raise_the_shortest_prefill() -> None
         hidden_states = args[0] if args else kwargs["hidden_states"]
         assert hidden_states.shape[1] > 4
 
-    program = Program(model, ExportableCache.from_model(model, max_cache_len=32), prefill_length=16)
+    program = Program(model, ExportableCache.from_model(model, max_cache_len=32), ProgramSpec(16))
     handle = model.model.layers[0].register_forward_pre_hook(compare, with_kwargs=True)
     exported = program.export("prefill")
     handle.remove()

@@ -222,7 +222,7 @@ def check_target_options(parameters: dict[str, Any]) -> None:
 def refuse_options(target: str, options: dict[str, Any]) -> None:
     """InputError for an option that a target does not take; nothing for a target that is not installed."""
     with contextlib.suppress(MissingDependencyError):
-        backend_for(target).program_options(options)
+        backend_for(target).options.parse(options)
 
 
 def check_script(arguments: list[str]) -> None:

@@ -12,6 +12,7 @@ from exportable_cache.cache.layers import CrossLayer, FullLayer
 from exportable_cache.errors import InputError, UnsupportedModelError
 from exportable_cache.models.cache_factory import ExportableEncoderDecoderCache
 from exportable_cache.program.program import Program
+from exportable_cache.program.spec import ProgramSpec
 
 from .support.models import tokens
 from .support.seq2seq import encoder_inputs, reference_logits, tiny_seq2seq
@@ -143,7 +144,7 @@ def test_padded_rows_equal_the_rows_alone(family: str) -> None:
 def test_cross_attention_is_projected_in_prefill_only(family: str, projections: tuple[str, str]) -> None:
     model = tiny_seq2seq(family)
     cache = ExportableCache.from_model(model, MAX_CACHE_LEN, max_encoder_len=sizes(family)[0])
-    program = Program(model, cache, prefill_length=16)
+    program = Program(model, cache, ProgramSpec(16))
     layers = model.config.decoder_layers if family == "whisper" else model.config.num_decoder_layers
     counts = {}
     for name in program.methods:

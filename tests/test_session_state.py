@@ -100,7 +100,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(model: Any, tmp_path: 
     with torch.no_grad():
         other.model.norm.weight.add_(0.5)
     refused(live_session(other, False, 64), path, "computed with other weights")
-    cache = ExportableCache.from_model(model, 64, slack=3)
+    cache = ExportableCache.from_model(model, 64, rollback_slots=3)
     refused(
         Session.from_model(model, cache),
         path,

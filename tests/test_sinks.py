@@ -9,7 +9,7 @@ from transformers import DynamicCache, PreTrainedModel
 from exportable_cache import ExportableCache, Session
 from exportable_cache.cache.attention.implementation import attention_of
 from exportable_cache.cache.layers import RingLayer, SinkLayer
-from exportable_cache.cache.layout import Sinks
+from exportable_cache.cache.spec import Sinks
 from exportable_cache.errors import InputError, UnsupportedModelError
 from exportable_cache.verification.references.sinks import evicting_cache
 from exportable_cache.verification.verify import verify_session

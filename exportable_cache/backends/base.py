@@ -10,21 +10,10 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from ..cache.layers import CacheLayer
-from ..errors import InputError
 from ..program.entry_points import Method
-from ..program.program import Form, Logits, Program
-
-
-def flag(options: Mapping[str, Any], name: str) -> bool:
-    """An option of a target that is true or false, false by default.
-
-    Raises:
-        InputError: If it is anything else: the word "False" is true in Python.
-    """
-    value = options.get(name, False)
-    if not isinstance(value, bool):
-        raise InputError(f"{name} is {value!r}; it must be true or false")
-    return value
+from ..program.program import Program
+from ..program.spec import Form, Logits, ProgramSpec
+from .options import TargetOptions
 
 
 @dataclass(frozen=True)
@@ -88,19 +77,23 @@ class Backend(Protocol):
     packages: tuple[str, ...]
     #: Most rows a program can have, or None for any number.
     max_batch_size: int | None
-    #: Schemes of `quantize.Quantization` that it has kernels for.
+    #: Schemes of `quantization_spec.Quantization` that it has kernels for.
     linear_schemes: tuple[str, ...]
     embedding_schemes: tuple[str, ...]
 
-    def program_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments of `Program` for this target (attention, form, ...), from the user's options.
+    #: Its options.
+    options: type[TargetOptions]
 
-        Raises:
-            InputError: On an option the target does not know.
+    def program_spec(self, asked: ProgramSpec, options: TargetOptions) -> ProgramSpec:
+        """What this target makes of the program that is asked for: attention, form of state, methods.
+
+        Args:
+            asked: With the chunk of a prompt and the modalities; the rest is the target's.
+            options: Of the target.
         """
         ...
 
-    def lower(self, program: Program, folder: Path, options: Mapping[str, Any]) -> list[LoweredFile]:
+    def lower(self, program: Program, folder: Path, options: TargetOptions) -> list[LoweredFile]:
         """Write the program's files into `folder`."""
         ...
 
@@ -113,7 +106,7 @@ class Backend(Protocol):
 class RunsElsewhere(Protocol):
     """A backend whose programs may be for another machine than the one they are lowered and verified on."""
 
-    def runs_here(self, description: ProgramDescription, options: Mapping[str, Any]) -> bool:
+    def runs_here(self, description: ProgramDescription, options: TargetOptions) -> bool:
         """Whether this machine can run the program that is described.
 
         Args:
@@ -121,7 +114,7 @@ class RunsElsewhere(Protocol):
         """
         ...
 
-    def stand_in(self, program: Program, description: ProgramDescription, options: Mapping[str, Any]) -> StandIn:
+    def stand_in(self, program: Program, description: ProgramDescription, options: TargetOptions) -> StandIn:
         """What to verify in place of a program that this machine cannot run.
 
         Args:

@@ -22,8 +22,8 @@ from ..generation.chooser import Chooser
 from ..generation.choosing_steps import ChoosingSteps
 from ..models.cache_factory import ExportableCache
 from ..program.entry_points import Method
-from ..program.inputs.modality import Modality
 from ..program.program import ResidentModule, front_module, program_methods
+from ..program.spec import ProgramSpec
 from ..program.tracing import told_by
 from .graph_cache import GraphCache
 
@@ -40,9 +40,9 @@ class ModuleRunner:
     Args:
         model: A transformers causal LM.
         cache: Its cache; its keys and values are written, its lengths are not.
+        spec: Its methods and modalities.
         compiled: Compile every method into one graph: decode with static shapes, prefill with a dynamic length.
         mode: Of torch.compile; `reduce-overhead` (CUDA graphs) by default on a GPU.
-        prefill_length, buckets, score_length: See `methods_for`.
         graph_cache: Folder in which compiled graphs are kept for later processes, see `GraphCache`.
     """
 
@@ -50,24 +50,20 @@ class ModuleRunner:
         self,
         model: PreTrainedModel,
         cache: ExportableCache,
+        spec: ProgramSpec | None = None,
         *,
         compiled: bool = False,
         mode: str | None = None,
-        prefill_length: int | None = None,
-        buckets: Sequence[int] = (),
-        score_length: int = 0,
-        modalities: Sequence[Modality] = (),
         graph_cache: str | Path | None = None,
     ) -> None:
         self._give_back = weakref.finalize(self, borrow_attention(model, ATTENTION))
         self._give_back.atexit = False
-        self.methods: dict[str, Method] = program_methods(
-            cache, prefill_length, buckets=buckets, score_length=score_length, modalities=modalities
-        )
+        spec = ProgramSpec() if spec is None else spec
+        self.methods: dict[str, Method] = program_methods(cache, spec)
         self.modules: dict[str, torch.nn.Module] = {
             name: ResidentModule(model, cache, method)
             if method.is_step
-            else front_module(model, cache, method, modalities)
+            else front_module(model, cache, method, spec.modalities)
             for name, method in self.methods.items()
         }
         self.state: Mapping[str, torch.Tensor] = cache.stored_state()

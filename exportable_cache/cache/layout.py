@@ -22,6 +22,7 @@ from .layers import (
     StateShape,
 )
 from .layers.quantized import QUANTIZED
+from .spec import CacheSpec
 
 #: Layer types, by transformers' names: those that keep keys and values, those that keep states, and those that keep both.
 KEY_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "indexed_attention")
@@ -31,53 +32,6 @@ SUPPORTED_LAYER_TYPES = (*KEY_TYPES, *STATE_TYPES, *HYBRID_TYPES, "dummy")
 
 #: Our name for the layer type that transformers has none for: attention to an encoder's output.
 CROSS_ATTENTION = "cross_attention"
-
-
-@dataclass(frozen=True)
-class Sinks:
-    """What full-attention layers keep when they are to run without end: `Sinks(4, 1020)` is the first 4 tokens and the last 1020.
-
-    Raises:
-        InputError: If a number is not a positive int.
-    """
-
-    tokens: int
-    window: int
-
-    def __post_init__(self) -> None:
-        for name, value in (("attention_sinks", self.tokens), ("attention_window", self.window)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise InputError(f"{name} is {value!r}; it must be an int of at least 1")
-
-    @classmethod
-    def within(cls, max_cache_len: int, tokens: int | None, window: int | None) -> Sinks | None:
-        """From the options `attention_sinks` and `attention_window`, None where neither is given.
-
-        Args:
-            max_cache_len: Slots that a layer may have; the window takes what the sinks leave of them by default.
-
-        Raises:
-            InputError: If there is a window without sinks, or both do not fit.
-        """
-        if tokens is None:
-            if window is not None:
-                raise InputError(
-                    f"attention_window is {window}, but there are no attention_sinks; pass them too, 4 is common"
-                )
-            return None
-        if window is None and isinstance(tokens, int) and isinstance(max_cache_len, int):
-            window = max_cache_len - tokens
-        if (
-            window is not None
-            and isinstance(window, int)
-            and isinstance(tokens, int)
-            and tokens + max(window, 1) > max_cache_len
-        ):
-            raise InputError(
-                f"attention_sinks {tokens} and attention_window {max(window, 1)} take {tokens + max(window, 1)} slots, max_cache_len is "
-                f"{max_cache_len}; raise max_cache_len, or lower them"
-            )
-        return cls(tokens, window)
 
 
 @dataclass(frozen=True)
@@ -109,17 +63,16 @@ class LayerLayout:
     recurrent_states: tuple[StateShape | None, ...] = ()
     encoder_slots: int | None = None
 
-    def build(
-        self,
-        batch_size: int,
-        max_cache_len: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        slack: int = 0,
-        sinks: Sinks | None = None,
-        kv_dtype: str | None = None,
-    ) -> CacheLayer:
-        """Allocate the storage policy of this layer."""
+    def build(self, spec: CacheSpec, dtype: torch.dtype, device: torch.device | str) -> CacheLayer:
+        """Allocate the storage policy of this layer.
+
+        Args:
+            spec: Of the cache.
+            dtype: Of keys and values.
+            device: Where to allocate.
+        """
+        batch_size, max_cache_len, slack = spec.batch_size, spec.max_cache_len, spec.rollback_slots
+        sinks, kv_dtype = spec.sinks, spec.kv_dtype
         states: dict[str, Any] = {"conv_states": self.conv_states, "recurrent_states": self.recurrent_states}
         has_states = any((*self.conv_states, *self.recurrent_states))
         if self.num_heads is None:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .options import BundleArgument, IgnoreVersionsOption, JsonOption, at_least
+from .options import BundleArgument, IgnoreVersionsOption, JsonOption
+from .settings import at_least
 from .terminal import Terminal
 
 if TYPE_CHECKING:

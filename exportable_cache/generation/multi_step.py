@@ -79,5 +79,5 @@ def check_steps_per_launch(session: Session, steps: int) -> None:
     if allowed < steps - 1:
         raise InputError(
             f"a launch of {steps} steps takes back up to {steps - 1} tokens, {layer} at most {allowed}; "
-            f"allocate the cache with slack={steps - 2}, or pass steps_per_launch={allowed + 1}"
+            f"allocate the cache with rollback_slots={steps - 2}, or pass steps_per_launch={allowed + 1}"
         )

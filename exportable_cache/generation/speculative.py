@@ -172,7 +172,7 @@ def check_can_rewind(session: Session, tokens: int) -> None:
     if allowed < tokens:
         raise InputError(
             f"speculation takes back up to {tokens} tokens, {layer} at most {allowed}; "
-            f"allocate the cache with slack={tokens - 1}, or propose at most {allowed} at once"
+            f"allocate the cache with rollback_slots={tokens - 1}, or propose at most {allowed} at once"
         )
 
 

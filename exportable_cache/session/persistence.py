@@ -84,7 +84,7 @@ def load_state(session: Session, path: Path) -> None:
         theirs = saved[index] if index < len(saved) else "missing"
         raise InputError(
             f"{path} has other layers than this session: layer {index} is {theirs} there, "
-            f"{ours[index] if index < len(ours) else 'missing'} here; allocate or export with the same slack and layer options"
+            f"{ours[index] if index < len(ours) else 'missing'} here; allocate or export with the same rollback_slots and layer options"
         )
     length, high_water = tensors.pop("length"), tensors.pop("high_water")
     if length.shape != session._length.shape:

@@ -23,6 +23,7 @@ from ..models.fingerprint import fingerprint
 from ..models.layout import check_layers, vocab_size_of
 from ..program.entry_points import ROPE_DELTAS, Method, chunk_sizes, length_buckets, method_for, smallest_inputs
 from ..program.inputs.modality import modalities_of
+from ..program.spec import ProgramSpec
 from .checks import check_ids, check_max_new_tokens, check_room, split_stops
 from .generate import Generation, end_tokens
 from .inputs.encoder import SessionEncoder
@@ -172,12 +173,14 @@ class Session(Position, Generation):
             ModuleRunner(
                 model,
                 cache,
+                ProgramSpec(
+                    prefill_length,
+                    score_length,
+                    buckets=length_buckets(cache) if buckets is True else buckets or (),
+                    modalities=found,
+                ),
                 compiled=compile,
                 mode=mode,
-                prefill_length=prefill_length,
-                buckets=length_buckets(cache) if buckets is True else buckets or (),
-                score_length=score_length,
-                modalities=found,
                 graph_cache=graph_cache,
             ),
             cache.layers,

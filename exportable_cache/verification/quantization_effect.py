@@ -12,7 +12,8 @@ from ..demo.task import accuracy, make_questions
 from ..models.cache_factory import ExportableCache
 from ..models.loading import LoadedModel
 from ..session.session import Session
-from .verify import verify_session
+from .spec import VerifySpec
+from .verify import compare
 
 _PROMPT, _DECODE_STEPS = 40, 24
 _QUESTIONS, _QUESTIONS_SEED = 50, 20_000
@@ -42,15 +43,8 @@ def measure_distance(session: Session, model: PreTrainedModel, progress: Progres
     """
     longest = _longest(session, model)
     steps = min(_DECODE_STEPS, max(0, longest - 2))
-    report = verify_session(
-        session,
-        model,
-        tolerance=math.inf,
-        exact_cache=True,
-        prompts=[min(_PROMPT, longest - steps)],
-        decode_steps=steps,
-        progress=progress,
-    )
+    spec = VerifySpec(tolerance=math.inf, exact_cache=True, prompts=[min(_PROMPT, longest - steps)], decode_steps=steps)
+    report = compare(session, model, spec, progress)
     return {
         "positions": report.steps,
         "max_difference": report.max_difference,

@@ -104,5 +104,5 @@ def test_a_damaged_package_is_refused(bundle: Path) -> None:
 
 
 def test_an_unknown_option_is_refused(model: Any, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="target 'aoti' has no option 'form'; it knows buckets and score_length"):
+    with pytest.raises(InputError, match="target 'aoti' has no option 'form'; it knows buckets, score_length"):
         export(model, "aoti", 64, tmp_path / "bundle", form="explicit")

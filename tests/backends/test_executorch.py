@@ -11,6 +11,7 @@ from exportable_cache import ExportableCache, export
 from exportable_cache.backends import backend_for
 from exportable_cache.errors import BundleError, InputError, UnsupportedModelError
 from exportable_cache.program.program import Program
+from exportable_cache.program.spec import ProgramSpec
 
 from ..support.memory import resident_kib
 from ..support.models import WINDOW, tiny_model, tokens
@@ -33,8 +34,9 @@ CAPACITY = 96
 def lowered():
     """The hybrid Gemma 2, lowered: the program, and the operators that each method's instructions call."""
     model = tiny_model("gemma2")
-    options = backend_for("executorch").program_options({})
-    program = Program(model, ExportableCache.from_model(model, CAPACITY), prefill_length=16, **options)
+    backend = backend_for("executorch")
+    spec = backend.program_spec(ProgramSpec(16), backend.options())
+    program = Program(model, ExportableCache.from_model(model, CAPACITY), spec)
     result = to_program(to_edge({name: program.export(name) for name in program.methods}))
     return program, result
 
@@ -130,8 +132,10 @@ def test_ten_thousand_steps_of_a_sliding_model_in_constant_memory(tmp_path) -> N
 def test_a_damaged_file_is_refused(tmp_path) -> None:
     model = tiny_model("mistral", num_hidden_layers=1)
     backend = backend_for("executorch")
-    program = Program(model, ExportableCache.from_model(model, 32), prefill_length=1, **backend.program_options({}))
-    (file,) = backend.lower(program, tmp_path, {})
+    program = Program(
+        model, ExportableCache.from_model(model, 32), backend.program_spec(ProgramSpec(1), backend.options())
+    )
+    (file,) = backend.lower(program, tmp_path, backend.options())
     path = tmp_path / file.name
     path.write_bytes(b"\0" * path.stat().st_size)
     with pytest.raises(BundleError, match="cannot load program.pte"):
@@ -143,7 +147,7 @@ def test_a_damaged_file_is_refused(tmp_path) -> None:
 
 def test_unknown_options_are_refused() -> None:
     with pytest.raises(InputError, match="no option 'quantize'; it knows delegate, llm_runner, methods"):
-        backend_for("executorch").program_options({"quantize": True})
+        backend_for("executorch").options.parse({"quantize": True})
 
 
 class Call(nn.Module):
@@ -201,7 +205,9 @@ def test_an_operator_without_a_kernel_is_refused_by_name(lowered) -> None:
 def test_what_cannot_be_lowered_is_refused_by_a_sentence(monkeypatch, tmp_path) -> None:
     model = tiny_model("llama", num_hidden_layers=1)
     backend = backend_for("executorch")
-    program = Program(model, ExportableCache.from_model(model, 16), prefill_length=8, **backend.program_options({}))
+    program = Program(
+        model, ExportableCache.from_model(model, 16), backend.program_spec(ProgramSpec(8), backend.options())
+    )
 
     def failing(*arguments):
         raise RuntimeError("reshape only supports 1 dynamic dimension\nmore")
@@ -211,5 +217,5 @@ def test_what_cannot_be_lowered_is_refused_by_a_sentence(monkeypatch, tmp_path) 
         UnsupportedModelError,
         match=r"LlamaForCausalLM cannot be lowered .*\(RuntimeError: reshape only supports 1 dynamic dimension\)",
     ):
-        backend.lower(program, tmp_path, {})
+        backend.lower(program, tmp_path, backend.options())
     assert not list(tmp_path.iterdir())

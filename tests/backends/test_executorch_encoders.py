@@ -18,6 +18,7 @@ from exportable_cache.backends.executorch.tied import write_pte
 from exportable_cache.errors import UnsupportedModelError
 from exportable_cache.program.inputs.modality import modalities_of
 from exportable_cache.program.program import Program
+from exportable_cache.program.spec import ProgramSpec
 
 from ..support.multimodal import FAMILIES, tiny_multimodal
 from ..test_multimodal import largest_difference, options_of
@@ -31,12 +32,11 @@ def test_encoders_equal_the_model(family: str, tmp_path: Path) -> None:
     kind, _, options = FAMILIES[family]
     name = f"encode_{kind}"
     modalities = modalities_of(model, [kind], options.get("image_size"))
+    backend = backend_for("executorch")
     program = Program(
         model,
         ExportableCache.from_model(model, 32),
-        prefill_length=20,
-        modalities=modalities,
-        **backend_for("executorch").program_options({}),
+        backend.program_spec(ProgramSpec(20, modalities=modalities), backend.options()),
     )
     write_pte(lower_programs({name: program.export(name)}), tmp_path / "program.pte")
     method = Runtime.get().load_program(tmp_path / "program.pte").load_method(name)

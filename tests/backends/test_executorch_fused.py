@@ -10,6 +10,7 @@ from exportable_cache import ExportableCache
 from exportable_cache.backends import backend_for
 from exportable_cache.errors import InputError
 from exportable_cache.program.program import Program
+from exportable_cache.program.spec import ProgramSpec
 
 from ..support.kinds import KINDS, kind_model
 from ..support.models import WINDOW, tiny_model, tokens
@@ -71,7 +72,7 @@ def test_a_window_that_is_never_reached_is_fused() -> None:
 
 def test_a_ring_that_keeps_more_than_its_window_is_not_fused() -> None:
     model = tiny_model("gemma3_text")
-    assert fusable_layers(model, ExportableCache.from_model(model, CAPACITY, slack=2)) == [False, True]
+    assert fusable_layers(model, ExportableCache.from_model(model, CAPACITY, rollback_slots=2)) == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -85,9 +86,9 @@ def test_folding_leaves_heads_to_run_in_parallel(heads: int, kv_heads: int, fold
 
 def program_of(family: str, num_attention_heads: int = 4, **options) -> Program:
     model = tiny_model(family, num_attention_heads=num_attention_heads)
-    return Program(
-        model, ExportableCache.from_model(model, CAPACITY), **backend_for("executorch").program_options(options)
-    )
+    backend = backend_for("executorch")
+    spec = backend.program_spec(ProgramSpec(), backend.options.parse(options))
+    return Program(model, ExportableCache.from_model(model, CAPACITY), spec)
 
 
 def test_the_fused_layout_is_part_of_the_program() -> None:
@@ -120,7 +121,7 @@ def test_one_method_where_it_decodes_as_fast_as_two() -> None:
 
 
 def test_methods_that_do_not_go_together_are_refused() -> None:
-    options = backend_for("executorch").program_options
+    options = backend_for("executorch").options.parse
     with pytest.raises(InputError, match="methods is 'two'; it must be one of auto, forward, split, both"):
         options({"methods": "two"})
     with pytest.raises(InputError, match="methods is 'split', but the llm_runner calls 'forward'"):

@@ -11,6 +11,7 @@ from exportable_cache.demo.task import make_questions
 from exportable_cache.errors import InputError
 from exportable_cache.program.inputs.modality import modalities_of
 from exportable_cache.program.program import Program
+from exportable_cache.program.spec import ProgramSpec
 
 from ..support.models import tiny_model, tokens
 from ..support.multimodal import tiny_multimodal
@@ -74,7 +75,9 @@ def test_forward_takes_any_length_from_one_on(tmp_path) -> None:
 def test_programs_that_the_runner_could_not_run_are_refused() -> None:
     model = tiny_multimodal("qwen2_5_vl")
     program = Program(
-        model, ExportableCache.from_model(model, 32), forward=True, modalities=modalities_of(model, ["image"], (16, 24))
+        model,
+        ExportableCache.from_model(model, 32),
+        ProgramSpec(forward=True, modalities=modalities_of(model, ["image"], (16, 24))),
     )
     assert runner_metadata(program, required=False) == {}
     with pytest.raises(InputError, match="forward takes input_ids, input_pos, rope_deltas; export without llm_runner"):

@@ -8,6 +8,7 @@ from exportable_cache.backends import backend_for
 from exportable_cache.backends.pt2.archive import read_archive, write_archive
 from exportable_cache.errors import BundleError, InputError
 from exportable_cache.program.program import Program
+from exportable_cache.program.spec import ProgramSpec
 
 from ..support.models import tiny_model, tokens
 from ..support.oracle import difference, reference_logits
@@ -17,7 +18,7 @@ from ..support.sessions import lowered_session
 @pytest.fixture(scope="module")
 def archive(tmp_path_factory):
     model = tiny_model("mistral", hidden_size=128, intermediate_size=1024, vocab_size=4096)
-    program = Program(model, ExportableCache.from_model(model, 64), prefill_length=16)
+    program = Program(model, ExportableCache.from_model(model, 64), ProgramSpec(16))
     exported = {name: program.export(name) for name in program.methods}
     path = tmp_path_factory.mktemp("archive") / "program.pt2"
     write_archive(path, exported)
@@ -75,4 +76,4 @@ def test_options(options: dict, tmp_path) -> None:
 @pytest.mark.parametrize("options", [{"quantize": True}, {"form": "other"}])
 def test_unknown_options_are_refused(options: dict) -> None:
     with pytest.raises(InputError):
-        backend_for("pt2").program_options(options)
+        backend_for("pt2").options.parse(options)

@@ -163,6 +163,8 @@ def test_export_passes_options_to_the_target(run, tiny_folder, tmp_path):
         ("form", ("'form'", "NAME=VALUE")),
         ("=1", ("'=1'", "NAME=VALUE")),
         ("dtype=float32", ("dtype", "--dtype")),
+        ("kv_dtype=int8", ("kv_dtype", "--kv-cache-dtype")),
+        ("slack=4", ("slack", "--rollback-slots")),
     ],
 )
 def test_export_refuses_bad_options(run, tiny_folder, tmp_path, option, words):
@@ -170,10 +172,11 @@ def test_export_refuses_bad_options(run, tiny_folder, tmp_path, option, words):
 
 
 def test_every_argument_of_export_is_known_to_the_command():
-    from exportable_cache.cli.export import _ARGUMENTS
+    from exportable_cache.cli.export import _arguments
 
     parameters = inspect.signature(export).parameters.values()
-    assert {parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD} == _ARGUMENTS
+    names = {parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD}
+    assert names == _arguments().keys()
 
 
 # -- inspect --------------------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ def session_of(
     buckets: tuple = (16,),
     compile: bool = False,
 ) -> Session:
-    cache = ExportableCache.from_model(model, length, rows, slack=slack)
+    cache = ExportableCache.from_model(model, length, rows, rollback_slots=slack)
     return Session.from_model(model, cache, compile=compile, prefill_length=16, buckets=buckets, steps_per_launch=steps)
 
 
@@ -219,7 +219,7 @@ def test_what_could_not_be_taken_back_is_refused(model: Any) -> None:
         session_of(model, 49)
     with pytest.raises(
         InputError,
-        match=r"layer 0 \(RingLayer\) at most 3; allocate the cache with slack=3, or pass steps_per_launch=4",
+        match=r"layer 0 \(RingLayer\) at most 3; allocate the cache with rollback_slots=3, or pass steps_per_launch=4",
     ):
         session_of(model, 5)
     with pytest.raises(

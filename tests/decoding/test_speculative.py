@@ -35,7 +35,7 @@ def model() -> Any:
 def session_of(
     model: Any, slack: int = SLACK, score_length: int = 6, length: int = 96, compile: bool = False
 ) -> Session:
-    cache = ExportableCache.from_model(model, length, slack=slack)
+    cache = ExportableCache.from_model(model, length, rollback_slots=slack)
     return Session.from_model(model, cache, prefill_length=16, score_length=score_length, compile=compile)
 
 
@@ -186,7 +186,8 @@ def test_what_cannot_work_is_refused_before_a_step(model: Any) -> None:
     prompt = tokens(4)
     draft = PromptLookup(6)
     with pytest.raises(
-        InputError, match="takes back up to 6 tokens, layer 0 .RingLayer. at most 3; .* slack=5, or propose at most 3"
+        InputError,
+        match="takes back up to 6 tokens, layer 0 .RingLayer. at most 3; .* rollback_slots=5, or propose at most 3",
     ):
         session_of(model, slack=2, score_length=8).generate(prompt, draft=draft)
     with pytest.raises(InputError, match="score_length=7"):

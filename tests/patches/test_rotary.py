@@ -10,6 +10,7 @@ from torch.export import ExportedProgram
 from exportable_cache import ExportableCache
 from exportable_cache.models.patches.registry import patch_model
 from exportable_cache.program.program import Program
+from exportable_cache.program.spec import ProgramSpec
 
 from ..support.kinds import kind_model
 from ..support.models import tiny_model, tokens
@@ -37,7 +38,7 @@ def test_the_traced_program_has_no_complex_numbers_and_the_models_logits(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, ids = MODELS[name](), tokens(12)
-    program = Program(model, ExportableCache.from_model(model, 32, attn_implementation=None), prefill_length=16)
+    program = Program(model, ExportableCache.from_model(model, 32, attn_implementation=None), ProgramSpec(16))
     assert patch_model(model) == sorted([name, "apply_rotary_emb"])
     exported = program.export("prefill")
     assert not complex_values(exported)

@@ -9,6 +9,7 @@ from exportable_cache.errors import UnsupportedModelError
 from exportable_cache.models.patches import decoder_masks, experts, git, mpt, position_tables, xmod
 from exportable_cache.models.patches.registry import patch_model
 from exportable_cache.program.program import Program
+from exportable_cache.program.spec import ProgramSpec
 
 from ..zoo.architectures import architectures
 from ..zoo.build import STEPS, cached_logits, tiny_model, tokens
@@ -40,7 +41,7 @@ def model_of(model_type: str):
 
 
 def program_of(model) -> Program:
-    return Program(model, ExportableCache.from_model(model, 64, attn_implementation=None), prefill_length=16)
+    return Program(model, ExportableCache.from_model(model, 64, attn_implementation=None), ProgramSpec(16))
 
 
 @pytest.mark.parametrize("model_type", SHOWN)

@@ -13,6 +13,7 @@ from exportable_cache.backends import backend_for
 from exportable_cache.backends.base import ProgramDescription
 from exportable_cache.models.layout import vocab_size_of
 from exportable_cache.program.program import Program
+from exportable_cache.program.spec import ProgramSpec
 
 
 def describe(program: Program) -> ProgramDescription:
@@ -53,8 +54,9 @@ def lowered_session(
         max_encoder_len=max_encoder_len,
         **(cache_options or {}),
     )
-    program = Program(model, cache, prefill_length=prefill_length, **backend.program_options(options))
-    backend.lower(program, folder, options)
+    parsed = backend.options.parse(options)
+    program = Program(model, cache, backend.program_spec(ProgramSpec(prefill_length), parsed))
+    backend.lower(program, folder, parsed)
     runner = backend.open(folder, describe(program))
     return Session(runner, cache.layers, vocab_size_of(model), batch_size=batch_size, target=target)
 

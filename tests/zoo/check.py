@@ -23,6 +23,7 @@ from exportable_cache.errors import ExportableCacheError
 from exportable_cache.models.layout import vocab_size_of
 from exportable_cache.models.patches.registry import patch_model
 from exportable_cache.program.program import Program
+from exportable_cache.program.spec import ProgramSpec
 
 from ..support.sessions import describe
 from .architectures import Architecture
@@ -171,8 +172,8 @@ def _session(model: PreTrainedModel, cache: ExportableCache, target: str, folder
     if target == "compiled":
         return Session.from_model(model, cache, compile=True, prefill_length=PREFILL_LENGTH)
     backend = backend_for(target)
-    program = Program(model, cache, prefill_length=PREFILL_LENGTH, **backend.program_options({}))
-    backend.lower(program, folder, {})
+    program = Program(model, cache, backend.program_spec(ProgramSpec(PREFILL_LENGTH), backend.options()))
+    backend.lower(program, folder, backend.options())
     runner = backend.open(folder, describe(program))
     return Session(runner, cache.layers, vocab_size_of(model), batch_size=1, target=target)
 

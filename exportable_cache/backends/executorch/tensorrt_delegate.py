@@ -19,9 +19,9 @@ from torch.export import Dim, ExportedProgram
 from ...common.compat.executorch import deserialized_program, edge_config
 from ...program.program import Program
 from ..base import LoweredFile
-from ..tensorrt.capabilities import parse_capabilities
 from ..tensorrt.record import EngineRecord, details_of
 from ..tensorrt.target import program_networks, record_of
+from .options import ExecutorchOptions
 
 _DELIMITER = "%"
 
@@ -67,9 +67,9 @@ def export_plan(plan: bytes, record: EngineRecord) -> ExportedProgram:
     return torch.export.export(PlanModule(plan, record).eval(), (tensors,), dynamic_shapes=(shapes,))
 
 
-def lower_to_plans(program: Program, folder: Path, file: str, options: Mapping[str, Any]) -> list[LoweredFile]:
+def lower_to_plans(program: Program, folder: Path, file: str, options: ExecutorchOptions) -> list[LoweredFile]:
     """Write one `.pte` with a plan per method. Caches are inputs and outputs of each method: the delegate cannot alias them."""
-    capabilities = parse_capabilities(options.get("sm"))
+    capabilities = options.capabilities
     records, exported = [], {}
     for method, network in program_networks(program, options, in_place=False).items():
         record = record_of(method, network, capabilities)

@@ -11,28 +11,11 @@ from typing import Any
 
 import torch
 
-from ...errors import InputError
 from .full import FullLayer
 from .key_value import KeyValueLayer, read_slots, write_slots, write_slots_
 from .layer import CacheLayer, StateTensor
 from .ring import RingLayer
 from .sink import SinkLayer
-
-#: What `kv_dtype` may be, besides None for the dtype that the model writes.
-KV_DTYPES = ("int8",)
-
-
-def check_kv_dtype(kv_dtype: str | None) -> None:
-    """Refuse a dtype that no layer keeps.
-
-    Raises:
-        InputError: If it is neither None nor one of `KV_DTYPES`.
-    """
-    if kv_dtype is not None and kv_dtype not in KV_DTYPES:
-        raise InputError(
-            f"kv_dtype is {kv_dtype!r}; it must be {' or '.join(KV_DTYPES)}, or None for the dtype the model writes"
-        )
-
 
 _LARGEST = 127
 _PARTS = ("keys", "key_scales", "values", "value_scales")

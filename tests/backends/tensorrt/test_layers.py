@@ -20,6 +20,7 @@ pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no te
 
 from exportable_cache.backends.tensorrt.adapt import layers_with_sinks
 from exportable_cache.backends.tensorrt.layers import EngineFullLayer, EngineRingLayer
+from exportable_cache.backends.tensorrt.options import TensorRTOptions
 from exportable_cache.backends.tensorrt.target import engine_networks
 
 from .cpu_engine import cpu_engine_runner
@@ -106,7 +107,7 @@ def test_attention_sinks_and_a_window_run_on_in_place() -> None:
         model, CAPACITY, attn_implementation=None, attention_sinks=2, attention_window=WINDOW - 2
     )
     program = program_of(model, cache=cache)
-    networks = engine_networks(program)
+    networks = engine_networks(program, TensorRTOptions())
     assert networks["decode"].layer_counts["KV_CACHE_UPDATE"] == 4 == len(networks["decode"].aliases)
     assert (
         networks["decode"].layer_counts["ATTENTION_INPUT"] == networks["prefill"].layer_counts["ATTENTION_INPUT"] == 2
