@@ -22,7 +22,7 @@ from ..cache.layout import (
     LayerLayout,
 )
 from ..cache.policies import CrossPolicy, RingPolicy
-from ..common.compat.transformers import set_attention_implementation
+from ..common.compat.transformers import experts_implementation, set_attention_implementation
 from ..errors import InputError, UnsupportedModelError
 from .patches.registry import patch_model
 from .support import BIASED_BY_SLOT, LONGEST, REFUSED_MODELS, REFUSED_OPTIONS, WITHOUT_CACHE
@@ -300,7 +300,7 @@ def model_without_weights(config: PreTrainedConfig) -> PreTrainedModel | None:
     except Exception as error:  # any model code may run here
         logger.info("could not build %s on the meta device: %s", config.model_type, error)
         return None
-    if getattr(model.config, "_experts_implementation", None) is not None:
+    if experts_implementation(model.config) is not None:
         # On the meta device the grouped kernels take bfloat16 only; batched products take any dtype, and no values are looked at.
         model.set_experts_implementation("batched_mm")
     # Its files are those of the model that the cache is for.

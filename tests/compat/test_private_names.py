@@ -18,11 +18,13 @@ EXCEPTIONS = {
     "pytree": "a seam of its own, beside the registry that it is a part of, with tests/pytree/test_torch_private.py",
     "models/patches": "replacements call what is private to the class they replace; the patch's digest covers it",
 }
+#: Private names of other packages.
+FOREIGN = ("_hf_hook",)  # accelerate's, on modules that it has placed
 _BY_NAME = ("getattr", "setattr", "hasattr", "delattr", "object")
 
 
 def is_private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__")
+    return name.startswith("_") and not name.startswith("__") and name not in FOREIGN
 
 
 def own_names(trees: list[ast.AST]) -> set[str]:

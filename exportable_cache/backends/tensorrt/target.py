@@ -81,7 +81,7 @@ def engine_networks(program: Program, options: TensorRTOptions, in_place: bool =
     """Trace and convert every method.
 
     Args:
-        options: Of the target; `opt_length` counts.
+        options: Of the target; `opt_length` is what decides.
         in_place: Whether caches are updated where they lie, rather than given out anew.
 
     Raises:
@@ -121,7 +121,7 @@ def program_networks(program: Program, options: TensorRTOptions, in_place: bool 
     return made[arguments]
 
 
-#: By program, then by all that `engine_networks` is given besides.
+#: By program, then by what `engine_networks` reads besides.
 _networks: WeakKeyDictionary[Program, dict[tuple[int | None, bool], dict[str, Network]]] = WeakKeyDictionary()
 
 

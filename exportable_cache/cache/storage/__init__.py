@@ -23,6 +23,7 @@ __all__ = [
     "storage_of",
 ]
 
+
 def storage_of(dtype: torch.dtype, kv_dtype: str | None = None) -> Storage:
     """The storage for keys and values of `dtype` that are kept in `kv_dtype`.
 

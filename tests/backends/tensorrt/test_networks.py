@@ -116,10 +116,9 @@ def test_networks_are_kept_with_their_options() -> None:
         return program_networks(program, TensorRTOptions(**options))["prefill"].inputs[0].opt_shape
 
     assert opt_shape(opt_length=4) == (1, 4) and opt_shape(opt_length=8) == (1, 8)
-    assert program_networks(program, TensorRTOptions(opt_length=4)) is program_networks(
-        program, TensorRTOptions(opt_length=4)
-    )
-    assert program_networks(program, TensorRTOptions(opt_length=4), in_place=False)["decode"].aliases == {}
+    options = TensorRTOptions(opt_length=4)
+    assert program_networks(program, options) is program_networks(program, options)
+    assert program_networks(program, options, in_place=False)["decode"].aliases == {}
 
 
 def test_the_same_program_has_the_same_digest_and_other_weights_another() -> None:
