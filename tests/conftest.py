@@ -41,7 +41,7 @@ _LONG_FIRST = (
     "test_multimodal test_methods test_graph_cache test_executorch test_aoti test_rounding test_bundle_commands "
     "test_generate_files test_encoder_inputs test_seq2seq_bundle test_executorch_fused test_executorch_delegates "
     "test_speculative test_stand_in test_executorch_fused_quantized test_full_cache test_executorch_quantized "
-    "test_demo test_session_state test_sinks test_pt2 test_module test_choosing_steps test_transformers_methods test_launches"
+    "test_demo test_session_state test_sinks test_pt2 test_module test_choosing_steps test_transformers_methods"
 ).split()
 
 
