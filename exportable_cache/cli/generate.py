@@ -229,7 +229,7 @@ def _tokenised(
     """The prompt as token ids, so that it is tokenised once; what the session refuses stays as it is, for its own words."""
     from ..generation.text import encode_prompt
 
-    if isinstance(asked, dict) or session.tokenizer is None:
+    if isinstance(asked, dict) or session.tokenizer is None or session.batch_size != 1:
         return asked
     return {"input_ids": encode_prompt(session.tokenizer, asked).to(session.device)}
 

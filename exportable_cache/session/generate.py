@@ -50,7 +50,7 @@ def make_request(
     """A request from what a user gives.
 
     Raises:
-        InputError: If an argument is not what it has to be, or the session cannot serve the draft.
+        InputError: If an argument is not what it has to be.
     """
     check_max_new_tokens(max_new_tokens)
     tokens, strings = ([], []) if stop is None else split_stops(stop, session.vocab_size)
@@ -61,8 +61,6 @@ def make_request(
     if pad is None or not 0 <= pad < session.vocab_size:
         pad = ends[0] if ends else 0
     ending = Ending(max_new_tokens, frozenset({*ends, *tokens}), tuple(strings), pad, session.tokenizer)
-    if draft is not None:
-        _check_draft(session, draft)
     return Request(sampling, ending, draft)
 
 
@@ -128,8 +126,7 @@ def checked_steps(
             raise InputError(
                 f"a draft takes token ids, got {', '.join(inputs)} too; prefill them first, or generate without a draft"
             )
-        if request.ending.strings:
-            raise InputError("a draft takes stop tokens, not stop strings; use generate_text, which stops at strings")
+        _check_draft(session, request.draft, request.ending.strings)
     return token_steps(session, request, prompt)
 
 
@@ -184,6 +181,8 @@ def _answers_to_text(
         encode_prompt(tokenizer, prompt, starts=not continues or length == 0)[0].to(session.device)
         for prompt, length in zip(prompts, held, strict=True)
     ]
+    if request.draft is not None:
+        _check_draft(session, request.draft)
     rows = behind_unfed(session, ids) if continues else ids
     prompt = session._stages.check(rows, None, {}, session.sequence)
     session._stepper.check_room(prompt.rows, request.ending.limit, anew=not continues)
@@ -196,6 +195,8 @@ def _answers_to_encoded(
     session: Session, tokenizer: PreTrainedTokenizerBase, prompts: Any, request: Request
 ) -> Iterator[torch.Tensor]:
     """Steps of a decoder that starts anew, over what its encoder makes of the prompts."""
+    if request.draft is not None:
+        _check_draft(session, request.draft)
     start = start_tokens(session.generation_config, session.batch_size, session.device)
     if isinstance(prompts, Mapping):
         encoded = dict(prompts)
@@ -210,11 +211,13 @@ def _answers_to_encoded(
     return checked_steps(session, start, {}, request)
 
 
-def _check_draft(session: Session, draft: Draft) -> None:
+def _check_draft(session: Session, draft: Draft, strings: Sequence[str] = ()) -> None:
     if session.has_encoder:
         raise InputError("drafts are for text decoders; leave out draft with an encoder-decoder")
     if session.batch_size != 1:
         raise InputError(f"a draft serves batch size 1, this session has {session.batch_size}; decode without one")
+    if strings:
+        raise InputError("a draft takes stop tokens, not stop strings; use generate_text, which stops at strings")
     if session.score_length == 0:
         raise InputError(
             f"a draft needs a program that judges several tokens at once; make the session, or export, with "

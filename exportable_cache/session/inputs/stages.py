@@ -93,6 +93,9 @@ class InputStages:
             raise InputError(
                 "attention_mask has padding; prompts with images or sound are fed without: pass rows of equal length"
             )
+        items: dict[str, torch.Tensor] = {}
+        for stage in self._stages:
+            items |= stage.check(rows.ids, {name: given[name] for name in given if name in stage.names})
         names = [name for stage in self._stages for name in stage.names]
         for name in given:
             if name in _KINDS:
@@ -103,7 +106,4 @@ class InputStages:
             elif name not in names:
                 taken = ", ".join(stage.names[0] for stage in self._stages)
                 raise InputError(f"prefill takes {taken} beside input_ids, got {name!r}; leave it out")
-        items: dict[str, torch.Tensor] = {}
-        for stage in self._stages:
-            items |= stage.check(rows.ids, {name: given[name] for name in given if name in stage.names})
         return Prompt(rows, items)
