@@ -11,18 +11,24 @@ JOBS ?= 2
 ZOO_ARGS ?=
 
 BIN := $(VENV)/bin
+# The packages of the docs extra, quoted. The pages are made from sources that are read, not imported: no torch is needed.
+DOCS := $(shell sed -n '/^docs = \[/,/^\]/s/^ *\("[^"]*"\),.*/\1/p' pyproject.toml)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # torch first and by itself: a locally configured build of exactly this version is then taken instead of the default one.
 TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test zoo clean
+.PHONY: help setup demo check test test-full test-canary zoo docs clean
 
 help:
 	@echo "make demo    set up $(VENV), export the demo model to ExecuTorch, verify it, and ask it for a fact"
+	@echo "make check   set up $(VENV) and run the formatter, the linter, the type checker and the import contract"
 	@echo "make test    set up $(VENV) and run the tests (PYTEST_ARGS='-k ring' to choose)"
+	@echo "make test-full    with every pair of family and target, and the canaries"
+	@echo "make test-canary  only the canaries: workarounds that upstream may need no longer"
 	@echo "make zoo     every generative architecture of transformers on every target, into docs/architectures.md"
 	@echo "             (hours; resumes; ZOO_ARGS='--only llama,mamba2 --targets eager,pt2' to choose)"
+	@echo "make docs    build the pages of docs/ into site/; a warning is an error"
 	@echo "make setup   only set up $(VENV), with the executorch extra"
 	@echo "make clean   remove $(VENV), $(OUTPUT) and caches"
 	@echo
@@ -37,14 +43,33 @@ demo: $(VENV)/.installed
 	@echo "> $(PROMPT)"
 	@$(BIN)/exportable-cache generate $(OUTPUT) --max-new-tokens 16 --prompt "$(PROMPT)"
 
+check: $(VENV)/.installed-test
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@! grep -q '^\[tool\.importlinter' pyproject.toml || $(BIN)/lint-imports
+
+# A file stays on one worker, whose fixtures its tests share; long files first, in the order of tests/conftest.py.
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
 test: $(VENV)/.installed-test
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+	@$(PYTEST) $(PYTEST_ARGS)
+
+test-full: $(VENV)/.installed-test
+	@$(PYTEST) --full $(PYTEST_ARGS)
+
+test-canary: $(VENV)/.installed-test
+	@$(PYTEST) -m canary $(PYTEST_ARGS)
 
 zoo: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.zoo.run $(ZOO_ARGS)
 
+docs: $(VENV)/.installed-docs
+	@$(BIN)/python -m mkdocs build --strict --quiet
+	@echo "open site/index.html"
+
 clean:
-	rm -rf $(VENV) $(OUTPUT) build dist *.egg-info .pytest_cache
+	rm -rf $(VENV) $(OUTPUT) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	find exportable_cache tests export_scripts -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The environment is made anew only if it is missing or was left half-made; a changed pyproject.toml installs into it again.
@@ -67,4 +92,8 @@ $(VENV)/.installed-test: pyproject.toml $(VENV)/.installed | $(VENV)/bin/python
 	$(PIP) install --quiet --editable '.[executorch,test]'
 	@$(PIP) install --quiet --editable '.[tensorrt-rtx]' || \
 		echo "make: TensorRT-RTX does not install on this machine; its tests are skipped"
+	@touch $@
+
+$(VENV)/.installed-docs: pyproject.toml | $(VENV)/bin/python
+	$(PIP) install --quiet $(DOCS)
 	@touch $@

@@ -46,7 +46,7 @@ def main(
         model.generation_config.eos_token_id = None
         sessions, first, seconds = {}, {}, {form: [] for form in forms}
         for form in forms:
-            cache = ExportableCache.from_model(model, 128, slack=max(forms))
+            cache = ExportableCache.from_model(model, 128, rollback_slots=max(forms))
             begin = time.perf_counter()
             sessions[form] = Session.from_model(model, cache, compile=True, buckets=False, steps_per_launch=form)
             answer = list(sessions[form].generate(prompt, tokens, temperature=temperature, seed=1))

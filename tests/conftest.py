@@ -17,30 +17,60 @@ from pathlib import Path
 import pytest
 import torch
 
+from .support.compiling import DEFAULT_BACKEND
+from .support.store import drop_other_generations, stored
+
 torch.set_num_threads(1)
+torch.compiler.set_default_backend(DEFAULT_BACKEND)
 
 DEMO_MAX_CACHE_LEN = 512
+# Shorter than the longest prompts, so that these go through in several chunks.
+DEMO_PREFILL = 48
 
 _ON_REQUEST = {
     "zoo": "the whole zoo takes an hour or more: run it with -m zoo, or make zoo",
     "slow": "takes more than a minute: run it with -m slow",
+    "full": "one of a full product of families, targets and forms: run it with --full, -m full, or make test-full",
+    "canary": "shows that upstream still needs a workaround: run it with --full, -m canary, or make test-canary",
 }
+_IN_FULL = ("full", "canary")
+
+# Files that take longest, the longest first: a worker that is given one late works on when the others are done.
+_LONG_FIRST = (
+    "test_aoti_cpp test_kinds test_cpp_bundle test_equality test_exporter test_seq2seq test_cpp test_program "
+    "test_multimodal test_methods test_graph_cache test_executorch test_aoti test_rounding test_bundle_commands "
+    "test_generate_files test_encoder_inputs test_seq2seq_bundle test_executorch_fused test_executorch_delegates "
+    "test_speculative test_stand_in test_executorch_fused_quantized test_full_cache test_executorch_quantized "
+    "test_demo test_session_state test_sinks test_pt2 test_module test_choosing_steps test_transformers_methods test_launches"
+).split()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help=f"run what is marked {' or '.join(_IN_FULL)}, too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        drop_other_generations()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what takes long, saying so, unless it was asked for by its marker."""
+    """Put long files first; skip what takes long, saying so, unless it was asked for."""
+    places = {name: place for place, name in enumerate(_LONG_FIRST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
     for marker, reason in _ON_REQUEST.items():
-        if marker not in (config.option.markexpr or ""):
+        wanted = marker in (config.option.markexpr or "") or (config.getoption("--full") and marker in _IN_FULL)
+        if not wanted:
             for item in items:
                 if item.get_closest_marker(marker):
                     item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="session")
-def demo_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def demo_bundle() -> Path:
     """Folder of the demo model exported and verified for ExecuTorch with `DEMO_MAX_CACHE_LEN`. Read it only."""
     pytest.importorskip("executorch")
     from exportable_cache import export
 
-    folder = tmp_path_factory.mktemp("bundles") / "demo"
-    return export("demo", target="executorch", max_cache_len=DEMO_MAX_CACHE_LEN, output_dir=folder).path
+    options = {"target": "executorch", "max_cache_len": DEMO_MAX_CACHE_LEN, "prefill_length": DEMO_PREFILL}
+    return stored({"demo": options}, lambda folder: export("demo", output_dir=folder, **options))

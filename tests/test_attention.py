@@ -1,13 +1,21 @@
 """Both attention functions against the eager functions of transformers' own modeling files."""
 
+import gc
+
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
+from transformers import PreTrainedModel
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as gemma2_attention
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss_attention
 from transformers.models.llama.modeling_llama import eager_attention_forward as llama_attention
 
+from exportable_cache import ExportableCache, Session
 from exportable_cache.cache.attention.functions import fused_attention, matmul_attention
+from exportable_cache.cache.attention.implementation import attention_of
+from exportable_cache.errors import InputError, UnsupportedModelError
+
+from .support.multimodal import tiny_multimodal
 
 HEADS, KV_HEADS, KV_LENGTH = 6, 2, 11
 FORMS = {"fused": fused_attention, "matmul": matmul_attention}
@@ -109,3 +117,78 @@ def test_softmax_is_taken_in_float32() -> None:
     expected, _ = llama_attention(module(), query.float(), key.float(), value.float(), mask.float(), scaling=0.3)
     assert actual.dtype == torch.float16
     torch.testing.assert_close(actual.float(), expected, atol=5e-3, rtol=5e-3)
+
+
+def test_an_unknown_argument_is_refused_by_name(attend) -> None:
+    """It asks for another result than the one without it: dropped, the logits would be wrong silently."""
+    query, key, value, mask = inputs(3)
+    with pytest.raises(UnsupportedModelError, match="passes 'block_indices' to attention"):
+        attend(module(), query, key, value, mask, scaling=0.3, block_indices=torch.zeros(2, 1, 3, 1))
+    expected, _ = attend(module(), query, key, value, mask, scaling=0.3)
+    given = {
+        "sliding_window": 4,
+        "position_ids": torch.arange(3)[None],
+        "block_indices": None,
+        "output_attentions": False,
+    }
+    assert torch.equal(attend(module(), query, key, value, mask, scaling=0.3, **given)[0], expected)
+
+
+@pytest.mark.parametrize("close", ["with", "close", "gone"])
+def test_a_session_puts_back_what_each_part_of_the_model_named(close: str) -> None:
+    """One name over a composite model would leave its parts with the same one; and nothing was put back at all."""
+    model = tiny_multimodal("llava")
+    model.set_attn_implementation({"": "sdpa", "text_config": "eager", "vision_config": "sdpa"})
+    own = names_of(model)
+    assert len(set(own)) == 2
+    cache = ExportableCache.from_model(model, 32, attn_implementation=None)
+    assert names_of(model) == own
+    session = Session.from_model(model, cache, prefill_length=16)
+    assert set(names_of(model)) == {"exportable_cache"}
+    session.prefill(torch.arange(3)[None])
+    if close == "with":
+        with session:
+            session.prefill(torch.arange(3)[None])
+    elif close == "close":
+        session.close()
+        with pytest.raises(InputError, match="this session is closed"):
+            session.prefill(torch.arange(3)[None])
+        session.close()
+    else:
+        del session
+        gc.collect()
+    assert names_of(model) == own
+
+
+def test_the_last_of_a_models_sessions_puts_its_attention_back() -> None:
+    model = tiny_multimodal("llava")
+    own = names_of(model)
+    caches = [ExportableCache.from_model(model, 32, attn_implementation=None) for _ in range(2)]
+    first, second = (Session.from_model(model, cache, prefill_length=16) for cache in caches)
+    fork = second.fork()
+    first.close()
+    second.close()
+    assert set(names_of(model)) == {"exportable_cache"}
+    fork.prefill(torch.arange(3)[None])
+    fork.close()
+    assert names_of(model) == own
+
+
+def test_a_cache_made_while_a_session_is_open_keeps_the_attention_it_set() -> None:
+    model = tiny_multimodal("llava")
+    with Session.from_model(model, ExportableCache.from_model(model, 32, attn_implementation=None), prefill_length=16):
+        ExportableCache.from_model(model, 32)
+    assert set(names_of(model)) == {"exportable_cache"}
+
+
+def test_a_block_puts_back_what_each_part_of_the_model_named() -> None:
+    model = tiny_multimodal("llava")
+    model.set_attn_implementation({"": "sdpa", "text_config": "eager", "vision_config": "sdpa"})
+    own = names_of(model)
+    with attention_of(model, "exportable_cache"):
+        assert set(names_of(model)) == {"exportable_cache"}
+    assert names_of(model) == own
+
+
+def names_of(model) -> list[str]:
+    return [found.config._attn_implementation for found in model.modules() if isinstance(found, PreTrainedModel)]

@@ -169,7 +169,7 @@ def test_ragged_rows_equal_the_rows_alone(family: str) -> None:
 def test_crop_then_continue_equals_never_having_gone_there() -> None:
     model = tiny_model("gemma3_text")
     ids = tokens(40)
-    cache = cache_of(model, slack=4)
+    cache = cache_of(model, rollback_slots=4)
     step = step_with(model, cache)
     reference = reference_logits(model, ids, 20)
     with torch.no_grad():
@@ -269,7 +269,7 @@ def test_pytree_keys_and_constant_spec() -> None:
         ({"max_cache_len": 8.5}, "max_cache_len is 8.5"),
         ({"batch_size": 0}, "batch_size is 0"),
         ({"dtype": torch.int8}, "torch.int8"),
-        ({"slack": -1}, "slack. of a ring is -1"),
+        ({"rollback_slots": -1}, "rollback_slots is -1; it must be an int of at least 0"),
     ],
 )
 def test_bad_sizes(options: dict, message: str) -> None:

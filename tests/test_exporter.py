@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,9 +31,13 @@ from .decoding.byte_tokenizer import SIZE, byte_tokenizer
 from .support import fake_target
 from .support.models import VOCAB, tiny_model, tokens
 from .support.oracle import difference, reference_logits
+from .support.sessions import CAPACITY as BUNDLE_CAPACITY
+from .support.sessions import exported_bundle, folded_bundle
 
 CAPACITY = 64
 CHUNK = 13
+# Of the model of `folded_bundle`.
+HEADS = {"num_attention_heads": 16}
 
 
 @pytest.fixture(autouse=True)
@@ -42,18 +47,19 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return tiny_model("gemma3_text")
+    return tiny_model("gemma3_text", **HEADS)
 
 
-# -- the real targets ---------------------------------------------------------------------------------------------------
+# -- the real targets --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module", params=["pt2", "executorch"])
-def bundle(request: pytest.FixtureRequest, model: Any, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+def bundle(request: pytest.FixtureRequest, model: Any) -> Bundle:
+    """As `export` wrote it, in the store: a test that spoils it takes a copy."""
     if request.param == "executorch":
         pytest.importorskip("executorch")
-    path = tmp_path_factory.mktemp("exports") / request.param
-    return export(model, request.param, CAPACITY, path, prefill_length=CHUNK)
+        return Bundle.open(folded_bundle(llm_runner=True)[1])
+    return Bundle.open(exported_bundle(model, request.param, prefill_length=CHUNK))
 
 
 def test_export_verifies_and_records_it(bundle: Bundle) -> None:
@@ -62,7 +68,7 @@ def test_export_verifies_and_records_it(bundle: Bundle) -> None:
     report = VerifyReport(**recorded)
     assert report.passed
     assert report.target == bundle.manifest.target
-    assert [prompt.length for prompt in report.prompts] == [3, 7, 8, 9, 40, CAPACITY]
+    assert [prompt.length for prompt in report.prompts] == [3, 7, 8, 9, 40, BUNDLE_CAPACITY]
     assert report.max_difference <= 1e-4
 
 
@@ -82,7 +88,7 @@ def test_loaded_program_agrees_with_the_model(bundle: Bundle, model: Any) -> Non
 
 def test_verify_finds_other_weights(bundle: Bundle, model: Any) -> None:
     assert verify(bundle.path, model, prompts=[9], decode_steps=3).passed
-    other = tiny_model("gemma3_text")
+    other = tiny_model("gemma3_text", **HEADS)
     with torch.no_grad():
         # One column: the norm after attention would undo a common factor.
         other.model.layers[1].self_attn.v_proj.weight[:, 0] *= 1.5
@@ -99,7 +105,11 @@ def test_verify_refuses_another_type_or_vocabulary(bundle: Bundle) -> None:
 @pytest.mark.parametrize(
     ("ids", "error", "message"),
     [
-        (tokens(55), CacheFullError, "holds 10 of at most 64 tokens, 55 more do not fit"),
+        (
+            tokens(BUNDLE_CAPACITY - 9),
+            CacheFullError,
+            f"holds 10 of at most {BUNDLE_CAPACITY} tokens, {BUNDLE_CAPACITY - 9} more do not fit",
+        ),
         (torch.empty(1, 0, dtype=torch.int64), InputError, "empty"),
         (tokens(4, batch_size=2), InputError, "2 rows.*runs 1"),
         (tokens(4).int(), InputError, "torch.int32; it must be torch.int64"),
@@ -135,18 +145,13 @@ def test_two_sessions_of_one_bundle_do_not_share_a_cache(bundle: Bundle, model: 
     torch.testing.assert_close(first.decode(ids[:, 11]), reference_logits(model, ids, 12)[:, 0], atol=1e-4, rtol=0)
 
 
-def test_damaged_program_is_refused(bundle: Bundle) -> None:
+def test_damaged_program_is_refused(bundle: Bundle, tmp_path: Path) -> None:
     name = next(name for name in bundle.manifest.files if name.startswith("program"))
-    path = bundle.path / name
-    contents = path.read_bytes()
-    try:
-        path.write_bytes(contents[: len(contents) // 2])
-        with pytest.raises(
-            BundleError, match=f"{name} has {len(contents) // 2} bytes, the manifest says {len(contents)}"
-        ):
-            load(bundle.path)
-    finally:
-        path.write_bytes(contents)
+    damaged = shutil.copytree(bundle.path, tmp_path / "bundle")
+    contents = (damaged / name).read_bytes()
+    (damaged / name).write_bytes(contents[: len(contents) // 2])
+    with pytest.raises(BundleError, match=f"{name} has {len(contents) // 2} bytes, the manifest says {len(contents)}"):
+        load(damaged)
     assert load(bundle.path).target == bundle.manifest.target
 
 
@@ -171,7 +176,7 @@ def test_rows(tmp_path: Path) -> None:
         session.prefill(tokens(3))
 
 
-# -- what is written ----------------------------------------------------------------------------------------------------
+# -- what is written ---------------------------------------------------------------------------------------------------
 
 
 def test_folder_with_tokenizer(tmp_path: Path) -> None:
@@ -217,7 +222,7 @@ def test_progress_names_the_stages(model: Any, tmp_path: Path) -> None:
     assert list(stages) == ["lowering to fake", "checking files", "opening the fake program", "verifying"]
 
 
-# -- refusals -----------------------------------------------------------------------------------------------------------
+# -- refusals ----------------------------------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "target": (
@@ -295,7 +300,7 @@ def test_more_tokens_than_positions_are_refused(tmp_path: Path) -> None:
     assert bundle.manifest.verification is not None and bundle.manifest.verification["passed"]
 
 
-# -- stopping halfway ---------------------------------------------------------------------------------------------------
+# -- stopping halfway --------------------------------------------------------------------------------------------------
 
 
 def test_failed_verification_leaves_nothing(model: Any, tmp_path: Path) -> None:
@@ -382,9 +387,11 @@ def test_killed_while_verifying_leaves_nothing_that_loads(model: Any, tmp_path: 
     assert len(seen) == 1
 
 
-def test_slack_lets_a_bundle_of_rings_take_back_and_speculate(tmp_path: Path) -> None:
+def test_rollback_slots_let_a_bundle_of_rings_take_back_and_speculate(tmp_path: Path) -> None:
     model = tiny_model("gemma3_text")
-    session = load(export(model, "pt2", 64, tmp_path / "bundle", prefill_length=16, slack=4, score_length=6).path)
+    session = load(
+        export(model, "pt2", 64, tmp_path / "bundle", prefill_length=16, rollback_slots=4, score_length=6).path
+    )
     assert [layer.capacity for layer in session.layers] == [12, 64]
     prompt = tokens(20)
     expected = list(session.generate(prompt, 15))
@@ -393,7 +400,16 @@ def test_slack_lets_a_bundle_of_rings_take_back_and_speculate(tmp_path: Path) ->
     session.rewind(5)
 
 
-@pytest.mark.parametrize("slack", [-1, 1.5, True])
-def test_slack_is_a_count(tmp_path: Path, slack: Any) -> None:
-    with pytest.raises(InputError, match=f"slack is {slack!r}"):
-        export("demo", "pt2", 64, tmp_path / "bundle", slack=slack)
+@pytest.mark.parametrize("count", [-1, 1.5, True])
+def test_rollback_slots_are_a_count(tmp_path: Path, count: Any) -> None:
+    with pytest.raises(InputError, match=f"rollback_slots is {count!r}; it must be an int of at least 0"):
+        export("demo", "pt2", 64, tmp_path / "bundle", rollback_slots=count)
+
+
+def test_slack_is_the_old_name_of_rollback_slots(model: Any, tmp_path: Path) -> None:
+    with pytest.warns(DeprecationWarning, match="slack is called rollback_slots now") as caught:
+        bundle = export(model, "fake", CAPACITY, tmp_path / "out", slack=4)
+    assert caught[0].filename == __file__
+    assert bundle.manifest.layers[0].config["capacity"] == 8 + 4
+    with pytest.raises(InputError, match="rollback_slots is 3 and slack is 4.*pass rollback_slots only"):
+        export(model, "fake", CAPACITY, tmp_path / "other", rollback_slots=3, slack=4)

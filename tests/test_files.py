@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from exportable_cache.common.files import atomic_folder, retired_folder
+from exportable_cache.common.files import atomic_folder, atomic_path, retired_folder
 
 
 @pytest.fixture
@@ -72,3 +72,15 @@ def test_retired_folder_is_found_by_name(tmp_path: Path) -> None:
     assert retired_folder(tmp_path / "out") == tmp_path / ".out.abc.retired"
     # A name is no pattern.
     assert retired_folder(tmp_path / "*") is None
+
+
+def test_an_interrupted_file_leaves_the_earlier_one(tmp_path: Path) -> None:
+    path = tmp_path / "cache.safetensors"
+    with atomic_path(path) as temporary:
+        temporary.write_text("earlier")
+        assert not path.exists()
+    with pytest.raises(KeyboardInterrupt), atomic_path(path) as temporary:
+        temporary.write_text("half")
+        assert path.read_text() == "earlier"
+        raise KeyboardInterrupt
+    assert path.read_text() == "earlier" and list(tmp_path.iterdir()) == [path]

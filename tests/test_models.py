@@ -12,8 +12,9 @@ import torch
 from huggingface_hub import constants
 from transformers import AutoModelForSequenceClassification
 
+from exportable_cache.common.dtypes import parse_dtype
 from exportable_cache.errors import InputError, UnsupportedModelError
-from exportable_cache.models.loading import check_positions, load_config, load_model, load_tokenizer, parse_dtype
+from exportable_cache.models.loading import check_positions, load_config, load_model, load_tokenizer
 
 from .decoding.byte_tokenizer import SIZE, byte_tokenizer
 from .support.models import tiny_model
@@ -197,10 +198,34 @@ def test_damaged_tokenizer(copy: Path) -> None:
 
 def test_given_model_must_fit() -> None:
     refused(InputError, "training mode; call model.eval()", model=tiny_model("llama").train())
-    refused(
-        InputError, "is torch.float32, dtype asks for torch.float16", "model.to(torch.float16)",
-        model=tiny_model("llama"), dtype="float16",
-    )  # fmt: skip
+
+
+def test_a_given_model_of_another_dtype_is_copied() -> None:
+    model = tiny_model("llama", dtype=torch.bfloat16, tie_word_embeddings=True)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    made = load_model(model, "float32").model
+    assert made.dtype == made.config.dtype == torch.float32 and made.lm_head.weight is made.model.embed_tokens.weight
+    assert all(torch.equal(made.state_dict()[name], tensor.float()) for name, tensor in before.items())
+    assert model.dtype == torch.bfloat16
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_adapters_are_refused_with_the_remedy() -> None:
+    class PeftModel(torch.nn.Module):
+        __module__ = "peft.peft_model"
+
+    for open_ in (load_model, load_config):
+        with pytest.raises(UnsupportedModelError, match=r"PeftModel, which keeps adapters.*merge_and_unload\(\)"):
+            open_(PeftModel())
+
+
+def test_offloaded_models_are_refused_with_the_remedy() -> None:
+    model = tiny_model("llama")
+    model.model.layers[1].mlp.to("meta")
+    refused(InputError, "model.layers.1.mlp.gate_proj.weight is on device meta", "device_map='cpu'", model=model)
+    model = tiny_model("llama")
+    model.model.layers[0]._hf_hook = object()
+    refused(InputError, "model.layers.0 has a hook of accelerate", "device_map='cpu'", model=model)
 
 
 @pytest.mark.parametrize("dtype", ["int64", "float33", torch.int8, 32])

@@ -1,6 +1,7 @@
 """Images and sound: teacher-forced against the whole model, over live sessions and bundles."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from exportable_cache.decoding import PromptLookup
 from exportable_cache.errors import InputError, UnsupportedModelError
 from exportable_cache.program.inputs.modality import modalities_of
 from exportable_cache.program.program import Program
+from exportable_cache.program.spec import ProgramSpec
 from exportable_cache.verification.verify import VerifyReport, verify_session
 
 from .support.models import tiny_model, tokens
@@ -21,8 +23,9 @@ from .support.multimodal import FAMILIES, PLACEHOLDER, prompt, reference_logits,
 
 TOLERANCE = 1e-4
 STEPS = 24
-# Exported in the fast tests; the others beside them have nothing that these lack.
-EXPORTED = ("llava", "voxtral", "gemma3", "qwen2_5_vl", "qwen3_vl")
+# Exported in the fast tests: an image whose tokens see each other; positions in a grid and features behind layers.
+ALL_PARTS = ("llava", "qwen2_5_vl", "voxtral")
+EXPORTED = ("gemma3", "qwen3_vl")
 
 
 def options_of(family: str) -> dict[str, Any]:
@@ -32,12 +35,14 @@ def options_of(family: str) -> dict[str, Any]:
 
 def live(family: str, slack: int = 0, **options: Any) -> tuple[Session, PreTrainedModel]:
     model = tiny_multimodal(family)
-    cache = ExportableCache.from_model(model, 96, slack=slack)
+    cache = ExportableCache.from_model(model, 96, rollback_slots=slack)
     return Session.from_model(model, cache, **{**options_of(family), **options}), model
 
 
 def largest_difference(session: Session, model: PreTrainedModel, family: str) -> float:
-    """Over one item and two, at the start and amid text, in prompts of one chunk and of more, each with 24 steps after it."""
+    """Over one item and two, at the start and amid text, in prompts of one chunk and of more, each with 24 steps after
+    it.
+    """
     differences = []
     for items, length, start in ((1, 5, 0), (1, 14, 9), (2, 30, 2)):
         inputs = prompt(model, items, length, FAMILIES[family][1], seed=items + length, start=start, apart=5)
@@ -81,7 +86,13 @@ def test_compiled_sessions_equal_the_whole_model(family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", [family if family in EXPORTED else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES]
+    "family",
+    [
+        name
+        if name in EXPORTED
+        else pytest.param(name, marks=pytest.mark.full if name in ALL_PARTS else pytest.mark.slow)
+        for name in FAMILIES
+    ],
 )
 def test_pt2_bundles_equal_the_whole_model(family: str, tmp_path: Path) -> None:
     model = tiny_multimodal(family)
@@ -113,7 +124,9 @@ def test_what_is_seen_or_heard_matters(family: str) -> None:
 
 
 def test_layers_that_see_an_image_once_more_matter() -> None:
-    """Without the features behind its first layers Qwen3-VL answers something else, so the tests above would see them missing."""
+    """Without the features behind its first layers Qwen3-VL answers something else, so the tests above would see them
+    missing.
+    """
     session, model = live("qwen3_vl")
     inputs = prompt(model, 1, 5, 6)
     expected = session.prefill(**inputs)
@@ -242,6 +255,34 @@ def test_rewinding_over_and_into_images(family: str) -> None:
         torch.testing.assert_close(found, session.prefill(following), atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.parametrize("family", ("gemma3", "qwen2_5_vl"))
+def test_an_image_whose_step_failed_was_not_seen(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded before its step ran, it would move the positions of the text fed instead, and stand in the way of a rewind."""
+    session, model = live(family, slack=30)
+    inputs, text = prompt(model, 1, 5, FAMILIES[family][1]), tokens(12)
+    with monkeypatch.context() as patch:
+        patch.setattr(session.runner, "run", failing_steps(session.runner.run))
+        with pytest.raises(RuntimeError, match="out of memory"):
+            session.prefill(**inputs)
+    assert session.length.tolist() == [0]
+    session.prefill(text)
+    session.rewind(8)
+    continued = session.prefill(text[:, 4:])
+    session.reset()
+    torch.testing.assert_close(continued, session.prefill(text), atol=TOLERANCE, rtol=0)
+
+
+def failing_steps(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A runner's `run` whose encoders and embeddings work, and whose steps do not."""
+
+    def failing(method: str, *inputs: torch.Tensor) -> Any:
+        if method == "embed" or method.startswith("encode"):
+            return run(method, *inputs)
+        raise RuntimeError("out of memory")
+
+    return failing
+
+
 def test_forks_and_saved_states_keep_where_images_were(tmp_path: Path) -> None:
     session, model = live("qwen2_5_vl")
     session.prefill(**prompt(model, 1, 5, 6))
@@ -252,6 +293,25 @@ def test_forks_and_saved_states_keep_where_images_were(tmp_path: Path) -> None:
     session.reset()
     session.load_state(tmp_path / "state")
     torch.testing.assert_close(session.prefill(following), expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("family", ("gemma3", "qwen2_5_vl"))
+def test_images_are_held_once_their_step_ran(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    session, model = live(family)
+    inputs = prompt(model, 1, 5, FAMILIES[family][1])
+    run = session.runner.run
+
+    def fail(method: str, *arguments: torch.Tensor) -> torch.Tensor:
+        if method.startswith("prefill"):
+            raise RuntimeError("out of memory")
+        return run(method, *arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="out of memory"):
+        patch.setattr(session.runner, "run", fail)
+        session.prefill(**inputs)
+    assert session.sequence.images.rows == ((),)
+    session.prefill(**inputs)
+    assert len(session.sequence.images.rows[0]) == 1
 
 
 def test_refused_grids_and_sizes() -> None:
@@ -285,8 +345,10 @@ def test_images_that_see_themselves_keep_plain_layers() -> None:
         Program(
             model,
             cache,
-            modalities=modalities_of(model, ["image"]),
-            adapt=lambda model, cache: adapted.append(model.config.model_type) or cache,
+            ProgramSpec(
+                modalities=modalities_of(model, ["image"]),
+                adapt=lambda model, cache: adapted.append(model.config.model_type) or cache,
+            ),
         )
     assert adapted == ["llava"]
 

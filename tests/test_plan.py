@@ -4,10 +4,10 @@ import json
 
 import pytest
 import torch
-from transformers import AutoConfig, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from exportable_cache import ExportableCache
-from exportable_cache.errors import InputError
+from exportable_cache.errors import InputError, UnsupportedModelError
 from exportable_cache.pipeline.sizing import plan
 
 from .support.models import FAMILIES, WINDOW, tiny_model, tokens
@@ -87,6 +87,49 @@ def test_plan_dtype_sizes_cache_and_weights(dtype):
     assert half.dtype == "bfloat16"
     assert 2 * half.weights_bytes == single.weights_bytes
     assert 2 * half.dynamic_bytes == single.dynamic_bytes
+
+
+def test_plan_for_a_target_is_in_the_dtype_that_is_exported():
+    config = tiny_model("llama").config
+    config.dtype = torch.bfloat16
+    stored, made = plan(config, LENGTH), plan(config, LENGTH, target="executorch")
+    assert (stored.dtype, stored.remark) == ("bfloat16", "")
+    assert (made.dtype, made.stored_dtype, made.weights_bytes) == ("float32", "bfloat16", 2 * stored.weights_bytes)
+    assert made.remark == "weights are stored in bfloat16; exported in float32, which executorch computes best"
+    assert plan(config, LENGTH, target="pt2").dtype == "bfloat16"
+    with pytest.raises(InputError, match="'bfloat16', in which target 'executorch' cannot be right"):
+        plan(config, LENGTH, dtype="bfloat16", target="executorch")
+    with pytest.raises(InputError, match="unknown target 'abacus'"):
+        plan(config, LENGTH, target="abacus")
+
+
+_LATENT = dict(
+    hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=4, vocab_size=64, q_lora_rank=16, kv_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=16,
+    v_head_dim=12, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=1,
+)  # fmt: skip
+
+
+def test_sizes_of_latent_attention_with_experts_are_the_models():
+    config = AutoConfig.for_model("deepseek_v3", **_LATENT)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    expected = ExportableCache.from_model(model, LENGTH).nbytes
+    assert plan(AutoConfig.for_model("deepseek_v3", **_LATENT), LENGTH, dtype="float32").cache_bytes == expected
+    assert ExportableCache.from_config(config, LENGTH, dtype=torch.float32).nbytes == expected
+
+
+def test_sizes_are_refused_rather_than_guessed(monkeypatch):
+    def failing(model):
+        raise RuntimeError("the meta device cannot")
+
+    for module in ("models.layout", "pipeline.sizing"):
+        monkeypatch.setattr(f"exportable_cache.{module}.layout_from_model", failing)
+    config = AutoConfig.for_model("deepseek_v3", **_LATENT)
+    made = plan(config, LENGTH)
+    assert made.cache_bytes is None and "kv_lora_rank" in made.refusal and "from_model" in made.refusal
+    with pytest.raises(UnsupportedModelError, match="from_model"):
+        ExportableCache.from_config(config, LENGTH)
+    assert plan(tiny_model("llama").config, LENGTH).refusal is None
 
 
 def test_plan_is_json():

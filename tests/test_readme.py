@@ -1,21 +1,302 @@
-"""What the README shows is what happens."""
+"""What the documents show is what there is: examples, commands, options, files, links."""
 
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import inspect
+import json
 import re
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
-README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+from exportable_cache import export
+from exportable_cache.backends import backend_for
+from exportable_cache.cli.app import app
+from exportable_cache.errors import InputError, MissingDependencyError
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+#: Written by hand. docs/architectures.md is generated.
+DOCUMENTS = sorted(
+    path
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md"))
+    if path.name != "architectures.md"
+)
+BY_NAME = [pytest.param(path, id=path.relative_to(ROOT).as_posix()) for path in DOCUMENTS]
+
+_BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+#: Programs of others that the guides call.
+_FOREIGN = {"cmake", "git", "adb"}
+_CLI = typer.main.get_command(app)
 
 
-def test_nothing_is_left_to_fill_in() -> None:
-    assert not re.findall(r"<<\w+>>|TODO|TBD", README)
+def blocks(path: Path, language: str) -> list[str]:
+    return [text for found, text in _BLOCK.findall(path.read_text(encoding="utf-8")) if found == language]
+
+
+def shell_commands(path: Path) -> Iterator[list[str]]:
+    """The commands of a document's sh blocks, each as its words."""
+    for block in blocks(path, "sh"):
+        for line in block.replace("\\\n", " ").splitlines():
+            # Substitutions are words of their own here: what they run is not looked at.
+            line = re.sub(r'"?\$\([^)]*(\([^)]*\)[^)]*)*\)[^\s"]*"?', "SUBSTITUTED", line)
+            words: list[str] = []
+            for word in shlex.split(line, comments=True):
+                if word in ("&&", ";"):
+                    yield words
+                    words = []
+                else:
+                    words.append(word)
+            if words:
+                yield words
+
+
+# -- the README ------------------------------------------------------------------------------------------------------
+
+
+def test_it_is_short() -> None:
+    assert len(README.splitlines()) <= 150
 
 
 def test_the_python_example_prints_what_it_says(tmp_path, monkeypatch, capsys) -> None:
     pytest.importorskip("executorch", reason="the executorch extra is not installed")
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (code,) = blocks(ROOT / "README.md", "python")
     expected = re.search(r'# -> "(.*)"', code).group(1)
     monkeypatch.chdir(tmp_path)
     exec(compile(code, "README.md", "exec"), {})
     assert capsys.readouterr().out == expected + "\n"
+
+
+# -- every document --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", BY_NAME)
+def test_nothing_is_left_to_fill_in(path: Path) -> None:
+    assert not re.findall(r"<<\w+>>|TODO|TBD", path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("path", BY_NAME)
+def test_every_block_says_what_it_is(path: Path) -> None:
+    """An unmarked block would go unchecked."""
+    marks = re.findall(r"^```(.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(marks[::2]) <= {"python", "sh", "text", "cpp"}
+    assert set(marks[1::2]) <= {""}
+
+
+@pytest.mark.parametrize("path", BY_NAME)
+def test_python_blocks_name_what_there_is(path: Path) -> None:
+    for code in blocks(path, "python"):
+        check_python(code)
+
+
+@pytest.mark.parametrize("path", BY_NAME)
+def test_commands_name_what_there_is(path: Path) -> None:
+    for words in shell_commands(path):
+        check_command(words)
+
+
+@pytest.mark.parametrize("path", BY_NAME)
+def test_inline_code_names_what_there_is(path: Path) -> None:
+    text = _BLOCK.sub("", path.read_text(encoding="utf-8"))
+    for span in re.findall(r"`([^`\n]+)`", text):
+        words = span.split()
+        if words[0] == "exportable-cache" and len(words) > 1:
+            assert words[1] in {*_CLI.commands, "COMMAND"}, span
+        elif words[0] == "make" and len(words) > 1:
+            check_command([words[0], words[1]])
+        elif words[0] == "python" and re.search(r"\.py$|^-m$", words[1] if len(words) > 1 else ""):
+            check_command(shlex.split(span))
+        elif re.fullmatch(r"(exportable_cache|benchmarks|export_scripts|runners|tests|docs)/[\w./-]+", span):
+            # A path that ends with NAME is one to be made: its folder is there.
+            made = Path(span).stem.endswith("NAME")
+            assert (ROOT / (Path(span).parent if made else span)).exists(), span
+        elif words[0].startswith("--"):
+            assert words[0] in all_options(), span
+        elif call := re.match(r"(export|load|ExportableCache|Session)\b.*\)$", span):
+            check_python(f"from exportable_cache import {call.group(1)}\n{span}")
+
+
+@pytest.mark.parametrize("path", BY_NAME)
+def test_links_lead_somewhere(path: Path) -> None:
+    for link in re.findall(r"\]\((?!https?://)([^)\s]+)\)", _BLOCK.sub("", path.read_text(encoding="utf-8"))):
+        file, _, anchor = link.partition("#")
+        target = path.parent / file if file else path
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(target), link
+
+
+# -- what is checked -------------------------------------------------------------------------------------------------
+
+
+def check_python(code: str) -> None:
+    """Fail if it does not parse, imports what is not there, or passes a keyword that a function does not take."""
+    tree = ast.parse(code)
+    names: dict[str, Any] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            module = importlib.import_module(node.module)
+            for alias in node.names:
+                assert hasattr(module, alias.name), f"{node.module} has no {alias.name}"
+                names[alias.asname or alias.name] = getattr(module, alias.name)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            called = resolve(node.func, names)
+            if called is not None and getattr(called, "__module__", "").startswith("exportable_cache"):
+                check_keywords(called, {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg})
+
+
+def resolve(node: ast.expr, names: dict[str, Any]) -> Any:
+    """The object that `Name` or `Name.attribute` stands for, or None for what only running it would tell."""
+    if isinstance(node, ast.Name):
+        return names.get(node.id)
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in names:
+        assert hasattr(names[node.value.id], node.attr), f"{node.value.id} has no {node.attr}"
+        return getattr(names[node.value.id], node.attr)
+    return None
+
+
+def check_keywords(called: Any, keywords: dict[str, ast.expr]) -> None:
+    try:
+        parameters = inspect.signature(called).parameters
+    except ValueError:  # a class without a constructor of its own, such as an error
+        parameters = {}
+    others = {name: value for name, value in keywords.items() if name not in parameters}
+    if called is export:
+        target = keywords.get("target", ast.Constant("executorch"))
+        refuse_options(ast.literal_eval(target), {name: ast.literal_eval(value) for name, value in others.items()})
+    elif not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        assert not others, f"{called.__qualname__} takes no {', '.join(others)}"
+
+
+def check_command(words: list[str]) -> None:
+    """Fail if it names a command, a file, an option or an extra that there is not."""
+    program, *arguments = words
+    if program == "make":
+        target = next(word for word in arguments if "=" not in word)
+        assert re.search(rf"^{re.escape(target)}:", (ROOT / "Makefile").read_text(), re.MULTILINE), words
+    elif program == "exportable-cache":
+        check_our_command(arguments)
+    elif program == "python":
+        check_script(arguments)
+    elif program == "pip":
+        (extra,) = re.findall(r"\[([\w-]+)\]$", arguments[-1])
+        assert re.search(rf"^{extra} = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE), words
+    elif program.startswith("build/"):
+        name = program.removeprefix("build/")
+        assert any(name in file.read_text() for file in (ROOT / "runners").rglob("CMakeLists.txt")), words
+    else:
+        assert program in _FOREIGN, words
+        if "-S" in arguments:
+            assert (ROOT / arguments[arguments.index("-S") + 1] / "CMakeLists.txt").is_file(), words
+
+
+def check_our_command(arguments: list[str]) -> None:
+    name, *rest = arguments
+    assert name in _CLI.commands, f"there is no command {name}"
+    # Typer's own errors name the option that is unknown, missing or of another type.
+    parameters = _CLI.commands[name].make_context(name, list(rest)).params
+    if name == "export":
+        check_target_options(parameters)
+
+
+def check_target_options(parameters: dict[str, Any]) -> None:
+    options = {}
+    for text in parameters["option"] or ():
+        option, _, value = text.partition("=")
+        try:
+            options[option] = json.loads(value)
+        except ValueError:
+            options[option] = value
+    options |= {name: parameters[name] for name in ("sm", "delegate") if parameters[name] is not None}
+    refuse_options(parameters["target"], options)
+
+
+def refuse_options(target: str, options: dict[str, Any]) -> None:
+    """InputError for an option that a target does not take; nothing for a target that is not installed."""
+    with contextlib.suppress(MissingDependencyError):
+        backend_for(target).options.parse(options)
+
+
+def check_script(arguments: list[str]) -> None:
+    if arguments[0] == "-c":
+        compile(arguments[1], "a document", "exec")
+        return
+    if arguments[0] == "-m":
+        path, rest = ROOT / (arguments[1].replace(".", "/") + ".py"), arguments[2:]
+    else:
+        path, rest = ROOT / arguments[0], arguments[1:]
+    assert path.is_file(), f"there is no {path.relative_to(ROOT)}"
+    text = path.read_text(encoding="utf-8")
+    for option in rest:
+        # Typer makes an option of a parameter's name, argparse is given it.
+        if option.startswith("--"):
+            name = option.removeprefix("--").replace("-", "_")
+            assert f'"{option}"' in text or re.search(rf"\b{name}: Annotated", text), f"{path.name} has no {option}"
+
+
+def all_options() -> set[str]:
+    """Every option of the command line, and of benchmarks."""
+    parameters = [parameter for command in (_CLI, *_CLI.commands.values()) for parameter in command.params]
+    options = {name for parameter in parameters for name in (*parameter.opts, *parameter.secondary_opts)}
+    for path in (ROOT / "benchmarks").glob("*.py"):
+        options.update(re.findall(r'"(--[\w-]+)"', path.read_text(encoding="utf-8")))
+        names = re.findall(r"\b(\w+): Annotated", path.read_text(encoding="utf-8"))
+        options.update("--" + name.replace("_", "-") for name in names)
+    return options | {"--help"}
+
+
+def anchors(path: Path) -> set[str]:
+    """What links into a document may end with: its headings in lower case, words joined by hyphens."""
+    headings = re.findall(r"^#+ (.*)$", _BLOCK.sub("", path.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading.lower())).strip("-") for heading in headings}
+
+
+# -- the checks fail where they should -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "def f(:",
+        "from exportable_cache import exporter_of_cakes",
+        "from exportable_cache import export\nexport('demo', max_cash_len=3)",
+        "from exportable_cache import export\nexport('demo', target='pt2', llm_runner=True)",
+        "from exportable_cache import ExportableCache\nExportableCache.from_model(model, max_cash_len=512)",
+        "from exportable_cache import Session\nSession.from_nothing(model)",
+    ],
+)
+def test_wrong_python_is_found(code: str) -> None:
+    with pytest.raises((AssertionError, InputError, SyntaxError)):
+        check_python(code)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "make coffee",
+        "exportable-cache exprot demo",
+        "exportable-cache export demo -n 512 -o x --quantise 8da4w",
+        "exportable-cache export demo -o x",
+        "exportable-cache export demo -n 512 -o x -t pt2 -O score_len=9",
+        "exportable-cache generate x --temperature warm",
+        "python benchmarks/loop.py --plod docs/loop.svg",
+        "python benchmarks/lop.py",
+        "pip install -e '.[tensorflow]'",
+        "build/generate_cakes x",
+        "cmake -S runners/rust -B build",
+        "curl x",
+    ],
+)
+def test_a_wrong_command_is_found(command: str) -> None:
+    from typer._click.exceptions import ClickException
+
+    with pytest.raises((AssertionError, InputError, ClickException)):
+        check_command(shlex.split(command))

@@ -4,16 +4,16 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from exportable_cache import ExportableCache, Session, export
+from exportable_cache import ExportableCache, Session, export, load
+from exportable_cache.cache.attention.implementation import attention_of
 from exportable_cache.cache.storage import KV_DTYPES, Int8Storage, Storage, storage_of
 from exportable_cache.errors import InputError
-from exportable_cache.program.program import attention_of
 from exportable_cache.verification.references.rounding import RoundingCache
 from exportable_cache.verification.verify import rounding_effect, verify_session
 
 from .support.kinds import KINDS, kind_model
 from .support.models import WINDOW, tiny_model, tokens
-from .support.sessions import lowered_session
+from .support.sessions import lowered_session, rounded_aoti_bundle
 
 CAPACITY = 64
 INT8 = Int8Storage("float32")
@@ -28,7 +28,7 @@ def test_the_layers_are_those_of_the_model() -> None:
     assert {layer.label for layer in sinks.layers} == {"sinks int8"}
     by_config = ExportableCache.from_config(model.config, CAPACITY, kv_dtype="int8")
     assert [layer.config() for layer in by_config.layers] == [layer.config() for layer in cache.layers]
-    with pytest.raises(InputError, match="kv_dtype is 'int2'; it must be int4 or int8, or None"):
+    with pytest.raises(InputError, match="kv_dtype is 'int2'; it must be one of int8, int4, or None"):
         ExportableCache.from_model(model, CAPACITY, kv_dtype="int2")
 
 
@@ -51,8 +51,15 @@ def check(session: Session, model, storage: Storage = INT8) -> None:
     assert report.max_difference < verify_session(session, model, exact_cache=True, tolerance=99.0).max_difference / 4
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss"])
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("family", "compiled"),
+    [
+        ("gemma3_text", False),
+        ("gpt_oss", True),
+        pytest.param("gemma3_text", True, marks=pytest.mark.full),
+        pytest.param("gpt_oss", False, marks=pytest.mark.full),
+    ],
+)
 def test_live_sessions(family: str, compiled: bool) -> None:
     model = tiny_model(family)
     cache = ExportableCache.from_model(model, CAPACITY, kv_dtype="int8")
@@ -101,19 +108,33 @@ def test_sinks(kv_dtype: str) -> None:
     check(Session.from_model(model, cache, prefill_length=16), model, storage_of(torch.float32, kv_dtype))
 
 
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-@pytest.mark.parametrize("form", ["resident", "explicit"])
-def test_pt2(form: str, kv_dtype: str, tmp_path) -> None:
+# Resident in 8 bits: the bundle below.
+@pytest.mark.parametrize(
+    ("kv_dtype", "form"),
+    [
+        pytest.param("int8", "resident", marks=pytest.mark.full),
+        ("int8", "explicit"),
+        ("int4", "resident"),
+        pytest.param("int4", "explicit", marks=pytest.mark.full),
+    ],
+)
+def test_pt2(kv_dtype: str, form: str) -> None:
     model = tiny_model("gemma3_text")
-    session = lowered_session(model, "pt2", tmp_path, CAPACITY, cache_options={"kv_dtype": kv_dtype}, form=form)
+    session = lowered_session(model, "pt2", CAPACITY, cache_options={"kv_dtype": kv_dtype}, form=form)
     check(session, model, storage_of(torch.float32, kv_dtype))
 
 
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-def test_aoti(kv_dtype: str, tmp_path) -> None:
+@pytest.mark.full
+def test_four_bits_as_machine_code() -> None:
     model = tiny_model("gemma3_text")
-    session = lowered_session(model, "aoti", tmp_path, CAPACITY, cache_options={"kv_dtype": kv_dtype})
-    check(session, model, storage_of(torch.float32, kv_dtype))
+    session = lowered_session(model, "aoti", CAPACITY, cache_options={"kv_dtype": "int4"})
+    check(session, model, storage_of(torch.float32, "int4"))
+
+
+def test_aoti() -> None:
+    model, folder = rounded_aoti_bundle()
+    session = load(folder)
+    check(session, model)
     # One cache for both methods, in place.
     session.prefill(tokens(5))
     kept = {name: tensor.clone() for name, tensor in session.runner.state.items()}
@@ -122,14 +143,22 @@ def test_aoti(kv_dtype: str, tmp_path) -> None:
         assert (tensor != kept[name]).any(dim=-1).any(dim=1)[0].nonzero().flatten().tolist() == [5], name
 
 
-# Layers that the fused operators serve are tested in backends/test_executorch_fused_quantized.py. Of these, prefill lowers with
-# XNNPACK's own partitions to none that could run: see backends/executorch/partition.py.
-@pytest.mark.parametrize("family", ["gemma2", pytest.param("llama", marks=pytest.mark.slow)])
-def test_executorch(family: str, tmp_path) -> None:
+# Layers that the fused operators serve are tested in backends/test_executorch_fused_quantized.py.
+def test_one_token_at_a_time_on_executorch() -> None:
+    pytest.importorskip("executorch", reason="the executorch extra is not installed")
+    model = tiny_model("gemma2", num_hidden_layers=1, layer_types=["sliding_attention"])
+    check(lowered_session(model, "executorch", CAPACITY, prefill_length=1, cache_options={"kv_dtype": "int8"}), model)
+
+
+# Prefill lowers with XNNPACK's own partitions to none that could run: see backends/executorch/partition.py.
+@pytest.mark.parametrize(
+    "family", [pytest.param("gemma2", marks=pytest.mark.full), pytest.param("llama", marks=pytest.mark.slow)]
+)
+def test_executorch(family: str) -> None:
     pytest.importorskip("executorch", reason="the executorch extra is not installed")
     model = tiny_model(family)
     sinks = {"attention_sinks": 3} if family == "llama" else {}
-    session = lowered_session(model, "executorch", tmp_path, CAPACITY, cache_options={"kv_dtype": "int8"}, **sinks)
+    session = lowered_session(model, "executorch", CAPACITY, cache_options={"kv_dtype": "int8"}, **sinks)
     assert list(session.runner.methods) == ["decode", "prefill"]
     check(session, model)
 

@@ -30,7 +30,7 @@ def sliding_model() -> Any:
 
 
 def session_of(model: Any, capacity: int = CAPACITY, batch_size: int = 1, slack: int = 0, **options: Any) -> Session:
-    cache = ExportableCache.from_model(model, capacity, batch_size, slack=slack)
+    cache = ExportableCache.from_model(model, capacity, batch_size, rollback_slots=slack)
     return Session.from_model(model, cache, **{"prefill_length": min(CHUNK, capacity), **options})
 
 

@@ -203,10 +203,10 @@ def test_continued_text_sees_every_token(byte_model: Any) -> None:
     fed = noted(session)
     list(session.generate_text("one", 4, **FREE))
     assert len(fed) == 1 + 3
-    newest = session._pending
+    newest = session.unfed[0]
     list(session.generate_text("two", 1))
     assert sum(fed, []) == [*encoded("one"), *(fed[1] + fed[2] + fed[3]), newest, *encoded("two")]
-    last = session._pending
+    last = session.unfed[0]
     logits = session.decode(torch.tensor([last]))
     whole = torch.tensor([sum(fed, [])])
     assert whole.tolist()[0][-1] == last
@@ -238,7 +238,7 @@ def test_text_after_generated_ids_and_after_an_abandoned_text(byte_model: Any) -
     next(pieces)
     assert fed[0] == [generated[-1], *encoded("a")]
     pieces.close()
-    newest = session._pending
+    newest = session.unfed[0]
     assert newest is not None
     list(session.generate_text("b", 1))
     assert fed[-1] == [newest, *encoded("b")]
@@ -283,7 +283,7 @@ def test_what_comes_between_drops_the_newest_token(byte_model: Any, between: Any
 def test_refused_calls_keep_the_newest_token(byte_model: Any) -> None:
     session = without_end(text_session(byte_model))
     list(session.generate_text("one", 3))
-    newest = session._pending
+    newest = session.unfed[0]
     for refused in (
         lambda: session.rewind(60),
         lambda: session.prefill(torch.tensor([[SIZE]])),

@@ -22,12 +22,12 @@ def model() -> Any:
     return tiny_model("gemma3_text")
 
 
-def open_session(model: Any, kind: str, folder: Path, max_cache_len: int = 64) -> Session:
+def open_session(model: Any, kind: str) -> Session:
     if kind in ("eager", "compiled"):
-        return live_session(model, kind == "compiled", max_cache_len)
+        return live_session(model, kind == "compiled", 64)
     target, _, form = kind.partition("-")
-    options = {"form": form} if form else {}
-    session = lowered_session(model, target, folder, max_cache_len, **options)
+    options = {"form": form} if form == "explicit" else {}
+    session = lowered_session(model, target, **options)
     session.fingerprint = fingerprint(model)
     return session
 
@@ -40,7 +40,7 @@ def test_a_prefix_saved_in_eager_continues_elsewhere(model: Any, tmp_path: Path,
     first = live_session(model, False, 64)
     first.prefill(ids[:, :length])
     first.save_state(tmp_path / "prefix.safetensors")
-    second = open_session(model, kind, tmp_path, max_cache_len=40)
+    second = open_session(model, kind)
     second.prefill(tokens(9, seed=3))
     second.load_state(tmp_path / "prefix.safetensors")
     assert second.length.tolist() == [length]
@@ -51,7 +51,7 @@ def test_a_prefix_saved_in_eager_continues_elsewhere(model: Any, tmp_path: Path,
 
 def test_a_prefix_saved_by_a_program_continues_in_eager(model: Any, tmp_path: Path) -> None:
     ids = tokens(30)
-    first = open_session(model, "pt2-explicit", tmp_path)
+    first = open_session(model, "pt2-explicit")
     first.prefill(ids[:, :20])
     first.save_state(tmp_path / "prefix.safetensors")
     second = live_session(model, False, 64)
@@ -100,7 +100,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(model: Any, tmp_path: 
     with torch.no_grad():
         other.model.norm.weight.add_(0.5)
     refused(live_session(other, False, 64), path, "computed with other weights")
-    cache = ExportableCache.from_model(model, 64, slack=3)
+    cache = ExportableCache.from_model(model, 64, rollback_slots=3)
     refused(
         Session.from_model(model, cache),
         path,
@@ -125,10 +125,10 @@ def test_a_runtime_that_keeps_its_cache_says_so(model: Any, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("kind", ["eager", "pt2-explicit"])
-def test_forks_go_their_own_way(model: Any, tmp_path: Path, kind: str) -> None:
+def test_forks_go_their_own_way(model: Any, kind: str) -> None:
     """Three continuations of one prefix, stepped in turns, each equal to the model on its own tokens."""
     prefix = tokens(13)
-    session = open_session(model, kind, tmp_path)
+    session = open_session(model, kind)
     session.prefill(prefix)
     sessions = [session, session.fork()]
     sessions.append(sessions[1].fork())
@@ -142,8 +142,8 @@ def test_forks_go_their_own_way(model: Any, tmp_path: Path, kind: str) -> None:
     assert [fork.length.tolist() for fork in sessions] == [[23], [0], [23]]
 
 
-def test_a_reset_leaves_no_trace_of_not_a_number(model: Any, tmp_path: Path) -> None:
-    session = open_session(model, "pt2-resident", tmp_path)
+def test_a_reset_leaves_no_trace_of_not_a_number(model: Any) -> None:
+    session = open_session(model, "pt2-resident")
     for tensor in session.runner.state.values():
         tensor.fill_(torch.nan)
     session.reset()
@@ -164,5 +164,5 @@ def test_a_fork_has_no_cache_object(model: Any) -> None:
     session.prefill(tokens(3))
     fork = session.fork()
     with pytest.raises(InputError, match="a fork has no cache object of its own: .* save_state"):
-        fork.cache
+        _ = fork.cache
     assert session.cache.cumulative_length.tolist() == [3]

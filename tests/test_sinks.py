@@ -1,16 +1,14 @@
 """Attention sinks in every target, against the model with the same tokens masked."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from exportable_cache import ExportableCache, Session
-from exportable_cache.cache.layout import Sinks
+from exportable_cache import ExportableCache, Session, load
+from exportable_cache.cache.attention.implementation import attention_of
 from exportable_cache.cache.policies import SinkPolicy
+from exportable_cache.cache.spec import Sinks
 from exportable_cache.errors import InputError, UnsupportedModelError
-from exportable_cache.program.program import attention_of
 from exportable_cache.verification.references.sinks import evicting_cache
 from exportable_cache.verification.verify import verify_session
 
@@ -18,7 +16,7 @@ from .support.layers import sink_layer
 from .support.memory import resident_kib
 from .support.models import WINDOW, tiny_model, tokens
 from .support.oracle import difference
-from .support.sessions import lowered_session
+from .support.sessions import lowered_session, sinks_bundle
 
 SINKS, NEWEST = 3, 8
 KEPT = SINKS + NEWEST
@@ -54,44 +52,62 @@ def test_dropping_tokens_is_masking_them(family: str) -> None:
     assert (everything[:, -1] - oracle[:, -1]).abs().max() > 0.05
 
 
-def sink_session(model: PreTrainedModel, target: str, folder: Path) -> Session:
+def sink_session(model: PreTrainedModel, target: str) -> Session:
     if target in ("eager", "compiled"):
         cache = ExportableCache.from_model(model, KEPT, attention_sinks=SINKS)
         return Session.from_model(model, cache, compile=target == "compiled", prefill_length=16, buckets=False)
-    return lowered_session(model, target, folder, KEPT, attention_sinks=SINKS)
+    return lowered_session(model, target, KEPT, attention_sinks=SINKS)
 
 
-@pytest.mark.parametrize("target", ["eager", "compiled", "pt2", "executorch"])
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_every_target_equals_the_masked_model(family: str, target: str, tmp_path: Path) -> None:
+# In the fast lane every family and every target.
+@pytest.mark.parametrize(
+    ("family", "target"),
+    [
+        ("llama", "eager"),
+        ("gemma3_text", "eager"),
+        ("gemma3_text", "compiled"),
+        ("llama", "pt2"),
+        ("gemma3_text", "executorch"),
+        pytest.param("llama", "compiled", marks=pytest.mark.full),
+        pytest.param("gemma3_text", "pt2", marks=pytest.mark.full),
+        pytest.param("llama", "executorch", marks=pytest.mark.full),
+    ],
+)
+def test_every_target_equals_the_masked_model(family: str, target: str) -> None:
     if target == "executorch":
         pytest.importorskip("executorch")
-    model = tiny_model(family)
-    session = sink_session(model, target, tmp_path)
+        model, folder = sinks_bundle() if family == "gemma3_text" else (tiny_model(family), None)
+        session = load(folder) if folder else sink_session(model, target)
+    else:
+        model = tiny_model(family)
+        session = sink_session(model, target)
     assert session.max_length is None
     for prompt in (2, 10, 11, 12, 30):
         ids = tokens(prompt + 25, seed=prompt)
         oracle = masked_logits(model, ids, prompt)
         session.reset()
-        step = lambda piece: session.prefill(piece) if piece.shape[1] > 1 else session.decode(piece[:, 0])
+
+        def step(piece: torch.Tensor, session: Session = session) -> torch.Tensor:
+            return session.prefill(piece) if piece.shape[1] > 1 else session.decode(piece[:, 0])
+
         assert difference(step, oracle, ids, prompt) <= 1e-4
 
 
 def test_verification_feeds_the_reference_the_same_tokens() -> None:
     model = tiny_model("llama")
-    report = verify_session(sink_session(model, "eager", Path()), model)
+    report = verify_session(sink_session(model, "eager"), model)
     assert report.passed and report.windows == (KEPT,) and max(prompt.length for prompt in report.prompts) == 5 * KEPT
     # A reference that keeps one sink fewer and one token more disagrees.
-    session = sink_session(model, "eager", Path())
+    session = sink_session(model, "eager")
     session.layers = tuple(sink_layer(1, 2, 8, SINKS - 1, NEWEST + 1) for _ in session.layers)
     assert not verify_session(session, model).passed
 
 
 @torch.no_grad()
-def test_ten_thousand_tokens_on_the_executorch_runtime_in_constant_memory(tmp_path: Path) -> None:
+def test_ten_thousand_tokens_on_the_executorch_runtime_in_constant_memory() -> None:
     pytest.importorskip("executorch")
-    model = tiny_model("llama", max_position_embeddings=16384)
-    session = sink_session(model, "executorch", tmp_path)
+    model, folder = sinks_bundle()
+    session = load(folder)
     count, tail = 10_000, 40
     ids = tokens(count)
     session.prefill(ids[:, :30])
@@ -102,11 +118,12 @@ def test_ten_thousand_tokens_on_the_executorch_runtime_in_constant_memory(tmp_pa
         logits = session.decode(ids[:, position])
     assert resident_kib() - resident < 2048
     assert session.length.tolist() == [count]
-    # What two layers of window 8 reach back to, and the sinks, whose own states depend on nothing after them.
+    # What a ring and a layer of window 8 reach back to, and the sinks, whose own states depend on nothing after them.
     positions = torch.cat([torch.arange(SINKS), torch.arange(count - tail, count)])
     query, key = positions[:, None], positions[None]
-    shown = (key <= query) & ((key < SINKS) | (key > query - NEWEST))
-    mask = torch.where(shown, 0.0, torch.finfo(torch.float32).min)[None, None]
+    sliding = (key <= query) & (key > query - WINDOW)
+    shown = {"sliding_attention": sliding, "full_attention": (key <= query) & ((key < SINKS) | (key > query - NEWEST))}
+    mask = {kind: torch.where(seen, 0.0, torch.finfo(torch.float32).min)[None, None] for kind, seen in shown.items()}
     with attention_of(model, "eager"):
         kept = model(ids[:, positions], attention_mask=mask, position_ids=positions[None], use_cache=False).logits[
             :, -1

@@ -13,10 +13,11 @@ from exportable_cache import ExportableCache, export
 from exportable_cache.backends import TARGETS
 from exportable_cache.backends.base import RunsElsewhere, StandIn
 from exportable_cache.backends.module import ModuleRunner
-from exportable_cache.backends.pt2 import Pt2Backend
+from exportable_cache.backends.pt2.target import Pt2Backend
 from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.program.entry_points import Method
 from exportable_cache.program.program import Program
+from exportable_cache.program.spec import ProgramSpec
 from exportable_cache.verification.reference_runner import program_of
 from exportable_cache.verification.verify import VerifyReport, verify
 
@@ -38,7 +39,7 @@ class Elsewhere(Pt2Backend):
     def stand_in(self, program: Program, description, options) -> StandIn:
         self.seen = program
         cache = ExportableCache.from_model(program.model, CAPACITY)
-        runner = ModuleRunner(program.model, cache, prefill_length=description.methods["prefill"].max_length)
+        runner = ModuleRunner(program.model, cache, ProgramSpec(description.methods["prefill"].max_length))
         return StandIn(runner, REMARK)
 
 

@@ -1,6 +1,5 @@
-"""One package per target. A target is imported only when it is used."""
+"""One package per target. A target is imported only when it is used; its `options` module needs neither torch nor the target."""
 
-from .base import Backend, LoweredFile, Runner
 from .registry import TARGETS, backend_for
 
-__all__ = ["TARGETS", "Backend", "LoweredFile", "Runner", "backend_for"]
+__all__ = ["TARGETS", "backend_for"]

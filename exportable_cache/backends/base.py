@@ -10,21 +10,11 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from ..cache.layers import CacheLayer, layer_from
-from ..errors import InputError
+from ..generation.sampler import Sampler
 from ..program.entry_points import Method
-from ..program.program import Form, Logits, Program
-
-
-def flag(options: Mapping[str, Any], name: str) -> bool:
-    """An option of a target that is true or false, false by default.
-
-    Raises:
-        InputError: If it is anything else: the word "False" is true in Python.
-    """
-    value = options.get(name, False)
-    if not isinstance(value, bool):
-        raise InputError(f"{name} is {value!r}; it must be true or false")
-    return value
+from ..program.program import Program
+from ..program.spec import Form, Logits, ProgramSpec
+from .options import TargetOptions
 
 
 @dataclass(frozen=True)
@@ -58,8 +48,7 @@ class StandIn:
 class Runner(Protocol):
     """An opened program. It trusts its caller: ranges, dtypes and room are checked by the session.
 
-    A runner that can has an attribute `state`: the cache tensors by name (`layers.0.keys`), which steps change and which may
-    be changed in place between steps. Sessions save, load and fork through it.
+    What only some can do are protocols of their own: `HasState`, `ChoosesInGraph`, `HasDevice`.
     """
 
     methods: Mapping[str, Method]
@@ -69,14 +58,56 @@ class Runner(Protocol):
 
         Args:
             method: Name of one of `methods`.
-            *inputs: The tensors that the method takes, in the order of `Method.inputs`: for text these are input_ids int64
-                [batch, length] and input_pos int64 [batch], the position of each row's first token; 0 starts anew, an
-                earlier one takes tokens back.
+            *inputs: The tensors that the method takes, in the order of `Method.inputs`: for text these are input_ids
+                int64 [batch, length] and input_pos int64 [batch], the position of each row's first token; 0 starts
+                anew, an earlier one takes tokens back.
 
         Returns:
             What the method gives, safe to keep: of a step logits [batch, vocab], of others all of `Method.outputs`.
         """
         ...
+
+
+@runtime_checkable
+class HasState(Protocol):
+    """A runner that gives out its cache: sessions save, load, fork and copy rows through it."""
+
+    @property
+    def state(self) -> Mapping[str, torch.Tensor]:
+        """The cache tensors by name (`layers.0.keys`), rows first: steps change them, and so may others between steps,
+        in place.
+
+        Ask anew after every step: programs that pass their cache along have other tensors then.
+        """
+        ...
+
+
+@runtime_checkable
+class ChoosesInGraph(Protocol):
+    """A runner whose decode steps can choose the next tokens themselves."""
+
+    def run_and_choose(self, method: str, chooser: Sampler, *inputs: torch.Tensor, steps: int = 1) -> torch.Tensor:
+        """Decode steps, each of which feeds what the one before has chosen: int64 [batch, steps].
+
+        Args:
+            method: Name of a method of one token.
+            chooser: How to choose.
+            *inputs: Of the first step, see `Runner.run`.
+            steps: How many.
+        """
+        ...
+
+
+@runtime_checkable
+class HasDevice(Protocol):
+    """A runner whose inputs are expected elsewhere than on the CPU."""
+
+    device: torch.device
+
+
+def state_of(runner: Runner) -> Mapping[str, torch.Tensor] | None:
+    """The cache tensors of a runner that gives them out, None of others."""
+    return runner.state if isinstance(runner, HasState) else None
 
 
 class Backend(Protocol):
@@ -88,19 +119,23 @@ class Backend(Protocol):
     packages: tuple[str, ...]
     #: Most rows a program can have, or None for any number.
     max_batch_size: int | None
-    #: Schemes of `quantize.Quantization` that it has kernels for.
+    #: Schemes of `quantization_spec.Quantization` that it has kernels for.
     linear_schemes: tuple[str, ...]
     embedding_schemes: tuple[str, ...]
 
-    def program_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments of `Program` for this target (attention, form, ...), from the user's options.
+    #: Its options.
+    options: type[TargetOptions]
 
-        Raises:
-            InputError: On an option the target does not know.
+    def program_spec(self, asked: ProgramSpec, options: TargetOptions) -> ProgramSpec:
+        """What this target makes of the program that is asked for: attention, form of state, methods.
+
+        Args:
+            asked: With the chunk of a prompt and the modalities; the rest is the target's.
+            options: Of the target.
         """
         ...
 
-    def lower(self, program: Program, folder: Path, options: Mapping[str, Any]) -> list[LoweredFile]:
+    def lower(self, program: Program, folder: Path, options: TargetOptions) -> list[LoweredFile]:
         """Write the program's files into `folder`."""
         ...
 
@@ -113,7 +148,7 @@ class Backend(Protocol):
 class RunsElsewhere(Protocol):
     """A backend whose programs may be for another machine than the one they are lowered and verified on."""
 
-    def runs_here(self, description: ProgramDescription, options: Mapping[str, Any]) -> bool:
+    def runs_here(self, description: ProgramDescription, options: TargetOptions) -> bool:
         """Whether this machine can run the program that is described.
 
         Args:
@@ -121,7 +156,7 @@ class RunsElsewhere(Protocol):
         """
         ...
 
-    def stand_in(self, program: Program, description: ProgramDescription, options: Mapping[str, Any]) -> StandIn:
+    def stand_in(self, program: Program, description: ProgramDescription, options: TargetOptions) -> StandIn:
         """What to verify in place of a program that this machine cannot run.
 
         Args:

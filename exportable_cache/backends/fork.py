@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
+from ..generation.sampler import Sampler
 from ..program.entry_points import Method
-from .base import Runner
+from .base import ChoosesInGraph, Runner
 
 
 class ForkedRunner:
     """A runner over another's graphs with a cache of its own, which is put in place when it is its turn.
 
-    A graph knows its cache by address, so two states cannot be stepped on at once; a turn costs a copy of the cache, and
-    turns taken in a row cost it once.
+    A graph knows its cache by address, so two states cannot be stepped on at once; a turn costs a copy of the cache,
+    and turns taken in a row cost it once.
 
     Args:
         base: What runs; it must give out its `state`.
@@ -25,15 +25,19 @@ class ForkedRunner:
     def __init__(self, base: Runner, parked: dict[str, torch.Tensor] | None = None) -> None:
         self.base = base
         self._parked = parked
+        self._is_open = True
         if parked is None:
             base.in_turn = self
+            base.open_forks = 0
+        base.open_forks += 1
 
     @classmethod
     def of(cls, runner: Runner) -> tuple[ForkedRunner, ForkedRunner]:
         """The runner as one of two, and a second one that starts with a copy of its state."""
-        first = runner if isinstance(runner, ForkedRunner) else cls(runner)
+        kind = ForkedChoosingRunner if isinstance(runner, ChoosesInGraph) else ForkedRunner
+        first = runner if isinstance(runner, ForkedRunner) else kind(runner)
         copied = {name: tensor.clone() for name, tensor in first.state.items()}
-        return first, cls(first.base, copied)
+        return first, kind(first.base, copied)
 
     @property
     def methods(self) -> Mapping[str, Method]:
@@ -55,18 +59,22 @@ class ForkedRunner:
             self._parked = None
             self.base.in_turn = self
 
+    def close(self) -> None:
+        """Close the runner with the last of its forks. A second call does nothing."""
+        if self._is_open:
+            self._is_open = False
+            self.base.open_forks -= 1
+            if self.base.open_forks == 0 and hasattr(self.base, "close"):
+                self.base.close()
+
     def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor:
         self.take_turn()
         return self.base.run(method, *inputs)
 
-    def __getattr__(self, name: str) -> Any:
-        # What only some runners have: a decode step that chooses tokens inside its graph.
-        if name != "run_and_choose":
-            raise AttributeError(name)
-        choose = self.base.run_and_choose
 
-        def run_and_choose(*arguments: Any, **options: Any) -> torch.Tensor:
-            self.take_turn()
-            return choose(*arguments, **options)
+class ForkedChoosingRunner(ForkedRunner):
+    """A fork of a runner whose decode steps choose tokens inside their graph."""
 
-        return run_and_choose
+    def run_and_choose(self, method: str, chooser: Sampler, *inputs: torch.Tensor, steps: int = 1) -> torch.Tensor:
+        self.take_turn()
+        return self.base.run_and_choose(method, chooser, *inputs, steps=steps)

@@ -18,6 +18,7 @@ import transformers
 from torch import nn
 
 from .. import __version__
+from ..common.compat.torch import inductor_config, unwritable_guards
 from ..common.files import atomic_path
 from ..models.cache_factory import ExportableCache
 
@@ -111,10 +112,8 @@ def _keepable(guards: Sequence[Any]) -> list[bool]:
     Left out are those that cannot be, which compare identities and global names (sources stand for them), and those on the
     modules' hooks and own attributes, thousands, which the file's name stands for.
     """
-    from torch._dynamo.guards import CheckFunctionManager
-
     left_out = {
-        *CheckFunctionManager.UNSUPPORTED_SERIALIZATION_GUARD_TYPES,
+        *unwritable_guards(),
         "EMPTY_NN_MODULE_HOOKS_DICT",
         "NOT_PRESENT_IN_GENERIC_DICT",
     }
@@ -150,7 +149,7 @@ def _machine() -> list[Any]:
         torch.get_float32_matmul_precision(),
         torch.are_deterministic_algorithms_enabled(),
         torch.compiler.get_default_backend(),
-        torch._inductor.config.save_config_portable(),
+        inductor_config(),
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
@@ -11,17 +12,18 @@ from typing import Any
 
 import torch
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
-from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
-from ..cache.attention.functions import ATTENTION, set_attention
-from ..errors import UnsupportedModelError
-from ..generation.chooser import Chooser
+from ..cache.attention.functions import ATTENTION
+from ..cache.attention.implementation import borrow_attention
+from ..common.compat import torch as private
+from ..errors import InputError, UnsupportedModelError
 from ..generation.choosing_steps import ChoosingSteps
+from ..generation.sampler import Sampler
 from ..models.cache_factory import ExportableCache
 from ..program.entry_points import Method
-from ..program.inputs.modality import Modality
 from ..program.program import ResidentModule, front_module, program_methods
+from ..program.spec import ProgramSpec
 from ..program.tracing import told_by
 from .graph_cache import GraphCache
 
@@ -33,14 +35,14 @@ _GUARD = re.compile(r"satisfy the generated guard (\d+) <= L\[.*\] and L\[.*\] <
 class ModuleRunner:
     """Runs the resident form of a program over the cache's own tensors.
 
-    The model's attention implementation is switched to ours, for good.
+    The model's attention implementation is switched to ours until the runner is closed, or gone.
 
     Args:
         model: A transformers causal LM.
         cache: Its cache; its keys and values are written, its lengths are not.
+        spec: Its methods and modalities.
         compiled: Compile every method into one graph: decode with static shapes, prefill with a dynamic length.
         mode: Of torch.compile; `reduce-overhead` (CUDA graphs) by default on a GPU.
-        prefill_length, buckets, score_length: See `methods_for`.
         graph_cache: Folder in which compiled graphs are kept for later processes, see `GraphCache`.
     """
 
@@ -48,23 +50,20 @@ class ModuleRunner:
         self,
         model: PreTrainedModel,
         cache: ExportableCache,
+        spec: ProgramSpec | None = None,
         *,
         compiled: bool = False,
         mode: str | None = None,
-        prefill_length: int | None = None,
-        buckets: Sequence[int] = (),
-        score_length: int = 0,
-        modalities: Sequence[Modality] = (),
         graph_cache: str | Path | None = None,
     ) -> None:
-        set_attention(model, ATTENTION)
-        self.methods: dict[str, Method] = program_methods(
-            cache, prefill_length, buckets=buckets, score_length=score_length, modalities=modalities
-        )
+        self._give_back = weakref.finalize(self, borrow_attention(model, ATTENTION))
+        self._give_back.atexit = False
+        spec = ProgramSpec() if spec is None else spec
+        self.methods: dict[str, Method] = program_methods(cache, spec)
         self.modules: dict[str, torch.nn.Module] = {
             name: ResidentModule(model, cache, method)
             if method.is_step
-            else front_module(model, cache, method, modalities)
+            else front_module(model, cache, method, spec.modalities)
             for name, method in self.methods.items()
         }
         self.state: Mapping[str, torch.Tensor] = cache.stored_state()
@@ -77,12 +76,16 @@ class ModuleRunner:
         # the dynamic sizes are 1: TorchDynamo has no graph for those and others in common.
         self._calls: dict[tuple, Callable[..., torch.Tensor]] = {}
 
+    def close(self) -> None:
+        """Put back the attention that the model had; nothing runs afterwards. A second call does nothing."""
+        self._give_back()
+
     @torch.no_grad()
     def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         return self._call((method,), inputs)
 
     @torch.no_grad()
-    def run_and_choose(self, method: str, chooser: Chooser, *inputs: torch.Tensor, steps: int = 1) -> torch.Tensor:
+    def run_and_choose(self, method: str, chooser: Sampler, *inputs: torch.Tensor, steps: int = 1) -> torch.Tensor:
         """Decode steps with the choice of the next tokens inside the graph: int64 [batch, steps].
 
         One graph serves all settings of a `Sampling`; greedy choice, the repetition penalty and every number of steps have
@@ -95,6 +98,8 @@ class ModuleRunner:
         return self._call((method, greedy, penalised, steps), inputs, *further, *astuple(chooser.settings))
 
     def _call(self, key: tuple, inputs: Sequence[torch.Tensor], *further: torch.Tensor) -> Any:
+        if not self._give_back.alive:
+            raise InputError("this session is closed, and its model has its own attention again; make another session")
         method, ones = self.methods[key[0]], frozenset()
         if self._compiled:
             inputs, ones = _marked(method, inputs)
@@ -109,13 +114,13 @@ class ModuleRunner:
                 )
             try:
                 result = call(*arguments)
-            except (torch._dynamo.exc.TorchDynamoException, ConstraintViolationError) as error:
+            except (private.dynamo_error(), ConstraintViolationError) as error:
                 raised = self.methods[method.name] = _raised(method, error)
                 enough = inputs[0].shape[1] >= raised.min_length
                 return self._call(key, inputs, *further) if enough else self._token_by_token(raised, inputs)
             self._calls[key, ones] = call
         # CUDA graphs give out their own buffers, which the next step overwrites.
-        return tree_map(lambda tensor: tensor.clone() if tensor.is_cuda else tensor, result)
+        return private.tree_map(lambda tensor: tensor.clone() if tensor.is_cuda else tensor, result)
 
     def _token_by_token(self, method: Method, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """Logits [batch, vocab] after the last token of a step that is too short for its method."""
@@ -135,7 +140,7 @@ class ModuleRunner:
         step = _step_of(module)
         # A graph from disk has no others beside it.
         if self.graph_cache is not None and not _has_graphs_by_length(self.methods[key[0][0]]):
-            options = torch._inductor.list_mode_options(self._mode) if self._mode else None
+            options = private.mode_options(self._mode) if self._mode else None
             name = f"{self.methods[key[0][0]]} {key[0][1:]} {sorted(key[1])}"
             call = self.graph_cache.get(name, step, {"module": module}, inputs, dynamic=dynamic, options=options)
             if call is not None:
@@ -156,9 +161,9 @@ def _marked(method: Method, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.
             if size in sizes and tensor.shape[index] == 1:
                 ones.add(size)
             elif size in sizes and _has_graphs_by_length(method):
-                torch._dynamo.maybe_mark_dynamic(tensor, index)
+                private.maybe_mark_dynamic(tensor, index)
             elif size in sizes:
-                torch._dynamo.mark_dynamic(tensor, index, min=max(2, sizes[size][0]), max=sizes[size][1])
+                private.mark_dynamic(tensor, index, max(2, sizes[size][0]), sizes[size][1])
         marked.append(tensor)
     return marked, frozenset(ones)
 

@@ -9,11 +9,11 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 
 from ..cache.attention.functions import matmul_attention
+from ..cache.attention.implementation import attention_of
 from ..cache.attention.masks import register_masks
 from ..cache.policies import FullPolicy
 from ..models.cache_factory import ExportableCache
 from ..models.layout import cache_argument
-from ..program.program import attention_of
 
 _ATTENTION = "exportable_cache_probe"
 

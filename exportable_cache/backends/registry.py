@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 #: Target -> (module that defines `backend`, packages it needs, extra that installs them).
 TARGETS: dict[str, tuple[str, tuple[str, ...], str | None]] = {
-    "pt2": ("exportable_cache.backends.pt2", (), None),
-    "aoti": ("exportable_cache.backends.aoti", (), None),
-    "executorch": ("exportable_cache.backends.executorch", ("executorch",), "executorch"),
-    "tensorrt": ("exportable_cache.backends.tensorrt", ("torch_tensorrt",), "tensorrt-rtx"),
+    "pt2": ("exportable_cache.backends.pt2.target", (), None),
+    "aoti": ("exportable_cache.backends.aoti.target", (), None),
+    "executorch": ("exportable_cache.backends.executorch.target", ("executorch",), "executorch"),
+    "tensorrt": ("exportable_cache.backends.tensorrt.target", ("torch_tensorrt",), "tensorrt-rtx"),
 }
 
 
@@ -26,8 +26,7 @@ def backend_for(target: str) -> Backend:
         InputError: If there is no such target.
         MissingDependencyError: If a package it needs is not installed.
     """
-    if target not in TARGETS:
-        raise InputError(f"unknown target {target!r}; choose one of {', '.join(TARGETS)}")
+    check_target(target)
     module, packages, extra = TARGETS[target]
     missing = [package for package in packages if util.find_spec(package) is None]
     if missing:
@@ -35,3 +34,13 @@ def backend_for(target: str) -> Backend:
             f"target {target!r} needs {', '.join(missing)}, which is not installed; pip install 'exportable-cache[{extra}]'"
         )
     return import_module(module).backend
+
+
+def check_target(target: str) -> None:
+    """Refuse a name that is no target's, without importing any.
+
+    Raises:
+        InputError: If there is no such target.
+    """
+    if target not in TARGETS:
+        raise InputError(f"unknown target {target!r}; choose one of {', '.join(TARGETS)}")

@@ -7,15 +7,16 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from ..backends import LoweredFile, Runner, backend_for
+from ..backends import backend_for
+from ..backends.base import LoweredFile, Runner
 from ..cache.kernel import Kernel
 from ..cache.layers import CacheLayer, layer_from
 from ..common.files import PARTIAL, atomic_folder
@@ -23,10 +24,22 @@ from ..common.progress import Progress, silent
 from ..errors import BundleError
 from ..program.inputs.multimodal import kinds_taken
 from ..program.program import Program
-from .describe import config_fields, describe, generation_config_fields, installed_versions
+from .describe import Provenance, config_fields, describe, generation_config_fields, installed_versions
 from .manifest import MANIFEST_FILE, SCHEMA_VERSION, File, Manifest
 
-__all__ = ["MANIFEST_FILE", "SCHEMA_VERSION", "Bundle", "Manifest", "check_free", "new_folder", "write_bundle"]
+if TYPE_CHECKING:
+    from ..models.loading import LoadedModel
+
+__all__ = [
+    "MANIFEST_FILE",
+    "SCHEMA_VERSION",
+    "Bundle",
+    "Manifest",
+    "Provenance",
+    "check_free",
+    "new_folder",
+    "write_bundle",
+]
 
 TOKENIZER_FOLDER = "tokenizer"
 #: What the manifest says that its files are; they lie beside the tokenizer's.
@@ -146,8 +159,8 @@ class Bundle:
 def check_free(path: Path, overwrite: bool) -> None:
     """Refuse a folder that exists, unless it is empty, or a bundle that may be overwritten, and one that cannot be created.
 
-    A folder is created beside it, or in the nearest parent that exists, and removed again: permissions alone do not tell,
-    neither to root nor on file systems that are no storage.
+    A folder is created beside it, or in the nearest parent that exists, and removed again: permissions alone do not
+    tell, neither to root nor on file systems that are no storage.
 
     Raises:
         BundleError: If it may not be written to.
@@ -206,12 +219,8 @@ def write_bundle(
     program: Program,
     lowered: Sequence[LoweredFile],
     *,
-    target: str,
-    source: str,
-    max_cache_len: int,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    processor_files: Sequence[Path] = (),
-    options: Mapping[str, Any] | None = None,
+    provenance: Provenance,
+    loaded: LoadedModel,
     progress: Progress = silent,
 ) -> Bundle:
     """Add configs and tokenizer to the lowered files and describe them all.
@@ -221,11 +230,12 @@ def write_bundle(
     Args:
         folder: Where the backend has written `lowered`.
         program: What was lowered.
-        target, source, max_cache_len, options: See `describe.describe`.
-        tokenizer: Saved with its chat template, if given.
-        processor_files: Copied beside it, where it is given and the program takes more than text.
+        provenance: Of it.
+        loaded: What it was made from: its tokenizer is saved with the chat template; its processor's files are copied
+            beside it, where there is one and the program takes more than text.
         progress: Told about bytes read.
     """
+    tokenizer = loaded.tokenizer
     holds = {file.name: file.holds for file in lowered}
     details = {file.name: dict(file.details) for file in lowered}
     configs = {
@@ -237,7 +247,7 @@ def write_bundle(
         holds[name] = what
     if tokenizer is not None:
         tokenizer.save_pretrained(folder / TOKENIZER_FOLDER)
-        for path in processor_files if set(kinds_taken(program.methods)) != {"text"} else ():
+        for path in loaded.processor_files if set(kinds_taken(program.methods)) != {"text"} else ():
             shutil.copyfile(path, folder / TOKENIZER_FOLDER / path.name)
             holds[f"{TOKENIZER_FOLDER}/{path.name}"] = PROCESSOR
     files = {}
@@ -255,13 +265,10 @@ def write_bundle(
         done += size
     manifest = describe(
         program,
-        target=target,
-        packages=tuple(backend_for(target).packages),
-        source=source,
-        max_cache_len=max_cache_len,
+        provenance,
+        packages=tuple(backend_for(provenance.target).packages),
         tokenizer=None if tokenizer is None else type(tokenizer).__name__,
         files=files,
-        options=options or {},
     )
     return Bundle(folder, manifest)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib import metadata
 from typing import Any
@@ -12,11 +13,13 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from ..common.dtypes import dtype_name
 from ..common.tensor_spec import TensorSpec
 from ..models.fingerprint import fingerprint
 from ..models.layout import layer_types_and_windows, vocab_size_of
 from ..program.entry_points import Method as ProgramMethod
-from ..program.program import Form, Logits, Program
+from ..program.program import Program
+from ..program.spec import Form, Logits
 from .manifest import (
     LOGITS,
     SCHEMA_VERSION,
@@ -33,27 +36,39 @@ from .manifest import (
 _PACKAGES = ("exportable-cache", "torch", "transformers")
 
 
+@dataclass(frozen=True)
+class Provenance:
+    """Where a program comes from, as its manifest records it.
+
+    Attributes:
+        source: Where the model came from, see `LoadedModel`.
+        target: What it was lowered for.
+        max_cache_len: As asked for.
+        options: Of the target, as given.
+    """
+
+    source: str
+    target: str
+    max_cache_len: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
 def describe(
     program: Program,
+    provenance: Provenance,
     *,
-    target: str,
     packages: tuple[str, ...],
-    source: str,
-    max_cache_len: int,
     tokenizer: str | None,
     files: Mapping[str, File],
-    options: Mapping[str, Any],
 ) -> Manifest:
     """The manifest of a program that has been lowered, not verified yet.
 
     Args:
         program: What was lowered.
-        target: Its target, with the `packages` whose versions decide whether it can be opened.
-        source: Where the model came from.
-        max_cache_len: As asked for.
+        provenance: Of it.
+        packages: Those whose versions decide whether it can be opened.
         tokenizer: Class name, or None where there is none.
         files: What is in the folder.
-        options: Of the target, as given.
     """
     model, cache = program.model, program.cache
     layer_types = [layer_type for layer_type, _ in layer_types_and_windows(model.config)]
@@ -78,15 +93,15 @@ def describe(
     return Manifest(
         schema_version=SCHEMA_VERSION,
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        target=target,
-        source=source,
+        target=provenance.target,
+        source=provenance.source,
         model_type=model.config.model_type,
         architecture=type(model).__name__,
         program=ProgramEntry(
             form=program.form,
             logits=program.logits,
             batch_size=program.batch_size,
-            max_cache_len=max_cache_len,
+            max_cache_len=provenance.max_cache_len,
             methods={name: _method(program, method, vocab_size) for name, method in program.methods.items()},
         ),
         vocab_size=vocab_size,
@@ -100,7 +115,7 @@ def describe(
         generation_config=generation_config_fields(model),
         packages=installed_versions(packages),
         files=dict(files),
-        options=json.loads(json.dumps(dict(options), default=str)),
+        options=json.loads(json.dumps(dict(provenance.options), default=str)),
         verification=None,
     )
 
@@ -131,11 +146,6 @@ def generation_config_fields(model: PreTrainedModel) -> dict[str, Any]:
 def weights_bytes(model: torch.nn.Module) -> int:
     """Bytes of the parameters, tied ones counted once."""
     return sum(parameter.nbytes for parameter in model.parameters())
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """`float32` for torch.float32."""
-    return str(dtype).removeprefix("torch.")
 
 
 def _method(program: Program, method: ProgramMethod, vocab_size: int) -> Method:

@@ -19,7 +19,7 @@ from ..common.files import PARTIAL, retired_folder
 from ..common.tensor_spec import TensorSpec
 from ..errors import BundleError, InputError, first_line
 from ..program.entry_points import Method as ProgramMethod
-from ..program.program import Form, Logits
+from ..program.spec import Form, Logits
 
 # 2: layers by their parts, not by a class.
 SCHEMA_VERSION = 2
@@ -273,6 +273,8 @@ class Manifest(_Entry):
     verification: dict[str, Any] | None
     quantization: Quantized | None = None
     kv_cache: RoundedCache | None = None
+    # Of the weights before they were converted to `dtype`; None in bundles of releases that always kept it.
+    stored_dtype: str | None = None
 
     @field_validator("files")
     @classmethod

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import Cache, PreTrainedConfig
 
+from ..common.compat.transformers import attention_implementation
 from ..common.files import atomic_path, read_tensors
 from ..errors import BundleError, InputError
 from .attention.functions import ATTENTION_NAMES
@@ -55,6 +56,8 @@ class LayeredCache(Cache):
         if len(set(sizes)) > 1:
             raise InputError(f"layers have batch sizes {sizes}; they must be equal")
         Cache.__init__(self, layers=layers)
+        #: Types of the configs that its model is made of, None where it was not made for a model that is known.
+        self.model_types: tuple[str, ...] | None = None
         self._config: PreTrainedConfig | None = None
 
     @classmethod
@@ -64,6 +67,7 @@ class LayeredCache(Cache):
         cache.layers = layers
         cache.layer_class_to_replicate = None
         cache.offloading = False
+        cache.model_types = None
         cache._config = None
         return cache
 
@@ -169,7 +173,7 @@ class LayeredCache(Cache):
         if self.batch_size == 1:
             return False
         if self._config is not None:
-            return self._config._attn_implementation in ATTENTION_NAMES
+            return attention_implementation(self._config) in ATTENTION_NAMES
         # A rebuilt cache does not know its model: one offset serves both kinds, unless rows differ or might.
         lengths = self.cumulative_length
         return is_traced(lengths) or bool((lengths != lengths[0]).any())
@@ -252,7 +256,9 @@ class LayeredCache(Cache):
         for index, layer in enumerate(self.layers):
             state = {name: tensors.get(f"layers.{index}.{name}") for name in layer.state}
             layers.append(layer.with_state(state, context))
-        return type(self).from_layers(layers)
+        cache = type(self).from_layers(layers)
+        cache.model_types = self.model_types
+        return cache
 
     def save(self, path: str | Path) -> None:
         """Write all state to a safetensors file, atomically."""
@@ -265,7 +271,12 @@ class LayeredCache(Cache):
             save_file(
                 tensors,
                 temporary,
-                metadata={"format": _FORMAT, "cache": type(self).__name__, "layers": json.dumps(layers)},
+                metadata={
+                    "format": _FORMAT,
+                    "cache": type(self).__name__,
+                    "layers": json.dumps(layers),
+                    "model_types": json.dumps(self.model_types),
+                },
             )
 
     @classmethod
@@ -288,4 +299,7 @@ class LayeredCache(Cache):
                 ) from error
             layer._high_water = described["high_water"]
             layers.append(layer)
-        return LayeredCache.classes[metadata.get("cache", "ExportableCache")](layers)
+        cache = LayeredCache.classes[metadata.get("cache", "ExportableCache")](layers)
+        types = json.loads(metadata.get("model_types", "null"))
+        cache.model_types = None if types is None else tuple(types)
+        return cache

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
+from ..common.compat.torch import FakeTensor
 from ..errors import CacheFullError, InputError
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ import torch
 from ..errors import InputError
 from .layers import CacheLayer, CrossLayer, IndexedLayer, IndexerKeys, LinearLayer, LinearStates, RowSizes, StateShape
 from .policies import CrossPolicy, FullPolicy, NoPolicy, RecurrentPolicy, RingPolicy, SinkPolicy, SlotPolicy
+from .spec import CacheSpec, Sinks
 from .storage import storage_of
 
 #: Layer types, by transformers' names: those that keep keys and values, those that keep states, and those that keep
@@ -20,54 +21,6 @@ SUPPORTED_LAYER_TYPES = (*KEY_TYPES, *STATE_TYPES, *HYBRID_TYPES, "dummy")
 
 #: Our name for the layer type that transformers has none for: attention to an encoder's output.
 CROSS_ATTENTION = "cross_attention"
-
-
-@dataclass(frozen=True)
-class Sinks:
-    """What full-attention layers keep when they are to run without end: `Sinks(4, 1020)` is the first 4 tokens and the
-    last 1020.
-
-    Raises:
-        InputError: If a number is not a positive int.
-    """
-
-    tokens: int
-    window: int
-
-    def __post_init__(self) -> None:
-        for name, value in (("attention_sinks", self.tokens), ("attention_window", self.window)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise InputError(f"{name} is {value!r}; it must be an int of at least 1")
-
-    @classmethod
-    def within(cls, max_cache_len: int, tokens: int | None, window: int | None) -> Sinks | None:
-        """From the options `attention_sinks` and `attention_window`, None where neither is given.
-
-        Args:
-            max_cache_len: Slots that a layer may have; the window takes what the sinks leave of them by default.
-
-        Raises:
-            InputError: If there is a window without sinks, or both do not fit.
-        """
-        if tokens is None:
-            if window is not None:
-                raise InputError(
-                    f"attention_window is {window}, but there are no attention_sinks; pass them too, 4 is common"
-                )
-            return None
-        if window is None and isinstance(tokens, int) and isinstance(max_cache_len, int):
-            window = max_cache_len - tokens
-        if (
-            window is not None
-            and isinstance(window, int)
-            and isinstance(tokens, int)
-            and tokens + max(window, 1) > max_cache_len
-        ):
-            raise InputError(
-                f"attention_sinks {tokens} and attention_window {max(window, 1)} take {tokens + max(window, 1)} slots, max_cache_len is "
-                f"{max_cache_len}; raise max_cache_len, or lower them"
-            )
-        return cls(tokens, window)
 
 
 @dataclass(frozen=True)
@@ -99,21 +52,18 @@ class LayerLayout:
     recurrent_states: tuple[StateShape | None, ...] = ()
     encoder_slots: int | None = None
 
-    def build(
-        self,
-        batch_size: int,
-        max_cache_len: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        slack: int = 0,
-        sinks: Sinks | None = None,
-        kv_dtype: str | None = None,
-    ) -> CacheLayer:
+    def build(self, spec: CacheSpec, dtype: torch.dtype, device: torch.device | str) -> CacheLayer:
         """Allocate this layer.
 
+        Args:
+            spec: Of the cache.
+            dtype: Of keys and values.
+            device: Where to allocate.
+
         Raises:
-            InputError: If it cannot be kept in `kv_dtype`.
+            InputError: If it cannot be kept in the spec's `kv_dtype`.
         """
+        batch_size, kv_dtype = spec.batch_size, spec.kv_dtype
         states = None
         if any((*self.conv_states, *self.recurrent_states)):
             states = LinearStates.of(self.conv_states, self.recurrent_states, dtype)
@@ -121,7 +71,7 @@ class LayerLayout:
             if states is None:
                 return CacheLayer(NoPolicy())
             return LinearLayer(RecurrentPolicy(), states, batch_size, device=device)
-        policy = self._policy(max_cache_len, slack, sinks)
+        policy = self._policy(spec.max_cache_len, spec.rollback_slots, spec.sinks)
         storage = storage_of(dtype, kv_dtype)
         sizes = RowSizes(batch_size, self.num_heads, self.head_dim, self.value_head_dim)
         if states is not None:
@@ -135,14 +85,14 @@ class LayerLayout:
             )
         return (CacheLayer if self.encoder_slots is None else CrossLayer)(policy, storage, sizes, device=device)
 
-    def _policy(self, max_cache_len: int, slack: int, sinks: Sinks | None) -> SlotPolicy:
+    def _policy(self, max_cache_len: int, rollback_slots: int, sinks: Sinks | None) -> SlotPolicy:
         if self.encoder_slots is not None:
             return CrossPolicy(self.encoder_slots)
         if self.index_head_dim is not None:
             return FullPolicy(max_cache_len)
         if sinks is not None and self.window is None:
-            return SinkPolicy(sinks.tokens, sinks.window, slack)
+            return SinkPolicy(sinks.tokens, sinks.window, rollback_slots)
         # A window that is never reached needs no ring: every token stays visible, and the slot is the position.
         if self.window is None or (self.window >= max_cache_len and sinks is None):
             return FullPolicy(max_cache_len)
-        return RingPolicy(self.window, slack)
+        return RingPolicy(self.window, rollback_slots)

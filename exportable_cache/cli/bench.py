@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .layer_table import simple_table
-from .options import BundleArgument, IgnoreVersionsOption, JsonOption, at_least
+from .options import BundleArgument, IgnoreVersionsOption, JsonOption
+from .settings import at_least
 from .terminal import Terminal, bytes_text
 
 if TYPE_CHECKING:

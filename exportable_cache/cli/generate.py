@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .options import BundleArgument, IgnoreVersionsOption, JsonOption, at_least
+from .options import BundleArgument, IgnoreVersionsOption, JsonOption
+from .settings import at_least
 from .terminal import Terminal
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ def generate(
         bundle = Bundle.open(folder, check_versions=not ignore_versions)
         session = Session.from_bundle(bundle)
         asked = _asked(bundle, session, text, image or (), audio or (), chat)
+    asked = _tokenised(session, asked)
     prompt_tokens, fed_tokens = _counts(session, asked)
     pieces = session.generate_text(
         asked,
@@ -221,18 +223,25 @@ def _check_kinds(session: Session, images: Sequence[Path], sounds: Sequence[Path
         raise InputError(f"the bundle takes {kinds[0]} and no prompt alone; pass --{kinds[0]} FILE")
 
 
-def _counts(session: Session, asked: str | list[dict[str, str]] | dict[str, Tensor]) -> tuple[int, int]:
-    """Tokens of the prompt, and of them those that the decoder is fed."""
+def _tokenised(
+    session: Session, asked: str | list[dict[str, str]] | dict[str, Tensor]
+) -> str | list[dict[str, str]] | dict[str, Tensor]:
+    """The prompt as token ids, so that it is tokenised once; what the session refuses stays as it is, for its own words."""
     from ..generation.text import encode_prompt
 
-    if isinstance(asked, dict):
-        # An encoder-decoder answers in a sequence of its own, which begins with one token.
-        ids = asked.get("decoder_input_ids" if session.has_encoder else "input_ids")
-        tokens = 0 if ids is None else ids.shape[1]
-        return tokens, tokens + session.has_encoder
-    # Without a tokenizer the session refuses, in its own words.
-    tokens = 0 if session.tokenizer is None else encode_prompt(session.tokenizer, asked).shape[1]
-    return tokens, 1 if session.has_encoder else tokens
+    if isinstance(asked, dict) or session.tokenizer is None:
+        return asked
+    return {"input_ids": encode_prompt(session.tokenizer, asked).to(session.device)}
+
+
+def _counts(session: Session, asked: str | list[dict[str, str]] | dict[str, Tensor]) -> tuple[int, int]:
+    """Tokens of the prompt, and of them those that the decoder is fed."""
+    ids = asked.get("decoder_input_ids", asked.get("input_ids")) if isinstance(asked, dict) else None
+    tokens = 0 if ids is None else ids.shape[1]
+    if not session.has_encoder:
+        return tokens, tokens
+    # An encoder-decoder answers in a sequence of its own, which begins with one token.
+    return tokens, 1 + (tokens if isinstance(asked, dict) and "decoder_input_ids" in asked else 0)
 
 
 def _default_new_tokens(session: Session, prompt_tokens: int) -> int | None:

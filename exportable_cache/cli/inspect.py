@@ -9,8 +9,9 @@ import typer
 from .engine_table import engine_table, engines
 from .export import print_files, print_verification
 from .layer_table import LayerRow, layer_table, simple_table
-from .options import BundleOrDemoArgument, JsonOption, at_least
+from .options import BundleOrDemoArgument, JsonOption
 from .plan import print_plan
+from .settings import at_least
 from .terminal import Terminal, bytes_text
 
 if TYPE_CHECKING:

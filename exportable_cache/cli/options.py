@@ -1,17 +1,18 @@
-"""Arguments and options that several commands take, with their completion."""
+"""Arguments and options that several commands take, with their completion, beside those that are fields of specs."""
 
 from __future__ import annotations
 
 import os
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
 import typer
 
-Dtype = Literal["float32", "float16", "bfloat16"]
+from ..common.settings import REQUIRED
+from .settings import Changes
 
 
 def targets() -> list[str]:
@@ -64,18 +65,6 @@ def _complete_bundles_and_demo(incomplete: str) -> Iterator[str]:
     yield from _complete_bundles(incomplete)
 
 
-def at_least(least: int) -> Callable[[Any], Any]:
-    """A callback that refuses smaller numbers, in lists of them too, before anything slow is imported."""
-
-    def check(given: Any) -> Any:
-        for value in given if isinstance(given, (list, tuple)) else [given]:
-            if value is not None and not value >= least:
-                raise typer.BadParameter(f"{value} is too small; it must be at least {least}")
-        return given
-
-    return check
-
-
 _MODEL = "A hub id, a local folder, or `demo`."
 
 ModelArgument = Annotated[
@@ -99,77 +88,19 @@ BundleOrDemoArgument = Annotated[
         autocompletion=_complete_bundles_and_demo,
     ),
 ]
-TargetOption = Annotated[
-    str,
+#: What the command line adds to the fields of the specs.
+TARGET = Changes(about={"help": f"What to lower to: {', '.join(targets())}.", "autocompletion": _complete_targets})
+REQUIRED_OPTION = Changes(default=REQUIRED)
+
+PlanTargetOption = Annotated[
+    str | None,
     typer.Option(
         "--target",
         "-t",
         metavar="TARGET",
-        help=f"What to lower to: {', '.join(targets())}.",
+        help=f"Plan for the dtype that is exported for it: {', '.join(targets())}.",
         autocompletion=_complete_targets,
-    ),
-]
-MaxEncoderLenOption = Annotated[
-    int | None,
-    typer.Option(
-        "--max-encoder-len",
-        metavar="N",
-        callback=at_least(1),
-        help="Encoder-decoders: longest encoder input, in tokens, frames or samples.",
-        show_default="512 tokens, 30 s of samples, or what the encoder has positions for",
-    ),
-]
-KvCacheDtypeOption = Annotated[
-    str | None,
-    typer.Option(
-        "--kv-cache-dtype",
-        metavar="int8|int4",
-        help="Keep keys and values in 8 or 4 bits; the model's own dtype by default.",
-        show_default=False,
-    ),
-]
-AttentionSinksOption = Annotated[
-    int | None,
-    typer.Option(
-        "--attention-sinks",
-        metavar="K",
-        callback=at_least(1),
-        help="Full-attention layers keep the first K tokens and the newest ones, and run without end.",
-        show_default=False,
-    ),
-]
-AttentionWindowOption = Annotated[
-    int | None,
-    typer.Option(
-        "--attention-window",
-        metavar="W",
-        callback=at_least(1),
-        help="Newest tokens kept beside the sinks.",
-        show_default="max-cache-len less the sinks",
-    ),
-]
-
-BatchSizeOption = Annotated[int, typer.Option("--batch-size", "-b", metavar="N", callback=at_least(1), help="Rows.")]
-DtypeOption = Annotated[
-    Dtype | None,
-    typer.Option("--dtype", help="Of weights, keys and values; the model's own by default.", show_default=False),
-]
-SmOption = Annotated[
-    str | None,
-    typer.Option(
-        "--sm",
-        metavar="LIST",
-        help="With TensorRT: compute capabilities to build for, such as 80,86,89,120.",
-        show_default="a portable plan",
-    ),
-]
-DelegateOption = Annotated[
-    str | None,
-    typer.Option(
-        "--delegate",
-        metavar="NAME",
-        help="With ExecuTorch: what the program is delegated to: xnnpack, vulkan, coreml or tensorrt.",
-        show_default="xnnpack",
+        show_default="the dtype of the weights",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]

@@ -3,55 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from ..cache.spec import CacheSpec
 from .layer_table import LayerRow, layer_table
-from .options import (
-    AttentionSinksOption,
-    AttentionWindowOption,
-    BatchSizeOption,
-    DtypeOption,
-    JsonOption,
-    KvCacheDtypeOption,
-    MaxEncoderLenOption,
-    ModelArgument,
-    at_least,
-)
+from .options import JsonOption, ModelArgument, PlanTargetOption
+from .settings import declared, options_of, takes
 from .terminal import Terminal, bytes_text
 
 if TYPE_CHECKING:
     from ..pipeline.sizing import Plan
 
 
-def plan(
-    ctx: typer.Context,
-    model: ModelArgument,
-    max_cache_len: Annotated[
-        int,
-        typer.Option(
-            "--max-cache-len", "-n", metavar="N", callback=at_least(1), help="Tokens a full-attention layer holds."
-        ),
-    ],
-    batch_size: BatchSizeOption = 1,
-    dtype: DtypeOption = None,
-    max_encoder_len: MaxEncoderLenOption = None,
-    kv_cache_dtype: KvCacheDtypeOption = None,
-    attention_sinks: AttentionSinksOption = None,
-    attention_window: AttentionWindowOption = None,
-    json: JsonOption = False,
-) -> None:
+@takes(
+    declared("model", ModelArgument),
+    *options_of([CacheSpec]),
+    declared("target", PlanTargetOption, None),
+    declared("json", JsonOption, False),
+)
+def plan(ctx: typer.Context, model: str, target: str | None, json: bool, **given: Any) -> None:
     """Size the cache of a model, without loading its weights."""
     from ..errors import UnsupportedModelError
 
     terminal: Terminal = ctx.obj
     with terminal.progress(f"reading the config of {model}"):
-        from ..pipeline.sizing import plan as make_plan
+        from ..pipeline.sizing import plan_cache
 
-        made = make_plan(
-            model, max_cache_len, batch_size, dtype, max_encoder_len, attention_sinks, attention_window, kv_cache_dtype
-        )
+        made = plan_cache(model, CacheSpec(**given), target)
     if json:
         terminal.json(made.to_dict())
     if made.refusal:
@@ -74,3 +54,5 @@ def print_plan(terminal: Terminal, made: Plan) -> None:
     terminal.print(f"\nstatic cache   {bytes_text(made.cache_bytes)} for {holds} per row")
     terminal.print(f"DynamicCache   {bytes_text(made.dynamic_bytes)} at {made.max_cache_len} tokens")
     terminal.print(f"weights        {bytes_text(made.weights_bytes)}")
+    if made.remark:
+        terminal.print(made.remark)

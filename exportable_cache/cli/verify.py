@@ -2,44 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import Any
 
 import typer
 
+from ..verification.spec import VerifySpec
 from .command import EXIT_MISMATCH
 from .layer_table import simple_table
-from .options import BundleArgument, IgnoreVersionsOption, JsonOption, ModelOption, at_least
+from .options import BundleArgument, IgnoreVersionsOption, JsonOption, ModelOption
+from .settings import Changes, at_least, declared, options_of, takes
 from .terminal import Terminal
 
 
-def verify(
-    ctx: typer.Context,
-    folder: BundleArgument,
-    model: ModelOption,
-    tolerance: Annotated[
-        float | None,
-        typer.Option(
-            "--tolerance",
-            metavar="X",
-            callback=at_least(0),
-            help="Largest |logit difference| to accept.",
-            show_default="by dtype: 1e-4 in float32",
-        ),
-    ] = None,
-    decode_steps: Annotated[
-        int | None,
-        typer.Option(
-            "--decode-steps",
-            metavar="N",
-            callback=at_least(1),
-            help="Tokens to feed one by one after each prompt.",
-            show_default="past every window",
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of the random tokens.")] = 0,
-    ignore_versions: IgnoreVersionsOption = False,
-    json: JsonOption = False,
-) -> None:
+@takes(
+    declared("folder", BundleArgument),
+    declared("model", ModelOption),
+    *options_of(
+        [VerifySpec],
+        {name: Changes(about={"callback": at_least(least)}) for name, least in (("tolerance", 0), ("decode_steps", 1))},
+    ),
+    declared("ignore_versions", IgnoreVersionsOption, False),
+    declared("json", JsonOption, False),
+)
+def verify(ctx: typer.Context, folder: Path, model: str, ignore_versions: bool, json: bool, **given: Any) -> None:
     """Compare a bundle with the eager model, token by token."""
     terminal: Terminal = ctx.obj
     with terminal.progress("loading libraries") as progress:
@@ -47,7 +33,7 @@ def verify(
         from ..verification.verify import verify as compare
 
         bundle = Bundle.open(folder, check_versions=not ignore_versions, progress=progress)
-        report = compare(bundle, model, tolerance=tolerance, decode_steps=decode_steps, seed=seed, progress=progress)
+        report = compare(bundle, model, progress=progress, **given)
     if json:
         terminal.json({"path": str(folder), "model": model, **report.to_dict()})
     else:

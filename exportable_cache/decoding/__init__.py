@@ -1,8 +1,11 @@
 """From logits to tokens to text: sampling, the decode loop, and streaming detokenisation."""
 
-from ..generation.chooser import Chooser
+import warnings
+from typing import Any
+
 from ..generation.loop import generate_tokens
 from ..generation.multi_step import check_steps_per_launch
+from ..generation.sampler import Sampler
 from ..generation.sampling import Sampling, SamplingSettings, check_seed, draw, penalise, sample, sorted_distribution
 from ..generation.speculative import (
     Draft,
@@ -18,7 +21,6 @@ from .batching import ContinuousBatch, Request
 from .beam import Hypothesis, beam_search
 
 __all__ = [
-    "Chooser",
     "ContinuousBatch",
     "Draft",
     "DraftModel",
@@ -26,6 +28,7 @@ __all__ = [
     "PromptLookup",
     "Proposal",
     "Request",
+    "Sampler",
     "Sampling",
     "StopStrings",
     "TextStream",
@@ -44,3 +47,12 @@ __all__ = [
     "sorted_distribution",
     "stream_text",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "Chooser":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(
+        "decoding.Chooser is now decoding.Sampler; the old name goes with the next release", DeprecationWarning, 2
+    )
+    return Sampler

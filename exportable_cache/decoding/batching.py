@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import InputError
-from ..generation.chooser import Chooser
+from ..generation.sampler import Sampler
 from ..generation.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Request:
     input_ids: torch.Tensor
     max_new_tokens: int | None
     stop_tokens: frozenset[int]
-    chooser: Chooser
+    sampler: Sampler
     tokens: list[int] = field(default_factory=list)
     finished: bool = False
 
@@ -42,8 +42,8 @@ class Request:
 class ContinuousBatch:
     """Requests served side by side: a row that finishes takes up the next request at once.
 
-    Prompts are prefilled one by one into a cache of batch size 1, whose state is then copied into the free row; all rows
-    are decoded together, each at its own position. Shapes never change, so nothing recompiles.
+    Prompts are prefilled one by one into a cache of batch size 1, whose state is then copied into the free row; all
+    rows are decoded together, each at its own position. Shapes never change, so nothing recompiles.
 
     Args:
         prefill: A session at batch size 1.
@@ -107,7 +107,9 @@ class ContinuousBatch:
         from ..models.cache_factory import ExportableCache
         from ..session.session import Session
 
-        caches = [ExportableCache.from_model(model, max_cache_len, rows) for rows in (1, batch_size)]
+        caches = [
+            ExportableCache.from_model(model, max_cache_len, rows, attn_implementation=None) for rows in (1, batch_size)
+        ]
         return cls(*(Session.from_model(model, cache, compile=compile, **options) for cache in caches))
 
     @property
@@ -140,8 +142,8 @@ class ContinuousBatch:
             CacheFullError: If the prompt does not fit a row, or not with `max_new_tokens`.
         """
         ends = self.prefill.check_request(input_ids, max_new_tokens, stop)
-        chooser = Chooser(sampling or Sampling(), input_ids, self.decode.vocab_size)
-        request = Request(input_ids, max_new_tokens, frozenset(ends), chooser)
+        sampler = Sampler(sampling or Sampling(), input_ids, self.decode.vocab_size)
+        request = Request(input_ids, max_new_tokens, frozenset(ends), sampler)
         self._waiting.append(request)
         return request
 
@@ -186,7 +188,7 @@ class ContinuousBatch:
         return self._give(row, request, logits)
 
     def _give(self, row: int, request: Request, logits: torch.Tensor) -> int:
-        token = int(request.chooser.choose(logits)[0])
+        token = int(request.sampler.choose(logits)[0])
         request.tokens.append(token)
         limit = self.decode.max_length
         is_full = limit is not None and int(self.decode.length[row]) >= limit

@@ -9,9 +9,11 @@ from .sampling import SamplingSettings, draw, penalise, sorted_distribution
 
 
 class ChoosingSteps(nn.Module):
-    """A program's decode step with the choice of the next tokens behind it, without a look at any value; once, or several times.
+    """A program's decode step with the choice of the next tokens behind it, without a look at any value; once, or
+    several times.
 
-    Of several steps each feeds the tokens that the one before has chosen, one position further: a loop unrolled into one graph.
+    Of several steps each feeds the tokens that the one before has chosen, one position further: a loop unrolled into
+    one graph.
 
     Args:
         step: A `ProgramModule` of one token that gives logits [batch, vocab].
@@ -31,8 +33,9 @@ class ChoosingSteps(nn.Module):
     def forward(self, *arguments: torch.Tensor) -> torch.Tensor:
         """
         Args:
-            *arguments: The step's inputs; random numbers [steps, batch] in [0, 1) unless greedy; tokens seen, bool [batch,
-                vocab], if penalised, where the chosen tokens are added in place; and the fields of `SamplingSettings`.
+            *arguments: The step's inputs; random numbers [steps, batch] in [0, 1) unless greedy; tokens seen, bool
+                [batch, vocab], if penalised, where the chosen tokens are added in place; and the fields of
+                `SamplingSettings`.
 
         Returns:
             int64 [batch, steps].

@@ -3,57 +3,61 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
 
 import torch
 
 from ..errors import InputError
-from .chooser import Chooser
-from .speculative import least_rollback
-
-if TYPE_CHECKING:
-    from ..session.session import Session
+from .sampler import Sampler
+from .stepper import Stepper
 
 
-class Launches:
+class MultiStepDecoder:
     """The next tokens of one generation, from as many steps per launch as the session makes.
 
-    Between tokens the session's length is that of plain decoding: the cache is ahead of it, so what was computed and is not
-    wanted costs nothing to drop. A step taken with the session meanwhile does so.
+    Between tokens the session's length is that of plain decoding: the cache is ahead of it, so what was computed and is
+    not wanted costs nothing to drop. A step taken with the session meanwhile does so.
 
     Args:
         session: What runs the steps.
-        chooser: How to choose.
+        sampler: How to choose.
     """
 
-    def __init__(self, session: Session, chooser: Chooser) -> None:
+    def __init__(self, session: Stepper, sampler: Sampler) -> None:
         self.session = session
-        self.chooser = chooser
+        self.sampler = sampler
         self._ahead: deque[torch.Tensor] = deque()
         self._moves = session.moves
+        self._rollback = session.least_rollback[1]
 
-    def next(self, tokens: torch.Tensor, wanted: int | None) -> torch.Tensor:
+    def next(self, tokens: torch.Tensor, wanted: int | None, ended: torch.Tensor) -> torch.Tensor:
         """Feed `tokens`, int64 [batch], the newest that were given out, and choose the ones that follow, int64 [batch].
 
         Args:
             wanted: How many more, these included, will be asked for at most; None for any number.
+            ended: bool [batch] on the host, rows whose tokens are padding. They are fed like the others, as a step has
+                all rows, and their length goes back to where it was, which only a layer that keeps a state rules out.
         """
+        stays = bool(ended.any()) and self._rollback > 0
+        on: int | torch.Tensor = (~ended).to(torch.int64) if stays else 1
         if self._ahead and self.session.moves == self._moves:
-            self.session.shift(1)
+            self.session.shift(on)
         else:
-            steps = self._steps(wanted)
-            self._ahead = deque(self.session.decode_and_choose(tokens, self.chooser, steps).unbind(1))
-            self.session.shift(1 - steps)
+            steps = 1 if self.session.steps_per_launch == 1 else self._steps(wanted, stays)
+            self._ahead = deque(self.session.decode_and_choose(tokens, self.sampler, steps).unbind(1))
+            self.session.shift(on - steps)
             self._moves = self.session.moves
         return self._ahead.popleft()
 
-    def _steps(self, wanted: int | None) -> int:
+    def _steps(self, wanted: int | None, stays: bool) -> int:
         # Not fewer per launch near the end, which would be a graph of its own: one by one there.
         steps, room = self.session.steps_per_launch, self.session.room
+        if stays and self._rollback < steps:
+            # A row that stays takes back all steps of a launch, one more than a row that ends within it.
+            return 1
         return steps if all(limit is None or limit >= steps for limit in (wanted, room)) else 1
 
 
-def check_steps_per_launch(session: Session, steps: int) -> None:
+def check_steps_per_launch(session: Stepper, steps: int) -> None:
     """Refuse a number of steps that this session could not take at once, or not take back after a stop.
 
     Raises:
@@ -65,12 +69,12 @@ def check_steps_per_launch(session: Session, steps: int) -> None:
         return
     if session.max_length is not None and steps > session.max_length:
         raise InputError(f"steps_per_launch is {steps}, a row holds {session.max_length} tokens; pass fewer steps")
-    if not hasattr(session.runner, "run_and_choose"):
+    if not session.chooses_in_graph:
         raise InputError(
             f"steps_per_launch is {steps}, but a {session.target!r} program gives logits, and tokens are chosen outside of it; "
             "leave it out, or use Session.from_model"
         )
-    layer, allowed = least_rollback(session)
+    layer, allowed = session.least_rollback
     if allowed == 0:
         raise InputError(
             f"{layer} keeps a state that cannot be taken back, as it must be where an answer ends within a launch of {steps} steps; "
@@ -79,5 +83,5 @@ def check_steps_per_launch(session: Session, steps: int) -> None:
     if allowed < steps - 1:
         raise InputError(
             f"a launch of {steps} steps takes back up to {steps - 1} tokens, {layer} at most {allowed}; "
-            f"allocate the cache with slack={steps - 2}, or pass steps_per_launch={allowed + 1}"
+            f"allocate the cache with rollback_slots={steps - 2}, or pass steps_per_launch={allowed + 1}"
         )

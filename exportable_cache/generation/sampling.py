@@ -25,15 +25,17 @@ def check_seed(seed: int) -> None:
 class Sampling:
     """How tokens are chosen; checked when it is made.
 
-    `Sampling()` is greedy, `Sampling(temperature=0.7, top_p=0.9, seed=1)` draws from the tokens that make up nine tenths of
-    the probability, the same ones every time.
+    `Sampling()` is greedy, `Sampling(temperature=0.7, top_p=0.9, seed=1)` draws from the tokens that make up nine
+    tenths of the probability, the same ones every time.
 
     Attributes:
         temperature: Divisor of the logits; 0 takes the most probable token.
         top_k: Draw from the k most probable tokens; None for all.
         top_p: Draw from the fewest most probable tokens whose probabilities reach p; None for all. After `top_k`.
-        min_p: Draw from tokens at least p times as probable as the most probable one; None for all (Nguyen et al. 2024).
-        repetition_penalty: Makes tokens of the prompt and of the answer so far less likely where above 1; see `penalise`.
+        min_p: Draw from tokens at least p times as probable as the most probable one; None for all (Nguyen et al.
+            2024).
+        repetition_penalty: Makes tokens of the prompt and of the answer so far less likely where above 1; see
+            `penalise`.
         seed: Of the draws; None goes on with torch's global generator.
 
     Raises:
@@ -142,8 +144,8 @@ def sorted_distribution(logits: torch.Tensor, settings: SamplingSettings) -> tup
         Probabilities float32 [batch, vocab] that sum to one, and the tokens they belong to, int64 [batch, vocab].
     """
     ordered, tokens = logits.float().sort(dim=-1, descending=True, stable=True)
-    # The largest logit goes to zero first, and stays there under any divisor whose inverse is finite in float32; others may
-    # become minus infinity, which is greedy.
+    # The largest logit goes to zero first, and stays there under any divisor whose inverse is finite in float32; others
+    # may become minus infinity, which is greedy.
     probabilities = ((ordered - ordered[:, :1]) / settings.temperature).softmax(dim=-1)
     rank = torch.arange(logits.shape[-1], device=logits.device)
     probabilities = _renormalised(probabilities, rank < settings.top_k)

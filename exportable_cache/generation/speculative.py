@@ -8,17 +8,16 @@ is above q (Leviathan et al. 2023, Chen et al. 2023). Rejected tokens are taken 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 
 from ..errors import InputError
-from .chooser import Chooser
+from .loop import Chosen, Ending
+from .sampler import Sampler
 from .sampling import Sampling
-
-if TYPE_CHECKING:
-    from ..session.session import Session
+from .stepper import PromptStepper, Stepper
 
 #: Any number of many bits: what tells a draft model's random numbers from the model's, under one seed.
 _DRAFT_SEED = 0x1D8E4E27C47D124F
@@ -95,7 +94,7 @@ class DraftModel:
         InputError: If the session runs several rows.
     """
 
-    def __init__(self, session: Session, max_tokens: int = 4) -> None:
+    def __init__(self, session: PromptStepper, max_tokens: int = 4) -> None:
         if session.batch_size != 1:
             raise InputError(f"a draft model runs at batch size 1, this session has {session.batch_size}")
         if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1:
@@ -104,16 +103,16 @@ class DraftModel:
         self.session = session
         self.max_tokens = max_tokens
         self._fed: list[int] = []
-        self._chooser: Chooser | None = None
+        self._sampler: Sampler | None = None
         self._sampling: Sampling | None = None
 
     def propose(self, context: Sequence[int], count: int, sampling: Sampling) -> Proposal:
-        if self._chooser is None or self._sampling is not sampling:
+        if self._sampler is None or self._sampling is not sampling:
             self._sampling = sampling
-            # Random numbers of its own: with those that the model's tokens are drawn from, and proposals judged by, sampled
-            # tokens would not follow the model's distribution.
+            # Random numbers of its own: with those that the model's tokens are drawn from, and proposals judged by,
+            # sampled tokens would not follow the model's distribution.
             own = sampling if sampling.seed is None else replace(sampling, seed=(sampling.seed ^ _DRAFT_SEED) % 2**63)
-            self._chooser = Chooser(
+            self._sampler = Sampler(
                 own, torch.tensor([context[:1]], device=self.session.device), self.session.vocab_size
             )
         same = next(
@@ -137,8 +136,8 @@ class DraftModel:
         self._fed = list(context)
         tokens, probabilities = [], []
         while True:
-            probabilities.append(self._chooser.distribution(logits)[0])
-            tokens.append(self._chooser.draw_from(probabilities[-1]))
+            probabilities.append(self._sampler.distribution(logits)[0])
+            tokens.append(self._sampler.draw_from(probabilities[-1]))
             if len(tokens) == count:
                 return Proposal(tokens, torch.stack(probabilities))
             logits = self.session.decode(torch.tensor(tokens[-1:], device=self.session.device))
@@ -160,43 +159,97 @@ class SpeculationStatistics:
     accepted: int = 0
 
 
-def check_can_rewind(session: Session, tokens: int) -> None:
+def check_can_rewind(session: Stepper, tokens: int) -> None:
     """Refuse speculation on a session that could not take back what is rejected.
 
     Raises:
         InputError: If a layer's state cannot be taken back that far.
     """
-    layer, allowed = least_rollback(session)
+    layer, allowed = session.least_rollback
     if allowed == 0:
         raise InputError(f"{layer} keeps a state that cannot be taken back; decode without a draft")
     if allowed < tokens:
         raise InputError(
             f"speculation takes back up to {tokens} tokens, {layer} at most {allowed}; "
-            f"allocate the cache with slack={tokens - 1}, or propose at most {allowed} at once"
+            f"allocate the cache with rollback_slots={tokens - 1}, or propose at most {allowed} at once"
         )
 
 
-def least_rollback(session: Session) -> tuple[str, int]:
-    """The layer of which fewest tokens can be taken back at any length, as `layer 2 (ring)`, and how many they are."""
-    far = 2**40
-    found = [(layer.max_rollback(far, far), index, layer) for index, layer in enumerate(session.layers)]
-    allowed, index, layer = min(found, key=lambda item: item[:2])
-    return f"layer {index} ({layer.label})", allowed
+@dataclass
+class Speculation:
+    """The text so far, who proposes what follows, and what came of it.
+
+    Attributes:
+        context: Every token so far, prompt and answer; those given out are added.
+        draft: What proposes.
+        statistics: Counted here.
+    """
+
+    context: list[int]
+    draft: Draft
+    statistics: SpeculationStatistics = field(default_factory=SpeculationStatistics)
+
+
+def speculative_loop(
+    session: Stepper, logits: torch.Tensor, sampler: Sampler, ending: Ending, speculation: Speculation
+) -> Iterator[Chosen]:
+    """Tokens that follow a prompt which was fed, at batch size 1.
+
+    Between tokens the session's cache may be ahead of what was given out; when the iterator ends, or is closed, it
+    holds everything but the newest token, as after plain decoding.
+
+    Args:
+        session: What judges; see `Session.score`.
+        logits: After the prompt, [1, vocab].
+        sampler: How to choose.
+        ending: What ends it, but for strings.
+        speculation: What proposes, from the prompt on.
+    """
+    context, draft, statistics = speculation.context, speculation.draft, speculation.statistics
+    limit = ending.limit
+    token = int(sampler.choose(logits)[0])
+    context.append(token)
+    yield Chosen(torch.tensor([token]), torch.tensor([False]))
+    given = 1
+    while token not in ending.tokens and given != limit and session.room != 0:
+        count = min(
+            draft.max_tokens,
+            session.score_length - 1,
+            draft.max_tokens if limit is None else limit - given - 1,
+            draft.max_tokens if session.room is None else session.room - 1,
+        )
+        proposal = draft.propose(context, count, sampler.sampling) if count > 0 else Proposal([])
+        logits = session.score(torch.tensor([[token, *proposal.tokens]], device=session.device))[0]
+        fed = int(session.length[0])
+        tokens, accepted = _judge(logits, proposal, sampler)
+        statistics.steps += 1
+        statistics.proposed += len(proposal.tokens)
+        statistics.accepted += accepted
+        given_now = 0
+        try:
+            for token in tokens:
+                context.append(token)
+                given_now += 1
+                yield Chosen(torch.tensor([token]), torch.tensor([False]))
+                if token in ending.tokens or given + given_now == limit:
+                    break
+        finally:
+            # Unless the session was moved by someone else while this was waiting.
+            if int(session.length[0]) == fed:
+                session.shift(given_now - len(proposal.tokens) - 1)
+        given += given_now
 
 
 def generate_speculative(
-    session: Session,
+    session: PromptStepper,
     input_ids: torch.Tensor,
     limit: int | None,
-    chooser: Chooser,
+    chooser: Sampler,
     end_tokens: Collection[int],
     draft: Draft,
     statistics: SpeculationStatistics | None = None,
 ) -> Iterator[int]:
-    """Tokens that follow a prompt, at batch size 1.
-
-    Between tokens the session's cache may be ahead of what was given out; when the iterator ends, or is closed, it holds
-    everything but the newest token, as after plain decoding.
+    """Tokens that follow a prompt, at batch size 1: its prefill, then `speculative_loop`.
 
     Args:
         session: What judges; see `Session.score`.
@@ -207,42 +260,13 @@ def generate_speculative(
         draft: What proposes.
         statistics: Counted here, if given.
     """
-    context = input_ids[0].tolist()
-    token = int(chooser.choose(session.prefill(input_ids))[0])
-    context.append(token)
-    yield token
-    given = 1
-    while token not in end_tokens and given != limit and session.room != 0:
-        count = min(
-            draft.max_tokens,
-            session.score_length - 1,
-            draft.max_tokens if limit is None else limit - given - 1,
-            draft.max_tokens if session.room is None else session.room - 1,
-        )
-        proposal = draft.propose(context, count, chooser.sampling) if count > 0 else Proposal([])
-        logits = session.score(torch.tensor([[token, *proposal.tokens]], device=session.device))[0]
-        fed = int(session.length[0])
-        tokens, accepted = _judge(logits, proposal, chooser)
-        if statistics is not None:
-            statistics.steps += 1
-            statistics.proposed += len(proposal.tokens)
-            statistics.accepted += accepted
-        given_now = 0
-        try:
-            for token in tokens:
-                context.append(token)
-                given_now += 1
-                yield token
-                if token in end_tokens or given + given_now == limit:
-                    break
-        finally:
-            # Unless the session was moved by someone else while this was waiting.
-            if int(session.length[0]) == fed:
-                session.shift(given_now - len(proposal.tokens) - 1)
-        given += given_now
+    speculation = Speculation(input_ids[0].tolist(), draft, statistics or SpeculationStatistics())
+    logits = session.prefill(input_ids)
+    for step in speculative_loop(session, logits, chooser, Ending(limit, end_tokens), speculation):
+        yield int(step.tokens[0])
 
 
-def _judge(logits: torch.Tensor, proposal: Proposal, chooser: Chooser) -> tuple[list[int], int]:
+def _judge(logits: torch.Tensor, proposal: Proposal, sampler: Sampler) -> tuple[list[int], int]:
     """The tokens that follow, and how many of the proposed ones are among them: those, then one of the model's own.
 
     Args:
@@ -250,19 +274,20 @@ def _judge(logits: torch.Tensor, proposal: Proposal, chooser: Chooser) -> tuple[
     """
     tokens: list[int] = []
     for index, proposed in enumerate(proposal.tokens):
-        probabilities = chooser.distribution(logits[index : index + 1])[0]
+        probabilities = sampler.distribution(logits[index : index + 1])[0]
         if proposal.probabilities is None:
             drafted = torch.zeros_like(probabilities)
             drafted[proposed] = 1.0
         else:
             drafted = proposal.probabilities[index]
-        if not float(chooser.uniform(1)) * float(drafted[proposed]) < float(probabilities[proposed]):
+        if not float(sampler.uniform(1)) * float(drafted[proposed]) < float(probabilities[proposed]):
             rest = (probabilities - drafted).clamp(min=0)
-            # Nothing is left where the two agree but for rounding: then any token of the model's own distribution is right.
-            tokens.append(chooser.draw_from(rest if bool(rest.any()) else probabilities))
-            chooser.see(logits.new_tensor(tokens[-1:], dtype=torch.int64))
+            # Nothing is left where the two agree but for rounding: then any token of the model's own distribution is
+            # right.
+            tokens.append(sampler.draw_from(rest if bool(rest.any()) else probabilities))
+            sampler.see(logits.new_tensor(tokens[-1:], dtype=torch.int64))
             return tokens, index
         tokens.append(proposed)
-        chooser.see(logits.new_tensor([proposed], dtype=torch.int64))
-    tokens.append(int(chooser.choose(logits[-1:])[0]))
+        sampler.see(logits.new_tensor([proposed], dtype=torch.int64))
+    tokens.append(int(sampler.choose(logits[-1:])[0]))
     return tokens, len(proposal.tokens)

@@ -20,8 +20,8 @@ def encode_prompt(
     """Token ids of a prompt.
 
     Args:
-        prompt: Text, or chat messages such as `[{"role": "user", "content": "hello"}]`, which the tokenizer's chat template
-            renders up to where the assistant begins.
+        prompt: Text, or chat messages such as `[{"role": "user", "content": "hello"}]`, which the tokenizer's chat
+            template renders up to where the assistant begins.
         starts: Whether text begins a sequence, and so gets the tokenizer's special tokens (the template has its own).
 
     Returns:
@@ -52,7 +52,8 @@ def encode_prompt(
 class TextStream:
     """Detokenises one token at a time. The pieces join to what decoding all tokens at once gives.
 
-    A piece never ends inside a character: bytes that do not make one yet are held back, until they do or the stream ends.
+    A piece never ends inside a character: bytes that do not make one yet are held back, until they do or the stream
+    ends.
     Special tokens give no text, and spaces are not cleaned up, which later tokens could undo.
 
     Args:
@@ -118,27 +119,84 @@ class StopStrings:
         return text
 
 
+class TextPieces:
+    """Text of one row's tokens, piece by piece, up to an end token or a stop string, neither of which is given out.
+
+    Args:
+        tokenizer: Of the tokens.
+        end_tokens: Any of these ends the text.
+        stop_strings: So does any of these.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        end_tokens: Collection[int] = (),
+        stop_strings: Sequence[str] = (),
+    ) -> None:
+        self._stream = TextStream(tokenizer)
+        self._stops = StopStrings(stop_strings)
+        self._end_tokens = end_tokens
+        self.ended = False
+
+    def push(self, token: int) -> str:
+        """Text that `token` adds, and what was held back where it is the last; possibly none."""
+        if self.ended:
+            return ""
+        if token in self._end_tokens:
+            return self.finish()
+        piece = self._stops.push(self._stream.push(token))
+        self.ended = self._stops.stopped
+        return piece
+
+    def finish(self) -> str:
+        """Text still held back; none comes after it."""
+        if self.ended:
+            return ""
+        self.ended = True
+        rest = self._stops.push(self._stream.finish())
+        return rest if self._stops.stopped else rest + self._stops.finish()
+
+
 def stream_text(
     tokens: Iterable[int],
     tokenizer: PreTrainedTokenizerBase,
     end_tokens: Collection[int] = (),
     stop_strings: Sequence[str] = (),
 ) -> Iterator[str]:
-    """Text of a stream of tokens, piece by piece, up to an end token or a stop string, neither of which is given out."""
-    stream, stops = TextStream(tokenizer), StopStrings(stop_strings)
+    """Text of a stream of tokens, piece by piece, up to an end token or a stop string, neither of which is given
+    out.
+    """
+    pieces = TextPieces(tokenizer, end_tokens, stop_strings)
     for token in tokens:
-        if token in end_tokens:
-            break
-        piece = stops.push(stream.push(token))
+        piece = pieces.push(token)
         if piece:
             yield piece
-        if stops.stopped:
+        if pieces.ended:
             return
-    rest = stops.push(stream.finish())
-    if not stops.stopped:
-        rest += stops.finish()
+    rest = pieces.finish()
     if rest:
         yield rest
+
+
+def stream_texts(
+    steps: Iterable[torch.Tensor],
+    tokenizer: PreTrainedTokenizerBase,
+    end_tokens: Collection[int] = (),
+    stop_strings: Sequence[str] = (),
+) -> Iterator[list[str]]:
+    """Texts of a stream of tokens int64 [batch], a piece per row and step, empty where a row adds nothing."""
+    rows: list[TextPieces] = []
+    for tokens in steps:
+        rows = rows or [TextPieces(tokenizer, end_tokens, stop_strings) for _ in tokens]
+        pieces = [row.push(token) for row, token in zip(rows, tokens.tolist(), strict=True)]
+        if any(pieces):
+            yield pieces
+        if all(row.ended for row in rows):
+            return
+    pieces = [row.finish() for row in rows]
+    if any(pieces):
+        yield pieces
 
 
 def _overlap(text: str, string: str) -> int:

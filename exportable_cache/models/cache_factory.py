@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..cache.attention.functions import ATTENTION, register_attention, set_attention
+from ..cache.attention.functions import ATTENTION, register_attention
+from ..cache.attention.implementation import set_attention
 from ..cache.cache import LayeredCache
 from ..cache.encoder_decoder import EncoderDecoderLayeredCache
-from ..cache.layout import LayerLayout, Sinks
-from ..cache.storage import check_kv_dtype
+from ..cache.spec import CacheSpec
+from ..common.compat.transformers import set_attention_implementation
+from ..common.settings import renamed
 from ..errors import ExportableCacheError, InputError, UnsupportedModelError, first_line
 from ..pytree import register_node
 from .encoder import encoder_of
 from .encoder_decoder_layout import encoder_decoder_layers
 from .layout import check_longest, check_model_type, check_sinks, layout_from_config, layout_from_model
-from .patches.transformers import patch_model
+from .patches.registry import config_types, model_types, patch_imported, patch_model, patch_types
 
 register_attention()
 
@@ -49,11 +52,12 @@ class ExportableCache(LayeredCache):
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
         *,
-        slack: int = 0,
+        rollback_slots: int = 0,
         attention_sinks: int | None = None,
         attention_window: int | None = None,
         kv_dtype: str | None = None,
         attn_implementation: str | None = ATTENTION,
+        slack: int | None = None,
     ) -> ExportableCache:
         """Allocate the cache of a model from its config: per layer type a full buffer or a ring.
 
@@ -64,29 +68,56 @@ class ExportableCache(LayeredCache):
             batch_size: Rows.
             dtype: Of keys and values; the config's dtype by default.
             device: Where to allocate.
-            slack: Extra slots of each ring, so that `crop` can take back `slack + 1` tokens past the window.
-            attention_sinks: Have full-attention layers keep this many first tokens and the newest `attention_window`, and
-                run without end: see `policies.SinkPolicy`. Works with our attention functions only.
+            rollback_slots: Extra slots of each ring, so that `crop` can take back `rollback_slots + 1` tokens past the
+                window.
+            attention_sinks: Have full-attention layers keep this many first tokens and the newest `attention_window`,
+                and run without end: see `policies.SinkPolicy`. Works with our attention functions only.
             attention_window: What `attention_sinks` leave of `max_cache_len` by default.
             kv_dtype: `int8` or `int4` to keep keys and values in 8 or 4 bits with one scale per token and head, see
                 `cache.storage`; the dtype that the model writes by default.
             attn_implementation: Name to set on the config; None leaves it alone. Under transformers' own `sdpa` and
                 `eager` the cache works too, but for padding masks and rows of different length.
+            slack: The name of `rollback_slots` until the last release.
 
         Raises:
-            InputError: If a size is not a positive int.
+            InputError: If a value is out of range, see `CacheSpec`.
             UnsupportedModelError: If a layer's type has no storage policy here.
         """
-        sinks = Sinks.within(max_cache_len, attention_sinks, attention_window)
+        spec = CacheSpec(
+            max_cache_len,
+            batch_size,
+            dtype,
+            device,
+            renamed("rollback_slots", rollback_slots, "slack", slack, default=0),
+            attention_sinks=attention_sinks,
+            attention_window=attention_window,
+            kv_dtype=kv_dtype,
+        )
+        return cls.from_config_spec(config, spec, attn_implementation)
+
+    @classmethod
+    def from_config_spec(
+        cls, config: PreTrainedConfig, spec: CacheSpec, attn_implementation: str | None = ATTENTION
+    ) -> ExportableCache:
+        """`from_config`, of options that are one value. On the CPU where the spec names no device."""
+        if spec.max_encoder_len is not None:
+            raise InputError(
+                f"max_encoder_len is {spec.max_encoder_len}, but a config alone does not say what the encoder takes; "
+                "use ExportableCache.from_model"
+            )
         layouts = layout_from_config(config)
-        check_longest(config, max_cache_len)
-        if sinks is not None:
+        # It may have been read off the config, without a model.
+        patch_types(config_types(config))
+        check_longest(config, spec.max_cache_len)
+        if spec.sinks is not None:
             check_sinks(config, layouts)
-        dtype = dtype or getattr(config.get_text_config(decoder=True), "dtype", None) or torch.float32
-        cache = cls._allocate(layouts, max_cache_len, batch_size, dtype, device, slack, sinks, kv_dtype)
+        text_config = config.get_text_config(decoder=True)
+        dtype = spec.dtype or getattr(text_config, "dtype", None) or torch.float32
+        cache = cls([layout.build(spec, dtype, spec.device or "cpu") for layout in layouts])
         if attn_implementation is not None:
-            config._attn_implementation = attn_implementation
-        cache._config = config.get_text_config(decoder=True)
+            set_attention_implementation(config, attn_implementation)
+        cache._config = text_config
+        cache.model_types = tuple(sorted(config_types(config)))
         return cache
 
     @classmethod
@@ -98,17 +129,18 @@ class ExportableCache(LayeredCache):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         *,
-        slack: int = 0,
+        rollback_slots: int = 0,
         attention_sinks: int | None = None,
         attention_window: int | None = None,
         max_encoder_len: int | None = None,
         kv_dtype: str | None = None,
         attn_implementation: str | None = ATTENTION,
+        slack: int | None = None,
     ) -> ExportableCache:
         """Allocate the cache of a model; shapes, dtype and device are read from one token run through it.
 
-        See `from_config` for the arguments; `dtype` and `device` default to what the model writes. An encoder-decoder gets
-        an `ExportableEncoderDecoderCache`.
+        See `from_config` for the arguments; `dtype` and `device` default to what the model writes. An encoder-decoder
+        gets an `ExportableEncoderDecoderCache`.
 
         Args:
             max_encoder_len: Longest input of an encoder-decoder's encoder, in tokens, frames or samples; see
@@ -117,62 +149,93 @@ class ExportableCache(LayeredCache):
         Raises:
             UnsupportedModelError: If a layer has no storage policy here, or the model cannot run a token by itself.
         """
-        sinks = Sinks.within(max_cache_len, attention_sinks, attention_window)
+        spec = CacheSpec(
+            max_cache_len,
+            batch_size,
+            dtype,
+            device,
+            renamed("rollback_slots", rollback_slots, "slack", slack, default=0),
+            attention_sinks=attention_sinks,
+            attention_window=attention_window,
+            kv_dtype=kv_dtype,
+            max_encoder_len=max_encoder_len,
+        )
+        return cls.from_model_spec(model, spec, attn_implementation)
+
+    @classmethod
+    def from_model_spec(
+        cls, model: PreTrainedModel, spec: CacheSpec, attn_implementation: str | None = ATTENTION
+    ) -> ExportableCache:
+        """`from_model`, of options that are one value."""
         check_model_type(model.config)
         patch_model(model)
         encoder = None
         if getattr(model.config, "is_encoder_decoder", False):
             with _refused_if_it_fails(model):
-                encoder = encoder_of(model, max_encoder_len, batch_size)
-                layouts, model_dtype, model_device = encoder_decoder_layers(model, encoder)
+                encoder = encoder_of(model, spec.max_encoder_len, spec.batch_size)
+                layouts, dtype, device = encoder_decoder_layers(model, encoder)
             cls = ExportableEncoderDecoderCache
-        elif max_encoder_len is not None:
+        elif spec.max_encoder_len is not None:
             raise InputError(
-                f"max_encoder_len is {max_encoder_len}, but {type(model).__name__} has no encoder; leave it out"
+                f"max_encoder_len is {spec.max_encoder_len}, but {type(model).__name__} has no encoder; leave it out"
             )
         else:
             with _refused_if_it_fails(model):
-                layouts, model_dtype, model_device = layout_from_model(model)
-        check_longest(model.config, max_cache_len)
-        if sinks is not None:
+                layouts, dtype, device = layout_from_model(model)
+        check_longest(model.config, spec.max_cache_len)
+        if spec.sinks is not None:
             check_sinks(model.config, layouts)
-        cache = cls._allocate(
-            layouts, max_cache_len, batch_size, dtype or model_dtype, device or model_device, slack, sinks, kv_dtype
-        )
+        cache = cls([layout.build(spec, spec.dtype or dtype, spec.device or device) for layout in layouts])
         if encoder is not None:
             cache.encoder = encoder
         if attn_implementation is not None:
             set_attention(model, attn_implementation)
         cache._config = model.config.get_text_config(decoder=True)
+        cache.model_types = tuple(sorted(model_types(model)))
         return cache
 
     @classmethod
-    def _allocate(
-        cls,
-        layouts: Iterable[LayerLayout],
-        max_cache_len: int,
-        batch_size: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        slack: int,
-        sinks: Sinks | None,
-        kv_dtype: str | None,
-    ) -> ExportableCache:
-        for name, value in (("max_cache_len", max_cache_len), ("batch_size", batch_size)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise InputError(f"{name} is {value!r}; it must be an int of at least 1")
-        check_kv_dtype(kv_dtype)
-        return cls(
-            [layout.build(batch_size, max_cache_len, dtype, device, slack, sinks, kv_dtype) for layout in layouts]
-        )
+    def load(cls, path: str | Path, device: torch.device | str = "cpu") -> LayeredCache:
+        """Read what `save` wrote; the next step continues where it stopped.
+
+        Its model may come before or after it: the patches of that model's types are applied here.
+
+        Raises:
+            BundleError: If the file is missing, damaged or not a saved cache.
+            UnsupportedModelError: If a patch is for another release of transformers than the installed one.
+        """
+        cache = super().load(path, device)
+        if cache.model_types is None:
+            # A file of an older release, which names no types.
+            patch_imported()
+        else:
+            patch_types(cache.model_types)
+        return cache
+
+    def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor | int:
+        self._check_patches()
+        return super().get_seq_length(layer_idx)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int | torch.Tensor]:
+        self._check_patches()
+        return super().get_mask_sizes(query_length, layer_idx)
+
+    def _check_patches(self) -> None:
+        """Before the first step of a cache whose model is not known, such as one made of layers by hand.
+
+        Models ask for its length or its mask sizes before any of their layers runs. A program's model is patched already.
+        """
+        if self.model_types is None and not torch.compiler.is_compiling():
+            patch_imported()
+            self.model_types = ()
 
 
 class ExportableEncoderDecoderCache(ExportableCache, EncoderDecoderLayeredCache):
     """An `ExportableCache` that is a transformers `EncoderDecoderCache` too (cache_utils.py, 5.23).
 
-    Its layers are those of the self-attention, followed by as many of the cross-attention. `is_updated` says per decoder
-    layer whether the cross-attention's keys and values are there: a model computes them where it is false, and reads them
-    where it is true.
+    Its layers are those of the self-attention, followed by as many of the cross-attention. `is_updated` says per
+    decoder layer whether the cross-attention's keys and values are there: a model computes them where it is false, and
+    reads them where it is true.
 
     Args:
         layers: Self-attention layers, then one `CrossLayer` for each.

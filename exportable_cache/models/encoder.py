@@ -14,7 +14,7 @@ from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPo
 
 from ..common.tensor_spec import TensorSpec
 from ..errors import InputError, UnsupportedModelError
-from .patches.transformers_encoders import shortened_lengths
+from .patches.speech import shortened_lengths
 
 DEFAULT_ENCODER_LENGTH = 512
 #: Half a minute: samples at 16 kHz, frames of 10 ms.
@@ -121,13 +121,9 @@ def encoder_of(model: PreTrainedModel, max_encoder_len: int | None = None, batch
         batch_size: Rows. Audio in several rows has padding, and so a mask.
 
     Raises:
-        InputError: If `max_encoder_len` is no positive int, or the encoder takes another length, or no such.
+        InputError: If the encoder takes another length than `max_encoder_len`, or no such.
         UnsupportedModelError: If the encoder's input is of no known kind.
     """
-    if max_encoder_len is not None and (
-        not isinstance(max_encoder_len, int) or isinstance(max_encoder_len, bool) or max_encoder_len < 1
-    ):
-        raise InputError(f"max_encoder_len is {max_encoder_len!r}; it must be an int of at least 1")
     kind = _input_of(model, batch_size)
     name = type(model).__name__
     longest = max_encoder_len or kind.default

@@ -22,11 +22,15 @@ from ..cache.layout import (
     LayerLayout,
 )
 from ..cache.policies import CrossPolicy, RingPolicy
+from ..common.compat.transformers import experts_implementation, set_attention_implementation
 from ..errors import InputError, UnsupportedModelError
-from .patches.transformers import patch_model
+from .patches.registry import patch_model
 from .support import BIASED_BY_SLOT, LONGEST, REFUSED_MODELS, REFUSED_OPTIONS, WITHOUT_CACHE
 
 logger = logging.getLogger(__name__)
+
+# Where a config has one of these, head_dim and num_key_value_heads do not say what a layer keeps (latent attention; JetMoE; DBRX).
+_UNLIKE_FIELDS = ("kv_lora_rank", "kv_channels", "attn_config")
 
 
 def check_model_type(config: PreTrainedConfig) -> None:
@@ -289,13 +293,16 @@ def model_without_weights(config: PreTrainedConfig) -> PreTrainedModel | None:
 
     has_encoder = getattr(config, "is_encoder_decoder", False)
     probe = copy.deepcopy(config if has_encoder else config.get_text_config(decoder=True))
-    probe._attn_implementation = "eager"
+    set_attention_implementation(probe, "eager")
     try:
         with torch.device("meta"):
             model = (auto_class(probe) or AutoModelForCausalLM).from_config(probe)
     except Exception as error:  # any model code may run here
         logger.info("could not build %s on the meta device: %s", config.model_type, error)
         return None
+    if experts_implementation(model.config) is not None:
+        # On the meta device the grouped kernels take bfloat16 only; batched products take any dtype, and no values are looked at.
+        model.set_experts_implementation("batched_mm")
     # Its files are those of the model that the cache is for.
     patch_model(model)
     return model
@@ -311,6 +318,12 @@ def _layout_from_fields(config: PreTrainedConfig, layer_type: str, window: int |
         )
     if layer_type == "dummy":
         return LayerLayout(layer_type)
+    unlike = next((name for name in _UNLIKE_FIELDS if getattr(config, name, None) is not None), None)
+    if unlike is not None:
+        raise UnsupportedModelError(
+            f"{config.model_type!r} states the sizes of its keys in a way of its own ({unlike}) and cannot run without weights; "
+            "use ExportableCache.from_model, which reads the sizes from the model"
+        )
     head_dim = getattr(config, "head_dim", None) or hidden // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     return LayerLayout(layer_type, kv_heads, head_dim, head_dim, window)

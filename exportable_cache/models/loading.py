@@ -31,12 +31,14 @@ from transformers import (
     PreTrainedTokenizerBase,
     ProcessorMixin,
 )
-from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
+from ..common.compat.transformers import file_or_none
+from ..common.dtypes import dtype_name, parse_dtype
 from ..common.progress import Progress, silent
 from ..demo import demo_path
 from ..errors import BundleError, InputError, MissingDependencyError, UnsupportedModelError, first_line
+from .dtypes import converted
 
 # Without one of these AutoTokenizer makes up an empty tokenizer of the model's type.
 _TOKENIZER_FILES = (
@@ -98,17 +100,19 @@ def load_model(
     """Load a causal LM with its tokenizer, in eval mode. Nothing is printed, and no code of the model's own is run.
 
     Args:
-        model_or_path: `demo`, a local folder, a hub id, or a loaded model, which is passed through.
+        model_or_path: `demo`, a local folder, a hub id, or a loaded model, which is passed through, or copied where `dtype` is
+            another than its own.
         dtype: Of the weights, such as torch.float32 or "float32"; the one they are stored in by default.
 
     Raises:
         InputError: If there is no such folder or hub id, its files cannot be read, or a given model is in training mode or
-            of another dtype.
-        UnsupportedModelError: If the model type is unknown or has no causal LM, or the weights are of another kind of model.
+            offloaded.
+        UnsupportedModelError: If the model type is unknown or has no causal LM, or the weights are of another kind of model,
+            or carry adapters of their own (PEFT).
     """
     wanted = parse_dtype(dtype)
     if isinstance(model_or_path, PreTrainedModel):
-        return LoadedModel(_given(model_or_path, wanted), None, type(model_or_path).__name__)
+        return LoadedModel(_given(model_or_path, wanted, progress), None, type(model_or_path).__name__)
     place = _place(model_or_path)
     progress(f"loading {place.source}", 0, None)
     with _quiet():
@@ -234,33 +238,30 @@ def _position_tables(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
                 yield f"{name}.{key}", tensor.shape[0]
 
 
-def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """A floating dtype from itself or its name; None and "auto" stand for the stored one.
-
-    Raises:
-        InputError: If it is no floating dtype.
-    """
-    if dtype is None or dtype == "auto":
-        return None
-    parsed = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    if not isinstance(parsed, torch.dtype) or not parsed.is_floating_point:
-        raise InputError(
-            f"dtype is {dtype!r}; pass one of 'float32', 'float16', 'bfloat16', or None for the stored one"
-        )
-    return parsed
-
-
-def _given(model: PreTrainedModel, dtype: torch.dtype | None) -> PreTrainedModel:
+def _given(model: PreTrainedModel, dtype: torch.dtype | None, progress: Progress) -> PreTrainedModel:
     if model.training:
         raise InputError(f"{type(model).__name__} is in training mode; call model.eval() first")
-    if dtype is not None and dtype != model.dtype:
+    # By what accelerate leaves on modules: the package is no dependency.
+    absent = [name for name, parameter in model.named_parameters() if parameter.device.type == "meta"]
+    hooked = [name for name, module in model.named_modules() if hasattr(module, "_hf_hook")]
+    if absent or hooked:
+        found = f"{absent[0]} is on device meta" if absent else f"{hooked[0] or 'the model'} has a hook of accelerate"
         raise InputError(
-            f"{type(model).__name__} is {model.dtype}, dtype asks for {dtype}; convert it with model.to({dtype}) first"
+            f"{type(model).__name__} is offloaded or spread over devices ({found}), and a program needs every weight in memory; "
+            "load it whole with from_pretrained(..., device_map='cpu'), or pass its folder"
         )
-    return model
+    if dtype is None or dtype == model.dtype:
+        return model
+    progress(f"converting {type(model).__name__} to {dtype_name(dtype)}", 0, None)
+    return converted(model, dtype)
 
 
 def _place(model_or_path: str | os.PathLike) -> _Place:
+    if any(kind.__module__.partition(".")[0] == "peft" for kind in type(model_or_path).__mro__):
+        raise UnsupportedModelError(
+            f"model is a {type(model_or_path).__name__}, which keeps adapters beside the weights of another model; "
+            "merge them first: export(model.merge_and_unload(), ...)"
+        )
     if not isinstance(model_or_path, (str, os.PathLike)):
         raise InputError(
             f"model is a {type(model_or_path).__name__}; pass 'demo', a local folder, a hub id, or a transformers causal LM"
@@ -354,13 +355,7 @@ def _file(place: _Place, name: str) -> Path | None:
     if Path(place.path).is_dir():
         path = Path(place.path) / name
         return path if path.is_file() else None
-    found = cached_file(
-        place.path,
-        name,
-        local_files_only=place.local,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
+    found = file_or_none(place.path, name, local_files_only=place.local)
     return None if found is None else Path(found)
 
 

@@ -10,14 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..bundle.describe import dtype_name
+from ..backends.registry import check_target
 from ..cache.layers import CacheLayer
-from ..cache.layout import LayerLayout, Sinks
+from ..cache.layout import LayerLayout
 from ..cache.policies import SinkPolicy
-from ..cache.storage import check_kv_dtype
+from ..cache.spec import CacheSpec
+from ..common.dtypes import dtype_name
 from ..errors import InputError, UnsupportedModelError
+from ..models.dtypes import stored_dtype
 from ..models.layout import check_sinks, layout_from_config, layout_from_model, model_without_weights
-from ..models.loading import load_config, parse_dtype
+from ..models.loading import load_config
+from .dtypes import DtypeChoice, check_dtype, choose_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -66,7 +69,7 @@ class Plan:
         architecture: Class of the model, where it could be told.
         max_cache_len: Tokens a full-attention layer would hold.
         batch_size: Rows.
-        dtype: Of keys and values, and of the weights.
+        dtype: Of keys and values, and of the weights, as they would be exported.
         layers: Empty if the model is refused.
         max_length: Tokens a row can hold in all; None where only rings keep state.
         cache_bytes: Of the static cache.
@@ -74,6 +77,9 @@ class Plan:
         weights_bytes: Of the model's parameters, tied ones counted once; None where the model cannot be built without
             its weights.
         refusal: Why the cache cannot hold this model, or None if it can.
+        target: That it was planned for, if any.
+        stored_dtype: Of the weights as they are; None where the config does not say.
+        remark: What becomes of the stored dtype, where it is not kept.
     """
 
     source: str
@@ -88,6 +94,9 @@ class Plan:
     dynamic_bytes: int | None
     weights_bytes: int | None
     refusal: str | None = None
+    target: str | None = None
+    stored_dtype: str | None = None
+    remark: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON values."""
@@ -99,10 +108,8 @@ def plan(
     max_cache_len: int,
     batch_size: int = 1,
     dtype: torch.dtype | str | None = None,
-    max_encoder_len: int | None = None,
-    attention_sinks: int | None = None,
-    attention_window: int | None = None,
-    kv_dtype: str | None = None,
+    target: str | None = None,
+    **options: Any,
 ) -> Plan:
     """Size the cache of a model from its config; no weights are read, no cache memory is allocated.
 
@@ -110,43 +117,53 @@ def plan(
         model_or_path: `demo`, a hub id, a folder, a model or a config.
         max_cache_len: Tokens a full-attention layer shall hold.
         batch_size: Rows.
-        dtype: Of keys, values and weights; the config's by default, float32 if it names none.
-        max_encoder_len: Longest input of an encoder-decoder's encoder, see `ExportableCache.from_model`.
-        attention_sinks, attention_window, kv_dtype: See `ExportableCache.from_config`.
+        dtype: Of keys, values and weights; by default what `target` computes best in, or without one the config's,
+            float32 if it names none.
+        target: What the model is to be exported for; it need not be installed.
+        **options: Further fields of `CacheSpec`.
 
     Returns:
         The plan. A model the cache cannot hold gives one with no layers and the reason in `refusal`.
 
     Raises:
-        InputError: If a size is not a positive int, the dtype is no floating one, or there is no such model.
+        InputError: If an option is out of range, see `CacheSpec`, the dtype is none of the target's, or there is no such
+            model or target.
         UnsupportedModelError: If transformers does not know the model type, or it is not a causal LM.
     """
-    for name, value in (("max_cache_len", max_cache_len), ("batch_size", batch_size)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise InputError(f"{name} is {value!r}; it must be an int of at least 1")
-    wanted = parse_dtype(dtype)
-    check_kv_dtype(kv_dtype)
-    sinks = Sinks.within(max_cache_len, attention_sinks, attention_window)
+    return plan_cache(model_or_path, CacheSpec(max_cache_len, batch_size, dtype, **options), target)
+
+
+def plan_cache(
+    model_or_path: str | Path | PreTrainedModel | PreTrainedConfig, spec: CacheSpec, target: str | None = None
+) -> Plan:
+    """`plan`, of options that are one value."""
+    if target is not None:
+        check_target(target)
+        check_dtype(spec.dtype, target, {})
     config = load_config(model_or_path)
-    stored = getattr(model_or_path, "dtype", None) or getattr(config.get_text_config(decoder=True), "dtype", None)
-    chosen = wanted or parse_dtype(stored) or torch.float32
+    stored = getattr(model_or_path, "dtype", None) or stored_dtype(config)
+    choice = _choice(stored or torch.float32, spec.dtype, target)
+    chosen = choice.chosen
     model = model_without_weights(config)
     about = {
         "source": _source(model_or_path),
         "model_type": config.model_type,
         "architecture": _architecture(config, model),
-        "max_cache_len": max_cache_len,
-        "batch_size": batch_size,
+        "max_cache_len": spec.max_cache_len,
+        "batch_size": spec.batch_size,
         "dtype": dtype_name(chosen),
         "weights_bytes": None if model is None else _weights_bytes(model, chosen),
+        "target": target,
+        "stored_dtype": None if stored is None else dtype_name(stored),
+        "remark": str(choice) if stored is not None and choice.stored != choice.chosen else "",
     }
     try:
-        layouts = _layouts(config, model, max_encoder_len, batch_size)
-        if sinks is not None:
+        layouts = _layouts(config, model, spec)
+        if spec.sinks is not None:
             check_sinks(config, layouts)
     except UnsupportedModelError as error:
         return Plan(**about, layers=(), max_length=None, cache_bytes=None, dynamic_bytes=None, refusal=str(error))
-    built = [layout.build(batch_size, max_cache_len, chosen, "meta", 0, sinks, kv_dtype) for layout in layouts]
+    built = [layout.build(spec, chosen, "meta") for layout in layouts]
     limits = [layer.max_length for layer in built if layer.max_length is not None]
     return Plan(
         **about,
@@ -156,7 +173,7 @@ def plan(
                 layer_type=layout.layer_type,
                 policy=layer.label,
                 slots=layer.capacity,
-                window=sinks.tokens + sinks.window if isinstance(layer.policy, SinkPolicy) else layout.window,
+                window=spec.sinks.tokens + spec.sinks.window if isinstance(layer.policy, SinkPolicy) else layout.window,
                 heads=layout.num_heads,
                 head_dim=layout.head_dim,
                 value_head_dim=layout.value_head_dim,
@@ -167,8 +184,12 @@ def plan(
         ),
         max_length=min(limits, default=None),
         cache_bytes=sum(layer.nbytes for layer in built),
-        dynamic_bytes=sum(_dynamic_bytes(layout, max_cache_len, batch_size, chosen) for layout in layouts),
+        dynamic_bytes=sum(_dynamic_bytes(layout, spec, chosen) for layout in layouts),
     )
+
+
+def _choice(stored: torch.dtype, asked: torch.dtype | None, target: str | None) -> DtypeChoice:
+    return DtypeChoice(stored, asked or stored) if target is None else choose_dtype(stored, asked, target, {})
 
 
 def _kept_dtype(layer: CacheLayer) -> str:
@@ -190,17 +211,15 @@ def _architecture(config: PreTrainedConfig, model: PreTrainedModel | None) -> st
     return None if model is None else type(model).__name__
 
 
-def _layouts(
-    config: PreTrainedConfig, model: PreTrainedModel | None, max_encoder_len: int | None, batch_size: int
-) -> list[LayerLayout]:
+def _layouts(config: PreTrainedConfig, model: PreTrainedModel | None, spec: CacheSpec) -> list[LayerLayout]:
     if getattr(config, "is_encoder_decoder", False) and model is not None:
         from ..models.encoder import encoder_of
         from ..models.encoder_decoder_layout import encoder_decoder_layers
 
-        return encoder_decoder_layers(model, encoder_of(model, max_encoder_len, batch_size))[0]
-    if max_encoder_len is not None:
+        return encoder_decoder_layers(model, encoder_of(model, spec.max_encoder_len, spec.batch_size))[0]
+    if spec.max_encoder_len is not None:
         raise InputError(
-            f"max_encoder_len is {max_encoder_len}, but {config.model_type!r} has no encoder; leave it out"
+            f"max_encoder_len is {spec.max_encoder_len}, but {config.model_type!r} has no encoder; leave it out"
         )
     if model is not None:
         try:
@@ -216,13 +235,13 @@ def _weights_bytes(model: PreTrainedModel, dtype: torch.dtype) -> int:
     return sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
 
 
-def _dynamic_bytes(layout: LayerLayout, tokens: int, batch_size: int, dtype: torch.dtype) -> int:
-    """Bytes of transformers' own layer after `tokens` tokens: a sliding one keeps `window - 1`, the next being new."""
+def _dynamic_bytes(layout: LayerLayout, spec: CacheSpec, dtype: torch.dtype) -> int:
+    """Bytes of transformers' own layer after `max_cache_len` tokens: a sliding one keeps `window - 1`, the next being new."""
     states = [state for state in (*layout.conv_states, *layout.recurrent_states) if state is not None]
     fixed = sum(math.prod(state.shape) * (state.dtype or dtype).itemsize for state in states)
-    tokens = layout.encoder_slots or tokens
+    tokens = layout.encoder_slots or spec.max_cache_len
     kept = tokens if layout.window is None else min(tokens, layout.window - 1)
     per_token = (layout.num_heads or 0) * ((layout.head_dim or 0) + (layout.value_head_dim or 0)) + (
         layout.index_head_dim or 0
     )
-    return batch_size * (fixed + per_token * kept * dtype.itemsize)
+    return spec.batch_size * (fixed + per_token * kept * dtype.itemsize)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -12,6 +12,7 @@ import torch
 from ..common.tensor_spec import TensorSpec
 from ..errors import InputError
 from ..models.cache_factory import ExportableCache
+from .spec import ProgramSpec
 
 DEFAULT_PREFILL_LENGTH = 256
 #: Below this, attention over the slots costs too little beside the weights for a bucket of its own.
@@ -111,45 +112,29 @@ def smallest_inputs(method: Method, batch_size: int, device: torch.device) -> It
         )
 
 
-def methods_for(
-    cache: ExportableCache,
-    prefill_length: int | None = None,
-    forward: bool = False,
-    buckets: Sequence[int] = (),
-    score_length: int = 0,
-    split: bool = True,
-) -> dict[str, Method]:
+def methods_for(cache: ExportableCache, spec: ProgramSpec | None = None) -> dict[str, Method]:
     """The methods of a text decoder over `cache`.
 
     Args:
-        prefill_length: Longest chunk of a prompt; longer prompts go through in several. `DEFAULT_PREFILL_LENGTH`, or
-            what the cache holds, by default. At 1 there is no prefill.
-        forward: Have a method `forward` that takes any length from 1 on.
-        buckets: Read lengths that get methods of their own, `decode_128` and `prefill_128` for 128; see `length_buckets`.
-        score_length: Add a method `score` that takes 2 up to this many tokens and gives logits after each, as speculative
-            decoding needs; 0 for none.
-        split: Have the methods `decode`, of one token, and `prefill`, of several. Without them `forward` serves every step.
+        cache: Limits their lengths.
+        spec: Which methods, see `ProgramSpec`; `forward` and `split` are decided.
 
     Raises:
-        InputError: If `prefill_length` or `score_length` is out of range, or a bucket is not positive or more than a row holds.
+        InputError: If `prefill_length`, `score_length` or a bucket is more than a row holds.
     """
-    prefill_length = checked_prefill_length(cache, prefill_length)
+    spec = ProgramSpec() if spec is None else spec
+    score_length, split = spec.score_length, spec.split
+    prefill_length = checked_prefill_length(cache, spec.prefill_length)
     methods = [Method("decode", 1, 1)] if split else []
     if split and prefill_length > 1:
         methods.append(Method("prefill", 2, prefill_length))
-    if forward or not split:
+    if spec.forward or not split:
         methods.append(Method("forward", 1, prefill_length))
-    if not isinstance(score_length, int) or isinstance(score_length, bool) or score_length in (1,) or score_length < 0:
-        raise InputError(f"score_length is {score_length!r}; it must be an int of at least 2, or 0 for no such method")
     if cache.max_length is not None and score_length > cache.max_length:
         raise InputError(f"score_length is {score_length}, a row holds {cache.max_length} tokens; pass at most that")
     if score_length:
         methods.append(Method("score", 2, score_length, scores=True))
-    if isinstance(buckets, (str, int)) or not isinstance(buckets, Sequence):
-        raise InputError(f"buckets is {buckets!r}; it must be a list of ints of at least 1, such as [128, 512]")
-    for bucket in buckets:
-        if not isinstance(bucket, int) or isinstance(bucket, bool) or bucket < 1:
-            raise InputError(f"a length bucket is {bucket!r}; each must be an int of at least 1, such as 128")
+    for bucket in spec.buckets:
         if cache.max_length is not None and bucket > cache.max_length:
             raise InputError(
                 f"a length bucket is {bucket}, a row holds {cache.max_length} tokens; pass buckets below that, or none"

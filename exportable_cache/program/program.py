@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
-from enum import Enum
 from typing import ClassVar
 
 import torch
@@ -15,15 +13,15 @@ from torch import nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
 from transformers import PreTrainedModel
 
-from ..cache.attention.functions import ATTENTION, set_attention
+from ..cache.attention.functions import ATTENTION
+from ..cache.attention.implementation import attention_of
 from ..cache.step import StepContext
 from ..common.named_forward import name_forward
 from ..errors import InputError, UnsupportedModelError
 from ..models.cache_factory import ExportableCache, ExportableEncoderDecoderCache
 from ..models.layout import cache_argument
-from ..models.patches.transformers import patch_model
-from ..models.patches.transformers_encoders import short_masks
-from ..models.patches.transformers_methods import patch_methods
+from ..models.patches.registry import patch_model
+from ..models.patches.speech import short_masks
 from ..models.scans import longest_step
 from .entry_points import Method, checked_prefill_length, methods_for
 from .inputs.deepstack import deepstack_logits, is_stacked
@@ -32,21 +30,8 @@ from .inputs.encoder_decoder import decoder_arguments, seq2seq_methods
 from .inputs.image_masks import image_masks
 from .inputs.modality import EmbedModule, FeaturesModule, Modality
 from .inputs.multimodal import multimodal_methods
+from .spec import Form, Logits, ProgramSpec
 from .tracing import told_by
-
-
-class Form(str, Enum):
-    """Where a program keeps its cache."""
-
-    RESIDENT = "resident"  # buffers of the module, mutated in place
-    EXPLICIT = "explicit"  # a graph input and output, nothing mutated
-
-
-class Logits(str, Enum):
-    """Which logits a program returns."""
-
-    LAST = "last"  # [batch, vocab], of each row's last token
-    ALL = "all"  # [batch, length, vocab]
 
 
 def takes_positions(model: PreTrainedModel, name: str = "position_ids") -> bool:
@@ -75,7 +60,6 @@ class ProgramModule(nn.Module):
         self.model = model
         self.layout = cache
         patch_model(model)
-        patch_methods(model)
         self.method = method
         self.logits = Logits.ALL if method.scores else logits
         name_forward(self, (*method.input_names, *self.further_arguments))
@@ -97,9 +81,6 @@ class ProgramModule(nn.Module):
         input_pos: torch.Tensor,
         input_ids: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        rope_deltas: torch.Tensor | None = None,
-        image_ids: torch.Tensor | None = None,
         **further: torch.Tensor,
     ) -> torch.Tensor:
         """Logits [batch, vocab] or [batch, length, vocab] of tokens at `input_pos` [batch].
@@ -110,6 +91,8 @@ class ProgramModule(nn.Module):
         `image_ids` [batch, length] see each other; -1 is text.
         """
         tokens = input_ids if inputs_embeds is None else inputs_embeds
+        position_ids, rope_deltas = further.pop("position_ids", None), further.pop("rope_deltas", None)
+        image_ids = further.pop("image_ids", None)
         if isinstance(cache, ExportableEncoderDecoderCache):
             options = decoder_arguments(self.layout.encoder, cache, input_ids, **further)
         else:
@@ -183,55 +166,28 @@ class ExplicitModule(ProgramModule):
         return self.run(cache, **inputs), cache
 
 
-@contextmanager
-def attention_of(model: PreTrainedModel, implementation: str, experts: str | None = None) -> Iterator[None]:
-    """Run a block with the model switched to an attention implementation, and to an experts implementation where it has
-    experts; the model's own are restored after it.
-    """
-    attention = model.config._attn_implementation
-    own_experts = getattr(model.config, "_experts_implementation", None)
-    switch_experts = experts is not None and own_experts is not None
-    set_attention(model, implementation)
-    if switch_experts:
-        model.set_experts_implementation(experts)
-    try:
-        yield
-    finally:
-        set_attention(model, attention)
-        if switch_experts:
-            model.set_experts_implementation(own_experts)
-
-
-def program_methods(
-    cache: ExportableCache,
-    prefill_length: int | None = None,
-    forward: bool = False,
-    buckets: Sequence[int] = (),
-    score_length: int = 0,
-    modalities: Sequence[Modality] = (),
-    split: bool = True,
-) -> dict[str, Method]:
+def program_methods(cache: ExportableCache, spec: ProgramSpec) -> dict[str, Method]:
     """The methods of a program over `cache`: of a text decoder, or of an encoder and its decoder.
 
     Args:
-        modalities: What a text decoder is given beside text.
-        prefill_length, forward, buckets, score_length, split: See `methods_for`.
+        cache: In the layout of the target.
+        spec: Of the program, decided for this cache.
 
     Raises:
-        InputError: Where those refuse, or for `forward` with an encoder-decoder.
+        InputError: If a length is more than the cache holds, or an encoder-decoder is asked for what it does not have.
     """
     if not isinstance(cache, ExportableEncoderDecoderCache):
-        methods = methods_for(cache, prefill_length, forward, buckets, score_length, split)
-        return multimodal_methods(methods, modalities) if modalities else methods
-    if modalities:
+        methods = methods_for(cache, spec)
+        return multimodal_methods(methods, spec.modalities) if spec.modalities else methods
+    if spec.modalities:
         raise InputError(
-            f"modalities are {', '.join(m.kind for m in modalities)}; an encoder-decoder's go through encode: leave them out"
+            f"modalities are {', '.join(m.kind for m in spec.modalities)}; an encoder-decoder's go through encode: leave them out"
         )
-    if score_length:
-        raise InputError(f"score_length is {score_length}; drafts are scored by text decoders only: leave it out")
-    if forward:
+    if spec.score_length:
+        raise InputError(f"score_length is {spec.score_length}; drafts are scored by text decoders only: leave it out")
+    if spec.forward:
         raise InputError("a method 'forward' feeds a text decoder; an encoder-decoder has none: export without it")
-    return seq2seq_methods(cache, prefill_length, buckets)
+    return seq2seq_methods(cache, spec)
 
 
 def front_module(
@@ -252,52 +208,28 @@ class Program:
     Args:
         model: A transformers causal LM, in eval mode.
         cache: Its cache. The exported programs start from zeros, whatever it holds.
-        form: Where the state lives.
-        logits: Which logits to return.
-        prefill_length, buckets, score_length: See `methods_for`.
-        forward, split: See `methods_for`; or what decides it, given the adapted cache.
-        attention: Name of one of our attention functions.
-        experts: Experts implementation for models that have experts, or None to leave it.
-        adapt: Puts the layers into another layout, that of a target's own operators: `(model, cache) -> cache`.
+        spec: What the program is to be.
 
     Raises:
-        InputError: If the model is in training mode or `prefill_length` is out of range.
+        InputError: If the model is in training mode, or the cache does not hold what the spec asks for.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        cache: ExportableCache,
-        *,
-        form: Form | str = Form.RESIDENT,
-        logits: Logits | str = Logits.LAST,
-        prefill_length: int | None = None,
-        forward: bool | Callable[[ExportableCache], bool] = False,
-        split: bool | Callable[[ExportableCache], bool] = True,
-        buckets: Sequence[int] = (),
-        score_length: int = 0,
-        modalities: Sequence[Modality] = (),
-        attention: str = ATTENTION,
-        experts: str | None = None,
-        adapt: Callable[[PreTrainedModel, ExportableCache], ExportableCache] | None = None,
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, cache: ExportableCache, spec: ProgramSpec | None = None) -> None:
         if model.training:
             raise InputError(f"{type(model).__name__} is in training mode; call model.eval() before exporting it")
+        spec = ProgramSpec() if spec is None else spec
         self.model = model
-        self.form = Form(form)
-        self.logits = Logits(logits)
-        self.attention = attention
-        self.experts = experts
-        self.modalities = tuple(modalities)
+        self.form = spec.form
+        self.logits = spec.logits
+        self.attention = spec.attention or ATTENTION
+        self.experts = spec.experts
+        self.modalities = spec.modalities
         # Before the model is run to adapt the cache to it.
-        checked_prefill_length(cache, prefill_length)
+        checked_prefill_length(cache, spec.prefill_length)
         # A target's own operators know causal attention, not images that see themselves.
-        if adapt is not None and not any(modality.sees_itself for modality in self.modalities):
-            cache = adapt(model, cache)
-        # Embeddings are fed through the prefill: it stays a method of its own with them.
-        forward = forward(cache) and not self.modalities if callable(forward) else forward
-        split = split(cache) or bool(self.modalities) if callable(split) else split
-        self.methods = program_methods(cache, prefill_length, forward, buckets, score_length, self.modalities, split)
+        if spec.adapt is not None and not any(modality.sees_itself for modality in self.modalities):
+            cache = spec.adapt(model, cache)
+        self.methods = program_methods(cache, spec.decided(cache))
         zeros = {name: torch.zeros_like(tensor) for name, tensor in cache.named_state()}
         self.cache = cache.with_state(zeros)
         module_class = ResidentModule if self.form is Form.RESIDENT else ExplicitModule

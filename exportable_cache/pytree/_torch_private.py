@@ -1,5 +1,7 @@
 """The one place of this package that touches what torch keeps private about pytrees.
 
+It lies beside the registry whose registrations it reads, and not in `common/compat`, where all other private names are.
+
 Three things have no public form in torch 2.13, the release this was written against:
 
 * reading a registration (`SUPPORTED_NODES`): needed to see whether somebody else registered a class before us, and to

@@ -3,36 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from ..errors import CacheFullError, InputError
 
 
-def check_ids(
-    name: str, ids: torch.Tensor, dims: tuple[str, ...], batch_size: int, vocab_size: int, device: torch.device
-) -> None:
+@dataclass(frozen=True)
+class ProgramLimits:
+    """What a program's steps take.
+
+    Attributes:
+        batch_size: Rows.
+        vocab_size: Token ids run from 0 to vocab_size - 1.
+        device: Where inputs are expected.
+    """
+
+    batch_size: int
+    vocab_size: int
+    device: torch.device
+
+
+def check_ids(name: str, ids: torch.Tensor, dims: tuple[str, ...], limits: ProgramLimits) -> None:
     """Refuse token ids that a program cannot take.
 
     Args:
         name: Of the argument, for the message.
         ids: What was passed, to be int64 with these dimensions.
-        dims: `("batch", "length")` or `("batch",)`.
-        batch_size: Rows of the program.
-        vocab_size: Ids run from 0 to vocab_size - 1.
-        device: Where the program runs.
+        dims: `("batch", "length")`, `("batch",)` or `("length",)`.
+        limits: Of the program.
 
     Raises:
         InputError: On another type, shape, dtype or device, on no token at all, or on an id outside the vocabulary.
     """
+    batch_size, vocab_size, device = limits.batch_size, limits.vocab_size, limits.device
     shape = f"[{', '.join(dims)}]"
     if not isinstance(ids, torch.Tensor):
         raise InputError(
             f"{name} is a {type(ids).__name__}; pass an int64 tensor {shape}, as torch.tensor makes of a list"
         )
     if ids.dim() != len(dims):
-        raise InputError(f"{name} has shape {list(ids.shape)}; it must be {shape} with batch {batch_size}")
-    if ids.shape[0] != batch_size:
+        rows = f" with batch {batch_size}" if "batch" in dims else ""
+        raise InputError(f"{name} has shape {list(ids.shape)}; it must be {shape}{rows}")
+    if "batch" in dims and ids.shape[0] != batch_size:
         raise InputError(
             f"{name} has {ids.shape[0]} rows, this session runs {batch_size}; pass {batch_size} rows, "
             f"or allocate or export with batch_size={ids.shape[0]}"

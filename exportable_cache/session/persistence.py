@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import save_file
 
+from ..backends.base import state_of
 from ..cache.layers import CacheLayer
 from ..common.files import atomic_path, read_tensors
 from ..errors import InputError
 from .inputs.image_places import PlacedImages
+from .sequence_state import SequenceState
 
 if TYPE_CHECKING:
     from .session import Session
@@ -30,7 +32,7 @@ def runner_state(session: Session) -> Mapping[str, torch.Tensor]:
     Raises:
         InputError: If its runtime keeps them to itself.
     """
-    state = getattr(session.runner, "state", None)
+    state = state_of(session.runner)
     if state is None:
         raise InputError(
             f"the {session.target!r} runtime does not give out its cache, so its state cannot be copied; "
@@ -44,22 +46,26 @@ def save_state(session: Session, path: Path) -> None:
 
     Slots that no row has reached are left out, so the file is as large as what it holds.
     """
-    high_water = int(session._high_water.max())
+    sequence = session.sequence
+    most = int(sequence.max_len_ever.max())
     tensors = {
-        name: _filled(tensor, session, name, high_water).detach().cpu().contiguous().clone()
+        name: _filled(tensor, session, name, most).detach().cpu().contiguous().clone()
         for name, tensor in runner_state(session).items()
     }
     tensors |= {
-        f"{_ENCODED}{index}": tensor.detach().cpu().contiguous().clone() for index, tensor in enumerate(session.encoded)
+        f"{_ENCODED}{index}": tensor.detach().cpu().contiguous().clone()
+        for index, tensor in enumerate(sequence.encoded)
     }
-    tensors["length"] = session._length.clone()
-    tensors["high_water"] = session._high_water.clone()
+    tensors["length"] = sequence.length.clone()
+    tensors["high_water"] = sequence.max_len_ever.clone()
+    unfed = list(sequence.unfed)
     described = {
         "format": _FORMAT,
         "layers": json.dumps([_describe(layer) for layer in session.layers]),
-        "pending": json.dumps(session._pending),
+        # One row's alone stands for itself, as earlier releases wrote it.
+        "pending": json.dumps(unfed[0] if len(unfed) == 1 else unfed),
         "fingerprint": session.fingerprint or "",
-        "images": json.dumps(session._images.to_lists()),
+        "images": json.dumps(sequence.images.to_lists()),
     }
     with atomic_path(path) as temporary:
         save_file(tensors, temporary, metadata=described)
@@ -85,10 +91,10 @@ def load_state(session: Session, path: Path) -> None:
         theirs = saved[index] if index < len(saved) else "missing"
         raise InputError(
             f"{path} has other layers than this session: layer {index} is {theirs} there, "
-            f"{ours[index] if index < len(ours) else 'missing'} here; allocate or export with the same slack and layer options"
+            f"{ours[index] if index < len(ours) else 'missing'} here; allocate or export with the same rollback_slots and layer options"
         )
-    length, high_water = tensors.pop("length"), tensors.pop("high_water")
-    if length.shape != session._length.shape:
+    length, max_len_ever = tensors.pop("length"), tensors.pop("high_water")
+    if len(length) != session.batch_size:
         raise InputError(
             f"{path} has {length.shape[0]} rows, this session {session.batch_size}; use the same batch_size"
         )
@@ -107,7 +113,7 @@ def load_state(session: Session, path: Path) -> None:
         dim = _capacity_dim(session, name)
         given = list(tensors[name].shape)
         if dim is not None:
-            # A high-water mark past this cache's end: the slots behind its length are no longer wanted.
+            # More tokens once than this cache has slots: the slots behind its length are no longer wanted.
             tensors[name] = tensors[name].narrow(dim, 0, min(given[dim], _layer_of(session, name).capacity))
             expected[dim] = tensors[name].shape[dim]
         if list(tensors[name].shape) != expected or tensors[name].dtype != tensor.dtype:
@@ -120,14 +126,18 @@ def load_state(session: Session, path: Path) -> None:
         dim = _capacity_dim(session, name)
         part = tensor if dim is None else tensor.narrow(dim, 0, tensors[name].shape[dim])
         part.copy_(tensors[name])
-    if session.has_encoder:
-        session.go_on_from(encoded)
-    session._length = length
-    session._high_water = high_water
-    session.moves += 1
-    session._pending = json.loads(metadata["pending"])
-    # Files of earlier releases state none: those saved text only, or images that left nothing behind.
-    session._images = PlacedImages.from_lists(json.loads(metadata.get("images", "null")) or [[]] * len(length))
+    unfed = json.loads(metadata["pending"])
+    # Files of earlier releases state no images: those saved text only, or images that left nothing behind.
+    images = PlacedImages.from_lists(json.loads(metadata.get("images", "null")) or [[]] * len(length))
+    session.go_on_from(
+        SequenceState(
+            length,
+            max_len_ever,
+            tuple(unfed) if isinstance(unfed, list) else (unfed,) * len(length),
+            images,
+            tuple(tensor.to(session.device) for tensor in encoded),
+        )
+    )
 
 
 def _describe(layer: CacheLayer) -> dict:
@@ -151,7 +161,7 @@ def _capacity_dim(session: Session, name: str) -> int | None:
     return dims.index("capacity") if "capacity" in dims and layer.follows_decoder else None
 
 
-def _filled(tensor: torch.Tensor, session: Session, name: str, high_water: int) -> torch.Tensor:
+def _filled(tensor: torch.Tensor, session: Session, name: str, most: int) -> torch.Tensor:
     dim = _capacity_dim(session, name)
     # A layer may have slots behind its capacity, which no token ever reaches.
-    return tensor if dim is None else tensor.narrow(dim, 0, min(high_water, _layer_of(session, name).capacity))
+    return tensor if dim is None else tensor.narrow(dim, 0, min(most, _layer_of(session, name).capacity))

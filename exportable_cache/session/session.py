@@ -2,40 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..backends.base import Runner
+from ..backends.base import HasDevice, Runner
+from ..backends.fork import ForkedRunner
 from ..cache.layers import CacheLayer
 from ..common.progress import Progress, silent
 from ..errors import InputError
-from ..generation.chooser import Chooser
 from ..generation.multi_step import check_steps_per_launch
+from ..generation.sampler import Sampler
 from ..generation.sampling import Sampling
+from ..generation.speculative import Draft
 from ..models.cache_factory import ExportableCache
-from ..models.fingerprint import fingerprint
-from ..models.layout import check_layers, vocab_size_of
-from ..program.entry_points import ROPE_DELTAS, Method, chunk_sizes, length_buckets, method_for, smallest_inputs
-from ..program.inputs.modality import modalities_of
-from .checks import check_ids, check_max_new_tokens, check_room, split_stops
-from .generate import Generation, end_tokens
-from .inputs.encoder import SessionEncoder
-from .inputs.image_places import PlacedImages, shifted
-from .inputs.modalities import SessionModalities, recorded_placeholders
-from .position import Position, known_high_water
+from ..program.entry_points import ROPE_DELTAS, smallest_inputs
+from . import persistence
+from .checks import ProgramLimits, check_ids, check_max_new_tokens, check_room, split_stops
+from .generate import checked_steps, end_tokens, generated_text, make_request
+from .inputs.items import recorded_placeholders
+from .inputs.stage import Prompt
+from .inputs.stages import InputStages
+from .program_stepper import ProgramStepper
+from .sequence_state import SequenceState
 
 if TYPE_CHECKING:
     from ..bundle.bundle import Bundle
 
 
-class Session(Position, Generation):
-    """A running program and the position of each row.
+class Session:
+    """A running program and where each row is in its sequence.
 
     Every call checks its arguments and the room in the cache before anything runs: a refused call changes nothing.
 
@@ -48,7 +50,8 @@ class Session(Position, Generation):
         generation_config: Its `eos_token_id` and `pad_token_id` end and fill rows in `generate`.
         device: Where inputs are expected and logits come back.
         target: What the runner is, for reports.
-        fingerprint: Of the model's weights, see `fingerprint.fingerprint`; saved states are refused to other models by it.
+        fingerprint: Of the model's weights, see `fingerprint.fingerprint`; saved states are refused to other models by
+            it.
         placeholders: Token ids that stand for images or sound, by the method that encodes those.
         steps_per_launch: Decode steps that `generate` runs at once, see `from_model`.
 
@@ -75,8 +78,6 @@ class Session(Position, Generation):
         placeholders: Mapping[str, int] | None = None,
         steps_per_launch: int = 1,
     ) -> None:
-        self.runner = runner
-        self.layers = tuple(layers)
         self.vocab_size = vocab_size
         self.batch_size = batch_size
         self.tokenizer = tokenizer
@@ -84,23 +85,12 @@ class Session(Position, Generation):
         self.device = torch.device(device)
         self.target = target
         self.fingerprint = fingerprint
-        self._encoder = None
-        self._modalities = SessionModalities(runner, placeholders, self.device) if placeholders else None
-        if "encode" in runner.methods:
-            self._encoder = SessionEncoder(runner, vocab_size, batch_size, self.device)
+        limits = ProgramLimits(batch_size, vocab_size, self.device)
+        self._stepper = ProgramStepper(runner, layers, limits, target)
+        self._stages = InputStages(runner.methods, placeholders or {}, limits)
         self._cache: ExportableCache | None = None
-        self._length = torch.zeros(batch_size, dtype=torch.int64)
-        # The most tokens each row ever held since position 0: what a rewind leaves behind in a ring depends on it.
-        self._high_water = torch.zeros(batch_size, dtype=torch.int64)
-        # The newest token given out by `generate` or `generate_text`, while nothing was fed since and it ended nothing. Only
-        # at batch size 1: the one reader is text.
-        self._pending: int | None = None
-        # Images that rewinding may not cut, or after which rotary positions are not those in the cache.
-        self._images = PlacedImages.none(batch_size)
-        #: Counts the calls that took it to another place or wrote its cache, but for `shift`.
-        self.moves = 0
-        check_steps_per_launch(self, steps_per_launch)
-        self.steps_per_launch = steps_per_launch
+        check_steps_per_launch(self._stepper, steps_per_launch)
+        self._stepper.steps_per_launch = steps_per_launch
 
     @classmethod
     def from_model(
@@ -121,8 +111,8 @@ class Session(Position, Generation):
     ) -> Session:
         """Run a live model over a cache, which may hold tokens already: the session goes on from there.
 
-        The session owns the cache: its keys and values are written in place, and steps taken with it elsewhere go unseen.
-        The model's attention implementation is switched to ours.
+        The session owns the cache: its keys and values are written in place, and steps taken with it elsewhere go
+        unseen. The model's attention implementation is switched to ours until `close`, or the end of a `with` block.
 
         Args:
             model: A transformers causal LM in eval mode.
@@ -130,72 +120,41 @@ class Session(Position, Generation):
             compile: Run through torch.compile, one graph per method, each compiled once, when it is first needed.
             mode: Of torch.compile; `reduce-overhead` (CUDA graphs) by default on a GPU.
             prefill_length: Longest chunk of a prompt, see `methods.methods_for`.
-            buckets: Read lengths with methods of their own, so that a step costs what the filled part of the cache costs,
-                not what is allocated. True for powers of two, see `methods.length_buckets`; False for none.
+            buckets: Read lengths with methods of their own, so that a step costs what the filled part of the cache
+                costs, not what is allocated. True for powers of two, see `methods.length_buckets`; False for none.
             score_length: Most tokens that `score` takes, as speculative decoding needs it; 0 for no such method.
-            steps_per_launch: Decode steps that `generate` runs at once, each choosing the tokens for the next inside the graph:
-                the same tokens, at less cost per step outside of it. Those behind a stop are dropped, and taken back by length.
-                Each method for decoding gets a second graph, as many times as large. Drafts judge several tokens as it is.
+            steps_per_launch: Decode steps that `generate` runs at once, each choosing the tokens for the next inside
+                the graph: the same tokens, at less cost per step outside of it. Those behind a stop are dropped, and
+                    taken back by length.
+                Each method for decoding gets a second graph, as many times as large. Drafts judge several tokens as it
+                is.
             modalities: What is fed beside text, `image` or `audio`: see `multimodal.modalities_of`.
             image_size: Of every image, in pixels, where the model's config leaves it open: see there.
-            graph_cache: Folder that keeps compiled graphs, so that a later process neither traces nor compiles them, see
-                `backends.graph_cache.GraphCache`; only with `compile`.
+            graph_cache: Folder that keeps compiled graphs, so that a later process neither traces nor compiles them,
+                see `backends.graph_cache.GraphCache`; only with `compile`.
             tokenizer: For text.
 
         Raises:
-            InputError: If the model is in training mode, or the cache is not one for this model, or holds more tokens than
-                the model has positions for; or if an argument is out of range, such as more steps per launch than a ring with
-                this slack, or a state of fixed size, can take back.
+            InputError: If the model is in training mode, or the cache is not one for this model, or holds more tokens
+                than the model has positions for; or if an argument is out of range, such as more steps per launch than
+                a ring with this slack, or a state of fixed size, can take back.
         """
-        from ..backends.module import ModuleRunner
-        from ..models.loading import check_positions
+        from .live import LiveOptions, live_session
 
-        if model.training:
-            raise InputError(f"{type(model).__name__} is in training mode; call model.eval() first")
-        if not isinstance(cache, ExportableCache):
-            raise InputError(
-                f"cache is a {type(cache).__name__}; allocate one with ExportableCache.from_model(model, max_cache_len=...)"
-            )
-        check_layers(model, cache)
-        device = cache.device
-        if device != model.device:
-            raise InputError(
-                f"the cache is on {device}, the model on {model.device}; allocate the cache with device={str(model.device)!r}"
-            )
-        check_positions(model, cache.max_length)
-        if graph_cache is not None and not compile:
-            raise InputError(
-                f"graph_cache is {str(graph_cache)!r}, but there are no compiled graphs to keep without compile=True"
-            )
-        found = modalities_of(model, modalities, image_size)
-        session = cls(
-            ModuleRunner(
-                model,
-                cache,
-                compiled=compile,
-                mode=mode,
-                prefill_length=prefill_length,
-                buckets=length_buckets(cache) if buckets is True else buckets or (),
-                score_length=score_length,
-                modalities=found,
-                graph_cache=graph_cache,
-            ),
-            cache.layers,
-            vocab_size_of(model),
-            batch_size=cache.batch_size,
-            tokenizer=tokenizer,
-            generation_config=model.generation_config,
-            device=device,
-            target="compiled" if compile else "eager",
-            fingerprint=fingerprint(model),
-            placeholders={modality.method.name: modality.token_id for modality in found},
+        options = LiveOptions(
+            compile=compile,
+            mode=mode,
+            prefill_length=prefill_length,
+            buckets=buckets,
+            score_length=score_length,
             steps_per_launch=steps_per_launch,
+            modalities=modalities,
+            image_size=image_size,
+            graph_cache=graph_cache,
         )
+        session = live_session(cls, model, cache, options, tokenizer)
         session._cache = cache
-        session._length = cache.cumulative_length.detach().cpu().clone()
-        session._high_water = torch.maximum(
-            session._length, torch.tensor(known_high_water(cache.layers, session._length))
-        )
+        session._stepper.state = SequenceState.of_layers(cache.layers, cache.cumulative_length.detach().cpu().clone())
         return session
 
     @classmethod
@@ -217,7 +176,7 @@ class Session(Position, Generation):
             batch_size=manifest.program.batch_size,
             tokenizer=bundle.tokenizer(),
             generation_config=GenerationConfig.from_dict(dict(manifest.generation_config)),
-            device=getattr(runner, "device", "cpu"),
+            device=runner.device if isinstance(runner, HasDevice) else "cpu",
             target=manifest.target,
             fingerprint=manifest.fingerprint,
             placeholders=recorded_placeholders(manifest.program.methods, manifest.config),
@@ -234,9 +193,9 @@ class Session(Position, Generation):
         Raises:
             InputError: If tokens were fed already, which this would overwrite.
         """
-        if bool(self._length.any()):
+        if self.sequence.has_begun:
             raise InputError(
-                f"warm_up overwrites the cache, which holds {self._length.tolist()} tokens; call it first, or reset()"
+                f"warm_up overwrites the cache, which holds {self.length.tolist()} tokens; call it first, or reset()"
             )
         methods = list(self.runner.methods.values())
         for done, method in enumerate(methods):
@@ -250,12 +209,26 @@ class Session(Position, Generation):
             feeds = (
                 {"input_ids", "input_pos"} <= set(method.input_names) <= {"input_ids", "input_pos", ROPE_DELTAS.name}
             )
-            if feeds and method.max_length == 1 and hasattr(self.runner, "run_and_choose"):
+            if feeds and method.max_length == 1 and self.chooses_in_graph:
                 for sampling, steps in product((Sampling(), Sampling(temperature=1.0)), {1, self.steps_per_launch}):
                     if method.serves(1, steps):
-                        chooser = Chooser(sampling, inputs[0], self.vocab_size)
-                        self.runner.run_and_choose(method.name, chooser, *inputs, steps=steps)
+                        sampler = Sampler(sampling, inputs[0], self.vocab_size)
+                        self.runner.run_and_choose(method.name, sampler, *inputs, steps=steps)
         self.reset()
+
+    def close(self) -> None:
+        """Put back the attention implementation that a live model had before its first session, with the last of them.
+
+        A session that is no longer referred to is closed as well. Over a bundle there is nothing to put back.
+        """
+        if hasattr(self.runner, "close"):
+            self.runner.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def check_request(self, input_ids: torch.Tensor, max_new_tokens: int | None, stop: Sequence[int]) -> list[int]:
         """Refuse a prompt that could not be answered from an empty cache; nothing changes.
@@ -263,27 +236,108 @@ class Session(Position, Generation):
         Returns:
             The tokens that end an answer: the model's own and `stop`.
         """
-        self._check_prompt(input_ids, max_new_tokens, anew=True)
+        check_max_new_tokens(max_new_tokens)
+        self._stepper.check_room(self._checked(input_ids).rows, max_new_tokens, anew=True)
         tokens, strings = split_stops(stop, self.vocab_size)
         if strings:
             raise InputError(f"stop has {strings[0]!r}; rows of a batch stop at token ids only")
         return [*end_tokens(self.generation_config), *tokens]
 
-    # -- encoder ----------------------------------------------------------------------------------------------------
+    # -- where it is -------------------------------------------------------------------------------------------------
+
+    @property
+    def runner(self) -> Runner:
+        """What runs the steps."""
+        return self._stepper.runner
+
+    @runner.setter
+    def runner(self, runner: Runner) -> None:
+        self._stepper.use(runner)
+
+    @property
+    def steps_per_launch(self) -> int:
+        """Decode steps that `generate` runs at once."""
+        return self._stepper.steps_per_launch
+
+    @property
+    def layers(self) -> tuple[CacheLayer, ...]:
+        """The cache's layers, as far as their limits go."""
+        return self._stepper.layers
+
+    @property
+    def sequence(self) -> SequenceState:
+        """Where each row is: what is saved and forked beside the cache's tensors."""
+        return self._stepper.state
+
+    @property
+    def moves(self) -> int:
+        """Counts the calls that took it to another place or wrote its cache, but for `shift`."""
+        return self._stepper.moves
+
+    @property
+    def length(self) -> torch.Tensor:
+        """Tokens seen per row, int64 [batch] on the host."""
+        return self.sequence.length.clone()
+
+    @property
+    def unfed(self) -> tuple[int | None, ...]:
+        """The newest token of each row that a generation gave out, while nothing was fed since and it ended nothing."""
+        return self.sequence.unfed
+
+    @property
+    def max_length(self) -> int | None:
+        """Tokens a row can hold in all, or None where only rings keep state."""
+        return self._stepper.max_length
+
+    @property
+    def room(self) -> int | None:
+        """Tokens that every row still has room for, or None for any number."""
+        return self._stepper.room
+
+    @property
+    def least_rollback(self) -> tuple[str, int]:
+        """The layer of which fewest tokens can be taken back at any length, as `layer 2 (ring)`, and how many
+        they are.
+        """
+        return self._stepper.least_rollback
+
+    @property
+    def chooses_in_graph(self) -> bool:
+        """Whether decode steps choose the next tokens inside their graph."""
+        return self._stepper.chooses_in_graph
+
+    @property
+    def cache(self) -> ExportableCache:
+        """The cache given to `from_model`, brought up to date: its lengths, and whether cross-attention was computed.
+
+        Raises:
+            InputError: If the session runs a bundle, whose cache is inside the program, or is a fork.
+        """
+        if self._cache is None and self.target in ("eager", "compiled"):
+            raise InputError(
+                "a fork has no cache object of its own: its tensors take turns in that of the session it was forked from; "
+                "save_state() writes what it holds"
+            )
+        if self._cache is None:
+            raise InputError(
+                f"a session over a {self.target!r} bundle has no cache object; its program keeps the tensors"
+            )
+        if isinstance(self.runner, ForkedRunner):
+            self.runner.take_turn()
+        for layer in self._cache.layers:
+            if layer.follows_decoder and not layer.is_dummy:
+                layer.cumulative_length.copy_(self.sequence.length)
+            layer._high_water = self.sequence.most_ever
+        if self._stages.encoder is not None:
+            self._stages.encoder.update_cache(self._cache, self.sequence)
+        return self._cache
+
+    # -- encoder -----------------------------------------------------------------------------------------------------
 
     @property
     def has_encoder(self) -> bool:
         """Whether it runs an encoder-decoder, whose input goes through `encode`."""
-        return self._encoder is not None
-
-    @property
-    def encoded(self) -> tuple[torch.Tensor, ...]:
-        """What the newest `encode` gave, hidden states and their number per row; nothing without one."""
-        return () if self._encoder is None else self._encoder.outputs or ()
-
-    def go_on_from(self, encoded: Sequence[torch.Tensor]) -> None:
-        """Have the next prefill attend to what another session's encoder gave, its `encoded`; to nothing yet, where that is empty."""
-        self._encoder.outputs = tuple(tensor.to(self.device) for tensor in encoded) or None
+        return self._stages.encoder is not None
 
     def encode(self, main_input: torch.Tensor | None = None, **inputs: torch.Tensor) -> torch.Tensor:
         """Run an encoder-decoder's encoder, and start anew at position 0: the next prefill attends to what it gave.
@@ -292,8 +346,8 @@ class Session(Position, Generation):
 
         Args:
             main_input: int64 [batch, length] token ids, or what else the encoder reads.
-            **inputs: The same by name, as the tokenizer or processor gives it (input_ids, input_features or input_values), and
-                `attention_mask` [batch, length], 0 on the padding behind each row.
+            **inputs: The same by name, as the tokenizer or processor gives it (input_ids, input_features or
+                input_values), and `attention_mask` [batch, length], 0 on the padding behind each row.
 
         Returns:
             Hidden states [batch, encoder_length, hidden_size].
@@ -301,66 +355,67 @@ class Session(Position, Generation):
         Raises:
             InputError: If the model has no encoder, or an input is not what it takes; nothing has changed then.
         """
-        if self._encoder is None:
+        encoder = self._stages.encoder
+        if encoder is None:
             raise InputError(f"this {self.target!r} session runs a text decoder, which has no encoder; use prefill")
         if main_input is not None:
-            inputs = {self._encoder.method.inputs[0].name: main_input, **inputs}
-        hidden = self._encoder.encode(inputs)
+            inputs = {encoder.method.inputs[0].name: main_input, **inputs}
+        hidden = encoder.encode(inputs, self._stepper)
         self.reset()
         return hidden
 
-    # -- steps ------------------------------------------------------------------------------------------------------
+    # -- steps -------------------------------------------------------------------------------------------------------
 
-    def prefill(self, input_ids: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
+    def prefill(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **inputs: torch.Tensor
+    ) -> torch.Tensor:
         """Feed a prompt of any length, after whatever was fed before. Long ones go through in chunks.
+
+        Rows of a batch may be of different length: each row's own tokens follow what it holds, and the padding goes
+            nowhere.
 
         Args:
             input_ids: int64 [batch, length], length at least 1.
-            **inputs: What a processor gives beside them (pixel_values, input_features), where the session has modalities.
+            attention_mask: [batch, length], 0 on the padding before or behind each row's tokens, as a tokenizer gives
+                it.
+            **inputs: What a processor gives beside them (pixel_values, input_features), where the session has
+                modalities.
 
         Returns:
             Logits [batch, vocab] of each row's last token.
 
         Raises:
-            InputError: If shape, dtype, device or a token id is wrong, or there is no token.
+            InputError: If shape, dtype, device or a token id is wrong, a row has no token, or a shorter row would lose
+                what it holds while longer ones go ahead and the runtime does not let it be set aside.
             CacheFullError: If the prompt does not fit.
         """
-        self._check_prompt(input_ids)
-        items = self._check_inputs(input_ids, inputs)
-        if self._modalities is None or not (inputs or self._has_placeholder(input_ids)):
-            return self._prefill(input_ids, self.chunk_sizes(input_ids.shape[1]), {})
-        deltas = self._images.deltas(self._length)
-        prompt = self._modalities.embed(input_ids, items, self._length + deltas)
-        if prompt.placed is not None:
-            self._images = self._images.followed_by(shifted(prompt.placed, self._length, deltas))
-        return self._prefill(prompt.embeds, prompt.sizes, prompt.further)
+        prompt = self._checked(input_ids, attention_mask, inputs)
+        self._stepper.check_room(prompt.rows)
+        return self._stepper.feed(self._stages.steps(prompt, self._stepper))
 
-    def _prefill(self, fed: torch.Tensor, sizes: Sequence[int], further: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Feed token ids [batch, length] or embeddings [batch, length, hidden_size] in chunks."""
-        position = 0
-        for size in sizes:
-            chunk = slice(position, position + size)
-            part = {name: tensor[..., chunk].contiguous() for name, tensor in further.items()}
-            logits = self._step(fed[:, chunk].contiguous(), further=part)
-            position += size
-        return logits
+    def _checked(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        inputs: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    ) -> Prompt:
+        if not isinstance(input_ids, torch.Tensor):
+            check_ids("input_ids", input_ids, ("batch", "length"), self._stages.limits)
+        return self._stages.check(input_ids, attention_mask, inputs, self.sequence)
 
     def chunk_sizes(self, length: int) -> list[int]:
         """How many tokens of a prompt of `length` go through each step."""
-        return chunk_sizes({name: method for name, method in self.runner.methods.items() if method.takes_ids}, length)
+        return self._stepper.chunk_sizes(length)
 
     @property
     def placeholders(self) -> tuple[int, ...]:
         """Token ids that stand for images or sound in a prompt, none where the session takes text only."""
-        return () if self._modalities is None else tuple(self._modalities.placeholders.values())
-
-    def _has_placeholder(self, input_ids: torch.Tensor) -> bool:
-        return any(bool((input_ids == token).any()) for token in self.placeholders)
+        return self._stages.placeholders
 
     @property
     def score_length(self) -> int:
         """Most tokens that `score` takes, or 0 if the program has no such method."""
-        return max((method.max_length for method in self.runner.methods.values() if method.scores), default=0)
+        return self._stepper.score_length
 
     def score(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Feed a few tokens and judge each: like `prefill`, with the logits after every token.
@@ -379,12 +434,10 @@ class Session(Position, Generation):
             raise InputError(
                 "this program gives the logits of the last token only; make the session, or export, with score_length=8 or more"
             )
-        self._check_prompt(input_ids)
+        self._stepper.check_room(self._checked(input_ids).rows)
         if input_ids.shape[1] > self.score_length:
             raise InputError(f"score takes up to {self.score_length} tokens at once, got {input_ids.shape[1]}")
-        if input_ids.shape[1] == 1:
-            return self._step(input_ids)[:, None]
-        return self._step(input_ids.contiguous(), scores=True)
+        return self._stepper.score(input_ids)
 
     def decode(self, tokens: torch.Tensor) -> torch.Tensor:
         """Feed one token per row.
@@ -399,17 +452,18 @@ class Session(Position, Generation):
             InputError: If shape, dtype, device or a token id is wrong.
             CacheFullError: If a row has no slot left.
         """
-        self._check_ids("tokens", tokens, ("batch",))
-        if self._encoder is not None:
-            self._encoder.required()
-        check_room(int(self._length.max()), self.max_length, 1)
-        return self._step(tokens[:, None])
+        check_ids("tokens", tokens, ("batch",), self._stages.limits)
+        if self._stages.encoder is not None:
+            self._stages.encoder.check_encoded(self.sequence)
+        check_room(int(self.sequence.length.max()), self.max_length, 1)
+        return self._stepper.step(tokens[:, None])
 
-    def decode_and_choose(self, tokens: torch.Tensor, chooser: Chooser, steps: int = 1) -> torch.Tensor:
-        """Feed one token per row and choose the next ones: inside the graph where the target can. Then feed those, and so on.
+    def decode_and_choose(self, tokens: torch.Tensor, chooser: Sampler, steps: int = 1) -> torch.Tensor:
+        """Feed one token per row and choose the next ones: inside the graph where the target can. Then feed those, and
+        so on.
 
         Args:
-            tokens: int64 [batch].
+            tokens: int64 [batch], taken as they are: the loops feed what was chosen from the vocabulary.
             chooser: How to choose.
             steps: 1, or `steps_per_launch`.
 
@@ -417,76 +471,177 @@ class Session(Position, Generation):
             int64 [batch, steps]; all but the last of each row are in the cache.
 
         Raises:
-            InputError, CacheFullError: See `decode`.
+            CacheFullError: See `decode`.
         """
-        if not hasattr(self.runner, "run_and_choose"):
-            return chooser.choose(self.decode(tokens))[:, None]
-        self._check_ids("tokens", tokens, ("batch",))
-        check_room(int(self._length.max()), self.max_length, steps)
-        return self._step(tokens[:, None], chooser=chooser, steps=steps)
+        return self._stepper.decode_and_choose(tokens, chooser, steps)
 
-    def _step(
+    # -- other places ------------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Start anew at position 0; the next step is the first of a sequence.
+
+        The buffers are zeroed, except by runtimes that do not give them out (executorch). Those keep their contents,
+        which no query sees; only if a sequence has left infinities or not-a-number in them, load the bundle again, as
+        zero times those is not zero.
+        """
+        self._stepper.reset()
+
+    def rewind(self, tokens: int) -> None:
+        """Take back the newest tokens of every row, so that others can follow in their place.
+
+        A generated token that was given out and not fed yet is dropped as well, and not counted: `rewind(0)` drops it
+            alone.
+
+        Args:
+            tokens: How many, 0 or more.
+
+        Raises:
+            InputError: If a row holds fewer, a ring has overwritten one that would be needed again, a layer keeps a
+                state, or part of an image would stay whose tokens belong together.
+        """
+        self._stepper.move_to(self.sequence.rewound(tokens, self.layers))
+
+    def set_length(self, row: int, length: int) -> None:
+        """Say how many tokens a row holds, for loops that write a row's state themselves (continuous batching)."""
+        self._stepper.move_to(self.sequence.with_row(row, length))
+
+    def shift(self, tokens: int | torch.Tensor) -> None:
+        """For decoding loops: go back over tokens that were fed, or, where positive, on over tokens that the cache
+        still holds.
+
+        `rewind` without its checks: a token that was given out and not fed stays so.
+
+        Args:
+            tokens: How many, or how many in each row, int64 [batch] on the host.
+        """
+        self._stepper.shift(tokens)
+
+    def go_on_from(self, sequence: SequenceState) -> None:
+        """Take up another place, for loops that write the cache's tensors themselves."""
+        self._stepper.move_to(sequence)
+
+    def save_state(self, path: str | Path) -> None:
+        """Write what the cache holds (safetensors, atomically), to go on from in another session of the same model.
+
+        Raises:
+            InputError: If the runtime does not give out its cache.
+        """
+        persistence.save_state(self, Path(path))
+
+    def load_state(self, path: str | Path) -> None:
+        """Go on from what `save_state` wrote, on this or another target; nothing changes if it is refused.
+
+        Raises:
+            BundleError: If the file is missing, damaged or not a saved state.
+            InputError: If it is of another model, other layers, another batch size or dtype, or does not fit.
+        """
+        persistence.load_state(self, Path(path))
+
+    def fork(self) -> Session:
+        """A second session that goes on from here by itself, over the same weights and compiled graphs.
+
+        Each keeps a cache of its own; whenever another one's turn comes, the cache in place is exchanged, at the cost
+        of a copy. The session that was forked goes on unchanged.
+
+        Raises:
+            InputError: If the runtime does not give out its cache.
+        """
+        persistence.runner_state(self)
+        self.runner, runner = ForkedRunner.of(self.runner)
+        forked = copy.copy(self)
+        forked._stepper = copy.copy(self._stepper)
+        forked.runner = runner
+        forked._cache = None
+        return forked
+
+    # -- generation --------------------------------------------------------------------------------------------------
+
+    def generate(
         self,
-        input_ids: torch.Tensor,
-        scores: bool = False,
-        chooser: Chooser | None = None,
-        steps: int = 1,
-        further: Mapping[str, torch.Tensor] = MappingProxyType({}),
-    ) -> torch.Tensor:
-        size = input_ids.shape[1]
-        fed = size * steps
-        # Before the run: should it fail halfway, slots may have been written.
-        self._high_water = torch.maximum(self._high_water, self._length + fed)
-        by_ids = not input_ids.is_floating_point()
-        methods = {name: method for name, method in self.runner.methods.items() if method.takes_ids is by_ids}
-        if self._encoder is not None and not bool(self._length.any()):
-            # The first step of a sequence, however short, is the one that fills the cross-attention layers.
-            methods = {name: method for name, method in methods.items() if self._takes_encoding(method)}
-        method = method_for(methods, size, int(self._length.max()) + fed, scores)
-        if self._encoder is not None and self._takes_encoding(methods[method]):
-            more = self._encoder.required()
-        else:
-            more = tuple(
-                self._images.deltas(self._length).to(self.device) if name == ROPE_DELTAS.name else further[name]
-                for name in methods[method].input_names[2:]
-            )
-        inputs = (input_ids, self._length.to(self.device, copy=True), *more)
-        if chooser is None:
-            result = self.runner.run(method, *inputs)
-        else:
-            result = self.runner.run_and_choose(method, chooser, *inputs, steps=steps)
-        self._length += fed
-        self._pending = None
-        self.moves += 1
-        return result
+        input_ids: torch.Tensor | Sequence[torch.Tensor | Sequence[int]],
+        max_new_tokens: int | None = None,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
+        seed: int | None = None,
+        stop: int | str | Sequence[int | str] | None = None,
+        draft: Draft | None = None,
+        **inputs: torch.Tensor,
+    ) -> Iterator[Any]:
+        """Tokens that follow a prompt, one step each. Arguments are checked now, steps run as the iterator is consumed.
 
-    @staticmethod
-    def _takes_encoding(method: Method) -> bool:
-        return "encoder_hidden_states" in method.input_names
+        It continues from where the session is: `reset()` first for a new sequence. The newest token given out is not in
+            the
+        cache yet; to continue after the end, start the next prompt with it. (`generate_text` does so by itself.)
 
-    # -- checks -----------------------------------------------------------------------------------------------------
+        Args:
+            input_ids: int64 [batch, length]; or a list of prompts of any length, one per row, each int64 [length] or
+                token ids.
+            max_new_tokens: Most tokens per row; as many as fit, beside the fullest row, by default.
+            temperature, top_k, top_p, min_p, repetition_penalty, seed: See `decoding.Sampling`; greedy by default.
+            stop: Token ids that end a row, besides the model's end tokens, or strings where there is a tokenizer. The
+                token that ends a row is given out too.
+            draft: Speculative decoding, at batch size 1: `PromptLookup()` or `DraftModel(session)`. The tokens are
+                those of plain decoding, or follow the same distribution; several are judged per step.
+            **inputs: What a tokenizer or processor gives beside input_ids, `attention_mask` among it, as `prefill`
+                takes it: `generate(**tokenizer(texts, padding=True, return_tensors="pt"))`.
 
-    def _check_prompt(self, input_ids: torch.Tensor, max_new_tokens: int | None = None, anew: bool = False) -> None:
-        self._check_ids("input_ids", input_ids, ("batch", "length"))
-        check_max_new_tokens(max_new_tokens)
-        if self._encoder is not None:
-            self._encoder.required()
-        held = 0 if anew else int(self._length.max())
-        check_room(held, self.max_length, input_ids.shape[1], max_new_tokens)
+        Yields:
+            A token id (int) at batch size 1, otherwise int64 [batch], where ended rows give the padding token. They
+            stay at the length they ended with while others go on, unless a layer keeps a state that cannot be taken
+            back.
 
-    def _check_inputs(self, input_ids: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What encoders are to be given of what a processor gave beside the ids."""
-        if self._modalities is not None:
-            return self._modalities.check(input_ids, inputs)
-        # A tokenizer's mask over one prompt says nothing.
-        if inputs.keys() - {"attention_mask"} or not all(bool(mask.all()) for mask in inputs.values()):
-            raise InputError(
-                f"this session takes token ids without padding only, got {', '.join(inputs)}; make it, or export, with modalities="
-            )
-        return {}
+        Raises:
+            InputError: If an argument is wrong.
+            CacheFullError: If the prompt, or the prompt with `max_new_tokens`, does not fit.
+        """
+        sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+        request = make_request(self, max_new_tokens, sampling, stop, draft)
+        steps = checked_steps(self, input_ids, inputs, request)
+        return (int(step[0]) for step in steps) if self.batch_size == 1 else steps
 
-    def _check_ids(self, name: str, ids: torch.Tensor, dims: tuple[str, ...]) -> None:
-        check_ids(name, ids, dims, self.batch_size, self.vocab_size, self.device)
+    def generate_text(
+        self,
+        prompt: str | Sequence[Mapping[str, Any]] | Mapping[str, torch.Tensor] | Sequence[Any],
+        max_new_tokens: int | None = None,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
+        seed: int | None = None,
+        stop: int | str | Sequence[int | str] | None = None,
+        draft: Draft | None = None,
+    ) -> Iterator[Any]:
+        """Text that follows a prompt, in pieces that never split a character and join to the whole.
+
+        An encoder-decoder encodes the prompt, and its decoder starts anew with the model's start token.
+
+        Text continues from where the session is, and so from all that was generated before: the newest token given out,
+        which is not in the cache yet, is fed in front of the prompt and takes one token of room. It is left out if it
+        is an end or a stop token, or if the session was reset, rewound or fed something else since. Chat messages are a
+        whole
+        conversation: with them the session starts anew. What ends the text (an end token, a stop token or a stop
+            string) is
+        not part of it; the tokens that made up a stop string are seen by text that continues.
+
+        Args:
+            prompt: Text, or chat messages such as `[{"role": "user", "content": "hello"}]`. Empty text goes on from the
+                newest token, where one is left to be fed. Or what a processor gives, `processor(...)`, fed as
+                `generate` does; with an encoder-decoder as `encode` does, and the answer begins with
+                `decoder_input_ids` [1, length] behind the start token, if they are in it. Or a list of texts, or of
+                conversations, one per row: then each step gives a list of pieces, one per row.
+            max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop, draft: See `generate`.
+
+        Raises:
+            InputError: If there is no tokenizer, there is not one prompt per row, or an argument is wrong.
+            CacheFullError: See `generate`.
+        """
+        sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+        request = make_request(self, max_new_tokens, sampling, stop, draft)
+        return generated_text(self, prompt, request)
 
 
 def load(path: str | Path, *, check_versions: bool = True, progress: Progress = silent) -> Session:

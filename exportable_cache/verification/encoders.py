@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
+from ..cache.attention.implementation import attention_of
 from ..program.inputs.grid import grid_constants
 from ..program.inputs.modality import AUDIO, IMAGE, features_of
-from ..program.program import attention_of
 from ..session.session import Session
 from .tolerance import default_tolerance
 

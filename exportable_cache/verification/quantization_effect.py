@@ -12,7 +12,8 @@ from ..demo.task import accuracy, make_questions
 from ..models.cache_factory import ExportableCache
 from ..models.loading import LoadedModel
 from ..session.session import Session
-from .verify import verify_session
+from .spec import VerifySpec
+from .verify import compare
 
 _PROMPT, _DECODE_STEPS = 40, 24
 _QUESTIONS, _QUESTIONS_SEED = 50, 20_000
@@ -42,15 +43,8 @@ def measure_distance(session: Session, model: PreTrainedModel, progress: Progres
     """
     longest = _longest(session, model)
     steps = min(_DECODE_STEPS, max(0, longest - 2))
-    report = verify_session(
-        session,
-        model,
-        tolerance=math.inf,
-        exact_cache=True,
-        prompts=[min(_PROMPT, longest - steps)],
-        decode_steps=steps,
-        progress=progress,
-    )
+    spec = VerifySpec(tolerance=math.inf, exact_cache=True, prompts=[min(_PROMPT, longest - steps)], decode_steps=steps)
+    report = compare(session, model, spec, progress)
     return {
         "positions": report.steps,
         "max_difference": report.max_difference,
@@ -69,7 +63,10 @@ def _demo_accuracy(session: Session, float_model: LoadedModel, longest: int, pro
         _QUESTIONS, seed=_QUESTIONS_SEED, min_distance=window, tokens=(40, min(300, int(longest) - _ANSWER_TOKENS))
     )
     before = Session.from_model(
-        model, ExportableCache.from_model(model, int(longest)), tokenizer=session.tokenizer, buckets=False
+        model,
+        ExportableCache.from_model(model, int(longest), attn_implementation=None),
+        tokenizer=session.tokenizer,
+        buckets=False,
     )
     shares = {}
     for name, answering in (("accuracy_before", before), ("accuracy_after", session)):
@@ -83,6 +80,7 @@ def _demo_accuracy(session: Session, float_model: LoadedModel, longest: int, pro
             return "".join(answering.generate_text(prompt, max_new_tokens=_ANSWER_TOKENS))
 
         shares[name] = accuracy(answer, questions)
+    before.close()
     session.reset()
     return {"questions": len(questions), **shares}
 

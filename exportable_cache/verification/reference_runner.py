@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel
@@ -11,6 +12,7 @@ from ..backends.base import RunsElsewhere, empty_layers
 from ..common.progress import Progress, silent
 from ..models.cache_factory import ExportableCache
 from ..program.program import Program
+from ..program.spec import ProgramSpec
 from ..session.session import Session
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ def session_to_verify(
     """
     manifest = bundle.manifest
     backend = backend_for(manifest.target)
-    description, options = manifest.description(), manifest.options
+    description, options = manifest.description(), backend.options.parse(manifest.options)
     if isinstance(backend, RunsElsewhere) and not backend.runs_here(description, options):
         progress(f"reading the {manifest.target} program", 0, None)
         stand_in = backend.stand_in(program or program_of(manifest, model), description, options)
@@ -50,10 +52,9 @@ def program_of(manifest: Manifest, model: PreTrainedModel) -> Program:
     anywhere = [
         method for method in methods.values() if method.is_step and method.read_length is None and not method.scores
     ]
-    described = {
-        "prefill_length": max(method.max_length for method in anywhere),
-        "forward": "forward" in methods,
-        "split": "decode" in methods,
-    }
-    options = backend_for(manifest.target).program_options(manifest.options)
-    return Program(model, ExportableCache(empty_layers(manifest.description())), **{**options, **described})
+    backend = backend_for(manifest.target)
+    spec = backend.program_spec(
+        ProgramSpec(max(method.max_length for method in anywhere)), backend.options.parse(manifest.options)
+    )
+    spec = replace(spec, forward="forward" in methods, split="decode" in methods)
+    return Program(model, ExportableCache(empty_layers(manifest.description())), spec)

@@ -7,8 +7,8 @@ import math
 import torch
 from transformers import PreTrainedModel
 
+from ..cache.attention.implementation import attention_of
 from ..models.quantization import Quantization, rounding_sensitivity
-from ..program.program import attention_of
 
 #: Largest |logit difference| that passes, by the dtype the model runs in, see `default_tolerance`.
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 5e-2}

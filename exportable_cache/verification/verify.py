@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,21 +12,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from ..cache.attention.implementation import attention_of
 from ..cache.layers import rounding_storage
-from ..cache.layout import Sinks
 from ..cache.policies import SinkPolicy
+from ..cache.spec import Sinks
 from ..cache.storage import Storage
+from ..common.dtypes import dtype_name
 from ..common.progress import Progress, silent
 from ..errors import InputError
-from ..generation.sampling import check_seed
 from ..models.layout import cache_argument, layer_types_and_windows, vocab_size_of
-from ..program.program import attention_of, takes_positions
+from ..program.program import takes_positions
 from ..session.session import Session
 from .encoders import VerifiedEncoder, verify_encoders
 from .prompts import default_decode_steps, default_prompts, prompt_feeds
 from .references.encoder_decoder import decoder_of, encoder_lengths, random_inputs
 from .references.rounding import RoundingCache
 from .references.sinks import evicting_cache
+from .spec import VerifySpec
+from .stored import KEPT_STEPS, FedPrompt, StoredDistance, distance_from_stored
 from .tolerance import default_tolerance
 
 if TYPE_CHECKING:
@@ -73,6 +76,7 @@ class VerifyReport:
         target: What was verified.
         remark: What the result does not cover, where the program itself was not run.
         encoders: Of images and sound, one entry each.
+        stored: How far the model in the dtype its weights are stored in is, where the program is in another. Not judged.
     """
 
     passed: bool
@@ -84,6 +88,7 @@ class VerifyReport:
     target: str
     remark: str = ""
     encoders: tuple[VerifiedEncoder, ...] = ()
+    stored: StoredDistance | None = None
 
     def __post_init__(self) -> None:
         # As `to_dict` gives them, so that a recorded report can be read back: `VerifyReport(**recorded)`.
@@ -94,6 +99,8 @@ class VerifyReport:
             VerifiedEncoder(**encoder) if isinstance(encoder, Mapping) else encoder for encoder in self.encoders
         )
         object.__setattr__(self, "encoders", tuple(encoders))
+        if isinstance(self.stored, Mapping):
+            object.__setattr__(self, "stored", StoredDistance(**self.stored))
 
     def to_dict(self) -> dict[str, Any]:
         """JSON; a difference that is not a number is null."""
@@ -107,152 +114,92 @@ class VerifyReport:
             f"{'verified' if self.passed else 'NOT verified'}: {self.steps} positions, prompts of {lengths} tokens{windows}, "
             f"max |logit difference| {self.max_difference:.1e} {sign} {self.tolerance:.0e}"
             + "".join(f", {encoder}" for encoder in self.encoders)
+            + (f"; {self.stored}" if self.stored is not None else "")
             + (f"; {self.remark}" if self.remark and self.passed else "")
         )
 
 
 def verify_session(
+    session: Session, model: PreTrainedModel, *, progress: Progress = silent, **asked: Any
+) -> VerifyReport:
+    """`compare` with the fields of a `VerifySpec` as keywords: `verify_session(session, model, prompts=[40])`."""
+    return compare(session, model, VerifySpec(**asked), progress)
+
+
+def compare(
     session: Session,
     model: PreTrainedModel,
-    *,
-    tolerance: float | None = None,
-    prompts: Sequence[int] | None = None,
-    decode_steps: int | None = None,
-    seed: int = 0,
-    exact_cache: bool = False,
+    spec: VerifySpec | None = None,
     progress: Progress = silent,
+    fed: list[FedPrompt] | None = None,
 ) -> VerifyReport:
     """Feed the same random tokens to a session and to the model in eager attention with `DynamicCache`, step by step.
 
-    Encoders of images and sound get items of random numbers, see `verify_encoders`; an encoder-decoder's gets its input before
-    each prompt.
+    Encoders of images and sound get items of random numbers, see `verify_encoders`; an encoder-decoder's gets its input
+    before each prompt.
 
-    The session is reset before every prompt and after the last. Prompts run from the longest to the shortest, so that each
-    but the first finds the leftovers of a longer one in the buffers. All but the shortest are fed in two parts, so that
-    prefill is seen to go on from tokens that the cache holds, see `prompt_feeds`.
+    The session is reset before every prompt and after the last. Prompts run from the longest to the shortest, so that
+    each but the first finds the leftovers of a longer one in the buffers. All but the shortest are fed in two parts, so
+    that prefill is seen to go on from tokens that the cache holds, see `prompt_feeds`.
 
     Args:
         session: What to check.
         model: What it was made from.
-        tolerance: Largest |logit difference| that passes; by default `default_tolerance`, and for a session whose cache rounds
-            at least a quarter of what that rounding does to the logits: a value near the middle between two steps rounds
-            either way.
-        prompts: Lengths; by default `default_prompts`, and one that fills the cache, or takes all of the model's positions,
-            where that is at most 4096 tokens over all rows.
-        decode_steps: Single tokens after each prompt; `default_decode_steps` by default. None follow the one that fills the
-            cache.
-        seed: Of the tokens.
-        exact_cache: Let the model's cache keep what it is given, also where the session's rounds.
+        spec: Prompts, steps and tolerance.
         progress: Told about every step.
+        fed: Gets the prompts, each with the first `KEPT_STEPS` of its steps and the program's logits, for
+            `measure_stored`.
 
     Raises:
-        InputError: If a length does not fit, the model has another vocabulary than the session, or the seed has more than
-            64 bits.
+        InputError: If a length does not fit, or the model has another vocabulary than the session.
     """
-    check_seed(seed)
+    spec = VerifySpec() if spec is None else spec
     vocab_size = vocab_size_of(model)
     if vocab_size != session.vocab_size:
         raise InputError(
             f"the program has a vocabulary of {session.vocab_size} tokens, the model of {vocab_size}; "
             "verify with the model it was made from"
         )
-    if tolerance is not None and not tolerance > 0:
-        raise InputError(f"tolerance is {tolerance}; it must be above 0")
-    limit = _limit(session, model)
-    windows = sorted({window for _, window in layer_types_and_windows(model.config) if window is not None})
     sinks = _sinks(session)
-    if sinks is not None:
-        windows = sorted({*windows, sinks.tokens + sinks.window})
-    reachable = [window for window in windows if limit is None or window < limit]
-    methods = [method for method in session.runner.methods.values() if method.is_step]
+    windows = {window for _, window in layer_types_and_windows(model.config) if window is not None}
+    windows = sorted(windows if sinks is None else {*windows, sinks.tokens + sinks.window})
+    plan = _planned(session, spec, _limit(session, model), windows)
+    storage = None if spec.exact_cache else rounding_storage(session.layers)
+    generator = torch.Generator().manual_seed(spec.seed)
     encode = session.runner.methods.get("encode")
-    encoder_inputs = None
-    chunk = max(method.max_length for method in methods)
-    lengths = set(prompts or default_prompts(reachable, limit, chunk))
-    if not prompts:
-        # One token short of each bucket: the steps that follow are of the next.
-        lengths.update(
-            method.read_length - 1 for method in methods if method.read_length is not None and method.read_length > 1
-        )
-    filling = None
-    # Rings alone are never full: no limit is theirs.
-    if not prompts and session.max_length is not None and session.batch_size * limit <= _MOST_TO_FILL:
-        filling = limit
-        lengths.add(filling)
-    plan = []
-    for length in sorted(lengths):
-        steps = (
-            0
-            if length == filling
-            else default_decode_steps(length, reachable, limit)
-            if decode_steps is None
-            else decode_steps
-        )
-        if length < 1 or steps < 0 or (limit is not None and length + steps > limit):
-            raise InputError(
-                f"a prompt of {length} tokens and {steps} decode steps do not fit: "
-                f"{'any number' if limit is None else limit} tokens can be held, of which the prompt takes at least 1; pass fewer"
-            )
-        plan.append((length, steps))
-    storage = None if exact_cache else rounding_storage(session.layers)
-    total, done = 2 * sum(1 + steps for _, steps in plan), 0
-    generator = torch.Generator().manual_seed(seed)
-    verified, largest_logit = [], 0.0
+    seen = _Seen(progress, 2 * sum(1 + steps for _, steps in plan))
     for index, (length, steps) in enumerate(reversed(plan)):
         ids = torch.randint(vocab_size, (session.batch_size, length + steps), generator=generator)
         # What is verified is text: a token that stands for an image would need one.
         for token in session.placeholders:
             ids[ids == token] = (token + 1) % vocab_size
+        encoder_inputs = None
         if encode is not None:
-            lengths_to_encode = encoder_lengths(encode)
+            lengths = encoder_lengths(encode)
             encoder_inputs = random_inputs(
-                encode, lengths_to_encode[index % len(lengths_to_encode)], session.batch_size, vocab_size, generator
+                encode, lengths[index % len(lengths)], session.batch_size, vocab_size, generator
             )
         # All of the reference first: the session may run the very same model, under another attention implementation.
-        expected = []
-        for logits in _reference(model, ids, length, sinks, encoder_inputs, storage):
-            expected.append(logits)
-            largest_logit = max(largest_logit, logits.abs().max().item())
-            done += 1
-            progress("verifying", done, total)
+        expected = seen.expect(_reference(model, ids, length, sinks, encoder_inputs, storage))
         if encoder_inputs is not None:
             session.encode(**{name: tensor.to(session.device) for name, tensor in encoder_inputs.items()})
-        session_ids, feeds = ids.to(session.device), prompt_feeds(length, chunk)
-        differences, agreements = [], []
-        for step, reference in enumerate(expected):
-            if step == 0:
-                outputs = [_feed(session, session_ids[:, :length], parts) for parts in feeds]
-            else:
-                outputs = [session.decode(session_ids[:, length + step - 1])]
-            for output in outputs:
-                logits = output.to(reference.device)
-                # A maximum over tensors keeps not-a-number, Python's does not.
-                differences.append((logits.float() - reference.float()).abs().max())
-                agreements.append((logits.argmax(-1) == reference.argmax(-1)).float().mean())
-            done += 1
-            progress("verifying", done, total)
-        verified.append(
-            VerifiedPrompt(
-                length,
-                sum(len(session.chunk_sizes(part)) for part in feeds[-1]),
-                steps,
-                torch.stack(differences).max().item(),
-                torch.stack(agreements).mean().item(),
-            )
-        )
+        kept = seen.compare(session, ids.to(session.device), length, expected)
+        if fed is not None:
+            fed.append(FedPrompt(length, ids[:, : length + len(kept) - 1], sinks, encoder_inputs, torch.stack(kept)))
     session.reset()
-    verified.reverse()
-    encoders = verify_encoders(session, model, generator, tolerance)
-    max_difference = torch.tensor([prompt.max_difference for prompt in verified], dtype=torch.float64).max().item()
+    prompts = tuple(reversed(seen.prompts))
+    encoders = verify_encoders(session, model, generator, spec.tolerance)
+    max_difference = torch.tensor([prompt.max_difference for prompt in prompts], dtype=torch.float64).max().item()
+    tolerance = spec.tolerance
     if tolerance is None:
-        tolerance = default_tolerance(model.dtype, largest_logit)
+        tolerance = default_tolerance(model.dtype, seen.largest_logit)
         if storage is not None:
             tolerance = max(tolerance, rounding_effect(model, min(plan[-1][0], _ROUNDED_TOKENS), storage) / 4)
     return VerifyReport(
         passed=max_difference <= tolerance and all(encoder.passed for encoder in encoders),
         max_difference=max_difference,
         tolerance=tolerance,
-        prompts=tuple(verified),
+        prompts=prompts,
         steps=session.batch_size * sum(1 + steps for _, steps in plan),
         windows=tuple(window for window in windows if any(length + steps > window for length, steps in plan)),
         target=session.target,
@@ -260,30 +207,142 @@ def verify_session(
     )
 
 
+def _planned(session: Session, spec: VerifySpec, limit: int | None, windows: Sequence[int]) -> list[tuple[int, int]]:
+    """Lengths of the prompts, shortest first, each with its decode steps.
+
+    Args:
+        limit: Tokens that both sides can hold.
+        windows: All that layers attend to, ascending.
+    """
+    reachable = [window for window in windows if limit is None or window < limit]
+    methods = [method for method in session.runner.methods.values() if method.is_step]
+    lengths = set(spec.prompts or default_prompts(reachable, limit, _chunk(session)))
+    filling = None
+    if not spec.prompts:
+        # One token short of each bucket: the steps that follow are of the next.
+        lengths.update(
+            method.read_length - 1 for method in methods if method.read_length is not None and method.read_length > 1
+        )
+        # Rings alone are never full: no limit is theirs.
+        if session.max_length is not None and session.batch_size * limit <= _MOST_TO_FILL:
+            filling = limit
+            lengths.add(filling)
+    plan = []
+    for length in sorted(lengths):
+        if length == filling:
+            steps = 0
+        elif spec.decode_steps is None:
+            steps = default_decode_steps(length, reachable, limit)
+        else:
+            steps = spec.decode_steps
+        if length < 1 or steps < 0 or (limit is not None and length + steps > limit):
+            raise InputError(
+                f"a prompt of {length} tokens and {steps} decode steps do not fit: "
+                f"{'any number' if limit is None else limit} tokens can be held, "
+                "of which the prompt takes at least 1; pass fewer"
+            )
+        plan.append((length, steps))
+    return plan
+
+
+def _chunk(session: Session) -> int:
+    """Longest chunk of a prompt."""
+    return max(method.max_length for method in session.runner.methods.values() if method.is_step)
+
+
+class _Seen:
+    """What a comparison has seen so far.
+
+    Args:
+        progress: Told about every step of both sides.
+        total: Steps in all.
+    """
+
+    def __init__(self, progress: Progress, total: int) -> None:
+        self.prompts: list[VerifiedPrompt] = []
+        self.largest_logit = 0.0
+        self._progress, self._done, self._total = progress, 0, total
+
+    def expect(self, reference: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """The logits [batch, vocab] of the reference, one per step."""
+        expected = []
+        for logits in reference:
+            expected.append(logits)
+            self.largest_logit = max(self.largest_logit, logits.abs().max().item())
+            self._step()
+        return expected
+
+    def compare(
+        self, session: Session, ids: torch.Tensor, length: int, expected: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Feed a session the prompt and the tokens after it.
+
+        Args:
+            ids: int64 [batch, length + steps].
+            length: Of the prompt.
+            expected: Of the reference.
+
+        Returns:
+            The session's logits [batch, vocab] of the prompt and of the first `KEPT_STEPS` steps.
+        """
+        feeds = prompt_feeds(length, _chunk(session))
+        differences, agreements, kept = [], [], []
+        for step, reference in enumerate(expected):
+            if step == 0:
+                outputs = [_feed(session, ids[:, :length], parts) for parts in feeds]
+            else:
+                outputs = [session.decode(ids[:, length + step - 1])]
+            for output in outputs:
+                logits = output.to(reference.device)
+                # A maximum over tensors keeps not-a-number, Python's does not.
+                differences.append((logits.float() - reference.float()).abs().max())
+                agreements.append((logits.argmax(-1) == reference.argmax(-1)).float().mean())
+            if step <= KEPT_STEPS:
+                kept.append(outputs[-1].detach().clone())
+            self._step()
+        self.prompts.append(
+            VerifiedPrompt(
+                length,
+                sum(len(session.chunk_sizes(part)) for part in feeds[-1]),
+                len(expected) - 1,
+                torch.stack(differences).max().item(),
+                torch.stack(agreements).mean().item(),
+            )
+        )
+        return kept
+
+    def _step(self) -> None:
+        self._done += 1
+        self._progress("verifying", self._done, self._total)
+
+
 def verify(
     path_or_bundle: str | os.PathLike | Bundle,
     model_or_path: PreTrainedModel | str | os.PathLike,
     *,
-    tolerance: float | None = None,
-    prompts: Sequence[int] | None = None,
-    decode_steps: int | None = None,
-    seed: int = 0,
     progress: Progress = silent,
+    **asked: Any,
 ) -> VerifyReport:
-    """Verify a bundle against the model it was made from; see `verify_session`. A mismatch is reported, not raised.
+    """Verify a bundle against the model it was made from; see `compare`. A mismatch is reported, not raised.
 
     A quantised program is compared with the model quantised the same way.
 
+    Args:
+        path_or_bundle: The bundle, or its folder.
+        model_or_path: `demo`, a local folder, a hub id, or a loaded model.
+        progress: Told about each stage.
+        **asked: Fields of `VerifySpec`: tolerance, prompts, decode_steps, seed.
+
     Raises:
         BundleError: If the bundle cannot be opened.
-        InputError: If the model cannot be loaded, or is of another type or vocabulary, or the seed has more than 64 bits.
+        InputError: If the model cannot be loaded, or is of another type or vocabulary, or a value is out of range.
     """
     from ..bundle.bundle import Bundle
     from ..models.loading import load_model
     from .reference_runner import session_to_verify
 
     # Before the model is loaded, which takes long.
-    check_seed(seed)
+    spec = VerifySpec(**asked)
     bundle = path_or_bundle if isinstance(path_or_bundle, Bundle) else Bundle.open(path_or_bundle, progress=progress)
     manifest = bundle.manifest
     model = load_model(model_or_path, dtype=manifest.dtype, progress=progress).model
@@ -300,11 +359,10 @@ def verify(
         quantization = Quantization(recorded.linear, recorded.group_size, recorded.embeddings)
         progress(f"quantising to {quantization}", 0, None)
         model = quantize(model, quantization).model
-        tolerance = tolerance_of(model, quantization) if tolerance is None else tolerance
+        if spec.tolerance is None:
+            spec = replace(spec, tolerance=tolerance_of(model, quantization))
     session, remark = session_to_verify(bundle, model, progress=progress)
-    report = verify_session(
-        session, model, tolerance=tolerance, prompts=prompts, decode_steps=decode_steps, seed=seed, progress=progress
-    )
+    report = compare(session, model, spec, progress)
     return replace(report, remark=remark)
 
 
@@ -314,6 +372,21 @@ def _feed(session: Session, ids: torch.Tensor, parts: Sequence[int]) -> torch.Te
     for part in ids.split(list(parts), dim=1):
         logits = session.prefill(part)
     return logits
+
+
+def measure_stored(model: PreTrainedModel, fed: Sequence[FedPrompt], progress: Progress = silent) -> StoredDistance:
+    """How far a program is from its model in the dtype that the weights are stored in, over an exact cache.
+
+    Args:
+        model: In that dtype.
+        fed: What `compare` gave the program.
+    """
+
+    def reference(prompt: FedPrompt) -> Iterator[torch.Tensor]:
+        return _reference(model, prompt.ids, prompt.length, prompt.sinks, prompt.encoder_inputs)
+
+    progress(f"comparing with the model in {dtype_name(model.dtype)}", 0, None)
+    return distance_from_stored(fed, dtype_name(model.dtype), reference)
 
 
 @torch.no_grad()

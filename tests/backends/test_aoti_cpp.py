@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from exportable_cache import export, load
+from exportable_cache import load
 
 from ..support.models import tiny_model, tokens
+from ..support.sessions import AOTI_CAPACITY, aoti_bundle, rounded_aoti_bundle
+from ..support.store import stored
 
 SOURCE = Path(__file__).parents[2] / "runners" / "aoti"
 
@@ -21,28 +23,30 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: Any) -> Path:
-    model = tiny_model("gemma3_text")
-    return export(model, "aoti", 48, tmp_path_factory.mktemp("aoti") / "bundle", prefill_length=16, buckets=(16,)).path
+def bundle() -> Path:
+    return aoti_bundle(tiny_model("gemma3_text"))
 
 
 @pytest.fixture(scope="module")
-def rounded_bundle(tmp_path_factory: Any) -> Path:
+def rounded_bundle() -> Path:
     """With keys and values in 8 bits."""
-    folder = tmp_path_factory.mktemp("aoti") / "rounded"
-    return export(tiny_model("gemma3_text"), "aoti", 48, folder, prefill_length=16, kv_dtype="int8").path
+    return rounded_aoti_bundle()[1]
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: Any) -> Path:
-    build = tmp_path_factory.mktemp("build")
-    for command in (
-        ["cmake", "-S", str(SOURCE), "-B", str(build), f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"],
-        ["cmake", "--build", str(build)],
-    ):
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-    return build / "generate"
+def program() -> Path:
+    # Its headers are most of the work, and a token takes no time.
+    options = [f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}", "-DCMAKE_CXX_FLAGS_RELEASE=-O0"]
+
+    def build(folder: Path) -> None:
+        for command in (
+            ["cmake", "-S", str(SOURCE), "-B", str(folder), *options],
+            ["cmake", "--build", str(folder)],
+        ):
+            done = subprocess.run(command, capture_output=True, text=True)
+            assert done.returncode == 0, done.stdout + done.stderr
+
+    return stored({"cpp": "aoti", "options": options}, build) / "generate"
 
 
 def run(program: Path, *arguments: Any) -> subprocess.CompletedProcess:
@@ -80,9 +84,15 @@ def check(program: Path, bundle: Path, prompt: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((46, 5, 6, 7, 8), "the cache holds 48 of at most 48 tokens, 1 more do not fit"),
+        (
+            (AOTI_CAPACITY - 2, 5, 6, 7, 8),
+            f"the cache holds {AOTI_CAPACITY} of at most {AOTI_CAPACITY} tokens, 1 more do not fit",
+        ),
         ((1, 5, 128), "token id 128 is outside the vocabulary of 0 to 127"),
-        ((1, *[5] * 49), "the cache holds 0 of at most 48 tokens, 49 more do not fit"),
+        (
+            (1, *[5] * (AOTI_CAPACITY + 1)),
+            f"the cache holds 0 of at most {AOTI_CAPACITY} tokens, {AOTI_CAPACITY + 1} more do not fit",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_numbers(

@@ -1,6 +1,7 @@
 """The `.pte`: what its graph does, what its file holds, and how long it runs."""
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,16 +12,19 @@ from exportable_cache import ExportableCache, export
 from exportable_cache.backends import backend_for
 from exportable_cache.errors import BundleError, InputError, UnsupportedModelError
 from exportable_cache.program.program import Program
+from exportable_cache.program.spec import ProgramSpec
 
 from ..support.memory import resident_kib
 from ..support.models import WINDOW, tiny_model, tokens
 from ..support.oracle import reference_logits
-from ..support.sessions import describe, lowered_session
+from ..support.sessions import bundle_of_both, describe, lowered_session
+from ..support.sessions import lowered as lowered_files
 
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
 
 from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
 from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
+from executorch.exir._serialize._program import deserialize_pte_binary
 from executorch.runtime import Runtime
 
 from exportable_cache.backends.executorch.kernels import check_kernels
@@ -31,12 +35,10 @@ CAPACITY = 96
 
 @pytest.fixture(scope="module")
 def lowered():
-    """The hybrid Gemma 2, lowered: the program, and the operators that each method's instructions call."""
-    model = tiny_model("gemma2")
-    options = backend_for("executorch").program_options({})
-    program = Program(model, ExportableCache.from_model(model, CAPACITY), prefill_length=16, **options)
-    result = to_program(to_edge({name: program.export(name) for name in program.methods}))
-    return program, result
+    """The hybrid Gemma 2, lowered: its cache, and what its file calls."""
+    found = lowered_files(tiny_model("gemma2"), "executorch")
+    written = deserialize_pte_binary((found.folder / "program.pte").read_bytes())
+    return found.cache, SimpleNamespace(executorch_program=written.program)
 
 
 def instructions(result, method: str):
@@ -73,26 +75,24 @@ def test_prefill_writes_full_layers_in_place_and_replaces_rings_once(lowered) ->
 
 
 def test_both_methods_plan_one_cache(lowered) -> None:
-    program, result = lowered
+    cache, result = lowered
     plans = {plan.name: plan.non_const_buffer_sizes for plan in result.executorch_program.execution_plan}
     # The last arena holds the mutable buffers: the same bytes in every method, at the same place.
-    cache_bytes = sum(t.nbytes for name, t in program.cache.named_state() if not name.endswith("cumulative_length"))
+    cache_bytes = sum(t.nbytes for name, t in cache.named_state() if not name.endswith("cumulative_length"))
     assert {sizes[-1] for sizes in plans.values()} == {cache_bytes}
 
 
-def test_the_file_holds_the_weights_once(tmp_path) -> None:
-    model = tiny_model("mistral", hidden_size=128, intermediate_size=1024, vocab_size=4096, num_hidden_layers=1)
-    lowered_session(model, "executorch", tmp_path, 64, methods="both")
+def test_the_file_holds_the_weights_once() -> None:
+    model, folder = bundle_of_both()
     weights = sum(parameter.nbytes for parameter in model.parameters())
-    assert weights < (tmp_path / "program.pte").stat().st_size < 1.25 * weights
+    assert weights < (folder / "program.pte").stat().st_size < 1.25 * weights
 
 
-def test_a_method_loaded_late_sees_the_cache(tmp_path) -> None:
-    model = tiny_model("mistral")
-    lowered_session(model, "executorch", tmp_path, 64, methods="split")
+def test_a_method_loaded_late_sees_the_cache() -> None:
+    model, folder = bundle_of_both()
     ids = tokens(10)
     expected = reference_logits(model, ids, 9)[0]
-    loaded = Runtime.get().load_program(tmp_path / "program.pte")
+    loaded = Runtime.get().load_program(folder / "program.pte")
     prefill = loaded.load_method("prefill")
     assert (prefill.execute([ids[:, :9].contiguous(), torch.tensor([0])])[0] - expected[0]).abs().max() <= 1e-4
     decode = loaded.load_method("decode")
@@ -105,10 +105,12 @@ def test_batches_are_refused_rather_than_copied(tmp_path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+# In the fast lane: over a ring and sinks, in test_sinks.py.
+@pytest.mark.full
 @torch.no_grad()
-def test_ten_thousand_steps_of_a_sliding_model_in_constant_memory(tmp_path) -> None:
-    model = tiny_model("mistral", max_position_embeddings=16384)
-    session = lowered_session(model, "executorch", tmp_path, 64)
+def test_ten_thousand_steps_of_a_sliding_model_in_constant_memory() -> None:
+    model = tiny_model("mistral")
+    session = lowered_session(model, "executorch")
     steps = 10_000
     ids = tokens(steps)
     session.prefill(ids[:, :2])
@@ -130,8 +132,10 @@ def test_ten_thousand_steps_of_a_sliding_model_in_constant_memory(tmp_path) -> N
 def test_a_damaged_file_is_refused(tmp_path) -> None:
     model = tiny_model("mistral", num_hidden_layers=1)
     backend = backend_for("executorch")
-    program = Program(model, ExportableCache.from_model(model, 32), prefill_length=1, **backend.program_options({}))
-    (file,) = backend.lower(program, tmp_path, {})
+    program = Program(
+        model, ExportableCache.from_model(model, 32), backend.program_spec(ProgramSpec(1), backend.options())
+    )
+    (file,) = backend.lower(program, tmp_path, backend.options())
     path = tmp_path / file.name
     path.write_bytes(b"\0" * path.stat().st_size)
     with pytest.raises(BundleError, match="cannot load program.pte"):
@@ -143,7 +147,7 @@ def test_a_damaged_file_is_refused(tmp_path) -> None:
 
 def test_unknown_options_are_refused() -> None:
     with pytest.raises(InputError, match="no option 'quantize'; it knows delegate, llm_runner, methods"):
-        backend_for("executorch").program_options({"quantize": True})
+        backend_for("executorch").options.parse({"quantize": True})
 
 
 class Call(nn.Module):
@@ -164,6 +168,7 @@ def on_the_runtime(function, x: torch.Tensor, partitioner=None) -> torch.Tensor:
     return Runtime.get().load_program(edge.to_executorch().buffer).load_method("forward").execute([x])[0]
 
 
+@pytest.mark.canary
 def test_xnnpack_still_needs_tanh_gelu_spelled_out() -> None:
     """Fails once the delegate honours `approximate`: then backends/executorch/decompositions.py can go."""
     x = torch.linspace(-4, 4, 513)
@@ -173,6 +178,7 @@ def test_xnnpack_still_needs_tanh_gelu_spelled_out() -> None:
     assert gap.abs().max() > 1e-4
 
 
+@pytest.mark.canary
 def test_integer_remainder_still_takes_the_sign_of_the_dividend() -> None:
     """Fails once it does not: then rings need not keep the dividend positive."""
     x = torch.arange(-9, 9)
@@ -201,7 +207,9 @@ def test_an_operator_without_a_kernel_is_refused_by_name(lowered) -> None:
 def test_what_cannot_be_lowered_is_refused_by_a_sentence(monkeypatch, tmp_path) -> None:
     model = tiny_model("llama", num_hidden_layers=1)
     backend = backend_for("executorch")
-    program = Program(model, ExportableCache.from_model(model, 16), prefill_length=8, **backend.program_options({}))
+    program = Program(
+        model, ExportableCache.from_model(model, 16), backend.program_spec(ProgramSpec(8), backend.options())
+    )
 
     def failing(*arguments):
         raise RuntimeError("reshape only supports 1 dynamic dimension\nmore")
@@ -211,5 +219,5 @@ def test_what_cannot_be_lowered_is_refused_by_a_sentence(monkeypatch, tmp_path) 
         UnsupportedModelError,
         match=r"LlamaForCausalLM cannot be lowered .*\(RuntimeError: reshape only supports 1 dynamic dimension\)",
     ):
-        backend.lower(program, tmp_path, {})
+        backend.lower(program, tmp_path, backend.options())
     assert not list(tmp_path.iterdir())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -53,6 +54,25 @@ def test_numbers_of_threads_are_as_before(threads: int | None, two_threads: None
 
 
 @needs_mkl
+def test_blocks_of_two_threads_may_overlap(two_threads: None) -> None:
+    """The first to enter is the first to leave: the second then restores what the first found, not the 1 that it set."""
+    entered, left = threading.Event(), threading.Event()
+
+    def second() -> None:
+        with one_blas_thread():
+            entered.set()
+            left.wait(10)
+
+    thread = threading.Thread(target=second)
+    with one_blas_thread():
+        thread.start()
+        assert entered.wait(10)
+    left.set()
+    thread.join()
+    assert most() == 2
+
+
+@needs_mkl
 def test_a_runner_runs_so(two_threads: None) -> None:
     seen = []
 
@@ -82,6 +102,7 @@ print(len(os.listdir("/proc/self/task")))
 """
 
 
+@pytest.mark.canary
 @needs_mkl
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts the threads of a process in /proc")
 def test_the_operator_still_opens_threads_of_its_own() -> None:

@@ -62,9 +62,9 @@ def test_methods_that_a_delegate_cannot_share_a_cache_among_are_refused(delegate
 @pytest.mark.parametrize("name", ["none", "qnn", "mlx", "openvino", "XNNPACK", ""])
 def test_other_names_are_refused_with_what_is_offered(name: str) -> None:
     with pytest.raises(InputError, match=f"delegate is '{name}'; it must be one of xnnpack, vulkan, coreml, tensorrt"):
-        backend_for("executorch").program_options({"delegate": name})
+        backend_for("executorch").options.parse({"delegate": name})
 
 
 def test_options_of_one_delegate_are_not_those_of_another() -> None:
     with pytest.raises(InputError, match="delegate 'vulkan' has no option 'llm_runner'; it knows delegate$"):
-        backend_for("executorch").program_options({"delegate": "vulkan", "llm_runner": True})
+        backend_for("executorch").options.parse({"delegate": "vulkan", "llm_runner": True})

@@ -6,16 +6,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from exportable_cache import ExportableCache
+from exportable_cache import ExportableCache, load
 from exportable_cache.backends import backend_for
 from exportable_cache.cache.policies import FullPolicy, RingPolicy
 from exportable_cache.errors import InputError
 from exportable_cache.program.program import Program
+from exportable_cache.program.spec import ProgramSpec
 
 from ..support.kinds import KINDS, kind_model
 from ..support.models import WINDOW, tiny_model, tokens
 from ..support.oracle import difference, reference_logits
-from ..support.sessions import lowered_session
+from ..support.sessions import folded_bundle
 
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
 
@@ -73,7 +74,7 @@ def test_a_window_that_is_never_reached_is_fused() -> None:
 
 def test_a_ring_that_keeps_more_than_its_window_is_not_fused() -> None:
     model = tiny_model("gemma3_text")
-    assert fusable_layers(model, ExportableCache.from_model(model, CAPACITY, slack=2)) == [False, True]
+    assert fusable_layers(model, ExportableCache.from_model(model, CAPACITY, rollback_slots=2)) == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -87,9 +88,9 @@ def test_folding_leaves_heads_to_run_in_parallel(heads: int, kv_heads: int, fold
 
 def program_of(family: str, num_attention_heads: int = 4, **options) -> Program:
     model = tiny_model(family, num_attention_heads=num_attention_heads)
-    return Program(
-        model, ExportableCache.from_model(model, CAPACITY), **backend_for("executorch").program_options(options)
-    )
+    backend = backend_for("executorch")
+    spec = backend.program_spec(ProgramSpec(), backend.options.parse(options))
+    return Program(model, ExportableCache.from_model(model, CAPACITY), spec)
 
 
 def test_the_fused_layout_is_part_of_the_program() -> None:
@@ -122,7 +123,7 @@ def test_one_method_where_it_decodes_as_fast_as_two() -> None:
 
 
 def test_methods_that_do_not_go_together_are_refused() -> None:
-    options = backend_for("executorch").program_options
+    options = backend_for("executorch").options.parse
     with pytest.raises(InputError, match="methods is 'two'; it must be one of auto, forward, split, both"):
         options({"methods": "two"})
     with pytest.raises(InputError, match="methods is 'split', but the llm_runner calls 'forward'"):
@@ -130,17 +131,19 @@ def test_methods_that_do_not_go_together_are_refused() -> None:
 
 
 @pytest.fixture(scope="module")
-def hybrid(tmp_path_factory):
-    """A ring and a full layer with 4 query heads folded into one product: the model, its session, and what its file calls."""
-    model = tiny_model("gemma3_text", num_attention_heads=16)
+def hybrid():
+    """A ring and a full layer with 4 query heads folded into one product: the model, its session, and what its file
+    calls.
+    """
+    model, folder = folded_bundle(llm_runner=True)
     assert fold_of(16, 2) == 4
-    folder = tmp_path_factory.mktemp("hybrid")
-    session = lowered_session(model, "executorch", folder, CAPACITY)
+    session = load(folder)
     written = deserialize_pte_binary((folder / "program.pte").read_bytes())
     return model, session, SimpleNamespace(executorch_program=written.program)
 
 
-# Of one to three tokens: fewer slots than the folded form needs. Past the window, and in chunks that are longer than it.
+# Of one to three tokens: fewer slots than the folded form needs. Past the window, and in chunks that are longer than
+# it.
 @pytest.mark.parametrize("prompt", [1, 2, 3, 4, 7, 8, 9, 17, 40])
 def test_folded_heads_and_rings_give_the_models_logits(hybrid, prompt: int) -> None:
     model, session, _ = hybrid
@@ -171,7 +174,8 @@ def test_the_cache_is_touched_by_the_fused_operators_only(hybrid) -> None:
     assert not {"aten::mean", "aten::rsqrt", "aten::mul", "aten::linear", "aten::mm", "aten::bmm"} & counts.keys()
     assert not {"aten::copy_", "aten::index_put", "aten::index_put_", "aten::expand_copy"} & counts.keys()
     full, ring = [2, CAPACITY, 1, 8], [2, WINDOW + 1, 1, 8]
-    # Rotary embeddings stay inside it, too: what is sliced beside the ring is its first new row, twice, and the last token.
+    # Rotary embeddings stay inside it, too: what is sliced beside the ring is its first new row, twice, and the last
+    # token.
     assert sum(name == "aten::slice_copy" and ring not in shapes for name, shapes in calls) == 3
     assert {name for name, shapes in calls if full in shapes} == {"llama::update_cache", "llama::custom_sdpa"}
     # Where several tokens attend, the ring is put before them: the one copy of it.

@@ -6,15 +6,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from exportable_cache import ExportableCache, export
+from exportable_cache import ExportableCache, export, load
+from exportable_cache.cache.attention.implementation import attention_of
 from exportable_cache.cache.layers import layer_from
 from exportable_cache.cache.storage import Int8Storage
-from exportable_cache.program.program import attention_of
 from exportable_cache.verification.references.rounding import RoundingCache
 from exportable_cache.verification.verify import rounding_effect, verify_session
 
 from ..support.models import WINDOW, tiny_model, tokens
-from ..support.sessions import lowered_session
+from ..support.sessions import folded_bundle
 
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
 
@@ -33,12 +33,13 @@ FULL, RING = [2, CAPACITY, 1, 8], [2, WINDOW + 1, 1, 8]
 
 
 @pytest.fixture(scope="module")
-def hybrid(tmp_path_factory):
-    """A ring and a full layer with 4 query heads folded into one product: the model, its session, and what its file calls."""
-    model = tiny_model("gemma3_text", num_attention_heads=16)
+def hybrid():
+    """A ring and a full layer with 4 query heads folded into one product: the model, its session, and what its file
+    calls.
+    """
+    model, folder = folded_bundle(kv_dtype="int8", verify=False)
     assert fold_of(16, 2) == 4
-    folder = tmp_path_factory.mktemp("hybrid")
-    session = lowered_session(model, "executorch", folder, CAPACITY, cache_options={"kv_dtype": "int8"})
+    session = load(folder)
     written = deserialize_pte_binary((folder / "program.pte").read_bytes())
     return model, session, SimpleNamespace(executorch_program=written.program)
 
@@ -61,7 +62,8 @@ def test_slots_are_read_as_they_were_rounded() -> None:
     assert torch.equal(dequantize_slots(stored, scales), INT8.dequantize(stored, scales))
 
 
-# Of one to three tokens: fewer slots than the folded form needs. Past the window, and in chunks that are longer than it.
+# Of one to three tokens: fewer slots than the folded form needs. Past the window, and in chunks that are longer than
+# it.
 @pytest.mark.parametrize("prompt", [1, 2, 3, 7, 8, 9, 17, 40])
 @torch.no_grad()
 def test_the_logits_are_those_over_rounded_keys_and_values(hybrid, prompt: int) -> None:
@@ -106,7 +108,8 @@ def test_the_cache_is_written_in_place_and_read_as_far_as_it_is_filled(hybrid) -
     plan = hybrid[2].executorch_program.execution_plan[0]
     buffers = {
         index for chain in plan.chains for instruction in chain.instructions
-        if hasattr(instruction.instr_args, "op_index") and plan.operators[instruction.instr_args.op_index].name in writes
+        if hasattr(instruction.instr_args, "op_index")
+        and plan.operators[instruction.instr_args.op_index].name in writes
         for index in instruction.instr_args.args[1:2]
     }  # fmt: skip
     assert len(buffers) == 8 and sorted(list(plan.values[index].val.sizes) for index in buffers) == sorted(
@@ -122,12 +125,12 @@ def test_the_cache_is_written_in_place_and_read_as_far_as_it_is_filled(hybrid) -
 
 
 def test_with_quantised_weights(tmp_path) -> None:
-    model = tiny_model("llama")
+    model = tiny_model("llama", num_hidden_layers=1)
     bundle = export(model, "executorch", 48, tmp_path / "out", prefill_length=16, quantize="8da4w", kv_dtype="int8")
     manifest = bundle.manifest
     assert manifest.verification["passed"]
     assert {(layer.kernel["kind"], layer.storage["kind"]) for layer in manifest.layers} == {("executorch_full", "int8")}
     # 8 + 4 bytes for what takes 32 in float32.
-    assert (manifest.cache_bytes - 16) / (manifest.kv_cache.float_bytes - 16) == 12 / 32
+    assert (manifest.cache_bytes - 8) / (manifest.kv_cache.float_bytes - 8) == 12 / 32
     # The cache's own share, of the model with quantised weights, and that of both.
     assert 1e-4 < manifest.kv_cache.max_difference < manifest.quantization.max_difference

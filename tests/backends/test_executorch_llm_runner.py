@@ -6,16 +6,18 @@ import sys
 import pytest
 import torch
 
-from exportable_cache import ExportableCache, export, load
+from exportable_cache import ExportableCache, load
+from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.demo.task import make_questions
 from exportable_cache.errors import InputError
 from exportable_cache.program.inputs.modality import modalities_of
 from exportable_cache.program.program import Program
+from exportable_cache.program.spec import ProgramSpec
 
-from ..support.models import tiny_model, tokens
+from ..support.models import tokens
 from ..support.multimodal import tiny_multimodal
 from ..support.oracle import difference, reference_logits
-from ..support.sessions import lowered_session
+from ..support.sessions import folded_bundle
 
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
 from exportable_cache.backends.executorch.llm_runner import runner_metadata
@@ -34,9 +36,9 @@ for prompt in sys.argv[2:]:
 """
 
 
-def test_the_official_runner_answers_as_the_session_does(tmp_path) -> None:
-    # Chunks of 48, so that the runner takes each prompt in several.
-    bundle = export("demo", "executorch", 256, tmp_path / "demo", prefill_length=48, verify=False)
+def test_the_official_runner_answers_as_the_session_does(demo_bundle) -> None:
+    # The runner takes each prompt in several chunks.
+    bundle = Bundle.open(demo_bundle)
     assert set(bundle.manifest.program.methods) == {"forward"}
     session = load(bundle.path)
     questions = make_questions(3, seed=77, min_distance=16, tokens=(60, 200))
@@ -54,9 +56,9 @@ def test_the_official_runner_answers_as_the_session_does(tmp_path) -> None:
         assert answer.strip().removesuffix("<eos>") == ours.strip()
 
 
-def test_forward_takes_any_length_from_one_on(tmp_path) -> None:
-    model = tiny_model("gemma3_text")
-    session = lowered_session(model, "executorch", tmp_path, 64, llm_runner=True)
+def test_forward_takes_any_length_from_one_on() -> None:
+    model, folder = folded_bundle(llm_runner=True)
+    session = load(folder)
     ids = tokens(50)
     for prompt in (1, 2, 7, 9, 16):
         position = 0
@@ -74,7 +76,9 @@ def test_forward_takes_any_length_from_one_on(tmp_path) -> None:
 def test_programs_that_the_runner_could_not_run_are_refused() -> None:
     model = tiny_multimodal("qwen2_5_vl")
     program = Program(
-        model, ExportableCache.from_model(model, 32), forward=True, modalities=modalities_of(model, ["image"], (16, 24))
+        model,
+        ExportableCache.from_model(model, 32),
+        ProgramSpec(forward=True, modalities=modalities_of(model, ["image"], (16, 24))),
     )
     assert runner_metadata(program, required=False) == {}
     with pytest.raises(InputError, match="forward takes input_ids, input_pos, rope_deltas; export without llm_runner"):

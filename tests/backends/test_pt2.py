@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from exportable_cache import ExportableCache
+from exportable_cache import ExportableCache, Session
 from exportable_cache.backends import backend_for
 from exportable_cache.backends.pt2.archive import read_archive, write_archive
 from exportable_cache.errors import BundleError, InputError
 from exportable_cache.program.program import Program
+from exportable_cache.program.spec import ProgramSpec
 
 from ..support.models import tiny_model, tokens
 from ..support.oracle import difference, reference_logits
@@ -17,7 +18,7 @@ from ..support.sessions import lowered_session
 @pytest.fixture(scope="module")
 def archive(tmp_path_factory):
     model = tiny_model("mistral", hidden_size=128, intermediate_size=1024, vocab_size=4096)
-    program = Program(model, ExportableCache.from_model(model, 64), prefill_length=16)
+    program = Program(model, ExportableCache.from_model(model, 64), ProgramSpec(16))
     exported = {name: program.export(name) for name in program.methods}
     path = tmp_path_factory.mktemp("archive") / "program.pt2"
     write_archive(path, exported)
@@ -61,12 +62,15 @@ def test_a_truncated_file_is_refused(archive, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("options", [{"form": "explicit"}, {"strict": True}])
-def test_options(options: dict, tmp_path) -> None:
+def test_options(options: dict) -> None:
     model = tiny_model("gemma3_text")
-    session = lowered_session(model, "pt2", tmp_path, 64, **options)
+    session = lowered_session(model, "pt2", **options)
     ids = tokens(50)
     reference = reference_logits(model, ids, 20)
-    step = lambda piece: session.decode(piece[:, 0]) if piece.shape[1] == 1 else session.prefill(piece)
+
+    def step(piece: torch.Tensor, session: Session = session) -> torch.Tensor:
+        return session.decode(piece[:, 0]) if piece.shape[1] == 1 else session.prefill(piece)
+
     assert difference(step, reference, ids, 20) <= 1e-4
     session.reset()
     assert difference(step, reference, ids, 20) <= 1e-4
@@ -75,4 +79,4 @@ def test_options(options: dict, tmp_path) -> None:
 @pytest.mark.parametrize("options", [{"quantize": True}, {"form": "other"}])
 def test_unknown_options_are_refused(options: dict) -> None:
     with pytest.raises(InputError):
-        backend_for("pt2").program_options(options)
+        backend_for("pt2").options.parse(options)

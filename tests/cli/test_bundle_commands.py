@@ -1,4 +1,7 @@
-"""export, inspect, verify, generate and bench on a tiny model lowered to pt2, and every bad input they must refuse."""
+"""export, inspect, verify, generate and bench on a tiny model, and every bad input they must refuse.
+
+The commands are tested here, most of them over a target whose programs stay in this process.
+"""
 
 import inspect
 import json
@@ -9,12 +12,22 @@ import pytest
 import torch
 
 from exportable_cache import export, load
+from exportable_cache.backends.registry import TARGETS
 from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.bundle.manifest import SCHEMA_VERSION, checksum_of
 
+from ..support import fake_target
+from ..support.fake_target import FILE
 from ..support.models import WINDOW, tiny_model, tokens
 
 MAX_CACHE_LEN = 48
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fake():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(TARGETS, "fake", fake_target.ENTRY)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +35,7 @@ def exported(run, tiny_folder, tmp_path_factory):
     """The export's own result, with `.path`."""
     path = tmp_path_factory.mktemp("bundles") / "tiny"
     result = run(
-        "export", tiny_folder, "--target", "pt2", "--max-cache-len", MAX_CACHE_LEN, "-o", path, "--prefill-length", 16
+        "export", tiny_folder, "--target", "fake", "--max-cache-len", MAX_CACHE_LEN, "-o", path, "--prefill-length", 16
     )
     assert result.exit_code == 0, result.stderr
     result.path = path
@@ -50,13 +63,13 @@ def refused(result, *words):
         assert word in result.stderr, result.stderr
 
 
-# -- export ---------------------------------------------------------------------------------------------------------------
+# -- export ------------------------------------------------------------------------------------------------------------
 
 
 def test_export_says_where_what_and_verified(exported):
     lines = exported.stdout.splitlines()
-    assert lines[0] == f"{exported.path}: Gemma2ForCausalLM with its cache, for pt2"
-    assert any(line.split()[0] == "program.pt2" for line in lines if line)
+    assert lines[0] == f"{exported.path}: Gemma2ForCausalLM with its cache, for fake"
+    assert any(line.split()[0] == FILE for line in lines if line)
     assert (
         lines[-1].startswith("verified: ") and f"past the window of {WINDOW}" in lines[-1] and "<= 1e-04" in lines[-1]
     )
@@ -163,6 +176,8 @@ def test_export_passes_options_to_the_target(run, tiny_folder, tmp_path):
         ("form", ("'form'", "NAME=VALUE")),
         ("=1", ("'=1'", "NAME=VALUE")),
         ("dtype=float32", ("dtype", "--dtype")),
+        ("kv_dtype=int8", ("kv_dtype", "--kv-cache-dtype")),
+        ("slack=4", ("slack", "--rollback-slots")),
     ],
 )
 def test_export_refuses_bad_options(run, tiny_folder, tmp_path, option, words):
@@ -170,13 +185,14 @@ def test_export_refuses_bad_options(run, tiny_folder, tmp_path, option, words):
 
 
 def test_every_argument_of_export_is_known_to_the_command():
-    from exportable_cache.cli.export import _ARGUMENTS
+    from exportable_cache.cli.export import _arguments
 
     parameters = inspect.signature(export).parameters.values()
-    assert {parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD} == _ARGUMENTS
+    names = {parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD}
+    assert names == _arguments().keys()
 
 
-# -- inspect --------------------------------------------------------------------------------------------------------------
+# -- inspect -----------------------------------------------------------------------------------------------------------
 
 
 def test_inspect_shows_layers_methods_versions_files_and_the_result(run, exported):
@@ -189,7 +205,7 @@ def test_inspect_shows_layers_methods_versions_files_and_the_result(run, exporte
     assert any(row[:2] == ["decode", "1"] for row in rows)
     assert f"torch {torch.__version__.partition('+')[0]}" in result.stdout
     assert "input_ids int64 [batch, length]" in result.stdout and "logits float32 [batch, 128]" in result.stdout
-    assert "program.pt2" in result.stdout and "every checksum is right" in result.stdout
+    assert FILE in result.stdout and "every checksum is right" in result.stdout
     assert result.stdout.splitlines()[-1].startswith("verified: ")
 
 
@@ -225,7 +241,7 @@ def test_inspect_shows_a_bundle_of_other_versions(run, damaged):
     assert "torch 1.0" in result.stdout
 
 
-# -- bad bundles, for every command that opens one ------------------------------------------------------------------------
+# -- bad bundles, for every command that opens one ---------------------------------------------------------------------
 
 
 def opening(command, folder):
@@ -247,23 +263,23 @@ def test_a_folder_that_is_no_bundle(run, opens, tmp_path):
 
 
 def test_a_truncated_program(run, opens, damaged):
-    program = damaged / "program.pt2"
+    program = damaged / FILE
     size = program.stat().st_size
     program.write_bytes(program.read_bytes()[: size // 2])
-    refused(run(*opening(opens, damaged)), "program.pt2", str(size // 2), str(size), "export")
+    refused(run(*opening(opens, damaged)), FILE, str(size // 2), str(size), "export")
 
 
 def test_a_corrupted_program(run, opens, damaged):
-    program = damaged / "program.pt2"
+    program = damaged / FILE
     content = bytearray(program.read_bytes())
     content[len(content) // 2] ^= 0xFF
     program.write_bytes(content)
-    refused(run(*opening(opens, damaged)), "program.pt2", "sha256", "export")
+    refused(run(*opening(opens, damaged)), FILE, "sha256", "export")
 
 
 def test_a_missing_file(run, opens, damaged):
-    (damaged / "program.pt2").unlink()
-    refused(run(*opening(opens, damaged)), "program.pt2", "missing", "export")
+    (damaged / FILE).unlink()
+    refused(run(*opening(opens, damaged)), FILE, "missing", "export")
 
 
 def test_a_broken_manifest(run, opens, damaged):
@@ -295,7 +311,7 @@ def test_other_package_versions_can_be_ignored(run, damaged):
     assert result.exit_code == 0, result.stderr
 
 
-# -- verify ---------------------------------------------------------------------------------------------------------------
+# -- verify ------------------------------------------------------------------------------------------------------------
 
 
 def test_verify_agrees(run, exported, tiny_folder):
@@ -353,7 +369,7 @@ def test_verify_refuses_another_kind_of_model(run, exported, tmp_path):
     refused(run("verify", exported.path, "--model", tmp_path), "gemma2", "llama")
 
 
-# -- generate and bench ---------------------------------------------------------------------------------------------------
+# -- generate and bench ------------------------------------------------------------------------------------------------
 
 
 def test_generate_needs_a_tokenizer(run, exported):
@@ -391,7 +407,7 @@ def test_bench_refuses_what_does_not_fit(run, exported, arguments, words):
     refused(run("bench", exported.path, *arguments), *words)
 
 
-# -- for real -------------------------------------------------------------------------------------------------------------
+# -- for real ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_recipe_runs(tiny_folder, tmp_path):
@@ -409,7 +425,7 @@ def test_the_recipe_runs(tiny_folder, tmp_path):
 def test_a_process_of_its_own_keeps_stdout_clean(shell, exported):
     done = shell("inspect", exported.path, "--json")
     assert done.returncode == 0
-    assert json.loads(done.stdout)["target"] == "pt2"
+    assert json.loads(done.stdout)["target"] == "fake"
     assert "Traceback" not in done.stderr and "torchao" not in done.stderr
     done = shell("inspect", exported.path / "missing")
     assert (done.returncode, done.stdout) == (2, "")

@@ -60,7 +60,7 @@ def test_a_full_cache_is_refused_before_anything_runs(run, demo_bundle):
     assert str(DEMO_MAX_CACHE_LEN) in result.stderr and "max_cache_len" in result.stderr
 
 
-@pytest.mark.parametrize("arguments", [["--json"], []])
+@pytest.mark.parametrize("arguments", [["--json"], pytest.param([], marks=pytest.mark.full)], ids=["json", "text"])
 def test_a_process_of_its_own_says_nothing_it_was_not_asked(shell, demo_bundle, arguments):
     done = shell("generate", demo_bundle, "-p", "the code of amber is 4821. amber?", *arguments)
     assert done.returncode == 0, done.stderr

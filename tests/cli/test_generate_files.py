@@ -19,6 +19,7 @@ from transformers import (
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from exportable_cache import ExportableCache, Session, export, load
+from exportable_cache.backends.pt2.target import Pt2Backend
 from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.errors import BundleError, InputError, MissingDependencyError
 from exportable_cache.session.inputs import media_files as files
@@ -52,6 +53,21 @@ class TinyImageProcessor(ProcessorMixin):
             raise ValueError(f"{len(pixels)} images for {text.count(IMAGE)} places")
         ids = self.tokenizer(text.replace(IMAGE, 4 * IMAGE))["input_ids"]
         return BatchFeature({"input_ids": [ids], "pixel_values": pixels}, tensor_type=return_tensors)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def opened_once():
+    """Every command opens its bundle; here that takes longer than what it answers."""
+    opened, open_program = {}, Pt2Backend.open
+
+    def open_once(self, folder, description):
+        if folder not in opened:
+            opened[folder] = open_program(self, folder, description)
+        return opened[folder]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pt2Backend, "open", open_once)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from exportable_cache import ExportableCache, Session
-from exportable_cache.decoding import Chooser, Sampling
+from exportable_cache.decoding import Sampler, Sampling
 from exportable_cache.errors import InputError
 
 from ..support.models import tiny_model, tokens
@@ -33,7 +33,7 @@ def session_of(model: Any, compile: bool, rows: int = 1) -> Session:
 
 def outside(session: Session, prompt: torch.Tensor, count: int, **options: Any) -> list[list[int]]:
     """The same loop by hand, choosing from logits."""
-    chooser = Chooser(Sampling(**options), prompt, session.vocab_size)
+    chooser = Sampler(Sampling(**options), prompt, session.vocab_size)
     chosen = [chooser.choose(session.prefill(prompt))]
     while len(chosen) < count:
         chosen.append(chooser.choose(session.decode(chosen[-1])))

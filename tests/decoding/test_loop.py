@@ -7,15 +7,15 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from exportable_cache.decoding import Chooser, Sampling, generate_tokens
+from exportable_cache.decoding import Sampler, Sampling, generate_tokens
 
 from .byte_tokenizer import SIZE, byte_tokenizer
 
 PROMPT = torch.zeros(1, 2, dtype=torch.int64)
 
 
-def chooser(prompt: torch.Tensor) -> Chooser:
-    return Chooser(Sampling(), prompt, SIZE)
+def chooser(prompt: torch.Tensor) -> Sampler:
+    return Sampler(Sampling(), prompt, SIZE)
 
 
 class Scripted:
@@ -24,6 +24,8 @@ class Scripted:
     device = torch.device("cpu")
     steps_per_launch = 1
     moves = 0
+    # Nothing is taken back: rows that have ended go on over padding.
+    least_rollback = ("layer 0", 0)
 
     def __init__(self, script: Sequence[Sequence[int]], room: int | None = None) -> None:
         self.script = torch.tensor(script)
@@ -36,7 +38,7 @@ class Scripted:
             self.room -= input_ids.shape[1]
         return torch.nn.functional.one_hot(self.script[:, len(self.fed)], SIZE).float()
 
-    def decode_and_choose(self, tokens: torch.Tensor, chooser: Chooser, steps: int) -> torch.Tensor:
+    def decode_and_choose(self, tokens: torch.Tensor, chooser: Sampler, steps: int) -> torch.Tensor:
         assert steps == 1
         self.fed.append(tokens.tolist())
         return chooser.choose(self.prefill(tokens[:, None]))[:, None]

@@ -1,10 +1,13 @@
 """Linear layers: the protocol of transformers' linear caches, with tensors only."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
 from exportable_cache import ExportableCache
 from exportable_cache.cache.layers import LinearLayer, RowSizes, StateShape
+from exportable_cache.cache.layers.carried import take_carried
 from exportable_cache.cache.policies import FullPolicy
 from exportable_cache.cache.step import StepContext
 from exportable_cache.errors import InputError
@@ -134,3 +137,22 @@ def test_models_that_write_elsewhere_are_told() -> None:
             kept.update(keys, keys)
     with pytest.raises(InputError, match="keeps a linear state"):
         ExportableCache([full_layer(1, 1, 2, 8)]).update_conv_state(inputs(1), 0)
+
+
+def test_the_state_that_a_scan_starts_from_is_that_of_its_thread() -> None:
+    """Between the two updates of a step, another thread's scan must not take it, whether over a cache of ours or not."""
+    kept = linear_layer(1, [StateShape((CHANNELS, KERNEL))], [StateShape((CHANNELS, 5))])
+    kept.update_conv_state(inputs(4))
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(take_carried).result() is None
+    assert take_carried() is kept.recurrent_state_0
+
+
+def test_a_scan_takes_its_state_once() -> None:
+    """What is left over would be the start of a later scan over a cache that is not ours."""
+    kept = linear_layer(1, [StateShape((CHANNELS, KERNEL))], [StateShape((CHANNELS, 5))])
+    kept.update_conv_state(inputs(4))
+    assert take_carried() is not None and take_carried() is None
+    by_head = linear_layer(1, [StateShape((CHANNELS, KERNEL))], [StateShape((2, CHANNELS, 5))])
+    by_head.update_conv_state(inputs(4))
+    assert [take_carried() is not None for _ in range(3)] == [True, True, False]

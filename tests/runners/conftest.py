@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from ..support.store import stored
+
 SOURCES = Path(__file__).parent.parent.parent / "runners" / "cpp"
 
 
@@ -37,7 +39,7 @@ Probe = Callable[..., list[Reply]]
 
 
 @pytest.fixture(scope="session")
-def cpp_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cpp_build() -> Path:
     """Folder with the programs, built against the executorch wheel of this interpreter."""
     pytest.importorskip("executorch", reason="the executorch extra is not installed")
     beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
@@ -53,15 +55,17 @@ def cpp_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
     library = Path(sysconfig.get_config_var("LIBDIR") or "", sysconfig.get_config_var("INSTSONAME") or "")
     if not sysconfig.get_config_var("Py_ENABLE_SHARED") or not library.is_file():
         pytest.skip("this Python has no shared libpython, which the executorch wheel's libraries refer to")
-    folder = tmp_path_factory.mktemp("cpp")
     options = [f"-DPython3_EXECUTABLE={sys.executable}", f"-DCMAKE_CXX_COMPILER={compiler}", "-DEC_BUILD_TESTS=ON"]
-    for command in (
-        [cmake, "-S", SOURCES, "-B", folder, *options],
-        [cmake, "--build", folder, "--parallel", str(os.cpu_count() or 1)],
-    ):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return folder
+
+    def build(folder: Path) -> None:
+        for command in (
+            [cmake, "-S", SOURCES, "-B", folder, *options],
+            [cmake, "--build", folder, "--parallel", str(os.cpu_count() or 1)],
+        ):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+            assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+    return stored({"cpp": "executorch", "options": options}, build)
 
 
 @pytest.fixture(scope="session")

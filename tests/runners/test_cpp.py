@@ -16,7 +16,7 @@ from exportable_cache.errors import CacheFullError, InputError
 from .conftest import Probe, Reply, hexed, ids
 
 WINDOW, CAPACITY, VOCAB = 16, 512, 394
-# Shorter than the window, as long, longer, and longer than one chunk of 256.
+# Shorter than the window, as long, longer, and longer than one chunk of 48 and than several.
 PROMPTS = (1, 3, 15, 16, 17, 80, 259)
 
 
@@ -40,7 +40,7 @@ def refused(reply: Reply, kind: str, *parts: str) -> None:
         assert part in reply.values[1]
 
 
-# -- the same numbers ------------------------------------------------------------------------------------------------------
+# -- the same numbers --------------------------------------------------------------------------------------------------
 
 
 def test_logits_are_the_sessions_past_the_window(demo_bundle, session, probe: Probe) -> None:
@@ -94,7 +94,7 @@ def test_text_in_turns_sees_every_token(demo_bundle, probe: Probe) -> None:
     assert turns[2].tokens() == [count + 3]
 
 
-# -- rewind and position ---------------------------------------------------------------------------------------------------
+# -- rewind and position -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("by", ["rewind", "position"])
@@ -108,7 +108,8 @@ def test_after_a_rewind_it_is_as_if_never_fed(demo_bundle, probe: Probe, by: str
 
 
 def test_rewind_has_the_sessions_limits(demo_bundle, session, probe: Probe) -> None:
-    # Within the window everything can be taken back; past it one token, which the ring's last slot still has, or all of them.
+    # Within the window everything can be taken back; past it one token, which the ring's last slot still has, or all of
+    # them.
     cases = [(length, back) for length in (5, WINDOW, WINDOW + 1, 40) for back in (0, 1, 4, length, length + 1)]
     commands = [
         (("reset",), ("prefill", ids(prompt_of(length))), ("rewind", back), ("length",)) for length, back in cases
@@ -158,7 +159,7 @@ def test_position_zero_starts_anew(demo_bundle, probe: Probe) -> None:
     assert anew[-2].ok and anew[-1].tokens()[0] == 6
 
 
-# -- refusals --------------------------------------------------------------------------------------------------------------
+# -- refusals ----------------------------------------------------------------------------------------------------------
 
 
 def test_refused_before_the_call_with_the_numbers(demo_bundle, session, probe: Probe) -> None:
@@ -214,7 +215,7 @@ def test_refused_before_the_call_with_the_numbers(demo_bundle, session, probe: P
     refused(replies[21], "cache_full", "holds 512 of at most 512 tokens, 1 more do not fit")
 
 
-# -- what ends a generation ------------------------------------------------------------------------------------------------
+# -- what ends a generation --------------------------------------------------------------------------------------------
 
 
 def test_every_end(demo_bundle, session, probe: Probe) -> None:
@@ -257,7 +258,7 @@ def test_statistics_are_there(demo_bundle, probe: Probe) -> None:
     assert decode_rate == pytest.approx((generated - 1) / decode, rel=1e-4)
 
 
-# -- the program -----------------------------------------------------------------------------------------------------------
+# -- the program -------------------------------------------------------------------------------------------------------
 
 
 def run(cpp_build: Path, *arguments: object) -> subprocess.CompletedProcess:

@@ -9,19 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from exportable_cache import export, load
+from exportable_cache import load
 
+from ..support.models import VOCAB
+from ..support.sessions import BOTH_PREFILL, bundle_of_both, folded_bundle, sinks_bundle
 from .conftest import Probe, ids
-
-CHUNK = 24
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def both() -> Path:
     """A bundle whose program has `forward` besides `prefill` and `decode`."""
     pytest.importorskip("executorch", reason="the executorch extra is not installed")
-    folder = tmp_path_factory.mktemp("bundles") / "both"
-    return export("demo", "executorch", 96, folder, methods="both", prefill_length=CHUNK, verify=False).path
+    return bundle_of_both()[1]
 
 
 def edited(folder: Path, copy: Path, edit: Callable[[dict[str, Any]], object]) -> Path:
@@ -50,16 +49,12 @@ def test_any_set_of_methods_gives_the_same(both, tmp_path, probe: Probe, names: 
         assert (torch.tensor(reply.numbers()) - logits[0]).abs().max() <= 1e-5
 
 
-@pytest.mark.parametrize(
-    "options", [{"kv_dtype": "int8"}, {"attention_sinks": 3, "attention_window": 12}], ids=["int8", "sinks"]
-)
-def test_other_caches_give_the_sessions_logits(tmp_path, probe: Probe, options: dict[str, Any]) -> None:
-    bundle = export("demo", "executorch", 48, tmp_path / "bundle", prefill_length=CHUNK, verify=False, **options).path
+@pytest.mark.parametrize("kind", ["int8", "sinks"])
+def test_other_caches_give_the_sessions_logits(probe: Probe, kind: str) -> None:
+    _, bundle = folded_bundle(kv_dtype="int8", verify=False) if kind == "int8" else sinks_bundle()
     session = load(bundle)
     # Past the window of the rings, a whole chunk and more; with sinks also past what the full layers have slots for.
-    tokens = torch.randint(
-        2, 394, (1, 46 if "kv_dtype" in options else 120), generator=torch.Generator().manual_seed(1)
-    )
+    tokens = torch.randint(2, VOCAB, (1, 80), generator=torch.Generator().manual_seed(1))
     prompt = tokens.shape[1] - 10
     expected = [
         session.prefill(tokens[:, :prompt]),
@@ -111,8 +106,11 @@ def _rename(old: str, new: str) -> Callable[[dict[str, Any]], None]:
         (_set("files", "program.pte", "bytes", value=17), "bytes, the manifest says 17"),
         # Another program than the one described.
         (_rename("prefill", "fill"), "has no method 'fill' but"),
-        (_set("vocab_size", value=400), "returns [1, 394], not floating [1, 400]"),
-        (_set("program", "methods", "prefill", "max_length", value=25), "takes tokens [1, 24], not int64 [1, 25]"),
+        (_set("vocab_size", value=400), "returns [1, 4096], not floating [1, 400]"),
+        (
+            _set("program", "methods", "prefill", "max_length", value=BOTH_PREFILL + 1),
+            f"takes tokens [1, {BOTH_PREFILL}], not int64 [1, {BOTH_PREFILL + 1}]",
+        ),
         (_only("decode", "get_vocab_size"), "takes 0 inputs and returns 1"),
         (_set("program", "methods", value={}), "has no method that takes one token"),
     ],

@@ -1,12 +1,13 @@
 """Every scan against the recurrence it stands for, token by token, in float64."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch.export import Dim
 
-from exportable_cache.models.scans import delta_rule, longest_step, selective_scan, state_space_scan
+from exportable_cache.models.scans import delta_rule, doublings, longest_step, selective_scan, state_space_scan
 from exportable_cache.models.scans.delta_rule import unit_lower_inverse
 
 LENGTHS = (1, 2, 7, 8, 9, 33)
@@ -171,3 +172,9 @@ def test_unit_lower_inverse_of_equal_keys(size: int) -> None:
     ones = torch.ones(size, size)
     expected = torch.eye(size) - torch.diag(torch.ones(size - 1), -1)
     assert torch.equal(unit_lower_inverse(ones), expected)
+
+
+def test_the_limit_of_a_step_is_that_of_its_thread() -> None:
+    with longest_step(4), ThreadPoolExecutor(1) as other:
+        assert doublings(64) == 2
+        assert other.submit(doublings, 64).result() == 6

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 import torch
 
-from exportable_cache.backends import LoweredFile, Runner
-from exportable_cache.backends.base import ProgramDescription
+from exportable_cache.backends.base import LoweredFile, ProgramDescription, Runner
+from exportable_cache.backends.options import TargetOptions
 from exportable_cache.cache.attention.functions import ATTENTION
-from exportable_cache.errors import InputError
-from exportable_cache.program.program import Program, attention_of
+from exportable_cache.cache.attention.implementation import attention_of
+from exportable_cache.program.program import Program
+from exportable_cache.program.spec import ProgramSpec
 
 FILE = "program.fake"
 ENTRY = (__name__, (), None)
@@ -37,33 +38,42 @@ class FakeRunner:
         return logits
 
 
-class FakeBackend:
+@dataclass(frozen=True)
+class FakeOptions(TargetOptions):
     """
-    Options:
-        spoil: Added to one logit.
+    Attributes:
         fail: Raise after half of the file is written.
         sleep: Seconds to sleep then, announced on stdout.
+        spoil: Added to one logit.
     """
+
+    target: ClassVar[str] = "fake"
+
+    fail: bool = False
+    sleep: float = 0
+    spoil: float = 0.0
+
+
+class FakeBackend:
+    """Programs stay in this process."""
 
     name = "fake"
     packages = ("torch",)
     max_batch_size = None
+    options = FakeOptions
 
-    def program_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        unknown = sorted(set(options) - {"spoil", "fail", "sleep"})
-        if unknown:
-            raise InputError(f"target 'fake' has no option {unknown[0]!r}; it knows fail, sleep and spoil")
-        return {"attention": ATTENTION}
+    def program_spec(self, asked: ProgramSpec, options: FakeOptions) -> ProgramSpec:
+        return replace(asked, attention=ATTENTION)
 
-    def lower(self, program: Program, folder: Path, options: Mapping[str, Any]) -> list[LoweredFile]:
-        name = f"{type(program.model).__name__} {program.batch_size} {options.get('spoil', 0.0)}"
+    def lower(self, program: Program, folder: Path, options: FakeOptions) -> list[LoweredFile]:
+        name = f"{type(program.model).__name__} {program.batch_size} {options.spoil}"
         _PROGRAMS[name] = program
         (folder / FILE).write_text(name[:3])
-        if options.get("fail"):
+        if options.fail:
             raise RuntimeError("the lowering failed")
-        if options.get("sleep"):
+        if options.sleep:
             print(f"sleeping in {folder}", flush=True)
-            time.sleep(options["sleep"])
+            time.sleep(options.sleep)
         (folder / FILE).write_text(name)
         return [LoweredFile(FILE, "the name of a program")]
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -29,7 +31,8 @@ _HYBRID = {"layer_types": ["sliding_attention", "full_attention"], "sliding_wind
 #: Config fields by model type, past the common sizes.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
-    "mistral": {"sliding_window": WINDOW},
+    # Positions for the tests of ten thousand steps.
+    "mistral": {"sliding_window": WINDOW, "max_position_embeddings": 16384},
     "gemma2": {**_HYBRID, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 8},
     "gemma3_text": {**_HYBRID, "query_pre_attn_scalar": 8},
     "qwen3": {},
@@ -49,6 +52,13 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float32, **overrides: Any
         for parameter in model.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))
     return model.to(dtype).eval()
+
+
+def among(names: Iterable[str], fast: Collection[str]) -> list[Any]:
+    """Parameters of a product: those named are always run, the others with the full lane."""
+    names = list(names)
+    assert set(fast) <= set(names), f"{sorted(set(fast) - set(names))} are not in the product"
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.full) for name in names]
 
 
 def tokens(count: int, batch_size: int = 1, seed: int = 0) -> torch.Tensor:

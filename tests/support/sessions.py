@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from exportable_cache import ExportableCache, Session
+from exportable_cache import ExportableCache, Session, export
 from exportable_cache.backends import backend_for
 from exportable_cache.backends.base import ProgramDescription
 from exportable_cache.models.layout import vocab_size_of
 from exportable_cache.program.program import Program
+from exportable_cache.program.spec import ProgramSpec
+
+from .models import WINDOW, tiny_model
+from .store import model_key, stored
+
+DESCRIPTION = "description.pickle"
 
 
 def describe(program: Program) -> ProgramDescription:
@@ -30,19 +38,35 @@ def describe(program: Program) -> ProgramDescription:
     return ProgramDescription(program.methods, program.form, program.logits, program.batch_size, layers)
 
 
-def lowered_session(
+#: Of a program with `forward` besides `prefill` and `decode`, and of its chunks: not those of other programs.
+BOTH_PREFILL = 24
+
+#: The spec of tests that need no other: entries of the store are shared only where specs are equal.
+CAPACITY, PREFILL = 96, 16
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A model lowered for a target: the files, what a manifest would say of them, and a cache of the same layers."""
+
+    target: str
+    folder: Path
+    description: ProgramDescription
+    cache: ExportableCache
+
+
+def lowered(
     model: PreTrainedModel,
     target: str,
-    folder: Path,
-    max_cache_len: int,
+    max_cache_len: int = CAPACITY,
     batch_size: int = 1,
-    prefill_length: int = 16,
+    prefill_length: int = PREFILL,
     attention_sinks: int | None = None,
     max_encoder_len: int | None = None,
     cache_options: Mapping[str, Any] | None = None,
     **options: Any,
-) -> Session:
-    """Lower a model for `pt2` or `executorch` into `folder` and open what was written."""
+) -> Lowered:
+    """Taken from the store if it was lowered before. Read the files only."""
     backend = backend_for(target)
     cache = ExportableCache.from_model(
         model,
@@ -52,10 +76,80 @@ def lowered_session(
         max_encoder_len=max_encoder_len,
         **(cache_options or {}),
     )
-    program = Program(model, cache, prefill_length=prefill_length, **backend.program_options(options))
-    backend.lower(program, folder, options)
-    runner = backend.open(folder, describe(program))
-    return Session(runner, cache.layers, vocab_size_of(model), batch_size=batch_size, target=target)
+    parsed = backend.options.parse(options)
+    program = Program(model, cache, backend.program_spec(ProgramSpec(prefill_length), parsed))
+
+    def lower(folder: Path) -> None:
+        folder.mkdir()
+        backend.lower(program, folder, parsed)
+        # After lowering, which may narrow the lengths that a method takes.
+        (folder / DESCRIPTION).write_bytes(pickle.dumps(describe(program)))
+
+    spec = {
+        "target": target, "max_cache_len": max_cache_len, "batch_size": batch_size, "prefill_length": prefill_length,
+        "attention_sinks": attention_sinks, "max_encoder_len": max_encoder_len, "cache_options": cache_options,
+        "options": options, "model": model_key(model),
+    }  # fmt: skip
+    folder = stored({"lowered": spec}, lower)
+    return Lowered(target, folder, pickle.loads((folder / DESCRIPTION).read_bytes()), cache)
+
+
+def lowered_session(model: PreTrainedModel, target: str, *arguments: Any, **options: Any) -> Session:
+    """A session over what `lowered` gives; the same arguments."""
+    return opened(model, lowered(model, target, *arguments, **options))
+
+
+def opened(model: PreTrainedModel, found: Lowered) -> Session:
+    """A session over what was lowered from a model."""
+    runner = backend_for(found.target).open(found.folder, found.description)
+    batch_size = found.description.batch_size
+    return Session(runner, found.cache.layers, vocab_size_of(model), batch_size=batch_size, target=found.target)
+
+
+def exported_bundle(model: PreTrainedModel, target: str, max_cache_len: int = CAPACITY, **options: Any) -> Path:
+    """Folder of a model's bundle, taken from the store if it was exported before. Read it only.
+
+    Args:
+        options: Of `export`; values that JSON can write.
+    """
+    key = {"bundle": {"target": target, "max_cache_len": max_cache_len, "options": options, "model": model_key(model)}}
+    return stored(key, lambda folder: export(model, target, max_cache_len, folder, **options))
+
+
+def folded_bundle(**options: Any) -> tuple[PreTrainedModel, Path]:
+    """A ring and a full layer for ExecuTorch, 4 query heads folded into one product: the model and its bundle."""
+    model = tiny_model("gemma3_text", num_attention_heads=16)
+    return model, exported_bundle(model, "executorch", prefill_length=PREFILL, **options)
+
+
+def bundle_of_both() -> tuple[PreTrainedModel, Path]:
+    """One full layer for ExecuTorch with all three methods, whose weights, with a tied table, are most of the file."""
+    sizes = {"hidden_size": 128, "intermediate_size": 1024, "vocab_size": 4096, "num_hidden_layers": 1}
+    model = tiny_model("llama", **sizes, tie_word_embeddings=True)
+    options = {"methods": "both", "prefill_length": BOTH_PREFILL, "verify": False}
+    return model, exported_bundle(model, "executorch", **options)
+
+
+def sinks_bundle() -> tuple[PreTrainedModel, Path]:
+    """A ring and a layer with three attention sinks and a window of 8 for ExecuTorch: the model and its bundle."""
+    model = tiny_model("gemma3_text", max_position_embeddings=16384)
+    options = {"prefill_length": PREFILL, "attention_sinks": 3, "verify": False}
+    return model, exported_bundle(model, "executorch", 3 + WINDOW, **options)
+
+
+#: Of `aoti` bundles.
+AOTI_CAPACITY = 64
+
+
+def aoti_bundle(model: PreTrainedModel) -> Path:
+    """Machine code of a model."""
+    return exported_bundle(model, "aoti", AOTI_CAPACITY, prefill_length=PREFILL)
+
+
+def rounded_aoti_bundle() -> tuple[PreTrainedModel, Path]:
+    """A model and its machine code over keys and values in 8 bits, token by token in two buckets."""
+    model = tiny_model("llama", num_hidden_layers=1)
+    return model, exported_bundle(model, "aoti", AOTI_CAPACITY, prefill_length=1, kv_dtype="int8", buckets=[16])
 
 
 def live_session(

@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from exportable_cache.models.encoder import encoder_of
+from exportable_cache.program.inputs.encoder import encode_method
 from exportable_cache.verification.references.encoder_decoder import random_inputs
 
 from .architectures import Architecture
@@ -77,7 +78,7 @@ def encoder_inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     encoder = encoder_of(model)
     length = encoder.max_length if encoder.is_fixed else ENCODER_LENGTHS[model.main_input_name]
-    return random_inputs(encoder.method, length, 1, VOCAB, generator)
+    return random_inputs(encode_method(encoder), length, 1, VOCAB, generator)
 
 
 def encoder_options(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> dict[str, int]:

@@ -18,12 +18,12 @@ from transformers import PreTrainedModel
 
 from exportable_cache import ExportableCache, Session
 from exportable_cache.backends import backend_for
-from exportable_cache.cache.attention.functions import set_attention
+from exportable_cache.cache.attention.implementation import Implementations
 from exportable_cache.errors import ExportableCacheError
 from exportable_cache.models.layout import vocab_size_of
-from exportable_cache.models.patches.transformers import patch_model
-from exportable_cache.models.patches.transformers_methods import patch_methods
+from exportable_cache.models.patches.registry import patch_model
 from exportable_cache.program.program import Program
+from exportable_cache.program.spec import ProgramSpec
 
 from ..support.sessions import describe
 from .architectures import Architecture
@@ -141,14 +141,14 @@ def _run(
     options = encoder_options(model, inputs)
     cache = ExportableCache.from_model(model, MAX_CACHE_LEN, attn_implementation=None, **options)
     facts["layers"] = dict(Counter(layer.label for layer in cache.layers))
-    facts["patches"] = sorted([*patch_model(model), *patch_methods(model)])
-    attention = model.config._attn_implementation
+    facts["patches"] = patch_model(model)
+    implementations = Implementations.of(model)
     try:
         with tempfile.TemporaryDirectory() as folder, graphs_without_code() if target == "compiled" else nullcontext():
             session = _session(model, cache, target, Path(folder))
             difference = max(_difference(session, ids, inputs, pieces, references[sum(pieces)]) for pieces in PROMPTS)
     finally:
-        set_attention(model, attention)
+        implementations.restore()
     return Outcome("pass" if difference <= TOLERANCE else "wrong", difference)
 
 
@@ -172,8 +172,8 @@ def _session(model: PreTrainedModel, cache: ExportableCache, target: str, folder
     if target == "compiled":
         return Session.from_model(model, cache, compile=True, prefill_length=PREFILL_LENGTH)
     backend = backend_for(target)
-    program = Program(model, cache, prefill_length=PREFILL_LENGTH, **backend.program_options({}))
-    backend.lower(program, folder, {})
+    program = Program(model, cache, backend.program_spec(ProgramSpec(PREFILL_LENGTH), backend.options()))
+    backend.lower(program, folder, backend.options())
     runner = backend.open(folder, describe(program))
     return Session(runner, cache.layers, vocab_size_of(model), batch_size=1, target=target)
 

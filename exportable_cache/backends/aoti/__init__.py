@@ -1,7 +1,1 @@
 """Target `aoti`: machine code made by AOTInductor for this machine's processor, loaded from Python or C++ without tracing."""
-
-from .target import AotiBackend
-
-backend = AotiBackend()
-
-__all__ = ["AotiBackend", "backend"]

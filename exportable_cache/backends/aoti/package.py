@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch._inductor import aot_compile
-from torch._inductor.package import load_package, package_aoti
 from torch.export import ExportedProgram
 
+from ...common.compat.torch import compile_ahead_of_time, load_package, write_package
 from ...models.layout import vocab_size_of
 from ...program.program import Program
 
@@ -34,9 +33,9 @@ def compile_methods(path: Path, programs: Mapping[str, ExportedProgram]) -> dict
     files = {}
     with torch.no_grad():
         for name, program in programs.items():
-            files[name] = aot_compile(program.module(check_guards=False), *program.example_inputs, options=_OPTIONS)
-    package_aoti(str(path), files)
-    return {name: load_package(str(path), name).get_constant_fqns() for name in programs}
+            files[name] = compile_ahead_of_time(program.module(check_guards=False), program.example_inputs, _OPTIONS)
+    write_package(path, files)
+    return {name: load_package(path, name).get_constant_fqns() for name in programs}
 
 
 def write_constants(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch._inductor.package import load_package
 
+from ...common.compat.torch import load_package
 from ...errors import BundleError
 from ..base import ProgramDescription
 
@@ -22,7 +22,7 @@ class AotiRunner:
         self.methods = description.methods
         try:
             stored = torch.load(constants, mmap=True, weights_only=True)
-            self._models = {name: load_package(str(code), name) for name in description.methods}
+            self._models = {name: load_package(code, name) for name in description.methods}
         except (OSError, RuntimeError, ValueError) as error:
             raise BundleError(f"cannot load {code.name}: {error}; export the model again, on this machine") from error
         state = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in stored["state"].items()}

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ...cache.attention.functions import ATTENTION
-from ...errors import InputError
-from ...program.program import Form, Program
+from ...program.program import Program
+from ...program.spec import ProgramSpec
 from ..base import LoweredFile, ProgramDescription, Runner
+from .options import AotiOptions
 from .package import compile_methods, write_constants
 from .runner import AotiRunner
 
@@ -18,30 +18,18 @@ CONSTANTS = "constants.pt"
 
 
 class AotiBackend:
-    """Programs as AOTInductor packages: shared libraries that need torch's libraries, but no Python.
-
-    Options:
-        buckets: Read lengths that get methods of their own, see `methods.methods_for`. Each is compiled by itself: it adds
-            about as much export time as the first, and code to the file, but no weights.
-        score_length: Add a method that gives logits after each of up to this many tokens, for speculative decoding.
-    """
+    """Programs as AOTInductor packages: shared libraries that need torch's libraries, but no Python."""
 
     name = "aoti"
     packages = ("torch",)
     max_batch_size = None
 
-    def program_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        unknown = sorted(set(options) - {"buckets", "score_length"})
-        if unknown:
-            raise InputError(f"target 'aoti' has no option {unknown[0]!r}; it knows buckets and score_length")
-        return {
-            "attention": ATTENTION,
-            "form": Form.RESIDENT,
-            "buckets": options.get("buckets", ()),
-            "score_length": options.get("score_length", 0),
-        }
+    options = AotiOptions
 
-    def lower(self, program: Program, folder: Path, options: Mapping[str, Any]) -> list[LoweredFile]:
+    def program_spec(self, asked: ProgramSpec, options: AotiOptions) -> ProgramSpec:
+        return replace(options.program_spec(asked), attention=ATTENTION)
+
+    def lower(self, program: Program, folder: Path, options: AotiOptions) -> list[LoweredFile]:
         exported = {name: program.export(name) for name in program.methods}
         names = compile_methods(folder / CODE, exported)
         write_constants(folder / CONSTANTS, program, exported, names)
@@ -52,3 +40,6 @@ class AotiBackend:
 
     def open(self, folder: Path, description: ProgramDescription) -> Runner:
         return AotiRunner(folder / CODE, folder / CONSTANTS, description)
+
+
+backend = AotiBackend()

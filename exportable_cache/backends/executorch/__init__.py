@@ -1,7 +1,1 @@
 """Target `executorch`: one `.pte` with every method, the weights once, and one cache that the methods share."""
-
-from .target import ExecutorchBackend
-
-backend = ExecutorchBackend()
-
-__all__ = ["ExecutorchBackend", "backend"]

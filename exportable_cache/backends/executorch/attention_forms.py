@@ -14,9 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import executorch.exir.passes._quant_patterns_and_replacements
 import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401  registers torch.ops.llama, here and in the runtime
 import torch
+
+from ...common.compat.executorch import register_quantized_operators
+from ...common.compat.torch import check
+
+register_quantized_operators()
 
 #: One form: operands of the operator below to its results.
 Form = Callable[..., tuple[torch.Tensor, ...]]
@@ -73,13 +77,13 @@ def forms_of(kind: str, fold: int, capacity: int, scaling: float) -> tuple[Form,
 def _causal(capacity: int, scaling: float) -> Form:
     def form(query: torch.Tensor, length: torch.Tensor, *stored: torch.Tensor) -> tuple[torch.Tensor]:
         start = length[0].item()
-        torch._check(start >= 0)
-        torch._check(start < capacity)
+        check(start >= 0)
+        check(start < capacity)
         if len(stored) > 2:
             # Read, not computed from `start`: a sum of two symbols does not lower.
             end = (length + query.shape[2])[0].item()
-            torch._check(end >= 1)
-            torch._check(end <= capacity)
+            check(end >= 1)
+            check(end <= capacity)
             stored = [part[:, :end] for part in stored]
         keys, values = _readable(stored)
         output = torch.ops.llama.custom_sdpa(_by_key_head(query, keys), keys, values, start, None, 0.0, True, scaling)
@@ -155,8 +159,8 @@ def _attend_folded(
     Returns:
         [1, query_length, heads, head_dim].
     """
-    torch._check(newest >= fold - 1)
-    torch._check(newest < capacity)
+    check(newest >= fold - 1)
+    check(newest < capacity)
     if len(stored) > 2:
         stored = [part[:, : newest + 1] for part in stored]
     keys, values = _readable(stored)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,26 +20,48 @@ from pathlib import Path
 import torch
 
 
+class _Blocks:
+    """The open blocks of `one_blas_thread`, in all threads.
+
+    The first sets the number of threads of the process, and the last restores it. If each block saved the number that it finds,
+    the second of two overlapping ones would save the 1 of the first, and leave MKL at it.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.open = 0
+        self.everywhere = 0
+
+
+_blocks = _Blocks()
+
+
 @contextmanager
 def one_blas_thread() -> Iterator[None]:
     """In the block products take one thread each, in this thread and in those without a number of their own, such as a pool's.
 
-    Nothing happens where torch was built without MKL.
+    Blocks may overlap, in one thread or in several. Nothing happens where torch was built without MKL.
     """
     mkl = _mkl()
     if mkl is None:
         yield
         return
-    # 0 where this thread has no number of its own.
-    local = mkl.mkl_serv_set_num_threads_local(0)
-    everywhere = mkl.mkl_serv_get_max_threads()
-    mkl.mkl_serv_set_num_threads(1)
-    mkl.mkl_serv_set_num_threads_local(1)
+    with _blocks.lock:
+        # 0 where this thread has no number of its own.
+        local = mkl.mkl_serv_set_num_threads_local(0)
+        if _blocks.open == 0:
+            _blocks.everywhere = mkl.mkl_serv_get_max_threads()
+            mkl.mkl_serv_set_num_threads(1)
+        _blocks.open += 1
+        mkl.mkl_serv_set_num_threads_local(1)
     try:
         yield
     finally:
-        mkl.mkl_serv_set_num_threads(everywhere)
-        mkl.mkl_serv_set_num_threads_local(local)
+        with _blocks.lock:
+            _blocks.open -= 1
+            if _blocks.open == 0:
+                mkl.mkl_serv_set_num_threads(_blocks.everywhere)
+            mkl.mkl_serv_set_num_threads_local(local)
 
 
 @functools.cache

@@ -8,11 +8,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from executorch.exir import EdgeCompileConfig, EdgeProgramManager, to_edge
+from executorch.exir import EdgeProgramManager, to_edge
 from executorch.exir.pass_base import ExportPass, NodeMetadata, ProxyValue
 from torch.export import Dim
 from torch.fx import GraphModule
 
+from ...common.compat.executorch import edge_config, operator_of
+from ...common.compat.torch import without_modes
 from .attention_forms import forms_of, least_single
 
 _OPERATOR = torch.ops.exportable_cache.fused_attention.default
@@ -43,7 +45,7 @@ class _AttentionBranches(ExportPass):
         key = (kind, fold, capacity, scaling, *(str(tuple(tensor.shape)) for tensor in tensors))
         if key not in self._lowered:
             # A pass runs under the fake mode of its program, a trace makes its own.
-            with torch.utils._python_dispatch._disable_current_modes():
+            with without_modes():
                 self._lowered[key] = tuple(
                     _lowered_form(form, tensors) for form in forms_of(kind, fold, capacity, scaling)
                 )
@@ -54,7 +56,7 @@ class _AttentionBranches(ExportPass):
 
 def _is_choice(target: Any) -> bool:
     # The edge dialect wraps operators.
-    return getattr(target, "_op", target) is _OPERATOR
+    return operator_of(target) is _OPERATOR
 
 
 def _lowered_form(form: Callable[..., tuple[torch.Tensor, ...]], operands: Sequence[torch.Tensor]) -> GraphModule:
@@ -65,7 +67,7 @@ def _lowered_form(form: Callable[..., tuple[torch.Tensor, ...]], operands: Seque
         for tensor in operands
     )
     program = torch.export.export(_Module(form), examples, dynamic_shapes={"operands": sizes})
-    config = EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True)
+    config = edge_config(skip_dim_order=True)
     return to_edge(program, compile_config=config).exported_program().graph_module
 
 

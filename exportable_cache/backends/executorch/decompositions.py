@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
+from ...common.compat.torch import OperatorBase
+
 
 def tanh_gelu(x: torch.Tensor, *, approximate: str = "none") -> Any:
     """`gelu(x, approximate="tanh")` from elementary operators; other forms are left alone.
@@ -21,7 +23,7 @@ def tanh_gelu(x: torch.Tensor, *, approximate: str = "none") -> Any:
     return 0.5 * x * (1.0 + torch.tanh(sqrt(2.0 / pi) * (x + 0.044715 * x * x * x)))
 
 
-TABLE: dict[torch._ops.OperatorBase, Callable] = {torch.ops.aten.gelu.default: tanh_gelu}
+TABLE: dict[OperatorBase, Callable] = {torch.ops.aten.gelu.default: tanh_gelu}
 
 
 def decompose(program: ExportedProgram) -> ExportedProgram:

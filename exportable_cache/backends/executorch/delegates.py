@@ -26,11 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from executorch.exir import ExecutorchProgramManager
-from executorch.exir._serialize._flatbuffer_program import _patch_generated_flatbuffer_aliases
-from executorch.exir._serialize._program import _get_extended_header
-from executorch.exir._serialize.generated.executorch_flatbuffer.Program import Program as FlatProgram
 from executorch.runtime import Runtime
 
+from ...common.compat.executorch import extended_header, flat_program
 from ...errors import BundleError, MissingDependencyError, UnsupportedModelError
 from ...program.program import Program
 
@@ -124,15 +122,14 @@ def delegate_ids(path: Path) -> set[str]:
         BundleError: If the file is none.
     """
     with path.open("rb") as file:
-        header = _get_extended_header(file.read(_HEADER_BYTES))
+        header = extended_header(file.read(_HEADER_BYTES))
         if header is None:
             raise BundleError(
                 f"the ExecuTorch runtime cannot load {path.name}: it has no program; export the model again"
             )
         file.seek(0, os.SEEK_SET)
         table = file.read(header.segment_base_offset or header.program_size)
-    _patch_generated_flatbuffer_aliases()
-    program = FlatProgram.GetRootAs(table)
+    program = flat_program(table)
     plans = [program.ExecutionPlan(index) for index in range(program.ExecutionPlanLength())]
     return {plan.Delegates(index).Id().decode() for plan in plans for index in range(plan.DelegatesLength())}
 

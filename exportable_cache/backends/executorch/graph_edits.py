@@ -12,6 +12,8 @@ from torch.export.graph_signature import InputKind
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from ...common.compat.torch import OpOverload
+
 
 def constant_of(program: ExportedProgram, node: Any) -> Any:
     """The value of an argument of a call, None where it depends on an input, a parameter or a buffer that is written to."""
@@ -43,7 +45,7 @@ def add_constant(program: ExportedProgram, name: str, value: torch.Tensor, persi
         return create_constant_placeholder(program, program.graph, name, InputKind.BUFFER, value, persistent)
 
 
-def insert_call(graph: Graph, operator: torch._ops.OpOverload, *arguments: Any) -> Node:
+def insert_call(graph: Graph, operator: OpOverload, *arguments: Any) -> Node:
     """A call of an operator where the graph inserts, with the value that it has for the values of its arguments."""
     node = graph.call_function(operator, arguments)
     node.meta["val"] = operator(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import executorch.extension.llm.custom_ops.custom_ops
+import executorch.extension.llm.custom_ops.custom_ops  # registers torch.ops.llama, here and in the runtime
 import executorch.kernels.quantized  # noqa: F401  registers quantized_decomposed::*
 from executorch.exir import ExecutorchProgramManager
-from executorch.extension.pybindings.portable_lib import _get_operator_names
 
+from ...common.compat.executorch import operator_names
 from ...errors import UnsupportedModelError
 
 
@@ -21,7 +21,7 @@ def check_kernels(lowered: ExecutorchProgramManager) -> None:
         for plan in lowered.executorch_program.execution_plan
         for operator in plan.operators
     }
-    missing = sorted(called - set(_get_operator_names()))
+    missing = sorted(called - operator_names())
     if missing:
         raise UnsupportedModelError(
             f"the ExecuTorch runtime has no kernel for {', '.join(missing)}; export for target 'pt2' instead"

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from executorch.exir import (
-    EdgeCompileConfig,
     EdgeProgramManager,
     ExecutorchBackendConfig,
     ExecutorchProgramManager,
@@ -17,6 +16,7 @@ from executorch.exir import (
 from executorch.exir.passes import MemoryPlanningPass
 from torch.export import ExportedProgram
 
+from ...common.compat.executorch import edge_config
 from .branches import insert_branches
 from .decompositions import decompose
 from .delegates import partitioners_for
@@ -62,7 +62,7 @@ def to_edge(
         },
         partitioner=partitioners_for(delegate),
         # Cache writes are not in the core operator set's validity list, and a dim order of the cache would be copied to.
-        compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
+        compile_config=edge_config(skip_dim_order=True),
         constant_methods=dict(constant_methods or {}),
     )
     edge = insert_branches(edge)

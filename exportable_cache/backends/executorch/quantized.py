@@ -6,14 +6,16 @@ a table that is left so would be dequantised whole, for every token.
 
 from __future__ import annotations
 
-import executorch.exir.passes._quant_patterns_and_replacements
 import executorch.kernels.quantized  # noqa: F401  registers their kernels, here and in the runtime
 import torch
 from executorch.backends.transforms.utils import get_param_tensor
 from torch.export import ExportedProgram
 from torch.fx import Node
 
+from ...common.compat.executorch import register_quantized_operators
 from .graph_edits import add_constant, replace_call
+
+register_quantized_operators()
 
 _INT4 = (-8, 7)
 

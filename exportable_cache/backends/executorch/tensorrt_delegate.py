@@ -16,11 +16,12 @@ import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram
 
+from ...common.compat.executorch import deserialized_program, edge_config
 from ...program.program import Program
 from ..base import LoweredFile
-from ..tensorrt.capabilities import parse_capabilities
 from ..tensorrt.record import EngineRecord, details_of
 from ..tensorrt.target import program_networks, record_of
+from .options import ExecutorchOptions
 
 _DELIMITER = "%"
 
@@ -66,9 +67,9 @@ def export_plan(plan: bytes, record: EngineRecord) -> ExportedProgram:
     return torch.export.export(PlanModule(plan, record).eval(), (tensors,), dynamic_shapes=(shapes,))
 
 
-def lower_to_plans(program: Program, folder: Path, file: str, options: Mapping[str, Any]) -> list[LoweredFile]:
+def lower_to_plans(program: Program, folder: Path, file: str, options: ExecutorchOptions) -> list[LoweredFile]:
     """Write one `.pte` with a plan per method. Caches are inputs and outputs of each method: the delegate cannot alias them."""
-    capabilities = parse_capabilities(options.get("sm"))
+    capabilities = options.capabilities
     records, exported = [], {}
     for method, network in program_networks(program, options, in_place=False).items():
         record = record_of(method, network, capabilities)
@@ -80,25 +81,24 @@ def lower_to_plans(program: Program, folder: Path, file: str, options: Mapping[s
 
 
 def _to_executorch(exported: Mapping[str, ExportedProgram]) -> Any:
-    from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
+    from executorch.exir import to_edge_transform_and_lower
     from torch_tensorrt.executorch import TensorRTPartitioner
 
     from ..tensorrt import upstream  # noqa: F401  torch_tensorrt is importable after it
 
     edge = to_edge_transform_and_lower(
-        dict(exported), partitioner=[TensorRTPartitioner()], compile_config=EdgeCompileConfig(_check_ir_validity=False)
+        dict(exported), partitioner=[TensorRTPartitioner()], compile_config=edge_config()
     )
     return edge.to_executorch()
 
 
 def plans_in(path: Path) -> list[tuple[bytes, Sequence[str]]]:
     """The plans inside a `.pte`, each with the names that it binds, inputs before outputs."""
-    from executorch.exir._serialize._program import deserialize_pte_binary
     from torch_tensorrt.executorch.serialization import deserialize_engine
 
     from ..tensorrt import upstream  # noqa: F401
 
-    program = deserialize_pte_binary(path.read_bytes()).program
+    program = deserialized_program(path.read_bytes())
     plans = []
     for delegate in program.backend_delegate_data:
         plan, metadata = deserialize_engine(bytes(delegate.data))

@@ -9,12 +9,11 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from executorch.exir import ExecutorchProgramManager
-from executorch.exir._serialize._flatbuffer_program import _patch_generated_flatbuffer_aliases
-from executorch.exir._serialize._program import _get_extended_header
-from executorch.exir._serialize.generated.executorch_flatbuffer.DataSegment import DataSegment
-from executorch.exir._serialize.generated.executorch_flatbuffer.Program import Program
+
+from ...common.compat.executorch import extended_header, flat_program, position_of_field
 
 # Of segments, and so of what follows one that is left out.
 _ALIGNMENT = 128
@@ -38,15 +37,13 @@ def tied_pieces(data: bytes) -> Iterator[bytes | memoryview]:
     The pieces lie in `data`: a program is as large as its weights, and a second copy would be an export's peak of memory.
     """
     # All of the data would be copied to look for the header.
-    header = _get_extended_header(data[:_HEADER_BYTES])
+    header = extended_header(data[:_HEADER_BYTES])
     if header is None:
         yield data
         return
-    # The generated readers name modules where they need classes, until the serialiser's own reader has been here.
-    _patch_generated_flatbuffer_aliases()
     base = header.segment_base_offset
     table = bytearray(data[:base])
-    program = Program.GetRootAs(table)
+    program = flat_program(table)
     constants = program.ConstantSegment()
     named = {program.NamedData(index).SegmentIndex() for index in range(program.NamedDataLength())}
     if constants is None or not named:
@@ -78,10 +75,10 @@ def tied_pieces(data: bytes) -> Iterator[bytes | memoryview]:
     yield from pieces
 
 
-def _set_offset(table: bytearray, segment: DataSegment, offset: int) -> None:
-    field = segment._tab.Offset(_OFFSET_FIELD)
+def _set_offset(table: bytearray, segment: Any, offset: int) -> None:
+    position = position_of_field(segment, _OFFSET_FIELD)
     # Zero is the default and is not stored; the first segment stays where it is.
-    if field:
-        struct.pack_into("<Q", table, segment._tab.Pos + field, offset)
+    if position is not None:
+        struct.pack_into("<Q", table, position, offset)
     elif offset:
         raise ValueError(f"segment without an offset of its own cannot move to {offset}")

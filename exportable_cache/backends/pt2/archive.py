@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 from torch.export import ExportedProgram
-from torch.export.pt2_archive._package import load_pt2, package_pt2
 
+from ...common.compat.torch import load_pt2, write_pt2
 from ...errors import BundleError
 
 SHARED_STATE_FILE = "exportable_cache_shared_state.json"
@@ -34,7 +34,7 @@ def write_archive(path: Path, programs: Mapping[str, ExportedProgram]) -> None:
     }
     shared = {"owner": owner, "state": state}
     with _without_contents(programs, owner, set(state)):
-        package_pt2(str(path), exported_programs=dict(programs), extra_files={SHARED_STATE_FILE: json.dumps(shared)})
+        write_pt2(str(path), programs, extra_files={SHARED_STATE_FILE: json.dumps(shared)})
 
 
 def read_archive(path: Path) -> dict[str, ExportedProgram]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from . import kv_cache_update  # noqa: F401  registers the operator
 from .upstream import (
     ConversionContext,
     ConverterPriority,

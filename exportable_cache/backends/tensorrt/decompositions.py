@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from ...common.compat.torch import OperatorBase
 from .kv_cache_update import scatter_update
 
 
@@ -21,13 +22,13 @@ def select_from_end(x: torch.Tensor, dim: int, index: int) -> torch.Tensor:
     return torch.ops.aten.slice.Tensor(x, dim, index, index + 1 or None).squeeze(dim)
 
 
-def decompositions(in_place: bool) -> dict[torch._ops.OperatorBase, Callable]:
+def decompositions(in_place: bool) -> dict[OperatorBase, Callable]:
     """What to spell out.
 
     Args:
         in_place: Leave cache writes as they are, for TensorRT's KVCacheUpdate layer; otherwise they become scatters.
     """
-    table: dict[torch._ops.OperatorBase, Callable] = {
+    table: dict[OperatorBase, Callable] = {
         torch.ops.aten.scatter.value: scatter_value,
         torch.ops.aten.select.int: select_from_end,
     }

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from ...common.compat.torch import check
+
 
 @torch.library.custom_op("exportable_cache::kv_cache_update", mutates_args=())
 def kv_cache_update(cache: torch.Tensor, update: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
@@ -29,9 +31,9 @@ def kv_cache_update(cache: torch.Tensor, update: torch.Tensor, start: torch.Tens
 @kv_cache_update.register_fake
 def _(cache: torch.Tensor, update: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
     # Static facts only: lengths may be symbolic.
-    torch._check(update.dtype == cache.dtype, lambda: f"update is {update.dtype}, the cache {cache.dtype}; cast it")
-    torch._check(start.dtype == torch.int64, lambda: f"start is {start.dtype}; it must be int64")
-    torch._check(start.dim() == 1, lambda: f"start has {start.dim()} dimensions; it must be [batch]")
+    check(update.dtype == cache.dtype, lambda: f"update is {update.dtype}, the cache {cache.dtype}; cast it")
+    check(start.dtype == torch.int64, lambda: f"start is {start.dtype}; it must be int64")
+    check(start.dim() == 1, lambda: f"start has {start.dim()} dimensions; it must be [batch]")
     return torch.empty_like(cache)
 
 

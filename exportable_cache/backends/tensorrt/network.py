@@ -13,6 +13,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
+from ...common.compat.torch_tensorrt import builder_config, construct_network
 from ...errors import UnsupportedModelError, first_line
 from .converters import TORCH_DTYPES
 from .decompositions import decompositions
@@ -102,7 +103,7 @@ class NetworkInterpreter(TRTInterpreter):
         return super().get_attr(target, args, kwargs).contiguous()
 
     def build_plan(self, capabilities: Sequence[int]) -> bytes:
-        config = self._populate_trt_builder_config()
+        config = builder_config(self)
         if capabilities:
             config.num_compute_capabilities = len(capabilities)
             for index, capability in enumerate(capabilities):
@@ -141,7 +142,7 @@ def build_network(program: ExportedProgram, signature: EngineSignature, *, in_pl
         interpreter = NetworkInterpreter(
             graph, [_trt_input(spec) for spec in inputs], infer_module_output_dtypes(graph), settings
         )
-        interpreter._construct_trt_network_def()
+        construct_network(interpreter)
     _check_weights(interpreter)
     network = interpreter.ctx.net
     _check_outputs(graph, network, signature.outputs)

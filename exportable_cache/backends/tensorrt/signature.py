@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule
 
+from ...common.compat.torch import reset_signature
 from ...errors import UnsupportedModelError
 from ...program.program import Program
 
@@ -82,7 +83,7 @@ class EngineSignature:
         output.args = ((given[LOGITS], position, *(given[name] for name in self.kept_state)),)
         output.meta.pop("val", None)
         graph.graph.eliminate_dead_code()
-        graph.graph._codegen = torch.fx.graph.CodeGen()
+        reset_signature(graph.graph)
         graph.recompile()
         return tuple(specs)
 

@@ -3,49 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from ...errors import InputError, UnsupportedModelError, VerificationError
-from ...program.program import Form, Program
+from ...program.program import Program
+from ...program.spec import Form, ProgramSpec
 from ..base import LoweredFile, ProgramDescription, Runner, StandIn
 from .adapt import engine_layers
 from .attention import TENSORRT_ATTENTION
-from .capabilities import parse_capabilities
+from .options import TensorRTOptions
 from .record import EngineRecord, details_of, records_of
 
 if TYPE_CHECKING:
     from .network import Network
 
-OPTIONS = ("opt_length", "sm")
-
 
 class TensorRTBackend:
-    """One TensorRT plan per method, weights inside, built without a GPU.
-
-    Options:
-        sm: Compute capabilities to build for, as "80,86,89,120"; by default a portable plan.
-        opt_length: New tokens per prefill that TensorRT optimises for; the longest chunk by default.
-    """
+    """One TensorRT plan per method, weights inside, built without a GPU."""
 
     name = "tensorrt"
     max_batch_size = None
+    linear_schemes = ()
+    embedding_schemes = ()
+    options = TensorRTOptions
 
     @property
     def packages(self) -> tuple[str, ...]:
         """TensorRT-RTX or regular TensorRT, whichever is installed: plans of one do not load in the other."""
         return ("tensorrt-rtx",) if has_rtx() else ("tensorrt",)
 
-    def program_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        unknown = sorted(set(options) - set(OPTIONS))
-        if unknown:
-            raise InputError(f"target 'tensorrt' has no option {unknown[0]!r}; it knows {', '.join(OPTIONS)}")
-        return engine_program_options(options)
+    def program_spec(self, asked: ProgramSpec, options: TensorRTOptions) -> ProgramSpec:
+        return engine_program_spec(asked)
 
-    def lower(self, program: Program, folder: Path, options: Mapping[str, Any]) -> list[LoweredFile]:
-        capabilities = parse_capabilities(options.get("sm"))
+    def lower(self, program: Program, folder: Path, options: TensorRTOptions) -> list[LoweredFile]:
+        capabilities = options.capabilities
         files = []
         for method, network in program_networks(program, options).items():
             plan = network.build_plan(capabilities)
@@ -60,39 +55,34 @@ class TensorRTBackend:
 
         return open_engines(folder, description)
 
-    def runs_here(self, description: ProgramDescription, options: Mapping[str, Any]) -> bool:
+    def runs_here(self, description: ProgramDescription, options: TensorRTOptions) -> bool:
         from .engine_runner import runs_here
 
         return runs_here(record for _, record in records_of(description.details).values())
 
-    def stand_in(self, program: Program, description: ProgramDescription, options: Mapping[str, Any]) -> StandIn:
+    def stand_in(self, program: Program, description: ProgramDescription, options: TensorRTOptions) -> StandIn:
         """The networks on the CPU."""
         return network_stand_in(description, program_networks(program, options))
 
 
-def engine_program_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `Program` for engines.
-
-    Raises:
-        InputError: If an option's value is wrong.
-    """
-    parse_capabilities(options.get("sm"))
-    opt_length = options.get("opt_length")
-    if opt_length is not None and (not isinstance(opt_length, int) or isinstance(opt_length, bool) or opt_length < 2):
-        raise InputError(
-            f"opt_length is {opt_length!r}; it must be an int of at least 2, within the length of a prefill"
-        )
-    return {
-        "attention": TENSORRT_ATTENTION,
-        "form": Form.EXPLICIT,
+def engine_program_spec(asked: ProgramSpec) -> ProgramSpec:
+    """A program for engines."""
+    return replace(
+        asked,
+        attention=TENSORRT_ATTENTION,
+        form=Form.EXPLICIT,
         # The grouped expert kernels have no TensorRT counterpart; batched products do.
-        "experts": "batched_mm",
-        "adapt": engine_layers,
-    }
+        experts="batched_mm",
+        adapt=engine_layers,
+    )
 
 
-def engine_networks(program: Program, options: Mapping[str, Any], in_place: bool = True) -> dict[str, Network]:
+def engine_networks(program: Program, options: TensorRTOptions, in_place: bool = True) -> dict[str, Network]:
     """Trace and convert every method.
+
+    Args:
+        options: Of the target; `opt_length` is what decides.
+        in_place: Whether caches are updated where they lie, rather than given out anew.
 
     Raises:
         InputError: If `opt_length` is outside the prefill's range.
@@ -101,7 +91,7 @@ def engine_networks(program: Program, options: Mapping[str, Any], in_place: bool
     from .network import build_network
     from .signature import signature_of
 
-    opt_length = options.get("opt_length")
+    opt_length = options.opt_length
     networks = {}
     for name, method in program.methods.items():
         if not method.is_step or method.read_length is not None:
@@ -119,14 +109,20 @@ def engine_networks(program: Program, options: Mapping[str, Any], in_place: bool
     return networks
 
 
-def program_networks(program: Program, options: Mapping[str, Any], in_place: bool = True) -> dict[str, Network]:
-    """`engine_networks`, once per program: tracing and converting take most of an export, and verification reads the same."""
-    if program not in _networks:
-        _networks[program] = engine_networks(program, options, in_place)
-    return _networks[program]
+def program_networks(program: Program, options: TensorRTOptions, in_place: bool = True) -> dict[str, Network]:
+    """`engine_networks`, once per program and arguments: tracing and converting take most of an export.
+
+    Verification reads the networks that the plans were built from.
+    """
+    made = _networks.setdefault(program, {})
+    arguments = (options.opt_length, in_place)
+    if arguments not in made:
+        made[arguments] = engine_networks(program, options, in_place)
+    return made[arguments]
 
 
-_networks: WeakKeyDictionary[Program, dict[str, Network]] = WeakKeyDictionary()
+#: By program, then by what `engine_networks` reads besides.
+_networks: WeakKeyDictionary[Program, dict[tuple[int | None, bool], dict[str, Network]]] = WeakKeyDictionary()
 
 
 def network_stand_in(description: ProgramDescription, networks: Mapping[str, Network]) -> StandIn:
@@ -197,3 +193,6 @@ def builder_version() -> str:
     """`tensorrt-rtx 1.5.0.114`."""
     name = "tensorrt-rtx" if has_rtx() else "tensorrt"
     return f"{name} {metadata.version(name)}"
+
+
+backend = TensorRTBackend()

@@ -16,6 +16,9 @@ from unittest import mock
 
 import torch
 
+from ...common.compat.torch import cuda_properties, without_fake_classes
+from ...common.compat.torch_tensorrt import conversion
+
 # They link libtorch_cuda; without it torch_tensorrt takes its own branch for "no C++ runtime", if it does not find them.
 _CUDA_LIBRARIES = frozenset({"libtorchtrt.so", "libtorchtrt_runtime.so"})
 
@@ -36,9 +39,7 @@ def answered_cuda_queries() -> Iterator[None]:
                     os.path, "isfile", lambda path: os.path.basename(str(path)) not in _CUDA_LIBRARIES and is_file(path)
                 )
             )
-            if not hasattr(torch._C, "_CudaDeviceProperties"):
-                # A type annotation.
-                stack.enter_context(mock.patch.object(torch._C, "_CudaDeviceProperties", object, create=True))
+            stack.enter_context(cuda_properties())
         yield
 
 
@@ -59,16 +60,20 @@ def _quiet_import() -> Iterator[None]:
 
 
 with _quiet_import(), answered_cuda_queries():
-    import tensorrt as trt  # after torch_tensorrt, which puts tensorrt_rtx under this name where that is installed
+    # torch_tensorrt comes first: it puts tensorrt_rtx under the name tensorrt where that is installed
+    # isort: off
     import torch_tensorrt
-    from torch_tensorrt.dynamo._settings import CompilationSettings
+    import tensorrt as trt
+
+    # isort: on
     from torch_tensorrt.dynamo.conversion import ConversionContext, ConverterPriority, dynamo_tensorrt_converter
-    from torch_tensorrt.dynamo.conversion._conversion import infer_module_output_dtypes
-    from torch_tensorrt.dynamo.conversion._ConverterRegistry import DYNAMO_CONVERTERS
-    from torch_tensorrt.dynamo.conversion._TRTInterpreter import TRTInterpreter
     from torch_tensorrt.dynamo.conversion.converter_utils import cast_trt_tensor, get_trt_tensor, set_layer_name
     from torch_tensorrt.dynamo.lowering import get_decompositions, post_lowering, pre_export_lowering
     from torch_tensorrt.dynamo.partitioning import construct_submodule_inputs
+
+    _private = conversion()
+    CompilationSettings, TRTInterpreter = _private.CompilationSettings, _private.TRTInterpreter
+    DYNAMO_CONVERTERS, infer_module_output_dtypes = _private.DYNAMO_CONVERTERS, _private.infer_module_output_dtypes
 
 __all__ = [
     "DYNAMO_CONVERTERS",
@@ -100,5 +105,5 @@ def register_engine_operator() -> None:
     has_engines = torch_tensorrt.ENABLED_FEATURES.torch_tensorrt_runtime
     with ExitStack() as stack:
         if not has_engines:
-            stack.enter_context(mock.patch.object(torch._library, "register_fake_class", lambda name: lambda cls: cls))
+            stack.enter_context(without_fake_classes())
         from torch_tensorrt.dynamo.runtime.meta_ops import register_meta_ops  # noqa: F401

@@ -10,12 +10,14 @@ transposed nor packed.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.nn import functional as F
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface
 
+from ...errors import UnsupportedModelError
 from .masks import register_masks
 
 ATTENTION = "exportable_cache"
@@ -24,6 +26,18 @@ ATTENTION_NAMES = (ATTENTION, MATMUL_ATTENTION)
 
 #: Arguments that models pass for attention that is not the plain kind; `matmul_attention` knows them all.
 EXTRAS = ("softcap", "s_aux", "sinks", "position_bias")
+
+#: Arguments that models pass on, and that change nothing here, each with the reason. Any other is refused. The first four are
+#: those that transformers' generative models gave with a value, of 269 tiny ones that took a prompt and a token (5.23).
+HARMLESS = {
+    "sliding_window": "the mask has the window already, as it has for transformers' own `eager` and `sdpa`",
+    "position_ids": "queries and keys are rotated before they come here",
+    "use_cache": "keys and values come from the cache already",
+    "logits_to_keep": "of the head",
+    "output_attentions": "weights are not given out, which the None in their place says",
+    "output_hidden_states": "collected around the layers",
+    "output_router_logits": "of the experts",
+}
 
 
 def fused_attention(
@@ -52,7 +66,11 @@ def fused_attention(
 
     Returns:
         [batch, q_length, heads, value_head_dim], and None for the weights.
+
+    Raises:
+        UnsupportedModelError: If there is an argument that neither function knows, see `HARMLESS`.
     """
+    _refuse_unknown(kwargs)
     if indices is not None:
         attention_mask = among_indices(attention_mask, indices, key.shape[2], query.dtype)
     if any(kwargs.get(name) is not None for name in EXTRAS):
@@ -112,6 +130,7 @@ def matmul_attention(
         position_bias: Added to the scores, broadcastable to [batch, heads, q_length, kv_length] (T5).
         indices: See `among_indices`.
     """
+    _refuse_unknown(kwargs)
     if indices is not None:
         attention_mask = among_indices(attention_mask, indices, key.shape[2], query.dtype)
     batch, heads, q_length, head_dim = query.shape
@@ -142,6 +161,19 @@ def matmul_attention(
     weights = weights.reshape(batch * kv_heads, groups * q_length, kv_length)
     output = torch.bmm(weights, value.reshape(batch * kv_heads, kv_length, value.shape[-1]))
     return output.reshape(batch, heads, q_length, value.shape[-1]).transpose(1, 2).contiguous(), None
+
+
+def _refuse_unknown(arguments: Mapping[str, Any]) -> None:
+    """Refuse what would have to change the result: a kind of attention that is not computed here.
+
+    None and False ask for nothing.
+    """
+    for name, value in arguments.items():
+        if value is not None and value is not False and name not in HARMLESS and name not in EXTRAS:
+            raise UnsupportedModelError(
+                f"the model passes {name!r} to attention, which this package's attention does not know; use its own "
+                "(attn_implementation='eager') with DynamicCache"
+            )
 
 
 def among_indices(
@@ -197,16 +229,3 @@ def register_attention() -> None:
     AttentionInterface.register(ATTENTION, fused_attention)
     AttentionInterface.register(MATMUL_ATTENTION, matmul_attention)
     register_masks(*ATTENTION_NAMES)
-
-
-def set_attention(model: PreTrainedModel, implementation: str) -> None:
-    """Switch a model to an attention implementation, its own code's limits aside.
-
-    Some models compute attention in code of their own, and transformers will not switch them. Their masks still come from the
-    function registered under the name in their config: with our name there, they see the slots of a static cache as they are.
-    """
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel) and not module._can_set_attn_implementation():
-            module.config._attn_implementation_internal = implementation
-    if model._can_set_attn_implementation():
-        model.set_attn_implementation(implementation)

@@ -14,6 +14,7 @@ from ..kernel import PORTABLE, StateTensor
 from ..policies import RecurrentPolicy, SlotPolicy
 from ..step import StepContext
 from ..storage import Storage
+from .carried import carry
 from .layer import CacheLayer, RowSizes
 
 
@@ -209,7 +210,7 @@ class LinearLayer(CacheLayer):
         """
         name = f"conv_state_{state_idx}"
         before = self._enter(name)
-        _carry(self.get_recurrent_state(state_idx))
+        carry(self.get_recurrent_state(state_idx))
         joined = torch.cat([before.to(conv_states.dtype), conv_states], dim=-1)
         # Not [..., -kernel_size:]: under a dynamic query length that slice asks whether the tensor is that long.
         self._store(name, joined.narrow(-1, conv_states.shape[-1], before.shape[-1]))
@@ -222,7 +223,7 @@ class LinearLayer(CacheLayer):
         """Replace a recurrent state by its successor [batch_size, ...]."""
         name = f"recurrent_state_{state_idx}"
         self._entered.add(name)
-        _carry(None)
+        carry(None)
         return self._store(name, recurrent_states)
 
     def _has(self, kind: str, state_idx: int) -> bool:
@@ -246,28 +247,3 @@ class LinearLayer(CacheLayer):
         value = value.to(state.dtype)
         setattr(self, name, value)
         return value
-
-
-# Between the two updates of a step of several tokens: the recurrent state that the scan in between starts from, for
-# scans # whose signature has no place for one. See patches/transformers.py.
-_carried: torch.Tensor | None = None
-_carried_heads = 0
-
-
-def _carry(state: torch.Tensor | None) -> None:
-    global _carried, _carried_heads
-    _carried, _carried_heads = state, 0
-
-
-def carried_state() -> torch.Tensor | None:
-    """The recurrent state [batch_size, ...] that the current step of several tokens starts from, or None outside of
-    one.
-    """
-    return _carried
-
-
-def next_carried_head() -> int:
-    """Counts the scans of one step, which some models do head by head."""
-    global _carried_heads
-    _carried_heads += 1
-    return _carried_heads - 1

@@ -1,1 +1,1 @@
-"""What is replaced in other people's code: one module per package, every patch with its reason, its link and a test of need."""
+"""What is replaced in transformers' modeling files: a file per family of models, and one registry."""

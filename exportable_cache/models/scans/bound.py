@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_limit: int | None = None
+
+class _Longest(threading.local):
+    """Of this thread's step. TorchDynamo (2.13) traces the attributes of a `threading.local`, and no `ContextVar`."""
+
+    tokens: int | None = None
+
+
+_longest = _Longest()
 
 
 @contextmanager
 def longest_step(tokens: int | None) -> Iterator[None]:
     """State the limit for the steps inside the block, or None where the length of each step is known when it is traced."""
-    global _limit
-    before, _limit = _limit, tokens
+    before = _longest.tokens
+    _longest.tokens = tokens
     try:
         yield
     finally:
-        _limit = before
+        _longest.tokens = before
 
 
 def doublings(length: int) -> int:
     """Rounds that doubling needs to span `length` tokens, which may be symbolic inside `longest_step`."""
-    return ((_limit or length) - 1).bit_length()
+    return ((_longest.tokens or length) - 1).bit_length()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,25 +11,26 @@ from ...errors import InputError
 from ...models.cache_factory import ExportableEncoderDecoderCache
 from ...models.encoder import ENCODER_LENGTH, Encoder, EncoderStates
 from ..entry_points import Method, methods_for
+from ..spec import ProgramSpec
 from .encoder import encode_method
 
 
-def seq2seq_methods(
-    cache: ExportableEncoderDecoderCache, prefill_length: int | None = None, buckets: Sequence[int] = ()
-) -> dict[str, Method]:
+def seq2seq_methods(cache: ExportableEncoderDecoderCache, spec: ProgramSpec | None = None) -> dict[str, Method]:
     """`encode`, and the steps of the decoder: prefill takes what `encode` gave, decode takes tokens and positions only.
 
     Prefill takes a single token too: most decoders start with one.
 
     Args:
-        prefill_length, buckets: See `methods.methods_for`.
+        cache: Knows the encoder.
+        spec: Of which the prefill's length and the buckets count.
     """
     if cache.encoder is None:
         raise InputError("the cache does not know the model's encoder; allocate it with ExportableCache.from_model")
     methods = {"encode": encode_method(cache.encoder)}
-    for name, method in methods_for(cache, prefill_length, buckets=buckets).items():
+    spec = ProgramSpec() if spec is None else spec
+    for name, method in methods_for(cache, ProgramSpec(spec.prefill_length, buckets=spec.buckets)).items():
         methods[name] = method if method.max_length == 1 else _with_encoder(method, cache.encoder)
-    if prefill_length == 1:
+    if spec.prefill_length == 1:
         methods["prefill"] = _with_encoder(Method("prefill", 1, 1), cache.encoder)
     return methods
 

@@ -1,45 +1,46 @@
-"""The encoder's part of a session: what it checks, and what it keeps between `encode` and the next prefill."""
+"""An encoder-decoder's encoder: what it checks, and what it gives for the decoder's first step."""
 
 from __future__ import annotations
 
-import copy
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional as F
 
-from ...backends.base import Runner
 from ...errors import InputError
 from ...models.cache_factory import ExportableEncoderDecoderCache
-from ..checks import check_ids
+from ...program.entry_points import Method
+from ..checks import ProgramLimits, check_ids
+
+if TYPE_CHECKING:
+    from ..program_stepper import ProgramStepper
+    from ..sequence_state import SequenceState
 
 
-class SessionEncoder:
-    """Runs the method `encode` and keeps its outputs, which every prefill takes.
+class EncoderStage:
+    """Runs the method `encode`, whose outputs every prefill takes; the decoder's own tokens are text.
 
     Args:
-        runner: Of a program that has the method.
-        vocab_size: Token ids run from 0 to vocab_size - 1.
-        batch_size: Rows.
-        device: Where inputs are expected.
+        method: The encoder.
+        limits: Of the program.
     """
 
-    def __init__(self, runner: Runner, vocab_size: int, batch_size: int, device: torch.device) -> None:
-        self.runner = runner
-        self.method = runner.methods["encode"]
-        self.vocab_size = vocab_size
-        self.batch_size = batch_size
-        self.device = device
-        self.outputs: tuple[torch.Tensor, ...] | None = None
+    def __init__(self, method: Method, limits: ProgramLimits) -> None:
+        self.method = method
+        self.limits = limits
+        self.batch_size = limits.batch_size
+        self.device = limits.device
 
-    def encode(self, inputs: dict[str, Any]) -> torch.Tensor:
+    def encode(self, inputs: dict[str, Any], stepper: ProgramStepper) -> torch.Tensor:
         """Run the encoder over what a tokenizer or processor gives; `attention_mask` may be left out.
 
         Returns:
-            Hidden states [batch, encoder_length, hidden_size].
+            Hidden states [batch, encoder_length, hidden_size], which the state has as `encoded` from now on.
 
         Raises:
-            InputError: If an input is missing, unknown, or has a wrong shape, dtype or device; nothing has changed then.
+            InputError: If an input is missing, unknown, or has a wrong shape, dtype or device; nothing has changed
+                then.
         """
         name = self.method.inputs[0].name
         unknown = sorted(set(inputs) - {name, "attention_mask"})
@@ -58,32 +59,24 @@ class SessionEncoder:
         if "attention_mask" in self.method.input_names:
             full = torch.ones(self.batch_size, length, dtype=torch.int64, device=self.device)
             arguments.append(F.pad(full if mask is None else mask.to(torch.int64), (0, padding)))
-        self.outputs = tuple(self.runner.run("encode", *arguments))
-        return self.outputs[0]
+        stepper.state = replace(stepper.state, encoded=tuple(stepper.runner.run("encode", *arguments)))
+        return stepper.state.encoded[0]
 
-    def fork(self, runner: Runner) -> SessionEncoder:
-        """The same over another runner, with what was encoded so far."""
-        forked = copy.copy(self)
-        forked.runner = runner
-        forked.outputs = None if self.outputs is None else tuple(tensor.clone() for tensor in self.outputs)
-        return forked
-
-    def update_cache(self, cache: ExportableEncoderDecoderCache, prefilled: bool) -> None:
-        """Tell a cache whether its cross-attention layers hold what the newest `encode` gave, and in how many slots."""
-        cache.is_updated = dict.fromkeys(range(len(cache)), prefilled)
-        if prefilled and self.outputs is not None:
-            for layer in cache.cross_layers:
-                layer.written = self.outputs[0].shape[1]
-
-    def required(self) -> tuple[torch.Tensor, ...]:
-        """The outputs of the newest `encode`.
+    def check_encoded(self, state: SequenceState) -> None:
+        """Refuse a step for which nothing was encoded.
 
         Raises:
-            InputError: If there was none.
+            InputError: If so.
         """
-        if self.outputs is None:
+        if not state.encoded:
             raise InputError(f"nothing was encoded yet; call session.encode({self.method.inputs[0].name}=...) first")
-        return self.outputs
+
+    def update_cache(self, cache: ExportableEncoderDecoderCache, state: SequenceState) -> None:
+        """Tell a cache whether its cross-attention layers hold what the newest `encode` gave, and in how many slots."""
+        cache.is_updated = dict.fromkeys(range(len(cache)), state.has_begun)
+        if state.has_begun and state.encoded:
+            for layer in cache.cross_layers:
+                layer.written = state.encoded[0].shape[1]
 
     @property
     def _length_dim(self) -> int:
@@ -93,7 +86,7 @@ class SessionEncoder:
     def _check(self, main_input: Any) -> None:
         spec = self.method.inputs[0]
         if spec.dtype == "int64":
-            check_ids(spec.name, main_input, ("batch", "length"), self.batch_size, self.vocab_size, self.device)
+            check_ids(spec.name, main_input, ("batch", "length"), self.limits)
         if not isinstance(main_input, torch.Tensor):
             raise InputError(f"{spec.name} is a {type(main_input).__name__}; pass a {spec.dtype} tensor")
         least, most = self.method.min_length, self.method.max_length

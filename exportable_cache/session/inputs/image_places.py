@@ -28,7 +28,9 @@ class Placed:
 
 @dataclass(frozen=True)
 class PlacedImages:
-    """The images that the rows of a session hold, oldest first: `PlacedImages(((Placed(2, 6, -2),), ()))` at batch size 2."""
+    """The images that the rows of a session hold, oldest first: `PlacedImages(((Placed(2, 6, -2),), ()))` at batch
+    size 2.
+    """
 
     rows: tuple[tuple[Placed, ...], ...]
 
@@ -61,6 +63,15 @@ class PlacedImages:
     def followed_by(self, other: PlacedImages) -> PlacedImages:
         """With those of later tokens."""
         return PlacedImages(tuple(before + after for before, after in zip(self.rows, other.rows, strict=True)))
+
+    def begun(self, lengths: torch.Tensor) -> PlacedImages:
+        """Those of which rows that hold `lengths` tokens, int64 [batch], hold at least the first."""
+        return PlacedImages(
+            tuple(
+                tuple(image for image in row if image.start < length)
+                for row, length in zip(self.rows, lengths.tolist(), strict=True)
+            )
+        )
 
     def up_to(self, lengths: torch.Tensor) -> PlacedImages:
         """Those that are left when rows are cut to `lengths`, int64 [batch].
@@ -147,8 +158,9 @@ def rope_positions(
 ) -> tuple[torch.Tensor, PlacedImages]:
     """Positions of three axes (time, height, width), and where the images are, counted from the first token.
 
-    Text counts on by one in all three. An image stands still in time, its height and width count from where it starts, and
-    what follows goes on after the larger of both (`get_rope_index` in qwen2_vl/modeling_qwen2_vl.py, transformers 5.23).
+    Text counts on by one in all three. An image stands still in time, its height and width count from where it starts,
+    and what follows goes on after the larger of both (`get_rope_index` in qwen2_vl/modeling_qwen2_vl.py, transformers
+    5.23).
 
     Args:
         is_image: bool [batch, length], images whole.
@@ -179,7 +191,9 @@ def rope_positions(
 
 
 def shifted(placed: PlacedImages, lengths: torch.Tensor, deltas: torch.Tensor) -> PlacedImages:
-    """The images of a prompt as they lie behind the `lengths` tokens of each row, whose rotary positions were off by `deltas`."""
+    """The images of a prompt as they lie behind the `lengths` tokens of each row, whose rotary positions were off by
+    `deltas`.
+    """
     return PlacedImages(
         tuple(
             tuple(Placed(image.start + length, image.end + length, image.delta + delta) for image in row)

@@ -46,7 +46,8 @@ def read_sound(path: Path, sampling_rate: int) -> np.ndarray:
         sampling_rate: What the file must have; it is not resampled.
 
     Raises:
-        InputError: If there is no such file, it is no WAV file of integer samples, holds none, or has another sampling rate.
+        InputError: If there is no such file, it is no WAV file of integer samples, holds none, or has another sampling
+            rate.
     """
     _check_file("audio", path)
     remedy = f"convert it: ffmpeg -i {path} -ar {sampling_rate} -c:a pcm_s16le {path.stem}-{sampling_rate}.wav"

@@ -28,8 +28,8 @@ def prompt_inputs(
 ) -> dict[str, torch.Tensor]:
     """What `Session.generate_text` takes: the processor's tensors for a prompt, or for an encoder's input.
 
-    Text goes in as it is where it says itself where the files go, as `"What is <image>?"`; otherwise as the user's message of
-    the chat template, behind the files. For an encoder-decoder it is what the answer begins with.
+    Text goes in as it is where it says itself where the files go, as `"What is <image>?"`; otherwise as the user's
+    message of the chat template, behind the files. For an encoder-decoder it is what the answer begins with.
 
     Args:
         methods: Of the program, which takes what is given.
@@ -37,8 +37,8 @@ def prompt_inputs(
         chat: Insist on the chat template.
 
     Raises:
-        InputError: If a file cannot be read, the text does not say where the files go and there is no chat template, a chat is
-            asked for where there can be none, or the processor refuses the prompt.
+        InputError: If a file cannot be read, the text does not say where the files go and there is no chat template, a
+            chat is asked for where there can be none, or the processor refuses the prompt.
         MissingDependencyError: If a package that reads a file is not installed.
     """
     options = {"sampling_rate": processor.feature_extractor.sampling_rate} if sounds else {}

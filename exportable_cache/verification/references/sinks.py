@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-from ...cache.layout import Sinks
+from ...cache.spec import Sinks
 
 
 class EvictingLayer(DynamicLayer):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -11,8 +10,10 @@ from transformers import PreTrainedModel
 from exportable_cache import ExportableCache, Session
 from exportable_cache.backends.tensorrt.network import Network
 from exportable_cache.backends.tensorrt.network_runner import NetworkRunner
-from exportable_cache.backends.tensorrt.target import engine_networks, engine_program_options
+from exportable_cache.backends.tensorrt.options import TensorRTOptions
+from exportable_cache.backends.tensorrt.target import engine_networks, engine_program_spec
 from exportable_cache.program.program import Program
+from exportable_cache.program.spec import ProgramSpec
 
 from .models import engine_model
 
@@ -27,16 +28,14 @@ def engine_program(
     """A tiny model, its program, and the network of each method."""
     model = engine_model(family, dtype)
     program = program_of(model, batch_size)
-    return model, program, engine_networks(program, {}, in_place=in_place)
+    return model, program, engine_networks(program, TensorRTOptions(), in_place=in_place)
 
 
-def program_of(
-    model: PreTrainedModel, batch_size: int = 1, cache: ExportableCache | None = None, **options: Any
-) -> Program:
+def program_of(model: PreTrainedModel, batch_size: int = 1, cache: ExportableCache | None = None) -> Program:
     """The program of a model as the target makes it, over `cache` or one of `CAPACITY` slots."""
     if cache is None:
         cache = ExportableCache.from_model(model, CAPACITY, batch_size, attn_implementation=None)
-    return Program(model, cache, prefill_length=PREFILL, **engine_program_options(options))
+    return Program(model, cache, engine_program_spec(ProgramSpec(PREFILL)))
 
 
 def network_session(model: PreTrainedModel, program: Program, networks: dict[str, Network]) -> Session:

@@ -20,6 +20,7 @@ pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no te
 
 from exportable_cache.backends.tensorrt.adapt import layers_with_sinks
 from exportable_cache.backends.tensorrt.kernel import EngineKernel
+from exportable_cache.backends.tensorrt.options import TensorRTOptions
 from exportable_cache.backends.tensorrt.target import engine_networks
 
 from .cpu_engine import cpu_engine_runner
@@ -87,8 +88,8 @@ def test_a_loaded_state_leaves_the_null_slot_alone(make, tmp_path: Path) -> None
     saved = session(8)
     for tensor in saved.runner.state.values():
         tensor[:, :, :8] = 1
-    saved._length.fill_(3)
-    saved._high_water.fill_(20 if make is ring_layer else 8)
+    saved.set_length(0, 20 if make is ring_layer else 8)
+    saved.shift(3 - saved.length)
     saved.save_state(tmp_path / "state.safetensors")
     assert {
         tensor.shape[2] for name, tensor in load_file(tmp_path / "state.safetensors").items() if "layers" in name
@@ -105,7 +106,7 @@ def test_attention_sinks_and_a_window_run_on_in_place() -> None:
         model, CAPACITY, attn_implementation=None, attention_sinks=2, attention_window=WINDOW - 2
     )
     program = program_of(model, cache=cache)
-    networks = engine_networks(program, {})
+    networks = engine_networks(program, TensorRTOptions())
     assert networks["decode"].layer_counts["KV_CACHE_UPDATE"] == 4 == len(networks["decode"].aliases)
     assert (
         networks["decode"].layer_counts["ATTENTION_INPUT"] == networks["prefill"].layer_counts["ATTENTION_INPUT"] == 2

@@ -11,7 +11,8 @@ from ...support.models import WINDOW
 pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no tensorrt extra is installed")
 
 from exportable_cache.backends.tensorrt.kernel import EngineKernel
-from exportable_cache.backends.tensorrt.target import engine_networks
+from exportable_cache.backends.tensorrt.options import TensorRTOptions
+from exportable_cache.backends.tensorrt.target import engine_networks, program_networks
 
 from .programs import engine_program, network_session, program_of
 
@@ -68,7 +69,7 @@ def test_half_precision(family: str, dtype: torch.dtype) -> None:
 def test_states_of_fixed_size(family: str, dtype: torch.dtype) -> None:
     model = kind_model(family).to(dtype)
     program = program_of(model)
-    networks = engine_networks(program, {})
+    networks = engine_networks(program, TensorRTOptions())
     report = verify_session(network_session(model, program, networks), model, prompts=[5, 20])
     assert report.passed, str(report)
     # Each state goes in and comes out; only keys and values of plain layers are written in place.
@@ -107,16 +108,29 @@ def test_grouped_keys_reach_the_attention_layer_unexpanded() -> None:
     assert shapes == [[(1, 4, 1, 8), (1, 2, 64, 8), (1, 2, 64, 8)]] * LAYERS
 
 
+def test_networks_are_kept_with_their_options() -> None:
+    """Verification reads the network that was built, and a second export of the program with other options gets its own."""
+    _, program, _ = engine_program("llama")
+
+    def opt_shape(**options: int) -> tuple[int, ...]:
+        return program_networks(program, TensorRTOptions(**options))["prefill"].inputs[0].opt_shape
+
+    assert opt_shape(opt_length=4) == (1, 4) and opt_shape(opt_length=8) == (1, 8)
+    options = TensorRTOptions(opt_length=4)
+    assert program_networks(program, options) is program_networks(program, options)
+    assert program_networks(program, options, in_place=False)["decode"].aliases == {}
+
+
 def test_the_same_program_has_the_same_digest_and_other_weights_another() -> None:
     from .models import engine_model
 
     _, _, networks = engine_program("llama")
     model = engine_model("llama")
-    again = engine_networks(program_of(model), {})
+    again = engine_networks(program_of(model), TensorRTOptions())
     assert {name: network.digest for name, network in again.items()} == {name: n.digest for name, n in networks.items()}
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[0, 0] += 1e-3
-    changed = engine_networks(program_of(model), {})
+    changed = engine_networks(program_of(model), TensorRTOptions())
     assert all(changed[name].digest != network.digest for name, network in networks.items())
 
 

@@ -1,0 +1,61 @@
+"""Options of target `executorch`, which depend on the delegate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ...common.settings import check_choice, setting
+from ...errors import InputError
+from ..tensorrt.options import TensorRTOptions
+
+#: Options by delegate.
+DELEGATES = {
+    "xnnpack": ("llm_runner", "methods"),
+    "vulkan": (),
+    "coreml": (),
+    "tensorrt": ("opt_length", "sm"),
+}
+METHODS = ("auto", "forward", "split", "both")
+
+
+@dataclass(frozen=True)
+class ExecutorchOptions(TensorRTOptions):
+    """
+    Attributes:
+        delegate: `xnnpack` (default); `vulkan` and `coreml`, see `delegates`; or `tensorrt`: then every method is one
+            TensorRT plan, the cache is an input and an output of it, and the options of target `tensorrt` are taken,
+            too.
+        methods: `forward`: one method `forward(input_ids [1, S], input_pos [1])` for any S from 1 to the longest chunk,
+            the one that ExecuTorch's own `TextLLMRunner` calls. `split`: `prefill` and `decode`; each packs the weights
+            for itself in memory, unless the C++ runtime shares them. `both`. By default `forward`, or `split` for
+            models with rings that the fused operators cannot serve, which write in place only where the length is known
+            to be one.
+        llm_runner: Insist on `forward` and on the constant methods that the runner reads.
+    """
+
+    target: ClassVar[str] = "executorch"
+
+    delegate: str = setting(
+        "xnnpack",
+        "With ExecuTorch: what the program is delegated to: xnnpack, vulkan, coreml or tensorrt.",
+        flags=("--delegate",),
+        metavar="NAME",
+        choices=tuple(DELEGATES),
+    )
+    methods: str = setting("auto", "Which methods the program has.", choices=METHODS)
+    llm_runner: bool = setting(False, "Have what ExecuTorch's text runner calls.", kind=bool)
+
+    @classmethod
+    def known(cls, given: Mapping[str, Any]) -> tuple[tuple[str, ...], str]:
+        delegate = given.get("delegate", "xnnpack")
+        check_choice("delegate", delegate, DELEGATES)
+        return ("delegate", *DELEGATES[delegate]), f"target {cls.target!r} with delegate {delegate!r}"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.methods == "split" and self.llm_runner:
+            raise InputError(
+                "methods is 'split', but the llm_runner calls 'forward'; pass methods='both', or leave one of them out"
+            )

@@ -1,0 +1,153 @@
+"""What a cache is to be: every option in one frozen value, checked where it is made.
+
+Importing this module imports no torch: the command line makes its options from the fields.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ..common.settings import REQUIRED, check_count, check_settings, setting
+from ..errors import InputError
+
+if TYPE_CHECKING:
+    import torch
+
+#: What `kv_dtype` may be, besides None for the dtype that the model writes.
+KV_DTYPES = ("int8", "int4")
+
+
+@dataclass(frozen=True)
+class Sinks:
+    """What full-attention layers keep to run without end: `Sinks(4, 1020)` is the first 4 tokens and the last 1020.
+
+    Raises:
+        InputError: If a number is not a positive int.
+    """
+
+    tokens: int
+    window: int
+
+    def __post_init__(self) -> None:
+        check_count("attention_sinks", self.tokens)
+        check_count("attention_window", self.window)
+
+    @classmethod
+    def within(cls, max_cache_len: int, tokens: int | None, window: int | None) -> Sinks | None:
+        """From the options `attention_sinks` and `attention_window`, None where neither is given.
+
+        Args:
+            max_cache_len: Slots that a layer may have; the window takes what the sinks leave of them by default.
+
+        Raises:
+            InputError: If there is a window without sinks, or both do not fit.
+        """
+        if tokens is None:
+            if window is not None:
+                raise InputError(
+                    f"attention_window is {window}, but there are no attention_sinks; pass them too, 4 is common"
+                )
+            return None
+        check_count("attention_sinks", tokens)
+        window = max_cache_len - tokens if window is None else window
+        if isinstance(window, int) and tokens + max(window, 1) > max_cache_len:
+            raise InputError(
+                f"attention_sinks {tokens} and attention_window {max(window, 1)} take {tokens + max(window, 1)} slots, "
+                f"max_cache_len is {max_cache_len}; raise max_cache_len, or lower them"
+            )
+        return cls(tokens, window)
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """What a cache is to be: `CacheSpec(1024, batch_size=2)` holds 1024 tokens in each of two rows.
+
+    Attributes:
+        max_cache_len: Tokens a full-attention layer can hold.
+        batch_size: Rows.
+        dtype: Of keys and values; None for what the model writes. A name, such as "float16", becomes the dtype.
+        device: Where to allocate; None for where the model is.
+        rollback_slots: Extra slots of each ring, so that `crop` can take back `rollback_slots + 1` tokens past the
+            window.
+        attention_sinks: Have full-attention layers keep this many first tokens and the newest `attention_window`, and
+            run without end; None for a layer that keeps all.
+        attention_window: What `attention_sinks` leave of `max_cache_len` by default.
+        kv_dtype: One of `KV_DTYPES` to keep keys and values so, with scales; None for the dtype that the model writes.
+        max_encoder_len: Longest input of an encoder-decoder's encoder, in tokens, frames or samples; None for its
+            default.
+        sinks: Both numbers of attention sinks, None where there are none.
+
+    Raises:
+        InputError: If a value is out of range, or two do not go together.
+    """
+
+    max_cache_len: int = setting(
+        REQUIRED,
+        "Tokens a full-attention layer holds.",
+        flags=("--max-cache-len", "-n"),
+        metavar="N",
+        kind=int,
+        least=1,
+    )
+    batch_size: int = setting(1, "Rows.", flags=("--batch-size", "-b"), metavar="N", kind=int, least=1)
+    dtype: torch.dtype | str | None = setting(
+        None,
+        "Of weights, keys and values; the model's own by default.",
+        flags=("--dtype",),
+        offered=("float32", "float16", "bfloat16"),
+        shown_default=False,
+    )
+    device: torch.device | str | None = None
+    rollback_slots: int = setting(
+        0,
+        "Extra slots of each sliding layer, so that N + 1 tokens can be taken back past its window.",
+        flags=("--rollback-slots",),
+        metavar="N",
+        kind=int,
+        least=0,
+    )
+    attention_sinks: int | None = setting(
+        None,
+        "Full-attention layers keep the first K tokens and the newest ones, and run without end.",
+        flags=("--attention-sinks",),
+        metavar="K",
+        kind=int,
+        least=1,
+        shown_default=False,
+    )
+    attention_window: int | None = setting(
+        None,
+        "Newest tokens kept beside the sinks.",
+        flags=("--attention-window",),
+        metavar="W",
+        kind=int,
+        least=1,
+        shown_default="max-cache-len less the sinks",
+    )
+    kv_dtype: str | None = setting(
+        None,
+        "Keep keys and values in 8 or 4 bits; the model's own dtype by default.",
+        flags=("--kv-cache-dtype",),
+        metavar="|".join(KV_DTYPES),
+        choices=KV_DTYPES,
+        shown_default=False,
+    )
+    max_encoder_len: int | None = setting(
+        None,
+        "Encoder-decoders: longest encoder input, in tokens, frames or samples.",
+        flags=("--max-encoder-len",),
+        metavar="N",
+        kind=int,
+        least=1,
+        shown_default="512 tokens, 30 s of samples, or what the encoder has positions for",
+    )
+    sinks: Sinks | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        object.__setattr__(self, "sinks", Sinks.within(self.max_cache_len, self.attention_sinks, self.attention_window))
+        if self.dtype is not None:
+            from ..common.dtypes import parse_dtype
+
+            object.__setattr__(self, "dtype", parse_dtype(self.dtype))

@@ -1,0 +1,137 @@
+"""Private names of torch, seen in 2.13.0.
+
+| name | without it |
+|---|---|
+| `torch._check` | facts about symbolic sizes cannot be stated while a program is traced |
+| `torch._subclasses.fake_tensor.FakeTensor` | a traced length is not told from a real one, and is read back to Python |
+| `torch._ops.OperatorBase`, `OpOverload` | types of operators in annotations; `Any` would do |
+| `torch._inductor.aot_compile`, `package.package_aoti`, `package.load_package` | no target `aoti` |
+| `torch.export.pt2_archive._package.package_pt2`, `load_pt2` | no target `pt2` with several methods in a file |
+| `torch.utils._python_dispatch._disable_current_modes` | nothing can be traced inside a pass over a graph |
+| `torch.utils._pytree.tree_map` | results are cloned by a loop of one's own |
+| `torch._dynamo.mark_dynamic`, `maybe_mark_dynamic`, `exc.TorchDynamoException` | each length of a prompt is a graph |
+| `torch._inductor.list_mode_options`, `config.save_config_portable` | compiled graphs cannot be kept on disk |
+| `torch._dynamo.guards.CheckFunctionManager.UNSUPPORTED_SERIALIZATION_GUARD_TYPES` | the same |
+| `torch.fx.Graph._codegen` | a graph keeps the signature of the module that it was traced from |
+| `torch._C._CudaDeviceProperties`, `torch._library.register_fake_class` | torch_tensorrt needs CUDA |
+
+What is private about pytrees is in `exportable_cache/pytree/_torch_private.py`, beside the registry that it is a part
+of. Modules that take long to import, `torch._dynamo` and `torch._inductor`, are imported where they are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._ops import OperatorBase, OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import ExportedProgram
+from torch.utils._pytree import tree_map
+
+#: States a fact about sizes: the object itself, which tracers know.
+check = torch._check
+
+__all__ = ["FakeTensor", "OpOverload", "OperatorBase", "check", "tree_map"]
+
+
+def compile_ahead_of_time(module: torch.nn.Module, inputs: Sequence[Any], options: Mapping[str, Any]) -> list[str]:
+    """Files of a module that is compiled by AOTInductor, for `write_package`."""
+    from torch._inductor import aot_compile
+
+    return aot_compile(module, *inputs, options=dict(options))
+
+
+def write_package(path: Path, files: Mapping[str, list[str]]) -> None:
+    """Write what `compile_ahead_of_time` gave for each method as one package."""
+    from torch._inductor.package import package_aoti
+
+    package_aoti(str(path), dict(files))
+
+
+def load_package(path: Path, method: str, **options: Any) -> Any:
+    """A method of an AOTInductor package."""
+    from torch._inductor.package import load_package as load
+
+    return load(str(path), method, **options)
+
+
+def write_pt2(path: Any, programs: Mapping[str, ExportedProgram], **options: Any) -> None:
+    """Write an archive of several exported programs."""
+    from torch.export.pt2_archive._package import package_pt2
+
+    package_pt2(path, exported_programs=dict(programs), **options)
+
+
+def load_pt2(path: Any, **options: Any) -> Any:
+    """Read an archive of exported programs."""
+    from torch.export.pt2_archive._package import load_pt2 as load
+
+    return load(path, **options)
+
+
+def without_modes() -> AbstractContextManager:
+    """A block outside of every dispatch mode that is on, such as the fake mode of a pass."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
+def mark_dynamic(tensor: torch.Tensor, dim: int, lowest: int, highest: int) -> None:
+    """Have the next compilation take a size for any from `lowest` to `highest`, or fail."""
+    torch._dynamo.mark_dynamic(tensor, dim, min=lowest, max=highest)
+
+
+def maybe_mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
+    """Have the next compilation take a size for any where it can."""
+    torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def dynamo_error() -> type[Exception]:
+    """What TorchDynamo raises."""
+    return torch._dynamo.exc.TorchDynamoException
+
+
+def mode_options(mode: str) -> dict[str, Any]:
+    """Inductor's options that a mode of torch.compile stands for."""
+    return torch._inductor.list_mode_options(mode)
+
+
+def inductor_config() -> dict[str, Any]:
+    """Inductor's settings, as far as they decide what is compiled."""
+    return torch._inductor.config.save_config_portable()
+
+
+def unwritable_guards() -> frozenset[str]:
+    """Types of guards that TorchDynamo cannot write to a file."""
+    from torch._dynamo.guards import CheckFunctionManager
+
+    return frozenset(CheckFunctionManager.UNSUPPORTED_SERIALIZATION_GUARD_TYPES)
+
+
+def reset_signature(graph: torch.fx.Graph) -> None:
+    """Have a graph take its placeholders, in order, and give its outputs as they are."""
+    graph._codegen = torch.fx.graph.CodeGen()
+
+
+@contextmanager
+def cuda_properties() -> Iterator[None]:
+    """A block in which torch without CUDA names the class of a device's properties, which annotations ask for."""
+    if hasattr(torch._C, "_CudaDeviceProperties"):
+        yield
+        return
+    with mock.patch.object(torch._C, "_CudaDeviceProperties", object, create=True):
+        yield
+
+
+def without_fake_classes() -> AbstractContextManager:
+    """A block in which descriptions of C++ classes are not registered: the classes are not there."""
+
+    def register(name: str) -> Callable[[type], type]:
+        return lambda described: described
+
+    return mock.patch.object(torch._library, "register_fake_class", register)

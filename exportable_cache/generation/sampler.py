@@ -1,0 +1,65 @@
+"""How one generation chooses its tokens: settings, the random sequence, and what has been seen."""
+
+from __future__ import annotations
+
+import torch
+
+from .sampling import Sampling, draw, penalise, sorted_distribution
+
+
+class Sampler:
+    """`Sampling` at work on the rows of one generation.
+
+    Args:
+        sampling: How to choose.
+        input_ids: The prompt, int64 [batch, length]; its tokens count as seen.
+        vocab_size: Columns of the logits.
+    """
+
+    def __init__(self, sampling: Sampling, input_ids: torch.Tensor, vocab_size: int) -> None:
+        device = input_ids.device
+        self.sampling = sampling
+        self.settings = sampling.settings(device)
+        self.generator = sampling.generator(device)
+        #: bool [batch, vocab], or None where nothing depends on it.
+        self.seen: torch.Tensor | None = None
+        if sampling.repetition_penalty not in (None, 1):
+            self.seen = torch.zeros(input_ids.shape[0], vocab_size, dtype=torch.bool, device=device).scatter_(
+                1, input_ids, True
+            )
+
+    def choose(self, logits: torch.Tensor) -> torch.Tensor:
+        """The next tokens, int64 [batch], from logits [batch, vocab]; they count as seen from now on."""
+        tokens = self.sampling.choose(logits, self.generator, self.seen)
+        self.see(tokens)
+        return tokens
+
+    def see(self, tokens: torch.Tensor) -> None:
+        """Count tokens, int64 [batch], as seen."""
+        if self.seen is not None:
+            self.seen.scatter_(1, tokens[:, None], True)
+
+    def uniform(self, rows: int, steps: int = 1) -> torch.Tensor:
+        """The next random numbers in [0, 1), float32 [steps, rows]: the same for several steps as for one after the
+        other.
+        """
+        # One call per step: on a GPU a generator asked for many numbers at once gives others than asked for them in
+        # turn.
+        device = self.settings.temperature.device
+        return torch.stack([torch.rand(rows, generator=self.generator, device=device) for _ in range(steps)])
+
+    def distribution(self, logits: torch.Tensor) -> torch.Tensor:
+        """Probabilities [batch, vocab] that the next tokens are drawn from, in the order of the vocabulary.
+
+        Greedy choice is the distribution that gives one token all of it.
+        """
+        if self.seen is not None:
+            logits = penalise(logits, self.seen, self.settings.repetition_penalty)
+        if self.sampling.is_greedy:
+            return torch.zeros_like(logits, dtype=torch.float32).scatter_(1, logits.argmax(dim=-1, keepdim=True), 1.0)
+        probabilities, tokens = sorted_distribution(logits, self.settings)
+        return torch.zeros_like(probabilities).scatter_(1, tokens, probabilities)
+
+    def draw_from(self, probabilities: torch.Tensor) -> int:
+        """One token drawn from probabilities [vocab] that need not sum to one."""
+        return int(draw(*probabilities[None].sort(dim=-1, descending=True, stable=True), self.uniform(1)[0])[0])

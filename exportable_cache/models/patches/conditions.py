@@ -1,0 +1,75 @@
+"""When a replacement acts: over a cache of ours, or under a tracer. Everything else goes to the original."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
+
+from ...cache.attention.masks import position_mask
+from ...cache.layers import CacheLayer
+
+
+def over_our_cache(replacement: Callable) -> Callable[[Callable], Callable]:
+    """A patch of a method that acts over a cache of ours, or over a `layout.ProbeCache`, which sees what a model keeps.
+
+    Args:
+        replacement: Takes the method's arguments, and the method itself as `original`.
+    """
+
+    def patch(original: Callable) -> Callable:
+        def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            cache = kwargs.get("past_key_values", kwargs.get("layer_past"))
+            if getattr(cache, "is_probe", False) or any(
+                isinstance(layer, CacheLayer) for layer in getattr(cache, "layers", ())
+            ):
+                return replacement(self, *args, original=original, **kwargs)
+            return original(self, *args, **kwargs)
+
+        return method
+
+    return patch
+
+
+def only_traced(replacement: Callable) -> Callable[[Callable], Callable]:
+    """A patch of a method that acts where values cannot be read, that is under a tracer.
+
+    Args:
+        replacement: Takes the method's arguments, and the method itself as `original`.
+    """
+
+    def patch(original: Callable) -> Callable:
+        def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return replacement(self, *args, original=original, **kwargs)
+            return original(self, *args, **kwargs)
+
+        return method
+
+    return patch
+
+
+def step_mask(layer: Any, hidden_states: torch.Tensor, window: int | None = None) -> torch.Tensor | None:
+    """Additive mask [batch, 1, q_length, kv_length] of a layer that is about to be updated, None of a layer not ours.
+
+    Args:
+        hidden_states: [batch, q_length, hidden].
+        window: Tokens that each sees, itself included; None for all.
+    """
+    if not isinstance(layer, CacheLayer):
+        return None
+    batch_size, q_length = hidden_states.shape[:2]
+    kv_length, kv_offset = layer.get_mask_sizes(q_length)
+    return position_mask(
+        batch_size,
+        q_length,
+        kv_length,
+        layer.cumulative_length[:, None],
+        kv_offset,
+        causal_mask_function if window is None else sliding_window_causal_mask_function(window),
+        dtype=hidden_states.dtype,
+        device=hidden_states.device,
+    )

@@ -1,0 +1,20 @@
+"""CTRL: it sets its table of positions, an `nn.Buffer`, anew in every step (ctrl/modeling_ctrl.py).
+
+TorchDynamo 2.13 does not know the attribute `persistent` that `Module.__setattr__` then asks for
+(torch/nn/modules/module.py), so the buffer is made a plain one. Nothing of transformers is replaced.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def _with_a_plain_buffer(model: nn.Module) -> None:
+    for module in model.modules():
+        if type(module).__name__ == "CTRLModel":
+            is_persistent = "pos_encoding" in module.state_dict(keep_vars=True)
+            module.register_buffer("pos_encoding", module.pos_encoding.detach(), persistent=is_persistent)
+
+
+#: What is set on the modules of a model.
+PREPARATIONS = {"ctrl": ("CTRLModel", _with_a_plain_buffer)}

@@ -1,0 +1,145 @@
+"""DBRX, LongCat Flash, NLLB-MoE, Step 3.7 and Switch: their experts loop over those that were hit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from .conditions import only_traced
+from .patch import Patch
+
+
+def mix_experts(
+    hidden_states: torch.Tensor, weights: torch.Tensor, count: int, expert: Callable[[int, torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Every expert on every token, weighted: as static as a computation over experts can be.
+
+    Args:
+        hidden_states: [tokens, hidden].
+        weights: [tokens, count], 0 where an expert was not chosen.
+        count: Experts.
+        expert: `(index, hidden_states) -> [tokens, hidden]`.
+    """
+    output = torch.zeros_like(hidden_states)
+    for index in range(count):
+        output = output + (expert(index, hidden_states) * weights[:, index, None]).to(hidden_states.dtype)
+    return output
+
+
+def _weights_by_expert(top_k_index: torch.Tensor, top_k_weights: torch.Tensor, count: int) -> torch.Tensor:
+    """[tokens, k] indices and weights -> [tokens, count]."""
+    return (F.one_hot(top_k_index, count).to(top_k_weights.dtype) * top_k_weights[..., None]).sum(dim=1)
+
+
+def _dbrx_experts(
+    self: nn.Module,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    *,
+    original: Callable,
+) -> torch.Tensor:
+    batch_size = hidden_states.shape[0]
+    shape = (self.num_experts, self.ffn_hidden_size, self.hidden_size)
+    w1, v1, w2 = self.mlp.w1.view(shape), self.mlp.v1.view(shape), self.mlp.w2.view(shape)
+    output = mix_experts(
+        hidden_states.reshape(-1, self.hidden_size),
+        _weights_by_expert(top_k_index, top_k_weights, self.num_experts),
+        self.num_experts,
+        lambda index, states: self.mlp(states, w1[index], v1[index], w2[index]),
+    )
+    return output.view(batch_size, -1, self.hidden_size)
+
+
+def _longcat_experts(
+    self: nn.Module,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    *,
+    original: Callable,
+) -> torch.Tensor:
+    weights = _weights_by_expert(top_k_index, top_k_weights, self.total_experts)
+
+    def expert(index: int, states: torch.Tensor) -> torch.Tensor:
+        gate, up = F.linear(states, self.gate_up_proj[index]).chunk(2, dim=-1)
+        return F.linear(self.act_fn(gate) * up, self.down_proj[index])
+
+    output = mix_experts(hidden_states, weights, self.num_routed_experts, expert)
+    # The experts behind the routed ones compute nothing: their tokens pass as they are.
+    return output + hidden_states * weights[:, self.num_routed_experts :].sum(dim=1, keepdim=True).to(
+        hidden_states.dtype
+    )
+
+
+def _nllb_experts(
+    self: nn.Module,
+    hidden_states: torch.Tensor,
+    router_mask: torch.Tensor,
+    router_probs: torch.Tensor,
+    *,
+    original: Callable,
+) -> torch.Tensor:
+    # What is never written to reads 0 in `router_mask`, upstream as well: one column per choice.
+    chosen = F.one_hot(router_mask, self.num_experts).to(router_probs.dtype)
+    weights = (chosen * router_probs[..., None]).sum(dim=1)
+    keep = 1.0 if self.training else 1.0 - self.moe_token_dropout
+    return mix_experts(
+        hidden_states, weights * keep, self.num_experts, lambda index, states: self[f"expert_{index}"](states)
+    )
+
+
+def _switch_experts(
+    self: nn.Module,
+    hidden_states: torch.Tensor,
+    selected_experts: torch.Tensor,
+    routing_weights: torch.Tensor,
+    *,
+    original: Callable,
+) -> torch.Tensor:
+    # `selected_experts` is one-hot already, [tokens, 1, experts]; nothing where an expert was full.
+    weights = selected_experts[:, 0].to(routing_weights.dtype) * routing_weights
+    return mix_experts(hidden_states, weights, self.num_experts, lambda index, states: self[f"expert_{index}"](states))
+
+
+def _step_experts(
+    self: nn.Module,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    *,
+    original: Callable,
+) -> torch.Tensor:
+    def expert(index: int, states: torch.Tensor) -> torch.Tensor:
+        return F.linear(self._apply_gate(F.linear(states, self.gate_up_proj[index])), self.down_proj[index])
+
+    return mix_experts(
+        hidden_states, _weights_by_expert(top_k_index, top_k_weights, self.num_experts), self.num_experts, expert
+    )
+
+
+_REASON = "its experts loop over those that were hit"
+
+
+def _of_class(file: str, name: str, replacement: Callable, *digests: str) -> tuple[Patch, ...]:
+    return (Patch(file, f"{name}.forward", only_traced(replacement), _REASON, digests, source=name),)
+
+
+PATCHES = {
+    "dbrx": _of_class("dbrx.modeling_dbrx", "DbrxExperts", _dbrx_experts, "b83eeaea83b56183"),
+    "longcat_flash": _of_class(
+        "longcat_flash.modeling_longcat_flash", "LongcatFlashExperts", _longcat_experts, "94aa5350d765972b"
+    ),
+    "nllb-moe": _of_class("nllb_moe.modeling_nllb_moe", "NllbMoeExperts", _nllb_experts, "6a3cc213299fb176"),
+    "step3p5": _of_class("step3p7.modeling_step3p7", "Step3p7Experts", _step_experts, "aa2624bdfc191949"),
+    "step3p7": _of_class("step3p7.modeling_step3p7", "Step3p7Experts", _step_experts, "aa2624bdfc191949"),
+    "switch_transformers": _of_class(
+        "switch_transformers.modeling_switch_transformers",
+        "SwitchTransformersExperts",
+        _switch_experts,
+        "4a595a85c75d1acc",
+    ),
+}

@@ -1,0 +1,137 @@
+"""The registry: which patches each model type needs, checked wherever a model meets a cache.
+
+Types are those of the configs that transformers' models are made of, so a patch is found before any model exists:
+from a config, or from the types that a saved cache names. A type without an entry needs none.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ...errors import UnsupportedModelError
+from . import (
+    ctrl,
+    decoder_masks,
+    delta_rule,
+    experts,
+    git,
+    gpt_neo,
+    led,
+    minimax,
+    mpt,
+    position_tables,
+    recurrent_gemma,
+    rotary,
+    selective_scan,
+    speech,
+    state_space,
+    xmod,
+)
+from .patch import ORIGINAL, Patch
+
+_FAMILIES = (
+    ctrl,
+    decoder_masks,
+    delta_rule,
+    experts,
+    git,
+    gpt_neo,
+    led,
+    minimax,
+    mpt,
+    position_tables,
+    recurrent_gemma,
+    rotary,
+    selective_scan,
+    speech,
+    state_space,
+    xmod,
+)
+
+#: Model type -> its patches.
+PATCHES: dict[str, tuple[Patch, ...]] = {}
+#: Model type -> what is set on the modules of each model, and the name of that in reports.
+PREPARATIONS: dict[str, tuple[str, Callable[[nn.Module], None]]] = {}
+for _family in _FAMILIES:
+    for _model_type, _patches in getattr(_family, "PATCHES", {}).items():
+        # Some types, such as RoFormer's, are in two families.
+        PATCHES[_model_type] = PATCHES.get(_model_type, ()) + _patches
+    PREPARATIONS.update(getattr(_family, "PREPARATIONS", {}))
+
+#: Functions that every modeling file with one has a copy of: a copy without an entry is of a model that was overlooked.
+COPIED = frozenset({*selective_scan.COPIED, *state_space.COPIED, *delta_rule.COPIED})
+
+
+def patch_model(model: nn.Module) -> list[str]:
+    """Apply the patches that a model needs. Calling it again changes nothing.
+
+    Returns:
+        Labels of the patches, sorted.
+
+    Raises:
+        UnsupportedModelError: If an original is missing or changed; if the model is of a type with patches, and not made
+            of transformers' own classes; or if its file has a function that is replaced elsewhere, and no patch.
+    """
+    labels = set()
+    files = {type(module).__module__ for module in model.modules()}
+    for model_type in model_types(model):
+        for patch in PATCHES.get(model_type, ()):
+            if patch.module_name not in files:
+                raise UnsupportedModelError(
+                    f"a model of type {model_type!r} needs the patch of {patch.name} ({patch.reason}), and has no module "
+                    f"of {patch.module_name}; use transformers' own class (trust_remote_code=False), or DynamicCache"
+                )
+            patch.apply()
+            labels.add(patch.label)
+    for name in files:
+        for function in COPIED:
+            copied = getattr(sys.modules.get(name), function, None)
+            if copied is not None and not hasattr(copied, ORIGINAL):
+                raise UnsupportedModelError(
+                    f"{name} has a function {function!r}, which is wrong with a static cache, and no patch for the "
+                    f"types {', '.join(sorted(model_types(model)))}; add one to models/patches, or use DynamicCache"
+                )
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and module.config.model_type in PREPARATIONS:
+            label, prepare = PREPARATIONS[module.config.model_type]
+            prepare(module)
+            labels.add(label)
+    return sorted(labels)
+
+
+def patch_types(types: Iterable[str]) -> None:
+    """Apply the patches of model types, before a model of them is there.
+
+    Raises:
+        UnsupportedModelError: If an original is missing or changed.
+    """
+    for model_type in types:
+        for patch in PATCHES.get(model_type, ()):
+            patch.apply()
+
+
+def patch_imported() -> None:
+    """Apply the patches of all modeling files that are imported, for a cache that does not know which model it is for.
+
+    Raises:
+        UnsupportedModelError: If an original is missing or changed.
+    """
+    for patches in PATCHES.values():
+        for patch in patches:
+            if patch.module_name in sys.modules:
+                patch.apply()
+
+
+def model_types(model: nn.Module) -> set[str]:
+    """Of the transformers models that a model is made of."""
+    return {module.config.model_type for module in model.modules() if isinstance(module, PreTrainedModel)}
+
+
+def config_types(config: PreTrainedConfig) -> set[str]:
+    """Of a config and of those inside it."""
+    inside = (getattr(config, name, None) for name in config.sub_configs)
+    return {config.model_type}.union(*(config_types(one) for one in inside if isinstance(one, PreTrainedConfig)))

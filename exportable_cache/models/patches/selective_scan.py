@@ -1,0 +1,64 @@
+"""Mamba, Falcon-Mamba, Jamba and Zamba: their scan starts from zeros whatever was seen before.
+
+A prompt in two parts then comes out wrong, and the scan loops over tokens. Upstream says so: "Initial hidden state is
+not supported by the kernel path".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...cache.layers.carried import take_carried
+from ..scans import selective_scan
+from .patch import Patch
+
+
+def _selective_scan(original: Callable) -> Callable:
+    def mamba_selective_scan(
+        hidden_states: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        # Upstream's signature has no initial state: the layer whose inputs were just taken in is the one to ask.
+        initial = take_carried()
+        if initial is None:
+            return original(hidden_states, dt, A, *args, **kwargs)
+        output, last = selective_scan(
+            hidden_states,
+            dt,
+            A,
+            *args,
+            initial_state=initial,
+            **{name: kwargs[name] for name in ("D", "z", "delta_bias", "delta_softplus") if name in kwargs},
+        )
+        return (output, last) if kwargs.get("return_last_state") else output
+
+    return mamba_selective_scan
+
+
+#: Every modeling file with this function has a copy of its own.
+COPIED = ("mamba_selective_scan",)
+
+_REASON = "its scan starts from zeros, whatever was seen before"
+
+PATCHES = {
+    "falcon_mamba": (
+        Patch(
+            "falcon_mamba.modeling_falcon_mamba",
+            "mamba_selective_scan",
+            _selective_scan,
+            _REASON,
+            digests=("0cdbead6611bc917",),
+        ),
+    ),
+    "jamba": (
+        Patch("jamba.modeling_jamba", "mamba_selective_scan", _selective_scan, _REASON, digests=("0cdbead6611bc917",)),
+    ),
+    "mamba": (
+        Patch("mamba.modeling_mamba", "mamba_selective_scan", _selective_scan, _REASON, digests=("0cdbead6611bc917",)),
+    ),
+    "zamba": (
+        Patch("zamba.modeling_zamba", "mamba_selective_scan", _selective_scan, _REASON, digests=("15d519e5f8a5daba",)),
+    ),
+}

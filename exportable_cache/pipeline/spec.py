@@ -1,0 +1,128 @@
+"""What an export is asked for: every option in one frozen value, checked before a model is looked at.
+
+Importing this module imports no torch: the command line makes its options from the fields.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..backends.options import TargetOptions
+from ..backends.registry import backend_for
+from ..cache.spec import CacheSpec
+from ..common.settings import REQUIRED, check_settings, same_setting, setting
+from ..errors import InputError
+from ..models.quantization_spec import Quantization, check_schemes
+from ..program.spec import ProgramSpec
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_NO_OUTPUT = "name the folder to write, such as 'artifacts/model'"
+
+
+@dataclass(frozen=True)
+class ExportSpec:
+    """What an export is asked for: a model, a target, and where to write.
+
+    Attributes:
+        model_or_path: `demo`, a local folder, a hub id, or a loaded model in eval mode.
+        target: One of `backends.TARGETS`.
+        output_dir: Folder of the bundle; must not exist, be empty, or be a bundle to overwrite. Kept as a `Path`.
+        cache: Of the program. Its dtype and device are the model's.
+        program: Of which the chunk of a prompt is asked for here; the rest is the target's, and of `modalities`.
+        options: Of the target.
+        quantization: Of the weights, None for none.
+        dtype: Of the weights; by default what the target computes best in, see `dtypes.choose_dtype`.
+        modalities: What is fed beside text, `image` or `audio`, see `modality.modalities_of`.
+        image_size: Height and width of every image in pixels, where the model's config leaves it open, see there.
+        verify: Compare with the model.
+        overwrite: Replace a bundle that is there.
+        tokenizer: Saved in the bundle; None for the one beside the model.
+
+    Raises:
+        InputError: If a value is out of range, or is nothing for this target.
+        MissingDependencyError: If the target needs a package that is not installed.
+    """
+
+    model_or_path: PreTrainedModel | str | os.PathLike
+    target: str = setting(
+        "executorch",
+        "What to lower to.",
+        flags=("--target", "-t"),
+        metavar="TARGET",
+    )
+    output_dir: str | os.PathLike | None = setting(
+        None, "Folder to write the bundle to.", flags=("--output", "-o"), metavar="DIR", kind=Path
+    )
+    cache: CacheSpec = field(default=REQUIRED, kw_only=True)
+    program: ProgramSpec = field(default=ProgramSpec(), kw_only=True)
+    options: TargetOptions | None = field(default=None, kw_only=True)
+    quantization: Quantization | None = field(default=None, kw_only=True)
+    dtype: torch.dtype | str | None = same_setting(CacheSpec, "dtype")
+    modalities: Sequence[str] = setting(
+        (),
+        "Take image or audio beside text; the model's encoder is exported, too.",
+        flags=("--modality",),
+        metavar="KIND",
+        repeats=True,
+    )
+    image_size: int | Sequence[int] | None = setting(
+        None,
+        "Height and width of every image in pixels, such as 448x448, where the model's config leaves it open.",
+        flags=("--image-size",),
+        metavar="HxW",
+        shown_default="the model's",
+    )
+    verify: bool = setting(
+        True,
+        "Compare with the eager model, past every window.",
+        flags=("--verify/--no-verify",),
+        kind=bool,
+    )
+    overwrite: bool = setting(False, "Replace DIR if it exists.", flags=("--overwrite",), kind=bool)
+    tokenizer: PreTrainedTokenizerBase | None = None
+
+    def __post_init__(self) -> None:
+        backend = backend_for(self.target)
+        check_settings(self)
+        options = backend.options() if self.options is None else self.options
+        if not isinstance(options, backend.options):
+            raise InputError(
+                f"options are {type(options).__name__}, target {self.target!r} takes {backend.options.__name__}; "
+                "pass these"
+            )
+        most, rows = backend.max_batch_size, self.cache.batch_size
+        if most is not None and rows > most:
+            raise InputError(
+                f"batch_size is {rows}, target {self.target!r} takes at most {most}; "
+                "export with that, or for target 'pt2'"
+            )
+        if self.quantization is not None:
+            linear, embeddings = getattr(backend, "linear_schemes", ()), getattr(backend, "embedding_schemes", ())
+            check_schemes(self.quantization, self.target, linear, embeddings)
+        from ..common.dtypes import parse_dtype
+        from .dtypes import check_dtype
+
+        object.__setattr__(self, "options", options)
+        object.__setattr__(self, "dtype", parse_dtype(self.dtype))
+        check_dtype(self.dtype, self.target, options.to_dict(), self.quantization is not None)
+        object.__setattr__(self, "output_dir", _checked_output(self.output_dir))
+        object.__setattr__(self, "modalities", tuple(self.modalities))
+
+
+def _checked_output(output_dir: str | os.PathLike | None) -> Path:
+    if output_dir is None:
+        raise InputError(f"output_dir is missing; {_NO_OUTPUT}")
+    output = Path(output_dir).expanduser()
+    if not output.name:
+        # "" and "." are one path, and "/" has no folder beside it; the export renames a new folder onto its output.
+        raise InputError(
+            f"output_dir is {os.fspath(output_dir)!r}, which is no name of a folder of its own; {_NO_OUTPUT}"
+        )
+    return output

@@ -1,0 +1,253 @@
+"""The eight steps of an export, in order: resolve, load, quantise, allocate, program, lower, verify, publish.
+
+Each takes what the ones before it gave and changes none of it. `run` calls them; so may a reader, one by one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from ..backends import backend_for
+from ..backends.base import Backend
+from ..bundle.bundle import Bundle, Provenance, check_free, new_folder, write_bundle
+from ..bundle.manifest import Quantized, RoundedCache
+from ..common.dtypes import dtype_name
+from ..common.progress import Progress, silent
+from ..errors import InputError, VerificationError
+from ..models.cache_factory import ExportableCache
+from ..models.dtypes import stored_dtype
+from ..models.layout import layer_types_and_windows
+from ..models.loading import LoadedModel, check_positions, load_config, load_model
+from ..models.quantization import quantize
+from ..program.inputs.modality import modalities_of
+from ..program.program import Program
+from ..program.spec import ProgramSpec
+from ..verification.quantization_effect import measure_distance, measure_quantization
+from ..verification.reference_runner import session_to_verify
+from ..verification.spec import VerifySpec
+from ..verification.stored import FedPrompt
+from ..verification.tolerance import tolerance_of
+from ..verification.verify import VerifyReport, compare, measure_stored
+from .dtypes import DtypeChoice, choose_dtype
+from .spec import ExportSpec
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """What is known of an export before the weights are read.
+
+    Attributes:
+        spec: What was asked for.
+        backend: Of the target.
+        program: The program, as the target has it; its modalities are found in the model.
+        dtype: Of the weights, stored and exported; None where the config does not say how they are stored.
+    """
+
+    spec: ExportSpec
+    backend: Backend
+    program: ProgramSpec
+    dtype: DtypeChoice | None
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a program is made from.
+
+    Attributes:
+        loaded: The model as it came, in float, with its tokenizer.
+        model: The same, or its quantised copy.
+        dtype: Of the weights, stored and exported.
+        weights_bytes: Of the quantised weights as a target stores them; None where nothing is quantised.
+    """
+
+    loaded: LoadedModel
+    model: PreTrainedModel
+    dtype: DtypeChoice
+    weights_bytes: int | None = None
+
+
+def run(spec: ExportSpec, progress: Progress = silent) -> Bundle:
+    """All steps. The bundle appears when the last has succeeded; whatever stops one leaves nothing that loads."""
+    resolved = resolve(spec)
+    source = quantise(resolved, load(resolved, progress), progress)
+    cache = allocate(resolved, source.model)
+    made = program(resolved, source.model, cache)
+    with new_folder(spec.output_dir, spec.overwrite) as folder:
+        lowered = lower(resolved, source, made, folder, progress)
+        verified, fed = verify(resolved, source, made, lowered, progress)
+        # One copy of the weights at a time: what ran so far is let go before the stored one is there.
+        del source, cache, made, lowered
+        return publish(resolved, measure(resolved, verified, fed, progress))
+
+
+def resolve(spec: ExportSpec) -> Resolved:
+    """Check what needs no weights, and decide the program and the dtype.
+
+    Raises:
+        BundleError: If the folder may not be written.
+        InputError: If there is no such model.
+        UnsupportedModelError: If its config names a mechanism that the cache does not have.
+        MissingDependencyError: If the target's options need a package that is not installed.
+    """
+    backend = backend_for(spec.target)
+    asked = backend.program_spec(spec.program, spec.options)
+    check_free(spec.output_dir, spec.overwrite)
+    config = load_config(spec.model_or_path)
+    layer_types_and_windows(config)
+    stored = stored_dtype(spec.model_or_path if isinstance(spec.model_or_path, PreTrainedModel) else config)
+    return Resolved(spec, backend, asked, dtype=None if stored is None else _chosen(spec, stored))
+
+
+def _chosen(spec: ExportSpec, stored: torch.dtype) -> DtypeChoice:
+    return choose_dtype(stored, spec.dtype, spec.target, spec.options.to_dict(), spec.quantization is not None)
+
+
+def load(resolved: Resolved, progress: Progress = silent) -> LoadedModel:
+    """Read the weights, with the tokenizer that the bundle is to have.
+
+    Raises:
+        InputError: If they cannot be read, or the model is not on the CPU, in training mode, or of another dtype.
+        UnsupportedModelError: If they are of another kind of model.
+    """
+    spec = resolved.spec
+    given = spec.model_or_path
+    if isinstance(given, PreTrainedModel) and given.device.type not in ("cpu", "meta"):
+        raise InputError(
+            f"{type(given).__name__} is on {given.device}; programs are exported for the CPU: call model.cpu() first"
+        )
+    wanted = spec.dtype if resolved.dtype is None else resolved.dtype.chosen
+    loaded = load_model(given, wanted, progress=progress)
+    return loaded if spec.tokenizer is None else replace(loaded, tokenizer=spec.tokenizer)
+
+
+def quantise(resolved: Resolved, loaded: LoadedModel, progress: Progress = silent) -> Source:
+    """Quantise a copy of the model, where that is asked for.
+
+    Raises:
+        InputError, UnsupportedModelError: See `quantization.check_quantizable`.
+    """
+    # Where the config names no dtype, the weights tell.
+    choice = resolved.dtype or _chosen(resolved.spec, loaded.model.dtype)
+    loaded.model.to(choice.chosen)
+    if choice.stored != choice.chosen:
+        progress(str(choice), 0, None)
+    quantization = resolved.spec.quantization
+    if quantization is None:
+        return Source(loaded, loaded.model, choice)
+    progress(f"quantising to {quantization}", 0, None)
+    quantized = quantize(loaded.model, quantization)
+    return Source(loaded, quantized.model, choice, quantized.weights_bytes)
+
+
+def allocate(resolved: Resolved, model: PreTrainedModel) -> ExportableCache:
+    """Allocate the cache; the model keeps its attention implementation.
+
+    Raises:
+        InputError: If the cache holds more tokens than the model has positions for.
+        UnsupportedModelError: If a layer has no storage policy.
+    """
+    cache = ExportableCache.from_model_spec(model, resolved.spec.cache, attn_implementation=None)
+    check_positions(model, cache.max_length)
+    return cache
+
+
+def program(resolved: Resolved, model: PreTrainedModel, cache: ExportableCache) -> Program:
+    """Put model and cache together, as the entry points of the target.
+
+    Raises:
+        InputError: If the cache does not hold a chunk, or the model takes no such modality.
+        UnsupportedModelError: If the target's layout does not suit the model.
+    """
+    spec = resolved.spec
+    modalities = modalities_of(model, spec.modalities, spec.image_size)
+    return Program(model, cache, replace(resolved.program, modalities=modalities))
+
+
+def lower(resolved: Resolved, source: Source, made: Program, folder: Path, progress: Progress = silent) -> Bundle:
+    """Write the program into `folder`, with all that belongs to it but the manifest: nothing loads yet.
+
+    Raises:
+        UnsupportedModelError: If the model cannot be traced or lowered.
+    """
+    spec = resolved.spec
+    progress(f"lowering to {spec.target}", 0, None)
+    lowered = resolved.backend.lower(made, folder, spec.options)
+    provenance = Provenance(source.loaded.source, spec.target, spec.cache.max_cache_len, spec.options.to_dict())
+    bundle = write_bundle(folder, made, lowered, provenance=provenance, loaded=source.loaded, progress=progress)
+    recorded = {"stored_dtype": dtype_name(source.dtype.stored)}
+    if spec.quantization is not None:
+        recorded["weights_bytes"] = source.weights_bytes
+        recorded["quantization"] = Quantized(**spec.quantization.to_dict())
+    if spec.cache.kv_dtype is not None:
+        exact = replace(spec.cache, kv_dtype=None, device="meta")
+        float_bytes = ExportableCache.from_model_spec(source.model, exact, attn_implementation=None).nbytes
+        recorded["kv_cache"] = RoundedCache(dtype=spec.cache.kv_dtype, float_bytes=float_bytes)
+    return replace(bundle, manifest=bundle.manifest.model_copy(update=recorded))
+
+
+def verify(
+    resolved: Resolved, source: Source, made: Program, bundle: Bundle, progress: Progress = silent
+) -> tuple[Bundle, list[FedPrompt]]:
+    """Compare what was written with the model, where that is asked for, and record the report.
+
+    Returns:
+        The bundle, and what the program was fed and gave, where its weights are stored in 16 bits of another dtype.
+
+    Raises:
+        VerificationError: If they disagree.
+    """
+    spec, model, manifest = resolved.spec, source.model, bundle.manifest
+    if not spec.verify:
+        return bundle, []
+    session, remark = session_to_verify(bundle, model, made, progress=progress)
+    fed: list[FedPrompt] = []
+    asked = VerifySpec(tolerance=tolerance_of(model, spec.quantization))
+    report = compare(session, model, asked, progress, fed if source.dtype.widened else None)
+    report = replace(report, remark=remark)
+    _require_agreement(report, spec.output_dir)
+    recorded = {"verification": report.to_dict()}
+    if spec.quantization is not None:
+        effect = measure_quantization(session, source.loaded, progress)
+        recorded["quantization"] = manifest.quantization.model_copy(update=effect)
+    if spec.cache.kv_dtype is not None:
+        # From the model with the same weights: of quantised ones, the line above has the share of both.
+        effect = measure_distance(session, model, progress)
+        recorded["kv_cache"] = manifest.kv_cache.model_copy(update=effect)
+    return replace(bundle, manifest=manifest.model_copy(update=recorded)), fed
+
+
+def measure(resolved: Resolved, bundle: Bundle, fed: list[FedPrompt], progress: Progress = silent) -> Bundle:
+    """Record how far a verified program is from the model in the dtype that its weights are stored in.
+
+    Args:
+        fed: What `verify` gave; where it is empty, nothing is measured.
+    """
+    if not fed:
+        return bundle
+    given = resolved.spec.model_or_path
+    stored = given
+    if not isinstance(given, PreTrainedModel):
+        stored = load_model(given, getattr(torch, bundle.manifest.stored_dtype), progress=progress).model
+    report = VerifyReport(**bundle.manifest.verification)
+    report = replace(report, stored=measure_stored(stored, fed, progress))
+    return replace(bundle, manifest=bundle.manifest.model_copy(update={"verification": report.to_dict()}))
+
+
+def publish(resolved: Resolved, bundle: Bundle) -> Bundle:
+    """Write the manifest, which makes the folder a bundle; it is renamed to where it belongs when `new_folder` ends."""
+    bundle.manifest.write(bundle.path)
+    return replace(bundle, path=resolved.spec.output_dir)
+
+
+def _require_agreement(report: VerifyReport, output: Path) -> None:
+    if report.passed:
+        return
+    prompts = "; ".join(f"{prompt.length} tokens: {prompt.max_difference:.1e}" for prompt in report.prompts)
+    raise VerificationError(
+        f"{report} ({prompts}). {output} was not written; the target computes something else than the model: "
+        "report it with the model type, or export with verify=False (--no-verify) to look into it"
+    )

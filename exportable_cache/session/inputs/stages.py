@@ -1,0 +1,109 @@
+"""What a user gives, through the stages of a program's input: checked once, then turned into steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...errors import InputError
+from ...program.entry_points import Method
+from ..checks import ProgramLimits
+from ..token_rows import TokenRows
+from .encoder import EncoderStage
+from .image import ImageStage
+from .items import ItemStage
+from .stage import InputStage, Prompt, Steps
+
+if TYPE_CHECKING:
+    from ..program_stepper import ProgramStepper
+    from ..sequence_state import SequenceState
+
+_IMAGE = "encode_image"
+# What processors give beside the main inputs, and says which tokens stand for something else.
+_KINDS = ("token_type_ids", "mm_token_type_ids")
+
+
+class InputStages:
+    """Text, which every program takes, and the stages of what else this one does.
+
+    Args:
+        methods: Of the program, by name.
+        placeholders: Token id by name of the method whose embeddings it stands for, such as `{"encode_image": 32000}`.
+        limits: Of the program.
+
+    Attributes:
+        encoder: That of an encoder-decoder, None where there is none.
+        placeholders: Token ids that stand for something else than text.
+    """
+
+    def __init__(self, methods: Mapping[str, Method], placeholders: Mapping[str, int], limits: ProgramLimits) -> None:
+        self.limits = limits
+        self.encoder = EncoderStage(methods["encode"], limits) if "encode" in methods else None
+        self.placeholders = tuple(placeholders.values())
+        # Images last: they decide what all embeddings go with.
+        ordered = sorted(placeholders.items(), key=lambda item: item[0] == _IMAGE)
+        self._stages: tuple[InputStage, ...] = tuple(
+            ImageStage(methods[name], token, limits.device, methods)
+            if name == _IMAGE
+            else ItemStage(methods[name], token, limits.device)
+            for name, token in ordered
+        )
+
+    def check(self, input_ids: Any, attention_mask: Any, given: Mapping[str, Any], state: SequenceState) -> Prompt:
+        """The prompt, with what was given beside its ids.
+
+        Args:
+            input_ids, attention_mask: See `TokenRows.checked`.
+            given: By name, as a processor gives it.
+            state: For which an encoder has to have run, where there is one.
+
+        Raises:
+            InputError: If an input is unknown, or not what its stage takes. Nothing has changed then.
+        """
+        rows = TokenRows.checked(input_ids, attention_mask, self.limits)
+        if self.encoder is not None:
+            self.encoder.check_encoded(state)
+            if not rows.are_even:
+                # Decoders of encoders ask their cache for one length of all rows, the relative positions of T5 for one.
+                raise InputError(
+                    f"the rows hold {list(rows.lengths)} tokens, and a decoder behind an encoder takes rows of equal length; "
+                    "feed as many tokens in every row"
+                )
+        if self._stages:
+            return self._with_items(rows, given)
+        if given:
+            raise InputError(
+                f"this session takes token ids and their attention_mask only, got {', '.join(given)}; make it, or export, "
+                "with modalities="
+            )
+        return Prompt(rows)
+
+    def steps(self, prompt: Prompt, stepper: ProgramStepper) -> Steps:
+        """A checked prompt as steps from where the session is; encoders run for what it holds."""
+        steps = Steps(prompt.rows.ids, prompt.rows)
+        for stage in self._stages:
+            steps = stage.extend(steps, prompt, stepper)
+        return steps
+
+    def _with_items(self, rows: TokenRows, given: Mapping[str, Any]) -> Prompt:
+        is_item = torch.isin(rows.ids, rows.ids.new_tensor(self.placeholders))
+        if not rows.are_even and (given or bool(is_item.any())):
+            raise InputError(
+                "attention_mask has padding; prompts with images or sound are fed without: pass rows of equal length"
+            )
+        names = [name for stage in self._stages for name in stage.names]
+        for name in given:
+            if name in _KINDS:
+                if not torch.equal(given[name] != 0, is_item):
+                    raise InputError(
+                        f"{name} marks other tokens than the prompt's placeholders; pass what the processor gave"
+                    )
+            elif name not in names:
+                taken = ", ".join(stage.names[0] for stage in self._stages)
+                raise InputError(f"prefill takes {taken} beside input_ids, got {name!r}; leave it out")
+        items: dict[str, torch.Tensor] = {}
+        for stage in self._stages:
+            items |= stage.check(rows.ids, {name: given[name] for name in given if name in stage.names})
+        return Prompt(rows, items)

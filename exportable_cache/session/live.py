@@ -1,0 +1,108 @@
+"""A session over a model in this process, eager or compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..backends.module import ModuleRunner
+from ..errors import InputError
+from ..models.cache_factory import ExportableCache
+from ..models.fingerprint import fingerprint
+from ..models.layout import check_layers, vocab_size_of
+from ..models.loading import check_positions
+from ..program.entry_points import length_buckets
+from ..program.inputs.modality import modalities_of
+from ..program.spec import ProgramSpec
+
+if TYPE_CHECKING:
+    from .session import Session
+
+
+@dataclass(frozen=True)
+class LiveOptions:
+    """How a model is run: the keywords of `Session.from_model`, see there."""
+
+    compile: bool = False
+    mode: str | None = None
+    prefill_length: int | None = None
+    buckets: bool | Sequence[int] = True
+    score_length: int = 0
+    steps_per_launch: int = 1
+    modalities: Sequence[str] = ()
+    image_size: int | Sequence[int] | None = None
+    graph_cache: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.graph_cache is not None and not self.compile:
+            raise InputError(
+                f"graph_cache is {str(self.graph_cache)!r}, but there are no compiled graphs to keep without compile=True"
+            )
+
+
+def live_session(
+    kind: type[Session],
+    model: PreTrainedModel,
+    cache: ExportableCache,
+    options: LiveOptions,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> Session:
+    """A session at position 0 over a model and the cache that it is to write.
+
+    Raises:
+        InputError: If the two do not go together, or an option is out of range.
+    """
+    check_pair(model, cache)
+    modalities = modalities_of(model, options.modalities, options.image_size)
+    runner = ModuleRunner(
+        model,
+        cache,
+        ProgramSpec(
+            options.prefill_length,
+            options.score_length,
+            buckets=length_buckets(cache) if options.buckets is True else options.buckets or (),
+            modalities=modalities,
+        ),
+        compiled=options.compile,
+        mode=options.mode,
+        graph_cache=options.graph_cache,
+    )
+    return kind(
+        runner,
+        cache.layers,
+        vocab_size_of(model),
+        batch_size=cache.batch_size,
+        tokenizer=tokenizer,
+        generation_config=model.generation_config,
+        device=cache.device,
+        target="compiled" if options.compile else "eager",
+        fingerprint=fingerprint(model),
+        placeholders={modality.method.name: modality.token_id for modality in modalities},
+        steps_per_launch=options.steps_per_launch,
+    )
+
+
+def check_pair(model: PreTrainedModel, cache: ExportableCache) -> None:
+    """Refuse a model that does not run over this cache.
+
+    Raises:
+        InputError: If it is in training mode, or the cache is of another kind, of other layers, elsewhere, or too long
+            for it.
+    """
+    if model.training:
+        raise InputError(f"{type(model).__name__} is in training mode; call model.eval() first")
+    if not isinstance(cache, ExportableCache):
+        raise InputError(
+            f"cache is a {type(cache).__name__}; allocate one with ExportableCache.from_model(model, max_cache_len=...)"
+        )
+    check_layers(model, cache)
+    if cache.device != model.device:
+        raise InputError(
+            f"the cache is on {cache.device}, the model on {model.device}; allocate the cache with "
+            f"device={str(model.device)!r}"
+        )
+    check_positions(model, cache.max_length)

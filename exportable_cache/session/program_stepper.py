@@ -1,0 +1,243 @@
+"""Steps of a program over its cache: which method, which inputs, and what they make of the state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+
+import torch
+
+from ..backends.base import ChoosesInGraph, Runner, state_of
+from ..cache.layers import CacheLayer
+from ..generation.sampler import Sampler
+from ..program.entry_points import ROPE_DELTAS, chunk_sizes, method_for
+from .checks import ProgramLimits, check_room
+from .inputs.image_places import PlacedImages, shifted
+from .inputs.stage import Steps
+from .rows_aside import rows_to_set_aside, set_aside
+from .sequence_state import SequenceState
+from .token_rows import TokenRows
+
+_NONE: Mapping[str, torch.Tensor] = MappingProxyType({})
+
+
+class ProgramStepper:
+    """Moves a `SequenceState` along by running steps. It trusts its caller with token ids.
+
+    Args:
+        runner: What runs the steps.
+        layers: The cache's layers; only their limits are asked for, so they need no tensors.
+        limits: Of the program.
+        target: What the runner is, for messages.
+
+    Attributes:
+        state: Where each row is.
+        moves: Counts what took it to another place or wrote its cache, but for `shift`.
+        steps_per_launch: Decode steps that the loops take at once.
+        max_length: Tokens a row can hold in all, or None where only rings keep state.
+        least_rollback: The layer of which fewest tokens can be taken back at any length, as `layer 2 (ring)`, and
+            how many they are.
+        chooses_in_graph: Whether decode steps can choose the next tokens inside their graph.
+    """
+
+    def __init__(self, runner: Runner, layers: Sequence[CacheLayer], limits: ProgramLimits, target: str) -> None:
+        self.use(runner)
+        self.layers = tuple(layers)
+        self.limits = limits
+        self.batch_size, self.vocab_size, self.device = limits.batch_size, limits.vocab_size, limits.device
+        self.target = target
+        self.state = SequenceState.empty(limits.batch_size)
+        self.moves = 0
+        self.steps_per_launch = 1
+        self.max_length = min((layer.max_length for layer in layers if layer.max_length is not None), default=None)
+        far = 2**40
+        self.least_rollback = min(
+            ((f"layer {index} ({layer.label})", layer.max_rollback(far, far)) for index, layer in enumerate(layers)),
+            key=lambda found: found[1],
+            default=("no layer", far),
+        )
+        self.all_rows = torch.ones(limits.batch_size, dtype=torch.bool)
+
+    def use(self, runner: Runner) -> None:
+        """Run the steps by another runner of the same program."""
+        self.runner = runner
+        self.chooses_in_graph = isinstance(runner, ChoosesInGraph)
+
+    @property
+    def length(self) -> torch.Tensor:
+        """Tokens seen per row, int64 [batch] on the host."""
+        return self.state.length.clone()
+
+    @property
+    def room(self) -> int | None:
+        """Tokens that every row still has room for, or None for any number."""
+        return None if self.max_length is None else self.max_length - int(self.state.length.max())
+
+    @property
+    def score_length(self) -> int:
+        """Most tokens that `score` takes, or 0 if the program has no such method."""
+        return max((method.max_length for method in self.runner.methods.values() if method.scores), default=0)
+
+    def chunk_sizes(self, length: int, by_ids: bool = True) -> list[int]:
+        """How many tokens of a prompt of `length` go through each step."""
+        methods = self.runner.methods
+        return chunk_sizes({name: methods[name] for name in methods if methods[name].takes_ids is by_ids}, length)
+
+    def check_room(self, rows: TokenRows, max_new_tokens: int | None = None, anew: bool = False) -> None:
+        """Refuse a prompt that does not fit, or not with what is to be generated after it.
+
+        Args:
+            rows: The prompt.
+            max_new_tokens: Tokens that follow it, if that number was asked for.
+            anew: Whether rows are to be at position 0 then.
+
+        Raises:
+            CacheFullError: If there are no slots for them.
+            InputError: If a row has to wait for longer ones and would lose what it holds.
+        """
+        held = [0] * self.batch_size if anew else self.state.length.tolist()
+        ends = [before + length for before, length in zip(held, rows.lengths, strict=True)]
+        fullest = ends.index(max(ends))
+        check_room(held[fullest], self.max_length, rows.lengths[fullest], max_new_tokens)
+        if not (anew or rows.are_even):
+            rows_to_set_aside(self, rows)
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def feed(self, steps: Steps, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """Feed a prompt in chunks, rows that are shorter than others beginning later.
+
+        Args:
+            steps: The prompt.
+            rows: Whose tokens count, see `step`.
+
+        Returns:
+            Logits [batch, vocab] of each row's last token.
+        """
+        if not steps.rows.are_even:
+            return self._feed_apart(steps)
+        before, placed = self.state, steps.placed
+        if placed is not None:
+            placed = shifted(placed, before.length, before.images.deltas(before.length))
+        start = 0
+        for size in steps.sizes or self.chunk_sizes(steps.fed.shape[1], not steps.fed.is_floating_point()):
+            chunk = slice(start, start + size)
+            further = {name: tensor[..., chunk].contiguous() for name, tensor in steps.further.items()}
+            logits = self.step(steps.fed[:, chunk].contiguous(), further, rows)
+            start += size
+            if placed is not None:
+                self._place(before.images, placed)
+        return logits
+
+    def _feed_apart(self, steps: Steps) -> torch.Tensor:
+        with set_aside(self, rows_to_set_aside(self, steps.rows)) as aside:
+            for segment in steps.rows.segments():
+                aside.restore(segment.rows)
+                ids = steps.fed[:, segment.start : segment.end]
+                logits = self.feed(Steps(ids, TokenRows.whole(ids)), segment.rows)
+        return logits
+
+    def _place(self, before: PlacedImages, placed: PlacedImages) -> None:
+        # Those whose tokens were fed, and no others: a step may fail.
+        self.state = replace(self.state, images=before.followed_by(placed.begun(self.state.length)))
+
+    def step(
+        self,
+        fed: torch.Tensor,
+        further: Mapping[str, torch.Tensor] = _NONE,
+        rows: torch.Tensor | None = None,
+        scores: bool = False,
+    ) -> torch.Tensor:
+        """One step of any length.
+
+        Args:
+            fed: Token ids int64 [batch, length], or embeddings [batch, length, hidden_size].
+            further: What the method takes besides, by name.
+            rows: Whose tokens count, bool [batch] on the host; all by default. The others stay where they are, and find
+                what was written behind them overwritten by their next step.
+            scores: Whether logits after every token are wanted.
+
+        Returns:
+            Logits [batch, vocab], or [batch, length, vocab].
+        """
+        rows = self.all_rows if rows is None else rows
+        size = fed.shape[1]
+        method, inputs = self._call(fed, size, further, scores)
+        self.state = self.state.reaching(size, rows)
+        logits = self.runner.run(method, *inputs)
+        self.state = self.state.fed(size, rows)
+        self.moves += 1
+        return logits
+
+    def score(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Feed a few tokens, int64 [batch, length], and judge each: logits [batch, length, vocab]."""
+        if input_ids.shape[1] == 1:
+            return self.step(input_ids)[:, None]
+        return self.step(input_ids.contiguous(), scores=True)
+
+    def decode_and_choose(self, tokens: torch.Tensor, chooser: Sampler, steps: int = 1) -> torch.Tensor:
+        """Feed one token per row, int64 [batch], choose the next ones and feed those, and so on: int64 [batch, steps].
+
+        Raises:
+            CacheFullError: If a row has no slots left for them.
+        """
+        check_room(int(self.state.length.max()), self.max_length, steps)
+        fed = tokens[:, None]
+        if not self.chooses_in_graph:
+            return chooser.choose(self.step(fed))[:, None]
+        method, inputs = self._call(fed, steps)
+        self.state = self.state.reaching(steps, self.all_rows)
+        chosen = self.runner.run_and_choose(method, chooser, *inputs, steps=steps)
+        self.state = self.state.fed(steps, self.all_rows)
+        self.moves += 1
+        return chosen
+
+    def _call(
+        self, fed: torch.Tensor, tokens: int, further: Mapping[str, torch.Tensor] = _NONE, scores: bool = False
+    ) -> tuple[str, list[torch.Tensor]]:
+        """The method that serves a step, after which rows hold `tokens` more, and what it takes.
+
+        Args:
+            fed: See `step`.
+            tokens: Those fed, and those that it chooses itself.
+            further, scores: See `step`.
+        """
+        by_ids = not fed.is_floating_point()
+        longest = int(self.state.length.max())
+        methods = self.runner.methods
+        if "encode" in methods and longest == 0:
+            # The first step of a sequence, however short, is the one that fills the cross-attention layers.
+            able = {name: method for name, method in methods.items() if _ENCODED in method.input_names}
+        else:
+            able = {name: method for name, method in methods.items() if method.takes_ids is by_ids}
+        method = methods[method_for(able, fed.shape[1], longest + tokens, scores)]
+        inputs = [fed, self.state.length.to(self.device, copy=True)]
+        names = method.input_names[2:]
+        if _ENCODED in names:
+            return method.name, [*inputs, *self.state.encoded]
+        for name in names:
+            is_offset = name == ROPE_DELTAS.name
+            inputs.append(self.state.images.deltas(self.state.length).to(self.device) if is_offset else further[name])
+        return method.name, inputs
+
+    # -- other places ------------------------------------------------------------------------------------------------
+
+    def shift(self, tokens: int | torch.Tensor) -> None:
+        """Go back or on by a number of tokens, or by one per row int64 [batch], that the cache holds; no move."""
+        self.state = replace(self.state, length=self.state.length + tokens)
+
+    def reset(self) -> None:
+        """Start anew at position 0; the buffers are zeroed where the runner gives them out."""
+        self.move_to(self.state.emptied())
+        for tensor in (state_of(self.runner) or {}).values():
+            tensor.zero_()
+
+    def move_to(self, state: SequenceState) -> None:
+        """Go to another place, and count that."""
+        self.state = state
+        self.moves += 1
+
+
+#: An input of those methods that compute the cross-attention's keys and values.
+_ENCODED = "encoder_hidden_states"

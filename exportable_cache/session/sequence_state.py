@@ -1,0 +1,111 @@
+"""Where each row is in its sequence, as one value: what is saved, restored and forked beside the cache's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..cache.layers import CacheLayer
+from ..errors import InputError
+from .inputs.image_places import PlacedImages
+
+#: High-water mark of a cache whose history is unknown: as if every slot had been overwritten.
+UNKNOWN = 2**62
+
+
+@dataclass(frozen=True)
+class SequenceState:
+    """The rows of a session, without their keys and values. Every change gives a new one; no tensor is written in
+    place.
+
+    Attributes:
+        length: Tokens that each row holds, int64 [batch] on the host.
+        max_len_ever: The most that each ever held since position 0, int64 [batch]: what a rewind leaves behind in a
+            ring depends on it.
+        unfed: The newest token of each row that a generation gave out, while nothing was fed since and it ended
+            nothing.
+        images: Images that rewinding may not cut, or after which rotary positions are not those in the cache.
+        encoded: What an encoder gave, hidden states [batch, encoder_length, hidden_size] and their number per row;
+            empty without one, or before its first run.
+    """
+
+    length: torch.Tensor
+    max_len_ever: torch.Tensor
+    unfed: tuple[int | None, ...]
+    images: PlacedImages
+    encoded: tuple[torch.Tensor, ...] = ()
+
+    @classmethod
+    def empty(cls, batch_size: int, encoded: tuple[torch.Tensor, ...] = ()) -> SequenceState:
+        """Rows at position 0."""
+        zeros = torch.zeros(batch_size, dtype=torch.int64)
+        return cls(zeros, zeros, (None,) * batch_size, PlacedImages.none(batch_size), encoded)
+
+    @classmethod
+    def of_layers(cls, layers: Sequence[CacheLayer], length: torch.Tensor) -> SequenceState:
+        """Of a cache that is in use, whose rows hold `length` tokens, int64 [batch]."""
+        marks = [layer._high_water for layer in layers] if bool(length.any()) else [0]
+        most = UNKNOWN if None in marks else max(marks)
+        ever = torch.maximum(length, torch.tensor(most))
+        return replace(cls.empty(len(length)), length=length, max_len_ever=ever)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether any row holds a token."""
+        return bool(self.length.any())
+
+    @property
+    def most_ever(self) -> int | None:
+        """The most tokens that any row ever held, or None where the history of the cache is unknown."""
+        most = int(self.max_len_ever.max())
+        return None if most >= UNKNOWN else most
+
+    def emptied(self) -> SequenceState:
+        """At position 0 again; what was encoded stays."""
+        return self.empty(len(self.length), self.encoded)
+
+    def reaching(self, tokens: int, rows: torch.Tensor) -> SequenceState:
+        """About to run a step of `tokens` for `rows`, bool [batch]: should it fail halfway, slots may have been
+        written.
+        """
+        # A row that waits at position 0 starts there: what is written meanwhile leaves nothing behind.
+        end = (self.length + tokens) * (rows | (self.length > 0))
+        return replace(self, max_len_ever=torch.maximum(self.max_len_ever, end))
+
+    def fed(self, tokens: int, rows: torch.Tensor) -> SequenceState:
+        """With `tokens` more in `rows`, bool [batch]."""
+        return replace(self, length=self.length + tokens * rows, unfed=(None,) * len(self.unfed))
+
+    def with_row(self, row: int, length: int) -> SequenceState:
+        """With a row of which others have written the state."""
+        mine = torch.arange(len(self.length)) == row
+        return replace(
+            self,
+            length=torch.where(mine, length, self.length),
+            max_len_ever=torch.where(mine, length, self.max_len_ever),
+        )
+
+    def rewound(self, tokens: int, layers: Sequence[CacheLayer]) -> SequenceState:
+        """Without the newest `tokens` of every row.
+
+        Raises:
+            InputError: If a row holds fewer, or a layer or an image rules it out.
+        """
+        if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0:
+            raise InputError(f"cannot rewind {tokens!r} tokens; pass an int of at least 0")
+        lengths = self.length.tolist()
+        if tokens > min(lengths):
+            raise InputError(f"cannot rewind {tokens} tokens, rows hold {lengths}; rewind at most {min(lengths)}")
+        # A row that is left with no token starts anew, whatever its layers keep.
+        kept = [row for row in zip(lengths, self.max_len_ever.tolist(), strict=True) if row[0] != tokens]
+        found = ((layer.max_rollback(*row), layer.forgetting) for layer in layers for row in kept)
+        allowed, reason = min(found, default=(tokens, ""))
+        if tokens > allowed:
+            raise InputError(
+                f"cannot rewind {tokens} tokens at a length of {lengths}: {reason}, "
+                f"at most {allowed} can be taken back; reset() and prefill the tokens to keep"
+            )
+        images = self.images.up_to(self.length - tokens)
+        return replace(self, length=self.length - tokens, unfed=(None,) * len(self.unfed), images=images)

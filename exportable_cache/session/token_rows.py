@@ -1,0 +1,137 @@
+"""Prompts of a batch, of equal or different length, and the order in which their tokens go through."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import InputError
+from .checks import ProgramLimits, check_ids
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Columns of a batch that go through together: the tokens of some rows, while the others wait.
+
+    Attributes:
+        start, end: First column, and the one after the last.
+        rows: Whether each row has tokens there, bool [batch] on the host.
+    """
+
+    start: int
+    end: int
+    rows: torch.Tensor
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """Prompts that end together: `TokenRows(tensor([[5, 6, 7], [8, 8, 9]]), (3, 2), False)` holds 5 6 7 and 8 9.
+
+    Attributes:
+        ids: int64 [batch, length], each row's tokens at its end. What stands before them is the row's own first token,
+            a valid id, and one that counts as no other in what a prompt is said to hold.
+        lengths: Tokens of each row.
+        are_even: Whether all rows have the same length.
+    """
+
+    ids: torch.Tensor
+    lengths: tuple[int, ...]
+    are_even: bool = True
+
+    @classmethod
+    def whole(cls, ids: torch.Tensor) -> TokenRows:
+        """Rows of equal length, int64 [batch, length]."""
+        return cls(ids, (ids.shape[1],) * ids.shape[0])
+
+    @classmethod
+    def of(cls, prompts: Sequence[torch.Tensor]) -> TokenRows:
+        """From one tensor int64 [length] per row."""
+        lengths = tuple(len(prompt) for prompt in prompts)
+        if len(set(lengths)) == 1:
+            return cls(torch.stack(list(prompts)), lengths)
+        longest = max(lengths)
+        rows = [torch.cat([prompt[:1].expand(longest - len(prompt)), prompt]) for prompt in prompts]
+        return cls(torch.stack(rows), lengths, are_even=False)
+
+    @classmethod
+    def checked(cls, prompts: Any, attention_mask: Any, limits: ProgramLimits) -> TokenRows:
+        """From what a user gives.
+
+        Args:
+            prompts: int64 [batch, length], or a list of prompts, each int64 [length] or a list of ints.
+            attention_mask: [batch, length], 0 on the padding before or behind each row's tokens; or None.
+            limits: What the program takes.
+
+        Raises:
+            InputError: If either is not that, a row has no token, or a token is outside the vocabulary.
+        """
+        if isinstance(prompts, (list, tuple)):
+            return cls._from_list(prompts, attention_mask, limits)
+        check_ids("input_ids", prompts, ("batch", "length"), limits)
+        if attention_mask is None:
+            return cls(prompts, (prompts.shape[1],) * prompts.shape[0])
+        real = _real(attention_mask, prompts)
+        if bool(real.all()):
+            return cls.whole(prompts)
+        return cls.of([row[mask] for row, mask in zip(prompts, real.to(prompts.device), strict=True)])
+
+    @classmethod
+    def _from_list(cls, prompts: Sequence[Any], attention_mask: Any, limits: ProgramLimits) -> TokenRows:
+        if attention_mask is not None:
+            raise InputError("attention_mask says which columns of a tensor are padding; a list of prompts has none")
+        if len(prompts) != limits.batch_size:
+            raise InputError(
+                f"got a list of {len(prompts)} prompts, this session runs {limits.batch_size} rows; pass one prompt per row, "
+                f"or allocate or export with batch_size={len(prompts)}"
+            )
+        rows = []
+        for index, prompt in enumerate(prompts):
+            name = f"prompt {index} of the list"
+            if not isinstance(prompt, torch.Tensor):
+                prompt = _as_tensor(name, prompt, limits.device)
+            check_ids(name, prompt, ("length",), limits)
+            rows.append(prompt)
+        return cls.of(rows)
+
+    def segments(self) -> list[Segment]:
+        """The columns in order, cut wherever a row begins. Rows end together, so the last step gives every row's
+        logits.
+        """
+        longest = self.ids.shape[1]
+        starts = torch.tensor([longest - length for length in self.lengths])
+        cuts = [*sorted(set(starts.tolist())), longest]
+        return [Segment(start, end, starts <= start) for start, end in zip(cuts[:-1], cuts[1:], strict=True)]
+
+
+def _real(attention_mask: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Which columns hold tokens, bool [batch, length] on the host."""
+    if not isinstance(attention_mask, torch.Tensor) or attention_mask.shape != ids.shape:
+        given = (
+            list(attention_mask.shape) if isinstance(attention_mask, torch.Tensor) else type(attention_mask).__name__
+        )
+        raise InputError(
+            f"attention_mask has shape {given}, input_ids {list(ids.shape)}; pass the mask that the tokenizer gave with them"
+        )
+    real = attention_mask.cpu() != 0
+    for row, mask in enumerate(real):
+        columns = mask.nonzero()[:, 0].tolist()
+        if not columns:
+            raise InputError(
+                f"attention_mask leaves no token in row {row}: the prompt is empty; pass at least one token"
+            )
+        if columns[-1] - columns[0] + 1 != len(columns):
+            raise InputError(
+                f"attention_mask has a gap between the tokens of row {row}; padding goes before or behind a row's tokens"
+            )
+    return real
+
+
+def _as_tensor(name: str, prompt: Any, device: torch.device) -> torch.Tensor:
+    if not isinstance(prompt, (list, tuple)) or not all(
+        isinstance(token, int) and not isinstance(token, bool) for token in prompt
+    ):
+        raise InputError(f"{name} is {prompt!r:.60}; pass int64 tensors [length], or lists of token ids")
+    return torch.tensor(prompt, dtype=torch.int64, device=device)

@@ -1,0 +1,24 @@
+"""What `torch.compile` makes of graphs: in most tests nothing but the traced graph, which shows semantics sooner."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+#: Traced, functionalised and guarded as for Inductor; no code is generated.
+DEFAULT_BACKEND = "aot_eager"
+
+
+@contextmanager
+def compiling_with(backend: str) -> Iterator[None]:
+    """Make a backend the default one of `torch.compile` in a block; what was compiled before and in it is forgotten."""
+    before = torch.compiler.get_default_backend()
+    torch._dynamo.reset()
+    torch.compiler.set_default_backend(backend)
+    try:
+        yield
+    finally:
+        torch.compiler.set_default_backend(before)
+        torch._dynamo.reset()

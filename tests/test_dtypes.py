@@ -1,0 +1,117 @@
+"""Which dtype is exported: the rule, the one line, the refusals, and bfloat16 checkpoints of well-known families."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from exportable_cache import export, load
+from exportable_cache.backends import TARGETS
+from exportable_cache.bundle.manifest import Manifest
+from exportable_cache.errors import InputError
+from exportable_cache.pipeline.dtypes import choose_dtype
+from exportable_cache.verification.verify import VerifyReport
+
+from .support import fake_target
+from .support.models import tiny_model, tokens
+from .support.oracle import difference, reference_logits
+
+CAPACITY = 64
+HALVES = (torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("stored", HALVES)
+@pytest.mark.parametrize("delegate", ["xnnpack", "vulkan", "coreml"])
+def test_executorch_exports_half_precision_in_float32(stored: torch.dtype, delegate: str) -> None:
+    assert choose_dtype(stored, None, "executorch", {"delegate": delegate}).chosen == torch.float32
+
+
+@pytest.mark.parametrize("stored", [*HALVES, torch.float32])
+def test_other_targets_keep_the_stored_dtype_unless_weights_are_quantised(stored: torch.dtype) -> None:
+    for target, options in (("pt2", {}), ("aoti", {}), ("tensorrt", {}), ("executorch", {"delegate": "tensorrt"})):
+        assert choose_dtype(stored, None, target, options).chosen == stored
+        assert choose_dtype(stored, None, target, options, quantized=True).chosen == torch.float32
+        assert choose_dtype(stored, torch.float16, target, options).chosen == torch.float16
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "bfloat16"}, "'bfloat16', in which target 'executorch' cannot be right: XNNPACK .*leave dtype out"),
+        ({"dtype": "float16", "quantize": "8da4w"}, "'float16', but quantised kernels compute in float32; leave dtype"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_before_the_model_is_looked_at(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("executorch")
+    with pytest.raises(InputError, match=message):
+        export(str(tmp_path / "no-such-model"), "executorch", CAPACITY, tmp_path / "out", **options)
+
+
+def test_a_live_model_stays_as_it_is_and_the_distance_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(TARGETS, "fake", fake_target.ENTRY)
+    model = tiny_model("gemma3_text", dtype=torch.bfloat16)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    lines: list[str] = []
+    bundle = export(
+        model, "fake", CAPACITY, tmp_path / "out", dtype="float32", progress=lambda line, *_: lines.append(line)
+    )
+    assert lines.count("weights are stored in bfloat16; exported in float32, as asked for") == 1
+    assert model.dtype == torch.bfloat16 and model.config._attn_implementation == "eager"
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    manifest = Manifest.read(bundle.path)
+    assert (manifest.dtype, manifest.stored_dtype) == ("float32", "bfloat16")
+    report = VerifyReport(**manifest.verification)
+    # Rounding to bfloat16 at every operator, of logits near 3, against rounding to float32.
+    assert report.max_difference <= 1e-4 < 1e-3 < report.stored.max_difference < 0.5
+    assert report.stored.dtype == "bfloat16" and "as stored in bfloat16" in str(report)
+
+
+def test_nothing_is_measured_where_the_stored_dtype_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TARGETS, "fake", fake_target.ENTRY)
+    manifest = export(tiny_model("llama"), "fake", CAPACITY, tmp_path / "out").manifest
+    assert manifest.stored_dtype == "float32" and manifest.verification["stored"] is None
+
+
+def test_quantisation_starts_from_bfloat16(tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    tiny_model("llama", dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
+    bundle = export(tmp_path / "model", "pt2", CAPACITY, tmp_path / "out", quantize="8w", prefill_length=8)
+    assert (bundle.manifest.dtype, bundle.manifest.stored_dtype) == ("float32", "bfloat16")
+    assert bundle.manifest.verification["passed"]
+
+
+def _slow(*families: str) -> list[Any]:
+    return [pytest.param(family, marks=pytest.mark.slow) for family in families]
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "qwen3", "gemma3_text", *_slow("mistral", "phi3", "gemma2", "gpt2", "qwen2", "olmo3", "cohere2")],
+)
+def test_bfloat16_checkpoints_export_with_no_option(family: str, tmp_path: Path) -> None:
+    pytest.importorskip("executorch")
+    model = tiny_model(family, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "model")
+    bundle = export(tmp_path / "model", max_cache_len=CAPACITY, output_dir=tmp_path / "out")
+    assert (bundle.manifest.dtype, bundle.manifest.stored_dtype) == ("float32", "bfloat16")
+    session, ids = load(bundle.path), tokens(30)
+    exact = type(model).from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+
+    def step(piece: torch.Tensor) -> torch.Tensor:
+        return session.decode(piece[:, 0]) if piece.shape[1] == 1 else session.prefill(piece)
+
+    assert difference(step, reference_logits(exact, ids, 12), ids, 12) <= 1e-4
+
+
+def test_the_package_is_the_command_line() -> None:
+    command = [sys.executable, "-m", "exportable_cache", "--version"]
+    assert subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.startswith("exportable-cache ")
