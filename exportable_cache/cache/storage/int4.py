@@ -21,7 +21,6 @@ class Int4Storage(RoundedStorage, kind="int4"):
     largest = 7
     stored_dtype = torch.uint8
     stored_dims = ("packed_head_dim", "packed_value_head_dim")
-    bits = 4
 
     def sizes(self, head_dim: int, value_head_dim: int) -> dict[str, int]:
         sizes = super().sizes(head_dim, value_head_dim)

@@ -26,8 +26,6 @@ class RoundedStorage(Storage):
     stored_dtype: ClassVar[torch.dtype]
     #: Names of the last dimensions of `keys` and of `values`.
     stored_dims: ClassVar[tuple[str, str]] = ("head_dim", "value_head_dim")
-    #: Bits of a number.
-    bits: ClassVar[int]
 
     @property
     def parts(self) -> dict[str, Part]:
