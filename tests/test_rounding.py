@@ -152,15 +152,21 @@ def test_one_token_at_a_time_on_executorch() -> None:
 
 # Prefill lowers with XNNPACK's own partitions to none that could run: see backends/executorch/partition.py.
 @pytest.mark.parametrize(
-    "family", [pytest.param("gemma2", marks=pytest.mark.full), pytest.param("llama", marks=pytest.mark.slow)]
+    ("family", "kv_dtype"),
+    [
+        pytest.param("gemma2", "int8", marks=pytest.mark.full),
+        pytest.param("llama", "int8", marks=pytest.mark.slow),
+        pytest.param("gemma3_text", "int4", marks=pytest.mark.full),
+        pytest.param("llama", "int4", marks=pytest.mark.slow),
+    ],
 )
-def test_executorch(family: str) -> None:
+def test_executorch(family: str, kv_dtype: str) -> None:
     pytest.importorskip("executorch", reason="the executorch extra is not installed")
     model = tiny_model(family)
     sinks = {"attention_sinks": 3} if family == "llama" else {}
-    session = lowered_session(model, "executorch", CAPACITY, cache_options={"kv_dtype": "int8"}, **sinks)
+    session = lowered_session(model, "executorch", CAPACITY, cache_options={"kv_dtype": kv_dtype}, **sinks)
     assert list(session.runner.methods) == ["decode", "prefill"]
-    check(session, model)
+    check(session, model, storage_of(torch.float32, kv_dtype))
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)

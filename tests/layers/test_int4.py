@@ -5,7 +5,8 @@ import torch
 
 from exportable_cache.cache.layers import CacheLayer, RowSizes
 from exportable_cache.cache.policies import CrossPolicy, FullPolicy, RingPolicy, SinkPolicy
-from exportable_cache.cache.storage import FloatStorage, Int4Storage
+from exportable_cache.cache.spec import KV_DTYPES
+from exportable_cache.cache.storage import FloatStorage, Int4Storage, Storage
 from exportable_cache.errors import InputError
 
 from ..support.layers import full_layer, in_step, indexed_layer, ring_layer, sink_layer
@@ -93,3 +94,8 @@ def test_new_states_are_compared_with_the_size_of_a_head() -> None:
 
 def test_a_cross_policy_needs_no_storage_of_its_own() -> None:
     assert CacheLayer(CrossPolicy(6), INT4, RowSizes(1, 2, 4)).keys.shape == (1, 2, 6, 2)
+
+
+def test_what_a_spec_may_name_are_the_storages_that_round() -> None:
+    """The spec lists them without importing torch."""
+    assert set(KV_DTYPES) == {kind for kind, storage in Storage.kinds.items() if storage.rounds}

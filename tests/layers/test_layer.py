@@ -1,6 +1,8 @@
 """What every layer derives from its declaration."""
 
+import copy
 import json
+import pickle
 
 import pytest
 import torch
@@ -155,7 +157,7 @@ def test_dtype_is_checked_at_construction() -> None:
     [
         (lambda config: config["policy"].update(kind="spiral"), "policy is of kind 'spiral', known are .*full.*ring"),
         (lambda config: config["policy"].update(width=3), "policy has .*width, one of kind"),
-        (lambda config: config["storage"].clear(), "storage is of kind None, known are float, int8"),
+        (lambda config: config["storage"].clear(), "storage is of kind None, known are float, int4, int8"),
         (lambda config: config.pop("storage"), "storage of a layer is None, but its policy .* needs one"),
         (lambda config: config.pop("policy"), "it needs a policy"),
         (lambda config: config["storage"].update(dtype="int64"), "dtype of a cache layer is 'int64'"),
@@ -181,3 +183,17 @@ def test_the_batch_is_fixed(make) -> None:
         make().batch_repeat_interleave(2)
     with pytest.raises(InputError, match="cannot keep 1 rows"):
         make().batch_select_indices(torch.tensor([0]))
+
+
+def test_copies_and_pickles_go_on_alike_and_share_nothing(make) -> None:
+    layer = make()
+    layer.update(*states(7))
+    # What a ring has overwritten is remembered by all.
+    copies = [copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))]
+    new = states(2)
+    expected = layer.update(*new)
+    for other in copies:
+        assert other.config() == layer.config() and other.cumulative_length.tolist() == [7, 7]
+        assert all(torch.equal(*pair) for pair in zip(other.update(*new), expected, strict=True))
+        other.crop(-1)
+        assert other.cumulative_length.tolist() == [8, 8] and layer.cumulative_length.tolist() == [9, 9]

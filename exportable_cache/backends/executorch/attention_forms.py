@@ -127,7 +127,7 @@ def _readable(stored: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 
 def dequantize_slots(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """What `quantize_rows` has kept, through one kernel of ExecuTorch.
+    """What `Int8Storage.quantize` has kept, through one kernel of ExecuTorch.
 
     Args:
         rows: int8 [num_heads, slots, 1, head_dim].

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -469,6 +470,18 @@ class CacheLayer(CacheLayerMixin):
         # alone.
         return rebuilt, (type(self), self.config(), dict(self.named_state()), self._high_water)
 
+    def __copy__(self) -> Self:
+        return self._with_attributes(vars(self))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # As it is, with what a description leaves out.
+        return self._with_attributes({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+
+    def _with_attributes(self, attributes: Mapping[str, Any]) -> Self:
+        layer = type(self).__new__(type(self))
+        layer.__dict__.update(attributes)
+        return layer
+
     def __repr__(self) -> str:
         parts = (getattr(self, name) for name in self.composed_of)
         return f"{type(self).__name__}({', '.join(repr(part) for part in parts if part not in (None, PORTABLE))})"
@@ -477,7 +490,7 @@ class CacheLayer(CacheLayerMixin):
 def rebuilt(
     cls: type[CacheLayer], config: Mapping[str, Any], tensors: Mapping[str, Any], high_water: int | None
 ) -> CacheLayer:
-    """A layer out of a pickle, or copied."""
+    """A layer out of a pickle."""
     layer = cls.from_state(config, tensors)
     layer.begin(PLAIN, high_water)
     return layer

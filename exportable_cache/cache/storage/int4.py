@@ -8,7 +8,6 @@ import torch
 
 from ...errors import InputError
 from .rounded import RoundedStorage
-from .storage import Part
 
 
 @dataclass(frozen=True)
@@ -21,12 +20,7 @@ class Int4Storage(RoundedStorage, kind="int4"):
 
     largest = 7
     stored_dtype = torch.uint8
-    bits = 4
-
-    @property
-    def parts(self) -> dict[str, Part]:
-        packed = {name: Part(f"packed_{part.dim}", part.dtype) for name, part in super().parts.items()}
-        return packed | {name: part for name, part in super().parts.items() if part.dim == "scale"}
+    stored_dims = ("packed_head_dim", "packed_value_head_dim")
 
     def sizes(self, head_dim: int, value_head_dim: int) -> dict[str, int]:
         sizes = super().sizes(head_dim, value_head_dim)
@@ -35,7 +29,7 @@ class Int4Storage(RoundedStorage, kind="int4"):
                 raise InputError(
                     f"{name} is {sizes[name]}; 4 bits are kept two a byte, so it must be even: pass kv_dtype='int8'"
                 )
-        return {f"packed_{name}": sizes.pop(name) // 2 for name in ("head_dim", "value_head_dim")} | sizes
+        return {"packed_head_dim": head_dim // 2, "packed_value_head_dim": value_head_dim // 2, "scale": sizes["scale"]}
 
     def head_dim(self, stored: int) -> int:
         return 2 * stored

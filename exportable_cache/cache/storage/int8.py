@@ -17,7 +17,6 @@ class Int8Storage(RoundedStorage, kind="int8"):
 
     largest = 127
     stored_dtype = torch.int8
-    bits = 8
 
     def pack(self, rounded: torch.Tensor) -> torch.Tensor:
         return rounded.to(torch.int8)

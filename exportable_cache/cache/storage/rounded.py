@@ -24,14 +24,14 @@ class RoundedStorage(Storage):
     largest: ClassVar[int]
     #: Element type of `keys` and `values`.
     stored_dtype: ClassVar[torch.dtype]
-    #: Bits of a number.
-    bits: ClassVar[int]
+    #: Names of the last dimensions of `keys` and of `values`.
+    stored_dims: ClassVar[tuple[str, str]] = ("head_dim", "value_head_dim")
 
     @property
     def parts(self) -> dict[str, Part]:
         return {
-            "keys": Part("head_dim", self.stored_dtype),
-            "values": Part("value_head_dim", self.stored_dtype),
+            "keys": Part(self.stored_dims[0], self.stored_dtype),
+            "values": Part(self.stored_dims[1], self.stored_dtype),
             "key_scales": Part("scale", torch.float32),
             "value_scales": Part("scale", torch.float32),
         }

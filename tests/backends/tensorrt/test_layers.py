@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from exportable_cache import ExportableCache, Session, export
+from exportable_cache.cache.spec import KV_DTYPES
 from exportable_cache.errors import CacheFullError, UnsupportedModelError
 from exportable_cache.verification.verify import verify_session
 
@@ -116,8 +117,8 @@ def test_attention_sinks_and_a_window_run_on_in_place() -> None:
     assert report.windows == (WINDOW,)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_few_bits_are_refused_before_anything_is_traced(bits: int, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match=f"{bits} bits have no TensorRT form: its KVCacheUpdate"):
-        export(tiny_model("llama"), "tensorrt", CAPACITY, tmp_path / "out", kv_dtype=f"int{bits}")
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_few_bits_are_refused_before_anything_is_traced(kv_dtype: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"kept as {kv_dtype} have no TensorRT form: its KVCacheUpdate"):
+        export(tiny_model("llama"), "tensorrt", CAPACITY, tmp_path / "out", kv_dtype=kv_dtype)
     assert not (tmp_path / "out").exists()
