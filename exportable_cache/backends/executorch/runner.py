@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from ...common.compat.executorch import load_program
 from ...errors import BundleError
-from ..base import ProgramDescription
 from .blas_threads import one_blas_thread
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..base import ProgramDescription
 
 # The runtime's error code MemoryAllocationFailed, as its messages give it.
 _NO_MEMORY = "error: 0x:21"

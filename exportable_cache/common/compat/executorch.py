@@ -76,8 +76,13 @@ def _library(package: str, pattern: str) -> Path:
     return found[0]
 
 
+def register_fused_operators() -> None:
+    """Make `torch.ops.llama` known, with what tracing needs; it imports the exporter."""
+    import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401
+
+
 def register_quantized_operators() -> None:
-    """Make `torch.ops.quantized_decomposed` known with all its operators."""
+    """Make `torch.ops.quantized_decomposed` known with all its operators; it imports the exporter."""
     import executorch.exir.passes._quant_patterns_and_replacements  # noqa: F401
 
 
