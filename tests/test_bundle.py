@@ -17,7 +17,8 @@ import torch
 
 from exportable_cache import export, load
 from exportable_cache.backends import TARGETS
-from exportable_cache.bundle.bundle import Bundle, check_free, new_folder
+from exportable_cache.bundle.builder import check_free, new_folder
+from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.bundle.manifest import checksum_of
 from exportable_cache.cache.kernel import Kernel, PortableKernel
 from exportable_cache.errors import BundleError, InputError, MissingDependencyError

@@ -20,7 +20,8 @@ from exportable_cache.backends.executorch.options import ExecutorchOptions
 from exportable_cache.backends.options import TargetOptions
 from exportable_cache.backends.pt2.options import Pt2Options
 from exportable_cache.backends.tensorrt.options import TensorRTOptions
-from exportable_cache.bundle.bundle import Bundle, new_folder
+from exportable_cache.bundle.builder import new_folder
+from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.cache.spec import CacheSpec, Sinks
 from exportable_cache.cli.app import app
 from exportable_cache.common.settings import keyword_of, setting_of

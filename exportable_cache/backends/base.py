@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
-from ..cache.layers import CacheLayer, layer_from
-from ..generation.sampler import Sampler
-from ..program.entry_points import Method
-from ..program.program import Program
-from ..program.spec import Form, Logits, ProgramSpec
-from .options import TargetOptions
+from ..cache.layers import layer_from
+
+if TYPE_CHECKING:
+    from ..cache.layers import CacheLayer
+    from ..generation.sampler import Sampler
+    from ..program.entry_points import Method
+    from ..program.program import Program
+    from ..program.spec import Form, Logits, ProgramSpec
+    from .options import TargetOptions
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-import torch
+from .base import ChoosesInGraph
 
-from ..generation.sampler import Sampler
-from ..program.entry_points import Method
-from .base import ChoosesInGraph, Runner
+if TYPE_CHECKING:
+    import torch
+
+    from ..generation.sampler import Sampler
+    from ..program.entry_points import Method
+    from .base import Runner
 
 
 class ForkedRunner:

@@ -11,16 +11,19 @@ import logging
 import platform
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from torch import nn
 
 from .. import __version__
 from ..common.compat.torch import inductor_config, unwritable_guards
 from ..common.files import atomic_path
-from ..models.cache_factory import ExportableCache
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ..models.cache_factory import ExportableCache
 
 log = logging.getLogger(__name__)
 

@@ -8,24 +8,27 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
-from transformers import PreTrainedModel
 
 from ..cache.attention.functions import ATTENTION
 from ..cache.attention.implementation import borrow_attention
 from ..common.compat import torch as private
 from ..errors import InputError, UnsupportedModelError
 from ..generation.choosing_steps import ChoosingSteps
-from ..generation.sampler import Sampler
-from ..models.cache_factory import ExportableCache
-from ..program.entry_points import Method
 from ..program.program import ResidentModule, front_module, program_methods
 from ..program.spec import ProgramSpec
 from ..program.tracing import told_by
 from .graph_cache import GraphCache
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ..generation.sampler import Sampler
+    from ..models.cache_factory import ExportableCache
+    from ..program.entry_points import Method
 
 #: Prompts shorter than this may go token by token, where the model's code has no graph for them and longer ones in common.
 LONGEST_LEAST = 16

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface
 
 from ..cache.attention.functions import matmul_attention
 from ..cache.attention.implementation import attention_of
@@ -14,6 +14,9 @@ from ..cache.attention.masks import register_masks
 from ..cache.policies import FullPolicy
 from ..models.cache_factory import ExportableCache
 from ..models.layout import cache_argument
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _ATTENTION = "exportable_cache_probe"
 

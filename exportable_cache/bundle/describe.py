@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 
 from ..common.dtypes import dtype_name
 from ..common.tensor_spec import TensorSpec
 from ..models.fingerprint import fingerprint
 from ..models.layout import layer_types_and_windows, vocab_size_of
-from ..program.entry_points import Method as ProgramMethod
-from ..program.program import Program
 from ..program.spec import Form, Logits
 from .manifest import (
     LOGITS,
     SCHEMA_VERSION,
     STATE_PREFIX,
-    File,
     Layer,
     Manifest,
     Method,
@@ -32,8 +26,17 @@ from .manifest import (
     Signature,
     Tensor,
 )
+from .versions import installed_versions
 
-_PACKAGES = ("exportable-cache", "torch", "transformers")
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from ..program.entry_points import Method as ProgramMethod
+    from ..program.program import Program
+    from .manifest import (
+        File,
+    )
 
 
 @dataclass(frozen=True)
@@ -118,17 +121,6 @@ def describe(
         options=json.loads(json.dumps(dict(provenance.options), default=str)),
         verification=None,
     )
-
-
-def installed_versions(packages: tuple[str, ...] = ()) -> dict[str, str]:
-    """Versions of Python, of the packages every program depends on, and of `packages`, where installed."""
-    versions = {"python": platform.python_version()}
-    for name in dict.fromkeys((*_PACKAGES, *packages)):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
 
 
 def config_fields(model: PreTrainedModel) -> dict[str, Any]:

@@ -5,19 +5,24 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from safetensors.torch import save_file
-from transformers import Cache, PreTrainedConfig
+from transformers import Cache
 
 from ..common.compat.transformers import attention_implementation
 from ..common.files import atomic_path, read_tensors
 from ..errors import BundleError, InputError
-from .attention.functions import ATTENTION_NAMES
+from .attention.names import ATTENTION_NAMES
 from .checks import check_rollback, check_room, check_rows_agree, is_traced
 from .layers import CacheLayer, LinearLayer, layer_from
-from .step import PLAIN, StepContext
+from .step import PLAIN
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from .step import StepContext
 
 # Of the second: layers are described by their parts, not by a class.
 _FORMAT = "exportable_cache.cache.v2"

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from transformers import EncoderDecoderCache
 
 from ..errors import InputError
 from .cache import LayeredCache
-from .layers import CacheLayer, CrossLayer
-from .step import PLAIN, StepContext
+from .layers import CrossLayer
+from .step import PLAIN
 
 if TYPE_CHECKING:
+    import torch
+
     from ..models.encoder import Encoder
+    from .layers import CacheLayer
+    from .step import StepContext
 
 
 class EncoderDecoderLayeredCache(LayeredCache, EncoderDecoderCache):

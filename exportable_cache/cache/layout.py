@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from ..errors import InputError
-from .layers import CacheLayer, CrossLayer, IndexedLayer, IndexerKeys, LinearLayer, LinearStates, RowSizes, StateShape
-from .policies import CrossPolicy, FullPolicy, NoPolicy, RecurrentPolicy, RingPolicy, SinkPolicy, SlotPolicy
-from .spec import CacheSpec, Sinks
+from .layers import CacheLayer, CrossLayer, IndexedLayer, IndexerKeys, LinearLayer, LinearStates, RowSizes
+from .policies import CrossPolicy, FullPolicy, NoPolicy, RecurrentPolicy, RingPolicy, SinkPolicy
 from .storage import storage_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from .layers import StateShape
+    from .policies import SlotPolicy
+    from .spec import CacheSpec, Sinks
 
 #: Layer types, by transformers' names: those that keep keys and values, those that keep states, and those that keep
 #: both.

@@ -9,11 +9,14 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from ..errors import BundleError
+
+if TYPE_CHECKING:
+    import torch
 
 #: Suffix of what is being written; names begin with a dot.
 PARTIAL = ".partial"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import FunctionType, MethodType
+from typing import TYPE_CHECKING
 
-from torch import nn
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def name_forward(module: nn.Module, names: Sequence[str]) -> None:

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from .multi_step import MultiStepDecoder
-from .sampler import Sampler
-from .stepper import PromptStepper, Stepper
 from .text import StopStrings, TextStream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from .sampler import Sampler
+    from .stepper import PromptStepper, Stepper
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..errors import InputError
-from .sampler import Sampler
-from .stepper import Stepper
+
+if TYPE_CHECKING:
+    from .sampler import Sampler
+    from .stepper import Stepper
 
 
 class MultiStepDecoder:

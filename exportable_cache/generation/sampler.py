@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from .sampling import Sampling, draw, penalise, sorted_distribution
+from .sampling import draw, penalise, sorted_distribution
+
+if TYPE_CHECKING:
+    from .sampling import Sampling
 
 
 class Sampler:

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from ..errors import InputError
 from .loop import Chosen, Ending
 from .sampler import Sampler
-from .sampling import Sampling
-from .stepper import PromptStepper, Stepper
+
+if TYPE_CHECKING:
+    from .sampling import Sampling
+    from .stepper import PromptStepper, Stepper
 
 #: Any number of many bits: what tells a draft model's random numbers from the model's, under one seed.
 _DRAFT_SEED = 0x1D8E4E27C47D124F

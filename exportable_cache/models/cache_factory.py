@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..cache.attention.functions import ATTENTION, register_attention
 from ..cache.attention.implementation import set_attention
@@ -22,6 +22,9 @@ from .encoder import encoder_of
 from .encoder_decoder_layout import encoder_decoder_layers
 from .layout import check_longest, check_model_type, check_sinks, layout_from_config, layout_from_model
 from .patches.registry import config_types, model_types, patch_imported, patch_model, patch_types
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 register_attention()
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 def stored_dtype(model_or_config: PreTrainedModel | PreTrainedConfig) -> torch.dtype | None:

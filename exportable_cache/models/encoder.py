@@ -5,16 +5,18 @@ from __future__ import annotations
 import inspect
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPooling
 
 from ..common.tensor_spec import TensorSpec
 from ..errors import InputError, UnsupportedModelError
 from .patches.speech import shortened_lengths
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 DEFAULT_ENCODER_LENGTH = 512
 #: Half a minute: samples at 16 kHz, frames of 10 ms.

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers import DynamicCache, EncoderDecoderCache
 
 from ..cache.layout import CROSS_ATTENTION, LayerLayout
 from ..errors import UnsupportedModelError
-from .encoder import Encoder, EncoderStates
+from .encoder import EncoderStates
 from .layout import layer_types_and_windows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from .encoder import Encoder
 
 
 @torch.no_grad()

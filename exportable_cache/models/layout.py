@@ -6,10 +6,10 @@ import copy
 import inspect
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from ..cache.layers import LinearLayer, StateShape
@@ -26,6 +26,9 @@ from ..common.compat.transformers import experts_implementation, set_attention_i
 from ..errors import InputError, UnsupportedModelError
 from .patches.registry import patch_model
 from .support import BIASED_BY_SLOT, LONGEST, REFUSED_MODELS, REFUSED_OPTIONS, WITHOUT_CACHE
+
+if TYPE_CHECKING:
+    from transformers import Cache, PreTrainedModel
 
 logger = logging.getLogger(__name__)
 

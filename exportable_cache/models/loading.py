@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import re
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from huggingface_hub import constants, try_to_load_from_cache
-from huggingface_hub.utils import get_session
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -25,31 +20,25 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
     AutoProcessor,
-    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
     ProcessorMixin,
 )
-from transformers.utils import logging as transformers_logging
 
-from ..common.compat.transformers import file_or_none
 from ..common.dtypes import dtype_name, parse_dtype
-from ..common.progress import Progress, silent
-from ..demo import demo_path
+from ..common.progress import silent
 from ..errors import BundleError, InputError, MissingDependencyError, UnsupportedModelError, first_line
 from .dtypes import converted
+from .places import Place, file_in, place_of, quiet
+from .tokenizers import tokenizer_of
 
-# Without one of these AutoTokenizer makes up an empty tokenizer of the model's type.
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "vocab.json",
-    "vocab.txt",
-    "tekken.json",
-)
+if TYPE_CHECKING:
+    from transformers import (
+        PreTrainedTokenizerBase,
+    )
+
+    from ..common.progress import Progress
+
 # What a processor is made of, beside the tokenizer's files.
 _PROCESSOR_FILES = (
     "processor_config.json",
@@ -61,8 +50,6 @@ _PROCESSOR_FILES = (
 MULTIMODAL = ("llava", "smolvlm", "idefics3", "voxtral", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 # With tied embeddings such weights would pass for a causal LM's.
 _OTHER_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMaskedLM")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_HUB_TIMEOUT = 10.0
 
 
 @dataclass
@@ -80,15 +67,6 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase | None
     source: str
     processor_files: tuple[Path, ...] = ()
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where to load from: `_Place("/models/tiny", "tiny", True)` or `_Place("org/name", "org/name", False)`."""
-
-    path: str
-    source: str
-    local: bool
 
 
 def load_model(
@@ -113,9 +91,9 @@ def load_model(
     wanted = parse_dtype(dtype)
     if isinstance(model_or_path, PreTrainedModel):
         return LoadedModel(_given(model_or_path, wanted, progress), None, type(model_or_path).__name__)
-    place = _place(model_or_path)
+    place = place_of(model_or_path)
     progress(f"loading {place.source}", 0, None)
-    with _quiet():
+    with quiet():
         config = _config(place)
         try:
             model, info = auto_class(config).from_pretrained(
@@ -135,8 +113,8 @@ def load_model(
                 f"{place.source!r} has no weights for {len(missing)} tensors of {type(model).__name__}, "
                 f"such as {missing[0]}: it is another kind of model, or incomplete; pass a causal LM"
             )
-        tokenizer = _tokenizer(place)
-        processor_files = tuple(path for name in _PROCESSOR_FILES if (path := _file(place, name)) is not None)
+        tokenizer = tokenizer_of(place)
+        processor_files = tuple(path for name in _PROCESSOR_FILES if (path := file_in(place, name)) is not None)
     return LoadedModel(model.eval(), tokenizer, place.source, processor_files)
 
 
@@ -146,8 +124,8 @@ def load_config(model_or_path: PreTrainedModel | PreTrainedConfig | str | os.Pat
         return model_or_path
     if isinstance(model_or_path, PreTrainedModel):
         return model_or_path.config
-    with _quiet():
-        return _config(_place(model_or_path))
+    with quiet():
+        return _config(place_of(model_or_path))
 
 
 def auto_class(config: PreTrainedConfig) -> type | None:
@@ -162,16 +140,6 @@ def auto_class(config: PreTrainedConfig) -> type | None:
     return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else None
 
 
-def load_tokenizer(path: str | os.PathLike) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of `demo`, a local folder or a hub id, or None if it has none.
-
-    Raises:
-        InputError: If there is no such folder or hub id, or its tokenizer cannot be read.
-    """
-    with _quiet():
-        return _tokenizer(_place(path))
-
-
 def load_processor(folder: Path, config_folder: Path) -> ProcessorMixin:
     """The processor of images or sound of a local folder.
 
@@ -183,7 +151,7 @@ def load_processor(folder: Path, config_folder: Path) -> ProcessorMixin:
         MissingDependencyError: If it needs a package that is not installed.
         BundleError: If its files cannot be read, or are no processor's.
     """
-    with _quiet():
+    with quiet():
         try:
             config = AutoConfig.from_pretrained(config_folder, local_files_only=True)
             processor = AutoProcessor.from_pretrained(folder, config=config, local_files_only=True)
@@ -256,52 +224,7 @@ def _given(model: PreTrainedModel, dtype: torch.dtype | None, progress: Progress
     return converted(model, dtype)
 
 
-def _place(model_or_path: str | os.PathLike) -> _Place:
-    if any(kind.__module__.partition(".")[0] == "peft" for kind in type(model_or_path).__mro__):
-        raise UnsupportedModelError(
-            f"model is a {type(model_or_path).__name__}, which keeps adapters beside the weights of another model; "
-            "merge them first: export(model.merge_and_unload(), ...)"
-        )
-    if not isinstance(model_or_path, (str, os.PathLike)):
-        raise InputError(
-            f"model is a {type(model_or_path).__name__}; pass 'demo', a local folder, a hub id, or a transformers causal LM"
-        )
-    name = os.fspath(model_or_path)
-    if not name:
-        # As a path it would stand for the working folder.
-        raise InputError("model is an empty name; pass 'demo', a local folder, or a hub id")
-    if name == "demo":
-        return _Place(str(demo_path()), "demo", True)
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return _Place(str(folder), folder.resolve().name, True)
-    if folder.exists():
-        raise InputError(f"{name!r} is a file; pass the folder that holds config.json and the weights")
-    if not isinstance(model_or_path, str) or not _HUB_ID.fullmatch(name):
-        raise InputError(f"there is no folder {name!r}, and it is no hub id (like 'org/name') either; check the path")
-    reachable, problem = _hub_answers()
-    if not reachable:
-        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
-            raise InputError(
-                f"{name!r} is no local folder, is not in the local hub cache, and the hub cannot be reached ({problem}); "
-                "check the path, or connect, or download the model and pass its folder"
-            )
-        return _Place(name, name, True)
-    return _Place(name, name, False)
-
-
-def _hub_answers() -> tuple[bool, str]:
-    # Asked once beforehand: the hub's client would retry every file for half a minute.
-    if constants.HF_HUB_OFFLINE:
-        return False, "HF_HUB_OFFLINE is set"
-    try:
-        get_session().head(constants.ENDPOINT, timeout=_HUB_TIMEOUT)
-    except Exception as error:  # the HTTP library behind the client differs between its releases
-        return False, first_line(error)
-    return True, ""
-
-
-def _config(place: _Place) -> PreTrainedConfig:
+def _config(place: Place) -> PreTrainedConfig:
     try:
         fields, _ = PreTrainedConfig.get_config_dict(place.path, local_files_only=place.local)
     except OSError as error:
@@ -337,43 +260,3 @@ def _config(place: _Place) -> PreTrainedConfig:
             f"{place.source!r} is a {heads[0]}, whose head gives no next token; pass a causal LM"
         )
     return config
-
-
-def _tokenizer(place: _Place) -> PreTrainedTokenizerBase | None:
-    if all(_file(place, name) is None for name in _TOKENIZER_FILES):
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(place.path, local_files_only=place.local)
-    except Exception as error:  # tokenizer files are read by several libraries, each with errors of its own
-        raise InputError(
-            f"cannot read the tokenizer of {place.source!r}: {first_line(error)}; "
-            "correct its files, or remove them to go without"
-        ) from error
-
-
-def _file(place: _Place, name: str) -> Path | None:
-    if Path(place.path).is_dir():
-        path = Path(place.path) / name
-        return path if path.is_file() else None
-    found = file_or_none(place.path, name, local_files_only=place.local)
-    return None if found is None else Path(found)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Run a block without the progress bars, log lines and warnings of the libraries that load models."""
-    bars, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
-    hub_logger = logging.getLogger("huggingface_hub")
-    hub_level = hub_logger.level
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
-    hub_logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        hub_logger.setLevel(hub_level)
-        transformers_logging.set_verbosity(verbosity)
-        if bars:
-            transformers_logging.enable_progress_bar()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import warnings
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from ..errors import InputError, UnsupportedModelError
 from .layout import vocab_size_of
@@ -17,8 +17,14 @@ from .quantization_spec import (
     EMBEDDING_SCHEMES,
     GROUP_MULTIPLE,
     LINEAR_SCHEMES,
-    Quantization,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from .quantization_spec import (
+        Quantization,
+    )
 
 _DRAWS, _SENSITIVITY_TOKENS = 3, 24
 

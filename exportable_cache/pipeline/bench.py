@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..common.progress import Progress, silent
+from ..common.progress import silent
 from ..errors import InputError
 from ..generation.sampling import check_seed
 
 if TYPE_CHECKING:
+    from ..common.progress import Progress
     from ..session.session import Session
 
 _PREFILL_RUNS = 5

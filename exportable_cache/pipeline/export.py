@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
-
-import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from ..backends import backend_for
-from ..bundle.bundle import Bundle
 from ..cache.spec import CacheSpec
-from ..common.progress import Progress, silent
+from ..common.progress import silent
 from ..common.settings import renamed
 from ..models.quantization_spec import quantization_of
 from ..program.spec import ProgramSpec
 from .spec import ExportSpec
 from .steps import run
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from ..bundle.bundle import Bundle
+    from ..common.progress import Progress
 
 
 def export(

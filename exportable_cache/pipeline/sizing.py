@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..backends.registry import check_target
-from ..cache.layers import CacheLayer
-from ..cache.layout import LayerLayout
 from ..cache.policies import SinkPolicy
 from ..cache.spec import CacheSpec
 from ..common.dtypes import dtype_name
@@ -24,6 +22,9 @@ from .dtypes import DtypeChoice, check_dtype, choose_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
+    from ..cache.layers import CacheLayer
+    from ..cache.layout import LayerLayout
 
 logger = logging.getLogger(__name__)
 

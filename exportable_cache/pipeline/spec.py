@@ -11,17 +11,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..backends.options import TargetOptions
 from ..backends.registry import backend_for
 from ..cache.spec import CacheSpec
 from ..common.settings import REQUIRED, check_settings, same_setting, setting
 from ..errors import InputError
-from ..models.quantization_spec import Quantization, check_schemes
+from ..models.quantization_spec import check_schemes
 from ..program.spec import ProgramSpec
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from ..backends.options import TargetOptions
+    from ..models.quantization_spec import Quantization
 
 _NO_OUTPUT = "name the folder to write, such as 'artifacts/model'"
 

@@ -7,33 +7,41 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
 
 from ..backends import backend_for
-from ..backends.base import Backend
-from ..bundle.bundle import Bundle, Provenance, check_free, new_folder, write_bundle
+from ..bundle.builder import check_free, new_folder, write_bundle
+from ..bundle.describe import Provenance
 from ..bundle.manifest import Quantized, RoundedCache
 from ..common.dtypes import dtype_name
-from ..common.progress import Progress, silent
+from ..common.progress import silent
 from ..errors import InputError, VerificationError
 from ..models.cache_factory import ExportableCache
 from ..models.dtypes import stored_dtype
 from ..models.layout import layer_types_and_windows
-from ..models.loading import LoadedModel, check_positions, load_config, load_model
+from ..models.loading import check_positions, load_config, load_model
 from ..models.quantization import quantize
 from ..program.inputs.modality import modalities_of
 from ..program.program import Program
-from ..program.spec import ProgramSpec
 from ..verification.quantization_effect import measure_distance, measure_quantization
 from ..verification.reference_runner import session_to_verify
 from ..verification.spec import VerifySpec
-from ..verification.stored import FedPrompt
 from ..verification.tolerance import tolerance_of
 from ..verification.verify import VerifyReport, compare, measure_stored
-from .dtypes import DtypeChoice, choose_dtype
-from .spec import ExportSpec
+from .dtypes import choose_dtype
+
+if TYPE_CHECKING:
+    from ..backends.base import Backend
+    from ..bundle.bundle import Bundle
+    from ..common.progress import Progress
+    from ..models.loading import LoadedModel
+    from ..program.spec import ProgramSpec
+    from ..verification.stored import FedPrompt
+    from .dtypes import DtypeChoice
+    from .spec import ExportSpec
 
 
 @dataclass(frozen=True)

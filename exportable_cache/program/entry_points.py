@@ -6,13 +6,16 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..common.tensor_spec import TensorSpec
 from ..errors import InputError
-from ..models.cache_factory import ExportableCache
 from .spec import ProgramSpec
+
+if TYPE_CHECKING:
+    from ..models.cache_factory import ExportableCache
 
 DEFAULT_PREFILL_LENGTH = 256
 #: Below this, attention over the slots costs too little beside the weights for a bucket of its own.

@@ -6,32 +6,39 @@ import inspect
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import nn
-from torch.export import Dim, ExportedProgram, ShapesCollection
-from transformers import PreTrainedModel
+from torch.export import Dim, ShapesCollection
 
 from ..cache.attention.functions import ATTENTION
 from ..cache.attention.implementation import attention_of
 from ..cache.step import StepContext
 from ..common.named_forward import name_forward
 from ..errors import InputError, UnsupportedModelError
-from ..models.cache_factory import ExportableCache, ExportableEncoderDecoderCache
+from ..models.cache_factory import ExportableEncoderDecoderCache
 from ..models.layout import cache_argument
 from ..models.patches.registry import patch_model
 from ..models.patches.speech import short_masks
 from ..models.scans import longest_step
-from .entry_points import Method, checked_prefill_length, methods_for
+from .entry_points import checked_prefill_length, methods_for
 from .inputs.deepstack import deepstack_logits, is_stacked
 from .inputs.encoder import EncodeModule
 from .inputs.encoder_decoder import decoder_arguments, seq2seq_methods
 from .inputs.image_masks import image_masks
-from .inputs.modality import EmbedModule, FeaturesModule, Modality
+from .inputs.modality import EmbedModule, FeaturesModule
 from .inputs.multimodal import multimodal_methods
 from .spec import Form, Logits, ProgramSpec
 from .tracing import told_by
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+    from transformers import PreTrainedModel
+
+    from ..models.cache_factory import ExportableCache
+    from .entry_points import Method
+    from .inputs.modality import Modality
 
 
 def takes_positions(model: PreTrainedModel, name: str = "position_ids") -> bool:

@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ..errors import InputError
 from ..generation.loop import Ending, decode_loop
 from ..generation.sampler import Sampler
-from ..generation.sampling import Sampling
-from ..generation.speculative import Draft, DraftModel, Speculation, check_can_rewind, speculative_loop
+from ..generation.speculative import DraftModel, Speculation, check_can_rewind, speculative_loop
 from ..generation.text import encode_prompt, stream_text, stream_texts
 from .checks import check_max_new_tokens, split_stops
 from .inputs.encoder import start_tokens
@@ -22,6 +20,10 @@ from .inputs.stage import Prompt
 from .token_rows import TokenRows
 
 if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+    from ..generation.sampling import Sampling
+    from ..generation.speculative import Draft
     from .session import Session
 
 

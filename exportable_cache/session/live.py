@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
 from ..backends.module import ModuleRunner
 from ..errors import InputError
 from ..models.cache_factory import ExportableCache
@@ -20,6 +18,8 @@ from ..program.inputs.modality import modalities_of
 from ..program.spec import ProgramSpec
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
     from .session import Session
 
 

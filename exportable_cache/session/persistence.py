@@ -7,17 +7,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from safetensors.torch import save_file
 
 from ..backends.base import state_of
-from ..cache.layers import CacheLayer
 from ..common.files import atomic_path, read_tensors
 from ..errors import InputError
 from .inputs.image_places import PlacedImages
 from .sequence_state import SequenceState
 
 if TYPE_CHECKING:
+    import torch
+
+    from ..cache.layers import CacheLayer
     from .session import Session
 
 # Of the second: layers are described by their parts, not by a class.

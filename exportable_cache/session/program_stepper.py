@@ -5,19 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import torch
 
-from ..backends.base import ChoosesInGraph, Runner, state_of
-from ..cache.layers import CacheLayer
-from ..generation.sampler import Sampler
+from ..backends.base import ChoosesInGraph, state_of
 from ..program.entry_points import ROPE_DELTAS, chunk_sizes, method_for
-from .checks import ProgramLimits, check_room
-from .inputs.image_places import PlacedImages, shifted
+from .checks import check_room
+from .inputs.image_places import shifted
 from .inputs.stage import Steps
 from .rows_aside import rows_to_set_aside, set_aside
 from .sequence_state import SequenceState
 from .token_rows import TokenRows
+
+if TYPE_CHECKING:
+    from ..backends.base import Runner
+    from ..cache.layers import CacheLayer
+    from ..generation.sampler import Sampler
+    from .checks import ProgramLimits
+    from .inputs.image_places import PlacedImages
 
 _NONE: Mapping[str, torch.Tensor] = MappingProxyType({})
 

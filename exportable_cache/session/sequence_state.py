@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
-from ..cache.layers import CacheLayer
 from ..errors import InputError
 from .inputs.image_places import PlacedImages
+
+if TYPE_CHECKING:
+    from ..cache.layers import CacheLayer
 
 #: High-water mark of a cache whose history is unknown: as if every slot had been overwritten.
 UNKNOWN = 2**62

@@ -10,30 +10,34 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig
 
-from ..backends.base import HasDevice, Runner
+from ..backends.base import HasDevice
 from ..backends.fork import ForkedRunner
-from ..cache.layers import CacheLayer
-from ..common.progress import Progress, silent
+from ..common.progress import silent
 from ..errors import InputError
 from ..generation.multi_step import check_steps_per_launch
 from ..generation.sampler import Sampler
 from ..generation.sampling import Sampling
-from ..generation.speculative import Draft
-from ..models.cache_factory import ExportableCache
 from ..program.entry_points import ROPE_DELTAS, smallest_inputs
 from . import persistence
 from .checks import ProgramLimits, check_ids, check_max_new_tokens, check_room, split_stops
 from .generate import checked_steps, end_tokens, generated_text, make_request
 from .inputs.items import recorded_placeholders
-from .inputs.stage import Prompt
 from .inputs.stages import InputStages
 from .program_stepper import ProgramStepper
 from .sequence_state import SequenceState
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from ..backends.base import Runner
     from ..bundle.bundle import Bundle
+    from ..cache.layers import CacheLayer
+    from ..common.progress import Progress
+    from ..generation.speculative import Draft
+    from ..models.cache_factory import ExportableCache
+    from .inputs.stage import Prompt
 
 
 class Session:

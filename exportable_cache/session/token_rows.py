@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import InputError
-from .checks import ProgramLimits, check_ids
+from .checks import check_ids
+
+if TYPE_CHECKING:
+    from .checks import ProgramLimits
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import PreTrainedModel
 
 from ..cache.attention.implementation import attention_of
 from ..program.inputs.grid import grid_constants
 from ..program.inputs.modality import AUDIO, IMAGE, features_of
-from ..session.session import Session
 from .tolerance import default_tolerance
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ..session.session import Session
 
 _ITEMS = 2
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedModel
-
-from ..common.progress import Progress, silent
+from ..common.progress import silent
 from ..demo.task import accuracy, make_questions
 from ..models.cache_factory import ExportableCache
-from ..models.loading import LoadedModel
 from ..session.session import Session
 from .spec import VerifySpec
 from .verify import compare
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ..common.progress import Progress
+    from ..models.loading import LoadedModel
 
 _PROMPT, _DECODE_STEPS = 40, 24
 _QUESTIONS, _QUESTIONS_SEED = 50, 20_000

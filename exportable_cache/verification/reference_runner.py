@@ -5,19 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from transformers import PreTrainedModel
-
 from ..backends import backend_for
 from ..backends.base import RunsElsewhere, empty_layers
-from ..common.progress import Progress, silent
+from ..common.progress import silent
 from ..models.cache_factory import ExportableCache
 from ..program.program import Program
 from ..program.spec import ProgramSpec
 from ..session.session import Session
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from ..bundle.bundle import Bundle
     from ..bundle.manifest import Manifest
+    from ..common.progress import Progress
 
 
 def session_to_verify(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from ..cache.spec import Sinks
+if TYPE_CHECKING:
+    from ..cache.spec import Sinks
 
 #: Steps after each prompt whose logits are kept: a checkpoint's model has to run them as well.
 KEPT_STEPS = 8

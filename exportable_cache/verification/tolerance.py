@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import PreTrainedModel
 
 from ..cache.attention.implementation import attention_of
-from ..models.quantization import Quantization, rounding_sensitivity
+from ..models.quantization import rounding_sensitivity
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ..models.quantization import Quantization
 
 #: Largest |logit difference| that passes, by the dtype the model runs in, see `default_tolerance`.
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 5e-2}

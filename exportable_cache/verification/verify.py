@@ -10,19 +10,17 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
 from ..cache.attention.implementation import attention_of
 from ..cache.layers import rounding_storage
 from ..cache.policies import SinkPolicy
 from ..cache.spec import Sinks
-from ..cache.storage import Storage
 from ..common.dtypes import dtype_name
-from ..common.progress import Progress, silent
+from ..common.progress import silent
 from ..errors import InputError
 from ..models.layout import cache_argument, layer_types_and_windows, vocab_size_of
 from ..program.program import takes_positions
-from ..session.session import Session
 from .encoders import VerifiedEncoder, verify_encoders
 from .prompts import default_decode_steps, default_prompts, prompt_feeds
 from .references.encoder_decoder import decoder_of, encoder_lengths, random_inputs
@@ -33,7 +31,12 @@ from .stored import KEPT_STEPS, FedPrompt, StoredDistance, distance_from_stored
 from .tolerance import default_tolerance
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from ..bundle.bundle import Bundle
+    from ..cache.storage import Storage
+    from ..common.progress import Progress
+    from ..session.session import Session
 
 # A prompt that fills the cache costs as much as the cache is large: tokens over all rows up to which it is tried.
 _MOST_TO_FILL = 4096

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from torch.export import ExportedProgram
 
 from ...common.compat.torch import compile_ahead_of_time, load_package, write_package
 from ...models.layout import vocab_size_of
-from ...program.program import Program
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
+    from ...program.program import Program
 
 _OPTIONS = {"aot_inductor.package": True, "aot_inductor.package_constants_in_so": False}
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from ...common.compat.torch import load_package
 from ...errors import BundleError
-from ..base import ProgramDescription
+
+if TYPE_CHECKING:
+    from ..base import ProgramDescription
 
 
 class AotiRunner:

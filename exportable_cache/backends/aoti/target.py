@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ...cache.attention.functions import ATTENTION
-from ...program.program import Program
-from ...program.spec import ProgramSpec
-from ..base import LoweredFile, ProgramDescription, Runner
+from ...cache.attention.names import ATTENTION
+from ..base import LoweredFile
 from .options import AotiOptions
 from .package import compile_methods, write_constants
 from .runner import AotiRunner
+
+if TYPE_CHECKING:
+    from ...program.program import Program
+    from ...program.spec import ProgramSpec
+    from ..base import ProgramDescription, Runner
 
 CODE = "program.pt2"
 CONSTANTS = "constants.pt"

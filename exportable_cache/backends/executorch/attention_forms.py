@@ -14,13 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401  registers torch.ops.llama, here and in the runtime
 import torch
 
-from ...common.compat.executorch import register_quantized_operators
 from ...common.compat.torch import check
-
-register_quantized_operators()
 
 #: One form: operands of the operator below to its results.
 Form = Callable[..., tuple[torch.Tensor, ...]]

@@ -5,17 +5,21 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from executorch.exir import EdgeProgramManager, to_edge
-from executorch.exir.pass_base import ExportPass, NodeMetadata, ProxyValue
+from executorch.exir import to_edge
+from executorch.exir.pass_base import ExportPass
 from torch.export import Dim
-from torch.fx import GraphModule
 
 from ...common.compat.executorch import edge_config, operator_of
 from ...common.compat.torch import without_modes
 from .attention_forms import forms_of, least_single
+
+if TYPE_CHECKING:
+    from executorch.exir import EdgeProgramManager
+    from executorch.exir.pass_base import NodeMetadata, ProxyValue
+    from torch.fx import GraphModule
 
 _OPERATOR = torch.ops.exportable_cache.fused_attention.default
 

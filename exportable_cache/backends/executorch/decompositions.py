@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import pi, sqrt
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.export import ExportedProgram
 
-from ...common.compat.torch import OperatorBase
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
+    from ...common.compat.torch import OperatorBase
 
 
 def tanh_gelu(x: torch.Tensor, *, approximate: str = "none") -> Any:

@@ -23,19 +23,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import util
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from executorch.exir import ExecutorchProgramManager
 from executorch.runtime import Runtime
 
 from ...common.compat.executorch import extended_header, flat_program
 from ...errors import BundleError, MissingDependencyError, UnsupportedModelError
-from ...program.program import Program
+from .options import ELSEWHERE
+
+if TYPE_CHECKING:
+    from executorch.exir import ExecutorchProgramManager
+
+    from ...program.program import Program
 
 #: Those that this package's own lowering serves: name -> ids of delegates in the file.
 BACKEND_IDS = {"xnnpack": "XnnpackBackend", "vulkan": "VulkanBackend", "coreml": "CoreMLBackend"}
-#: Of these, which no Python runtime on this kind of machine executes.
-ELSEWHERE = ("vulkan", "coreml")
 
 _HEADER_BYTES = 64
 

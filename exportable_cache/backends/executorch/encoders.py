@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from torch.export import ExportedProgram
-from torch.fx import Node
 
 from ...errors import UnsupportedModelError
 from .graph_edits import add_constant, add_weight, constant_of, insert_call, replace_call
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+    from torch.fx import Node
 
 _WITHOUT_KERNEL = (torch.ops.aten.argsort.default, torch.ops.aten.bucketize.Tensor, torch.ops.aten.erfinv.default)
 

@@ -6,20 +6,27 @@ They know causal attention and a mask, and nothing else, so each layer of a mode
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface
 
 from ...cache.attention.functions import EXTRAS, matmul_attention
 from ...cache.attention.masks import register_masks
 from ...cache.layers import CacheLayer
 from ...cache.policies import FullPolicy, RingPolicy
 from ...cache.storage import FloatStorage, Int8Storage
+from ...common.compat.executorch import register_fused_operators, register_quantized_operators
 from ...models.cache_factory import ExportableCache, ExportableEncoderDecoderCache
 from ...models.layout import layer_types_and_windows
 from ..probe import probe_attention
 from .fused_kernels import FusedFullKernel, FusedKernel, FusedRingKernel, updated_just_now
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+register_fused_operators()
+register_quantized_operators()
 
 EXECUTORCH_ATTENTION = "exportable_cache_executorch"
 _PROBE_LENGTH = 3

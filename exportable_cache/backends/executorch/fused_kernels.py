@@ -17,14 +17,16 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401  registers torch.ops.llama, here and in the runtime
 import torch
 
 from ...cache.kernel import Kernel
 from ...cache.layers import CacheLayer, RowSizes
-from ...cache.policies import SlotPolicy
 from .attention_forms import fused_attention
+
+if TYPE_CHECKING:
+    from ...cache.policies import SlotPolicy
 
 #: The operator runs its heads in parallel: folding leaves at least this many, or all there are.
 LEAST_PARALLEL_HEADS = 4

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from executorch.backends.transforms.utils import create_constant_placeholder
-from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
-from torch.fx import Graph, Node
+from torch.fx import Node
 from torch.fx.node import map_arg
 
-from ...common.compat.torch import OpOverload
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+    from torch.fx import Graph
+
+    from ...common.compat.torch import OpOverload
 
 
 def constant_of(program: ExportedProgram, node: Any) -> Any:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import executorch.extension.llm.custom_ops.custom_ops  # registers torch.ops.llama, here and in the runtime
 import executorch.kernels.quantized  # noqa: F401  registers quantized_decomposed::*
-from executorch.exir import ExecutorchProgramManager
 
 from ...common.compat.executorch import operator_names
 from ...errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from executorch.exir import ExecutorchProgramManager
 
 
 def check_kernels(lowered: ExecutorchProgramManager) -> None:

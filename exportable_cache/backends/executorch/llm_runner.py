@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...errors import InputError
-from ...program.program import Program
+
+if TYPE_CHECKING:
+    from ...program.program import Program
 
 
 def runner_metadata(program: Program, required: bool = True) -> dict[str, Any]:

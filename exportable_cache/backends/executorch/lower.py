@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from executorch.exir import (
-    EdgeProgramManager,
     ExecutorchBackendConfig,
-    ExecutorchProgramManager,
     to_edge_transform_and_lower,
 )
 from executorch.exir.passes import MemoryPlanningPass
@@ -25,6 +23,12 @@ from .masked_writes import masked_writes_to_where
 from .means import means_to_linear
 from .quantized import fuse_quantized_embeddings
 from .rotations import rotations_to_linear
+
+if TYPE_CHECKING:
+    from executorch.exir import (
+        EdgeProgramManager,
+        ExecutorchProgramManager,
+    )
 
 Rewrite = Callable[[ExportedProgram], ExportedProgram]
 

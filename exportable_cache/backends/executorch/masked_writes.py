@@ -7,11 +7,15 @@ whole (Chameleon's logits of picture tokens).
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from torch.export import ExportedProgram
-from torch.fx import Node
 
 from .graph_edits import add_constant, constant_of, insert_call, replace_call
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+    from torch.fx import Node
 
 _WRITES = {torch.ops.aten.index_put.default: False, torch.ops.aten.index_put_.default: True}
 

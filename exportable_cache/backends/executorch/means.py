@@ -5,11 +5,15 @@ XNNPACK takes no mean over one dimension. Left as it is, every RMSNorm cuts the 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from torch.export import ExportedProgram
-from torch.fx import Node
 
 from .graph_edits import calls_to_linear
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+    from torch.fx import Node
 
 
 def means_to_linear(program: ExportedProgram) -> ExportedProgram:

@@ -7,9 +7,13 @@ the one that makes linear layers of products with weights; the others have nothi
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from executorch.exir.backend.partitioner import DelegationSpec, PartitionResult
-from torch.fx import Node
+
+if TYPE_CHECKING:
+    from torch.fx import Node
 
 #: Read by backends/xnnpack/xnnpack_preprocess.py; the runtime does not look at it.
 LINEAR_ONLY = CompileSpec("dqlinear_partitioner", b"")

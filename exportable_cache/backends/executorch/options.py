@@ -17,6 +17,8 @@ DELEGATES = {
     "coreml": (),
     "tensorrt": ("opt_length", "sm"),
 }
+#: Delegates that no Python runtime on this kind of machine executes.
+ELSEWHERE = ("vulkan", "coreml")
 METHODS = ("auto", "forward", "split", "both")
 
 

@@ -10,17 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
+from typing import TYPE_CHECKING
 
 from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
 from executorch.exir.backend.canonical_partitioners.pattern_op_partitioner import (
     generate_grouped_partitions_from_list_of_nodes,
 )
-from executorch.exir.backend.partitioner import PartitionResult
-from torch.export import ExportedProgram
-from torch.fx import Graph, Node
+from torch.fx import Node
 from torch.fx.passes.infra.partitioner import Partition
 
 from .needed_passes import with_needed_passes
+
+if TYPE_CHECKING:
+    from executorch.exir.backend.partitioner import PartitionResult
+    from torch.export import ExportedProgram
+    from torch.fx import Graph
 
 #: What runs as a whole: one operator, or those of one number.
 Step = Node | int

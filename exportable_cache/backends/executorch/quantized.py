@@ -6,14 +6,18 @@ a table that is left so would be dequantised whole, for every token.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import executorch.kernels.quantized  # noqa: F401  registers their kernels, here and in the runtime
 import torch
 from executorch.backends.transforms.utils import get_param_tensor
-from torch.export import ExportedProgram
 from torch.fx import Node
 
 from ...common.compat.executorch import register_quantized_operators
 from .graph_edits import add_constant, replace_call
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
 
 register_quantized_operators()
 

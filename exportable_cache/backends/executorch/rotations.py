@@ -6,11 +6,15 @@ projections and the attention: for four slices, of a few numbers each where one 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from torch.export import ExportedProgram
-from torch.fx import Node
 
 from .graph_edits import calls_to_linear
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+    from torch.fx import Node
 
 # The end of a slice that goes to the end.
 _END = 2**63 - 1

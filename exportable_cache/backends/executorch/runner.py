@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import executorch.extension.llm.custom_ops.custom_ops
-import executorch.kernels.quantized  # noqa: F401  and these, where embeddings are quantised
-import torch
-from executorch.runtime import Runtime, Verification
-
+from ...common.compat.executorch import load_program
 from ...errors import BundleError
-from ..base import ProgramDescription
 from .blas_threads import one_blas_thread
-from .delegates import check_runs_here
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..base import ProgramDescription
 
 # The runtime's error code MemoryAllocationFailed, as its messages give it.
 _NO_MEMORY = "error: 0x:21"
@@ -27,13 +27,12 @@ class ExecutorchRunner:
 
     def __init__(self, path: Path, description: ProgramDescription) -> None:
         self.methods = description.methods
-        if path.is_file() and path.stat().st_size:
-            check_runs_here(path)
         try:
             # Held as well as its methods: they point into it.
-            self._program = Runtime.get().load_program(path, verification=Verification.Minimal)
+            self._program = load_program(path)
             self._methods = {name: self._program.load_method(name) for name in description.methods}
         except (OSError, RuntimeError) as error:
+            _check_runs_here(path)
             remedy = "export the model again"
             if _NO_MEMORY in str(error):
                 remedy = (
@@ -44,5 +43,14 @@ class ExecutorchRunner:
     def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         # Outputs live in the method's planned memory and are overwritten by the next call.
         with one_blas_thread():
-            outputs = self._methods[method].execute([tensor.contiguous() for tensor in inputs])
+            outputs = self._methods[method]([tensor.contiguous() for tensor in inputs])
         return outputs[0].clone() if self.methods[method].is_step else tuple(output.clone() for output in outputs)
+
+
+def _check_runs_here(path: Path) -> None:
+    """Say so where a file that failed to load is for delegates that this machine's runtime lacks."""
+    # The readers of the file's tables belong to the exporter, which takes seconds to import.
+    from .delegates import check_runs_here
+
+    if path.is_file() and path.stat().st_size:
+        check_runs_here(path)

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import tempfile
-import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from executorch.exir import ExecutorchProgramManager
-
-from ...cache.attention.functions import MATMUL_ATTENTION
-from ...errors import BundleError, ExportableCacheError, UnsupportedModelError
-from ...program.program import Program
-from ...program.spec import Form, ProgramSpec
-from ...program.tracing import told_by
-from ..base import LoweredFile, ProgramDescription, Runner, StandIn
+from ...cache.attention.names import MATMUL_ATTENTION
+from ...errors import BundleError
+from ...program.spec import Form
+from ..base import LoweredFile, StandIn
 from ..registry import backend_for
-from .delegates import BACKEND_IDS, ELSEWHERE, check_cache, check_methods, delegated_calls, elsewhere_remark
-from .fused import EXECUTORCH_ATTENTION, fuse_layers, one_method_suffices
-from .kernels import check_kernels
-from .llm_runner import runner_metadata
-from .lower import lower_programs
-from .options import ExecutorchOptions
+from . import fused_kernels  # noqa: F401  kernels of cache layers, by which bundles describe them
+from .options import ELSEWHERE, ExecutorchOptions
 from .runner import ExecutorchRunner
-from .tied import write_pte
+
+if TYPE_CHECKING:
+    from ...program.program import Program
+    from ...program.spec import ProgramSpec
+    from ..base import ProgramDescription, Runner
 
 FILE = "program.pte"
 
@@ -43,6 +39,8 @@ class ExecutorchBackend:
     options = ExecutorchOptions
 
     def program_spec(self, asked: ProgramSpec, options: ExecutorchOptions) -> ProgramSpec:
+        from .fused import EXECUTORCH_ATTENTION, fuse_layers, one_method_suffices
+
         if options.delegate == "tensorrt":
             return backend_for("tensorrt").program_spec(asked, options)
         # The grouped expert kernels have no ExecuTorch counterpart; batched products do.
@@ -64,16 +62,9 @@ class ExecutorchBackend:
             from .tensorrt_delegate import lower_to_plans
 
             return lower_to_plans(program, folder, FILE, options)
-        delegate = options.delegate
-        check_methods(delegate, program)
-        lowered = _lowered(program, delegate, options.llm_runner)
-        holds = f"methods {', '.join(program.methods)}, weights, one cache"
-        if delegate != "xnnpack":
-            check_cache(delegate, program, lowered)
-            calls = ", ".join(f"{count} in {name}" for name, count in delegated_calls(lowered).items())
-            holds += f"; calls of {BACKEND_IDS[delegate]}: {calls}"
-        write_pte(lowered, folder / FILE)
-        return [LoweredFile(FILE, holds)]
+        from .program_file import write_program
+
+        return [LoweredFile(FILE, write_program(program, folder / FILE, options.delegate, options.llm_runner))]
 
     def open(self, folder: Path, description: ProgramDescription) -> Runner:
         if description.form is Form.EXPLICIT:
@@ -91,32 +82,16 @@ class ExecutorchBackend:
         """The networks of TensorRT plans, on the CPU; for other delegates the XNNPACK lowering of the program."""
         delegate = options.delegate
         if delegate in ELSEWHERE:
+            from .delegates import elsewhere_remark
+            from .program_file import write_program
+
             with tempfile.TemporaryDirectory() as temporary:
                 path = Path(temporary) / FILE
-                write_pte(_lowered(program, "xnnpack", False), path)
+                write_program(program, path)
                 return StandIn(ExecutorchRunner(path, description), elsewhere_remark(delegate))
         from ..tensorrt.target import network_stand_in, program_networks
 
         return network_stand_in(description, program_networks(program, options, in_place=False))
-
-
-def _lowered(program: Program, delegate: str, for_llm_runner: bool) -> ExecutorchProgramManager:
-    with warnings.catch_warnings():
-        # Deprecations inside executorch's own operators and passes, hundreds per export, none of the caller's making.
-        warnings.simplefilter("ignore", FutureWarning)
-        exported = {name: program.export(name) for name in program.methods}
-        metadata = runner_metadata(program, required=for_llm_runner) if "forward" in exported else None
-        try:
-            lowered = lower_programs(exported, metadata, delegate)
-        except ExportableCacheError:
-            raise
-        except Exception as error:  # passes and compilers of ExecuTorch, each with errors of its own
-            raise UnsupportedModelError(
-                f"{type(program.model).__name__} cannot be lowered for ExecuTorch ({told_by(error)}); "
-                "export it for target 'pt2' instead"
-            ) from error
-    check_kernels(lowered)
-    return lowered
 
 
 backend = ExecutorchBackend()

@@ -10,18 +10,23 @@ import base64
 import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.export import Dim, ExportedProgram
+from torch.export import Dim
 
 from ...common.compat.executorch import deserialized_program, edge_config
-from ...program.program import Program
 from ..base import LoweredFile
-from ..tensorrt.record import EngineRecord, details_of
+from ..tensorrt.record import details_of
 from ..tensorrt.target import program_networks, record_of
-from .options import ExecutorchOptions
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
+    from ...program.program import Program
+    from ..tensorrt.record import EngineRecord
+    from .options import ExecutorchOptions
 
 _DELIMITER = "%"
 

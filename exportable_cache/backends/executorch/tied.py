@@ -9,11 +9,12 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-from executorch.exir import ExecutorchProgramManager
+from typing import TYPE_CHECKING, Any
 
 from ...common.compat.executorch import extended_header, flat_program, position_of_field
+
+if TYPE_CHECKING:
+    from executorch.exir import ExecutorchProgramManager
 
 # Of segments, and so of what follows one that is left out.
 _ALIGNMENT = 128

@@ -10,12 +10,15 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from torch.export import ExportedProgram
 
 from ...common.compat.torch import load_pt2, write_pt2
 from ...errors import BundleError
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
 
 SHARED_STATE_FILE = "exportable_cache_shared_state.json"
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
-from torch.export import ExportedProgram
 
 from ...cache.policies import CrossPolicy
 from ...models.cache_factory import ExportableCache, ExportableEncoderDecoderCache
-from ..base import ProgramDescription, empty_layers
+from ..base import empty_layers
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
+    from ..base import ProgramDescription
 
 
 class ResidentRunner:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ...cache.attention.functions import ATTENTION
-from ...program.program import Program
-from ...program.spec import Form, ProgramSpec
-from ..base import LoweredFile, ProgramDescription, Runner
+from ...cache.attention.names import ATTENTION
+from ...program.spec import Form
+from ..base import LoweredFile
 from .archive import read_archive, write_archive
 from .options import Pt2Options
 from .runner import ExplicitRunner, ResidentRunner
+
+if TYPE_CHECKING:
+    from ...program.program import Program
+    from ...program.spec import ProgramSpec
+    from ..base import ProgramDescription, Runner
 
 FILE = "program.pt2"
 

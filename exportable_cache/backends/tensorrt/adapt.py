@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING
 
 from ...cache.layers import CacheLayer, rounding_storage
 from ...errors import UnsupportedModelError
@@ -10,6 +10,9 @@ from ...models.cache_factory import ExportableCache
 from ..probe import probe_attention
 from .attention import is_expressible, sinks_of
 from .kernel import EngineKernel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # No window is as short, so that every layer with keys of its own is a full one.
 _PROBE_LENGTH = 2

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from . import kv_cache_update  # noqa: F401  registers the operator
 from .upstream import (
-    ConversionContext,
     ConverterPriority,
     cast_trt_tensor,
     dynamo_tensorrt_converter,
@@ -17,6 +16,11 @@ from .upstream import (
     set_layer_name,
     trt,
 )
+
+if TYPE_CHECKING:
+    from .upstream import (
+        ConversionContext,
+    )
 
 #: torch dtype -> TensorRT dtype, of everything our programs hold.
 TRT_DTYPES = {

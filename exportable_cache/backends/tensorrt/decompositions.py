@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
-from ...common.compat.torch import OperatorBase
 from .kv_cache_update import scatter_update
+
+if TYPE_CHECKING:
+    from ...common.compat.torch import OperatorBase
 
 
 def scatter_value(x: torch.Tensor, dim: int, index: torch.Tensor, value: float) -> torch.Tensor:

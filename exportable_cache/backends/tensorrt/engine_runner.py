@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from ...errors import BundleError
-from ...program.entry_points import Method
-from ..base import ProgramDescription
-from .record import EngineRecord, Output, records_of
+from .record import records_of
 from .signature import LOGITS, STATE_IN, STATE_OUT
+
+if TYPE_CHECKING:
+    from ...program.entry_points import Method
+    from ..base import ProgramDescription
+    from .record import EngineRecord, Output
 
 
 class ExecutionContext(Protocol):

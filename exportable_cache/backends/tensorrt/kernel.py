@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional as F
 
 from ...cache.component import check_count
 from ...cache.kernel import PORTABLE, Kernel
-from ...cache.layers import CacheLayer
-from ...cache.policies import SlotPolicy
 from ...cache.policies.circular import CircularPolicy, is_one
 from .kv_cache_update import kv_cache_update
+
+if TYPE_CHECKING:
+    from ...cache.layers import CacheLayer
+    from ...cache.policies import SlotPolicy
 
 
 @dataclass(frozen=True)

@@ -7,18 +7,15 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.export import ExportedProgram
-from torch.fx import GraphModule, Node
 
 from ...common.compat.torch_tensorrt import builder_config, construct_network
 from ...errors import UnsupportedModelError, first_line
 from .converters import TORCH_DTYPES
 from .decompositions import decompositions
 from .log import collected_errors
-from .signature import EngineSignature, InputSpec
 from .upstream import (
     DYNAMO_CONVERTERS,
     CompilationSettings,
@@ -31,6 +28,12 @@ from .upstream import (
     torch_tensorrt,
     trt,
 )
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+    from torch.fx import GraphModule, Node
+
+    from .signature import EngineSignature, InputSpec
 
 
 @dataclass(frozen=True)

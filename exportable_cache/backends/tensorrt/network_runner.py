@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
-from ...program.entry_points import Method
 from .evaluator import NetworkEvaluator
-from .network import Network
 from .signature import LOGITS, STATE_IN, STATE_OUT
+
+if TYPE_CHECKING:
+    from ...program.entry_points import Method
+    from .network import Network
 
 
 class NetworkRunner:

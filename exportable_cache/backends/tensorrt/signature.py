@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
-from torch.fx import GraphModule
+from typing import TYPE_CHECKING
 
 from ...common.compat.torch import reset_signature
 from ...errors import UnsupportedModelError
-from ...program.program import Program
+
+if TYPE_CHECKING:
+    import torch
+    from torch.fx import GraphModule
+
+    from ...program.program import Program
 
 #: Inputs that hold state before a step are `cache.layers.0.keys`, the outputs that hold it after are `next.layers.0.keys`.
 STATE_IN, STATE_OUT = "cache.", "next."

@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from ...errors import InputError, UnsupportedModelError, VerificationError
-from ...program.program import Program
-from ...program.spec import Form, ProgramSpec
-from ..base import LoweredFile, ProgramDescription, Runner, StandIn
+from ...program.spec import Form
+from ..base import LoweredFile, StandIn
 from .adapt import engine_layers
 from .attention import TENSORRT_ATTENTION
 from .options import TensorRTOptions
 from .record import EngineRecord, details_of, records_of
 
 if TYPE_CHECKING:
+    from ...program.program import Program
+    from ...program.spec import ProgramSpec
+    from ..base import ProgramDescription, Runner
     from .network import Network
 
 

@@ -19,10 +19,7 @@ from transformers import AttentionInterface
 
 from ...errors import UnsupportedModelError
 from .masks import register_masks
-
-ATTENTION = "exportable_cache"
-MATMUL_ATTENTION = "exportable_cache_matmul"
-ATTENTION_NAMES = (ATTENTION, MATMUL_ATTENTION)
+from .names import ATTENTION, ATTENTION_NAMES, MATMUL_ATTENTION
 
 #: Arguments that models pass for attention that is not the plain kind; `matmul_attention` knows them all.
 EXTRAS = ("softcap", "s_aux", "sinks", "position_bias")

@@ -10,8 +10,10 @@ because TorchDynamo (2.13) traces reads and writes of its attributes, and none o
 from __future__ import annotations
 
 import threading
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 class _Carried(threading.local):

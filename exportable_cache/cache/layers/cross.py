@@ -4,14 +4,16 @@ length.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...errors import InputError
 from ..checks import check_new_states, is_traced
-from ..step import StepContext
 from .layer import CacheLayer
+
+if TYPE_CHECKING:
+    from ..step import StepContext
 
 
 class CrossLayer(CacheLayer):

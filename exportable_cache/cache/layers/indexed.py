@@ -6,17 +6,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...errors import InputError
 from ..component import Component, check_count
 from ..kernel import PORTABLE, StateTensor
-from ..policies import FullPolicy
-from ..step import StepContext
-from ..storage import Storage
-from .layer import CacheLayer, RowSizes
+from .layer import CacheLayer
+
+if TYPE_CHECKING:
+    from ..policies import FullPolicy
+    from ..step import StepContext
+    from ..storage import Storage
+    from .layer import RowSizes
 
 
 @dataclass(frozen=True)

@@ -6,19 +6,23 @@ import copy
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from ...errors import InputError
 from ..checks import check_new_states, check_rollback, check_room, is_traced
-from ..component import Component, check_count
+from ..component import check_count
 from ..kernel import PORTABLE, Kernel, StateTensor
 from ..policies import SlotPolicy
-from ..step import PLAIN, StepContext
+from ..step import PLAIN
 from ..storage import FloatStorage, Storage
 from ..storage.slots import write_slots, write_slots_
+
+if TYPE_CHECKING:
+    from ..component import Component
+    from ..step import StepContext
 
 
 @dataclass(frozen=True)

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...errors import InputError
 from ..component import Component
 from ..kernel import PORTABLE, StateTensor
-from ..policies import RecurrentPolicy, SlotPolicy
-from ..step import StepContext
-from ..storage import Storage
+from ..policies import RecurrentPolicy
 from .carried import carry
-from .layer import CacheLayer, RowSizes
+from .layer import CacheLayer
+
+if TYPE_CHECKING:
+    from ..policies import SlotPolicy
+    from ..step import StepContext
+    from ..storage import Storage
+    from .layer import RowSizes
 
 
 @dataclass(frozen=True)

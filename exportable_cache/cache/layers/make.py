@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...errors import InputError
 from ...pytree import register_node
 from ..policies import CrossPolicy
-from ..storage import Storage
 from .cross import CrossLayer
 from .indexed import IndexedLayer
 from .layer import CacheLayer
 from .linear import LinearLayer
+
+if TYPE_CHECKING:
+    from ..storage import Storage
 
 
 def layer_class(config: Mapping[str, Any]) -> type[CacheLayer]:

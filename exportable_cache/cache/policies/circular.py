@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-
-import torch
+from typing import TYPE_CHECKING
 
 from .policy import SlotPolicy
+
+if TYPE_CHECKING:
+    import torch
 
 
 class CircularPolicy(SlotPolicy):

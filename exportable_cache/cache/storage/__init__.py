@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from ...common.settings import check_choice
 from ..spec import KV_DTYPES
@@ -11,6 +11,9 @@ from .int4 import Int4Storage
 from .int8 import Int8Storage
 from .rounded import RoundedStorage
 from .storage import Part, Storage
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "KV_DTYPES",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from .storage import Part, Storage
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)

@@ -24,14 +24,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
 from torch._ops import OperatorBase, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.export import ExportedProgram
 from torch.utils._pytree import tree_map
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
 
 #: States a fact about sizes: the object itself, which tracers know.
 check = torch._check

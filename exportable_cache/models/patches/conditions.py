@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 from ...cache.attention.masks import position_mask
 from ...cache.layers import CacheLayer
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def over_our_cache(replacement: Callable) -> Callable[[Callable], Callable]:

@@ -6,7 +6,10 @@ TorchDynamo 2.13 does not know the attribute `persistent` that `Module.__setattr
 
 from __future__ import annotations
 
-from torch import nn
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def _with_a_plain_buffer(model: nn.Module) -> None:

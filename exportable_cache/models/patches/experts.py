@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from .conditions import only_traced
 from .patch import Patch
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def mix_experts(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
 from transformers.masking_utils import create_causal_mask
 
 from .conditions import only_traced
 from .patch import Patch
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 
 def _git_text(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from .conditions import over_our_cache, step_mask
 from .patch import Patch
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def _gpt_neo_attention(

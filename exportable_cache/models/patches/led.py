@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from .conditions import over_our_cache, step_mask
 from .patch import Patch
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 
 def _led_attention(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from ..scans import state_space_scan
 from .conditions import over_our_cache
 from .patch import Patch
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def _without_its_check(self: nn.Module, *args: Any, original: Callable, **kwargs: Any) -> Any:

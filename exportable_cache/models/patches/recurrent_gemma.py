@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from ..scans import linear_recurrence
 from .conditions import over_our_cache
 from .patch import Patch
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def _recurrent_block(

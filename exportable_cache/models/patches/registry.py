@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
-from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...errors import UnsupportedModelError
@@ -31,7 +31,12 @@ from . import (
     state_space,
     xmod,
 )
-from .patch import ORIGINAL, Patch
+from .patch import ORIGINAL
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from .patch import Patch
 
 _FAMILIES = (
     ctrl,

@@ -13,12 +13,14 @@ sines instead of complex numbers, and the function rotates by them; not traced, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from .patch import Patch
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def _cosines_and_sines(original: Callable) -> Callable:

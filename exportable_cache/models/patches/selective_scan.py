@@ -7,13 +7,14 @@ not supported by the kernel path".
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from ...cache.layers.carried import take_carried
 from ..scans import selective_scan
 from .patch import Patch
+
+if TYPE_CHECKING:
+    import torch
 
 
 def _selective_scan(original: Callable) -> Callable:

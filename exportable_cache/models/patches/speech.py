@@ -19,14 +19,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from ...common.compat.transformers import output_lengths_of_mask, output_lengths_of_samples
 from .conditions import over_our_cache
 from .patch import Patch
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 class _Masks(threading.local):

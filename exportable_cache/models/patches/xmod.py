@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from .conditions import only_traced
 from .patch import Patch
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def _language_adapter(

@@ -6,10 +6,11 @@ added behind each of the first layers, zeros for text. So every chunk of a promp
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from transformers import PreTrainedModel
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
 
 
 class EveryToken:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
 from torch import nn
-from transformers import PreTrainedModel
 
 from ...common.named_forward import name_forward
 from ...common.tensor_spec import TensorSpec
-from ...models.encoder import ENCODER_LENGTH, Encoder, run_encoder
+from ...models.encoder import ENCODER_LENGTH, run_encoder
 from ..entry_points import Method
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from ...models.encoder import Encoder
 
 
 def encode_method(encoder: Encoder) -> Method:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...errors import InputError
-from ...models.cache_factory import ExportableEncoderDecoderCache
-from ...models.encoder import ENCODER_LENGTH, Encoder, EncoderStates
+from ...models.encoder import ENCODER_LENGTH, EncoderStates
 from ..entry_points import Method, methods_for
 from ..spec import ProgramSpec
 from .encoder import encode_method
+
+if TYPE_CHECKING:
+    from ...models.cache_factory import ExportableEncoderDecoderCache
+    from ...models.encoder import Encoder
 
 
 def seq2seq_methods(cache: ExportableEncoderDecoderCache, spec: ProgramSpec | None = None) -> dict[str, Method]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 #: Model types whose encoder takes patches [patches, values] and a grid, and whose positions have three axes.
 BY_GRID = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")

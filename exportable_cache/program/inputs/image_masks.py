@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import torch
-from transformers import PreTrainedConfig
 from transformers.masking_utils import create_causal_mask, sliding_window_overlay
 
-from ...models.cache_factory import ExportableCache
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig
+
+    from ...models.cache_factory import ExportableCache
 
 
 def image_masks(

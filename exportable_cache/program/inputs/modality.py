@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import PreTrainedModel
 
 from ...common.named_forward import name_forward
 from ...common.tensor_spec import TensorSpec
 from ...errors import InputError, UnsupportedModelError
 from ..entry_points import Method
 from .grid import BY_GRID, grid_constants, grid_for, patch_values
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 IMAGE, AUDIO = "image", "audio"
 # Model types whose decoder needs, besides embeddings, at most what `Modality` tells it.

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from ...common.tensor_spec import TensorSpec
 from ...errors import InputError
 from ..entry_points import ROPE_DELTAS, Method, text_inputs
-from .modality import AUDIO, IMAGE, Modality
+from .modality import AUDIO, IMAGE
+
+if TYPE_CHECKING:
+    from .modality import Modality
 
 #: Rotary positions (time, height, width) of each token of a step.
 POSITIONS = TensorSpec("position_ids", "int64", (3, "batch", "length"))

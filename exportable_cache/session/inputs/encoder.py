@@ -9,11 +9,12 @@ import torch
 from torch.nn import functional as F
 
 from ...errors import InputError
-from ...models.cache_factory import ExportableEncoderDecoderCache
-from ...program.entry_points import Method
-from ..checks import ProgramLimits, check_ids
+from ..checks import check_ids
 
 if TYPE_CHECKING:
+    from ...models.cache_factory import ExportableEncoderDecoderCache
+    from ...program.entry_points import Method
+    from ..checks import ProgramLimits
     from ..program_stepper import ProgramStepper
     from ..sequence_state import SequenceState
 

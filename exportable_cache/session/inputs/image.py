@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import InputError
-from ...program.entry_points import Method
 from ...program.inputs.multimodal import IMAGE_IDS, POSITIONS
 from .image_places import image_ids, placed_images, rope_positions, whole_chunks
 from .items import ItemStage
-from .stage import Prompt, Steps
 
 if TYPE_CHECKING:
+    from ...program.entry_points import Method
     from ..program_stepper import ProgramStepper
+    from .stage import Prompt, Steps
 
 _MASK = "pixel_attention_mask"
 _GRID = "image_grid_thw"

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import BundleError, InputError
-from ...program.entry_points import Method
-from .stage import Prompt, Steps
 
 if TYPE_CHECKING:
+    from ...program.entry_points import Method
     from ..program_stepper import ProgramStepper
+    from .stage import Prompt, Steps
 
 
 class ItemStage:

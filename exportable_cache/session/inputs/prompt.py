@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import ProcessorMixin
 
 from ...errors import InputError, first_line
-from ...program.entry_points import Method
 from ...program.inputs.modality import AUDIO, IMAGE
 from .media_files import read_image, read_sound
+
+if TYPE_CHECKING:
+    from transformers import ProcessorMixin
+
+    from ...program.entry_points import Method
 
 # Attributes of processors: what stands for one item in a prompt.
 _MARKERS = {IMAGE: ("boi_token", "image_token"), AUDIO: ("audio_token",)}

@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-
-from ..token_rows import TokenRows
-from .image_places import PlacedImages
-
 if TYPE_CHECKING:
+    import torch
+
     from ..program_stepper import ProgramStepper
+    from ..token_rows import TokenRows
+    from .image_places import PlacedImages
 
 
 @dataclass(frozen=True)

@@ -8,17 +8,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import InputError
-from ...program.entry_points import Method
-from ..checks import ProgramLimits
 from ..token_rows import TokenRows
 from .encoder import EncoderStage
 from .image import ImageStage
 from .items import ItemStage
-from .stage import InputStage, Prompt, Steps
+from .stage import Prompt, Steps
 
 if TYPE_CHECKING:
+    from ...program.entry_points import Method
+    from ..checks import ProgramLimits
     from ..program_stepper import ProgramStepper
     from ..sequence_state import SequenceState
+    from .stage import InputStage
 
 _IMAGE = "encode_image"
 # What processors give beside the main inputs, and says which tokens stand for something else.

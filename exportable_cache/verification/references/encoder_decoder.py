@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers import DynamicCache, EncoderDecoderCache
 
-from ...program.entry_points import Method
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ...program.entry_points import Method
 
 
 def random_inputs(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from transformers import DynamicCache
 
-from ...cache.storage import Storage
+if TYPE_CHECKING:
+    import torch
+
+    from ...cache.storage import Storage
 
 
 class RoundingCache(DynamicCache):

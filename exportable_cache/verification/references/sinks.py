@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import DynamicCache, PreTrainedConfig
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from ...cache.spec import Sinks
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from ...cache.spec import Sinks
 
 
 class EvictingLayer(DynamicLayer):

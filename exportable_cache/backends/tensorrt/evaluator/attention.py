@@ -7,11 +7,14 @@ own; query heads share key and value heads in consecutive groups; a bool mask is
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .layer import Compute, NetworkLayer, attribute_names, check_attributes, layer_kind
+from .layer import attribute_names, check_attributes, layer_kind
+
+if TYPE_CHECKING:
+    from .layer import Compute, NetworkLayer
 
 # `decomposable` decides which kernels run, not what they compute.
 _HONOURED = (

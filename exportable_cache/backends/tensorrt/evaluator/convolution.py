@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch.nn import functional as F
 
 from .dtypes import widened
-from .layer import Compute, NetworkLayer, layer_kind
+from .layer import layer_kind
+
+if TYPE_CHECKING:
+    from .layer import Compute, NetworkLayer
 
 _CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 

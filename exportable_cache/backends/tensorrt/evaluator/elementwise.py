@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
 from .dtypes import widened
-from .layer import Compute, NetworkLayer, layer_kind
+from .layer import layer_kind
+
+if TYPE_CHECKING:
+    from .layer import Compute, NetworkLayer
 
 
 def _divide(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

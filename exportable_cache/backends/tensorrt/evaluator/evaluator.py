@@ -6,13 +6,16 @@ import sys
 from collections import Counter
 from collections.abc import Mapping
 from graphlib import TopologicalSorter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ....errors import InputError, VerificationError
 from .kv_cache import check_aliases
-from .layer import KINDS, NetworkLayer, TensorSpec, read_layer, read_tensor
+from .layer import KINDS, read_layer, read_tensor
+
+if TYPE_CHECKING:
+    from .layer import NetworkLayer, TensorSpec
 
 
 class NetworkEvaluator:

@@ -5,10 +5,15 @@ An index that TensorRT leaves undefined is an error: beyond the dimension, or ne
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from .dtypes import torch_dtype
-from .layer import Compute, NetworkLayer, layer_kind
+from .layer import layer_kind
+
+if TYPE_CHECKING:
+    from .layer import Compute, NetworkLayer
 
 
 def _checked(layer: NetworkLayer, index: torch.Tensor, length: int, static: bool) -> torch.Tensor:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from ....errors import VerificationError
 from .dtypes import torch_dtype
+
+if TYPE_CHECKING:
+    import torch
 
 #: What a layer computes: its input tensors, None where one is absent, to its one output or its several ones.
 Compute = Callable[..., "torch.Tensor | tuple[torch.Tensor, ...]"]

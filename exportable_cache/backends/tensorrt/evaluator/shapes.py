@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from .layer import Compute, NetworkLayer, layer_kind
+from .layer import layer_kind
+
+if TYPE_CHECKING:
+    from .layer import Compute, NetworkLayer
 
 
 @layer_kind("SHAPE", "IShapeLayer")

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from .layer import Compute, NetworkLayer, layer_kind
+from .layer import layer_kind
+
+if TYPE_CHECKING:
+    from .layer import Compute, NetworkLayer
 
 _MODES = ("STRICT_BOUNDS", "WRAP", "CLAMP", "FILL", "REFLECT")
 

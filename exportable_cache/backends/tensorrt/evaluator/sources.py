@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from .dtypes import torch_dtype
-from .layer import Compute, NetworkLayer, layer_kind
+from .layer import layer_kind
+
+if TYPE_CHECKING:
+    from .layer import Compute, NetworkLayer
 
 
 @layer_kind("CONSTANT", "IConstantLayer", honours=("weights", "shape"), inputs=(0, 0))

@@ -1,0 +1,144 @@
+"""Writing the folder that an export makes: a new folder in place of none, and what goes in beside the program."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..backends.registry import backend_for
+from ..common.files import PARTIAL, atomic_folder
+from ..common.progress import Progress, silent
+from ..errors import BundleError
+from ..program.inputs.multimodal import kinds_taken
+from .bundle import PROCESSOR, TOKENIZER_FOLDER, Bundle
+from .describe import Provenance, config_fields, describe, generation_config_fields
+from .digests import sha256_of
+from .manifest import MANIFEST_FILE, File
+
+if TYPE_CHECKING:
+    from ..backends.base import LoweredFile
+    from ..models.loading import LoadedModel
+    from ..program.program import Program
+
+
+def check_free(path: Path, overwrite: bool) -> None:
+    """Refuse a folder that exists, unless it is empty, or a bundle that may be overwritten, and one that cannot be created.
+
+    A folder is created beside it, or in the nearest parent that exists, and removed again: permissions alone do not
+    tell, neither to root nor on file systems that are no storage.
+
+    Raises:
+        BundleError: If it may not be written to.
+    """
+    try:
+        _check_unused(path, overwrite)
+        # Where a link leads: that is the folder to be replaced.
+        real = Path(os.path.realpath(path))
+        parent = next(parent for parent in real.parents if parent.exists())
+        if not parent.is_dir():
+            raise BundleError(f"cannot write {path}: {parent} is no folder one may write to; choose another")
+        os.rmdir(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=PARTIAL, dir=parent))
+    except (OSError, ValueError) as error:
+        raise _cannot_write(path, error) from error
+
+
+def _cannot_write(path: Path, error: Exception) -> BundleError:
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return BundleError(f"cannot write {path}: {reason}; choose a folder one may write to")
+
+
+def _check_unused(path: Path, overwrite: bool) -> None:
+    if path.is_dir():
+        if not any(path.iterdir()):
+            return
+        if not (path / MANIFEST_FILE).is_file():
+            raise BundleError(f"{path} exists and is no bundle, so it is never overwritten; choose another folder")
+        if not overwrite:
+            raise BundleError(f"{path} exists; choose another folder, or overwrite it (overwrite=True, --overwrite)")
+    elif path.exists() or path.is_symlink():
+        raise BundleError(f"{path} exists and is no folder; choose another one")
+
+
+@contextmanager
+def new_folder(path: Path, overwrite: bool) -> Iterator[Path]:
+    """A temporary folder that becomes `path` when the block ends well, and is removed when it does not.
+
+    Raises:
+        BundleError: If `path` may not be written to, see `check_free`, now or at the end of the block, or the temporary
+            folder cannot be created.
+    """
+    check_free(path, overwrite)
+    # A link is followed first: renaming onto it would replace the link.
+    path = Path(os.path.realpath(path))
+    with ExitStack() as stack:
+        try:
+            folder = stack.enter_context(atomic_folder(path))
+        except OSError as error:
+            raise _cannot_write(path, error) from error
+        yield folder
+        check_free(path, overwrite)
+
+
+def write_bundle(
+    folder: Path,
+    program: Program,
+    lowered: Sequence[LoweredFile],
+    *,
+    provenance: Provenance,
+    loaded: LoadedModel,
+    progress: Progress = silent,
+) -> Bundle:
+    """Add configs and tokenizer to the lowered files and describe them all.
+
+    The manifest is not written, so that nothing loads until the caller has checked the bundle: `bundle.manifest.write`.
+
+    Args:
+        folder: Where the backend has written `lowered`.
+        program: What was lowered.
+        provenance: Of it.
+        loaded: What it was made from: its tokenizer is saved with the chat template; its processor's files are copied
+            beside it, where there is one and the program takes more than text.
+        progress: Told about bytes read.
+    """
+    tokenizer = loaded.tokenizer
+    holds = {file.name: file.holds for file in lowered}
+    details = {file.name: dict(file.details) for file in lowered}
+    configs = {
+        "config.json": ("model config", config_fields(program.model)),
+        "generation_config.json": ("generation defaults", generation_config_fields(program.model)),
+    }
+    for name, (what, fields) in configs.items():
+        (folder / name).write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        holds[name] = what
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder / TOKENIZER_FOLDER)
+        for path in loaded.processor_files if set(kinds_taken(program.methods)) != {"text"} else ():
+            shutil.copyfile(path, folder / TOKENIZER_FOLDER / path.name)
+            holds[f"{TOKENIZER_FOLDER}/{path.name}"] = PROCESSOR
+    files = {}
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    total, done = sum(path.stat().st_size for path in paths), 0
+    for path in paths:
+        name = path.relative_to(folder).as_posix()
+        size = path.stat().st_size
+        files[name] = File(
+            sha256=sha256_of(path, progress, done, total),
+            bytes=size,
+            holds=holds.get(name, "tokenizer"),
+            details=details.get(name, {}),
+        )
+        done += size
+    manifest = describe(
+        program,
+        provenance,
+        packages=tuple(backend_for(provenance.target).packages),
+        tokenizer=None if tokenizer is None else type(tokenizer).__name__,
+        files=files,
+    )
+    return Bundle(folder, manifest)

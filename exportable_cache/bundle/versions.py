@@ -1,0 +1,47 @@
+"""Versions of the packages that a bundle depends on, and the check that they are those it was made with."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+from ..errors import BundleError
+
+if TYPE_CHECKING:
+    from .manifest import Manifest
+
+_PACKAGES = ("exportable-cache", "torch", "transformers")
+
+
+def installed_versions(packages: tuple[str, ...] = ()) -> dict[str, str]:
+    """Versions of Python, of the packages every program depends on, and of `packages`, where installed."""
+    versions = {"python": platform.python_version()}
+    for name in dict.fromkeys((*_PACKAGES, *packages)):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def check_versions(manifest: Manifest, packages: Sequence[str]) -> None:
+    """Refuse a bundle that was made with other versions of `packages` than those installed.
+
+    Raises:
+        BundleError: If one differs; a build label, such as `+cpu`, makes no other version.
+    """
+    installed = installed_versions(tuple(packages))
+    for name in packages:
+        recorded, found = manifest.packages.get(name), installed.get(name)
+        if recorded is None or found is None or _public(recorded) != _public(found):
+            remedy = f"install {name}=={_public(recorded)}, " if recorded else ""
+            raise BundleError(
+                f"the bundle was made with {name} {recorded or '(not recorded)'}, installed is {found or 'none'}; "
+                f"{remedy}export the model again, or try anyway with check_versions=False (--ignore-versions)"
+            )
+
+
+def _public(version: str) -> str:
+    return version.partition("+")[0]
