@@ -8,13 +8,8 @@ import torch
 from exportable_cache import ExportableCache, Session, export
 from exportable_cache.bundle.manifest import Manifest
 from exportable_cache.errors import InputError, UnsupportedModelError
-from exportable_cache.models.quantization import (
-    Quantization,
-    check_quantizable,
-    is_tied,
-    quantize,
-    rounding_sensitivity,
-)
+from exportable_cache.models.quantization import check_quantizable, is_tied, quantize, rounding_sensitivity
+from exportable_cache.models.quantization_spec import Quantization
 from exportable_cache.verification.tolerance import tolerance_of
 from exportable_cache.verification.verify import verify, verify_session
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from exportable_cache import load
-from exportable_cache.models.quantization import Quantization, quantize
+from exportable_cache.models.quantization import quantize
+from exportable_cache.models.quantization_spec import Quantization
 from exportable_cache.verification.tolerance import tolerance_of
 from exportable_cache.verification.verify import verify_session
 
