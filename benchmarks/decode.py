@@ -3,8 +3,9 @@
     python benchmarks/decode.py                       # 110M parameters, cache of 1024, positions 100 and near the end
     python benchmarks/decode.py --max-cache-len 4096 --json results.json
 
-Rounds are interleaved: each round times a few steps of every form in turn, so that a slow moment of the machine falls on
-all of them. Decode does not depend on what the cache holds, only on the position, so positions are set, not generated.
+Rounds are interleaved: each round times a few steps of every form in turn, so that a slow moment of the machine falls
+on all of them. Decode does not depend on what the cache holds, only on the position, so positions are set, not
+generated.
 """
 
 from __future__ import annotations

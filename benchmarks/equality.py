@@ -1,4 +1,5 @@
-"""Largest |logit difference| to the eager model with `DynamicCache`, by family and target, as the equality tests see it.
+"""Largest |logit difference| to the eager model with `DynamicCache`, by family and target, as the equality tests see
+it.
 
     python -m benchmarks.equality          # from the repository's root: it shares the tests' models and oracle
 

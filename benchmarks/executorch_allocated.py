@@ -1,10 +1,11 @@
-"""What slots that are not filled cost: builds of one model with caches of several sizes, at the same position in one run.
+"""What slots that are not filled cost: builds of one model with caches of several sizes, at the same position in one
+run.
 
     python benchmarks/executorch_speed.py --model llama-110m --form ours        # builds them
     python benchmarks/executorch_allocated.py
 
-Also prints the peak memory of each `.pte` in a process that runs it as it is, without this package: what ExecuTorch's own file is
-measured in, too.
+Also prints the peak memory of each `.pte` in a process that runs it as it is, without this package: what ExecuTorch's
+own file is measured in, too.
 """
 
 from __future__ import annotations

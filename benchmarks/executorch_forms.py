@@ -1,4 +1,5 @@
-"""What benchmarks/executorch_speed.py compares: two random models, and how each way to ExecuTorch makes its files of them.
+"""What benchmarks/executorch_speed.py compares: two random models, and how each way to ExecuTorch makes its files of
+them.
 
     python benchmarks/executorch_forms.py FORM MODEL CACHE FOLDER      # what the benchmark runs, one process per build
 
@@ -117,7 +118,9 @@ def exporter(name: str, cache: int, folder: Path) -> dict:
 
 
 def executorch_llama(name: str, cache: int, folder: Path, *settings: str) -> dict:
-    """ExecuTorch's own Llama export, `executorch.extension.llm.export.export_llm`, with its fused operators and more settings."""
+    """ExecuTorch's own Llama export, `executorch.extension.llm.export.export_llm`, with its fused operators and more
+    settings.
+    """
     sizes = {"llama-110m": LLAMA, "llama-tiny": TINY}[name]
     params = {
         "dim": sizes["hidden_size"],
@@ -141,7 +144,8 @@ def executorch_llama(name: str, cache: int, folder: Path, *settings: str) -> dic
         "hydra.run.dir=.",
         *settings,
     ]
-    # In a folder whose name ends in "executorch" its model factory (1.4.1) imports `examples`, which is no package by that name.
+    # In a folder whose name ends in "executorch" its model factory (1.4.1) imports `examples`, which is no package by
+    # that name.
     work = folder / "work"
     work.mkdir()
     subprocess.run(command, cwd=work, check=True)

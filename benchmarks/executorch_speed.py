@@ -1,17 +1,18 @@
 """ExecuTorch programs of one model from every exporter, built and timed side by side: ratios are what counts.
 
-    python benchmarks/executorch_speed.py --plot docs/executorch.svg    # Llama 110M and a hybrid, caches of 512 to 32768
+    python benchmarks/executorch_speed.py --plot docs/executorch.svg    # Llama 110M and a hybrid, caches to 32768
     python benchmarks/executorch_speed.py --quick                       # Llama 110M, cache 512
     python benchmarks/executorch_speed.py --model llama-110m --cache 4096 --form ours --form executorch
 
-Builds stay in the folder and are taken up by the next run; delete a build's folder to make it again. Results stay there too: a
-run replaces those of the forms that it timed, and prints all, so that the whole can be done in parts. Forms are compared with the
-first of their own run, so each part should begin with `--form ours`. All forms of a run are in memory at once.
+Builds stay in the folder and are taken up by the next run; delete a build's folder to make it again. Results stay there
+too: a run replaces those of the forms that it timed, and prints all, so that the whole can be done in parts. Forms are
+compared with the first of their own run, so each part should begin with `--form ours`. All forms of a run are in memory
+at once.
 
-Every build is timed in a process of its own, for programs in one process change each other's speed by a tenth, by the order they
-were loaded in. Rounds are interleaved all the same: one process works while the others wait, so that a slow moment of the machine
-falls on all.
-On a loaded machine take `--clock cpu --threads 1`: processor time does not count what others take.
+Every build is timed in a process of its own, for programs in one process change each other's speed by a tenth, by the
+order they were loaded in. Rounds are interleaved all the same: one process works while the others wait, so that a slow
+moment of the machine falls on all. On a loaded machine take `--clock cpu --threads 1`: processor time does not count
+what others take.
 """
 
 from __future__ import annotations

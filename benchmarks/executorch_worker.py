@@ -2,8 +2,8 @@
 
     python benchmarks/executorch_worker.py FOLDER
 
-Each line of standard input is a request, `decode POSITION STEPS` or `prefill LENGTH STEPS`; each line of standard output the
-answer: milliseconds of wall and of processor time per step, and the peak of resident memory in MB so far.
+Each line of standard input is a request, `decode POSITION STEPS` or `prefill LENGTH STEPS`; each line of standard
+output the answer: milliseconds of wall and of processor time per step, and the peak of resident memory in MB so far.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ def forward(folder: Path, run: dict) -> Step:
 
 
 def stateful(folder: Path, run: dict) -> Step:
-    """A `.pte` that counts its own position; it is loaded anew when full, untimed. Its cost is the same at every position."""
+    """A `.pte` that counts its own position; it is loaded anew when full, untimed.
+
+    Its cost is the same at every position.
+    """
     state = {"method": load_method(folder / "program.pte"), "used": 0}
 
     def step(count: int, position: int) -> None:

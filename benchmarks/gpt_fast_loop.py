@@ -1,5 +1,6 @@
-"""A decode step in the manner of gpt-fast (github.com/meta-pytorch/gpt-fast), for comparison: a Llama of its own in plain
-torch, query, key and value projections in one product, a static cache read whole under a mask, compiled as one graph.
+"""A decode step in the manner of gpt-fast (github.com/meta-pytorch/gpt-fast), for comparison: a Llama of its own in
+plain torch, query, key and value projections in one product, a static cache read whole under a mask, compiled as one
+graph.
 
 It takes the weights of a transformers Llama, so that its logits can be checked against that model's.
 """

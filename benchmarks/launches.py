@@ -2,8 +2,9 @@
 
     python benchmarks/launches.py                                      # the demo model, and a smaller one of two layers
 
-Answers are generated in turns, round by round, so that a slow moment of the machine falls on all forms; every form must give
-the same tokens. What a launch saves is the work outside of the graph: it is the same per step whatever the model's size.
+Answers are generated in turns, round by round, so that a slow moment of the machine falls on all forms; every form must
+give the same tokens. What a launch saves is the work outside of the graph: it is the same per step whatever the model's
+size.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ def main(
             gain = statistics.median(one / other for one, other in zip(seconds[1], seconds[form], strict=True))
             ms = 1000 * statistics.median(seconds[form])
             print(
-                f"{name}: {form} per launch, {ms:.3f} ms per token, {gain:.2f}x, first answer after {first[form]:.0f} s",
+                f"{name}: {form} per launch, {ms:.3f} ms per token, {gain:.2f}x, "
+                f"first answer after {first[form]:.0f} s",
                 flush=True,
             )
 

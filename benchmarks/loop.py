@@ -1,14 +1,15 @@
 """The compiled decoding loop beside its alternatives and beside what the memory allows, in one run on one machine.
 
     python benchmarks/loop.py --quick                                  # 110M Llama, batch 1
-    python benchmarks/loop.py --plot loop.svg --json loop.json         # everything; the better part of an hour on 2 cores
+    python benchmarks/loop.py --plot loop.svg --json loop.json         # everything; most of an hour on 2 cores
 
-Forms: transformers' own step with `DynamicCache` in eager mode, which is what `generate` runs; its `StaticCache` compiled;
-a loop in the manner of gpt-fast (Llamas only); ours, compiled, read by length buckets. The bound is the time it takes to
-read every weight and the filled cache once at the bandwidth that a large copy reaches here; a copy reads and writes.
+Forms: transformers' own step with `DynamicCache` in eager mode, which is what `generate` runs; its `StaticCache`
+compiled; a loop in the manner of gpt-fast (Llamas only); ours, compiled, read by length buckets. The bound is the time
+it takes to read every weight and the filled cache once at the bandwidth that a large copy reaches here; a copy reads
+and writes.
 
-Rounds are interleaved, so that a slow moment of the machine falls on all forms. Positions are set, not generated: what a
-step costs depends on the position and not on what the cache holds. Every form is checked first, on a short sequence.
+Rounds are interleaved, so that a slow moment of the machine falls on all forms. Positions are set, not generated: what
+a step costs depends on the position and not on what the cache holds. Every form is checked first, on a short sequence.
 """
 
 from __future__ import annotations
@@ -200,7 +201,10 @@ def measure(
     """Time every form of one model at one batch size."""
     torch._dynamo.reset()
     model, tokens = random_model(name, length), torch.randint(0, 32000, (batch, 1))
-    again = lambda: _copy(model)
+
+    def again():
+        return _copy(model)
+
     forms: dict[str, Step] = {DYNAMIC: dynamic_step(model, tokens)}
     forms[STATIC] = static_step(again(), tokens, length)
     if name.startswith("llama"):
@@ -222,7 +226,8 @@ def measure(
                     step(position)
                 except Exception as error:  # transformers' own compiled sliding layers stop at the recompile limit
                     console.print(
-                        f"{form} fails at position {position}: {type(error).__name__}: {str(error).splitlines()[0][:120]}"
+                        f"{form} fails at position {position}: {type(error).__name__}: "
+                        f"{str(error).splitlines()[0][:120]}"
                     )
                     del forms[form]
             times: dict[str, list[float]] = {form: [] for form in forms}

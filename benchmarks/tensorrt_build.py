@@ -1,4 +1,5 @@
-"""How long and how much memory TensorRT takes to build both methods of a model of a few hundred MB, on a machine without a GPU.
+"""How long and how much memory TensorRT takes to build both methods of a model of a few hundred MB, on a machine
+without a GPU.
 
 python benchmarks/tensorrt_build.py --layers 12 --hidden 896
 """
@@ -50,7 +51,8 @@ def main() -> None:
     print(f"weights {size / 1e6:.0f} MB, float16, {arguments.layers} layers")
     print(f"{', '.join(f'{name} {size / 1e6:.0f} MB' for name, size in plans.items())}")
     print(
-        f"both built in {wall:.0f} s ({cpu:.0f} s of processor time), peak memory {peak / 1e9:.1f} GB, of it the model {size / 1e9:.1f}"
+        f"both built in {wall:.0f} s ({cpu:.0f} s of processor time), peak memory {peak / 1e9:.1f} GB, of it the "
+        f"model {size / 1e9:.1f}"
     )
 
 

@@ -1,11 +1,13 @@
-"""How far TensorRT networks in half precision are from the model, and how far the model itself is from its float32 self.
+"""How far TensorRT networks in half precision are from the model, and how far the model itself is from its float32
+self.
 
-    python -m benchmarks.tensorrt_precision          # from the repository's root: it shares the tests' models and oracle
+    python -m benchmarks.tensorrt_precision    # from the repository's root: it shares the tests' models and oracle
 
-Tiny random models with a window of 8, all experts active; prompts of 5 and 20 random tokens, 24 decode steps after each, three
-seeds. Three sets of logits, fed the same tokens: the eager model over `DynamicCache`; the networks that TensorRT compiles, by the
-reference evaluator; and the eager model in float32 with the very weights of the half-precision one. Where the networks are no
-farther from float32 than the eager model is, what separates the two is rounding on both sides.
+Tiny random models with a window of 8, all experts active; prompts of 5 and 20 random tokens, 24 decode steps after
+each, three seeds. Three sets of logits, fed the same tokens: the eager model over `DynamicCache`; the networks that
+TensorRT compiles, by the reference evaluator; and the eager model in float32 with the very weights of the
+half-precision one. Where the networks are no farther from float32 than the eager model is, what separates the two is
+rounding on both sides.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def logits_of(family: str, dtype: torch.dtype, seeds: range) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits of the network, of the eager model, and of the eager model in float32: each [positions, vocab], float32."""
+    """Logits of the network, of the eager model, and of the eager model in float32: each [positions,
+    vocab], float32.
+    """
     from exportable_cache.backends.tensorrt.target import engine_networks
 
     model = engine_model(family, dtype, **EVERY_EXPERT.get(family, {}))

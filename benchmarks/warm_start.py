@@ -2,8 +2,8 @@
 
     python benchmarks/warm_start.py                     # the 110M Llama of benchmarks/loop.py, cache of 4096
 
-Ready means that `Session.warm_up` has returned: every method of every length bucket has run, choosing tokens included. Each
-start is a process of its own; the model's construction is not counted.
+Ready means that `Session.warm_up` has returned: every method of every length bucket has run, choosing tokens included.
+Each start is a process of its own; the model's construction is not counted.
 """
 
 from __future__ import annotations

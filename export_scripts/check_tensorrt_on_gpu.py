@@ -10,8 +10,8 @@ Needs one of the extras `tensorrt` and `tensorrt-rtx`, and torch with CUDA. It s
 - aliases: the engine itself names the same pairs of inputs and outputs as the manifest, bound to one address;
 - in place: a decode step changes one slot of each cache, the one it should, and no other byte of it;
 
-and prints tokens per second beside eager, `torch.compile` and CUDA graphs. It exits with 1 if anything failed, and with 2
-where there is no GPU.
+and prints tokens per second beside eager, `torch.compile` and CUDA graphs. It exits with 1 if anything failed, and with
+2 where there is no GPU.
 """
 
 from __future__ import annotations
@@ -124,7 +124,8 @@ def check_in_place(session: Session, checks: Checks) -> None:
     _wait()
     wrong = []
     for name, tensor in state.items():
-        # [batch, heads, slots, dim]: a full layer writes slot `length`, a ring that modulo its capacity, and none a null slot.
+        # [batch, heads, slots, dim]: a full layer writes slot `length`, a ring that modulo its capacity, and none a
+        # null slot.
         changed = (tensor != before[name]).any(-1).any(1).any(0).nonzero().flatten().tolist()
         capacity = session.layers[int(name.split(".")[-2])].capacity
         if changed != [length % capacity]:
@@ -208,7 +209,9 @@ def engine_step(runner: Any, captured: bool) -> Step:
 
 
 def forms_of(path: str, dtype: str | None, max_cache_len: int, engines: Any) -> dict[str, Step]:
-    """Each way of decoding, over two copies of the model on the GPU: a runner of ours keeps the one that it switched."""
+    """Each way of decoding, over two copies of the model on the GPU: a runner of ours keeps the one
+    that it switched.
+    """
     theirs, ours = (load_model(path, dtype).model.to("cuda") for _ in range(2))
     return {
         "transformers eager, DynamicCache": dynamic_step(theirs),

@@ -1,4 +1,7 @@
-"""The errors users see. Each message names the value, the limit and the remedy; the command line exits with 2 on them."""
+"""The errors users see.
+
+Each message names the value, the limit and the remedy; the command line exits with 2 on them.
+"""
 
 
 class ExportableCacheError(Exception):

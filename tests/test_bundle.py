@@ -75,7 +75,8 @@ def refused(folder: Path, *parts: str, error: type[Exception] = BundleError, **o
     assert all(part in message for part in parts), message
 
 
-# -- what is recorded ---------------------------------------------------------------------------------------------------
+# -- what is recorded
+# ---------------------------------------------------------------------------------------------------
 
 
 def test_manifest_records_the_program(original: Path, model: Any) -> None:
@@ -193,7 +194,8 @@ def test_description_rebuilds_what_the_runner_needs(original: Path) -> None:
     assert description.layers[0]["tensors"]["keys"] == {"shape": [1, 2, WINDOW, 8], "dtype": "float32"}
 
 
-# -- opening ------------------------------------------------------------------------------------------------------------
+# -- opening
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_load_gives_a_session_that_agrees(original: Path, model: Any) -> None:
@@ -232,7 +234,8 @@ def test_without_tokenizer_ids_work_and_text_is_refused(model: Any, tmp_path: Pa
         session.generate_text("hi")
 
 
-# -- refusals -----------------------------------------------------------------------------------------------------------
+# -- refusals
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_no_folder(tmp_path: Path) -> None:
@@ -289,7 +292,8 @@ DAMAGE: dict[str, tuple[Callable[[dict], Any], str]] = {
     ),
     "one tensor of another capacity": (
         lambda fields: fields["layers"][1]["tensors"]["values"]["shape"].__setitem__(2, CAPACITY + 16),
-        f"layers.1: tensors.values.shape: capacity is {CAPACITY + 16}, it is {CAPACITY} by the policy or in another tensor",
+        f"layers.1: tensors.values.shape: capacity is {CAPACITY + 16}, it is {CAPACITY} by the policy or in another "
+        "tensor",
     ),
     "no keys": (
         lambda fields: fields["layers"][1]["tensors"].pop("keys"),
@@ -297,7 +301,8 @@ DAMAGE: dict[str, tuple[Callable[[dict], Any], str]] = {
     ),
     "other dims": (
         lambda fields: fields["layers"][1]["tensors"]["keys"]["dims"].reverse(),
-        "layers.1: tensors.keys.dims: are head_dim, capacity, num_heads, batch_size, those of a layer of full are batch_size",
+        "layers.1: tensors.keys.dims: are head_dim, capacity, num_heads, batch_size, those of a layer of full are "
+        "batch_size",
     ),
     "fewer dims": (
         lambda fields: fields["layers"][1]["tensors"]["keys"]["dims"].pop(),
@@ -453,7 +458,8 @@ def test_a_layer_of_a_kernel_that_the_target_brings_is_checked_then(
         Session.from_bundle(bundle)
 
 
-# -- folders ------------------------------------------------------------------------------------------------------------
+# -- folders
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:

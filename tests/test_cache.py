@@ -1,4 +1,6 @@
-"""The cache as transformers sees it: in a model call, in `generate`, in somebody's own loop; its state and its limits."""
+"""The cache as transformers sees it: in a model call, in `generate`, in somebody's own loop; its
+state and its limits.
+"""
 
 import json
 
@@ -133,7 +135,8 @@ def test_padded_rows_equal_the_rows_alone(family: str, side: str) -> None:
                 got[row].append(output[row, -1])
     compared = steps + 1
     for row in range(2):
-        # A sliding window counts the pads between a right-padded prompt and its continuation: only full layers look past.
+        # A sliding window counts the pads between a right-padded prompt and its continuation: only full layers look
+        # past.
         if side == "right" and family != "llama" and lengths[row] < width:
             compared = 1
         gap = (torch.stack(got[row])[:compared] - references[row][0, :compared]).abs().max()

@@ -257,7 +257,9 @@ def test_rewinding_over_and_into_images(family: str) -> None:
 
 @pytest.mark.parametrize("family", ("gemma3", "qwen2_5_vl"))
 def test_an_image_whose_step_failed_was_not_seen(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recorded before its step ran, it would move the positions of the text fed instead, and stand in the way of a rewind."""
+    """Recorded before its step ran, it would move the positions of the text fed instead, and stand in the way of a
+    rewind.
+    """
     session, model = live(family, slack=30)
     inputs, text = prompt(model, 1, 5, FAMILIES[family][1]), tokens(12)
     with monkeypatch.context() as patch:

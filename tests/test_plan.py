@@ -103,11 +103,11 @@ def test_plan_for_a_target_is_in_the_dtype_that_is_exported():
         plan(config, LENGTH, target="abacus")
 
 
-_LATENT = dict(
-    hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=4, vocab_size=64, q_lora_rank=16, kv_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=16,
-    v_head_dim=12, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=1,
-)  # fmt: skip
+_LATENT = {
+    "hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "vocab_size": 64, "q_lora_rank": 16, "kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+    "v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
 
 
 def test_sizes_of_latent_attention_with_experts_are_the_models():

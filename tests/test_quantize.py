@@ -33,7 +33,8 @@ def test_weights_are_rounded_to_the_bits_asked_for_and_the_original_is_left_alon
     model = model_of()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     path, table = "model.layers.0.self_attn.q_proj", "model.embed_tokens"
-    # Half a step of the largest weight: of 127 steps in 8 bits, of 7 in 4 bits, whose scales are rounded to bfloat16 as well.
+    # Half a step of the largest weight: of 127 steps in 8 bits, of 7 in 4 bits, whose scales are rounded to bfloat16 as
+    # well.
     assert 0.002 < weight_error(model, Quantization("8da8w"), path) <= 0.5 / 127 + 1e-4
     assert 0.02 < weight_error(model, Quantization("8da4w", 32), path) <= 0.5 / 7 + 0.01
     assert weight_error(model, Quantization(embeddings="8w"), table) <= 0.5 / 127 + 1e-4
@@ -45,7 +46,8 @@ def test_bytes_are_those_that_a_target_stores() -> None:
     floats = sum(parameter.numel() for name, parameter in model.named_parameters() if "norm" in name)
     linear = sum(module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear)) - 128 * 64
     quantized = quantize(model, Quantization("8da4w", 32, "8w"))
-    # Norms in float32; half a byte a weight and a bfloat16 scale per 32; the tied table once, a byte each and a scale per row.
+    # Norms in float32; half a byte a weight and a bfloat16 scale per 32; the tied table once, a byte each and a scale
+    # per row.
     assert quantized.weights_bytes == 4 * floats + linear // 2 + 2 * linear // 32 + 128 * 64 + 4 * 128
 
 

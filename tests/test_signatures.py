@@ -1,4 +1,6 @@
-"""No function takes more than six arguments, but those that users call and those whose signature is decided elsewhere."""
+"""No function takes more than six arguments, but those that users call and those whose signature is
+decided elsewhere.
+"""
 
 from __future__ import annotations
 

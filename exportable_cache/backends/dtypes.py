@@ -1,4 +1,6 @@
-"""The dtype each target computes best in, and those it cannot be right in: known by name, without importing a target."""
+"""The dtype each target computes best in, and those it cannot be right in: known by name, without
+importing a target.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,11 @@ class TargetDtypes:
         return stored if self.best is None else self.best
 
 
-# torch has kernels of its own for every floating dtype, and GPUs have units for 16-bit ones: half the bytes, and nothing rounded twice.
+# torch has kernels of its own for every floating dtype, and GPUs have units for 16-bit ones: half the bytes, and
+# nothing rounded twice.
 _AS_STORED = TargetDtypes()
-# XNNPACK computes float32 on every processor. Its float16 is emulated where the processor has no such units, and what it leaves
-# to the runtime there is slower still.
+# XNNPACK computes float32 on every processor. Its float16 is emulated where the processor has no such units, and what
+# it leaves to the runtime there is slower still.
 _XNNPACK = TargetDtypes(
     torch.float32,
     {
@@ -47,8 +50,8 @@ def target_dtypes(target: str, options: Mapping[str, Any]) -> TargetDtypes:
     """Of a target with the options given; unknown targets take weights as they are stored.
 
     Args:
-        options: Of the target: ExecuTorch's delegate `tensorrt` computes what target `tensorrt` does. Programs for its other
-            delegates are verified through XNNPACK.
+        options: Of the target: ExecuTorch's delegate `tensorrt` computes what target `tensorrt` does. Programs for its
+            other delegates are verified through XNNPACK.
     """
     if target == "executorch" and options.get("delegate") != "tensorrt":
         return _XNNPACK

@@ -31,12 +31,12 @@ log = logging.getLogger(__name__)
 class GraphCache:
     """Compiled steps of one model over one layout of its cache, a file each.
 
-    torch's own cache keeps generated code, and a later process still traces every graph; what is kept here is called as it
-    is (`aot_compile` of torch.compile, see `torch.compiler.load_compiled_function`). Weights are not kept. A file is used
-    only if versions, processor, torch's settings, the model's structure and the cache's layout are those it was compiled
-    for, if the source of every function in the graph is unchanged, and if TorchDynamo's guards on the model and the inputs
-    hold; otherwise the step is compiled again and the file replaced. Like torch's own, such files are pickled: load none
-    that others can write.
+    torch's own cache keeps generated code, and a later process still traces every graph; what is kept here is called as
+    it is (`aot_compile` of torch.compile, see `torch.compiler.load_compiled_function`). Weights are not kept. A file is
+    used only if versions, processor, torch's settings, the model's structure and the cache's layout are those it was
+    compiled for, if the source of every function in the graph is unchanged, and if TorchDynamo's guards on the model
+    and the inputs hold; otherwise the step is compiled again and the file replaced. Like torch's own, such files are
+    pickled: load none that others can write.
 
     Args:
         folder: Made when the first graph is kept.
@@ -58,7 +58,8 @@ class GraphCache:
         inputs: Sequence[torch.Tensor],
         **options: Any,
     ) -> Callable[..., Any] | None:
-        """A step from the folder, or compiled and kept there; None if it cannot be compiled in the form that can be kept.
+        """A step from the folder, or compiled and kept there; None if it cannot be compiled in the form that can be
+        kept.
 
         Args:
             key: Of the step, among those of this model and cache.
@@ -112,8 +113,8 @@ class GraphCache:
 def _keepable(guards: Sequence[Any]) -> list[bool]:
     """Guards that are written: half the time of a load is theirs.
 
-    Left out are those that cannot be, which compare identities and global names (sources stand for them), and those on the
-    modules' hooks and own attributes, thousands, which the file's name stands for.
+    Left out are those that cannot be, which compare identities and global names (sources stand for them), and those on
+    the modules' hooks and own attributes, thousands, which the file's name stands for.
     """
     left_out = {
         *unwritable_guards(),

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from ..models.cache_factory import ExportableCache
     from ..program.entry_points import Method
 
-#: Prompts shorter than this may go token by token, where the model's code has no graph for them and longer ones in common.
+#: Prompts shorter than this may go token by token, where the model's code has no graph for them and longer ones in
+#: common.
 LONGEST_LEAST = 16
 _GUARD = re.compile(r"satisfy the generated guard (\d+) <= L\[.*\] and L\[.*\] <= (\d+)")
 
@@ -75,8 +76,8 @@ class ModuleRunner:
             mode = "reduce-overhead"
         self._mode = mode
         self.graph_cache = None if graph_cache is None else GraphCache(graph_cache, model, cache)
-        # By method, by how tokens are chosen inside the graph, which is compiled when it is first asked for, and by which of
-        # the dynamic sizes are 1: TorchDynamo has no graph for those and others in common.
+        # By method, by how tokens are chosen inside the graph, which is compiled when it is first asked for, and by
+        # which of the dynamic sizes are 1: TorchDynamo has no graph for those and others in common.
         self._calls: dict[tuple, Callable[..., torch.Tensor]] = {}
 
     def close(self) -> None:
@@ -91,8 +92,8 @@ class ModuleRunner:
     def run_and_choose(self, method: str, chooser: Sampler, *inputs: torch.Tensor, steps: int = 1) -> torch.Tensor:
         """Decode steps with the choice of the next tokens inside the graph: int64 [batch, steps].
 
-        One graph serves all settings of a `Sampling`; greedy choice, the repetition penalty and every number of steps have
-        graphs of their own.
+        One graph serves all settings of a `Sampling`; greedy choice, the repetition penalty and every number of steps
+        have graphs of their own.
         """
         greedy, penalised = chooser.sampling.is_greedy, chooser.seen is not None
         further: list[torch.Tensor] = [] if greedy else [chooser.uniform(inputs[0].shape[0], steps)]
@@ -174,8 +175,8 @@ def _marked(method: Method, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.
 def _raised(method: Method, error: Exception) -> Method:
     """The method with the `min_length` from which on the model's code is the same for all lengths.
 
-    Some code compares the length with a kernel or a small constant, here as under `Program.export`. Shorter prompts go token by
-    token then.
+    Some code compares the length with a kernel or a small constant, here as under `Program.export`. Shorter prompts go
+    token by token then.
 
     Raises:
         UnsupportedModelError: If that is not why it could not be compiled.
@@ -192,7 +193,8 @@ def _raised(method: Method, error: Exception) -> Method:
 
 
 def _has_graphs_by_length(method: Method) -> bool:
-    """Encoders of sound shorten it by convolutions, whose guards split the lengths: there is a graph for each range of them.
+    """Encoders of sound shorten it by convolutions, whose guards split the lengths: there is a graph for each range of
+    them.
 
     That a length is a multiple is such a guard, too.
     """

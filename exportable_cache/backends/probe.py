@@ -34,8 +34,8 @@ def probe_attention(model: PreTrainedModel, length: int, look: Look) -> dict[int
         look: Given the inputs of a call as `AttentionInterface` functions get them.
 
     Returns:
-        By layer, one entry for each call over its keys; false where the values were others than the layer's. Layers without
-        keys, or whose keys were changed on the way, are left out.
+        By layer, one entry for each call over its keys; false where the values were others than the layer's. Layers
+        without keys, or whose keys were changed on the way, are left out.
     """
     calls: dict[int, list[bool]] = {}
     probe = ExportableCache.from_model(model, length, attn_implementation=None)

@@ -31,7 +31,8 @@ def backend_for(target: str) -> Backend:
     missing = [package for package in packages if util.find_spec(package) is None]
     if missing:
         raise MissingDependencyError(
-            f"target {target!r} needs {', '.join(missing)}, which is not installed; pip install 'exportable-cache[{extra}]'"
+            f"target {target!r} needs {', '.join(missing)}, which is not installed; pip install "
+            f"'exportable-cache[{extra}]'"
         )
     return import_module(module).backend
 

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 
 def check_free(path: Path, overwrite: bool) -> None:
-    """Refuse a folder that exists, unless it is empty, or a bundle that may be overwritten, and one that cannot be created.
+    """Refuse a folder that exists, unless it is empty, or a bundle that may be overwritten, and one that cannot be
+    created.
 
     A folder is created beside it, or in the nearest parent that exists, and removed again: permissions alone do not
     tell, neither to root nor on file systems that are no storage.

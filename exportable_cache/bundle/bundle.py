@@ -91,7 +91,8 @@ class Bundle:
         for index, layer in enumerate(self.manifest.layers):
             if layer.kernel.get("kind") not in Kernel.kinds:
                 raise BundleError(
-                    f"layer {index} of {self.path} has the kernel {layer.kernel.get('kind')!r}, this release has {', '.join(Kernel.kinds)}; "
+                    f"layer {index} of {self.path} has the kernel {layer.kernel.get('kind')!r}, this release has "
+                    f"{', '.join(Kernel.kinds)}; "
                     "install the release that wrote it, or export the model again"
                 )
             # Read did so for the kernels known then, not for those the target has just brought.
@@ -119,7 +120,8 @@ class Bundle:
 
         if not self.has_processor:
             raise BundleError(
-                f"{self.path} holds no processor of images or sound; export the folder of the model with its preprocessor_config.json"
+                f"{self.path} holds no processor of images or sound; export the folder of the model with its "
+                "preprocessor_config.json"
             )
         return load_processor(self.path / TOKENIZER_FOLDER, self.path)
 

@@ -24,7 +24,8 @@ def check_files(folder: Path, manifest: Manifest, progress: Progress) -> None:
         size = path.stat().st_size
         if size != file.bytes:
             raise BundleError(
-                f"{path} has {size} bytes, the manifest says {file.bytes}; copy the bundle again, or export the model again"
+                f"{path} has {size} bytes, the manifest says {file.bytes}; copy the bundle again, or export the model "
+                "again"
             )
         digest = sha256_of(path, progress, done, total)
         if digest != file.sha256:

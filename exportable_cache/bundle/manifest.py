@@ -37,7 +37,9 @@ class _Entry(BaseModel):
 
 
 class Signature(_Entry):
-    """One input or output: `shape` has numbers, and names of sizes: "batch", "length" and those of the method's `ranges`."""
+    """One input or output: `shape` has numbers, and names of sizes: "batch", "length" and those of the method's
+    `ranges`.
+    """
 
     name: str
     dtype: str
@@ -150,7 +152,8 @@ class Tensor(_Entry):
 
 
 class Layer(_Entry):
-    """One cache layer: `layer_type` is the model's name for it, the parts of `CacheLayer.config` say what ours is composed of.
+    """One cache layer: `layer_type` is the model's name for it, the parts of `CacheLayer.config` say what ours is
+    composed of.
 
     `states` and `indexer` are there where a layer keeps more than keys and values, `storage` where it keeps those.
     """
@@ -180,7 +183,8 @@ class Layer(_Entry):
     def problem(self) -> str | None:
         """What keeps the layer from being rebuilt of this, or None.
 
-        A kernel that no one has imported yet is not judged: a target may bring it, so ask again when the target is there.
+        A kernel that no one has imported yet is not judged: a target may bring it, so ask again when the target is
+        there.
         """
         if self.kernel.get("kind") not in Kernel.kinds:
             return None
@@ -194,7 +198,10 @@ class Layer(_Entry):
         for name, tensor in self.tensors.items():
             declared = layer.state[name]
             if tuple(tensor.dims) != declared.dims:
-                return f"tensors.{name}.dims: are {_names(tensor.dims)}, those of a layer of {layer.label} are {_names(declared.dims)}"
+                return (
+                    f"tensors.{name}.dims: are {_names(tensor.dims)}, those of a layer of {layer.label} are "
+                    f"{_names(declared.dims)}"
+                )
             if tensor.dtype != str(declared.dtype).removeprefix("torch."):
                 return f"tensors.{name}.dtype: is {tensor.dtype}, a layer of {layer.label} keeps {declared.dtype}"
             for dim, size in zip(tensor.dims, tensor.shape, strict=True):
@@ -215,7 +222,8 @@ class File(_Entry):
 
 
 class Quantized(_Entry):
-    """How weights were quantised, and what that did to the logits: the program against the float model, on random tokens.
+    """How weights were quantised, and what that did to the logits: the program against the float model, on random
+    tokens.
 
     `accuracy_before` and `accuracy_after` are shares of `questions` of the demo model's task, for that model only.
     """
@@ -234,8 +242,8 @@ class Quantized(_Entry):
 class RoundedCache(_Entry):
     """A cache that keeps fewer bits than the model writes: what it would take otherwise, and how far the logits moved.
 
-    The differences are between the program and the float model over an exact cache, so where weights are quantised as well
-    they are of both; None where nothing was compared.
+    The differences are between the program and the float model over an exact cache, so where weights are quantised as
+    well they are of both; None where nothing was compared.
     """
 
     dtype: str
@@ -312,7 +320,8 @@ class Manifest(_Entry):
                 rows = dict(zip(tensor.dims, tensor.shape, strict=True)).get("batch_size", self.program.batch_size)
                 if rows != self.program.batch_size:
                     raise ValueError(
-                        f"program.batch_size: is {self.program.batch_size}, layers.{index}.tensors.{name} has {rows} rows"
+                        f"program.batch_size: is {self.program.batch_size}, layers.{index}.tensors.{name} has {rows} "
+                        "rows"
                     )
         return self
 
@@ -357,7 +366,8 @@ class Manifest(_Entry):
             retired = retired_folder(folder)
             if retired is not None:
                 raise BundleError(
-                    f"there is no folder {folder}, but an export that was killed while it replaced it left the earlier one: "
+                    f"there is no folder {folder}, but an export that was killed while it replaced it left the "
+                    "earlier one: "
                     f"rename {retired} to it, or export the model again"
                 )
             raise BundleError(f"there is no folder {folder}; export a model to it first")
@@ -395,7 +405,9 @@ class Manifest(_Entry):
 
 
 def checksum_of(fields: Mapping[str, Any]) -> str:
-    """sha256 of a manifest's fields, all but `checksum`, as JSON that does not depend on their order or on white space."""
+    """sha256 of a manifest's fields, all but `checksum`, as JSON that does not depend on their order
+    or on white space.
+    """
     content = {name: value for name, value in fields.items() if name != "checksum"}
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode("ascii")).hexdigest()
 

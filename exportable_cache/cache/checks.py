@@ -57,16 +57,19 @@ def check_new_states(layer: CacheLayer, key_states: torch.Tensor, value_states: 
         expected = (kept.shape[0], kept.shape[1], new.shape[2], layer.storage.head_dim(kept.shape[3]))
         if tuple(new.shape) != expected:
             raise InputError(
-                f"new {name} are [batch, heads, length, dim] = {list(new.shape)}, the cache was allocated for {list(expected)}; "
+                f"new {name} are [batch, heads, length, dim] = {list(new.shape)}, the cache was allocated for "
+                f"{list(expected)}; "
                 "allocate it with the model's sizes (ExportableCache.from_model reads them from the model)"
             )
         if new.dtype != layer.storage.rows_dtype:
             raise InputError(
-                f"new {name} are {new.dtype}, the cache holds {layer.storage.rows_dtype}; allocate it with dtype={new.dtype}"
+                f"new {name} are {new.dtype}, the cache holds {layer.storage.rows_dtype}; allocate it with "
+                f"dtype={new.dtype}"
             )
         if new.device != kept.device:
             raise InputError(
-                f"new {name} are on {new.device}, the cache is on {kept.device}; allocate it with device={str(new.device)!r}"
+                f"new {name} are on {new.device}, the cache is on {kept.device}; allocate it with "
+                f"device={str(new.device)!r}"
             )
 
 

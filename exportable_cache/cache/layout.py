@@ -86,7 +86,8 @@ class LayerLayout:
             return IndexedLayer(policy, indexer, storage, sizes, device=device)
         if self.encoder_slots is not None and storage.rounds:
             raise InputError(
-                f"kv_dtype is {kv_dtype!r}, but models read the keys and values of cross-attention as they are; leave kv_dtype out"
+                f"kv_dtype is {kv_dtype!r}, but models read the keys and values of cross-attention as they are; leave "
+                "kv_dtype out"
             )
         return (CacheLayer if self.encoder_slots is None else CrossLayer)(policy, storage, sizes, device=device)
 

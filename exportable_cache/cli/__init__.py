@@ -9,8 +9,10 @@ def main() -> None:
     import signal
     import sys
 
-    # Before torch starts its threads. ExecuTorch's attention runs on torch's OpenMP threads and everything else on a pool of its
-    # own: with the default policy the idle ones spin beside those at work, and a decoded token was measured to take 1.8x as long.
+    # Before torch starts its threads. ExecuTorch's attention runs on torch's OpenMP threads and everything else on a
+    # pool of its own: with the default policy the idle ones spin beside those at work, and a decoded token was measured
+    # to take 1.8x as long.
+    # 1.8x as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
     from .app import app

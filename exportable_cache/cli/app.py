@@ -16,7 +16,8 @@ from .plan import plan
 from .verify import verify
 
 _HELP = (
-    "Export a Hugging Face causal language model together with its KV cache, verify it against the eager model, and run it. "
+    "Export a Hugging Face causal language model together with its KV cache, verify it against the eager model, and "
+    "run it. "
     "MODEL is a hub id, a local folder, or `demo`, the small trained model that ships with this package."
 )
 # Typer joins the lines of one paragraph; an empty line keeps them apart.
@@ -25,7 +26,8 @@ _EPILOG = "\n\n".join(
         "Example:",
         "  exportable-cache export demo --max-cache-len 512 -o artifacts/demo",
         '  exportable-cache generate artifacts/demo -p "the code of amber is 4821. amber?"',
-        "Exit codes: 0 done; 1 the program disagrees with the model; 2 bad input; 70 unexpected error; 130 interrupted. "
+        "Exit codes: 0 done; 1 the program disagrees with the model; 2 bad input; 70 unexpected error; 130 "
+        "interrupted. "
         "Set EXPORTABLE_CACHE_DEBUG=1 for tracebacks.",
     )
 )

@@ -171,10 +171,14 @@ def print_kv_cache(terminal: Terminal, bundle: Bundle) -> None:
     kept = bundle.manifest.kv_cache
     if kept is None:
         return
-    text = f"keys and values in {kept.dtype}: {bytes_text(bundle.manifest.cache_bytes)} instead of {bytes_text(kept.float_bytes)}"
+    text = (
+        f"keys and values in {kept.dtype}: {bytes_text(bundle.manifest.cache_bytes)} instead of "
+        f"{bytes_text(kept.float_bytes)}"
+    )
     if kept.max_difference is not None:
         text += (
-            f"; against the float model over an exact cache, {kept.positions} positions of random tokens: max |logit difference| "
+            f"; against the float model over an exact cache, {kept.positions} positions of random tokens: max |logit "
+            "difference| "
             f"{kept.max_difference:.1e}, same argmax {kept.argmax_agreement:.1%}"
         )
     terminal.print(text)

@@ -41,7 +41,7 @@ def generate(
         typer.Option(
             "--image",
             metavar="FILE",
-            help="An image for the prompt; may be repeated. The prompt says where each goes, or else the chat template.",
+            help="An image for the prompt; may be repeated. The prompt or else the chat template says where it goes.",
         ),
     ] = None,
     audio: Annotated[
@@ -83,7 +83,10 @@ def generate(
             "--prompt-lookup",
             metavar="N",
             callback=at_least(1),
-            help="Propose N tokens a step from the text itself; the bundle needs a score method (export with -O score_length=N+1).",
+            help=(
+                "Propose N tokens a step from the text itself; the bundle needs a score method (export with -O "
+                "score_length=N+1)."
+            ),
         ),
     ] = None,
     seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Draws the same tokens every time.")] = None,
@@ -188,7 +191,10 @@ class _Timed:
 
     def __str__(self) -> str:
         speed = "" if self.tokens_per_second is None else f", then {self.tokens_per_second:.1f} tokens/s"
-        return f"{self.prompt_tokens} prompt tokens, {self.new_tokens} new; first text after {self.first_seconds:.2f} s{speed}"
+        return (
+            f"{self.prompt_tokens} prompt tokens, {self.new_tokens} new; first text after {self.first_seconds:.2f} "
+            f"s{speed}"
+        )
 
 
 def _asked(
@@ -213,7 +219,8 @@ def _check_kinds(session: Session, images: Sequence[Path], sounds: Sequence[Path
     for kind, given in files.items():
         if given and kind not in kinds:
             raise InputError(
-                f"--{kind} {given[0]} was given, but the bundle takes {' and '.join(kinds)} only; leave it out, or export a model "
+                f"--{kind} {given[0]} was given, but the bundle takes {' and '.join(kinds)} only; leave it out, or "
+                "export a model "
                 f"that takes it, a text decoder's with --modality {kind}"
             )
     count = len(images) + len(sounds)
@@ -226,7 +233,9 @@ def _check_kinds(session: Session, images: Sequence[Path], sounds: Sequence[Path
 def _tokenised(
     session: Session, asked: str | list[dict[str, str]] | dict[str, Tensor]
 ) -> str | list[dict[str, str]] | dict[str, Tensor]:
-    """The prompt as token ids, so that it is tokenised once; what the session refuses stays as it is, for its own words."""
+    """The prompt as token ids, so that it is tokenised once; what the session refuses stays as it is, for its own
+    words.
+    """
     from ..generation.text import encode_prompt
 
     if isinstance(asked, dict) or session.tokenizer is None or session.batch_size != 1:

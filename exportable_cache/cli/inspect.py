@@ -57,7 +57,8 @@ def inspect(
         bundle = Bundle.open(folder, check_versions=False, progress=progress)
     if max_cache_len is not None:
         raise InputError(
-            f"--max-cache-len {max_cache_len} was given, but {folder} was exported for {bundle.manifest.program.max_cache_len}; "
+            f"--max-cache-len {max_cache_len} was given, but {folder} was exported for "
+            f"{bundle.manifest.program.max_cache_len}; "
             "leave it out, or export again"
         )
     if json:
@@ -71,7 +72,8 @@ def _print_bundle(terminal: Terminal, bundle: Bundle) -> None:
     program = manifest.program
     terminal.print(
         f"{bundle.path}: {manifest.architecture} with its cache, for {manifest.target}\n"
-        f"from {manifest.source}, batch size {program.batch_size}, {manifest.dtype}, max_cache_len {program.max_cache_len}, "
+        f"from {manifest.source}, batch size {program.batch_size}, {manifest.dtype}, max_cache_len "
+        f"{program.max_cache_len}, "
         f"exported {manifest.created}\n"
     )
     terminal.print(layer_table(_row(layer) for layer in manifest.model_dump(mode="json")["layers"]))

@@ -61,7 +61,8 @@ class Terminal:
 
     @contextmanager
     def progress(self, first: str) -> Iterator[Callback]:
-        """Draw what the library reports, on stderr: a bar on a terminal, elsewhere a line per stage once two seconds are over.
+        """Draw what the library reports, on stderr: a bar on a terminal, elsewhere a line per stage once two seconds
+        are over.
 
         Args:
             first: Stage to show until the first report comes.

@@ -38,7 +38,8 @@ def read_tensors(
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
             metadata = file.metadata() or {}
-            # Copied, as a tensor's place in the file is not aligned as torch's own are, and kernels then round otherwise.
+            # Copied, as a tensor's place in the file is not aligned as torch's own are, and kernels then round
+            # otherwise.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}
     except (OSError, SafetensorError) as error:
         raise BundleError(f"cannot read {what} from {path}: {error}; save it again") from error
@@ -69,10 +70,10 @@ def atomic_path(path: Path) -> Iterator[Path]:
 def atomic_folder(path: Path) -> Iterator[Path]:
     """A temporary folder beside `path`, renamed to it when the block ends well and removed when it does not.
 
-    An existing `path` is replaced only at that moment, by two renames: it goes aside, the new one takes its place. If the
-    second fails, the first is undone. Between them there is nothing at `path`, and a process killed there (kill -9, a power
-    failure) leaves it so: the earlier folder is then beside it, whole, see `retired_folder`, and so is the new one, under its
-    temporary name. A process killed right after them leaves the earlier folder to be deleted by hand.
+    An existing `path` is replaced only at that moment, by two renames: it goes aside, the new one takes its place. If
+    the second fails, the first is undone. Between them there is nothing at `path`, and a process killed there (kill -9,
+    a power failure) leaves it so: the earlier folder is then beside it, whole, see `retired_folder`, and so is the new
+    one, under its temporary name. A process killed right after them leaves the earlier folder to be deleted by hand.
 
     Raises:
         OSError: If the temporary folder cannot be created, or a rename fails.

@@ -67,7 +67,8 @@ class ContinuousBatch:
             )
         if decode.steps_per_launch != 1:
             raise InputError(
-                f"steps_per_launch is {decode.steps_per_launch}, but rows of a continuous batch start and finish on their own, "
+                f"steps_per_launch is {decode.steps_per_launch}, but rows of a continuous batch start and finish on "
+                "their own, "
                 "one step at a time; leave out steps_per_launch"
             )
         if prefill.fingerprint and decode.fingerprint and prefill.fingerprint != decode.fingerprint:
@@ -77,7 +78,8 @@ class ContinuousBatch:
         for name, session in (("prefill", prefill), ("decode", decode)):
             if bool(session.length.any()):
                 raise InputError(
-                    f"the {name} session holds {session.length.tolist()} tokens, which requests would overwrite; reset() it"
+                    f"the {name} session holds {session.length.tolist()} tokens, which requests would overwrite; "
+                    "reset() it"
                 )
         source, target = runner_state(prefill), runner_state(decode)
         for name, tensor in target.items():

@@ -74,13 +74,15 @@ def check_steps_per_launch(session: Stepper, steps: int) -> None:
         raise InputError(f"steps_per_launch is {steps}, a row holds {session.max_length} tokens; pass fewer steps")
     if not session.chooses_in_graph:
         raise InputError(
-            f"steps_per_launch is {steps}, but a {session.target!r} program gives logits, and tokens are chosen outside of it; "
+            f"steps_per_launch is {steps}, but a {session.target!r} program gives logits, and tokens are chosen "
+            "outside of it; "
             "leave it out, or use Session.from_model"
         )
     layer, allowed = session.least_rollback
     if allowed == 0:
         raise InputError(
-            f"{layer} keeps a state that cannot be taken back, as it must be where an answer ends within a launch of {steps} steps; "
+            f"{layer} keeps a state that cannot be taken back, as it must be where an answer ends within a launch of "
+            f"{steps} steps; "
             "leave out steps_per_launch"
         )
     if allowed < steps - 1:

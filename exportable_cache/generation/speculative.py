@@ -1,8 +1,8 @@
 """Speculative decoding: several tokens proposed cheaply, all of them judged in one step of the model.
 
-Greedy, the tokens are those of plain greedy decoding. Sampled, they follow the model's own distribution exactly, whatever
-is proposed: a proposal is accepted with probability min(1, p / q), and after a rejection the token is drawn from what of p
-is above q (Leviathan et al. 2023, Chen et al. 2023). Rejected tokens are taken back by length.
+Greedy, the tokens are those of plain greedy decoding. Sampled, they follow the model's own distribution exactly,
+whatever is proposed: a proposal is accepted with probability min(1, p / q), and after a rejection the token is drawn
+from what of p is above q (Leviathan et al. 2023, Chen et al. 2023). Rejected tokens are taken back by length.
 """
 
 from __future__ import annotations

@@ -226,7 +226,8 @@ class ExportableCache(LayeredCache):
     def _check_patches(self) -> None:
         """Before the first step of a cache whose model is not known, such as one made of layers by hand.
 
-        Models ask for its length or its mask sizes before any of their layers runs. A program's model is patched already.
+        Models ask for its length or its mask sizes before any of their layers runs. A program's model is patched
+        already.
         """
         if self.model_types is None and not torch.compiler.is_compiling():
             patch_imported()
@@ -258,7 +259,8 @@ def _refused_if_it_fails(model: PreTrainedModel) -> Iterator[None]:
         raise
     except Exception as error:
         raise UnsupportedModelError(
-            f"{type(model).__name__} cannot run a token of text by itself ({type(error).__name__}: {first_line(error)}); "
+            f"{type(model).__name__} cannot run a token of text by itself ({type(error).__name__}: "
+            f"{first_line(error)}); "
             "pass its text decoder, or a model that takes text alone"
         ) from error
 

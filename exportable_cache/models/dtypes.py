@@ -26,7 +26,8 @@ def stored_dtype(model_or_config: PreTrainedModel | PreTrainedConfig) -> torch.d
 
 @torch.no_grad()
 def converted(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """A copy of a model in another dtype; the original is left alone, and no second copy in its own dtype is made on the way.
+    """A copy of a model in another dtype; the original is left alone, and no second copy in its own dtype is made on
+    the way.
 
     Every floating parameter and buffer is converted, as `model.to(dtype)` does.
     """

@@ -32,8 +32,8 @@ class Encoder:
     """What an encoder takes and gives.
 
     Attributes:
-        main_input: The tensor it reads; see `_inputs_of` for the kinds. The axis that may differ from call to call is named
-            "length".
+        main_input: The tensor it reads; see `_inputs_of` for the kinds. The axis that may differ from call to call is
+            named "length".
         takes_mask: Whether it takes a padding mask [batch, length] as well.
         min_length, max_length: Shortest and longest input. Equal where the encoder, or the cross-attention, which then
             knows no padding, takes one length only.
@@ -118,8 +118,8 @@ def encoder_of(model: PreTrainedModel, max_encoder_len: int | None = None, batch
     """What the encoder of `model` takes, from its config and from running it.
 
     Args:
-        max_encoder_len: Longest input, in tokens, frames or samples; a default of the kind of input, or what the model has
-            positions for where that is less.
+        max_encoder_len: Longest input, in tokens, frames or samples; a default of the kind of input, or what the model
+            has positions for where that is less.
         batch_size: Rows. Audio in several rows has padding, and so a mask.
 
     Raises:
@@ -130,7 +130,8 @@ def encoder_of(model: PreTrainedModel, max_encoder_len: int | None = None, batch
     name = type(model).__name__
     longest = max_encoder_len or kind.default
     if kind.spec.name == "input_ids" and kind.multiple > 1:
-        # Text is padded to whole blocks. A single one has a graph of its own, and one length alone would mean that nothing is padded.
+        # Text is padded to whole blocks. A single one has a graph of its own, and one length alone would mean that
+        # nothing is padded.
         longest = max(3, -(-longest // kind.multiple)) * kind.multiple
     if kind.fixed is not None and longest != kind.fixed:
         raise InputError(
@@ -144,7 +145,8 @@ def encoder_of(model: PreTrainedModel, max_encoder_len: int | None = None, batch
         raise InputError(f"max_encoder_len is {longest}; {name} needs at least {kind.least}")
     if longest % kind.multiple:
         raise InputError(
-            f"max_encoder_len is {longest}; {name} takes whole frames of {kind.multiple} {kind.unit}: pass a multiple of that"
+            f"max_encoder_len is {longest}; {name} takes whole frames of {kind.multiple} {kind.unit}: pass a multiple "
+            "of that"
         )
     spec, least = kind.spec, -(-kind.least // kind.multiple) * kind.multiple
     if kind.fixed is not None:
@@ -158,7 +160,8 @@ def encoder_of(model: PreTrainedModel, max_encoder_len: int | None = None, batch
     hidden, _ = run_encoder(model, **{spec.name: example})
     if is_text and hidden.shape[1] != probe:
         raise UnsupportedModelError(
-            f"the encoder of {name} gives {hidden.shape[1]} positions for {probe} tokens; only encoders that give one for each are supported"
+            f"the encoder of {name} gives {hidden.shape[1]} positions for {probe} tokens; only encoders that give one "
+            "for each are supported"
         )
     capacity = longest if is_text else hidden.shape[1]
     dtype = str(hidden.dtype).removeprefix("torch.")
@@ -239,7 +242,8 @@ def _input_of(model: PreTrainedModel, batch_size: int) -> _Input:
         spec = TensorSpec(name, dtype, ("batch", channels, "length", "length"))
         return _Input(spec, "pixels a side", width, False, fixed=width)
     raise UnsupportedModelError(
-        f"the encoder of {type(model).__name__} takes {name!r}; encoders of token ids, audio samples, log-mel features, patches and "
+        f"the encoder of {type(model).__name__} takes {name!r}; encoders of token ids, audio samples, log-mel "
+        "features, patches and "
         "pixels are supported, where the config tells their sizes"
     )
 

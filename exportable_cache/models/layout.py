@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Where a config has one of these, head_dim and num_key_value_heads do not say what a layer keeps (latent attention; JetMoE; DBRX).
+# Where a config has one of these, head_dim and num_key_value_heads do not say what a layer keeps (latent attention;
+# JetMoE; DBRX).
 _UNLIKE_FIELDS = ("kv_lora_rank", "kv_channels", "attn_config")
 
 
@@ -44,7 +45,8 @@ def check_model_type(config: PreTrainedConfig) -> None:
     """
     if config.model_type in REFUSED_MODELS:
         raise UnsupportedModelError(
-            f"{config.model_type!r} is wrong with any static cache: {REFUSED_MODELS[config.model_type]}; use DynamicCache"
+            f"{config.model_type!r} is wrong with any static cache: {REFUSED_MODELS[config.model_type]}; use "
+            "DynamicCache"
         )
     if config.model_type in WITHOUT_CACHE:
         raise UnsupportedModelError(
@@ -68,7 +70,8 @@ def layer_types_and_windows(config: PreTrainedConfig) -> list[tuple[str, int | N
     for index, layer_type in enumerate(types):
         if layer_type not in SUPPORTED_LAYER_TYPES:
             raise UnsupportedModelError(
-                f"layer {index} of this {config.model_type!r} model is of type {layer_type!r}, which has no static cache layer; "
+                f"layer {index} of this {config.model_type!r} model is of type {layer_type!r}, which has no static "
+                "cache layer; "
                 f"supported types: {', '.join(SUPPORTED_LAYER_TYPES)}"
             )
     return [(layer_type, option.get("sliding_window")) for layer_type, option in zip(types, options, strict=True)]
@@ -84,7 +87,8 @@ def check_longest(config: PreTrainedConfig, max_cache_len: int) -> None:
         limit = getattr(config, field, None)
         if config.model_type in types and isinstance(max_cache_len, int) and max_cache_len > limit:
             raise UnsupportedModelError(
-                f"max_cache_len is {max_cache_len}, {field} of this {config.model_type!r} model is {limit}: {reason}; use at most that"
+                f"max_cache_len is {max_cache_len}, {field} of this {config.model_type!r} model is {limit}: {reason}; "
+                "use at most that"
             )
 
 
@@ -103,12 +107,14 @@ def check_sinks(config: PreTrainedConfig, layouts: Sequence[LayerLayout]) -> Non
         )
     if any(layout.index_head_dim or layout.conv_states or layout.recurrent_states for layout in full):
         raise UnsupportedModelError(
-            f"the full-attention layers of {config.model_type!r} keep more than keys and values, for which there is no layer with sinks; "
+            f"the full-attention layers of {config.model_type!r} keep more than keys and values, for which there is "
+            "no layer with sinks; "
             "leave out attention_sinks"
         )
     if config.model_type in BIASED_BY_SLOT:
         raise UnsupportedModelError(
-            f"{config.model_type!r} derives its position bias from the slots of the cache, which sinks move; leave out attention_sinks"
+            f"{config.model_type!r} derives its position bias from the slots of the cache, which sinks move; leave "
+            "out attention_sinks"
         )
 
 
@@ -134,12 +140,14 @@ def check_layers(model: PreTrainedModel, cache: Cache) -> None:
     """Refuse a cache whose layers are not those the model's need: another window would give other logits, silently.
 
     Raises:
-        InputError: If the number of layers differs, a layer is of another kind, or a ring is not as long as the layer's window.
+        InputError: If the number of layers differs, a layer is of another kind, or a ring is not as long as the layer's
+            window.
     """
     kinds = layer_types_and_windows(model.config)
     if len(cache.layers) != len(kinds):
         raise InputError(
-            f"the cache has {len(cache.layers)} layers, the model {len(kinds)}; allocate it with ExportableCache.from_model"
+            f"the cache has {len(cache.layers)} layers, the model {len(kinds)}; allocate it with "
+            "ExportableCache.from_model"
         )
     for index, ((layer_type, window), layer) in enumerate(zip(kinds, cache.layers, strict=True)):
         found = (layer.policy.keeps_keys, isinstance(layer, LinearLayer))
@@ -203,7 +211,8 @@ def _layout_of(index: int, model: PreTrainedModel, layer: Any, layer_type: str, 
     conv, recurrent = _state_shapes(layer, "conv_states", model.dtype), _state_shapes(layer, "recurrent_states", None)
     if layer_type in KEY_TYPES + HYBRID_TYPES and not isinstance(keys, torch.Tensor):
         raise UnsupportedModelError(
-            f"{type(model).__name__} wrote no keys and values to layer {index} of the cache, which is of type {layer_type!r}; "
+            f"{type(model).__name__} wrote no keys and values to layer {index} of the cache, which is of type "
+            f"{layer_type!r}; "
             "layers that keep them elsewhere are not supported"
         )
     if layer_type in STATE_TYPES + HYBRID_TYPES and not any((*conv, *recurrent)):
@@ -268,7 +277,8 @@ def layout_from_config(config: PreTrainedConfig) -> list[LayerLayout]:
         raise InputError(f"expected a transformers config, got {type(config).__name__}; pass model.config")
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
-            f"{config.model_type!r} is an encoder-decoder, whose encoder has to be looked at; use ExportableCache.from_model"
+            f"{config.model_type!r} is an encoder-decoder, whose encoder has to be looked at; use "
+            "ExportableCache.from_model"
         )
     kinds = layer_types_and_windows(config)
     model = model_without_weights(config)
@@ -284,14 +294,17 @@ def layout_from_config(config: PreTrainedConfig) -> list[LayerLayout]:
     for layer_type, _ in kinds:
         if layer_type in STATE_TYPES + HYBRID_TYPES:
             raise UnsupportedModelError(
-                f"the sizes of a {layer_type!r} layer of {config.model_type!r} are known from the model only; use ExportableCache.from_model"
+                f"the sizes of a {layer_type!r} layer of {config.model_type!r} are known from the model only; use "
+                "ExportableCache.from_model"
             )
     layers = config.get_text_config(decoder=True).per_layer_config
     return [_layout_from_fields(layer, *kind) for layer, kind in zip(layers, kinds, strict=True)]
 
 
 def model_without_weights(config: PreTrainedConfig) -> PreTrainedModel | None:
-    """The text decoder, with the encoder of an encoder-decoder, on the meta device, or None where its code cannot be built there."""
+    """The text decoder, with the encoder of an encoder-decoder, on the meta device, or None where its code cannot be
+    built there.
+    """
     from .loading import auto_class
 
     has_encoder = getattr(config, "is_encoder_decoder", False)
@@ -304,7 +317,8 @@ def model_without_weights(config: PreTrainedConfig) -> PreTrainedModel | None:
         logger.info("could not build %s on the meta device: %s", config.model_type, error)
         return None
     if experts_implementation(model.config) is not None:
-        # On the meta device the grouped kernels take bfloat16 only; batched products take any dtype, and no values are looked at.
+        # On the meta device the grouped kernels take bfloat16 only; batched products take any dtype, and no values are
+        # looked at.
         model.set_experts_implementation("batched_mm")
     # Its files are those of the model that the cache is for.
     patch_model(model)
@@ -324,7 +338,8 @@ def _layout_from_fields(config: PreTrainedConfig, layer_type: str, window: int |
     unlike = next((name for name in _UNLIKE_FIELDS if getattr(config, name, None) is not None), None)
     if unlike is not None:
         raise UnsupportedModelError(
-            f"{config.model_type!r} states the sizes of its keys in a way of its own ({unlike}) and cannot run without weights; "
+            f"{config.model_type!r} states the sizes of its keys in a way of its own ({unlike}) and cannot run "
+            "without weights; "
             "use ExportableCache.from_model, which reads the sizes from the model"
         )
     head_dim = getattr(config, "head_dim", None) or hidden // heads

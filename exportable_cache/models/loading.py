@@ -78,15 +78,15 @@ def load_model(
     """Load a causal LM with its tokenizer, in eval mode. Nothing is printed, and no code of the model's own is run.
 
     Args:
-        model_or_path: `demo`, a local folder, a hub id, or a loaded model, which is passed through, or copied where `dtype` is
-            another than its own.
+        model_or_path: `demo`, a local folder, a hub id, or a loaded model, which is passed through, or copied where
+            `dtype` is another than its own.
         dtype: Of the weights, such as torch.float32 or "float32"; the one they are stored in by default.
 
     Raises:
-        InputError: If there is no such folder or hub id, its files cannot be read, or a given model is in training mode or
-            offloaded.
-        UnsupportedModelError: If the model type is unknown or has no causal LM, or the weights are of another kind of model,
-            or carry adapters of their own (PEFT).
+        InputError: If there is no such folder or hub id, its files cannot be read, or a given model is in training mode
+            or offloaded.
+        UnsupportedModelError: If the model type is unknown or has no causal LM, or the weights are of another kind of
+            model, or carry adapters of their own (PEFT).
     """
     wanted = parse_dtype(dtype)
     if isinstance(model_or_path, PreTrainedModel):
@@ -192,7 +192,9 @@ def check_positions(model: PreTrainedModel, max_length: int | None) -> None:
 
 
 def _position_tables(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
-    """Name and rows of what may be a table of positions: embeddings, and 2-D tensors that are no parameters (GPT-J, CTRL)."""
+    """Name and rows of what may be a table of positions: embeddings, and 2-D tensors that are no parameters (GPT-J,
+    CTRL).
+    """
     try:
         tokens = model.get_input_embeddings()
     except NotImplementedError:  # see `layout.vocab_size_of`
@@ -215,7 +217,8 @@ def _given(model: PreTrainedModel, dtype: torch.dtype | None, progress: Progress
     if absent or hooked:
         found = f"{absent[0]} is on device meta" if absent else f"{hooked[0] or 'the model'} has a hook of accelerate"
         raise InputError(
-            f"{type(model).__name__} is offloaded or spread over devices ({found}), and a program needs every weight in memory; "
+            f"{type(model).__name__} is offloaded or spread over devices ({found}), and a program needs every weight "
+            "in memory; "
             "load it whole with from_pretrained(..., device_map='cpu'), or pass its folder"
         )
     if dtype is None or dtype == model.dtype:
@@ -233,7 +236,8 @@ def _config(place: Place) -> PreTrainedConfig:
                 f"folder {place.source!r} has no readable config.json ({first_line(error)}); pass a model folder"
             ) from error
         raise InputError(
-            f"{place.source!r} is no local folder, and the hub has no such model ({first_line(error)}); check the path or the id"
+            f"{place.source!r} is no local folder, and the hub has no such model ({first_line(error)}); check the "
+            "path or the id"
         ) from error
     model_type = fields.get("model_type")
     if not model_type:

@@ -40,7 +40,8 @@ def place_of(model_or_path: str | os.PathLike) -> Place:
         )
     if not isinstance(model_or_path, (str, os.PathLike)):
         raise InputError(
-            f"model is a {type(model_or_path).__name__}; pass 'demo', a local folder, a hub id, or a transformers causal LM"
+            f"model is a {type(model_or_path).__name__}; pass 'demo', a local folder, a hub id, or a transformers "
+            "causal LM"
         )
     name = os.fspath(model_or_path)
     if not name:
@@ -59,7 +60,8 @@ def place_of(model_or_path: str | os.PathLike) -> Place:
     if not reachable:
         if not isinstance(try_to_load_from_cache(name, "config.json"), str):
             raise InputError(
-                f"{name!r} is no local folder, is not in the local hub cache, and the hub cannot be reached ({problem}); "
+                f"{name!r} is no local folder, is not in the local hub cache, and the hub cannot be reached "
+                f"({problem}); "
                 "check the path, or connect, or download the model and pass its folder"
             )
         return Place(name, name, True)

@@ -45,7 +45,8 @@ def check_quantizable(model: PreTrainedModel, quantization: Quantization) -> Non
     }
     if quantization.linear is not None and not linears:
         raise UnsupportedModelError(
-            f"{name} has no torch.nn.Linear besides its head, so {quantization.linear} would quantise nothing; export it unquantised"
+            f"{name} has no torch.nn.Linear besides its head, so {quantization.linear} would quantise nothing; export "
+            "it unquantised"
         )
     if quantization.embeddings is not None and not isinstance(table, nn.Embedding):
         raise UnsupportedModelError(
@@ -53,7 +54,8 @@ def check_quantizable(model: PreTrainedModel, quantization: Quantization) -> Non
         )
     if quantization.embeddings == "4w" and is_tied(model):
         raise UnsupportedModelError(
-            f"the head of {name} is tied to its embeddings, and the kernels of the two pack 4 bits differently, so one copy cannot "
+            f"the head of {name} is tied to its embeddings, and the kernels of the two pack 4 bits differently, so "
+            "one copy cannot "
             "serve both; use quantize_embeddings='8w'"
         )
     size = quantization.group_size
@@ -88,7 +90,8 @@ class QuantizedModel:
 
     Attributes:
         model: Runs in eager mode with the rounding it has on a target, and exports to integer weights.
-        weights_bytes: Bytes of its weights as a target stores them: tied ones once, 4-bit ones two to a byte, with scales.
+        weights_bytes: Bytes of its weights as a target stores them: tied ones once, 4-bit ones two to a byte, with
+            scales.
     """
 
     model: PreTrainedModel
@@ -150,7 +153,8 @@ def _as_linear(table: torch.Tensor, scheme: str | None) -> torch.Tensor:
         IntxUnpackedToInt8TensorActivationQuantization,
     )
 
-    # Weights alone have no fast kernel on devices, so where only embeddings were asked for the head takes 8-bit activations too.
+    # Weights alone have no fast kernel on devices, so where only embeddings were asked for the head takes 8-bit
+    # activations too.
     dynamic = scheme is None or LINEAR_SCHEMES[scheme][1]
     activations = IntxUnpackedToInt8TensorActivationQuantization.INT8_ASYM_PER_TOKEN if dynamic else None
     return type(table)(
@@ -173,8 +177,9 @@ def _stored_bytes(model: nn.Module) -> int:
 def rounding_sensitivity(model: PreTrainedModel, seed: int = 0) -> float:
     """What a rounding is worth: the largest |logit difference| when one activation per token rounds to its neighbour.
 
-    Activations are quantised from numbers that two right programs compute with different last bits, and where such a number lies
-    between two integers they round it differently. One activation per token and layer is moved by one step, at random.
+    Activations are quantised from numbers that two right programs compute with different last bits, and where such a
+    number lies between two integers they round it differently. One activation per token and layer is moved by one step,
+    at random.
 
     Returns:
         0.0 if the model quantises no activations.

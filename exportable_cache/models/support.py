@@ -4,7 +4,10 @@ from __future__ import annotations
 
 #: Models whose own code is wrong with any cache of fixed size, so that ours would be silently wrong with them.
 REFUSED_MODELS = {
-    "gemma4_unified": "it looks up pictures in its mask by an offset that it takes for a number; its text model, gemma4_unified_text, has one",
+    "gemma4_unified": (
+        "it looks up pictures in its mask by an offset that it takes for a number; its text model, "
+        "gemma4_unified_text, has one"
+    ),
     "kosmos_2_text_model": "its attention mask covers the tokens of a step, not the cache's slots",
     "moshi": "its attention mask leaves out the sliding window",
     "prophetnet": "its attention sizes its own position bias",
@@ -15,7 +18,10 @@ REFUSED_MODELS = {
 #: Models that leave no room for a cache of ours, and what they do instead.
 WITHOUT_CACHE = {
     "blip": "it takes a picture at every step, which its text decoder attends to by cross-attention",
-    "blt": "it cuts bytes into patches where a model of its own finds them surprising, so the shapes of a step depend on data",
+    "blt": (
+        "it cuts bytes into patches where a model of its own finds them surprising, so the shapes of a step depend "
+        "on data"
+    ),
     "cpmant": "it takes every token at every step, and computes its position bias from them",
     "idefics": "it takes pictures at every step, which layers of cross-attention between the others attend to",
     "musicgen": "it takes a token of each codebook at every step, where a session feeds one",
@@ -28,8 +34,14 @@ WITHOUT_CACHE = {
     "dia": "it takes a token of each codebook at every step, where a session feeds one",
     "fsmt": "it makes its causal mask for training alone, and its position table grows with what was seen",
     "kyutai_speech_to_text": "it takes a token of each codebook at every step, where a session feeds one",
-    "udop": "its encoder takes the place of every token on a page, `bbox`, beside the token, where a session's takes one input",
-    "unlimited_ocr": "it keeps every token of the prompt and a window of what follows, and a step does not know where the prompt ended",
+    "udop": (
+        "its encoder takes the place of every token on a page, `bbox`, beside the token, where a session's takes "
+        "one input"
+    ),
+    "unlimited_ocr": (
+        "it keeps every token of the prompt and a window of what follows, and a step does not know where "
+        "the prompt ended"
+    ),
     "voxtral_realtime": "it takes a piece of sound beside every token",
     "xlm": "it keeps its keys and values in a dict of its own, the argument `cache`",
     "xlnet": "it keeps hidden states, the argument `mems`, and takes a dummy token with each step",

@@ -88,8 +88,8 @@ def bench(
         progress: Called as the work goes on.
 
     Raises:
-        InputError: If a number is not positive, a position and its steps do not fit the cache, or the seed has more than
-            64 bits.
+        InputError: If a number is not positive, a position and its steps do not fit the cache, or the seed has more
+            than 64 bits.
         BundleError: See `load`.
     """
     from ..session.session import Session, load

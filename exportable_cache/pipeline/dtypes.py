@@ -41,7 +41,10 @@ class DtypeChoice:
         stored, chosen = dtype_name(self.stored), dtype_name(self.chosen)
         if self.stored == self.chosen:
             return f"weights are stored and exported in {stored}"
-        return f"weights are stored in {stored}; exported in {chosen}, {f'which {self.reason}' if self.reason else 'as asked for'}"
+        return (
+            f"weights are stored in {stored}; exported in {chosen}, "
+            f"{f'which {self.reason}' if self.reason else 'as asked for'}"
+        )
 
 
 def check_dtype(asked: torch.dtype | None, target: str, options: Mapping[str, Any], quantized: bool = False) -> None:
@@ -62,12 +65,14 @@ def check_dtype(asked: torch.dtype | None, target: str, options: Mapping[str, An
     if reason is not None:
         best = dtype_name(target_dtypes(target, options).preferred(asked))
         raise InputError(
-            f"dtype is {name!r}, in which target {target!r} cannot be right: {reason}; leave dtype out, which gives {best}, "
+            f"dtype is {name!r}, in which target {target!r} cannot be right: {reason}; leave dtype out, which gives "
+            f"{best}, "
             "or export for target 'pt2'"
         )
     if quantized and asked != QUANTIZED_COMPUTES_IN:
         raise InputError(
-            f"dtype is {name!r}, but quantised kernels compute in {dtype_name(QUANTIZED_COMPUTES_IN)}; leave dtype out: weights are "
+            f"dtype is {name!r}, but quantised kernels compute in {dtype_name(QUANTIZED_COMPUTES_IN)}; leave dtype "
+            "out: weights are "
             "quantised from any stored dtype"
         )
 

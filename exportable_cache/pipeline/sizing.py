@@ -127,8 +127,8 @@ def plan(
         The plan. A model the cache cannot hold gives one with no layers and the reason in `refusal`.
 
     Raises:
-        InputError: If an option is out of range, see `CacheSpec`, the dtype is none of the target's, or there is no such
-            model or target.
+        InputError: If an option is out of range, see `CacheSpec`, the dtype is none of the target's, or there is no
+            such model or target.
         UnsupportedModelError: If transformers does not know the model type, or it is not a causal LM.
     """
     return plan_cache(model_or_path, CacheSpec(max_cache_len, batch_size, dtype, **options), target)
@@ -237,7 +237,9 @@ def _weights_bytes(model: PreTrainedModel, dtype: torch.dtype) -> int:
 
 
 def _dynamic_bytes(layout: LayerLayout, spec: CacheSpec, dtype: torch.dtype) -> int:
-    """Bytes of transformers' own layer after `max_cache_len` tokens: a sliding one keeps `window - 1`, the next being new."""
+    """Bytes of transformers' own layer after `max_cache_len` tokens: a sliding one keeps `window - 1`, the next being
+    new.
+    """
     states = [state for state in (*layout.conv_states, *layout.recurrent_states) if state is not None]
     fixed = sum(math.prod(state.shape) * (state.dtype or dtype).itemsize for state in states)
     tokens = layout.encoder_slots or spec.max_cache_len

@@ -40,7 +40,8 @@ class Method:
         scores: Gives logits after every token, [batch, length, vocab], instead of after the last.
         outputs: What it gives, if that is not the logits of a step: then it takes no part in steps and has no cache.
         multiple: What every size named "length" is a multiple of.
-        grid: The `image_grid_thw` (time, height, width, in patches) of every image it takes, where its encoder needs one.
+        grid: The `image_grid_thw` (time, height, width, in patches) of every image it takes, where its encoder needs
+            one.
     """
 
     name: str
@@ -98,7 +99,8 @@ def text_inputs(min_length: int, max_length: int) -> tuple[TensorSpec, ...]:
 
 
 def smallest_inputs(method: Method, batch_size: int, device: torch.device) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Zeros of the least sizes that a method takes; and of 2, where that is 1: compiled, the two may have graphs of their own.
+    """Zeros of the least sizes that a method takes; and of 2, where that is 1: compiled, the two may have graphs of
+    their own.
 
     Args:
         method: Of a program.

@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 
 
 def takes_positions(model: PreTrainedModel, name: str = "position_ids") -> bool:
-    """Whether positions are handed to the model explicitly, as argument `name`. Without them some count from 0 in every call (Bamba).
+    """Whether positions are handed to the model explicitly, as argument `name`. Without them some count from 0 in every
+    call (Bamba).
 
     The RoBERTa family counts from its padding index, and some models take none: those ask the cache.
     """
@@ -92,10 +93,10 @@ class ProgramModule(nn.Module):
     ) -> torch.Tensor:
         """Logits [batch, vocab] or [batch, length, vocab] of tokens at `input_pos` [batch].
 
-        They come as `input_ids` [batch, length], or as `inputs_embeds` [batch, length, hidden_size], wider where features for
-        further layers go with them (`multimodal.deepstack`). Their rotary positions
-        are those in the cache, or `rope_deltas` [batch] more, or `position_ids` [3, batch, length]. Tokens of one number in
-        `image_ids` [batch, length] see each other; -1 is text.
+        They come as `input_ids` [batch, length], or as `inputs_embeds` [batch, length, hidden_size], wider where
+        features for further layers go with them (`multimodal.deepstack`). Their rotary positions are those in the
+        cache, or `rope_deltas` [batch] more, or `position_ids` [3, batch, length]. Tokens of one number in `image_ids`
+        [batch, length] see each other; -1 is text.
         """
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         position_ids, rope_deltas = further.pop("position_ids", None), further.pop("rope_deltas", None)
@@ -143,8 +144,8 @@ class ResidentModule(ProgramModule):
     def call(self, **inputs: torch.Tensor) -> torch.Tensor:
         """
         Args:
-            **inputs: The method's, such as input_ids int64 [batch, length] and input_pos int64 [batch], the position of each
-                row's first token.
+            **inputs: The method's, such as input_ids int64 [batch, length] and input_pos int64 [batch], the position of
+                each row's first token.
 
         Returns:
             Logits [batch, vocab], or [batch, length, vocab] if all were asked for.
@@ -188,7 +189,8 @@ def program_methods(cache: ExportableCache, spec: ProgramSpec) -> dict[str, Meth
         return multimodal_methods(methods, spec.modalities) if spec.modalities else methods
     if spec.modalities:
         raise InputError(
-            f"modalities are {', '.join(m.kind for m in spec.modalities)}; an encoder-decoder's go through encode: leave them out"
+            f"modalities are {', '.join(m.kind for m in spec.modalities)}; an encoder-decoder's go through encode: "
+            "leave them out"
         )
     if spec.score_length:
         raise InputError(f"score_length is {spec.score_length}; drafts are scored by text decoders only: leave it out")
@@ -257,7 +259,8 @@ class Program:
         sizes = {"batch": self.batch_size}
         for name, (least, most) in method.dynamic_sizes.items():
             # Away from both ends of the range, so that no bound is taken for the size itself.
-            # An encoder may shorten its input so much that little more than the least gives a single position, which is a size of its own.
+            # An encoder may shorten its input so much that little more than the least gives a single position, which is
+            # a size of its own.
             further = 5 if method.is_step else (most - least) // 2
             sizes[name] = min(max(2, least, min(most - 1, least + further)), most)
         if "length" in sizes:
@@ -323,7 +326,9 @@ class Program:
 
 
 def _least_length(error: Exception) -> int | None:
-    """The lower bound of the length that torch.export suggests or has found in a constraint violation, None if there is none."""
+    """The lower bound of the length that torch.export suggests or has found in a constraint violation, None if there is
+    none.
+    """
     found = re.search(
         r"^\s*length = Dim\('length', min=(\d+)|range \d+ <= length <= \d+ satisfy the generated guard (\d+) <= L\[",
         str(error),

@@ -14,7 +14,9 @@ _MECHANISMS = {
 
 
 def told_by(error: BaseException) -> str:
-    """What somebody's tracer or compiler says of a model: the mechanism that it lacks where that is known, then its own words."""
+    """What somebody's tracer or compiler says of a model: the mechanism that it lacks where that is known, then its own
+    words.
+    """
     words = f"{type(error).__name__}: {first_line(error)}"
     mechanism = next((mechanism for pattern, mechanism in _MECHANISMS.items() if re.search(pattern, words)), None)
     return words if mechanism is None else f"{mechanism}, {words}"

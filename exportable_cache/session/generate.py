@@ -159,7 +159,8 @@ def _prompts(session: Session, prompt: Any) -> tuple[Any, bool]:
     if isinstance(prompt, (list, tuple)) and prompt and not isinstance(prompt[0], Mapping):
         if len(prompt) != session.batch_size:
             raise InputError(
-                f"got a list of {len(prompt)} prompts, this session runs {session.batch_size} rows; pass one prompt per row"
+                f"got a list of {len(prompt)} prompts, this session runs {session.batch_size} rows; pass one prompt "
+                "per row"
             )
         return list(prompt), True
     if session.batch_size != 1:
@@ -228,7 +229,8 @@ def _check_draft(session: Session, draft: Draft, strings: Sequence[str] = ()) ->
     drafts = draft.session.vocab_size if isinstance(draft, DraftModel) else session.vocab_size
     if drafts != session.vocab_size:
         raise InputError(
-            f"the draft model has {drafts} tokens, this model {session.vocab_size}; use a draft model with the same vocabulary"
+            f"the draft model has {drafts} tokens, this model {session.vocab_size}; use a draft model with the same "
+            "vocabulary"
         )
     check_can_rewind(session, min(draft.max_tokens, session.score_length - 1))
 

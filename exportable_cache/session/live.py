@@ -40,7 +40,8 @@ class LiveOptions:
     def __post_init__(self) -> None:
         if self.graph_cache is not None and not self.compile:
             raise InputError(
-                f"graph_cache is {str(self.graph_cache)!r}, but there are no compiled graphs to keep without compile=True"
+                f"graph_cache is {str(self.graph_cache)!r}, but there are no compiled graphs to keep without "
+                "compile=True"
             )
 
 

@@ -92,7 +92,8 @@ def load_state(session: Session, path: Path) -> None:
         theirs = saved[index] if index < len(saved) else "missing"
         raise InputError(
             f"{path} has other layers than this session: layer {index} is {theirs} there, "
-            f"{ours[index] if index < len(ours) else 'missing'} here; allocate or export with the same rollback_slots and layer options"
+            f"{ours[index] if index < len(ours) else 'missing'} here; allocate or export with the same rollback_slots "
+            "and layer options"
         )
     length, max_len_ever = tensors.pop("length"), tensors.pop("high_water")
     if len(length) != session.batch_size:
@@ -101,7 +102,8 @@ def load_state(session: Session, path: Path) -> None:
         )
     if session.max_length is not None and int(length.max()) > session.max_length:
         raise InputError(
-            f"{path} holds {int(length.max())} tokens, this cache at most {session.max_length}; use a larger max_cache_len"
+            f"{path} holds {int(length.max())} tokens, this cache at most {session.max_length}; use a larger "
+            "max_cache_len"
         )
     encoded = [tensors.pop(name) for name in sorted(tensors) if name.startswith(_ENCODED)]
     state = runner_state(session)
@@ -119,7 +121,8 @@ def load_state(session: Session, path: Path) -> None:
             expected[dim] = tensors[name].shape[dim]
         if list(tensors[name].shape) != expected or tensors[name].dtype != tensor.dtype:
             raise InputError(
-                f"{name} is {tensors[name].dtype} {given} in {path}, this session's is {tensor.dtype} {list(tensor.shape)}; "
+                f"{name} is {tensors[name].dtype} {given} in {path}, this session's is {tensor.dtype} "
+                f"{list(tensor.shape)}; "
                 "use the same dtype and model"
             )
     for name, tensor in state.items():

@@ -100,8 +100,10 @@ def rows_to_set_aside(stepper: ProgramStepper, rows: TokenRows) -> list[int]:
             continue
         if state_of(stepper.runner) is None:
             raise InputError(
-                f"row {row} holds {held} tokens and waits while a longer row is fed {longest} at once, which {loses[0]}, and the "
-                f"{stepper.target!r} runtime does not give out its cache to keep the row apart; feed every row as many tokens, "
+                f"row {row} holds {held} tokens and waits while a longer row is fed {longest} at once, which "
+                f"{loses[0]}, and the "
+                f"{stepper.target!r} runtime does not give out its cache to keep the row apart; feed every row as "
+                "many tokens, "
                 "or reset() and prefill whole sequences"
             )
         found.append(row)

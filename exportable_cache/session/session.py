@@ -319,7 +319,8 @@ class Session:
         """
         if self._cache is None and self.target in ("eager", "compiled"):
             raise InputError(
-                "a fork has no cache object of its own: its tensors take turns in that of the session it was forked from; "
+                "a fork has no cache object of its own: its tensors take turns in that of the session it was forked "
+                "from; "
                 "save_state() writes what it holds"
             )
         if self._cache is None:
@@ -436,7 +437,8 @@ class Session:
         """
         if self.score_length == 0:
             raise InputError(
-                "this program gives the logits of the last token only; make the session, or export, with score_length=8 or more"
+                "this program gives the logits of the last token only; make the session, or export, with "
+                "score_length=8 or more"
             )
         self._stepper.check_room(self._checked(input_ids).rows)
         if input_ids.shape[1] > self.score_length:

@@ -87,7 +87,8 @@ class TokenRows:
             raise InputError("attention_mask says which columns of a tensor are padding; a list of prompts has none")
         if len(prompts) != limits.batch_size:
             raise InputError(
-                f"got a list of {len(prompts)} prompts, this session runs {limits.batch_size} rows; pass one prompt per row, "
+                f"got a list of {len(prompts)} prompts, this session runs {limits.batch_size} rows; pass one prompt "
+                "per row, "
                 f"or allocate or export with batch_size={len(prompts)}"
             )
         rows = []
@@ -116,7 +117,8 @@ def _real(attention_mask: Any, ids: torch.Tensor) -> torch.Tensor:
             list(attention_mask.shape) if isinstance(attention_mask, torch.Tensor) else type(attention_mask).__name__
         )
         raise InputError(
-            f"attention_mask has shape {given}, input_ids {list(ids.shape)}; pass the mask that the tokenizer gave with them"
+            f"attention_mask has shape {given}, input_ids {list(ids.shape)}; pass the mask that the tokenizer gave "
+            "with them"
         )
     real = attention_mask.cpu() != 0
     for row, mask in enumerate(real):
@@ -127,7 +129,8 @@ def _real(attention_mask: Any, ids: torch.Tensor) -> torch.Tensor:
             )
         if columns[-1] - columns[0] + 1 != len(columns):
             raise InputError(
-                f"attention_mask has a gap between the tokens of row {row}; padding goes before or behind a row's tokens"
+                f"attention_mask has a gap between the tokens of row {row}; padding goes before or behind a row's "
+                "tokens"
             )
     return real
 

@@ -1,4 +1,6 @@
-"""Checking the methods that turn an image or a piece of sound into embeddings: the same item through them and through the model."""
+"""Checking the methods that turn an image or a piece of sound into embeddings: the same item through them and through
+the model.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +54,8 @@ def verify_encoders(
         session: What to check; nothing in its cache changes.
         model: What it was made from.
         generator: Of the items.
-        tolerance: Largest |difference| that passes where that is more than `default_tolerance` for the largest value: of
-            quantised weights.
+        tolerance: Largest |difference| that passes where that is more than `default_tolerance` for the largest value:
+            of quantised weights.
     """
     verified = []
     for kind in (IMAGE, AUDIO):

@@ -20,8 +20,8 @@ def default_prompts(windows: Sequence[int], max_length: int | None, prefill_leng
 
     Args:
         windows: Sliding windows of the model.
-        max_length: Tokens that fit, or None for any number. At least one decode step fits after each prompt, except where
-            that would leave none for prefill, which takes two tokens: `default_prompts([], 2, 2)` is `[2]`.
+        max_length: Tokens that fit, or None for any number. At least one decode step fits after each prompt, except
+            where that would leave none for prefill, which takes two tokens: `default_prompts([], 2, 2)` is `[2]`.
         prefill_length: Longest chunk.
     """
     lengths = {3} if windows else set(_PROMPTS_WITHOUT_WINDOW)
@@ -35,12 +35,13 @@ def default_prompts(windows: Sequence[int], max_length: int | None, prefill_leng
 
 
 def prompt_feeds(length: int, prefill_length: int) -> list[list[int]]:
-    """Ways in which a prompt is fed, each from position 0 and as the lengths of its prefill calls; the last one is decoded on.
+    """Ways in which a prompt is fed, each from position 0 and as the lengths of its prefill calls; the last one is
+    decoded on.
 
-    From four tokens on a prompt goes in as two calls, the second of at least two tokens, so that prefill runs past position 0
-    too: `prompt_feeds(40, 256)` is `[[27, 13]]`. A longer prompt than a chunk keeps its first chunk whole,
-    `prompt_feeds(259, 256)` is `[[256, 3]]`. Where the split leaves no chunk whole the prompt is fed at once before that:
-    `prompt_feeds(64, 64)` is `[[64], [43, 21]]`. Three tokens are split only where prefill takes no more.
+    From four tokens on a prompt goes in as two calls, the second of at least two tokens, so that prefill runs past
+    position 0 too: `prompt_feeds(40, 256)` is `[[27, 13]]`. A longer prompt than a chunk keeps its first chunk whole,
+    `prompt_feeds(259, 256)` is `[[256, 3]]`. Where the split leaves no chunk whole the prompt is fed at once before
+    that: `prompt_feeds(64, 64)` is `[[64], [43, 21]]`. Three tokens are split only where prefill takes no more.
 
     Args:
         length: Tokens of the prompt.

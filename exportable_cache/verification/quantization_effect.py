@@ -1,4 +1,6 @@
-"""What quantisation did: which differences are rounding, how far the logits moved, and what that is worth on the demo's task."""
+"""What quantisation did: which differences are rounding, how far the logits moved, and what that is worth on the demo's
+task.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,7 @@ def _demo_accuracy(session: Session, float_model: LoadedModel, longest: int, pro
     for name, answering in (("accuracy_before", before), ("accuracy_after", session)):
         done = 0
 
-        def answer(prompt: str) -> str:
+        def answer(prompt: str, answering: Session = answering) -> str:
             nonlocal done
             answering.reset()
             done += 1

@@ -1,4 +1,6 @@
-"""Opening a bundle for verification where the machine cannot run its program: what stands in for it, and what that proves."""
+"""Opening a bundle for verification where the machine cannot run its program: what stands in for it, and what that
+proves.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def session_to_verify(
 
 
 def program_of(manifest: Manifest, model: PreTrainedModel) -> Program:
-    """The program that a manifest describes, made anew from its model; its layers are already in the target's layout."""
+    """The program that a manifest describes, made anew from its model; its layers are already in the
+    target's layout.
+    """
     methods = manifest.program.methods
     anywhere = [
         method for method in methods.values() if method.is_step and method.read_length is None and not method.scores

@@ -18,15 +18,16 @@ if TYPE_CHECKING:
 #: Largest |logit difference| that passes, by the dtype the model runs in, see `default_tolerance`.
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 5e-2}
 
-# Measured on nine families: two right computations in half precision differ by up to 2.6 roundings of the largest logit.
+# Measured on nine families: two right computations in half precision differ by up to 2.6 roundings of the largest
+# logit.
 _ROUNDINGS = 4
 
 
 def default_tolerance(dtype: torch.dtype, largest_logit: float) -> float:
     """Largest |logit difference| of two right computations in `dtype`.
 
-    `TOLERANCES`, or `_ROUNDINGS` roundings of the largest logit where that is more: a program in bfloat16 whose logits reach 16
-    cannot agree to 5e-2, as neighbouring numbers are 0.06 apart there.
+    `TOLERANCES`, or `_ROUNDINGS` roundings of the largest logit where that is more: a program in bfloat16 whose logits
+    reach 16 cannot agree to 5e-2, as neighbouring numbers are 0.06 apart there.
 
     Args:
         largest_logit: Largest |logit| of the reference.
@@ -38,7 +39,8 @@ def default_tolerance(dtype: torch.dtype, largest_logit: float) -> float:
 def tolerance_of(model: PreTrainedModel, quantization: Quantization | None) -> float | None:
     """Largest |logit difference| between a program and the quantised model that passes; None for the usual one.
 
-    The usual one, unless activations are quantised: then what one different rounding per layer does, where that is more.
+    The usual one, unless activations are quantised: then what one different rounding per layer does, where that is
+    more.
     """
     if quantization is None:
         return None

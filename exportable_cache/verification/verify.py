@@ -79,7 +79,8 @@ class VerifyReport:
         target: What was verified.
         remark: What the result does not cover, where the program itself was not run.
         encoders: Of images and sound, one entry each.
-        stored: How far the model in the dtype its weights are stored in is, where the program is in another. Not judged.
+        stored: How far the model in the dtype its weights are stored in is, where the program is in another. Not
+            judged.
     """
 
     passed: bool
@@ -114,7 +115,8 @@ class VerifyReport:
         windows = f", past the window of {' and '.join(map(str, self.windows))}" if self.windows else ""
         sign = "<=" if self.max_difference <= self.tolerance else "exceeds"
         return (
-            f"{'verified' if self.passed else 'NOT verified'}: {self.steps} positions, prompts of {lengths} tokens{windows}, "
+            f"{'verified' if self.passed else 'NOT verified'}: {self.steps} positions, prompts of {lengths} "
+            f"tokens{windows}, "
             f"max |logit difference| {self.max_difference:.1e} {sign} {self.tolerance:.0e}"
             + "".join(f", {encoder}" for encoder in self.encoders)
             + (f"; {self.stored}" if self.stored is not None else "")
@@ -351,7 +353,8 @@ def verify(
     model = load_model(model_or_path, dtype=manifest.dtype, progress=progress).model
     if model.config.model_type != manifest.model_type:
         raise InputError(
-            f"{bundle.path.name} was made from a {manifest.model_type!r} model, this one is {model.config.model_type!r}; "
+            f"{bundle.path.name} was made from a {manifest.model_type!r} model, this one is "
+            f"{model.config.model_type!r}; "
             "verify with the model it was made from"
         )
     if manifest.quantization is not None:

@@ -55,7 +55,9 @@ def test_numbers_of_threads_are_as_before(threads: int | None, two_threads: None
 
 @needs_mkl
 def test_blocks_of_two_threads_may_overlap(two_threads: None) -> None:
-    """The first to enter is the first to leave: the second then restores what the first found, not the 1 that it set."""
+    """The first to enter is the first to leave: the second then restores what the first found, not
+    the 1 that it set.
+    """
     entered, left = threading.Event(), threading.Event()
 
     def second() -> None:

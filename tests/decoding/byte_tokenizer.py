@@ -9,7 +9,10 @@ END = "<end>"
 #: Vocabulary: 256 bytes, then the end token.
 SIZE = 257
 
-CHAT_TEMPLATE = "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}{% if "
+    "add_generation_prompt %}>{% endif %}"
+)
 
 
 def byte_tokenizer(chat: bool = False) -> PreTrainedTokenizerFast:

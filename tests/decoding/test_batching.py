@@ -55,7 +55,7 @@ def test_logits_of_a_row_do_not_depend_on_its_neighbours(model: Any) -> None:
     seen.clear()
     while not late.finished:
         batch.step()
-    for logits, token in zip(seen, late.tokens, strict=False):
+    for logits, token in zip(seen, late.tokens):
         expected = single.decode(torch.tensor([token]))
         assert (logits[1] - expected[0]).abs().max() <= TOLERANCE
     assert len(seen) == 11

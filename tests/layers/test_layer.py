@@ -57,7 +57,7 @@ def test_functional_update_equals_in_place_and_mutates_nothing(make) -> None:
         lead = states(2)
         in_place.update(*lead)
         functional.update(*lead)
-        before = {name: tensor for name, tensor in functional.named_state()}
+        before = dict(functional.named_state())
         copies = {name: tensor.clone() for name, tensor in before.items()}
         functional = in_step(functional, in_place=False)
         new = states(count)

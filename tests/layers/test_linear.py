@@ -140,7 +140,9 @@ def test_models_that_write_elsewhere_are_told() -> None:
 
 
 def test_the_state_that_a_scan_starts_from_is_that_of_its_thread() -> None:
-    """Between the two updates of a step, another thread's scan must not take it, whether over a cache of ours or not."""
+    """Between the two updates of a step, another thread's scan must not take it, whether over a cache
+    of ours or not.
+    """
     kept = linear_layer(1, [StateShape((CHANNELS, KERNEL))], [StateShape((CHANNELS, 5))])
     kept.update_conv_state(inputs(4))
     with ThreadPoolExecutor(1) as other:

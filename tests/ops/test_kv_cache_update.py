@@ -1,4 +1,6 @@
-"""The cache write as one operator: eager against its oracle, as torch.export and torch.compile see it, and spelled out."""
+"""The cache write as one operator: eager against its oracle, as torch.export and torch.compile see
+it, and spelled out.
+"""
 
 import pytest
 import torch

@@ -14,16 +14,16 @@ from exportable_cache.pytree import cache_classes
 
 BATCH, HEADS, DIM, LAYERS = 3, 2, 4, 2
 CAPACITY, WINDOW = 12, 4
-SIZES = dict(
-    hidden_size=HEADS * DIM,
-    num_attention_heads=HEADS,
-    num_key_value_heads=HEADS,
-    head_dim=DIM,
-    num_hidden_layers=LAYERS,
-    intermediate_size=8,
-    vocab_size=16,
-    max_position_embeddings=64,
-)
+SIZES = {
+    "hidden_size": HEADS * DIM,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": HEADS,
+    "head_dim": DIM,
+    "num_hidden_layers": LAYERS,
+    "intermediate_size": 8,
+    "vocab_size": 16,
+    "max_position_embeddings": 64,
+}
 LIST_BASED = not hasattr(cache_utils, "DynamicLayer")
 HAS_STATES = hasattr(cache_utils, "LinearAttentionLayer")
 
@@ -107,7 +107,7 @@ def _samples() -> list[Sample]:
         Sample("EncoderDecoderCache", _encoder_decoder, feed_encoder_decoder),
     ]
     # The arguments that StaticCache and its relatives take in one release or another.
-    sizes = dict(max_batch_size=BATCH, max_cache_len=CAPACITY, device="cpu", dtype=torch.float32)
+    sizes = {"max_batch_size": BATCH, "max_cache_len": CAPACITY, "device": "cpu", "dtype": torch.float32}
     for name in ("StaticCache", "SlidingWindowCache", "HybridCache", "HybridChunkedCache"):
         cls = getattr(cache_utils, name, None)
         if cls is not None and cls.__name__ == name:
@@ -115,7 +115,10 @@ def _samples() -> list[Sample]:
             samples.append(Sample(name, lambda cls=cls, config=config: cls(config, **sizes), feed_cache))
     if hasattr(cache_utils, "MambaCache"):
         mamba = MambaConfig(hidden_size=4, num_hidden_layers=LAYERS, state_size=3, vocab_size=8)
-        make = lambda: cache_utils.MambaCache(mamba, max_batch_size=BATCH, dtype=torch.float32)
+
+        def make():
+            return cache_utils.MambaCache(mamba, max_batch_size=BATCH, dtype=torch.float32)
+
         samples.append(Sample("MambaCache", make, feed_mamba))
     if not LIST_BASED:
         samples.append(Sample("DynamicCache-sliding", lambda: cache_utils.DynamicCache(config=sliding), feed_cache))
@@ -124,7 +127,10 @@ def _samples() -> list[Sample]:
         if hasattr(cache_utils, name):
             samples.append(Sample(name, getattr(cache_utils, name), feed_cache))
     if HAS_STATES:
-        two_states = lambda: cache_utils.LinearAttentionLayer(number_of_states=2)
+
+        def two_states():
+            return cache_utils.LinearAttentionLayer(number_of_states=2)
+
         samples.append(Sample("LinearAttentionLayer-second-state", two_states, feed_layer))
         samples.append(Sample("DynamicSlidingWindowLayer-recording", _recording, feed_layer))
     for cls in cache_classes():

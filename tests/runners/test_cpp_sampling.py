@@ -67,8 +67,8 @@ def test_draws_of_a_seed_are_what_they_were(probe: Probe) -> None:
     assert probe(sample("temperature=1", "seed=5489", count=12))[0].tokens() == EXPECTED
 
 
-# The 12 first outputs of mt19937_64 with its default seed, 5489, as numbers in [0, 1), looked up in the running sum of the
-# softmax of LOGITS: made by `_reference`.
+# The 12 first outputs of mt19937_64 with its default seed, 5489, as numbers in [0, 1), looked up in the running sum of
+# the softmax of LOGITS: made by `_reference`.
 def _reference() -> list[int]:
     state = [5489]
     for index in range(1, 312):

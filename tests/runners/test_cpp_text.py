@@ -119,7 +119,7 @@ def test_pieces_join_to_pythons_text_and_split_no_character(tokenizer, probe: Pr
     encoded = [python(text).input_ids for text in TEXTS]
     for tokens, reply in zip(encoded, probe(*(("detokenize", path, ids(tokens)) for tokens in encoded)), strict=True):
         stream, ours, theirs = TextStream(python), "", ""
-        for token, piece in zip(tokens, reply.texts(), strict=False):  # each is valid UTF-8, or it would not decode
+        for token, piece in zip(tokens, reply.texts()):  # each is valid UTF-8, or it would not decode
             ours, theirs = ours + piece, theirs + stream.push(token)
             # Nothing that Python could give by now is held back.
             assert ours.startswith(theirs)

@@ -1,4 +1,7 @@
-"""A target that lowers nothing: its programs stay in this process, its file holds a name. For tests of what is around it."""
+"""A target that lowers nothing: its programs stay in this process, its file holds a name.
+
+For tests of what is around it.
+"""
 
 from __future__ import annotations
 

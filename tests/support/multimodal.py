@@ -35,7 +35,8 @@ _TEXT = {
 _TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
-#: Kind, embeddings per item and options of a session or an export, by family. The tokens of a Gemma image outnumber its window.
+#: Kind, embeddings per item and options of a session or an export, by family. The tokens of a Gemma image outnumber its
+#: window.
 FAMILIES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "llava": ("image", 4, {}),
     "smolvlm": ("image", 4, {}),

@@ -74,7 +74,9 @@ def architectures() -> list[Architecture]:
 
 
 def _is_composite(class_name: str, model_type: str) -> bool:
-    """Whether the causal mapping lists the multimodal config of a text model that it lists by itself as well, or a multimodal class."""
+    """Whether the causal mapping lists the multimodal config of a text model that it lists by itself as well, or a
+    multimodal class.
+    """
     twins = [other for other, name in GROUPS["causal"].items() if name == class_name and other != model_type]
     multimodal = class_name in GROUPS["image"].values() or class_name in GROUPS["audio"].values()
     return multimodal or any(other.startswith(f"{model_type}_text") for other in twins)

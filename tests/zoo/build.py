@@ -69,7 +69,9 @@ def positions_of(model: PreTrainedModel, start: int, count: int) -> dict[str, An
 
 @torch.no_grad()
 def encoder_inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Random inputs of the encoder, none for a model without one: `ENCODER_LENGTH` tokens, or the sound that it takes."""
+    """Random inputs of the encoder, none for a model without one: `ENCODER_LENGTH` tokens, or the
+    sound that it takes.
+    """
     if not model.config.is_encoder_decoder:
         return {}
     generator = torch.Generator().manual_seed(1)
@@ -104,7 +106,8 @@ def encoded(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> dict[str
 def cached_logits(
     model: PreTrainedModel, ids: torch.Tensor, prompt: int, inputs: dict[str, torch.Tensor] | None = None
 ) -> torch.Tensor:
-    """The reference: eager attention, `DynamicCache`, teacher-forced. [STEPS + 1, vocab], after the prompt and each token.
+    """The reference: eager attention, `DynamicCache`, teacher-forced. [STEPS + 1, vocab], after the prompt and each
+    token.
 
     Args:
         inputs: Of the encoder, where there is one.

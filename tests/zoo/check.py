@@ -51,7 +51,8 @@ class Outcome:
     """Of one target.
 
     Attributes:
-        status: pass, refused (with a reason), wrong (the logits differ), error (anything else, a crash or a time limit too).
+        status: pass, refused (with a reason), wrong (the logits differ), error (anything else, a crash or a time limit
+            too).
         difference: Largest |logit difference| to the reference, where it ran.
         reason: Of a refusal or an error.
         where: Last lines of an error's traceback.
@@ -154,7 +155,9 @@ def _run(
 
 @contextmanager
 def graphs_without_code() -> Iterator[None]:
-    """One graph per method and no recompilation, through a backend that generates no code: inductor's C++ takes minutes."""
+    """One graph per method and no recompilation, through a backend that generates no code: inductor's C++ takes
+    minutes.
+    """
     backend = torch.compiler.get_default_backend()
     torch._dynamo.reset()
     torch.compiler.set_default_backend("aot_eager")

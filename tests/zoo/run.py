@@ -1,4 +1,5 @@
-"""The zoo: every architecture on every target, each in a process of its own. `make zoo`, or `python -m tests.zoo.run --help`.
+"""The zoo: every architecture on every target, each in a process of its own. `make zoo`, or `python -m tests.zoo.run
+--help`.
 
 Results are one JSON file per architecture in `artifacts/zoo/`; what is there is not run again.
 """

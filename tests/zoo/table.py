@@ -43,16 +43,23 @@ def _lines(results: dict[Architecture, dict[str, Any]]) -> list[str]:
     return [
         "# Every generative architecture of transformers",
         "",
-        "Written by `make zoo`. Each row is a tiny random model of one architecture of transformers 5.23, made from its default",
-        f"config by rule (hidden size {HIDDEN}, windows and chunks of {WINDOW}, few experts, vocabulary {VOCAB}; {len(OVERRIDES)} of the",
+        "Written by `make zoo`. Each row is a tiny random model of one architecture of transformers 5.23, made from "
+        "its default",
+        f"config by rule (hidden size {HIDDEN}, windows and chunks of {WINDOW}, few experts, vocabulary {VOCAB}; "
+        f"{len(OVERRIDES)} of the",
         "configs and sub-configs need a field set by hand), with enough layers that every kind of layer appears.",
         "",
-        f"**pass** means: for prompts of {prompts} tokens and {STEPS} single tokens after each, teacher-forced, no logit differs by more",
-        f"than {TOLERANCE:.0e} from the same model in eager mode with `DynamicCache`; the largest difference is in the table. **refused**",
-        "means that the package says no at construction, with the reason. **wrong** means other logits, **error** anything else.",
-        "`compiled` goes through `torch.compile` with the `aot_eager` backend, one full graph per method and no recompilation allowed;",
+        f"**pass** means: for prompts of {prompts} tokens and {STEPS} single tokens after each, teacher-forced, no "
+        "logit differs by more",
+        f"than {TOLERANCE:.0e} from the same model in eager mode with `DynamicCache`; the largest difference is in "
+        "the table. **refused**",
+        "means that the package says no at construction, with the reason. **wrong** means other logits, **error** "
+        "anything else.",
+        "`compiled` goes through `torch.compile` with the `aot_eager` backend, one full graph per method and no "
+        "recompilation allowed;",
         "`executorch` through a `.pte` on its runtime; both methods, prefill and decode, on every target.",
-        f"`{DOCUMENT.with_suffix('.json').name}` beside this file has the same for programs, with the time each took and the commit it",
+        f"`{DOCUMENT.with_suffix('.json').name}` beside this file has the same for programs, with the time each took "
+        "and the commit it",
         "was found with.",
         "",
         *_counts(results),

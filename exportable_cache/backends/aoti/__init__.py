@@ -1,1 +1,3 @@
-"""Target `aoti`: machine code made by AOTInductor for this machine's processor, loaded from Python or C++ without tracing."""
+"""Target `aoti`: machine code made by AOTInductor for this machine's processor, loaded from Python or C++ without
+tracing.
+"""

@@ -1,8 +1,8 @@
 """Compiling methods with AOTInductor, and the one file of constants that all of them are given at load time.
 
-AOTInductor keeps a copy of every constant in each compiled model, the cache among them, unless it is told to manage none:
-then whoever loads the package hands in tensors, and the same tensor may be handed to several models. Weights are shared in
-this way, and so is the cache: the models write it in place, through the pointer they were given.
+AOTInductor keeps a copy of every constant in each compiled model, the cache among them, unless it is told to manage
+none: then whoever loads the package hands in tensors, and the same tensor may be handed to several models. Weights are
+shared in this way, and so is the cache: the models write it in place, through the pointer they were given.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def write_constants(
 ) -> None:
     """Write what the methods must be given, readable by `torch.load` and by C++'s `torch::pickle_load`.
 
-    The file is a dict: `weights`, tensors by name, tied ones stored once; `state`, the cache tensors by name, each as one
-    zero expanded to its shape, so that it takes no room and whoever loads it allocates them; `methods`, per name its
-    shortest, longest and read length; and `limits`, the sizes that inputs are checked against.
+    The file is a dict: `weights`, tensors by name, tied ones stored once; `state`, the cache tensors by name, each as
+    one zero expanded to its shape, so that it takes no room and whoever loads it allocates them; `methods`, per name
+    its shortest, longest and read length; and `limits`, the sizes that inputs are checked against.
     """
     available = {}
     for item in exported.values():

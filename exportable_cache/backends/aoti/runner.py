@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 class AotiRunner:
-    """The methods of one package, all over the tensors that are held here: weights mapped from disk, and a zeroed cache.
+    """The methods of one package, all over the tensors that are held here: weights mapped from disk, and a zeroed
+    cache.
 
     Raises:
         BundleError: If the files cannot be loaded by this torch, or on this processor.

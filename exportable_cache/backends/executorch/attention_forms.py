@@ -1,13 +1,14 @@
-"""The forms of attention over fused layers, and the operator that stands for the choice between them while a program is traced.
+"""The forms of attention over fused layers, and the operator that stands for the choice between them while a program is
+traced.
 
-A step of one token folds the query heads that share a key head into rows of one product, so that every key and value is read
-once, not once per query head. Its queries and output are read in that order as they are. The several tokens of a prompt, whose
-rows must be consecutive tokens, have their heads put in order by copies of whole rows: the runtime's own permutation goes by
-single numbers.
+A step of one token folds the query heads that share a key head into rows of one product, so that every key and value is
+read once, not once per query head. Its queries and output are read in that order as they are. The several tokens of a
+prompt, whose rows must be consecutive tokens, have their heads put in order by copies of whole rows: the runtime's own
+permutation goes by single numbers.
 
-The file chooses by a branch, which `torch.cond` would make of the two forms. Traced as such, each layer's branches are traced again
-by every decomposition and pass of a lowering: half of an export's time. So a program is traced and lowered with one operator,
-`exportable_cache::fused_attention`, in their place, and `branches` puts the branches in at the end.
+The file chooses by a branch, which `torch.cond` would make of the two forms. Traced as such, each layer's branches are
+traced again by every decomposition and pass of a lowering: half of an export's time. So a program is traced and lowered
+with one operator, `exportable_cache::fused_attention`, in their place, and `branches` puts the branches in at the end.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ def fused_attention(
     """Attention over a fused layer, in the form that `forms_of` gives for the step.
 
     Args:
-        operands: Of a full layer, the query [1, heads, query_length, head_dim], the length int64 [1], and the stored tensors. Of
-            a ring, the query, the mask [query_length, capacity + query_length], the slots int64 [num_heads, query_length], the
-            length, the stored tensors, and the new rows of each.
+        operands: Of a full layer, the query [1, heads, query_length, head_dim], the length int64 [1], and the stored
+            tensors. Of a ring, the query, the mask [query_length, capacity + query_length], the slots int64 [num_heads,
+            query_length], the length, the stored tensors, and the new rows of each.
         single: The newest slot to read if the step has one token, anything below zero if it has several.
         kind: `full` or `ring`.
         fold: Query heads that become rows of one product.
@@ -58,13 +59,17 @@ def _(
 def least_single(fold: int) -> int:
     """The least `single` at which the folded form is right.
 
-    The operator takes the rows of a product for consecutive tokens ending at the last key, so their first may not be negative.
+    The operator takes the rows of a product for consecutive tokens ending at the last key, so their first may not be
+    negative.
     """
     return fold - 1
 
 
 def forms_of(kind: str, fold: int, capacity: int, scaling: float) -> tuple[Form, Form]:
-    """The form for one token and the form for several. What they close over is numbers, and positions are read inside."""
+    """The form for one token and the form for several.
+
+    What they close over is numbers, and positions are read inside.
+    """
     if kind == "full":
         return _folded(fold, capacity, scaling), _causal(capacity, scaling)
     return _folded_over_ring(fold, capacity, scaling), _masked(capacity, scaling)
@@ -132,7 +137,8 @@ def dequantize_slots(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     Returns:
         float32 [num_heads, slots, 1, head_dim].
     """
-    # The operator that can do without zero points takes two dimensions: their product, of a symbolic length, does not lower.
+    # The operator that can do without zero points takes two dimensions: their product, of a symbolic length, does not
+    # lower.
     zeros = torch.zeros_like(scales, dtype=torch.int64)
     return torch.ops.quantized_decomposed.dequantize_per_token(
         rows, scales, zeros, -127, 127, torch.int8, torch.float32
@@ -144,8 +150,8 @@ def _attend_folded(
 ) -> torch.Tensor:
     """Attention of one token over slots 0 to `newest`, `fold` query heads as rows of one product.
 
-    The operator reads `start_pos + rows` keys, and without causality every row sees them all: which of the query heads of a key
-    head are its rows, and which its heads, is all one.
+    The operator reads `start_pos + rows` keys, and without causality every row sees them all: which of the query heads
+    of a key head are its rows, and which its heads, is all one.
 
     Args:
         query: [1, heads, query_length, head_dim]; the result is right for a query_length of 1.
@@ -168,7 +174,9 @@ def _attend_folded(
 
 
 def _by_key_head(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Queries of several tokens beside their key head: [1, heads, query_length, head_dim] -> [num_heads, query_length, groups, head_dim]."""
+    """Queries of several tokens beside their key head: [1, heads, query_length, head_dim] -> [num_heads, query_length,
+    groups, head_dim].
+    """
     _, heads, query_length, head_dim = query.shape
     num_heads = keys.shape[0]
     groups = heads // num_heads
@@ -178,7 +186,9 @@ def _by_key_head(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
 
 def _by_token(output: torch.Tensor) -> torch.Tensor:
-    """The way back to transformers' order: [num_heads, query_length, groups, head_dim] -> [1, query_length, heads, head_dim]."""
+    """The way back to transformers' order: [num_heads, query_length, groups, head_dim] -> [1, query_length, heads,
+    head_dim].
+    """
     num_heads, query_length, groups, head_dim = output.shape
     rows = output.view(num_heads, query_length, groups * head_dim)
     side_by_side = torch.cat([rows.select(0, index) for index in range(num_heads)], dim=-1)

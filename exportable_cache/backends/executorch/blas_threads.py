@@ -1,11 +1,13 @@
 """One thread for each matrix product inside the threads of the ExecuTorch runtime.
 
-`llama::custom_sdpa` splits heads over the runtime's own pool, and in the wheel each thread of it then calls MKL, torch's, which opens
-OpenMP threads of its own for products of more than one row. Two cores then serve four threads that wait for one another: 0.33 ms
-instead of 0.03 per layer and token at position 100, measured with 4 rows on 2 cores. Builds for devices have no MKL.
+`llama::custom_sdpa` splits heads over the runtime's own pool, and in the wheel each thread of it then calls MKL,
+torch's, which opens OpenMP threads of its own for products of more than one row. Two cores then serve four threads that
+wait for one another: 0.33 ms instead of 0.03 per layer and token at position 100, measured with 4 rows on 2 cores.
+Builds for devices have no MKL.
 
-MKL's own calls are used, as torch (2.13) has none for other threads than the caller's, and threadpoolctl does not find an MKL that
-is linked into torch. The environment variable MKL_NUM_THREADS=1 does the same from outside, and leaves torch one thread, too.
+MKL's own calls are used, as torch (2.13) has none for other threads than the caller's, and threadpoolctl does not find
+an MKL that is linked into torch. The environment variable MKL_NUM_THREADS=1 does the same from outside, and leaves
+torch one thread, too.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ import torch
 class _Blocks:
     """The open blocks of `one_blas_thread`, in all threads.
 
-    The first sets the number of threads of the process, and the last restores it. If each block saved the number that it finds,
-    the second of two overlapping ones would save the 1 of the first, and leave MKL at it.
+    The first sets the number of threads of the process, and the last restores it. If each block saved the number that
+    it finds, the second of two overlapping ones would save the 1 of the first, and leave MKL at it.
     """
 
     def __init__(self) -> None:
@@ -38,7 +40,8 @@ _blocks = _Blocks()
 
 @contextmanager
 def one_blas_thread() -> Iterator[None]:
-    """In the block products take one thread each, in this thread and in those without a number of their own, such as a pool's.
+    """In the block products take one thread each, in this thread and in those without a number of their own, such as a
+    pool's.
 
     Blocks may overlap, in one thread or in several. Nothing happens where torch was built without MKL.
     """

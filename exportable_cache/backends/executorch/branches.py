@@ -25,10 +25,11 @@ _OPERATOR = torch.ops.exportable_cache.fused_attention.default
 
 
 def insert_branches(edge: EdgeProgramManager) -> EdgeProgramManager:
-    """Replace each `exportable_cache::fused_attention` by `torch.cond` over its forms; other programs are left as they are.
+    """Replace each `exportable_cache::fused_attention` by `torch.cond` over its forms; other programs are left as they
+    are.
 
-    The forms are lowered once for all layers of one kind and shape. They hold operators alone, nothing that a delegate would have
-    to pack twice.
+    The forms are lowered once for all layers of one kind and shape. They hold operators alone, nothing that a delegate
+    would have to pack twice.
     """
     graphs = [edge.exported_program(name).graph for name in edge.methods]
     if not any(_is_choice(node.target) for graph in graphs for node in graph.nodes):

@@ -4,15 +4,16 @@
 |---|---|---|---|
 | `xnnpack` | in the wheel; runs here | all | outside the delegate, written in place by fused operators |
 | `vulkan` | in the wheel | `decode` | outside: written by a portable kernel and handed to the delegate for each step |
-| `coreml` | coremltools, a dependency of the wheel; for iOS 18 and macOS 15 | `decode` | inside: state of the model, in float16 |
+| `coreml` | coremltools, a dependency of the wheel; iOS 18, macOS 15 | `decode` | inside, in float16 |
 
-The last two compile one static step: a prompt goes in token by token. A delegate that takes the cache in has one per method, so
-that prefill would fill another than decode reads, silently; and executorch 1.4.1 does not lower a dynamic length for either (Core
-ML's converter takes no symbolic sizes; Vulkan's partitions for dynamic shapes fail in memory planning).
+The last two compile one static step: a prompt goes in token by token. A delegate that takes the cache in has one per
+method, so that prefill would fill another than decode reads, silently; and executorch 1.4.1 does not lower a dynamic
+length for either (Core ML's converter takes no symbolic sizes; Vulkan's partitions for dynamic shapes fail in memory
+planning).
 
-Not offered, since nothing could be compiled with executorch 1.4.1 from PyPI: MLX (its serialiser is not in the wheel), Qualcomm,
-OpenVINO, MediaTek, Samsung, NXP, Arm Ethos-U and VGF, CUDA (each needs a vendor's SDK or another package), Metal (a Mac). Nor portable kernels alone: without XNNPACK a
-sliding-window model gave not-a-number on the runtime.
+Not offered, since nothing could be compiled with executorch 1.4.1 from PyPI: MLX (its serialiser is not in the wheel),
+Qualcomm, OpenVINO, MediaTek, Samsung, NXP, Arm Ethos-U and VGF, CUDA (each needs a vendor's SDK or another package),
+Metal (a Mac). Nor portable kernels alone: without XNNPACK a sliding-window model gave not-a-number on the runtime.
 """
 
 from __future__ import annotations
@@ -107,8 +108,10 @@ def check_cache(delegate: str, program: Program, lowered: ExecutorchProgramManag
     expected = 0 if delegate == "coreml" else cache_bytes
     if outside != expected or (delegate == "coreml" and len(plan.delegates) != 1):
         raise UnsupportedModelError(
-            f"delegate {delegate!r} splits this model into {len(plan.delegates)} calls with {outside} of {cache_bytes} bytes of the "
-            f"cache outside them, where {expected} are expected; nothing is known to run that rightly: export for delegate 'xnnpack'"
+            f"delegate {delegate!r} splits this model into {len(plan.delegates)} calls with {outside} of "
+            f"{cache_bytes} bytes of the "
+            f"cache outside them, where {expected} are expected; nothing is known to run that rightly: export for "
+            "delegate 'xnnpack'"
         )
 
 
@@ -153,7 +156,10 @@ def check_runs_here(path: Path) -> None:
 
 def elsewhere_remark(delegate: str) -> str:
     """What verification says of a program that this machine cannot execute."""
-    remark = f"the XNNPACK lowering of the same exported program was run; the program for {BACKEND_IDS[delegate]} is not executed here"
+    remark = (
+        f"the XNNPACK lowering of the same exported program was run; the program for {BACKEND_IDS[delegate]} is "
+        "not executed here"
+    )
     return f"{remark}, and keeps its cache in float16" if delegate == "coreml" else remark
 
 

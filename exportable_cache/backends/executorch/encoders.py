@@ -1,4 +1,6 @@
-"""What vision encoders, and Gemma 3n, compute with operators that the ExecuTorch runtime has no kernel for, in others."""
+"""What vision encoders, and Gemma 3n, compute with operators that the ExecuTorch runtime has no
+kernel for, in others.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ _WITHOUT_KERNEL = (torch.ops.aten.argsort.default, torch.ops.aten.bucketize.Tens
 def patches_to_linear(program: ExportedProgram) -> ExportedProgram:
     """Rewrite each 3-D convolution over one patch, as large as its kernel, as a linear layer over its values, in place.
 
-    So Qwen2-VL and its relatives embed patches that the processor has cut out already. ExecuTorch 1.4.1 knows convolutions
-    of one and two dimensions.
+    So Qwen2-VL and its relatives embed patches that the processor has cut out already. ExecuTorch 1.4.1 knows
+    convolutions of one and two dimensions.
 
     Raises:
         UnsupportedModelError: If there is a 3-D convolution over more than that.
@@ -48,8 +50,8 @@ def patches_to_linear(program: ExportedProgram) -> ExportedProgram:
 def fold_constants(program: ExportedProgram) -> ExportedProgram:
     """Replace `argsort`, `bucketize` and `erfinv` of what depends on no input by their values, in place.
 
-    Qwen2.5-VL undoes the order of its windows with the first, SmolVLM numbers its patches with the second, Gemma 3n finds the
-    threshold of a sparse activation with the third. ExecuTorch 1.4.1 has kernels for none.
+    Qwen2.5-VL undoes the order of its windows with the first, SmolVLM numbers its patches with the second, Gemma 3n
+    finds the threshold of a sparse activation with the third. ExecuTorch 1.4.1 has kernels for none.
     """
     for node in [node for node in program.graph.nodes if node.target in _WITHOUT_KERNEL]:
         value = constant_of(program, node)
@@ -60,7 +62,7 @@ def fold_constants(program: ExportedProgram) -> ExportedProgram:
 
 
 def _is_over_one_patch(node: Node) -> bool:
-    """Of a call of conv3d(input, weight, bias, stride, padding, dilation, groups): there is one place for the kernel."""
+    """Of a call of conv3d(input, weight, bias, stride, padding, dilation, groups): the kernel has one place."""
     _, _, _, _, padding, _, groups = (*node.args, *(None, 1, 0, 1, 1)[len(node.args) - 2 :])
     patches, weight = (argument.meta["val"] for argument in node.args[:2])
     return patches.shape[2:] == weight.shape[2:] and groups == 1 and padding in (0, [0], [0, 0, 0])

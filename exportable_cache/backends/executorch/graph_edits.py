@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 
 def constant_of(program: ExportedProgram, node: Any) -> Any:
-    """The value of an argument of a call, None where it depends on an input, a parameter or a buffer that is written to."""
+    """The value of an argument of a call, None where it depends on an input, a parameter or a buffer that is written
+    to.
+    """
     if not isinstance(node, Node):
         return node
     signature = program.graph_signature

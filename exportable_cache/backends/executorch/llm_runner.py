@@ -13,16 +13,16 @@ if TYPE_CHECKING:
 def runner_metadata(program: Program, required: bool = True) -> dict[str, Any]:
     """Constant methods by name (extension/llm/runner/constants.h of ExecuTorch 1.4).
 
-    `get_max_seq_len` is the longest chunk of a prompt, `get_max_context_len` what the cache holds. Ids that the model does
-    not state are left to the tokenizer's own.
+    `get_max_seq_len` is the longest chunk of a prompt, `get_max_context_len` what the cache holds. Ids that the model
+    does not state are left to the tokenizer's own.
 
     Args:
         program: Has a method `forward`.
         required: Refuse a program that the runner would reject; without it such a program gets no metadata.
 
     Raises:
-        InputError: If it is required, and `forward` takes more than the runner gives, or the cache has no limit to state and the
-            model has no longest position either.
+        InputError: If it is required, and `forward` takes more than the runner gives, or the cache has no limit to
+            state and the model has no longest position either.
     """
     taken = program.methods["forward"].input_names
     if taken != ("input_ids", "input_pos"):
@@ -37,7 +37,8 @@ def runner_metadata(program: Program, required: bool = True) -> dict[str, Any]:
         return {}
     if context is None:
         raise InputError(
-            "the cache holds any number of tokens and the config has no max_position_embeddings, so there is no context length "
+            "the cache holds any number of tokens and the config has no max_position_embeddings, so there is no "
+            "context length "
             "to tell the runner; export without llm_runner"
         )
     metadata: dict[str, Any] = {

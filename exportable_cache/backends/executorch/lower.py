@@ -65,7 +65,8 @@ def to_edge(
             for name, program in programs.items()
         },
         partitioner=partitioners_for(delegate),
-        # Cache writes are not in the core operator set's validity list, and a dim order of the cache would be copied to.
+        # Cache writes are not in the core operator set's validity list, and a dim order of the cache would be copied
+        # to.
         compile_config=edge_config(skip_dim_order=True),
         constant_methods=dict(constant_methods or {}),
     )
@@ -78,8 +79,9 @@ def to_edge(
 def restore_sizes(program: ExportedProgram) -> None:
     """Give each size of the inputs the range again that the program states, in place.
 
-    Passes run operators on fake tensors, and where one chooses a kernel by the work there is (convolutions do), the size is taken
-    to be among those with the same choice. Memory is planned for the largest: longer inputs were refused by the runtime.
+    Passes run operators on fake tensors, and where one chooses a kernel by the work there is (convolutions do), the
+    size is taken to be among those with the same choice. Memory is planned for the largest: longer inputs were refused
+    by the runtime.
     """
     ranges = program.range_constraints
     for node in program.graph.find_nodes(op="placeholder"):

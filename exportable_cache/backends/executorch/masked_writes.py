@@ -1,8 +1,8 @@
 """The same values written wherever a mask holds, as a choice between two tensors.
 
-ExecuTorch 1.4.1's `index_put_` takes no mask over several dimensions (error 0x12: Kimi K2.5 clears the ids of its pictures so, and
-T5Gemma 2 sets the embedding of its end of pictures), and ends the process where it writes a scalar past dimensions that it leaves
-whole (Chameleon's logits of picture tokens).
+ExecuTorch 1.4.1's `index_put_` takes no mask over several dimensions (error 0x12: Kimi K2.5 clears the ids of its
+pictures so, and T5Gemma 2 sets the embedding of its end of pictures), and ends the process where it writes a scalar
+past dimensions that it leaves whole (Chameleon's logits of picture tokens).
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def masked_writes_to_where(program: ExportedProgram) -> ExportedProgram:
 
 
 def _mask_of(program: ExportedProgram, node: Node) -> Node | None:
-    """Where a write with one index lands, bool over the dimensions that the index takes; None for indices that are no constants."""
+    """Where a write with one index lands, bool over the dimensions that the index takes; None for indices that are no
+    constants.
+    """
     target, indices = node.args[:2]
     index, size = indices[-1], target.meta["val"].shape[len(indices) - 1]
     if index.meta["val"].dtype == torch.bool:

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 
 def means_to_linear(program: ExportedProgram) -> ExportedProgram:
-    """Rewrite each float32 `mean(x, -1, keepdim=True)` of a static size n as `linear(x, full([1, n], 1 / n))`, in place."""
+    """Rewrite each float32 `mean(x, -1, keepdim=True)` of a static size n as `linear(x, full([1, n], 1 / n))`, in
+    place.
+    """
     return calls_to_linear(program, "mean_over", _averaged, lambda size: torch.full((1, size), 1.0 / size))
 
 

@@ -1,8 +1,9 @@
 """Fewer passes of XNNPACK's compiler, for partitions that need no more.
 
-The compiler (executorch 1.4.1, backends/xnnpack/_passes) takes every partition through 17 passes, and each traces it again whether
-it found its operators or not. That was a third to two fifths of an export's time. A compile spec of XNNPACK's own leaves one pass,
-the one that makes linear layers of products with weights; the others have nothing to do in partitions of `PLAIN` operators alone.
+The compiler (executorch 1.4.1, backends/xnnpack/_passes) takes every partition through 17 passes, and each traces it
+again whether it found its operators or not. That was a third to two fifths of an export's time. A compile spec of
+XNNPACK's own leaves one pass, the one that makes linear layers of products with weights; the others have nothing to do
+in partitions of `PLAIN` operators alone.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """XNNPACK's partitioner, with partitions that never wait for one another in a circle.
 
-ExecuTorch 1.4.1 merges partitions in pairs (exir/backend/canonical_partitioners/group_partitioner.py) and checks each merger
-against the operators of the graph, not against what was merged before. Two mergers of operators that have nothing to do with one
-another can so come to depend on each other, and lowering ends in "Invalid partition, found dependency cycles". Rounding keys and
-values to 8 bits brings that about: a portable kernel takes the largest of each row, in the middle of what the delegate computes.
+ExecuTorch 1.4.1 merges partitions in pairs (exir/backend/canonical_partitioners/group_partitioner.py) and checks each
+merger against the operators of the graph, not against what was merged before. Two mergers of operators that have
+nothing to do with one another can so come to depend on each other, and lowering ends in "Invalid partition, found
+dependency cycles". Rounding keys and values to 8 bits brings that about: a portable kernel takes the largest of each
+row, in the middle of what the delegate computes.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def has_cycle(graph: Graph, partitions: Sequence[Partition]) -> bool:
 def partitions_by_level(graph: Graph, groups: Sequence[Sequence[Node]]) -> list[Partition]:
     """A delegate's operators by how often the longest way to them leaves or enters the delegate.
 
-    That number never falls along an edge, and rises where one leaves the delegate: what left a partition never returns to it.
+    That number never falls along an edge, and rises where one leaves the delegate: what left a partition never returns
+    to it.
 
     Args:
         graph: To be partitioned.

@@ -1,7 +1,7 @@
 """Quantised embedding tables through ExecuTorch's own kernels, which read the rows asked for.
 
-A quantised model exports as `dequantize_affine(integers, ...)` in front of a plain operator. XNNPACK takes the linear layers;
-a table that is left so would be dequantised whole, for every token.
+A quantised model exports as `dequantize_affine(integers, ...)` in front of a plain operator. XNNPACK takes the linear
+layers; a table that is left so would be dequantised whole, for every token.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _INT4 = (-8, 7)
 
 
 def fuse_quantized_embeddings(program: ExportedProgram) -> ExportedProgram:
-    """Rewrite each lookup in a dequantised table as one operator on the integers, in place; other programs are left as they are.
+    """Rewrite each lookup in a dequantised table as one operator on the integers, in place; other programs are left as
+    they are.
 
     Tables are symmetric (no zero points), one scale per row or per group of a row.
     """

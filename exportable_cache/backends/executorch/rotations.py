@@ -1,7 +1,8 @@
-"""The halves that rotary embeddings swap as a product with a constant, so that the rotation stays inside the XNNPACK delegate.
+"""The halves that rotary embeddings swap as a product with a constant, so that the rotation stays inside the XNNPACK
+delegate.
 
-XNNPACK takes no slices of a tensor of dynamic length. Left as it is, the rotation leaves the delegate in every layer, between the
-projections and the attention: for four slices, of a few numbers each where one token is fed.
+XNNPACK takes no slices of a tensor of dynamic length. Left as it is, the rotation leaves the delegate in every layer,
+between the projections and the attention: for four slices, of a few numbers each where one token is fed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ _END = 2**63 - 1
 
 
 def rotations_to_linear(program: ExportedProgram) -> ExportedProgram:
-    """Rewrite each float32 `cat([-x[..., n:], x[..., :n]], -1)` of a static size 2 n as `linear(x, rotation(2 n))`, in place.
+    """Rewrite each float32 `cat([-x[..., n:], x[..., :n]], -1)` of a static size 2 n as `linear(x, rotation(2 n))`, in
+    place.
 
     The result is the same to the bit for finite numbers: every sum has one term that is not zero.
     """

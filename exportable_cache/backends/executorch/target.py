@@ -29,10 +29,11 @@ class ExecutorchBackend:
 
     name = "executorch"
     packages = ("executorch",)
-    # ExecuTorch 1.4.1 writes in place at one 1-D index, the same for all rows; rows of their own length would be copied.
+    # ExecuTorch 1.4.1 writes in place at one 1-D index, the same for all rows; rows of their own length would be
+    # copied.
     max_batch_size = 1
-    # 8-bit weights without 8-bit activations have a kernel here that was 4 times slower than float32 for one token, and 80 times
-    # for 32.
+    # 8-bit weights without 8-bit activations have a kernel here that was 4 times slower than float32 for one token, and
+    # 80 times for 32.
     linear_schemes = ("8da4w", "8da8w")
     embedding_schemes = ("8w", "4w")
 
@@ -69,7 +70,8 @@ class ExecutorchBackend:
     def open(self, folder: Path, description: ProgramDescription) -> Runner:
         if description.form is Form.EXPLICIT:
             raise BundleError(
-                f"the methods of {FILE} are TensorRT plans, which ExecuTorch runs through the delegate of regular torch-tensorrt, "
+                f"the methods of {FILE} are TensorRT plans, which ExecuTorch runs through the delegate of regular "
+                "torch-tensorrt, "
                 "in C++ on a machine with an NVIDIA GPU; check it here with: exportable-cache verify"
             )
         return ExecutorchRunner(folder / FILE, description)

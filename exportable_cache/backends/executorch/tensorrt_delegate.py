@@ -1,7 +1,7 @@
 """ExecuTorch programs whose methods are one TensorRT plan each, made without a GPU.
 
-torch_tensorrt 2.13.0 writes such files from live engines, which need a GPU. Its partitioner also takes the operator that stands
-for an engine and holds the plan's bytes, so a module that calls it is exported in the engine's place.
+torch_tensorrt 2.13.0 writes such files from live engines, which need a GPU. Its partitioner also takes the operator
+that stands for an engine and holds the plan's bytes, so a module that calls it is exported in the engine's place.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ class PlanModule(nn.Module):
 
 
 def _metadata(record: EngineRecord) -> str:
-    """What the operator's fake kernel reads: the outputs' shapes. torch_tensorrt wants a pickle; it holds plain values only."""
+    """What the operator's fake kernel reads: the outputs' shapes. torch_tensorrt wants a pickle; it holds plain values
+    only.
+    """
     outputs = [{"shape_exprs": list(tensor.shape), "dtype": getattr(torch, tensor.dtype)} for tensor in record.outputs]
     return base64.b64encode(pickle.dumps({"inout_symexprs": {"inputs": [], "outputs": outputs}})).decode()
 
@@ -73,7 +75,10 @@ def export_plan(plan: bytes, record: EngineRecord) -> ExportedProgram:
 
 
 def lower_to_plans(program: Program, folder: Path, file: str, options: ExecutorchOptions) -> list[LoweredFile]:
-    """Write one `.pte` with a plan per method. Caches are inputs and outputs of each method: the delegate cannot alias them."""
+    """Write one `.pte` with a plan per method.
+
+    Caches are inputs and outputs of each method: the delegate cannot alias them.
+    """
     capabilities = options.capabilities
     records, exported = [], {}
     for method, network in program_networks(program, options, in_place=False).items():

@@ -1,7 +1,9 @@
-"""One copy of a tied table in a `.pte`: where a delegate's weights repeat a constant, both names point at the same bytes.
+"""One copy of a tied table in a `.pte`: where a delegate's weights repeat a constant, both names point at the same
+bytes.
 
-ExecuTorch stores constants of its own kernels (the embedding table) in one segment and what delegates read (the head) in named
-segments, and compares contents within each kind only. Segments are offsets into the file, so one may lie inside another.
+ExecuTorch stores constants of its own kernels (the embedding table) in one segment and what delegates read (the head)
+in named segments, and compares contents within each kind only. Segments are offsets into the file, so one may lie
+inside another.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ def write_pte(program: ExecutorchProgramManager, path: Path) -> None:
 def tied_pieces(data: bytes) -> Iterator[bytes | memoryview]:
     """The same program without the named segments whose bytes the constant segment holds already, in pieces.
 
-    The pieces lie in `data`: a program is as large as its weights, and a second copy would be an export's peak of memory.
+    The pieces lie in `data`: a program is as large as its weights, and a second copy would be an export's peak of
+    memory.
     """
     # All of the data would be copied to look for the header.
     header = extended_header(data[:_HEADER_BYTES])

@@ -1,7 +1,8 @@
 """One `.pt2` archive for several exported programs that share their weights and their cache.
 
-torch packages each program with a copy of its own weights and of its buffers' contents. Here the first program keeps the
-weights, the others and every cache buffer are written as empty stand-ins, and reading puts one set of tensors under all.
+torch packages each program with a copy of its own weights and of its buffers' contents. Here the first program keeps
+the weights, the others and every cache buffer are written as empty stand-ins, and reading puts one set of tensors under
+all.
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ def _cache_buffers(program: ExportedProgram) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def _without_contents(programs: Mapping[str, ExportedProgram], owner: str, state: set[str]) -> Iterator[None]:
-    """Put empty stand-ins where an archive would otherwise repeat contents; the programs are restored after the block."""
+    """Put empty stand-ins where an archive would otherwise repeat contents; the programs are restored
+    after the block.
+    """
     kept = {name: (dict(program.state_dict), dict(program.constants)) for name, program in programs.items()}
     try:
         for name, program in programs.items():

@@ -38,18 +38,18 @@ def tensorrt_attention(
     Two things reach TensorRT's layer through the mask, which is all it has for them:
 
     - sinks: they are the scores of the null slot that the cache layer keeps behind the others;
-    - where values are shorter than keys (MLA), the scores of the dimensions that only keys have: the layer wants both of one
-      shape ("Key and Value must have the same shape").
+    - where values are shorter than keys (MLA), the scores of the dimensions that only keys have: the layer wants
+      both of one shape ("Key and Value must have the same shape").
 
-    The plain form is taken for soft-capping, a position bias, values longer than keys, and without a mask: TensorRT's layer
-    drops a mask that comes with `causal`, and its causal form knows no cache.
+    The plain form is taken for soft-capping, a position bias, values longer than keys, and without a mask: TensorRT's
+    layer drops a mask that comes with `causal`, and its causal form knows no cache.
 
     Args:
         query: [batch, heads, q_length, head_dim].
         key: [batch, kv_heads, kv_length, head_dim]; with a null slot behind them, see `EngineKernel`, one longer.
         value: [batch, kv_heads, kv_length, value_head_dim], likewise.
-        attention_mask: Additive, [batch or 1, 1 or heads, q_length, kv_length] in the dtype of the query. (A bool one, shared
-            by two attentions of dynamic length, fails in TensorRT-RTX 1.5's builder.)
+        attention_mask: Additive, [batch or 1, 1 or heads, q_length, kv_length] in the dtype of the query. (A bool one,
+            shared by two attentions of dynamic length, fails in TensorRT-RTX 1.5's builder.)
         scaling: Factor on the scores, `head_dim ** -0.5` by default.
         **kwargs: See `matmul_attention`.
 
@@ -102,17 +102,21 @@ def sinks_of(query: torch.Tensor, extras: Mapping[str, Any]) -> torch.Tensor | N
 
 
 def _scores(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Products of grouped heads: [batch, heads, q_length, dim] and [batch, kv_heads, kv, dim] -> [batch, heads, q_length, kv]."""
+    """Products of grouped heads: [batch, heads, q_length, dim] and [batch, kv_heads, kv, dim] -> [batch, heads,
+    q_length, kv].
+    """
     batch, heads, length, dim = query.shape
     folded = query.reshape(batch, key.shape[1], heads // key.shape[1] * length, dim)
     return (folded @ key.transpose(2, 3)).reshape(batch, heads, length, key.shape[2])
 
 
 def _trips_the_builder(query: torch.Tensor, key: torch.Tensor) -> bool:
-    """Whether TensorRT-RTX 1.5.0.114 takes its kernel for one float16 query over many keys, and fails as that has no mask.
+    """Whether TensorRT-RTX 1.5.0.114 takes its kernel for one float16 query over many keys, and fails as that has no
+    mask.
 
-    "MyelinCheckException: wrap_attention_op_in_kgen: Expected 3 live inputs, got 4", seen from 1024 keys on and not at 512. The
-    same query twice goes to the general kernel; keys and values, which a step's time goes to, are still read once.
+    "MyelinCheckException: wrap_attention_op_in_kgen: Expected 3 live inputs, got 4", seen from 1024 keys on and not at
+    512. The same query twice goes to the general kernel; keys and values, which a step's time goes to, are still read
+    once.
     """
     return is_one(query.shape[2]) and query.dtype == torch.float16 and key.shape[2] > _MOST_KEYS_OF_ONE_QUERY
 

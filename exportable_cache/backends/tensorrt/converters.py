@@ -1,4 +1,6 @@
-"""Converters of our own: the cache write, and operators that torch_tensorrt 2.13.0's converters compute otherwise than torch."""
+"""Converters of our own: the cache write, and operators that torch_tensorrt 2.13.0's converters compute otherwise than
+torch.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,8 @@ def _kv_cache_update(
     layer = ctx.net.add_kv_cache_update(cache, update, start, trt.KVCacheMode.LINEAR)
     if layer is None:
         raise ValueError(
-            f"TensorRT refuses a KV cache update of {list(cache.shape)} {cache.dtype} by {list(update.shape)} {update.dtype} "
+            f"TensorRT refuses a KV cache update of {list(cache.shape)} {cache.dtype} by {list(update.shape)} "
+            f"{update.dtype} "
             f"at {list(start.shape)} {start.dtype}"
         )
     set_layer_name(layer, target, name)
@@ -79,7 +82,9 @@ def _where(
 def _gather(
     ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
 ) -> trt.ITensor:
-    """`gather` of any length. torch_tensorrt's converter is the same layer, but says that it takes static shapes only."""
+    """`gather` of any length. torch_tensorrt's converter is the same layer, but says that it takes
+    static shapes only.
+    """
     values, dim, index = args[:3]
     layer = ctx.net.add_gather_v2(
         values, cast_trt_tensor(ctx, index, trt.DataType.INT32, f"{name}_index"), trt.GatherMode.ELEMENT

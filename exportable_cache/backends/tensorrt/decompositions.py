@@ -19,7 +19,9 @@ def scatter_value(x: torch.Tensor, dim: int, index: torch.Tensor, value: float) 
 
 
 def select_from_end(x: torch.Tensor, dim: int, index: int) -> torch.Tensor:
-    """`select` counted from the end of any length, as a slice: the converter gathers at the negative index, which is undefined."""
+    """`select` counted from the end of any length, as a slice: the converter gathers at the negative index, which is
+    undefined.
+    """
     if not isinstance(index, int) or index >= 0:
         return NotImplemented
     return torch.ops.aten.slice.Tensor(x, dim, index, index + 1 or None).squeeze(dim)

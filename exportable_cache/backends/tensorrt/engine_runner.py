@@ -31,10 +31,10 @@ class ExecutionContext(Protocol):
 class EngineRunner:
     """Engines over one cache.
 
-    An aliased output is bound to the address of its input, so a step writes one token where it belongs and copies nothing.
-    Outputs that are no aliases (a ring after a prompt, every cache of a plan built with scatters) go to a tensor of their own
-    and are copied over the input after the step. Steps run on a stream of their own; a method of fixed length is captured
-    as a CUDA graph the second time it runs.
+    An aliased output is bound to the address of its input, so a step writes one token where it belongs and copies
+    nothing. Outputs that are no aliases (a ring after a prompt, every cache of a plan built with scatters) go to a
+    tensor of their own and are copied over the input after the step. Steps run on a stream of their own; a method of
+    fixed length is captured as a CUDA graph the second time it runs.
 
     Nothing here or in TensorRT checks that a write stays within the cache: the session does, before every step.
 
@@ -168,7 +168,8 @@ def open_engines(folder: Path, description: ProgramDescription) -> EngineRunner:
     built_for = next(iter(records.values()))[1].built_for
     if not torch.cuda.is_available():
         raise BundleError(
-            f"a TensorRT program runs on an NVIDIA GPU (this one was built for {built_for}), and torch finds none here; copy the "
+            f"a TensorRT program runs on an NVIDIA GPU (this one was built for {built_for}), and torch finds none "
+            "here; copy the "
             "bundle to a machine with one, or check it without: exportable-cache verify"
         )
     from torch_tensorrt.logging import TRT_LOGGER

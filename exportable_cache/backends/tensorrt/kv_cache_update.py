@@ -1,7 +1,7 @@
 """`exportable_cache::kv_cache_update`: write new keys or values into a static cache, each row at its own position.
 
-A graph keeps it as one node, so that a target may lower it to what it has: TensorRT's KVCacheUpdate layer writes in place
-(https://docs.nvidia.com/deeplearning/tensorrt, IKVCacheUpdateLayer), a scatter does without aliasing.
+A graph keeps it as one node, so that a target may lower it to what it has: TensorRT's KVCacheUpdate layer writes in
+place (https://docs.nvidia.com/deeplearning/tensorrt, IKVCacheUpdateLayer), a scatter does without aliasing.
 """
 
 from __future__ import annotations

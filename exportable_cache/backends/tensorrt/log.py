@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 _LOGGER = "torch_tensorrt [TensorRT Conversion Context]"
 
-# After every error TensorRT asks the CUDA runtime for more, which a machine without a GPU cannot tell. And torch_tensorrt's
-# slice converter names several layers alike.
+# After every error TensorRT asks the CUDA runtime for more, which a machine without a GPU cannot tell. And
+# torch_tensorrt's slice converter names several layers alike.
 _NOISE = re.compile(r"catchCudaError|Failed attempt to rename a layer")
 
 

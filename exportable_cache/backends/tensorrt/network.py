@@ -1,4 +1,6 @@
-"""From an exported program to TensorRT's network definition: one network for the whole method, or an error that says why not."""
+"""From an exported program to TensorRT's network definition: one network for the whole method, or an error that says
+why not.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +104,8 @@ class NetworkInterpreter(TRTInterpreter):
         return result
 
     def get_attr(self, target: str, args: Any, kwargs: Any) -> torch.Tensor:
-        # torch_tensorrt hands TensorRT the address of `weight.contiguous()` and keeps `weight`: a copy would be gone by then.
+        # torch_tensorrt hands TensorRT the address of `weight.contiguous()` and keeps `weight`: a copy would be gone by
+        # then.
         return super().get_attr(target, args, kwargs).contiguous()
 
     def build_plan(self, capabilities: Sequence[int]) -> bytes:
@@ -132,8 +135,8 @@ def build_network(program: ExportedProgram, signature: EngineSignature, *, in_pl
         in_place: Keep cache writes as TensorRT's KVCacheUpdate layer; otherwise they become scatters.
 
     Raises:
-        UnsupportedModelError: On an operator without converter, naming it and the layer it belongs to; and where torch_tensorrt
-            would compute something else than was traced.
+        UnsupportedModelError: On an operator without converter, naming it and the layer it belongs to; and where
+            torch_tensorrt would compute something else than was traced.
     """
     settings = _settings()
     with warnings.catch_warnings(), collected_errors():
@@ -177,7 +180,8 @@ def _lowered(program: ExportedProgram, settings: CompilationSettings, in_place: 
 
 
 def check_nothing_mutated(program: ExportedProgram) -> None:
-    """Refuse a program that mutates state: torch_tensorrt 2.13.0 freezes it as a constant, and only the first step is right.
+    """Refuse a program that mutates state: torch_tensorrt 2.13.0 freezes it as a constant, and only the first step is
+    right.
 
     Raises:
         UnsupportedModelError: Naming what is mutated.
@@ -212,7 +216,9 @@ def describe_node(node: Node) -> str:
 
 
 def _check_like_traced(node: Node, tensor: trt.ITensor, traced: torch.Tensor) -> None:
-    """Refuse a tensor of another dtype or shape than the traced one; a 0-D one may come out as [1], which broadcasts alike."""
+    """Refuse a tensor of another dtype or shape than the traced one; a 0-D one may come out as [1], which broadcasts
+    alike.
+    """
     shape = tuple(tensor.shape)
     expected = tuple(size if isinstance(size, int) else -1 for size in traced.shape)
     same_shape = len(shape) == len(expected) and all(
@@ -220,7 +226,8 @@ def _check_like_traced(node: Node, tensor: trt.ITensor, traced: torch.Tensor) ->
     )
     if not same_shape and not (expected == () and shape == (1,)):
         raise UnsupportedModelError(
-            f"TensorRT gives {describe_node(node)} the shape {list(shape)}, it was traced as {list(expected)}; {_REMEDY}"
+            f"TensorRT gives {describe_node(node)} the shape {list(shape)}, it was traced as {list(expected)}; "
+            f"{_REMEDY}"
         )
     dtype = TORCH_DTYPES.get(tensor.dtype)
     if dtype != traced.dtype and {dtype, traced.dtype} != {torch.int32, torch.int64}:
@@ -230,7 +237,9 @@ def _check_like_traced(node: Node, tensor: trt.ITensor, traced: torch.Tensor) ->
 
 
 def _check_outputs(graph: GraphModule, network: trt.INetworkDefinition, names: Sequence[str]) -> None:
-    """Refuse an output of other dimensions than traced: a 0-D result comes out as [1], which callers would not expect."""
+    """Refuse an output of other dimensions than traced: a 0-D result comes out as [1], which callers
+    would not expect.
+    """
     output = next(node for node in graph.graph.nodes if node.op == "output")
     for index, (name, node) in enumerate(zip(names, output.args[0], strict=True)):
         shape, traced = tuple(network.get_output(index).shape), node.meta["val"].shape
@@ -241,7 +250,9 @@ def _check_outputs(graph: GraphModule, network: trt.INetworkDefinition, names: S
 
 
 def _check_weights(interpreter: NetworkInterpreter) -> None:
-    """TensorRT was given the address of every weight that is kept; of a strided one it was given that of a copy which is gone."""
+    """TensorRT was given the address of every weight that is kept; of a strided one it was given that of a copy which
+    is gone.
+    """
     strided = [name for name, weight in interpreter.ctx.weight_refit_map.items() if not weight.is_contiguous()]
     if strided or not all(weight.is_contiguous() for weight in interpreter.ctx.cpu_weights_reference_holder):
         raise UnsupportedModelError(
@@ -265,7 +276,8 @@ def _rename(network: trt.INetworkDefinition, inputs: Sequence[InputSpec], output
     """Give inputs and outputs their own names, by which a runtime binds them: their order is torch_tensorrt's."""
     if network.num_inputs != len(inputs) or network.num_outputs != len(outputs):
         raise UnsupportedModelError(
-            f"the network has {network.num_inputs} inputs and {network.num_outputs} outputs, the program {len(inputs)} and "
+            f"the network has {network.num_inputs} inputs and {network.num_outputs} outputs, the program "
+            f"{len(inputs)} and "
             f"{len(outputs)}: a tensor goes unused or comes out twice; {_REMEDY}"
         )
     for index, spec in enumerate(inputs):
@@ -280,7 +292,9 @@ def layer_kind(layer: trt.ILayer) -> str:
 
 
 def _aliases(network: trt.INetworkDefinition) -> dict[str, str]:
-    """Output -> input of every KVCacheUpdate, which must be outputs and inputs of the network for TensorRT to write in place."""
+    """Output -> input of every KVCacheUpdate, which must be outputs and inputs of the network for TensorRT to write in
+    place.
+    """
     inputs = {network.get_input(index).name for index in range(network.num_inputs)}
     outputs = {network.get_output(index).name for index in range(network.num_outputs)}
     aliases = {}
@@ -290,8 +304,8 @@ def _aliases(network: trt.INetworkDefinition) -> dict[str, str]:
             source, result = layer.get_input(0).name, layer.get_output(0).name
             if source not in inputs or result not in outputs:
                 raise UnsupportedModelError(
-                    f"the cache write {layer.name} goes from {source} to {result}, not from an input of the network to an output; "
-                    + _REMEDY
+                    f"the cache write {layer.name} goes from {source} to {result}, not from an input of the network "
+                    "to an output; " + _REMEDY
                 )
             aliases[result] = source
     return aliases

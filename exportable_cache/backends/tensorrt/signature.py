@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
     from ...program.program import Program
 
-#: Inputs that hold state before a step are `cache.layers.0.keys`, the outputs that hold it after are `next.layers.0.keys`.
+#: Inputs that hold state before a step are `cache.layers.0.keys`, the outputs that hold it after are
+#: `next.layers.0.keys`.
 STATE_IN, STATE_OUT = "cache.", "next."
 LOGITS, NEXT_POS = "logits", "next_pos"
 
@@ -61,7 +62,8 @@ class EngineSignature:
         return (LOGITS, NEXT_POS, *(STATE_OUT + name for name in self.kept_state))
 
     def bind(self, graph: GraphModule) -> tuple[InputSpec, ...]:
-        """Take the layers' lengths out of a lowered graph, in place: as inputs they are never read, as outputs all are one.
+        """Take the layers' lengths out of a lowered graph, in place: as inputs they are never read, as outputs all are
+        one.
 
         Returns:
             What is left of the inputs, in order.

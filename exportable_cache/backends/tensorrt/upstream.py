@@ -1,8 +1,8 @@
 """The one place that imports torch_tensorrt: with or without a GPU, on torch with or without CUDA.
 
-torch_tensorrt 2.13.0 asks torch.cuda for a device while it is imported, although building a network and a plan needs none
-(https://github.com/pytorch/TensorRT, py/torch_tensorrt/_enums.py and _Device.py). For the time of the import alone, what
-it asks is answered; nothing of it stays patched. On CUDA machines nothing is touched at all.
+torch_tensorrt 2.13.0 asks torch.cuda for a device while it is imported, although building a network and a plan needs
+none (https://github.com/pytorch/TensorRT, py/torch_tensorrt/_enums.py and _Device.py). For the time of the import
+alone, what it asks is answered; nothing of it stays patched. On CUDA machines nothing is touched at all.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import torch
 from ...common.compat.torch import cuda_properties, without_fake_classes
 from ...common.compat.torch_tensorrt import conversion
 
-# They link libtorch_cuda; without it torch_tensorrt takes its own branch for "no C++ runtime", if it does not find them.
+# They link libtorch_cuda; without it torch_tensorrt takes its own branch for "no C++ runtime", if it does not find
+# them.
 _CUDA_LIBRARIES = frozenset({"libtorchtrt.so", "libtorchtrt_runtime.so"})
 
 
@@ -100,7 +101,8 @@ __all__ = [
 def register_engine_operator() -> None:
     """Make `torch.ops.tensorrt.no_op_placeholder_for_execute_engine` known, which holds a plan in a graph.
 
-    The module that registers it also describes the C++ engine class, which exists only where torch_tensorrt's library loads.
+    The module that registers it also describes the C++ engine class, which exists only where torch_tensorrt's library
+    loads.
     """
     has_engines = torch_tensorrt.ENABLED_FEATURES.torch_tensorrt_runtime
     with ExitStack() as stack:

@@ -2,10 +2,10 @@
 
 Key and value heads are never repeated: the query heads that share one are folded into its rows instead.
 
-`exportable_cache` goes through torch's fused attention where the model needs nothing it lacks; `exportable_cache_matmul`
-always spells out the two products, for runtimes that have no attention kernel of their own. Its products are 3-D `bmm` on
-views with the keys as left operand: on ExecuTorch a 4-D matmul copies the whole cache, and keys on the left are neither
-transposed nor packed.
+`exportable_cache` goes through torch's fused attention where the model needs nothing it lacks;
+`exportable_cache_matmul` always spells out the two products, for runtimes that have no attention kernel of their own.
+Its products are 3-D `bmm` on views with the keys as left operand: on ExecuTorch a 4-D matmul copies the whole cache,
+and keys on the left are neither transposed nor packed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from .names import ATTENTION, ATTENTION_NAMES, MATMUL_ATTENTION
 #: Arguments that models pass for attention that is not the plain kind; `matmul_attention` knows them all.
 EXTRAS = ("softcap", "s_aux", "sinks", "position_bias")
 
-#: Arguments that models pass on, and that change nothing here, each with the reason. Any other is refused. The first four are
-#: those that transformers' generative models gave with a value, of 269 tiny ones that took a prompt and a token (5.23).
+#: Arguments that models pass on, and that change nothing here, each with the reason. Any other is refused. The first
+#: four are those that transformers' generative models gave with a value, of 269 tiny ones that took a prompt and a
+#: token (5.23).
 HARMLESS = {
     "sliding_window": "the mask has the window already, as it has for transformers' own `eager` and `sdpa`",
     "position_ids": "queries and keys are rotated before they come here",
@@ -178,7 +179,8 @@ def among_indices(
 ) -> torch.Tensor:
     """A mask that leaves each query the keys an indexer chose, as far as it may see them (DeepSeek V3.2, GLM MoE DSA).
 
-    Transformers folds the choice into the mask for its own `eager` and `sdpa`; other implementations are given the indices.
+    Transformers folds the choice into the mask for its own `eager` and `sdpa`; other implementations are given the
+    indices.
 
     Args:
         attention_mask: Additive or bool, broadcastable to [batch, heads, q_length, kv_length], or None.
@@ -201,7 +203,8 @@ def among_indices(
 
 def _causal_without_mask(module: torch.nn.Module, q_length: int, is_causal: bool | None) -> bool:
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    # The comparison comes last: under dynamic shapes it is symbolic, and only where causality matters may it be evaluated.
+    # The comparison comes last: under dynamic shapes it is symbolic, and only where causality matters may it be
+    # evaluated.
     return bool(is_causal and q_length > 1)
 
 

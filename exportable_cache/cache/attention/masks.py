@@ -35,8 +35,8 @@ def position_mask(
         q_length: New tokens.
         kv_length: Keys that the layer returns for them.
         q_offset: Position of the first query: int, or int64 0-D or [batch_size, 1].
-        kv_offset: Offset of the keys from `arange(kv_length)`: int, or int64 0-D, [kv_length], [batch_size, kv_length], or
-            [batch_size, q_length, kv_length] where each query is shown keys of its own.
+        kv_offset: Offset of the keys from `arange(kv_length)`: int, or int64 0-D, [kv_length], [batch_size, kv_length],
+            or [batch_size, q_length, kv_length] where each query is shown keys of its own.
         mask_function: What may be seen, elementwise over broadcast positions.
         attention_mask: Padding mask [batch_size, tokens], False on padding, indexed by position: left and right padding
             alike. Positions past its end count as padding.
@@ -44,8 +44,8 @@ def position_mask(
         allow_is_bidirectional_skip: Whether None may stand for "everything is seen".
 
     Returns:
-        [batch_size, 1, q_length, kv_length]: 0 where seen, the lowest finite value elsewhere, so that a row of padding stays
-        finite. Or None, see above.
+        [batch_size, 1, q_length, kv_length]: 0 where seen, the lowest finite value elsewhere, so that a row of padding
+        stays finite. Or None, see above.
     """
     if allow_is_bidirectional_skip and attention_mask is None:
         return None

@@ -313,7 +313,8 @@ class CacheLayer(CacheLayerMixin):
         """Refuse keys and values that the layer cannot take, outside of traced paths."""
         if self.storage is None:
             raise InputError(
-                "this layer keeps no keys and values (it shares another layer's, or has a state in their place), but the model "
+                "this layer keeps no keys and values (it shares another layer's, or has a state in their place), but "
+                "the model "
                 "wrote some; allocate the cache with ExportableCache.from_model"
             )
         if not is_traced(self.cumulative_length):

@@ -39,7 +39,8 @@ class RoundedStorage(Storage):
     def sizes(self, head_dim: int, value_head_dim: int) -> dict[str, int]:
         if value_head_dim == 0:
             raise InputError(
-                f"the layer's values have size 0 (its keys are all there is of a token), which has no scale; keep it in {self.dtype}: "
+                "the layer's values have size 0 (its keys are all there is of a token), which has no scale; keep it "
+                f"in {self.dtype}: "
                 "leave kv_dtype out"
             )
         return {"head_dim": head_dim, "value_head_dim": value_head_dim, "scale": 1}

@@ -78,8 +78,8 @@ def patch_model(model: nn.Module) -> list[str]:
         Labels of the patches, sorted.
 
     Raises:
-        UnsupportedModelError: If an original is missing or changed; if the model is of a type with patches, and not made
-            of transformers' own classes; or if its file has a function that is replaced elsewhere, and no patch.
+        UnsupportedModelError: If an original is missing or changed; if the model is of a type with patches, and not
+            made of transformers' own classes; or if its file has a function that is replaced elsewhere, and no patch.
     """
     labels = set()
     files = {type(module).__module__ for module in model.modules()}
@@ -87,7 +87,8 @@ def patch_model(model: nn.Module) -> list[str]:
         for patch in PATCHES.get(model_type, ()):
             if patch.module_name not in files:
                 raise UnsupportedModelError(
-                    f"a model of type {model_type!r} needs the patch of {patch.name} ({patch.reason}), and has no module "
+                    f"a model of type {model_type!r} needs the patch of {patch.name} ({patch.reason}), and has no "
+                    "module "
                     f"of {patch.module_name}; use transformers' own class (trust_remote_code=False), or DynamicCache"
                 )
             patch.apply()

@@ -1,7 +1,7 @@
 """Recurrences over a step of several tokens, without a loop over them and without asking how many they are.
 
-Each starts from a state, gives the outputs and the next state, and is exact for any number of tokens, so one exported graph
-serves a whole prompt, its continuation, and every length. Reference: the sequential recurrence, in tests/scans.
+Each starts from a state, gives the outputs and the next state, and is exact for any number of tokens, so one exported
+graph serves a whole prompt, its continuation, and every length. Reference: the sequential recurrence, in tests/scans.
 """
 
 from .bound import doublings, longest_step

@@ -18,7 +18,9 @@ _longest = _Longest()
 
 @contextmanager
 def longest_step(tokens: int | None) -> Iterator[None]:
-    """State the limit for the steps inside the block, or None where the length of each step is known when it is traced."""
+    """State the limit for the steps inside the block, or None where the length of each step is known
+    when it is traced.
+    """
     before = _longest.tokens
     _longest.tokens = tokens
     try:

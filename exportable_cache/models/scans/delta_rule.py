@@ -1,4 +1,6 @@
-"""The gated delta rule (Yang et al. 2024, arXiv:2412.06464), decays per head or, as in Kimi Delta Attention, per channel."""
+"""The gated delta rule (Yang et al. 2024, arXiv:2412.06464), decays per head or, as in Kimi Delta Attention, per
+channel.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,9 @@ def delta_rule(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`S[t] = exp(g[t]) S[t-1] + beta[t] k[t] (v[t] - k[t] exp(g[t]) S[t-1])`, `o[t] = q[t] S[t] / sqrt(dim)`.
 
-    All tokens are one chunk of the chunked form (sections 3.2 and 3.3 of the paper): attention between them, a triangular
-    system for what each adds to the state, and one product for what the state gave before. Per channel, it keeps
-    length x length x dim decays per head, so keep steps short there.
+    All tokens are one chunk of the chunked form (sections 3.2 and 3.3 of the paper): attention between them, a
+    triangular system for what each adds to the state, and one product for what the state gave before. Per channel, it
+    keeps length x length x dim decays per head, so keep steps short there.
 
     Args:
         query: [batch, length, key_heads, dim].
@@ -65,8 +67,9 @@ def delta_rule(
 def unit_lower_inverse(matrix: torch.Tensor) -> torch.Tensor:
     """Inverse of a lower triangular matrix [..., n, n] whose diagonal counts as ones and whose upper part as zeros.
 
-    Diagonal blocks are merged two by two, `[[A, 0], [C, D]]^-1 = [[A^-1, 0], [-D^-1 C A^-1, D^-1]]`: as stable as forward
-    substitution, in log2(n) rounds of products, for an n that need not be known, and without a solver, which few runtimes have.
+    Diagonal blocks are merged two by two, `[[A, 0], [C, D]]^-1 = [[A^-1, 0], [-D^-1 C A^-1, D^-1]]`: as stable as
+    forward substitution, in log2(n) rounds of products, for an n that need not be known, and without a solver, which
+    few runtimes have.
     """
     at = torch.arange(matrix.shape[-1], device=matrix.device)
     inverse = (at[:, None] == at[None, :]).to(matrix.dtype).expand(matrix.shape)

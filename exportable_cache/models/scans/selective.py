@@ -56,8 +56,8 @@ def selective_scan(
 def linear_recurrence(decay: torch.Tensor, inputs: torch.Tensor, initial_state: torch.Tensor) -> torch.Tensor:
     """`h[t] = decay[t] h[t-1] + inputs[t]`, elementwise.
 
-    Computed by doubling (Hillis and Steele 1986): after round k each position sums up the 2^k tokens up to it. Decays are
-    at most 1 and only ever multiplied, so nothing overflows.
+    Computed by doubling (Hillis and Steele 1986): after round k each position sums up the 2^k tokens up to it. Decays
+    are at most 1 and only ever multiplied, so nothing overflows.
 
     Args:
         decay: [batch, length, ...], between 0 and 1.

@@ -20,8 +20,9 @@ def state_space_scan(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`h[t] = exp(A dt[t]) h[t-1] + dt[t] x[t] B[t]`, `y[t] = h[t] C[t] + D x[t]`, with one decay per head.
 
-    All tokens are one chunk of the paper's chunked form (section 6): attention with decays between them, and one product for
-    what the state gave before. Upstream pads to whole chunks of a fixed size instead, which fixes the length of a traced step.
+    All tokens are one chunk of the paper's chunked form (section 6): attention with decays between them, and one
+    product for what the state gave before. Upstream pads to whole chunks of a fixed size instead, which fixes the
+    length of a traced step.
 
     Args:
         hidden_states: x, [batch, length, heads, head_dim].

@@ -1,7 +1,9 @@
-"""Images that a decoder sees in several layers (Qwen3-VL): features of the vision encoder added behind its first layers.
+"""Images that a decoder sees in several layers (Qwen3-VL): features of the vision encoder added behind its first
+layers.
 
-They travel with the embeddings, in one tensor [batch, length, (1 + layers) * hidden_size]: first the embedding, then what is
-added behind each of the first layers, zeros for text. So every chunk of a prompt has its own, and no size depends on data.
+They travel with the embeddings, in one tensor [batch, length, (1 + layers) * hidden_size]: first the embedding, then
+what is added behind each of the first layers, zeros for text. So every chunk of a prompt has its own, and no size
+depends on data.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ if TYPE_CHECKING:
 
 
 class EveryToken:
-    """Stands for the mask `visual_pos_masks`, by which the decoder picks tokens with a size that depends on data: picks all."""
+    """Stands for the mask `visual_pos_masks`, by which the decoder picks tokens with a size that depends on data: picks
+    all.
+    """
 
     def to(self, *_: Any) -> slice:
         return slice(None)
@@ -26,7 +30,8 @@ def is_stacked(model: PreTrainedModel, embeds: torch.Tensor) -> bool:
 
 
 def deepstack_logits(model: PreTrainedModel, embeds: torch.Tensor, keeps_last: bool, **options: Any) -> torch.Tensor:
-    """Logits [batch, 1 or length, vocab] of a decoder's step. The whole model takes no features from outside, its decoder does.
+    """Logits [batch, 1 or length, vocab] of a decoder's step. The whole model takes no features from outside, its
+    decoder does.
 
     Args:
         embeds: [batch, length, (1 + layers) * hidden_size].

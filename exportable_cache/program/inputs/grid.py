@@ -1,4 +1,6 @@
-"""Vision encoders sized by values of `image_grid_thw` (Qwen2-VL): for one grid, what depends on those values is constant."""
+"""Vision encoders sized by values of `image_grid_thw` (Qwen2-VL): for one grid, what depends on those values is
+constant.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ BY_GRID = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 class SegmentEnds:
     """Cumulative lengths of what attends within itself, `SegmentEnds([0, 16, 32])`, as Python ints.
 
-    It stands for the tensor `cu_seqlens`, of which the encoder takes differences, whose values it then asks for: a tracer
-    has no values of tensors.
+    It stands for the tensor `cu_seqlens`, of which the encoder takes differences, whose values it then asks for: a
+    tracer has no values of tensors.
     """
 
     def __init__(self, values: Sequence[int]) -> None:
@@ -50,7 +52,8 @@ def grid_for(config: PreTrainedConfig, image_size: int | Sequence[int] | None) -
     what = f"a multiple of {unit}, the pixels behind one token of {config.model_type!r}"
     if image_size is None:
         raise InputError(
-            f"{config.model_type!r} takes images of any size, a program those of one: pass image_size, height and width in "
+            f"{config.model_type!r} takes images of any size, a program those of one: pass image_size, height and "
+            "width in "
             f"pixels, each {what}, such as image_size=({16 * unit}, {16 * unit})"
         )
     sides = (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)

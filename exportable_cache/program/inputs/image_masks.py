@@ -23,9 +23,10 @@ def image_masks(
 ) -> dict[str, torch.Tensor]:
     """Masks of one step by layer type, as the decoder takes them in place of an `attention_mask`.
 
-    The rules are those of transformers' `create_masks_for_vision_model` (gemma3/modeling_gemma3.py, 5.23): full attention
-    sees what came before or is of the same image, sliding attention the same within its window, which ends at the query's
-    past only. Transformers looks images up by absolute position in ids of the whole sequence; here by position in the step.
+    The rules are those of transformers' `create_masks_for_vision_model` (gemma3/modeling_gemma3.py, 5.23): full
+    attention sees what came before or is of the same image, sliding attention the same within its window, which ends at
+    the query's past only. Transformers looks images up by absolute position in ids of the whole sequence; here by
+    position in the step.
 
     Args:
         config: Of the text decoder.

@@ -33,13 +33,14 @@ class Modality:
 
     Attributes:
         kind: `image` or `audio`.
-        main_input: One item of what the processor gives, [1, ...] of fixed size, or [patches, values] where it has a grid.
-            Any number of them goes through one by one.
+        main_input: One item of what the processor gives, [1, ...] of fixed size, or [patches, values] where it has a
+            grid. Any number of them goes through one by one.
         tokens: Embeddings per item.
         hidden_size: Of an embedding, and of the features for further layers that go with it, see `deepstack`.
         token_id: Of the placeholders in a prompt, one per embedding.
         dtype: Of the embeddings, as the name of a torch dtype.
-        grid: The `image_grid_thw` of every item, in patches, where the encoder takes patches. Positions have three axes then.
+        grid: The `image_grid_thw` of every item, in patches, where the encoder takes patches. Positions have three axes
+            then.
         sees_itself: Whether the tokens of an item see each other in both directions.
         constants: What its encoder would compute from the grid's values, see `grid.grid_constants`.
     """
@@ -138,8 +139,8 @@ def modalities_of(
 
     Args:
         kinds: Any of `image` and `audio`.
-        image_size: Height and width of every image in pixels, or one number for both, where the model's config leaves it
-            open (Qwen2-VL).
+        image_size: Height and width of every image in pixels, or one number for both, where the model's config leaves
+            it open (Qwen2-VL).
 
     Raises:
         InputError: If a kind is neither, or the model does not take it.

@@ -39,8 +39,9 @@ def kinds_taken(methods: Mapping[str, Method]) -> tuple[str, ...]:
 def multimodal_methods(methods: Mapping[str, Method], modalities: Sequence[Modality]) -> dict[str, Method]:
     """`encode_image` or `encode_audio`, `embed`, and a `prefill_embeds` for each prefill, beside the text methods.
 
-    Where positions have three axes, `prefill_embeds` takes them, and the text methods take `rope_deltas` [batch]: what is
-    added to a position in the cache to get the rotary one. Where images see themselves, `prefill_embeds` takes `image_ids`.
+    Where positions have three axes, `prefill_embeds` takes them, and the text methods take `rope_deltas` [batch]: what
+    is added to a position in the cache to get the rotary one. Where images see themselves, `prefill_embeds` takes
+    `image_ids`.
 
     Args:
         methods: Of the text decoder.
@@ -53,7 +54,8 @@ def multimodal_methods(methods: Mapping[str, Method], modalities: Sequence[Modal
     for modality in modalities:
         if modality.sees_itself and longest < modality.tokens:
             raise InputError(
-                f"prefill_length is {longest}; the {modality.tokens} tokens of an {modality.kind} see each other and go through "
+                f"prefill_length is {longest}; the {modality.tokens} tokens of an {modality.kind} see each other and "
+                "go through "
                 f"in one step: it must be at least {modality.tokens}"
             )
     has_grid = any(modality.grid is not None for modality in modalities)

@@ -99,17 +99,20 @@ class EncoderStage:
         least = 1 if self.method.pads else least
         if "length" in spec.shape and not least <= found[self._length_dim] <= most:
             raise InputError(
-                f"{spec.name} has length {found[self._length_dim]}; the encoder takes {least} to {most}: shorten the input, "
+                f"{spec.name} has length {found[self._length_dim]}; the encoder takes {least} to {most}: shorten the "
+                "input, "
                 "or allocate or export with a larger max_encoder_len"
             )
         if "length" in spec.shape and found[self._length_dim] % self.method.multiple and not self.method.pads:
             raise InputError(
-                f"{spec.name} has length {found[self._length_dim]}; the encoder takes whole frames of {self.method.multiple}: "
+                f"{spec.name} has length {found[self._length_dim]}; the encoder takes whole frames of "
+                f"{self.method.multiple}: "
                 "cut it, or pad it with silence"
             )
         if main_input.dtype != getattr(torch, spec.dtype):
             raise InputError(
-                f"{spec.name} is {main_input.dtype}; it must be torch.{spec.dtype}: pass {spec.name}.to(torch.{spec.dtype})"
+                f"{spec.name} is {main_input.dtype}; it must be torch.{spec.dtype}: pass "
+                f"{spec.name}.to(torch.{spec.dtype})"
             )
         if main_input.device != self.device:
             raise InputError(f"{spec.name} is on {main_input.device}, the session runs on {self.device}")
@@ -127,7 +130,8 @@ class EncoderStage:
         real = mask.to(torch.bool)
         if not bool(real[:, 0].all()) or bool((real[:, 1:] & ~real[:, :-1]).any()):
             raise InputError(
-                "attention_mask must be 1 on each row's tokens and 0 behind them; pad on the right (padding_side='right')"
+                "attention_mask must be 1 on each row's tokens and 0 behind them; pad on the right "
+                "(padding_side='right')"
             )
 
 

@@ -84,6 +84,8 @@ class ImageStage(ItemStage):
         other = next((given for given in grids if tuple(given) != self.method.grid), None)
         if other is not None:
             raise InputError(
-                f"{_GRID} has {list(other)}, {self.method.name} was made for {list(self.method.grid)} patches (time, height, "
-                "width): resize images to that size before the processor, or make the session, or export, with another image_size"
+                f"{_GRID} has {list(other)}, {self.method.name} was made for {list(self.method.grid)} patches (time, "
+                "height, "
+                "width): resize images to that size before the processor, or make the session, or export, with "
+                "another image_size"
             )

@@ -49,7 +49,8 @@ class ItemStage:
         embeddings = sum(self.tokens_per_item * tensor.shape[0] for tensor in items.values())
         if places != embeddings:
             raise InputError(
-                f"the prompt has {places} tokens of id {self.token}, {self.method.name} gives {embeddings} embeddings for them; "
+                f"the prompt has {places} tokens of id {self.token}, {self.method.name} gives {embeddings} embeddings "
+                "for them; "
                 "build the prompt with the model's own processor"
             )
         return items

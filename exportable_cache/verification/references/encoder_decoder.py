@@ -43,7 +43,8 @@ def encoder_lengths(method: Method) -> list[int]:
 
 
 def decoder_of(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The eager model over `inputs` with transformers' own cache: ids [batch, length] to logits [batch, vocab] of the last.
+    """The eager model over `inputs` with transformers' own cache: ids [batch, length] to logits [batch, vocab] of the
+    last.
 
     To be called with no gradients, under the model's own attention.
     """

@@ -1,4 +1,6 @@
-"""The reference for attention sinks: transformers' own cache and eager attention, with the tokens in between really dropped."""
+"""The reference for attention sinks: transformers' own cache and eager attention, with the tokens in between really
+dropped.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ if TYPE_CHECKING:
 
 
 class EvictingLayer(DynamicLayer):
-    """A `DynamicLayer` fed one token at a time that gives out the first `sinks.tokens` and the newest `sinks.window` only.
+    """A `DynamicLayer` fed one token at a time that gives out the first `sinks.tokens` and the newest `sinks.window`
+    only.
 
     What is given out needs no mask, so this shares nothing with what it is a reference for. Positions stay absolute.
     """
@@ -49,7 +52,9 @@ class EvictingLayer(DynamicLayer):
 def evicting_cache(
     config: PreTrainedConfig, sinks: Sinks, plain: Callable[..., DynamicCache] = DynamicCache
 ) -> DynamicCache:
-    """A cache that `plain` makes for a model whose full-attention layers keep sinks and a window; feed it token by token."""
+    """A cache that `plain` makes for a model whose full-attention layers keep sinks and a window; feed it token by
+    token.
+    """
     cache = plain(config=config)
     cache.layers = [EvictingLayer(sinks) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache

@@ -1,4 +1,7 @@
-"""An engine on the CPU: a network behind TensorRT's way of binding, addresses instead of tensors. For tests of the runtime."""
+"""An engine on the CPU: a network behind TensorRT's way of binding, addresses instead of tensors.
+
+For tests of the runtime.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,11 @@ from exportable_cache.program.program import Program
 
 
 class CpuContext:
-    """What is used of `IExecutionContext`, over the evaluator: reads inputs where they are bound and writes outputs there.
+    """What is used of `IExecutionContext`, over the evaluator: reads inputs where they are bound and writes outputs
+    there.
 
-    As in an engine, an update of a cache writes the new tokens where the output is bound, and leaves the rest to the input
-    being there.
+    As in an engine, an update of a cache writes the new tokens where the output is bound, and leaves the rest to the
+    input being there.
     """
 
     def __init__(self, network: Network) -> None:
@@ -61,7 +65,9 @@ class CpuContext:
 def cpu_engine_runner(
     program: Program, networks: dict[str, Network], records: dict[str, EngineRecord] | None = None
 ) -> EngineRunner:
-    """The runner of a bundle on a GPU, over engines on the CPU; with records of the networks' own unless others are given."""
+    """The runner of a bundle on a GPU, over engines on the CPU; with records of the networks' own unless others are
+    given.
+    """
     records = records or {name: record_of(name, network, ()) for name, network in networks.items()}
     contexts = {name: CpuContext(network) for name, network in networks.items()}
     return EngineRunner(program.methods, records, contexts, torch.device("cpu"))

@@ -109,7 +109,9 @@ def test_grouped_keys_reach_the_attention_layer_unexpanded() -> None:
 
 
 def test_networks_are_kept_with_their_options() -> None:
-    """Verification reads the network that was built, and a second export of the program with other options gets its own."""
+    """Verification reads the network that was built, and a second export of the program with other options gets its
+    own.
+    """
     _, program, _ = engine_program("llama")
 
     def opt_shape(**options: int) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """ATTENTION_INPUT and ATTENTION_OUTPUT: the two ends of one IAttention, which sees all of it at its input.
 
-Semantics from the Attention page of the operator reference: softmax(query @ key.T + mask) @ value without any scale of its
-own; query heads share key and value heads in consecutive groups; a bool mask is True where attention is allowed.
+Semantics from the Attention page of the operator reference: softmax(query @ key.T + mask) @ value without any scale of
+its own; query heads share key and value heads in consecutive groups; a bool mask is True where attention is allowed.
 """
 
 from __future__ import annotations

@@ -27,7 +27,9 @@ _CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
     expects={"padding_mode": "EXPLICIT_ROUND_DOWN"},
 )  # fmt: skip
 def convolution(layer: NetworkLayer) -> Compute:
-    """Of [batch, channels, sizes ...] with the layer's own kernel [maps, channels / groups, sizes ...], accumulated in float32."""
+    """Of [batch, channels, sizes ...] with the layer's own kernel [maps, channels / groups, sizes ...], accumulated in
+    float32.
+    """
     groups, maps, size = layer["num_groups"], layer["num_output_maps"], layer["kernel_size_nd"]
     if layer["pre_padding"] != layer["post_padding"] or layer["pre_padding"] != layer["padding_nd"]:
         raise layer.unsupported(f"is padded by {layer['pre_padding']} before and {layer['post_padding']} after")

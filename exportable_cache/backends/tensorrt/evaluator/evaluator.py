@@ -21,12 +21,14 @@ if TYPE_CHECKING:
 class NetworkEvaluator:
     """An `INetworkDefinition` as a function of torch tensors.
 
-    It reads the network that TensorRT compiles, so converters and lowering are covered; what the compiler does afterwards is
-    not. Every tensor is checked against the dtype and shape that TensorRT inferred. What each layer computes is our reading
-    of TensorRT's documentation, tested against torch and, for integers, against TensorRT's own shape arithmetic.
+    It reads the network that TensorRT compiles, so converters and lowering are covered; what the compiler does
+    afterwards is not. Every tensor is checked against the dtype and shape that TensorRT inferred. What each layer
+    computes is our reading of TensorRT's documentation, tested against torch and, for integers, against TensorRT's own
+    shape arithmetic.
 
     Args:
-        network: From `tensorrt` or `tensorrt_rtx`, whichever built it, complete, with everything its weights point to alive.
+        network: From `tensorrt` or `tensorrt_rtx`, whichever built it, complete, with everything its weights point to
+            alive.
         constants: Tensors by layer name, for constants that TensorRT's Python cannot show (bfloat16).
 
     Raises:
@@ -76,8 +78,8 @@ class NetworkEvaluator:
 
         Raises:
             InputError: If an input is missing, unknown, or of another dtype or shape.
-            VerificationError: If a tensor contradicts what TensorRT inferred, or a layer meets values for which TensorRT
-                defines no result.
+            VerificationError: If a tensor contradicts what TensorRT inferred, or a layer meets values for which
+                TensorRT defines no result.
         """
         tensors = self._checked(inputs)
         for step, (layer, compute) in enumerate(self._steps):

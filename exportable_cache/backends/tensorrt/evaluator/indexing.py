@@ -71,7 +71,10 @@ def _columns(layer: NetworkLayer, x: torch.Tensor, index: torch.Tensor, first: i
 
 @layer_kind("SCATTER", "IScatterLayer", honours=("axis", "mode"), inputs=(3, 3), same_dtype=(0, 2))
 def scatter(layer: NetworkLayer) -> Compute:
-    """A copy of the data with updates at the indices. Different values for one place are an error: their order is undefined."""
+    """A copy of the data with updates at the indices.
+
+    Different values for one place are an error: their order is undefined.
+    """
     axis = layer["axis"]
 
     def elements(x: torch.Tensor, index: torch.Tensor, updates: torch.Tensor) -> torch.Tensor:

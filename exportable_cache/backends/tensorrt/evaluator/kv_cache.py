@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     same_dtype=(0, 1),
 )
 def kv_cache_update(layer: NetworkLayer) -> Compute:
-    """`cache[i, :, start[i] + s] = update[i, :, s]`: cache [batch, heads, capacity, dim], update [batch, heads, q, dim],
-    start [batch]. TensorRT checks no bound at run time; here a write past the end is an error.
+    """`cache[i, :, start[i] + s] = update[i, :, s]`: cache [batch, heads, capacity, dim], update [batch, heads, q,
+    dim], start [batch]. TensorRT checks no bound at run time; here a write past the end is an error.
     """
 
     def compute(cache: torch.Tensor, update: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
@@ -43,8 +43,8 @@ def check_aliases(layers: Sequence[NetworkLayer], inputs: Collection[str], outpu
     """Output name -> input name of every cache that is updated in place.
 
     Raises:
-        VerificationError: If a cache is no network input, its update no network output, or anything else reads the cache:
-            it shares its memory with the update, and which of the two states a reader would see is undefined.
+        VerificationError: If a cache is no network input, its update no network output, or anything else reads the
+            cache: it shares its memory with the update, and which of the two states a reader would see is undefined.
     """
     aliases: dict[str, str] = {}
     for layer in layers:

@@ -1,4 +1,6 @@
-"""One layer of a network definition, read once: kind, tensors, attributes; and the registry of what each kind computes."""
+"""One layer of a network definition, read once: kind, tensors, attributes; and the registry of what
+each kind computes.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ if TYPE_CHECKING:
 #: What a layer computes: its input tensors, None where one is absent, to its one output or its several ones.
 Compute = Callable[..., "torch.Tensor | tuple[torch.Tensor, ...]"]
 
-# Attributes of every layer. Those that regular TensorRT has besides only matter in weakly typed networks, which are refused.
+# Attributes of every layer. Those that regular TensorRT has besides only matter in weakly typed networks, which are
+# refused.
 _COMMON = frozenset(
     {"metadata", "name", "num_inputs", "num_outputs", "num_ranks", "precision", "precision_is_set", "type"}
 )

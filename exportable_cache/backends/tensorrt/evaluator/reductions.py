@@ -62,7 +62,10 @@ def reduce(layer: NetworkLayer) -> Compute:
 
 @layer_kind("TOPK", "ITopKLayer", honours=("op", "k", "axes", "indices_type"), replaced={"k": 1}, inputs=(1, 2))
 def topk(layer: NetworkLayer) -> Compute:
-    """Values, sorted, and their indices. Which of two equal values comes first is torch's choice, as in the eager model."""
+    """Values, sorted, and their indices.
+
+    Which of two equal values comes first is torch's choice, as in the eager model.
+    """
     largest, dim = layer.choose("op", {"MAX": True, "MIN": False}), _one_dim(layer)
     dtype = torch_dtype(layer["indices_type"])
 

@@ -26,7 +26,10 @@ def shape(layer: NetworkLayer) -> Compute:
     inputs=(1, 2),
 )
 def shuffle(layer: NetworkLayer) -> Compute:
-    """A transpose, a reshape, a transpose. Permutations always name eight dimensions, of which those that exist count."""
+    """A transpose, a reshape, a transpose.
+
+    Permutations always name eight dimensions, of which those that exist count.
+    """
     static, placeholder = layer["reshape_dims"], layer["zero_is_placeholder"]
     first, second = layer["first_transpose"], layer["second_transpose"]
 

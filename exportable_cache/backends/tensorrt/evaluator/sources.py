@@ -82,7 +82,10 @@ def fill(layer: NetworkLayer) -> Compute:
 
 @layer_kind("CAST", "ICastLayer", honours=("to_type",))
 def cast(layer: NetworkLayer) -> Compute:
-    """Floats are cut off towards zero as integers. A value that the integer type cannot hold is an error, not a wrap."""
+    """Floats are cut off towards zero as integers.
+
+    A value that the integer type cannot hold is an error, not a wrap.
+    """
     source, dtype = layer.inputs[0].dtype, torch_dtype(layer["to_type"])
     if dtype == torch.bool or dtype.is_floating_point or source == torch.bool:
         return lambda x: x.to(dtype)

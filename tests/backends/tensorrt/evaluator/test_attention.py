@@ -92,7 +92,9 @@ def test_dynamic_query_length():
 
 
 def test_mask_that_tensorrt_drops_beside_causal_is_dropped_here():
-    """torch_tensorrt's converter can set both; TensorRT keeps the causal kind, and a line in its log is all that it says."""
+    """torch_tensorrt's converter can set both; TensorRT keeps the causal kind, and a line in its log is all that it
+    says.
+    """
     query, key, value = operands()
     mask = random(2, 1, 3, 7, seed=3)
     LOG.errors.clear()

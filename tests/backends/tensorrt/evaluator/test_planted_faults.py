@@ -1,7 +1,7 @@
 """Faults planted into whole programs, one layer at a time: the difference to the model must show each.
 
-The networks stay as they are, as TensorRT does not always forget that one was invalid for a while: a layer is read, changed,
-and put back into the evaluator.
+The networks stay as they are, as TensorRT does not always forget that one was invalid for a while: a layer is read,
+changed, and put back into the evaluator.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def swapped(first: int, second: int) -> Fault:
 
 
 def later_start(layer: NetworkLayer) -> NetworkLayer | None:
-    """A slice that begins one later, or earlier where it ends with the tensor, along the last dimension that it cuts."""
+    """A slice that begins one later, or earlier where it ends with the tensor, along the last
+    dimension that it cuts.
+    """
     if layer["start"] is None or layer["shape"] is None or layer["axes"] is not None:
         return None
     start, length = list(layer["start"]), layer.inputs[0].shape
@@ -113,11 +115,12 @@ FAULTS: dict[str, Fault] = {
     "ATTENTION_INPUT": swapped(1, 2),
     "KV_CACHE_UPDATE": swapped(0, 1),
 }
-# Kinds of which every fault must show. The others are also used where a step of one token makes no difference (a minimum of
-# a size and its bound, the order of two empty tensors).
+# Kinds of which every fault must show. The others are also used where a step of one token makes no difference (a
+# minimum of a size and its bound, the order of two empty tensors).
 ALWAYS = ("ACTIVATION", "ATTENTION_INPUT", "KV_CACHE_UPDATE", "MATRIX_MULTIPLY", "REDUCE", "SOFTMAX", "TOPK")
 
-# The score of a group of two experts is the sum of its best two: which come first, or their maximum, picks the same group.
+# The score of a group of two experts is the sum of its best two: which come first, or their maximum, picks the same
+# group.
 ALIKE = {("deepseek_v3", "REDUCE"), ("deepseek_v3", "TOPK")}
 
 

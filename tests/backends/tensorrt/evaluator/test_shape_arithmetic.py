@@ -1,4 +1,6 @@
-"""TensorRT computes integers that become shapes itself, on the CPU: an oracle that is not our reading of its documents."""
+"""TensorRT computes integers that become shapes itself, on the CPU: an oracle that is not our reading
+of its documents.
+"""
 
 from __future__ import annotations
 
