@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import exportable_cache
-from exportable_cache import ExportableCache, Session
+from exportable_cache import ExportableCache, Session, export, load
+from exportable_cache.decoding import ContinuousBatch
 from exportable_cache.errors import CacheFullError, InputError
 
 from .decoding.byte_tokenizer import SIZE, byte_tokenizer
@@ -289,6 +290,42 @@ def test_decoders_of_an_encoder_take_rows_of_one_length() -> None:
 
 # -- refusals
 # -----------------------------------------------------------------------------------------------------------
+
+
+def test_models_that_take_one_length_for_all_rows_are_refused_before_a_step() -> None:
+    """A compiled step of theirs would take the first row's length for every row, silently."""
+    model = tiny_model("opt")
+    session = session_of(model, rows=2, compile=True)
+    ids, mask = padded([tokens(3), tokens(5, seed=1)], "right")
+    with pytest.raises(InputError, match=r"have \[3, 5\] tokens.*one length of all rows.*batch_size=1"):
+        session.prefill(ids, attention_mask=mask)
+    with pytest.raises(InputError, match="one length of all rows"):
+        next(session.generate([[3, 4, 5], [3, 4, 5, 6, 7]]))
+    assert session.length.tolist() == [0, 0] and session.equal_rows
+    with pytest.raises(InputError, match="at a position of their own"):
+        ContinuousBatch.from_model(model, 32, 2)
+    assert not session_of(tiny_model("llama"), rows=2).equal_rows
+    assert not session_of(model, rows=1).equal_rows
+
+
+def test_rows_of_one_length_go_on_together_after_one_has_ended() -> None:
+    model = tiny_model("opt")
+    ids = torch.cat([tokens(5), tokens(5, seed=1)])
+    alone = [list(session_of(model, rows=1).generate(row[None], 6)) for row in ids]
+    end = alone[0][1]
+    session = session_of(model, rows=2)
+    steps = torch.stack(list(session.generate(ids, 6, stop=[end])), dim=1)
+    assert steps[1, : len(alone[1])].tolist() == (
+        alone[1] if end not in alone[1] else alone[1][: alone[1].index(end) + 1]
+    )
+    assert len(set(session.length.tolist())) == 1
+
+
+def test_a_bundle_says_that_its_rows_have_to_be_of_one_length(tmp_path: Path) -> None:
+    bundle = export(tiny_model("opt"), "pt2", 32, tmp_path / "out", batch_size=2, prefill_length=8, verify=False)
+    assert bundle.manifest.program.equal_rows
+    with pytest.raises(InputError, match="one length of all rows"):
+        next(load(bundle.path).generate([[3, 4, 5], [3, 4, 5, 6, 7]]))
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from ..common.dtypes import dtype_name
 from ..common.tensor_spec import TensorSpec
 from ..models.fingerprint import fingerprint
 from ..models.layout import layer_types_and_windows, vocab_size_of
+from ..program.row_lengths import needs_equal_rows
 from ..program.spec import Form, Logits
 from .manifest import (
     LOGITS,
@@ -106,6 +107,7 @@ def describe(
             batch_size=program.batch_size,
             max_cache_len=provenance.max_cache_len,
             methods={name: _method(program, method, vocab_size) for name, method in program.methods.items()},
+            equal_rows=needs_equal_rows(model, cache),
         ),
         vocab_size=vocab_size,
         dtype=dtype_name(model.dtype),

@@ -116,6 +116,8 @@ class ProgramEntry(_Entry):
     batch_size: int = Field(ge=1)
     max_cache_len: int = Field(ge=1)
     methods: dict[str, Method]
+    # Whether all rows have to hold as many tokens, see `row_lengths.needs_equal_rows`.
+    equal_rows: bool = False
 
     @field_validator("methods")
     @classmethod

@@ -59,6 +59,7 @@ class ContinuousBatch:
     """
 
     def __init__(self, prefill: Session, decode: Session) -> None:
+        from ..session.checks import check_rows_may_differ
         from ..session.persistence import runner_state
 
         if prefill.batch_size != 1:
@@ -81,6 +82,7 @@ class ContinuousBatch:
                     f"the {name} session holds {session.length.tolist()} tokens, which requests would overwrite; "
                     "reset() it"
                 )
+        check_rows_may_differ(decode.equal_rows, "rows of a continuous batch are each at a position of their own")
         source, target = runner_state(prefill), runner_state(decode)
         for name, tensor in target.items():
             if name not in source or source[name].shape[1:] != tensor.shape[1:] or source[name].dtype != tensor.dtype:

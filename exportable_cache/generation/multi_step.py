@@ -38,9 +38,10 @@ class MultiStepDecoder:
         Args:
             wanted: How many more, these included, will be asked for at most; None for any number.
             ended: bool [batch] on the host, rows whose tokens are padding. They are fed like the others, as a step has
-                all rows, and their length goes back to where it was, which only a layer that keeps a state rules out.
+                all rows, and their length goes back to where it was, unless a layer keeps a state or rows must be of
+                one length.
         """
-        stays = bool(ended.any()) and self._rollback > 0
+        stays = bool(ended.any()) and self._rollback > 0 and not self.session.equal_rows
         on: int | torch.Tensor = (~ended).to(torch.int64) if stays else 1
         if self._ahead and self.session.moves == self._moves:
             self.session.shift(on)

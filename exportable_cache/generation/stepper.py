@@ -37,6 +37,11 @@ class Stepper(Protocol):
         ...
 
     @property
+    def equal_rows(self) -> bool:
+        """Whether all rows have to hold as many tokens."""
+        ...
+
+    @property
     def chooses_in_graph(self) -> bool:
         """Whether decode steps can choose the next tokens inside their graph."""
         ...

@@ -25,6 +25,23 @@ class ProgramLimits:
     device: torch.device
 
 
+def check_rows_may_differ(equal_rows: bool, found: str) -> None:
+    """Refuse rows of different length where the model takes one length for all.
+
+    Args:
+        equal_rows: Whether it does, see `program.row_lengths`.
+        found: What would make them differ, for the message.
+
+    Raises:
+        InputError: Then.
+    """
+    if equal_rows:
+        raise InputError(
+            f"{found}, but this model's own code asks for one length of all rows; feed rows of equal length, or "
+            "one row at a time (batch_size=1)"
+        )
+
+
 def check_ids(name: str, ids: torch.Tensor, dims: tuple[str, ...], limits: ProgramLimits) -> None:
     """Refuse token ids that a program cannot take.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ import torch
 
 from ..backends.base import ChoosesInGraph, state_of
 from ..program.entry_points import ROPE_DELTAS, chunk_sizes, method_for
-from .checks import check_room
+from .checks import check_room, check_rows_may_differ
 from .inputs.image_places import shifted
 from .inputs.stage import Steps
 from .rows_aside import rows_to_set_aside, set_aside
@@ -39,6 +39,7 @@ class ProgramStepper:
 
     Attributes:
         state: Where each row is.
+        equal_rows: Whether all rows have to hold as many tokens, worked out when it is first of interest.
         moves: Counts what took it to another place or wrote its cache, but for `shift`.
         steps_per_launch: Decode steps that the loops take at once.
         max_length: Tokens a row can hold in all, or None where only rings keep state.
@@ -55,6 +56,7 @@ class ProgramStepper:
         self.target = target
         self.state = SequenceState.empty(limits.batch_size)
         self.moves = 0
+        self.equal_rows: Callable[[], bool] = lambda: False
         self.steps_per_launch = 1
         self.max_length = min((layer.max_length for layer in layers if layer.max_length is not None), default=None)
         far = 2**40
@@ -106,6 +108,8 @@ class ProgramStepper:
         ends = [before + length for before, length in zip(held, rows.lengths, strict=True)]
         fullest = ends.index(max(ends))
         check_room(held[fullest], self.max_length, rows.lengths[fullest], max_new_tokens)
+        if not rows.are_even:
+            check_rows_may_differ(self.equal_rows(), f"the rows of the prompt have {list(rows.lengths)} tokens")
         if not (anew or rows.are_even):
             rows_to_set_aside(self, rows)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -156,9 +157,12 @@ class Session:
             image_size=image_size,
             graph_cache=graph_cache,
         )
+        from ..program.row_lengths import needs_equal_rows
+
         session = live_session(cls, model, cache, options, tokenizer)
         session._cache = cache
         session._stepper.state = SequenceState.of_layers(cache.layers, cache.cumulative_length.detach().cpu().clone())
+        session._stepper.equal_rows = functools.cache(lambda: needs_equal_rows(model, cache))
         return session
 
     @classmethod
@@ -173,7 +177,7 @@ class Session:
         else:
             layers = bundle.layers()
         manifest = bundle.manifest
-        return cls(
+        session = cls(
             runner,
             layers,
             manifest.vocab_size,
@@ -185,6 +189,8 @@ class Session:
             fingerprint=manifest.fingerprint,
             placeholders=recorded_placeholders(manifest.program.methods, manifest.config),
         )
+        session._stepper.equal_rows = lambda: manifest.program.equal_rows
+        return session
 
     def warm_up(self, progress: Progress = silent) -> None:
         """Run every method, so that no later step waits for a compilation; then start anew at position 0.
@@ -304,6 +310,11 @@ class Session:
         they are.
         """
         return self._stepper.least_rollback
+
+    @property
+    def equal_rows(self) -> bool:
+        """Whether all rows have to hold as many tokens, because the model's own code asks for one length of them."""
+        return self._stepper.equal_rows()
 
     @property
     def chooses_in_graph(self) -> bool:
