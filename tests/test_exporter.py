@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from exportable_cache import export, load
+from exportable_cache import Session, export, load
 from exportable_cache.backends import TARGETS
 from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.decoding import PromptLookup
@@ -62,6 +62,18 @@ def bundle(request: pytest.FixtureRequest, model: Any) -> Bundle:
     return Bundle.open(exported_bundle(model, request.param, prefill_length=CHUNK))
 
 
+@pytest.fixture(scope="module")
+def opened(bundle: Bundle) -> Session:
+    return load(bundle.path)
+
+
+@pytest.fixture
+def session(opened: Session) -> Session:
+    """Over the bundle, with nothing in its cache: opening one for every test takes longer than the tests."""
+    opened.reset()
+    return opened
+
+
 def test_export_verifies_and_records_it(bundle: Bundle) -> None:
     recorded = Bundle.open(bundle.path).manifest.verification
     assert recorded is not None
@@ -72,8 +84,7 @@ def test_export_verifies_and_records_it(bundle: Bundle) -> None:
     assert report.max_difference <= 1e-4
 
 
-def test_loaded_program_agrees_with_the_model(bundle: Bundle, model: Any) -> None:
-    session = load(bundle.path)
+def test_loaded_program_agrees_with_the_model(session: Session, model: Any) -> None:
     for prompt in (1, 3, 14, 40):
         ids = tokens(60, seed=prompt)
         session.reset()
@@ -117,9 +128,8 @@ def test_verify_refuses_another_type_or_vocabulary(bundle: Bundle) -> None:
     ],
 )
 def test_refused_prompts_change_nothing(
-    bundle: Bundle, model: Any, ids: torch.Tensor, error: type, message: str
+    session: Session, model: Any, ids: torch.Tensor, error: type, message: str
 ) -> None:
-    session = load(bundle.path)
     fed = tokens(11)
     session.prefill(fed[:, :10])
     with pytest.raises(error, match=message):
@@ -128,8 +138,7 @@ def test_refused_prompts_change_nothing(
     torch.testing.assert_close(session.decode(fed[:, 10]), reference_logits(model, fed, 11)[:, 0], atol=1e-4, rtol=0)
 
 
-def test_rewind_on_the_target(bundle: Bundle, model: Any) -> None:
-    session = load(bundle.path)
+def test_rewind_on_the_target(session: Session, model: Any) -> None:
     ids = tokens(30)
     session.prefill(ids[:, :29])
     session.decode(torch.tensor([5]))
@@ -168,7 +177,7 @@ def test_explicit_form_is_recorded_and_agrees(model: Any, tmp_path: Path) -> Non
 
 def test_rows(tmp_path: Path) -> None:
     model = tiny_model("gemma3_text")
-    bundle = export(model, "pt2", CAPACITY, tmp_path / "rows", batch_size=2, prefill_length=CHUNK)
+    bundle = export(model, "pt2", CAPACITY, tmp_path / "rows", batch_size=2, prefill_length=1)
     ids = tokens(20, batch_size=2)
     session = load(bundle.path)
     torch.testing.assert_close(session.prefill(ids), reference_logits(model, ids, 20)[:, 0], atol=1e-4, rtol=0)

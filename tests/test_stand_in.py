@@ -58,7 +58,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Elsewhere:
 
 @pytest.fixture
 def model() -> PreTrainedModel:
-    return tiny_model("gemma3_text")
+    return tiny_model("gemma3_text", num_hidden_layers=1, layer_types=["sliding_attention"])
 
 
 def exported(model: PreTrainedModel, folder: Path, **options: bool) -> Bundle:
