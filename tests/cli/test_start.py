@@ -55,6 +55,21 @@ def test_starting_imports_nothing_heavy(arguments):
     assert done.stderr.splitlines()[-1] == "imported:"
 
 
+#: What makes programs: the exporter, torch's compiler, transformers' model code.
+MAKERS = ("executorch.exir", "torch._dynamo", "torch._inductor", "transformers.modeling_utils", "torchao")
+
+
+def test_running_a_bundle_imports_nothing_that_makes_one(demo_bundle):
+    code = (
+        "import sys\n"
+        "from exportable_cache import load\n"
+        f"text = ''.join(load({str(demo_bundle)!r}).generate_text('the code of amber is 4821. amber?', 3))\n"
+        f"print(repr(text), *[name for name in {MAKERS!r} if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "' 482'\n", done.stderr
+
+
 def test_completion_imports_nothing_heavy_and_knows_targets(shell):
     environment = {
         "_EXPORTABLE_CACHE_COMPLETE": "complete_bash",
