@@ -404,6 +404,14 @@ def test_other_package_version(folder: Path) -> None:
     assert load(folder, check_versions=False).target == "fake"
 
 
+def test_another_patch_release(folder: Path) -> None:
+    major, minor = torch.__version__.split(".")[:2]
+    edit(folder, lambda fields: fields["packages"].update(torch=f"{major}.{minor}.99"))
+    assert Bundle.open(folder).manifest.packages["torch"].endswith(".99")
+    edit(folder, lambda fields: fields["packages"].update(torch=f"{major}.{int(minor) + 1}.0"))
+    refused(folder, f"made with torch {major}.{int(minor) + 1}.0", "check_versions=False")
+
+
 def test_other_build_of_the_same_version(folder: Path) -> None:
     edit(folder, lambda fields: fields["packages"].update(torch=torch.__version__.partition("+")[0] + "+other"))
     assert Bundle.open(folder).manifest.packages["torch"].endswith("+other")

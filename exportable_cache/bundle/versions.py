@@ -30,12 +30,12 @@ def check_versions(manifest: Manifest, packages: Sequence[str]) -> None:
     """Refuse a bundle that was made with other versions of `packages` than those installed.
 
     Raises:
-        BundleError: If one differs; a build label, such as `+cpu`, makes no other version.
+        BundleError: If one differs by more than a patch release. A build label, such as `+cpu`, makes no other version.
     """
     installed = installed_versions(tuple(packages))
     for name in packages:
         recorded, found = manifest.packages.get(name), installed.get(name)
-        if recorded is None or found is None or _public(recorded) != _public(found):
+        if recorded is None or found is None or _series(recorded) != _series(found):
             remedy = f"install {name}=={_public(recorded)}, " if recorded else ""
             raise BundleError(
                 f"the bundle was made with {name} {recorded or '(not recorded)'}, installed is {found or 'none'}; "
@@ -45,3 +45,8 @@ def check_versions(manifest: Manifest, packages: Sequence[str]) -> None:
 
 def _public(version: str) -> str:
     return version.partition("+")[0]
+
+
+def _series(version: str) -> list[str]:
+    """Major and minor number: patch releases of one series read each other's files."""
+    return _public(version).split(".")[:2]
