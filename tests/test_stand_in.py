@@ -1,6 +1,4 @@
-"""What is verified where the machine cannot run a program: with the fake target pretending to be for
-another machine.
-"""
+"""What is verified where a program cannot run: with the fake target pretending to be for another machine."""
 
 from __future__ import annotations
 
