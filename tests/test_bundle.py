@@ -533,7 +533,7 @@ def test_folder_that_can_no_longer_be_created(tmp_path: Path, monkeypatch: pytes
     def fail(*args: Any, **options: Any) -> str:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("exportable_cache.bundle.bundle.check_free", lambda path, overwrite: None)
+    monkeypatch.setattr("exportable_cache.bundle.builder.check_free", lambda path, overwrite: None)
     monkeypatch.setattr(tempfile, "mkdtemp", fail)
     with pytest.raises(BundleError, match="cannot write .*out: No space left on device; choose"):
         with new_folder(tmp_path / "out", overwrite=False):

@@ -419,6 +419,6 @@ def test_slack_is_the_old_name_of_rollback_slots(model: Any, tmp_path: Path) -> 
     with pytest.warns(DeprecationWarning, match="slack is called rollback_slots now") as caught:
         bundle = export(model, "fake", CAPACITY, tmp_path / "out", slack=4)
     assert caught[0].filename == __file__
-    assert bundle.manifest.layers[0].config["capacity"] == 8 + 4
+    assert bundle.manifest.layers[0].policy["rollback_slots"] == 4
     with pytest.raises(InputError, match="rollback_slots is 3 and slack is 4.*pass rollback_slots only"):
         export(model, "fake", CAPACITY, tmp_path / "other", rollback_slots=3, slack=4)

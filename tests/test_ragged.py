@@ -121,12 +121,10 @@ def test_compiled_rows_equal_each_row_alone_in_the_graphs_of_even_ones(family: s
     ("family", "target", "form"),
     [("gemma3_text", "pt2", "resident"), ("lfm2", "pt2", "explicit"), ("gemma3_text", "aoti", None)],
 )
-def test_programs_on_disk_take_rows_of_different_length(
-    family: str, target: str, form: str | None, tmp_path: Path
-) -> None:
+def test_programs_on_disk_take_rows_of_different_length(family: str, target: str, form: str | None) -> None:
     model = model_of(family)
     options = {} if form is None else {"form": form}
-    session = lowered_session(model, target, tmp_path, 64, batch_size=3, **options)
+    session = lowered_session(model, target, 64, batch_size=3, **options)
     check_rows(session, model, LENGTHS, "left")
     check_turns(session, model)
 

@@ -189,6 +189,7 @@ SPECS = (CacheSpec, ProgramSpec, Quantization, ExportSpec)
 #: Names that a function gives another default than the spec, and why.
 OTHER_DEFAULTS = {
     ("export", "max_cache_len"): 1024,  # the spec insists
+    ("plan", "target"): None,  # sizes in the dtype of the weights
     ("from_config", "device"): "cpu",  # there is no model whose device it could be
 }
 
@@ -248,7 +249,7 @@ def test_the_command_takes_both_names(flag: str, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, [*arguments, "--no-verify", "--json"])
     assert result.exit_code == 0, result.stderr
     document = json.loads(result.stdout)
-    assert document["layers"][0]["config"]["capacity"] == 8 + 3 and document["verification"] is None
+    assert document["layers"][0]["policy"]["rollback_slots"] == 3 and document["verification"] is None
 
 
 def test_plan_counts_the_slots_to_roll_back() -> None:
@@ -275,7 +276,9 @@ def test_an_export_can_be_taken_step_by_step(tmp_path: Path) -> None:
     with new_folder(spec.output_dir, spec.overwrite) as folder:
         lowered = steps.lower(resolved, source, made, folder)
         assert lowered.manifest.verification is None
-        verified = steps.verify(resolved, source, made, lowered)
+        verified, fed = steps.verify(resolved, source, made, lowered)
+        # In the dtype it is stored in: there is no other model to measure.
+        assert fed == [] and steps.measure(resolved, verified, fed) is verified
         assert verified.manifest.verification["passed"]
         # Until the last step there is nothing to load.
         with pytest.raises(BundleError, match="has no manifest.json"):
@@ -287,9 +290,12 @@ def test_an_export_can_be_taken_step_by_step(tmp_path: Path) -> None:
 
 def test_what_needs_no_weights_is_seen_without_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "load_model", lambda *_, **__: pytest.fail("the weights were read"))
-    tiny_model("llama").config.save_pretrained(tmp_path / "model")
+    config = tiny_model("llama").config
+    config.dtype = torch.bfloat16
+    config.save_pretrained(tmp_path / "model")
     spec = ExportSpec(tmp_path / "model", "fake", tmp_path / "out", cache=CacheSpec(64), dtype="float16")
-    assert steps.resolve(spec).dtype is torch.float16
+    found = steps.resolve(spec).dtype
+    assert (found.stored, found.chosen) == (torch.bfloat16, torch.float16)
     (tmp_path / "moshi").mkdir()
     (tmp_path / "moshi" / "config.json").write_text('{"model_type": "moshi"}')
     with pytest.raises(UnsupportedModelError):

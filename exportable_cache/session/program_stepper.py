@@ -39,7 +39,7 @@ class ProgramStepper:
 
     Attributes:
         state: Where each row is.
-        equal_rows: Whether all rows have to hold as many tokens, worked out when it is first of interest.
+        needs_equal_rows: Finds out whether all rows have to hold as many tokens; asked when it is first of interest.
         moves: Counts what took it to another place or wrote its cache, but for `shift`.
         steps_per_launch: Decode steps that the loops take at once.
         max_length: Tokens a row can hold in all, or None where only rings keep state.
@@ -56,7 +56,7 @@ class ProgramStepper:
         self.target = target
         self.state = SequenceState.empty(limits.batch_size)
         self.moves = 0
-        self.equal_rows: Callable[[], bool] = lambda: False
+        self.needs_equal_rows: Callable[[], bool] = lambda: False
         self.steps_per_launch = 1
         self.max_length = min((layer.max_length for layer in layers if layer.max_length is not None), default=None)
         far = 2**40
@@ -71,6 +71,11 @@ class ProgramStepper:
         """Run the steps by another runner of the same program."""
         self.runner = runner
         self.chooses_in_graph = isinstance(runner, ChoosesInGraph)
+
+    @property
+    def equal_rows(self) -> bool:
+        """Whether all rows have to hold as many tokens."""
+        return self.needs_equal_rows()
 
     @property
     def length(self) -> torch.Tensor:
@@ -109,7 +114,7 @@ class ProgramStepper:
         fullest = ends.index(max(ends))
         check_room(held[fullest], self.max_length, rows.lengths[fullest], max_new_tokens)
         if not rows.are_even:
-            check_rows_may_differ(self.equal_rows(), f"the rows of the prompt have {list(rows.lengths)} tokens")
+            check_rows_may_differ(self.equal_rows, f"the rows of the prompt have {list(rows.lengths)} tokens")
         if not (anew or rows.are_even):
             rows_to_set_aside(self, rows)
 

@@ -90,7 +90,7 @@ def rows_to_set_aside(stepper: ProgramStepper, rows: TokenRows) -> list[int]:
         end = held + longest
         ever = max(end, int(stepper.state.max_len_ever[row]))
         loses = [
-            f"layer {index} ({type(layer).__name__}) cannot take back"
+            f"layer {index} ({layer.label}) cannot take back"
             for index, layer in enumerate(stepper.layers)
             if layer.max_rollback(end, ever) < longest
         ]

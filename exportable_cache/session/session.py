@@ -162,7 +162,7 @@ class Session:
         session = live_session(cls, model, cache, options, tokenizer)
         session._cache = cache
         session._stepper.state = SequenceState.of_layers(cache.layers, cache.cumulative_length.detach().cpu().clone())
-        session._stepper.equal_rows = functools.cache(lambda: needs_equal_rows(model, cache))
+        session._stepper.needs_equal_rows = functools.cache(lambda: needs_equal_rows(model, cache))
         return session
 
     @classmethod
@@ -189,7 +189,7 @@ class Session:
             fingerprint=manifest.fingerprint,
             placeholders=recorded_placeholders(manifest.program.methods, manifest.config),
         )
-        session._stepper.equal_rows = lambda: manifest.program.equal_rows
+        session._stepper.needs_equal_rows = lambda: manifest.program.equal_rows
         return session
 
     def warm_up(self, progress: Progress = silent) -> None:
@@ -314,7 +314,7 @@ class Session:
     @property
     def equal_rows(self) -> bool:
         """Whether all rows have to hold as many tokens, because the model's own code asks for one length of them."""
-        return self._stepper.equal_rows()
+        return self._stepper.equal_rows
 
     @property
     def chooses_in_graph(self) -> bool:

@@ -358,7 +358,8 @@ def verify(
             "verify with the model it was made from"
         )
     if manifest.quantization is not None:
-        from ..models.quantization import Quantization, quantize
+        from ..models.quantization import quantize
+        from ..models.quantization_spec import Quantization
         from .tolerance import tolerance_of
 
         recorded = manifest.quantization

@@ -214,7 +214,7 @@ def test_what_cannot_be_lowered_is_refused_by_a_sentence(monkeypatch, tmp_path) 
     def failing(*arguments):
         raise RuntimeError("reshape only supports 1 dynamic dimension\nmore")
 
-    monkeypatch.setattr("exportable_cache.backends.executorch.target.lower_programs", failing)
+    monkeypatch.setattr("exportable_cache.backends.executorch.program_file.lower_programs", failing)
     with pytest.raises(
         UnsupportedModelError,
         match=r"LlamaForCausalLM cannot be lowered .*\(RuntimeError: reshape only supports 1 dynamic dimension\)",

@@ -79,7 +79,7 @@ def test_a_runner_runs_so(two_threads: None) -> None:
     seen = []
 
     class Method:
-        def execute(self, inputs: list) -> list:
+        def __call__(self, inputs: list) -> list:
             seen.append(most())
             return [torch.zeros(1)]
 

@@ -100,9 +100,9 @@ def _rename(old: str, new: str) -> Callable[[dict[str, Any]], None]:
         (_set("program", "batch_size", value=2), "program.batch_size is 2, this library runs 1"),
         (_set("vocab_size", value=0), "vocab_size is no integer of at least 1"),
         (_set("layers", value=[]), "layers is no list of at least one"),
-        (_set("layers", 1, "policy", value={"kind": "clever"}), "layer 1 has the policy clever, this library knows"),
+        (_set("layers", 0, "policy", value={"kind": "clever"}), "layer 0 has the policy clever, this library knows"),
         (_set("layers", 0, "policy", value={"kind": "ring"}), "layer 0 has the policy ring without its window"),
-        (_set("layers", 1, "policy", value={"kind": "full"}), "layer 1 has the policy full without its capacity"),
+        (_set("layers", 0, "policy", value={"kind": "full"}), "layer 0 has the policy full without its capacity"),
         (_set("files", "program.pte", "bytes", value=17), "bytes, the manifest says 17"),
         # Another program than the one described.
         (_rename("prefill", "fill"), "has no method 'fill' but"),
