@@ -89,13 +89,13 @@ def test_quantisation_starts_from_bfloat16(tmp_path: Path) -> None:
     assert bundle.manifest.verification["passed"]
 
 
-def _slow(*families: str) -> list[Any]:
-    return [pytest.param(family, marks=pytest.mark.slow) for family in families]
+def _full(*families: str) -> list[Any]:
+    return [pytest.param(family, marks=pytest.mark.full) for family in families]
 
 
 @pytest.mark.parametrize(
     "family",
-    ["llama", "qwen3", "gemma3_text", *_slow("mistral", "phi3", "gemma2", "gpt2", "qwen2", "olmo3", "cohere2")],
+    ["llama", *_full("qwen3", "gemma3_text", "mistral", "phi3", "gemma2", "gpt2", "qwen2", "olmo3", "cohere2")],
 )
 def test_bfloat16_checkpoints_export_with_no_option(family: str, tmp_path: Path) -> None:
     pytest.importorskip("executorch")

@@ -48,7 +48,17 @@ def outcomes(model_type: str, targets: list[str]) -> dict[str, Any]:
     return facts
 
 
-@pytest.mark.parametrize("model_type", " ".join(SPREAD.values()).split())
+#: Of the spread, those that every run takes.
+ALWAYS = ("mistral", "gemma3n_text", "mixtral")
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        name if name in ALWAYS else pytest.param(name, marks=pytest.mark.full)
+        for name in " ".join(SPREAD.values()).split()
+    ],
+)
 def test_the_spread_passes(model_type: str) -> None:
     targets = ["eager", "pt2", *(["executorch"] if model_type in ON_EXECUTORCH else [])]
     if "executorch" in targets:
