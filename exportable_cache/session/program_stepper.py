@@ -176,7 +176,6 @@ class ProgramStepper:
         Returns:
             Logits [batch, vocab], or [batch, length, vocab].
         """
-        rows = self.all_rows if rows is None else rows
         size = fed.shape[1]
         method, inputs = self._call(fed, size, further, scores)
         self.state = self.state.reaching(size, rows)
@@ -202,9 +201,9 @@ class ProgramStepper:
         if not self.chooses_in_graph:
             return chooser.choose(self.step(fed))[:, None]
         method, inputs = self._call(fed, steps)
-        self.state = self.state.reaching(steps, self.all_rows)
+        self.state = self.state.reaching(steps)
         chosen = self.runner.run_and_choose(method, chooser, *inputs, steps=steps)
-        self.state = self.state.fed(steps, self.all_rows)
+        self.state = self.state.fed(steps)
         self.moves += 1
         return chosen
 

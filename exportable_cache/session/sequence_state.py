@@ -69,17 +69,20 @@ class SequenceState:
         """At position 0 again; what was encoded stays."""
         return self.empty(len(self.length), self.encoded)
 
-    def reaching(self, tokens: int, rows: torch.Tensor) -> SequenceState:
-        """About to run a step of `tokens` for `rows`, bool [batch]: should it fail halfway, slots may have been
+    def reaching(self, tokens: int, rows: torch.Tensor | None = None) -> SequenceState:
+        """About to run a step of `tokens` for `rows`, bool [batch], or all: should it fail halfway, slots may have been
         written.
         """
         # A row that waits at position 0 starts there: what is written meanwhile leaves nothing behind.
-        end = (self.length + tokens) * (rows | (self.length > 0))
+        end = self.length + tokens
+        if rows is not None:
+            end = end * (rows | (self.length > 0))
         return replace(self, max_len_ever=torch.maximum(self.max_len_ever, end))
 
-    def fed(self, tokens: int, rows: torch.Tensor) -> SequenceState:
-        """With `tokens` more in `rows`, bool [batch]."""
-        return replace(self, length=self.length + tokens * rows, unfed=(None,) * len(self.unfed))
+    def fed(self, tokens: int, rows: torch.Tensor | None = None) -> SequenceState:
+        """With `tokens` more in `rows`, bool [batch], or in all."""
+        length = self.length + (tokens if rows is None else tokens * rows)
+        return replace(self, length=length, unfed=(None,) * len(self.unfed))
 
     def with_row(self, row: int, length: int) -> SequenceState:
         """With a row of which others have written the state."""
