@@ -53,11 +53,8 @@ HARD_SHARE = 0.5
 # Assistant text may arrive stripped; the space and the end token put it back into
 # the form seen in training, so that later turns continue the same document.
 CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{% if not loop.first %}{{ ' ' }}{% endif %}"
-    "{{ message['content'] | trim }}"
-    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}"
-    "{% endfor %}"
+    "{% for message in messages %}{% if not loop.first %}{{ ' ' }}{% endif %}{{ message['content'] | trim }}{% if "
+    "message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
 
 

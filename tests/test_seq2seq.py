@@ -55,9 +55,8 @@ def largest_difference(
 
 @pytest.mark.parametrize(
     "family",
-    "t5 mt5 umt5 longt5 bart marian pegasus pegasus_x m2m_100 mbart blenderbot blenderbot-small plbart "
-    "mvp bigbird_pegasus "
-    "switch_transformers whisper moonshine".split(),
+    "t5 mt5 umt5 longt5 bart marian pegasus pegasus_x m2m_100 mbart blenderbot blenderbot-small plbart mvp "
+    "bigbird_pegasus switch_transformers whisper moonshine".split(),
 )
 def test_eager_sessions_equal_the_model(family: str) -> None:
     model = tiny_seq2seq(family)

@@ -92,8 +92,7 @@ class Bundle:
             if layer.kernel.get("kind") not in Kernel.kinds:
                 raise BundleError(
                     f"layer {index} of {self.path} has the kernel {layer.kernel.get('kind')!r}, this release has "
-                    f"{', '.join(Kernel.kinds)}; "
-                    "install the release that wrote it, or export the model again"
+                    f"{', '.join(Kernel.kinds)}; install the release that wrote it, or export the model again"
                 )
             # Read did so for the kernels known then, not for those the target has just brought.
             problem = layer.problem()

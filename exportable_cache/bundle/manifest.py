@@ -368,9 +368,8 @@ class Manifest(_Entry):
             retired = retired_folder(folder)
             if retired is not None:
                 raise BundleError(
-                    f"there is no folder {folder}, but an export that was killed while it replaced it left the "
-                    "earlier one: "
-                    f"rename {retired} to it, or export the model again"
+                    f"there is no folder {folder}, but an export that was killed while it replaced it left the earlier "
+                    f"one: rename {retired} to it, or export the model again"
                 )
             raise BundleError(f"there is no folder {folder}; export a model to it first")
         if not path.is_file():

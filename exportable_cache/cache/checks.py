@@ -58,8 +58,8 @@ def check_new_states(layer: CacheLayer, key_states: torch.Tensor, value_states: 
         if tuple(new.shape) != expected:
             raise InputError(
                 f"new {name} are [batch, heads, length, dim] = {list(new.shape)}, the cache was allocated for "
-                f"{list(expected)}; "
-                "allocate it with the model's sizes (ExportableCache.from_model reads them from the model)"
+                f"{list(expected)}; allocate it with the model's sizes (ExportableCache.from_model reads them from the "
+                "model)"
             )
         if new.dtype != layer.storage.rows_dtype:
             raise InputError(

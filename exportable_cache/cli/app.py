@@ -17,8 +17,7 @@ from .verify import verify
 
 _HELP = (
     "Export a Hugging Face causal language model together with its KV cache, verify it against the eager model, and "
-    "run it. "
-    "MODEL is a hub id, a local folder, or `demo`, the small trained model that ships with this package."
+    "run it. MODEL is a hub id, a local folder, or `demo`, the small trained model that ships with this package."
 )
 # Typer joins the lines of one paragraph; an empty line keeps them apart.
 _EPILOG = "\n\n".join(
@@ -27,8 +26,7 @@ _EPILOG = "\n\n".join(
         "  exportable-cache export demo --max-cache-len 512 -o artifacts/demo",
         '  exportable-cache generate artifacts/demo -p "the code of amber is 4821. amber?"',
         "Exit codes: 0 done; 1 the program disagrees with the model; 2 bad input; 70 unexpected error; 130 "
-        "interrupted. "
-        "Set EXPORTABLE_CACHE_DEBUG=1 for tracebacks.",
+        "interrupted. Set EXPORTABLE_CACHE_DEBUG=1 for tracebacks.",
     )
 )
 

@@ -178,8 +178,7 @@ def print_kv_cache(terminal: Terminal, bundle: Bundle) -> None:
     if kept.max_difference is not None:
         text += (
             f"; against the float model over an exact cache, {kept.positions} positions of random tokens: max |logit "
-            "difference| "
-            f"{kept.max_difference:.1e}, same argmax {kept.argmax_agreement:.1%}"
+            f"difference| {kept.max_difference:.1e}, same argmax {kept.argmax_agreement:.1%}"
         )
     terminal.print(text)
 
@@ -197,6 +196,6 @@ def print_quantization(terminal: Terminal, bundle: Bundle) -> None:
         )
     if quantized.accuracy_after is not None:
         terminal.print(
-            f"{quantized.questions} questions of the demo's task right: "
-            f"{quantized.accuracy_before:.1%} before, {quantized.accuracy_after:.1%} after"
+            f"{quantized.questions} questions of the demo's task right: {quantized.accuracy_before:.1%} before, "
+            f"{quantized.accuracy_after:.1%} after"
         )

@@ -220,8 +220,7 @@ def _check_kinds(session: Session, images: Sequence[Path], sounds: Sequence[Path
         if given and kind not in kinds:
             raise InputError(
                 f"--{kind} {given[0]} was given, but the bundle takes {' and '.join(kinds)} only; leave it out, or "
-                "export a model "
-                f"that takes it, a text decoder's with --modality {kind}"
+                f"export a model that takes it, a text decoder's with --modality {kind}"
             )
     count = len(images) + len(sounds)
     if session.has_encoder and count > 1:

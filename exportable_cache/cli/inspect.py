@@ -58,8 +58,7 @@ def inspect(
     if max_cache_len is not None:
         raise InputError(
             f"--max-cache-len {max_cache_len} was given, but {folder} was exported for "
-            f"{bundle.manifest.program.max_cache_len}; "
-            "leave it out, or export again"
+            f"{bundle.manifest.program.max_cache_len}; leave it out, or export again"
         )
     if json:
         terminal.json({"path": str(bundle.path), **bundle.manifest.model_dump(mode="json")})

@@ -69,8 +69,7 @@ class ContinuousBatch:
         if decode.steps_per_launch != 1:
             raise InputError(
                 f"steps_per_launch is {decode.steps_per_launch}, but rows of a continuous batch start and finish on "
-                "their own, "
-                "one step at a time; leave out steps_per_launch"
+                "their own, one step at a time; leave out steps_per_launch"
             )
         if prefill.fingerprint and decode.fingerprint and prefill.fingerprint != decode.fingerprint:
             raise InputError(

@@ -76,15 +76,13 @@ def check_steps_per_launch(session: Stepper, steps: int) -> None:
     if not session.chooses_in_graph:
         raise InputError(
             f"steps_per_launch is {steps}, but a {session.target!r} program gives logits, and tokens are chosen "
-            "outside of it; "
-            "leave it out, or use Session.from_model"
+            "outside of it; leave it out, or use Session.from_model"
         )
     layer, allowed = session.least_rollback
     if allowed == 0:
         raise InputError(
             f"{layer} keeps a state that cannot be taken back, as it must be where an answer ends within a launch of "
-            f"{steps} steps; "
-            "leave out steps_per_launch"
+            f"{steps} steps; leave out steps_per_launch"
         )
     if allowed < steps - 1:
         raise InputError(

@@ -235,19 +235,7 @@ class ExportableCache(LayeredCache):
 
 
 class ExportableEncoderDecoderCache(ExportableCache, EncoderDecoderLayeredCache):
-    """An `ExportableCache` that is a transformers `EncoderDecoderCache` too (cache_utils.py, 5.23).
-
-    Its layers are those of the self-attention, followed by as many of the cross-attention. `is_updated` says per
-    decoder layer whether the cross-attention's keys and values are there: a model computes them where it is false, and
-    reads them where it is true.
-
-    Args:
-        layers: Self-attention layers, then one `CrossLayer` for each.
-        encoder: What the encoder takes, None where that is unknown.
-
-    Raises:
-        InputError: If the second half are not the `CrossLayer`s of the first.
-    """
+    """An `ExportableCache` of an encoder-decoder: see `EncoderDecoderLayeredCache` for its layers and arguments."""
 
 
 @contextmanager
@@ -260,8 +248,7 @@ def _refused_if_it_fails(model: PreTrainedModel) -> Iterator[None]:
     except Exception as error:
         raise UnsupportedModelError(
             f"{type(model).__name__} cannot run a token of text by itself ({type(error).__name__}: "
-            f"{first_line(error)}); "
-            "pass its text decoder, or a model that takes text alone"
+            f"{first_line(error)}); pass its text decoder, or a model that takes text alone"
         ) from error
 
 

@@ -243,8 +243,7 @@ def _input_of(model: PreTrainedModel, batch_size: int) -> _Input:
         return _Input(spec, "pixels a side", width, False, fixed=width)
     raise UnsupportedModelError(
         f"the encoder of {type(model).__name__} takes {name!r}; encoders of token ids, audio samples, log-mel "
-        "features, patches and "
-        "pixels are supported, where the config tells their sizes"
+        "features, patches and pixels are supported, where the config tells their sizes"
     )
 
 

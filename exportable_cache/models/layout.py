@@ -71,8 +71,7 @@ def layer_types_and_windows(config: PreTrainedConfig) -> list[tuple[str, int | N
         if layer_type not in SUPPORTED_LAYER_TYPES:
             raise UnsupportedModelError(
                 f"layer {index} of this {config.model_type!r} model is of type {layer_type!r}, which has no static "
-                "cache layer; "
-                f"supported types: {', '.join(SUPPORTED_LAYER_TYPES)}"
+                f"cache layer; supported types: {', '.join(SUPPORTED_LAYER_TYPES)}"
             )
     return [(layer_type, option.get("sliding_window")) for layer_type, option in zip(types, options, strict=True)]
 
@@ -107,9 +106,8 @@ def check_sinks(config: PreTrainedConfig, layouts: Sequence[LayerLayout]) -> Non
         )
     if any(layout.index_head_dim or layout.conv_states or layout.recurrent_states for layout in full):
         raise UnsupportedModelError(
-            f"the full-attention layers of {config.model_type!r} keep more than keys and values, for which there is "
-            "no layer with sinks; "
-            "leave out attention_sinks"
+            f"the full-attention layers of {config.model_type!r} keep more than keys and values, for which there is no "
+            "layer with sinks; leave out attention_sinks"
         )
     if config.model_type in BIASED_BY_SLOT:
         raise UnsupportedModelError(
@@ -212,8 +210,7 @@ def _layout_of(index: int, model: PreTrainedModel, layer: Any, layer_type: str, 
     if layer_type in KEY_TYPES + HYBRID_TYPES and not isinstance(keys, torch.Tensor):
         raise UnsupportedModelError(
             f"{type(model).__name__} wrote no keys and values to layer {index} of the cache, which is of type "
-            f"{layer_type!r}; "
-            "layers that keep them elsewhere are not supported"
+            f"{layer_type!r}; layers that keep them elsewhere are not supported"
         )
     if layer_type in STATE_TYPES + HYBRID_TYPES and not any((*conv, *recurrent)):
         raise UnsupportedModelError(
@@ -338,9 +335,8 @@ def _layout_from_fields(config: PreTrainedConfig, layer_type: str, window: int |
     unlike = next((name for name in _UNLIKE_FIELDS if getattr(config, name, None) is not None), None)
     if unlike is not None:
         raise UnsupportedModelError(
-            f"{config.model_type!r} states the sizes of its keys in a way of its own ({unlike}) and cannot run "
-            "without weights; "
-            "use ExportableCache.from_model, which reads the sizes from the model"
+            f"{config.model_type!r} states the sizes of its keys in a way of its own ({unlike}) and cannot run without "
+            "weights; use ExportableCache.from_model, which reads the sizes from the model"
         )
     head_dim = getattr(config, "head_dim", None) or hidden // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads

@@ -218,8 +218,7 @@ def _given(model: PreTrainedModel, dtype: torch.dtype | None, progress: Progress
         found = f"{absent[0]} is on device meta" if absent else f"{hooked[0] or 'the model'} has a hook of accelerate"
         raise InputError(
             f"{type(model).__name__} is offloaded or spread over devices ({found}), and a program needs every weight "
-            "in memory; "
-            "load it whole with from_pretrained(..., device_map='cpu'), or pass its folder"
+            "in memory; load it whole with from_pretrained(..., device_map='cpu'), or pass its folder"
         )
     if dtype is None or dtype == model.dtype:
         return model

@@ -61,8 +61,7 @@ def place_of(model_or_path: str | os.PathLike) -> Place:
         if not isinstance(try_to_load_from_cache(name, "config.json"), str):
             raise InputError(
                 f"{name!r} is no local folder, is not in the local hub cache, and the hub cannot be reached "
-                f"({problem}); "
-                "check the path, or connect, or download the model and pass its folder"
+                f"({problem}); check the path, or connect, or download the model and pass its folder"
             )
         return Place(name, name, True)
     return Place(name, name, False)

@@ -54,9 +54,8 @@ def check_quantizable(model: PreTrainedModel, quantization: Quantization) -> Non
         )
     if quantization.embeddings == "4w" and is_tied(model):
         raise UnsupportedModelError(
-            f"the head of {name} is tied to its embeddings, and the kernels of the two pack 4 bits differently, so "
-            "one copy cannot "
-            "serve both; use quantize_embeddings='8w'"
+            f"the head of {name} is tied to its embeddings, and the kernels of the two pack 4 bits differently, so one "
+            "copy cannot serve both; use quantize_embeddings='8w'"
         )
     size = quantization.group_size
     rows = dict(linears) if quantization.linear == "8da4w" else {}

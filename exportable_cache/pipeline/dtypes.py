@@ -66,14 +66,12 @@ def check_dtype(asked: torch.dtype | None, target: str, options: Mapping[str, An
         best = dtype_name(target_dtypes(target, options).preferred(asked))
         raise InputError(
             f"dtype is {name!r}, in which target {target!r} cannot be right: {reason}; leave dtype out, which gives "
-            f"{best}, "
-            "or export for target 'pt2'"
+            f"{best}, or export for target 'pt2'"
         )
     if quantized and asked != QUANTIZED_COMPUTES_IN:
         raise InputError(
             f"dtype is {name!r}, but quantised kernels compute in {dtype_name(QUANTIZED_COMPUTES_IN)}; leave dtype "
-            "out: weights are "
-            "quantised from any stored dtype"
+            "out: weights are quantised from any stored dtype"
         )
 
 

@@ -122,8 +122,7 @@ def load_state(session: Session, path: Path) -> None:
         if list(tensors[name].shape) != expected or tensors[name].dtype != tensor.dtype:
             raise InputError(
                 f"{name} is {tensors[name].dtype} {given} in {path}, this session's is {tensor.dtype} "
-                f"{list(tensor.shape)}; "
-                "use the same dtype and model"
+                f"{list(tensor.shape)}; use the same dtype and model"
             )
     for name, tensor in state.items():
         tensor.zero_()

@@ -1,8 +1,7 @@
 """Rows that wait while longer ones of their batch go ahead: every step writes behind each row, whoever it is for.
 
 At position 0 that leaves nothing, as the row starts there. Behind tokens it is overwritten later, and seen by no query,
-unless a
-ring loses what the row still needs, a state moves on, or there is no room: such a row is kept in a copy.
+unless a ring loses what the row still needs, a state moves on, or there is no room: such a row is kept in a copy.
 """
 
 from __future__ import annotations
@@ -101,10 +100,8 @@ def rows_to_set_aside(stepper: ProgramStepper, rows: TokenRows) -> list[int]:
         if state_of(stepper.runner) is None:
             raise InputError(
                 f"row {row} holds {held} tokens and waits while a longer row is fed {longest} at once, which "
-                f"{loses[0]}, and the "
-                f"{stepper.target!r} runtime does not give out its cache to keep the row apart; feed every row as "
-                "many tokens, "
-                "or reset() and prefill whole sequences"
+                f"{loses[0]}, and the {stepper.target!r} runtime does not give out its cache to keep the row apart; "
+                "feed every row as many tokens, or reset() and prefill whole sequences"
             )
         found.append(row)
     return found

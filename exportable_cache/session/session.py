@@ -331,8 +331,7 @@ class Session:
         if self._cache is None and self.target in ("eager", "compiled"):
             raise InputError(
                 "a fork has no cache object of its own: its tensors take turns in that of the session it was forked "
-                "from; "
-                "save_state() writes what it holds"
+                "from; save_state() writes what it holds"
             )
         if self._cache is None:
             raise InputError(

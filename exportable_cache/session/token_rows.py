@@ -88,8 +88,7 @@ class TokenRows:
         if len(prompts) != limits.batch_size:
             raise InputError(
                 f"got a list of {len(prompts)} prompts, this session runs {limits.batch_size} rows; pass one prompt "
-                "per row, "
-                f"or allocate or export with batch_size={len(prompts)}"
+                f"per row, or allocate or export with batch_size={len(prompts)}"
             )
         rows = []
         for index, prompt in enumerate(prompts):

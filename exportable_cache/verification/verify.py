@@ -116,8 +116,7 @@ class VerifyReport:
         sign = "<=" if self.max_difference <= self.tolerance else "exceeds"
         return (
             f"{'verified' if self.passed else 'NOT verified'}: {self.steps} positions, prompts of {lengths} "
-            f"tokens{windows}, "
-            f"max |logit difference| {self.max_difference:.1e} {sign} {self.tolerance:.0e}"
+            f"tokens{windows}, max |logit difference| {self.max_difference:.1e} {sign} {self.tolerance:.0e}"
             + "".join(f", {encoder}" for encoder in self.encoders)
             + (f"; {self.stored}" if self.stored is not None else "")
             + (f"; {self.remark}" if self.remark and self.passed else "")
@@ -354,8 +353,7 @@ def verify(
     if model.config.model_type != manifest.model_type:
         raise InputError(
             f"{bundle.path.name} was made from a {manifest.model_type!r} model, this one is "
-            f"{model.config.model_type!r}; "
-            "verify with the model it was made from"
+            f"{model.config.model_type!r}; verify with the model it was made from"
         )
     if manifest.quantization is not None:
         from ..models.quantization import quantize

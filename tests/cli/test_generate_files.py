@@ -33,8 +33,8 @@ from ..support.seq2seq import tiny_seq2seq
 
 IMAGE = chr(ord("0") + PLACEHOLDER - 3)
 CHAT = (
-    "{% for message in messages %}{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}" + IMAGE + "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endfor %}a"
+    "{% for message in messages %}{% for part in message['content'] %}{% if part['type'] == 'image' "
+    "%}" + IMAGE + "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endfor %}a"
 )
 RATE = 16_000
 

@@ -39,31 +39,27 @@ SIZES: dict[str, Any] = {
     ),
     **dict.fromkeys(
         "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff d_inner n_inner dff ffn_hidden_size dim_ff "
-        "mlp_dim "
-        "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size intermediate_size_mlp "
-        "hidden_dim_ff "
-        "expert_ffn_hidden_size moe_shared_expert_intermediate_size dense_intermediate_size feed_forward_size "
-        "projector_hidden_size downsample_hidden_size shared_experts_intermediate_size t2u_encoder_ffn_dim "
-        "t2u_decoder_ffn_dim "
-        "speech_encoder_intermediate_size merged_hidden_size projection_intermediate_size adapter_out_dim "
-        "share_expert_dim router_hidden_size moe_hidden_size".split(),
+        "mlp_dim moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size intermediate_size_mlp "
+        "hidden_dim_ff expert_ffn_hidden_size moe_shared_expert_intermediate_size dense_intermediate_size "
+        "feed_forward_size projector_hidden_size downsample_hidden_size shared_experts_intermediate_size "
+        "t2u_encoder_ffn_dim t2u_decoder_ffn_dim speech_encoder_intermediate_size merged_hidden_size "
+        "projection_intermediate_size adapter_out_dim share_expert_dim router_hidden_size moe_hidden_size".split(),
         HIDDEN,
     ),
     # heads
     **dict.fromkeys(
         "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads attention_heads "
         "t2u_encoder_attention_heads t2u_decoder_attention_heads speech_encoder_attention_heads "
-        "num_encoder_attention_heads "
-        "num_decoder_attention_heads encoder_num_attention_heads decoder_num_attention_heads swa_num_attention_heads "
-        "linear_num_value_heads cross_num_attention_heads num_sliding_attention_heads linear_num_heads "
-        "resampler_n_heads".split(),
+        "num_encoder_attention_heads num_decoder_attention_heads encoder_num_attention_heads "
+        "decoder_num_attention_heads swa_num_attention_heads linear_num_value_heads cross_num_attention_heads "
+        "num_sliding_attention_heads linear_num_heads resampler_n_heads".split(),
         HEADS,
     ),
     "linear_num_key_heads": 2,
     **dict.fromkeys(
         "head_dim d_kv swa_head_dim global_head_dim linear_key_head_dim linear_value_head_dim linear_head_dim "
-        "kv_channels "
-        "v_head_dim cross_head_dim attention_head_size d_head dim_head swa_v_head_dim index_head_dim resampler_head_dim".split(),
+        "kv_channels v_head_dim cross_head_dim attention_head_size d_head dim_head swa_v_head_dim index_head_dim "
+        "resampler_head_dim".split(),
         HEAD_DIM,
     ),
     "qk_rope_head_dim": 8,
@@ -113,9 +109,8 @@ SIZES: dict[str, Any] = {
     # tables
     **dict.fromkeys(
         "max_position_embeddings n_positions max_seq_len n_ctx max_target_positions model_max_length context_length "
-        "seq_len "
-        "max_decoder_position_embeddings max_encoder_position_embeddings max_source_positions max_text_positions "
-        "max_speech_positions".split(),
+        "seq_len max_decoder_position_embeddings max_encoder_position_embeddings max_source_positions "
+        "max_text_positions max_speech_positions".split(),
         256,
     ),
     # pictures and sound

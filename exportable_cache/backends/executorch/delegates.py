@@ -108,10 +108,9 @@ def check_cache(delegate: str, program: Program, lowered: ExecutorchProgramManag
     expected = 0 if delegate == "coreml" else cache_bytes
     if outside != expected or (delegate == "coreml" and len(plan.delegates) != 1):
         raise UnsupportedModelError(
-            f"delegate {delegate!r} splits this model into {len(plan.delegates)} calls with {outside} of "
-            f"{cache_bytes} bytes of the "
-            f"cache outside them, where {expected} are expected; nothing is known to run that rightly: export for "
-            "delegate 'xnnpack'"
+            f"delegate {delegate!r} splits this model into {len(plan.delegates)} calls with {outside} of {cache_bytes} "
+            f"bytes of the cache outside them, where {expected} are expected; nothing is known to run that rightly: "
+            "export for delegate 'xnnpack'"
         )
 
 

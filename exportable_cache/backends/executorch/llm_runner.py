@@ -38,8 +38,7 @@ def runner_metadata(program: Program, required: bool = True) -> dict[str, Any]:
     if context is None:
         raise InputError(
             "the cache holds any number of tokens and the config has no max_position_embeddings, so there is no "
-            "context length "
-            "to tell the runner; export without llm_runner"
+            "context length to tell the runner; export without llm_runner"
         )
     metadata: dict[str, Any] = {
         "get_max_seq_len": program.methods["forward"].max_length,

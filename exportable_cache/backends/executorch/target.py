@@ -71,8 +71,7 @@ class ExecutorchBackend:
         if description.form is Form.EXPLICIT:
             raise BundleError(
                 f"the methods of {FILE} are TensorRT plans, which ExecuTorch runs through the delegate of regular "
-                "torch-tensorrt, "
-                "in C++ on a machine with an NVIDIA GPU; check it here with: exportable-cache verify"
+                "torch-tensorrt, in C++ on a machine with an NVIDIA GPU; check it here with: exportable-cache verify"
             )
         return ExecutorchRunner(folder / FILE, description)
 

@@ -35,8 +35,7 @@ def engine_layers(model: PreTrainedModel, cache: ExportableCache) -> ExportableC
     if storage is not None:
         raise UnsupportedModelError(
             f"keys and values kept as {storage.kind} have no TensorRT form: its KVCacheUpdate and attention layers "
-            "take float32, "
-            "float16 and bfloat16; leave kv_dtype (--kv-cache-dtype) out, or export for pt2"
+            "take float32, float16 and bfloat16; leave kv_dtype (--kv-cache-dtype) out, or export for pt2"
         )
     if not any(_keeps_tokens_alone(layer) for layer in cache.layers):
         return cache

@@ -50,8 +50,7 @@ def _kv_cache_update(
     if layer is None:
         raise ValueError(
             f"TensorRT refuses a KV cache update of {list(cache.shape)} {cache.dtype} by {list(update.shape)} "
-            f"{update.dtype} "
-            f"at {list(start.shape)} {start.dtype}"
+            f"{update.dtype} at {list(start.shape)} {start.dtype}"
         )
     set_layer_name(layer, target, name)
     return layer.get_output(0)

@@ -169,8 +169,7 @@ def open_engines(folder: Path, description: ProgramDescription) -> EngineRunner:
     if not torch.cuda.is_available():
         raise BundleError(
             f"a TensorRT program runs on an NVIDIA GPU (this one was built for {built_for}), and torch finds none "
-            "here; copy the "
-            "bundle to a machine with one, or check it without: exportable-cache verify"
+            "here; copy the bundle to a machine with one, or check it without: exportable-cache verify"
         )
     from torch_tensorrt.logging import TRT_LOGGER
 

@@ -276,9 +276,8 @@ def _rename(network: trt.INetworkDefinition, inputs: Sequence[InputSpec], output
     """Give inputs and outputs their own names, by which a runtime binds them: their order is torch_tensorrt's."""
     if network.num_inputs != len(inputs) or network.num_outputs != len(outputs):
         raise UnsupportedModelError(
-            f"the network has {network.num_inputs} inputs and {network.num_outputs} outputs, the program "
-            f"{len(inputs)} and "
-            f"{len(outputs)}: a tensor goes unused or comes out twice; {_REMEDY}"
+            f"the network has {network.num_inputs} inputs and {network.num_outputs} outputs, the program {len(inputs)} "
+            f"and {len(outputs)}: a tensor goes unused or comes out twice; {_REMEDY}"
         )
     for index, spec in enumerate(inputs):
         network.get_input(index).name = spec.name

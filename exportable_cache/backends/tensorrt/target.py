@@ -99,15 +99,13 @@ def engine_networks(program: Program, options: TensorRTOptions, in_place: bool =
         if not method.is_step or method.read_length is not None:
             raise UnsupportedModelError(
                 f"method {name!r} of {type(program.model).__name__} has no engine: TensorRT programs have prefill and "
-                "decode over the "
-                "whole cache only; export for another target"
+                "decode over the whole cache only; export for another target"
             )
         expected = opt_length if method.min_length != method.max_length else None
         if expected is not None and not method.min_length <= expected <= method.max_length:
             raise InputError(
                 f"opt_length is {expected}; method {name!r} takes {method.min_length} to {method.max_length} new "
-                "tokens: "
-                "pass one of these, or a longer prefill_length"
+                "tokens: pass one of these, or a longer prefill_length"
             )
         networks[name] = build_network(program.export(name), signature_of(program, name, expected), in_place=in_place)
     return networks
@@ -142,9 +140,8 @@ def network_stand_in(description: ProgramDescription, networks: Mapping[str, Net
         if method not in records or records[method].network != network.digest:
             raise VerificationError(
                 f"the network of {method!r} made from this model is not the one that the plan was built from: its "
-                "weights, or the "
-                "versions of torch, transformers or torch_tensorrt, are others; verify with the model it was made "
-                "from, or on a GPU"
+                "weights, or the versions of torch, transformers or torch_tensorrt, are others; verify with the model "
+                "it was made from, or on a GPU"
             )
     built_for = next(iter(records.values())).built_for
     return StandIn(

@@ -314,8 +314,7 @@ class CacheLayer(CacheLayerMixin):
         if self.storage is None:
             raise InputError(
                 "this layer keeps no keys and values (it shares another layer's, or has a state in their place), but "
-                "the model "
-                "wrote some; allocate the cache with ExportableCache.from_model"
+                "the model wrote some; allocate the cache with ExportableCache.from_model"
             )
         if not is_traced(self.cumulative_length):
             check_new_states(self, key_states, value_states)

@@ -40,8 +40,7 @@ class RoundedStorage(Storage):
         if value_head_dim == 0:
             raise InputError(
                 "the layer's values have size 0 (its keys are all there is of a token), which has no scale; keep it "
-                f"in {self.dtype}: "
-                "leave kv_dtype out"
+                f"in {self.dtype}: leave kv_dtype out"
             )
         return {"head_dim": head_dim, "value_head_dim": value_head_dim, "scale": 1}
 

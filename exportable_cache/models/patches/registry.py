@@ -88,8 +88,8 @@ def patch_model(model: nn.Module) -> list[str]:
             if patch.module_name not in files:
                 raise UnsupportedModelError(
                     f"a model of type {model_type!r} needs the patch of {patch.name} ({patch.reason}), and has no "
-                    "module "
-                    f"of {patch.module_name}; use transformers' own class (trust_remote_code=False), or DynamicCache"
+                    f"module of {patch.module_name}; use transformers' own class (trust_remote_code=False), or "
+                    "DynamicCache"
                 )
             patch.apply()
             labels.add(patch.label)

@@ -53,8 +53,7 @@ def grid_for(config: PreTrainedConfig, image_size: int | Sequence[int] | None) -
     if image_size is None:
         raise InputError(
             f"{config.model_type!r} takes images of any size, a program those of one: pass image_size, height and "
-            "width in "
-            f"pixels, each {what}, such as image_size=({16 * unit}, {16 * unit})"
+            f"width in pixels, each {what}, such as image_size=({16 * unit}, {16 * unit})"
         )
     sides = (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
     if len(sides) != 2 or any(

@@ -55,8 +55,7 @@ def multimodal_methods(methods: Mapping[str, Method], modalities: Sequence[Modal
         if modality.sees_itself and longest < modality.tokens:
             raise InputError(
                 f"prefill_length is {longest}; the {modality.tokens} tokens of an {modality.kind} see each other and "
-                "go through "
-                f"in one step: it must be at least {modality.tokens}"
+                f"go through in one step: it must be at least {modality.tokens}"
             )
     has_grid = any(modality.grid is not None for modality in modalities)
     first = modalities[0]

@@ -100,14 +100,12 @@ class EncoderStage:
         if "length" in spec.shape and not least <= found[self._length_dim] <= most:
             raise InputError(
                 f"{spec.name} has length {found[self._length_dim]}; the encoder takes {least} to {most}: shorten the "
-                "input, "
-                "or allocate or export with a larger max_encoder_len"
+                "input, or allocate or export with a larger max_encoder_len"
             )
         if "length" in spec.shape and found[self._length_dim] % self.method.multiple and not self.method.pads:
             raise InputError(
                 f"{spec.name} has length {found[self._length_dim]}; the encoder takes whole frames of "
-                f"{self.method.multiple}: "
-                "cut it, or pad it with silence"
+                f"{self.method.multiple}: cut it, or pad it with silence"
             )
         if main_input.dtype != getattr(torch, spec.dtype):
             raise InputError(

@@ -85,7 +85,6 @@ class ImageStage(ItemStage):
         if other is not None:
             raise InputError(
                 f"{_GRID} has {list(other)}, {self.method.name} was made for {list(self.method.grid)} patches (time, "
-                "height, "
-                "width): resize images to that size before the processor, or make the session, or export, with "
-                "another image_size"
+                "height, width): resize images to that size before the processor, or make the session, or export, "
+                "with another image_size"
             )

@@ -84,8 +84,7 @@ class PlacedImages:
                 if image.start < length < image.end:
                     raise InputError(
                         f"cannot rewind to {length} tokens, which is inside the image at {image.start} to "
-                        f"{image.end - 1}; "
-                        "take back all of it, or none"
+                        f"{image.end - 1}; take back all of it, or none"
                     )
         return PlacedImages(
             tuple(
@@ -147,9 +146,8 @@ def whole_chunks(ids: torch.Tensor, longest: int) -> list[int]:
             block = next((stop - start for stop in range(start + 1, length) if not inside[stop - 1]), length - start)
             raise InputError(
                 f"the image at token {start} of the prompt takes {block} tokens, which see each other and so go "
-                "through in one "
-                f"step, and a step takes at most {longest}; make the session, or export, with prefill_length={block} "
-                "or more"
+                f"through in one step, and a step takes at most {longest}; make the session, or export, with "
+                f"prefill_length={block} or more"
             )
         sizes.append(end - start)
         start = end

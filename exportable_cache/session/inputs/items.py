@@ -50,8 +50,7 @@ class ItemStage:
         if places != embeddings:
             raise InputError(
                 f"the prompt has {places} tokens of id {self.token}, {self.method.name} gives {embeddings} embeddings "
-                "for them; "
-                "build the prompt with the model's own processor"
+                "for them; build the prompt with the model's own processor"
             )
         return items
 

@@ -70,16 +70,14 @@ class InputStages:
                 # Decoders of encoders ask their cache for one length of all rows, the relative positions of T5 for one.
                 raise InputError(
                     f"the rows hold {list(rows.lengths)} tokens, and a decoder behind an encoder takes rows of equal "
-                    "length; "
-                    "feed as many tokens in every row"
+                    "length; feed as many tokens in every row"
                 )
         if self._stages:
             return self._with_items(rows, given)
         if given:
             raise InputError(
                 f"this session takes token ids and their attention_mask only, got {', '.join(given)}; make it, or "
-                "export, "
-                "with modalities="
+                "export, with modalities="
             )
         return Prompt(rows)
 
