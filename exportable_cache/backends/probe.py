@@ -14,6 +14,7 @@ from ..cache.attention.masks import register_masks
 from ..cache.policies import FullPolicy
 from ..models.cache_factory import ExportableCache
 from ..models.layout import cache_argument
+from ..models.quantized_rows import QuantizedRows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -50,7 +51,7 @@ def probe_attention(model: PreTrainedModel, length: int, look: Look) -> dict[int
 
     AttentionInterface.register(_ATTENTION, record)
     register_masks(_ATTENTION)
-    with attention_of(model, _ATTENTION):
+    with attention_of(model, _ATTENTION), QuantizedRows():
         ids = torch.zeros(1, length, dtype=torch.int64, device=model.device)
         model(input_ids=ids, use_cache=True, **{cache_argument(model): probe})
     return calls

@@ -227,7 +227,8 @@ class Quantized(_Entry):
     """How weights were quantised, and what that did to the logits: the program against the float model, on random
     tokens.
 
-    `accuracy_before` and `accuracy_after` are shares of `questions` of the demo model's task, for that model only.
+    `compared_in` is the dtype of the float model. `accuracy_before` and `accuracy_after` are shares of `questions` of
+    the demo model's task, for that model only.
     """
 
     linear: str | None
@@ -236,6 +237,7 @@ class Quantized(_Entry):
     positions: int | None = None
     max_difference: float | None = None
     argmax_agreement: float | None = None
+    compared_in: str | None = None
     questions: int | None = None
     accuracy_before: float | None = None
     accuracy_after: float | None = None

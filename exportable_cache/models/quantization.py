@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from ..common.threads import one_thread
 from ..errors import InputError, UnsupportedModelError
 from .layout import vocab_size_of
 from .quantization_spec import (
@@ -18,6 +19,7 @@ from .quantization_spec import (
     GROUP_MULTIPLE,
     LINEAR_SCHEMES,
 )
+from .quantized_rows import QuantizedRows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
         Quantization,
     )
 
+# Of a weight: what rows of so many take in float32 stays in a processor's cache.
+_ELEMENTS_AT_ONCE = 1 << 17
 _DRAWS, _SENSITIVITY_TOKENS = 3, 24
 
 
@@ -33,13 +37,11 @@ def check_quantizable(model: PreTrainedModel, quantization: Quantization) -> Non
     """Refuse what would leave a layer silently as it was.
 
     Raises:
-        InputError: If the group size does not divide a row, or the model is not in float32.
+        InputError: If the group size does not divide a row.
         UnsupportedModelError: If a layer to quantise is not there, or the tied table is to have 4 bits.
     """
     name = type(model).__name__
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if model.dtype != torch.float32:
-        raise InputError(f"{name} is {model.dtype}, and quantised kernels compute in float32; pass dtype='float32'")
     linears = {
         path: module for path, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
     }
@@ -99,22 +101,20 @@ class QuantizedModel:
 
 @torch.no_grad()
 def quantize(model: PreTrainedModel, quantization: Quantization) -> QuantizedModel:
-    """Quantise a copy of a model; the original is left alone.
+    """Quantise a copy of a model; the original is left alone, in whatever dtype its weights are.
+
+    Weight by weight: none but the one at hand is there in float32 as well.
 
     Raises:
         InputError, UnsupportedModelError: See `check_quantizable`.
     """
     check_quantizable(model, quantization)
     tied = is_tied(model)
-    model = copy.deepcopy(model)
+    model = _with_own_parameters(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torchao.quantization.granularity import PerAxis, PerGroup
-        from torchao.quantization.quant_api import (
-            Int8DynamicActivationIntxWeightConfig,
-            IntxWeightOnlyConfig,
-            quantize_,
-        )
+        from torchao.quantization.quant_api import Int8DynamicActivationIntxWeightConfig, IntxWeightOnlyConfig
         from torchao.utils import unwrap_tensor_subclass
 
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -122,11 +122,7 @@ def quantize(model: PreTrainedModel, quantization: Quantization) -> QuantizedMod
     dtypes = {4: torch.int4, 8: torch.int8}
     if quantization.embeddings is not None:
         bits = EMBEDDING_SCHEMES[quantization.embeddings]
-        quantize_(
-            model,
-            IntxWeightOnlyConfig(weight_dtype=dtypes[bits], granularity=groups[bits]),
-            lambda module, _: module is table,
-        )
+        _quantize_weight(table, IntxWeightOnlyConfig(weight_dtype=dtypes[bits], granularity=groups[bits]))
     if quantization.linear is not None:
         bits, dynamic = LINEAR_SCHEMES[quantization.linear]
         if dynamic:
@@ -138,12 +134,63 @@ def quantize(model: PreTrainedModel, quantization: Quantization) -> QuantizedMod
             )
         else:
             config = IntxWeightOnlyConfig(weight_dtype=dtypes[bits], granularity=groups[bits])
-        quantize_(model, config, lambda module, _: isinstance(module, nn.Linear) and not (tied and module is head))
+        for module in model.modules():
+            if isinstance(module, nn.Linear) and not (tied and module is head):
+                _quantize_weight(module, config)
     if tied and quantization.embeddings is not None:
         head.weight = nn.Parameter(_as_linear(table.weight, quantization.linear), requires_grad=False)
+    _to_float32(model)
+    for config in (model.config, model.config.get_text_config(decoder=True)):
+        config.dtype = torch.float32
     # Before unwrapping, which leaves 4-bit weights a byte each.
     stored = _stored_bytes(model)
     return QuantizedModel(unwrap_tensor_subclass(model), stored)
+
+
+def _with_own_parameters(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy whose parameters can be exchanged one by one; until then it shares the original's memory."""
+    shared = {id(parameter): nn.Parameter(parameter.detach(), requires_grad=False) for parameter in model.parameters()}
+    return copy.deepcopy(model, shared)
+
+
+def _quantize_weight(module: nn.Module, config: Any) -> None:
+    """Exchange a module's weight for its quantised form, worked out a few rows at a time.
+
+    Rows have scales of their own, so the result is the same. torchao goes over a weight some twenty times: over rows
+    that stay in the processor's cache a thread takes a tenth of the time that it takes over 32 MB (AMD EPYC, AVX-512).
+    """
+    weight = module.weight
+    rows = max(1, _ELEMENTS_AT_ONCE // weight.shape[1])
+    with one_thread():
+        parts = [_quantized(part.float(), config) for part in weight.detach().split(rows)]
+        first = parts[0]
+        integers, scales, zero_points = (
+            torch.cat([getattr(part, name) for part in parts]) for name in ("qdata", "scale", "zero_point")
+        )
+    form = (first.target_dtype, first.block_size, first.dtype, first.activation_quantization)
+    module.weight = nn.Parameter(type(first)(integers, scales, zero_points, *form), requires_grad=False)
+
+
+def _quantized(rows: torch.Tensor, config: Any) -> torch.Tensor:
+    from torchao.quantization.quant_api import quantize_
+
+    holder = nn.Linear(1, 1, bias=False)
+    holder.weight = nn.Parameter(rows, requires_grad=False)
+    quantize_(holder, config, lambda *_: True)
+    return holder.weight
+
+
+def _to_float32(model: nn.Module) -> None:
+    """What was not quantised, in float32; tied parameters stay one."""
+    converted: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.is_floating_point() and not hasattr(parameter, "qdata"):
+                new = converted.setdefault(id(parameter), nn.Parameter(parameter.float(), requires_grad=False))
+                setattr(module, name, new)
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                module._buffers[name] = buffer.float()
 
 
 def _as_linear(table: torch.Tensor, scheme: str | None) -> torch.Tensor:
@@ -198,12 +245,12 @@ def rounding_sensitivity(model: PreTrainedModel, seed: int = 0) -> float:
     ]
     if not quantized:
         return 0.0
-    vocab_size = vocab_size_of(model)
-    ids = torch.randint(vocab_size, (_DRAWS, _SENSITIVITY_TOKENS), generator=generator)
-    exact = model(ids, use_cache=False).logits
-    hooks = [module.register_forward_pre_hook(round_otherwise) for module in quantized]
-    try:
-        return (model(ids, use_cache=False).logits - exact).abs().max().item()
-    finally:
-        for hook in hooks:
-            hook.remove()
+    ids = torch.randint(vocab_size_of(model), (_DRAWS, _SENSITIVITY_TOKENS), generator=generator)
+    with QuantizedRows():
+        exact = model(ids, use_cache=False).logits
+        hooks = [module.register_forward_pre_hook(round_otherwise) for module in quantized]
+        try:
+            return (model(ids, use_cache=False).logits - exact).abs().max().item()
+        finally:
+            for hook in hooks:
+                hook.remove()

@@ -66,7 +66,7 @@ class Source:
     """What a program is made from.
 
     Attributes:
-        loaded: The model as it came, in float, with its tokenizer.
+        loaded: The model as it came, with its tokenizer: in the chosen dtype, or as stored where it is quantised.
         model: The same, or its quantised copy.
         dtype: Of the weights, stored and exported.
         weights_bytes: Of the quantised weights as a target stores them; None where nothing is quantised.
@@ -128,6 +128,9 @@ def load(resolved: Resolved, progress: Progress = silent) -> LoadedModel:
             f"{type(given).__name__} is on {given.device}; programs are exported for the CPU: call model.cpu() first"
         )
     wanted = spec.dtype if resolved.dtype is None else resolved.dtype.chosen
+    if spec.quantization is not None:
+        # As stored: weights are made float32 one by one, when they are quantised.
+        wanted = None
     loaded = load_model(given, wanted, progress=progress)
     return loaded if spec.tokenizer is None else replace(loaded, tokenizer=spec.tokenizer)
 
@@ -140,11 +143,11 @@ def quantise(resolved: Resolved, loaded: LoadedModel, progress: Progress = silen
     """
     # Where the config names no dtype, the weights tell.
     choice = resolved.dtype or _chosen(resolved.spec, loaded.model.dtype)
-    loaded.model.to(choice.chosen)
     if choice.stored != choice.chosen:
         progress(str(choice), 0, None)
     quantization = resolved.spec.quantization
     if quantization is None:
+        loaded.model.to(choice.chosen)
         return Source(loaded, loaded.model, choice)
     progress(f"quantising to {quantization}", 0, None)
     quantized = quantize(loaded.model, quantization)
@@ -214,7 +217,9 @@ def verify(
     session, remark = session_to_verify(bundle, model, made, progress=progress)
     fed: list[FedPrompt] = []
     asked = VerifySpec(tolerance=tolerance_of(model, spec.quantization))
-    report = compare(session, model, asked, progress, fed if source.dtype.widened else None)
+    # Of quantised weights, the effect below is measured against the stored model.
+    keeps = source.dtype.widened and spec.quantization is None
+    report = compare(session, model, asked, progress, fed if keeps else None)
     report = replace(report, remark=remark)
     _require_agreement(report, spec.output_dir)
     recorded = {"verification": report.to_dict()}

@@ -5,11 +5,16 @@ task.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from ..common.dtypes import dtype_name
 from ..common.progress import silent
 from ..demo.task import accuracy, make_questions
 from ..models.cache_factory import ExportableCache
+from ..models.dtypes import converted
 from ..session.session import Session
 from .spec import VerifySpec
 from .verify import compare
@@ -20,19 +25,27 @@ if TYPE_CHECKING:
     from ..common.progress import Progress
     from ..models.loading import LoadedModel
 
+#: A float model of more bytes is not made float32 to be compared with.
+MOST_WIDENED_BYTES = 1 << 30
+
 _PROMPT, _DECODE_STEPS = 40, 24
 _QUESTIONS, _QUESTIONS_SEED = 50, 20_000
 _ANSWER_TOKENS = 6
 
 
 def measure_quantization(session: Session, float_model: LoadedModel, progress: Progress = silent) -> dict[str, Any]:
-    """Fields of `manifest.Quantized`: the running program against the model before quantisation.
+    """Fields of `manifest.Quantized`: the running program against the model before quantisation, in float32 or, where
+    that would take more than `MOST_WIDENED_BYTES`, in the dtype that it is stored in.
 
     Args:
         session: Over the quantised program.
-        float_model: What it was made from.
+        float_model: What it was made from, in the dtype that it is stored in.
     """
+    model = float_model.model
+    if model.dtype != torch.float32 and 4 * model.num_parameters() <= MOST_WIDENED_BYTES:
+        float_model = replace(float_model, model=converted(model, torch.float32))
     effect = measure_distance(session, float_model.model, progress)
+    effect["compared_in"] = dtype_name(float_model.model.dtype)
     longest = _longest(session, float_model.model)
     if float_model.source == "demo" and session.tokenizer is not None and longest > 128:
         effect |= _demo_accuracy(session, float_model, longest, progress)

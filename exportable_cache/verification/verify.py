@@ -23,6 +23,7 @@ from ..models.layout import cache_argument, layer_types_and_windows, vocab_size_
 from ..program.program import takes_positions
 from .encoders import VerifiedEncoder, verify_encoders
 from .prompts import default_decode_steps, default_prompts, prompt_feeds
+from .references.at_once import is_large, logits_of_beginnings
 from .references.encoder_decoder import decoder_of, encoder_lengths, random_inputs
 from .references.rounding import RoundingCache
 from .references.sinks import evicting_cache
@@ -81,6 +82,8 @@ class VerifyReport:
         encoders: Of images and sound, one entry each.
         stored: How far the model in the dtype its weights are stored in is, where the program is in another. Not
             judged.
+        at_once: Whether all prompts began one sequence, which the reference took as a whole, as it does for large
+            models.
     """
 
     passed: bool
@@ -93,6 +96,7 @@ class VerifyReport:
     remark: str = ""
     encoders: tuple[VerifiedEncoder, ...] = ()
     stored: StoredDistance | None = None
+    at_once: bool = False
 
     def __post_init__(self) -> None:
         # As `to_dict` gives them, so that a recorded report can be read back: `VerifyReport(**recorded)`.
@@ -119,6 +123,7 @@ class VerifyReport:
             f"tokens{windows}, max |logit difference| {self.max_difference:.1e} {sign} {self.tolerance:.0e}"
             + "".join(f", {encoder}" for encoder in self.encoders)
             + (f"; {self.stored}" if self.stored is not None else "")
+            + (", beginnings of one sequence" if self.at_once else "")
             + (f"; {self.remark}" if self.remark and self.passed else "")
         )
 
@@ -172,11 +177,13 @@ def compare(
     generator = torch.Generator().manual_seed(spec.seed)
     encode = session.runner.methods.get("encode")
     seen = _Seen(progress, 2 * sum(1 + steps for _, steps in plan))
+    # Of the others, a reference is one of single steps.
+    at_once = is_large(model) and sinks is None and storage is None and encode is None
+    if at_once:
+        sequence = _text(session, max(length + steps for length, steps in plan), generator)
+        known = logits_of_beginnings(model, sequence, plan)
     for index, (length, steps) in enumerate(reversed(plan)):
-        ids = torch.randint(vocab_size, (session.batch_size, length + steps), generator=generator)
-        # What is verified is text: a token that stands for an image would need one.
-        for token in session.placeholders:
-            ids[ids == token] = (token + 1) % vocab_size
+        ids = sequence[:, : length + steps] if at_once else _text(session, length + steps, generator)
         encoder_inputs = None
         if encode is not None:
             lengths = encoder_lengths(encode)
@@ -184,7 +191,11 @@ def compare(
                 encode, lengths[index % len(lengths)], session.batch_size, vocab_size, generator
             )
         # All of the reference first: the session may run the very same model, under another attention implementation.
-        expected = seen.expect(_reference(model, ids, length, sinks, encoder_inputs, storage))
+        if at_once:
+            reference = (known[position] for position in range(length - 1, length + steps))
+        else:
+            reference = _reference(model, ids, length, sinks, encoder_inputs, storage)
+        expected = seen.expect(reference)
         if encoder_inputs is not None:
             session.encode(**{name: tensor.to(session.device) for name, tensor in encoder_inputs.items()})
         kept = seen.compare(session, ids.to(session.device), length, expected)
@@ -208,7 +219,16 @@ def compare(
         windows=tuple(window for window in windows if any(length + steps > window for length, steps in plan)),
         target=session.target,
         encoders=encoders,
+        at_once=at_once,
     )
+
+
+def _text(session: Session, length: int, generator: torch.Generator) -> torch.Tensor:
+    """Random tokens int64 [batch, length], none of which stands for an image or a sound: it would need one."""
+    ids = torch.randint(session.vocab_size, (session.batch_size, length), generator=generator)
+    for token in session.placeholders:
+        ids[ids == token] = (token + 1) % session.vocab_size
+    return ids
 
 
 def _planned(session: Session, spec: VerifySpec, limit: int | None, windows: Sequence[int]) -> list[tuple[int, int]]:

@@ -17,33 +17,25 @@ from ...common.compat.torch import without_modes
 from .attention_forms import forms_of, least_single
 
 if TYPE_CHECKING:
-    from executorch.exir import EdgeProgramManager
     from executorch.exir.pass_base import NodeMetadata, ProxyValue
     from torch.fx import GraphModule
 
 _OPERATOR = torch.ops.exportable_cache.fused_attention.default
 
 
-def insert_branches(edge: EdgeProgramManager) -> EdgeProgramManager:
-    """Replace each `exportable_cache::fused_attention` by `torch.cond` over its forms; other programs are left as they
-    are.
+class AttentionBranches(ExportPass):
+    """Replace each `exportable_cache::fused_attention` by `torch.cond` over its forms.
 
     The forms are lowered once for all layers of one kind and shape. They hold operators alone, nothing that a delegate
     would have to pack twice.
     """
-    graphs = [edge.exported_program(name).graph for name in edge.methods]
-    if not any(_is_choice(node.target) for graph in graphs for node in graph.nodes):
-        return edge
-    return edge.transform([_AttentionBranches()])
 
-
-class _AttentionBranches(ExportPass):
     def __init__(self) -> None:
         super().__init__()
         self._lowered: dict[tuple, tuple[GraphModule, GraphModule]] = {}
 
     def call_operator(self, op: Any, args: tuple, kwargs: dict[str, Any], meta: NodeMetadata) -> ProxyValue:
-        if not _is_choice(op):
+        if not is_choice(op):
             return super().call_operator(op, args, kwargs, meta)
         operands, single, kind, fold, capacity, scaling = args
         tensors = [operand.data for operand in operands]
@@ -59,7 +51,8 @@ class _AttentionBranches(ExportPass):
         return self.call_cond(is_single, one, several, list(operands), meta)
 
 
-def _is_choice(target: Any) -> bool:
+def is_choice(target: Any) -> bool:
+    """Whether a node calls the operator that stands for branches."""
     # The edge dialect wraps operators.
     return operator_of(target) is _OPERATOR
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,14 +15,16 @@ from executorch.exir.passes import MemoryPlanningPass
 from torch.export import ExportedProgram
 
 from ...common.compat.executorch import edge_config
-from .branches import insert_branches
 from .decompositions import decompose
 from .delegates import partitioners_for
 from .encoders import fold_constants, patches_to_linear
+from .insertions import insert_what_was_taken
 from .masked_writes import masked_writes_to_where
 from .means import means_to_linear
 from .quantized import fuse_quantized_embeddings
+from .quantized_linears import UnfoldLinears
 from .rotations import rotations_to_linear
+from .segment_calls import StampedSegments
 
 if TYPE_CHECKING:
     from executorch.exir import (
@@ -58,22 +60,36 @@ def to_edge(
         constant_methods: Values that the file answers as methods of their own.
         delegate: See `delegates`.
     """
-    rewrites = (*REWRITES, *(XNNPACK_REWRITES if delegate == "xnnpack" else ()))
-    edge = to_edge_transform_and_lower(
-        {
-            name: functools.reduce(lambda rewritten, rewrite: rewrite(rewritten), rewrites, program)
-            for name, program in programs.items()
-        },
+    segments = StampedSegments(_segment_to_edge)
+    rewrites = (*REWRITES, *((segments.take, *XNNPACK_REWRITES) if delegate == "xnnpack" else ()))
+    rewritten = {name: _rewritten(program, rewrites) for name, program in programs.items()}
+    edge = insert_what_was_taken(_partitioned(rewritten, delegate, constant_methods), segments)
+    for name in programs:
+        restore_sizes(edge.exported_program(name))
+    return edge
+
+
+def _segment_to_edge(program: ExportedProgram) -> ExportedProgram:
+    edge = _partitioned({"forward": _rewritten(program, XNNPACK_REWRITES)}, "xnnpack")
+    return edge.exported_program("forward")
+
+
+def _rewritten(program: ExportedProgram, rewrites: Sequence[Rewrite]) -> ExportedProgram:
+    return functools.reduce(lambda rewritten, rewrite: rewrite(rewritten), rewrites, program)
+
+
+def _partitioned(
+    programs: dict[str, ExportedProgram], delegate: str, constant_methods: Mapping[str, Any] | None = None
+) -> EdgeProgramManager:
+    return to_edge_transform_and_lower(
+        programs,
+        transform_passes=[UnfoldLinears()],
         partitioner=partitioners_for(delegate),
         # Cache writes are not in the core operator set's validity list, and a dim order of the cache would be copied
         # to.
         compile_config=edge_config(skip_dim_order=True),
         constant_methods=dict(constant_methods or {}),
     )
-    edge = insert_branches(edge)
-    for name in programs:
-        restore_sizes(edge.exported_program(name))
-    return edge
 
 
 def restore_sizes(program: ExportedProgram) -> None:

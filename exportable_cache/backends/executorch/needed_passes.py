@@ -19,39 +19,17 @@ if TYPE_CHECKING:
 #: Read by backends/xnnpack/xnnpack_preprocess.py; the runtime does not look at it.
 LINEAR_ONLY = CompileSpec("dqlinear_partitioner", b"")
 
-#: No pass but that one looks for these.
-PLAIN = frozenset(
-    f"aten.{name}"
-    for name in (
-        *(
-            "linear.default",
-            "addmm.default",
-            "mm.default",
-            "bmm.default",
-            "_softmax.default",
-            "sigmoid.default",
-            "tanh.default",
-        ),
-        *("gelu.default", "add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "maximum.default", "minimum.default"),
-        *(
-            "exp.default",
-            "log.default",
-            "sqrt.default",
-            "rsqrt.default",
-            "pow.Tensor_Scalar",
-            "neg.default",
-            "abs.default",
-        ),
-        *(
-            "sin.default",
-            "cos.default",
-            "permute_copy.default",
-            "view_copy.default",
-            "unsqueeze_copy.default",
-            "slice_copy.Tensor",
-        ),
-    )
+_ATEN = (
+    *("linear.default", "addmm.default", "mm.default", "bmm.default"),
+    *("_softmax.default", "sigmoid.default", "tanh.default", "gelu.default"),
+    *("add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "maximum.default", "minimum.default"),
+    *("exp.default", "log.default", "sqrt.default", "rsqrt.default", "pow.Tensor_Scalar", "neg.default", "abs.default"),
+    *("sin.default", "cos.default"),
+    *("permute_copy.default", "view_copy.default", "unsqueeze_copy.default", "slice_copy.Tensor"),
 )
+_TORCHAO = ("choose_qparams_affine.default", "quantize_affine.default", "dequantize_affine.default")
+#: No pass but that one looks for these. Of operators with several results, only torchao's are among them.
+PLAIN = frozenset((*(f"aten.{name}" for name in _ATEN), *(f"torchao.{name}" for name in _TORCHAO), "getitem"))
 #: XNNPACK concatenates so many tensors at once; a pass splits longer lists.
 LONGEST_CAT = 5
 

@@ -8,8 +8,8 @@ inside another.
 
 from __future__ import annotations
 
+import mmap
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,44 +29,52 @@ _OFFSET_FIELD = 4
 
 
 def write_pte(program: ExecutorchProgramManager, path: Path) -> None:
-    """Write a program, a delegate's named data that equals a constant only once."""
+    """Write a program, a delegate's named data that equals a constant only once.
+
+    In pieces: a program is as large as its weights, and a copy of it would be an export's peak of memory.
+    """
     with path.open("wb") as file:
-        file.writelines(tied_pieces(program.buffer))
+        program.write_to_file(file)
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        pieces = tied_pieces(data)
+        if pieces is None:
+            return
+        tied = path.with_name(f"{path.name}.tied")
+        with tied.open("wb") as written:
+            while pieces:
+                # A view of the data keeps it from being closed.
+                written.write(pieces.pop(0))
+    tied.replace(path)
 
 
-def tied_pieces(data: bytes) -> Iterator[bytes | memoryview]:
-    """The same program without the named segments whose bytes the constant segment holds already, in pieces.
-
-    The pieces lie in `data`: a program is as large as its weights, and a second copy would be an export's peak of
-    memory.
+def tied_pieces(data: bytes | mmap.mmap) -> list[bytes | memoryview] | None:
+    """The same program without the named segments whose bytes the constant segment holds already, as pieces that lie in
+    `data`; None where no segment is.
     """
     # All of the data would be copied to look for the header.
     header = extended_header(data[:_HEADER_BYTES])
     if header is None:
-        yield data
-        return
+        return None
     base = header.segment_base_offset
     table = bytearray(data[:base])
     program = flat_program(table)
     constants = program.ConstantSegment()
     named = {program.NamedData(index).SegmentIndex() for index in range(program.NamedDataLength())}
     if constants is None or not named:
-        yield data
-        return
+        return None
     whole = memoryview(data)
     segments = [program.Segments(index) for index in range(program.SegmentsLength())]
     start = segments[constants.SegmentIndex()].Offset()
     end = start + segments[constants.SegmentIndex()].Size()
     starts = [start + constants.Offsets(index) for index in range(constants.OffsetsLength())]
     pieces: list[bytes | memoryview] = []
-    size = 0
+    size, repeated = 0, False
     for index, segment in enumerate(segments):
         content = whole[base + segment.Offset() : base + segment.Offset() + segment.Size()]
         found = None
         if index in named and len(content) >= _SMALLEST:
-            found = next(
-                (at for at in starts if at + len(content) <= end and data.startswith(content, base + at)), None
-            )
+            found = next((at for at in starts if at + len(content) <= end and _equal(whole, base + at, content)), None)
+            repeated |= found is not None
         if found is None:
             padding = -size % _ALIGNMENT
             found = size + padding
@@ -75,8 +83,13 @@ def tied_pieces(data: bytes) -> Iterator[bytes | memoryview]:
         _set_offset(table, segment, found)
     # The header's length of all segments: after magic, header length, program size and segment base offset.
     struct.pack_into("<Q", table, 8 + 24, size)
-    yield bytes(table)
-    yield from pieces
+    return [bytes(table), *pieces] if repeated else None
+
+
+def _equal(whole: memoryview, start: int, content: memoryview) -> bool:
+    # Most differ at once, and a view is compared number by number.
+    end = start + len(content)
+    return whole[start : start + _SMALLEST] == content[:_SMALLEST] and whole[start:end] == content
 
 
 def _set_offset(table: bytearray, segment: Any, offset: int) -> None:

@@ -10,6 +10,9 @@
 | `executorch.extension.pybindings._portable_lib`, `_C` from 1.5 on | a `.pte` is opened 2.4 s of processor time later |
 | `_load_program` and `_get_operator_names` of these | no `.pte` runs; a file that no runtime loads is written |
 | `EdgeCompileConfig(_check_ir_validity=..., _skip_dim_order=...)` | operators of our own fail a check |
+| `NodeVisitor.convert_to_qc4w` of XNNPACK's compiler | 4-bit weights of equal layers cannot be told in what it wrote |
+| `executorch.exir._serialize._named_data_store.NamedDataStoreOutput` | equal layers are lowered one by one |
+| `_schema`, `_overloadname` of an operator | one of the edge dialect cannot be found for it |
 | `_op` of an operator of the edge dialect | an operator of ours is not recognised after lowering |
 | `_tab` of a generated reader | the offset of a segment cannot be changed in place |
 """
@@ -17,12 +20,17 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping, Sequence
 from importlib import import_module, util
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...errors import MissingDependencyError
+
+if TYPE_CHECKING:
+    import torch
+    from executorch.exir._serialize._named_data_store import NamedDataStoreOutput
 
 #: The runtime's extension module, from executorch 1.5 and before it; then the public one, which imports the exporter.
 _EXTENSIONS = tuple(f"executorch.extension.pybindings.{name}" for name in ("_C", "_portable_lib", "portable_lib"))
@@ -129,6 +137,43 @@ def edge_config(skip_dim_order: bool = False) -> Any:
 def operator_of(target: Any) -> Any:
     """The operator that one of the edge dialect wraps, or `target` itself."""
     return getattr(target, "_op", target)
+
+
+def edge_operator(target: Any) -> Any:
+    """An operator in the edge dialect; what is no operator, such as `operator.getitem`, as it is."""
+    from executorch.exir.dialects._ops import ops
+    from torch._ops import OpOverload
+
+    if not isinstance(target, OpOverload):
+        return target
+    library, name = target._schema.name.split("::")
+    return getattr(getattr(getattr(ops.edge, library), name), target._overloadname)
+
+
+def call_delegate_operator() -> Any:
+    """What a graph calls a delegate with."""
+    from executorch.exir.delegate import executorch_call_delegate
+
+    return executorch_call_delegate
+
+
+def named_data(buffers: Sequence[bytes], entries: Mapping[str, Any]) -> NamedDataStoreOutput:
+    """Data that a delegate finds by name in the file.
+
+    Args:
+        buffers: Contents.
+        entries: By name, which of them, and how it is aligned.
+    """
+    from executorch.exir._serialize._named_data_store import NamedDataStoreOutput
+
+    return NamedDataStoreOutput(list(buffers), dict(entries), {})
+
+
+def pack_pairs(integers: torch.Tensor) -> torch.Tensor:
+    """Two values of -8 to 7 a byte, as XNNPACK's compiler packs them: int8 [rows, dim] to uint8 [rows, dim // 2]."""
+    from executorch.backends.xnnpack.operators.node_visitor import NodeVisitor
+
+    return NodeVisitor.convert_to_qc4w(integers)
 
 
 def position_of_field(table: Any, field: int) -> int | None:

@@ -1,0 +1,185 @@
+"""Runs of operators that a program has several times over: what lies between the attention of one layer and that of the
+next.
+
+A graph of functional operators is cut wherever something must stay in its place (a write to the cache, attention over
+it, a size read from a tensor). What lies between two cuts depends on its inputs and its weights alone, so runs of equal
+text compute the same function of them, whatever their layers are called.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.fx import Node
+from torch.fx.node import map_aggregate
+
+from ...common.compat.torch import OpOverload
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
+#: Below this a run is not worth a lowering of its own.
+_FEWEST_OPERATORS = 12
+#: Of fewer equal ones, lowering them where they are takes no longer.
+_FEWEST_TIMES = 3
+_LIBRARIES = ("aten", "exportable_cache", "torchao", "quantized_decomposed")
+#: Stay where they are: see `attention_forms`.
+_IN_PLACE = ("exportable_cache::fused_attention",)
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """One such run.
+
+    Attributes:
+        nodes: In the graph's order.
+        inputs: Tensors computed before it, or inputs of the program.
+        weights: Parameters, which may differ between equal segments.
+        constants: Other tensors of the program, which have the same values in equal segments.
+        outputs: Those of `nodes` that are read after it.
+        text: The same for equal segments.
+    """
+
+    nodes: tuple[Node, ...]
+    inputs: tuple[Node, ...]
+    weights: tuple[Node, ...]
+    constants: tuple[Node, ...]
+    outputs: tuple[Node, ...]
+    text: str
+
+
+def repeated_segments(program: ExportedProgram) -> list[list[Segment]]:
+    """The segments that a functional program has several times, equal ones together, in the graph's order."""
+    reader = _Reader(program)
+    segments = [segment for run in _runs(program) if (segment := reader.segment(run)) is not None]
+    counts = Counter(segment.text for segment in segments)
+    groups: dict[str, list[Segment]] = {}
+    for segment in segments:
+        if counts[segment.text] >= _FEWEST_TIMES:
+            groups.setdefault(segment.text, []).append(segment)
+    return list(groups.values())
+
+
+def _runs(program: ExportedProgram) -> Iterator[list[Node]]:
+    """Operators that can be moved together: each run ends before the first that waits for one outside it."""
+    written = set(program.graph_signature.buffers_to_mutate.values())
+    buffers = program.graph_signature.inputs_to_buffers
+    states = {node for node in program.graph.nodes if node.op == "placeholder" and buffers.get(node.name) in written}
+    run: list[Node] = []
+    members: set[Node] = set()
+    waiting: set[Node] = set()
+    for node in program.graph.nodes:
+        if node.op != "call_function":
+            continue
+        sources = set(node.all_input_nodes)
+        if not _is_movable(node) or sources & states:
+            # Its results, and what they lead to, come after the run that they wait for.
+            if sources & (members | waiting):
+                waiting.add(node)
+            continue
+        if sources & waiting:
+            yield run
+            run, members, waiting = [], set(), set()
+        run.append(node)
+        members.add(node)
+    yield run
+
+
+def _is_movable(node: Node) -> bool:
+    target = node.target
+    if target is operator.getitem:
+        return _is_movable(node.args[0])
+    if not isinstance(target, OpOverload) or target.namespace not in _LIBRARIES or target.name() in _IN_PLACE:
+        return False
+    values = node.meta.get("val")
+    values = values if isinstance(values, (list, tuple)) else [values]
+    return not target._schema.is_mutable and all(isinstance(value, torch.Tensor) for value in values)
+
+
+class _Reader:
+    """Makes segments of runs."""
+
+    def __init__(self, program: ExportedProgram) -> None:
+        signature = program.graph_signature
+        self._tensors = {**program.state_dict, **program.constants}
+        self._names = {
+            **signature.inputs_to_parameters,
+            **signature.inputs_to_buffers,
+            **signature.inputs_to_lifted_tensor_constants,
+        }
+        self._parameters = signature.inputs_to_parameters
+
+    def segment(self, run: Sequence[Node]) -> Segment | None:
+        """None where a run is too short, or one of its sizes is not a size of its inputs."""
+        # What states facts about sizes has no users; the inputs' sizes are known anyway.
+        nodes = [node for node in run if node.users]
+        if len(nodes) < _FEWEST_OPERATORS:
+            return None
+        members = set(nodes)
+        read = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in members)
+        weights = [node for node in read if self._is_weight(node)]
+        constants = [node for node in read if self._tensor(node) is not None and node not in weights]
+        others = [node for node in read if self._tensor(node) is None]
+        inputs = [node for node in others if isinstance(node.meta["val"], torch.Tensor)]
+        outputs = [node for node in nodes if any(user not in members for user in node.users)]
+        sizes = {node: place_of_size(node.meta["val"], inputs) for node in others if node not in inputs}
+        dims = [dim for node in outputs for dim in node.meta["val"].shape]
+        if None in (*sizes.values(), *(place_of_size(dim, inputs) for dim in dims)):
+            return None
+        names = {node: f"size of {place}" for node, place in sizes.items()}
+        for letter, group in (("w", weights), ("c", constants), ("i", inputs), ("n", nodes)):
+            names |= {node: f"{letter}{index}" for index, node in enumerate(group)}
+        lines = [f"{names[node]}: {_shape(node)} {self._digest(node)}" for node in (*weights, *constants, *inputs)]
+        lines += [_call(node, names) for node in nodes]
+        lines.append(", ".join(names[node] for node in outputs))
+        parts = (nodes, inputs, weights, constants, outputs)
+        return Segment(*map(tuple, parts), "\n".join(lines))
+
+    def _tensor(self, node: Node) -> torch.Tensor | None:
+        return self._tensors.get(self._names.get(node.name, ""))
+
+    def _is_weight(self, node: Node) -> bool:
+        if node.name not in self._parameters:
+            return False
+        tensor = self._tensor(node)
+        # Zero points that are all the same decide which kernel a delegate takes.
+        return tensor.is_floating_point() or bool((tensor != tensor.flatten()[0]).any())
+
+    def _digest(self, node: Node) -> str:
+        """Of a constant's values."""
+        tensor = self._tensor(node)
+        if tensor is None or self._is_weight(node):
+            return ""
+        return hashlib.sha256(tensor.detach().contiguous().flatten().view(torch.uint8).numpy()).hexdigest()
+
+
+def place_of_size(size: int | torch.SymInt, inputs: Sequence[Node]) -> str | None:
+    """Where a size is found among the dimensions of inputs: a static one itself, `input.dim` of another; None if
+    nowhere.
+    """
+    if not isinstance(size, torch.SymInt):
+        return str(size)
+    for index, node in enumerate(inputs):
+        for dim, other in enumerate(node.meta["val"].shape):
+            if isinstance(other, torch.SymInt) and other.node.expr == size.node.expr:
+                return f"{index}.{dim}"
+    return None
+
+
+def _call(node: Node, names: dict[Node, str]) -> str:
+    arguments = map_aggregate(
+        (node.args, tuple(node.kwargs.items())), lambda value: names[value] if isinstance(value, Node) else value
+    )
+    return f"{node.target} {arguments} {_shape(node)}"
+
+
+def _shape(node: Node) -> str:
+    values = node.meta["val"]
+    values = values if isinstance(values, (list, tuple)) else [values]
+    return ", ".join(f"{value.dtype} {list(value.shape)}" for value in values)

@@ -1,0 +1,127 @@
+"""Equal layers are lowered once, and the program is the one that lowers each of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from exportable_cache import ExportableCache
+from exportable_cache.cache.spec import CacheSpec
+from exportable_cache.models.quantization import quantize
+from exportable_cache.models.quantization_spec import Quantization
+from exportable_cache.program.program import Program
+from exportable_cache.program.spec import ProgramSpec
+
+from ..support.models import tiny_model
+
+pytest.importorskip("executorch", reason="the executorch extra is not installed")
+
+from executorch.exir.backend.utils import get_delegates
+
+from exportable_cache.backends.executorch import lower, stamping
+from exportable_cache.backends.executorch.options import ExecutorchOptions
+from exportable_cache.backends.executorch.quantized_linears import fold_linears
+from exportable_cache.backends.executorch.segment_calls import StampedSegments
+from exportable_cache.backends.executorch.target import backend
+from exportable_cache.common.compat.executorch import load_program
+
+QUANTIZED = Quantization("8da4w", 32, None)
+
+
+def programs_of(model: PreTrainedModel) -> dict:
+    spec = backend.program_spec(ProgramSpec(16), ExecutorchOptions())
+    cache = ExportableCache.from_model_spec(model, CacheSpec(32), attn_implementation=None)
+    program = Program(model, cache, spec)
+    return {name: program.export(name) for name in program.methods}
+
+
+def model_of(layers: int, quantized: bool = True, family: str = "qwen3", **fields: object) -> PreTrainedModel:
+    model = tiny_model(family, num_hidden_layers=layers, intermediate_size=96, **fields)
+    return quantize(model, QUANTIZED).model if quantized else model
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Operators of each program that goes through ExecuTorch's lowering."""
+    sizes = []
+    original = lower.to_edge_transform_and_lower
+
+    def count(programs: dict, **options: object) -> object:
+        sizes.append(sum(len(program.graph.nodes) for program in programs.values()))
+        return original(programs, **options)
+
+    monkeypatch.setattr(lower, "to_edge_transform_and_lower", count)
+    return sizes
+
+
+def outputs_of(lowered: object, path: Path, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    lower_path = path / "program.pte"
+    with lower_path.open("wb") as file:
+        lowered.write_to_file(file)
+    (output,) = load_program(lower_path).load_method("forward")(inputs)
+    return output.clone()
+
+
+@pytest.mark.parametrize("quantized", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_a_stamped_program_is_the_same_program(
+    quantized: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of(4, quantized)
+    inputs = (torch.randint(3, 100, (1, 7)), torch.zeros(1, dtype=torch.int64))
+    sizes = counted(monkeypatch)
+    stamped = lower.to_edge(programs_of(model))
+    assert len(sizes) == 2 and sizes[0] < sizes[1]
+    monkeypatch.setattr(StampedSegments, "take", lambda self, program: program)
+    whole = lower.to_edge(programs_of(model))
+    names = [set(edge._named_data_store.pte_data) for edge in (stamped, whole)]
+    assert names[0] == names[1]
+    calls = [[call.backend_id for _, call, _ in get_delegates_of(edge)] for edge in (stamped, whole)]
+    assert calls[0] == calls[1], calls
+    results = [outputs_of(lower.to_program(edge), tmp_path, inputs) for edge in (stamped, whole)]
+    assert torch.equal(*results)
+
+
+def get_delegates_of(edge: object) -> list:
+    graph_module = edge.exported_program("forward").graph_module
+    return [(node.name, getattr(graph_module, node.target), node) for node in get_delegates(graph_module.graph)]
+
+
+def test_what_is_lowered_does_not_grow_with_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = counted(monkeypatch)
+    lower.to_edge(programs_of(model_of(4)))
+    four = list(sizes)
+    sizes.clear()
+    lower.to_edge(programs_of(model_of(6)))
+    assert len(four) == len(sizes) == 2 and sizes[0] == four[0]
+    # A layer more is its inputs and calls, not its operators.
+    assert (sizes[1] - four[1]) / 2 < four[0] / 2
+
+
+def test_what_cannot_be_explained_is_lowered_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without knowing how 4-bit weights are packed nothing is stamped, and nothing is wrong."""
+    monkeypatch.delitem(stamping._PACKINGS, "two to a byte")
+    sizes = counted(monkeypatch)
+    segments = []
+    original = StampedSegments.take
+
+    def take(self: StampedSegments, program: object) -> object:
+        segments.append(self)
+        return original(self, program)
+
+    monkeypatch.setattr(StampedSegments, "take", take)
+    lower.to_edge(programs_of(model_of(4)))
+    assert sizes[-1] > sizes[0]
+    assert len(segments[0].left) == 1 and "no tensor of the segment" in segments[0].left[0]
+
+
+def test_a_quantised_layer_is_one_operator_while_it_is_lowered() -> None:
+    (program,) = programs_of(model_of(2)).values()
+    before = len(program.graph.nodes)
+    fold_linears(program)
+    targets = [str(node.target) for node in program.graph.nodes]
+    # Seven in each layer, and the head.
+    assert targets.count("exportable_cache.quantized_linear.default") == 15
+    assert not any("torchao" in target for target in targets)
+    assert before - len(program.graph.nodes) >= 15 * 6
