@@ -80,6 +80,7 @@ def export(ctx: typer.Context, model: str, option: list[str] | None, json: bool,
     shorthands = [f"{name}={value}" for name, value in named.items() if value is not None]
     options = _target_options([*(option or []), *shorthands])
     given["modalities"] = tuple(given["modalities"] or ())
+    given["lora"] = tuple(given["lora"] or ())
     if given["image_size"] is not None:
         given["image_size"] = _sides(given["image_size"])
     with terminal.progress("loading libraries") as progress:
@@ -156,6 +157,8 @@ def print_verification(terminal: Terminal, bundle: Bundle) -> None:
     """The recorded result, in one line."""
     from ..verification.verify import VerifyReport
 
+    for remark in bundle.manifest.remarks:
+        terminal.print(remark)
     print_dtype(terminal, bundle)
     recorded = bundle.manifest.verification
     if recorded is None:

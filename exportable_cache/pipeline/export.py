@@ -45,6 +45,7 @@ def export(
     verify: bool = True,
     overwrite: bool = False,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    lora: str | os.PathLike | Sequence[str | os.PathLike] = (),
     progress: Progress | None = None,
     slack: int | None = None,
     **options: Any,
@@ -55,7 +56,8 @@ def export(
     that loads. What can be checked without the weights is checked before they are loaded.
 
     Args:
-        model_or_path: `demo`, a local folder, a hub id, or a loaded model in eval mode.
+        model_or_path: `demo`, a local folder or GGUF file, a hub id, or a loaded model in eval mode; the adapters of a
+            PEFT model are merged, in a copy of the weights that they change.
         target: One of `backends.TARGETS`.
         max_cache_len: Tokens a full-attention layer can hold.
         output_dir: Folder of the bundle; must not exist, be empty, or be a bundle to overwrite.
@@ -83,6 +85,7 @@ def export(
         verify: Compare with the model, see `verify_session`; the report is recorded in the manifest.
         overwrite: Replace a bundle that is there.
         tokenizer: Saved in the bundle; by default the one beside the model, if there is one.
+        lora: Folder of a LoRA adapter (PEFT) to merge into the weights.
         progress: Told about each stage.
         slack: The name of `rollback_slots` until the last release.
         **options: Of the target.
@@ -121,5 +124,6 @@ def export(
         verify=verify,
         overwrite=overwrite,
         tokenizer=tokenizer,
+        lora=lora,
     )
     return run(spec, progress or silent)
