@@ -27,10 +27,12 @@ from transformers import (
     ProcessorMixin,
 )
 
+from ..common.compat.transformers import has_adapters
 from ..common.dtypes import dtype_name, parse_dtype
 from ..common.progress import silent
 from ..errors import BundleError, InputError, MissingDependencyError, UnsupportedModelError, first_line
 from .adapters import ADAPTER_CONFIG, base_of, check_adapters, is_peft, merge_folder, merged, merged_line
+from .config_sizes import check_sizes
 from .dtypes import converted, stored_dtype
 from .places import Place, file_in, place_of, quiet
 from .prequantized import check_plain, check_readable, dequantised, dequantising, stored_quantization
@@ -270,7 +272,7 @@ def _given(given: PreTrainedModel, dtype: torch.dtype | None, progress: Progress
     if given.training:
         raise InputError(f"{type(given).__name__} is in training mode; call model.eval() first")
     check_plain(model)
-    if getattr(model, "_hf_peft_config_loaded", False) and model is given:
+    if has_adapters(model) and model is given:
         raise UnsupportedModelError(
             f"{type(model).__name__} has adapters loaded into it, beside its weights; load the model without them, and "
             "pass lora= their folder, which is merged"
@@ -325,6 +327,8 @@ def _config(place: Place) -> PreTrainedConfig:
         raise InputError(
             f"config.json of {place.source!r} states no model_type; pass the folder of a transformers model"
         )
+    # Before a config of them is made, whose lists have an item for each layer.
+    check_sizes(fields, place.source)
     if model_type not in CONFIG_MAPPING:
         raise UnsupportedModelError(
             f"{place.source!r} is of model type {model_type!r}, which this transformers release does not know; "
