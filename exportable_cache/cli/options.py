@@ -107,6 +107,9 @@ PlanTargetOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+CheckOption = Annotated[
+    bool, typer.Option("--check", help="Read and check every file, not only those not checked before as they are.")
+]
 IgnoreVersionsOption = Annotated[
     bool, typer.Option("--ignore-versions", help="Open the bundle although it was made with other package versions.")
 ]

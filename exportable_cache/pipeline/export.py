@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..backends import backend_for
 from ..cache.spec import CacheSpec
 from ..common.progress import silent
+from ..common.quiet import quietly
 from ..common.settings import renamed
 from ..models.quantization_spec import quantization_of
 from ..program.spec import ProgramSpec
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from ..common.progress import Progress
 
 
+@quietly
 def export(
     model_or_path: PreTrainedModel | str | os.PathLike,
     target: str = "executorch",

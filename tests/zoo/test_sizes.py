@@ -38,7 +38,10 @@ ROWS = [
 def sizes_of_model(model: Any, **options: int) -> list[int] | None:
     """Bytes of each layer of a cache, None of a model that is refused."""
     try:
-        return [layer.nbytes for layer in ExportableCache.from_model(model, LENGTH, **options).layers]
+        return [
+            layer.nbytes
+            for layer in ExportableCache.from_model(model, LENGTH, attn_implementation=None, **options).layers
+        ]
     except UnsupportedModelError:
         return None
 
