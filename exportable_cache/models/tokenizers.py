@@ -38,8 +38,18 @@ def load_tokenizer(path: str | os.PathLike) -> PreTrainedTokenizerBase | None:
         return tokenizer_of(place_of(path))
 
 
+def has_tokenizer(path: str | os.PathLike) -> bool:
+    """Whether `demo`, a folder, a GGUF file or a hub id has the files of a tokenizer; they are not read."""
+    with quiet():
+        return _has_files(place_of(path))
+
+
+def _has_files(place: Place) -> bool:
+    return place.gguf is not None or any(file_in(place, name) is not None for name in _TOKENIZER_FILES)
+
+
 def tokenizer_of(place: Place) -> PreTrainedTokenizerBase | None:
-    if place.gguf is None and all(file_in(place, name) is None for name in _TOKENIZER_FILES):
+    if not _has_files(place):
         return None
     try:
         tokenizer = AutoTokenizer.from_pretrained(place.path, **place.options)

@@ -47,6 +47,7 @@ class ExportSpec:
         overwrite: Replace a bundle that is there.
         tokenizer: Saved in the bundle; None for the one beside the model.
         lora: Folder of an adapter to merge into the weights, at most one.
+        dry_run: Say what would be written, and write nothing.
 
     Raises:
         InputError: If a value is out of range, or is nothing for this target.
@@ -96,6 +97,12 @@ class ExportSpec:
         flags=("--lora",),
         metavar="FOLDER",
         repeats=True,
+    )
+    dry_run: bool = setting(
+        False,
+        "Check everything that needs no weights, and say what would be written.",
+        flags=("--dry-run",),
+        kind=bool,
     )
 
     def __post_init__(self) -> None:
