@@ -89,7 +89,7 @@ $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/.installed-test: pyproject.toml $(VENV)/.installed | $(VENV)/bin/python
-	$(PIP) install --quiet --editable '.[executorch,test]'
+	$(PIP) install --quiet --editable '.[executorch,lora,gguf,quantized,test]'
 	@$(PIP) install --quiet --editable '.[tensorrt-rtx]' || \
 		echo "make: TensorRT-RTX does not install on this machine; its tests are skipped"
 	@touch $@

@@ -27,7 +27,11 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_EXPORTS[name]), name)
+    from .common.quiet import known_chatter_dropped
+
+    # What it imports imports torchao, which complains.
+    with known_chatter_dropped():
+        return getattr(import_module(_EXPORTS[name]), name)
 
 
 def __dir__() -> list[str]:

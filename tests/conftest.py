@@ -9,6 +9,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
 # Tables and help as wide as the assertions about them expect, whatever terminal the tests run in.
 os.environ["COLUMNS"] = "160"
+# What was checked before is noted beside pytest's own cache, not in the user's.
+os.environ["EXPORTABLE_CACHE_HOME"] = os.path.join(os.path.dirname(__file__), "..", ".pytest_cache", "home")
 for _name in ("EXPORTABLE_CACHE_DEBUG", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
     os.environ.pop(_name, None)
 

@@ -211,15 +211,6 @@ def test_a_given_model_of_another_dtype_is_copied() -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_adapters_are_refused_with_the_remedy() -> None:
-    class PeftModel(torch.nn.Module):
-        __module__ = "peft.peft_model"
-
-    for open_ in (load_model, load_config):
-        with pytest.raises(UnsupportedModelError, match=r"PeftModel, which keeps adapters.*merge_and_unload\(\)"):
-            open_(PeftModel())
-
-
 def test_offloaded_models_are_refused_with_the_remedy() -> None:
     model = tiny_model("llama")
     model.model.layers[1].mlp.to("meta")

@@ -1,6 +1,7 @@
 """The plan against the caches it predicts: ours, and transformers' own at the same length."""
 
 import json
+import time
 
 import pytest
 import torch
@@ -122,14 +123,59 @@ def test_sizes_are_refused_rather_than_guessed(monkeypatch):
     def failing(model):
         raise RuntimeError("the meta device cannot")
 
-    for module in ("models.layout", "pipeline.sizing"):
-        monkeypatch.setattr(f"exportable_cache.{module}.layout_from_model", failing)
+    monkeypatch.setattr("exportable_cache.models.layout.layout_from_model", failing)
     config = AutoConfig.for_model("deepseek_v3", **_LATENT)
     made = plan(config, LENGTH)
     assert made.cache_bytes is None and "kv_lora_rank" in made.refusal and "from_model" in made.refusal
     with pytest.raises(UnsupportedModelError, match="from_model"):
         ExportableCache.from_config(config, LENGTH)
     assert plan(tiny_model("llama").config, LENGTH).refusal is None
+
+
+def test_plan_of_a_model_counts_its_own_weights():
+    model = tiny_model("llama", tie_word_embeddings=True)
+    assert plan(model, LENGTH).weights_bytes == sum(p.nbytes for p in model.parameters())
+    assert plan(model, LENGTH, dtype="bfloat16").weights_bytes == sum(p.nbytes for p in model.parameters()) // 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"num_hidden_layers": 10**7}, "num_hidden_layers = 10000000; at most 2048 are taken"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers = 0; it must be at least 1"),
+        ({"hidden_size": -32}, "hidden_size = -32; it must be at least 1"),
+        ({"vocab_size": 0}, "vocab_size = 0; it must be at least 1"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads = 0; it must be at least 1"),
+        ({"head_dim": -8}, "head_dim = -8"),
+    ],
+)
+def test_plan_answers_at_once_where_a_config_names_sizes_of_no_model(fields, words, tmp_path):
+    tiny_model("qwen3").config.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    written = {**json.loads(path.read_text()), **fields}
+    written.pop("layer_types", None)
+    path.write_text(json.dumps(written))
+    start = time.perf_counter()
+    with pytest.raises(InputError, match=words):
+        plan(tmp_path, LENGTH)
+    config = tiny_model("llama").config
+    for name, value in fields.items():
+        setattr(config, name, value)
+    for call in (plan, ExportableCache.from_config):
+        with pytest.raises(InputError, match=words):
+            call(config, LENGTH)
+    # Building two layers takes longer than that.
+    assert time.perf_counter() - start < 1
+
+
+def test_plan_looks_into_the_configs_inside():
+    config = AutoConfig.for_model("t5", num_layers=1, num_decoder_layers=10**6)
+    with pytest.raises(InputError, match="num_decoder_layers = 1000000"):
+        plan(config, LENGTH)
+    config = AutoConfig.for_model("llava")
+    config.text_config.num_hidden_layers = 0
+    with pytest.raises(InputError, match="text_config.num_hidden_layers = 0"):
+        plan(config, LENGTH)
 
 
 def test_plan_is_json():

@@ -187,8 +187,9 @@ def check_command(words: list[str]) -> None:
     elif program == "python":
         check_script(arguments)
     elif program == "pip":
-        (extra,) = re.findall(r"\[([\w-]+)\]$", arguments[-1])
-        assert re.search(rf"^{extra} = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE), words
+        (extras,) = re.findall(r"\[([\w,-]+)\]$", arguments[-1])
+        for extra in extras.split(","):
+            assert re.search(rf"^{extra} = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE), words
     elif program.startswith("build/"):
         name = program.removeprefix("build/")
         assert any(name in file.read_text() for file in (ROOT / "runners").rglob("CMakeLists.txt")), words
@@ -290,6 +291,7 @@ def test_wrong_python_is_found(code: str) -> None:
         "python benchmarks/loop.py --plod docs/loop.svg",
         "python benchmarks/lop.py",
         "pip install -e '.[tensorflow]'",
+        "pip install -e '.[executorch,tensorflow]'",
         "build/generate_cakes x",
         "cmake -S runners/rust -B build",
         "curl x",

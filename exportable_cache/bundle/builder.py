@@ -18,7 +18,7 @@ from ..errors import BundleError
 from ..program.inputs.multimodal import kinds_taken
 from .bundle import PROCESSOR, TOKENIZER_FOLDER, Bundle
 from .describe import Provenance, config_fields, describe, generation_config_fields
-from .digests import sha256_of
+from .digests import digests_of
 from .manifest import MANIFEST_FILE, File
 
 if TYPE_CHECKING:
@@ -122,19 +122,16 @@ def write_bundle(
         for path in loaded.processor_files if set(kinds_taken(program.methods)) != {"text"} else ():
             shutil.copyfile(path, folder / TOKENIZER_FOLDER / path.name)
             holds[f"{TOKENIZER_FOLDER}/{path.name}"] = PROCESSOR
-    files = {}
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    total, done = sum(path.stat().st_size for path in paths), 0
-    for path in paths:
+    files = {}
+    for path, digest in zip(paths, digests_of(paths, progress), strict=True):
         name = path.relative_to(folder).as_posix()
-        size = path.stat().st_size
         files[name] = File(
-            sha256=sha256_of(path, progress, done, total),
-            bytes=size,
+            sha256=digest,
+            bytes=path.stat().st_size,
             holds=holds.get(name, "tokenizer"),
             details=details.get(name, {}),
         )
-        done += size
     manifest = describe(
         program,
         provenance,

@@ -49,6 +49,7 @@ class Bundle:
         check_versions: bool = True,
         check_files: bool = True,
         *,
+        known: bool = False,
         progress: Progress = silent,
     ) -> Bundle:
         """Open a bundle; its program is not loaded yet.
@@ -58,6 +59,8 @@ class Bundle:
             check_versions: Refuse other versions of the packages its target depends on. A build label, such as `+cpu`,
                 makes no other version.
             check_files: Compare every file with its recorded size and checksum.
+            known: Go by what this user's earlier checks found of the same file versions, and read the other files
+                only, see `known_digests`.
             progress: Told about bytes read.
 
         Raises:
@@ -71,7 +74,7 @@ class Bundle:
         if check_versions:
             check_installed(manifest, backend_for(manifest.target).packages)
         if check_files:
-            check_digests(folder, manifest, progress)
+            check_digests(folder, manifest, progress, known)
         return cls(folder, manifest)
 
     def open_runner(self) -> tuple[Runner, list[CacheLayer]]:

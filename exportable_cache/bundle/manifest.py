@@ -287,6 +287,8 @@ class Manifest(_Entry):
     kv_cache: RoundedCache | None = None
     # Of the weights before they were converted to `dtype`; None in bundles of releases that always kept it.
     stored_dtype: str | None = None
+    # What was done to the weights as they came, such as merging an adapter, a line each.
+    remarks: list[str] = Field(default_factory=list)
 
     @field_validator("files")
     @classmethod

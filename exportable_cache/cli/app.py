@@ -17,7 +17,7 @@ from .verify import verify
 
 _HELP = (
     "Export a Hugging Face causal language model together with its KV cache, verify it against the eager model, and "
-    "run it. MODEL is a hub id, a local folder, or `demo`, the small trained model that ships with this package."
+    "run it. MODEL is a hub id, a local folder, a .gguf file, or `demo`, the small trained model of this package."
 )
 # Typer joins the lines of one paragraph; an empty line keeps them apart.
 _EPILOG = "\n\n".join(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .layer_table import simple_table
-from .options import BundleArgument, IgnoreVersionsOption, JsonOption
+from .options import BundleArgument, CheckOption, IgnoreVersionsOption, JsonOption
 from .settings import at_least
 from .terminal import Terminal, bytes_text
 
@@ -42,6 +42,7 @@ def bench(
         ),
     ] = None,
     ignore_versions: IgnoreVersionsOption = False,
+    check: CheckOption = False,
     json: JsonOption = False,
 ) -> None:
     """Time prefill and decode at several fill levels."""
@@ -50,7 +51,7 @@ def bench(
         from ..pipeline.bench import bench as run_bench
         from ..session.session import load
 
-        session = load(folder, check_versions=not ignore_versions)
+        session = load(folder, check_versions=not ignore_versions, check=check)
         report = run_bench(
             session, positions=positions or None, steps=steps, prompt_length=prompt_length, progress=progress
         )

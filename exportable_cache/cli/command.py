@@ -11,6 +11,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
+from ..common.quiet import everything_shown
 from ..errors import ExportableCacheError, VerificationError
 from .quiet import quiet_third_parties
 from .terminal import Terminal
@@ -32,8 +33,7 @@ class Command(TyperCommand):
         debug = bool((ctx.obj or {}).get("debug"))
         terminal = ctx.obj = Terminal(sys.stdout)
         with ExitStack() as stack:
-            if not debug:
-                stack.enter_context(quiet_third_parties())
+            stack.enter_context(everything_shown() if debug else quiet_third_parties())
             stack.enter_context(redirect_stdout(sys.stderr))
             try:
                 return super().invoke(ctx)

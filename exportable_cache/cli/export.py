@@ -21,6 +21,7 @@ from .terminal import Terminal, bytes_text
 
 if TYPE_CHECKING:
     from ..bundle.bundle import Bundle
+    from ..pipeline.dry_run import DryRun
 
 
 def _sides(text: str) -> tuple[int, ...]:
@@ -80,16 +81,19 @@ def export(ctx: typer.Context, model: str, option: list[str] | None, json: bool,
     shorthands = [f"{name}={value}" for name, value in named.items() if value is not None]
     options = _target_options([*(option or []), *shorthands])
     given["modalities"] = tuple(given["modalities"] or ())
+    given["lora"] = tuple(given["lora"] or ())
     if given["image_size"] is not None:
         given["image_size"] = _sides(given["image_size"])
     with terminal.progress("loading libraries") as progress:
         from ..pipeline.export import export as make_bundle
 
-        bundle = make_bundle(model, **given, progress=progress, **options)
-    if json:
-        terminal.json({"path": str(bundle.path), **bundle.manifest.model_dump(mode="json")})
+        made: Any = make_bundle(model, **given, progress=progress, **options)
+    if given["dry_run"]:
+        _print_dry_run(terminal, made, json)
+    elif json:
+        terminal.json({"path": str(made.path), **made.manifest.model_dump(mode="json")})
     else:
-        _print_export(terminal, bundle)
+        _print_export(terminal, made)
 
 
 def _target_options(given: list[str]) -> dict[str, Any]:
@@ -116,6 +120,24 @@ def _arguments() -> dict[str, str | None]:
     """What `export` takes itself, by keyword: how the command spells it."""
     spelled = {one.name: one.annotation.__metadata__[0].default for one in _OPTIONS if one.name not in _SHORTHANDS}
     return {**spelled, **_OTHERWISE}
+
+
+def _print_dry_run(terminal: Terminal, found: DryRun, json: bool) -> None:
+    if json:
+        terminal.json(found.to_dict())
+        return
+    terminal.print(f"{found.output_dir} would hold {found.architecture} with its cache, for {found.target}\n")
+    table = simple_table("file", "holds")
+    for name, holds in found.files.items():
+        table.add_row(name, holds)
+    terminal.print(table)
+    terminal.print(f"\nweights {bytes_text(found.weights_bytes)}, cache {bytes_text(found.cache_bytes)}")
+    terminal.print(
+        f"memory at least {bytes_text(found.least_memory_bytes)}, for both; how long it takes is not foreseen"
+    )
+    for remark in found.remarks:
+        terminal.print(remark)
+    terminal.print("nothing was read of the weights, and nothing written")
 
 
 def _print_export(terminal: Terminal, bundle: Bundle) -> None:
@@ -156,6 +178,8 @@ def print_verification(terminal: Terminal, bundle: Bundle) -> None:
     """The recorded result, in one line."""
     from ..verification.verify import VerifyReport
 
+    for remark in bundle.manifest.remarks:
+        terminal.print(remark)
     print_dtype(terminal, bundle)
     recorded = bundle.manifest.verification
     if recorded is None:

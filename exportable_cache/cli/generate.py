@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .options import BundleArgument, IgnoreVersionsOption, JsonOption
+from .options import BundleArgument, CheckOption, IgnoreVersionsOption, JsonOption
 from .settings import at_least
 from .terminal import Terminal
 
@@ -97,6 +97,7 @@ def generate(
         bool, typer.Option("--chat", help="Put the prompt into the model's chat template, as the user's message.")
     ] = False,
     ignore_versions: IgnoreVersionsOption = False,
+    check: CheckOption = False,
     json: JsonOption = False,
 ) -> None:
     """Answer a prompt: text on stdout as it comes, speed on stderr."""
@@ -109,7 +110,7 @@ def generate(
         from ..generation.speculative import PromptLookup
         from ..session.session import Session
 
-        bundle = Bundle.open(folder, check_versions=not ignore_versions)
+        bundle = Bundle.open(folder, check_versions=not ignore_versions, known=not check)
         session = Session.from_bundle(bundle)
         asked = _asked(bundle, session, text, image or (), audio or (), chat)
     asked = _tokenised(session, asked)

@@ -65,7 +65,7 @@ def _complete_bundles_and_demo(incomplete: str) -> Iterator[str]:
     yield from _complete_bundles(incomplete)
 
 
-_MODEL = "A hub id, a local folder, or `demo`."
+_MODEL = "A hub id, a local folder, a .gguf file, or `demo`."
 
 ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help=_MODEL, autocompletion=_complete_models, show_default=False)
@@ -75,6 +75,9 @@ ModelOption = Annotated[
     typer.Option(
         "--model", metavar="MODEL", help=f"The eager model to compare with: {_MODEL}", autocompletion=_complete_models
     ),
+]
+LoraOption = Annotated[
+    list[str] | None, typer.Option("--lora", metavar="FOLDER", help="The adapter that was merged into the weights.")
 ]
 BundleArgument = Annotated[
     Path,
@@ -104,6 +107,9 @@ PlanTargetOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+CheckOption = Annotated[
+    bool, typer.Option("--check", help="Read and check every file, not only those not checked before as they are.")
+]
 IgnoreVersionsOption = Annotated[
     bool, typer.Option("--ignore-versions", help="Open the bundle although it was made with other package versions.")
 ]

@@ -15,7 +15,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from .quiet import without_chatter
+from ..common.quiet import without_chatter
 
 # Wider than any table: where the terminal is narrower it continues on the next line, and nothing is lost.
 _WIDTH = 1000

@@ -10,7 +10,7 @@ import typer
 from ..verification.spec import VerifySpec
 from .command import EXIT_MISMATCH
 from .layer_table import simple_table
-from .options import BundleArgument, IgnoreVersionsOption, JsonOption, ModelOption
+from .options import BundleArgument, IgnoreVersionsOption, JsonOption, LoraOption, ModelOption
 from .settings import Changes, at_least, declared, options_of, takes
 from .terminal import Terminal
 
@@ -22,18 +22,20 @@ from .terminal import Terminal
         [VerifySpec],
         {name: Changes(about={"callback": at_least(least)}) for name, least in (("tolerance", 0), ("decode_steps", 1))},
     ),
+    declared("lora", LoraOption, None),
     declared("ignore_versions", IgnoreVersionsOption, False),
     declared("json", JsonOption, False),
 )
 def verify(ctx: typer.Context, folder: Path, model: str, ignore_versions: bool, json: bool, **given: Any) -> None:
     """Compare a bundle with the eager model, token by token."""
     terminal: Terminal = ctx.obj
+    lora = given.pop("lora")
     with terminal.progress("loading libraries") as progress:
         from ..bundle.bundle import Bundle
         from ..verification.verify import verify as compare
 
         bundle = Bundle.open(folder, check_versions=not ignore_versions, progress=progress)
-        report = compare(bundle, model, progress=progress, **given)
+        report = compare(bundle, model, lora=lora or (), progress=progress, **given)
     if json:
         terminal.json({"path": str(folder), "model": model, **report.to_dict()})
     else:

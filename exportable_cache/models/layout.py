@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
-import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig
+from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from ..cache.layers import LinearLayer, StateShape
@@ -22,15 +20,13 @@ from ..cache.layout import (
     LayerLayout,
 )
 from ..cache.policies import CrossPolicy, RingPolicy
-from ..common.compat.transformers import experts_implementation, set_attention_implementation
 from ..errors import InputError, UnsupportedModelError
-from .patches.registry import patch_model
+from .config_sizes import check_sizes
 from .support import BIASED_BY_SLOT, LONGEST, REFUSED_MODELS, REFUSED_OPTIONS, WITHOUT_CACHE
+from .without_weights import ask_without_weights, model_without_weights
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
-
-logger = logging.getLogger(__name__)
 
 # Where a config has one of these, head_dim and num_key_value_heads do not say what a layer keeps (latent attention;
 # JetMoE; DBRX).
@@ -261,13 +257,16 @@ def cache_argument(model: PreTrainedModel) -> str:
     return "cache_params" if "cache_params" in parameters and "past_key_values" not in parameters else "past_key_values"
 
 
-def layout_from_config(config: PreTrainedConfig) -> list[LayerLayout]:
-    """Like `layout_from_model`, without weights: the model is built and run on the meta device.
+def layout_from_config(config: PreTrainedConfig, model: PreTrainedModel | None = None) -> list[LayerLayout]:
+    """Like `layout_from_model`, without weights: the model is built and run where tensors have no values.
 
     Where its code cannot run there (it looks at values), sizes are read off the config.
 
+    Args:
+        model: See `model_without_weights`, where the caller has it.
+
     Raises:
-        InputError: If `config` is not a transformers config.
+        InputError: If `config` is not a transformers config, or its sizes are those of no model.
         UnsupportedModelError: See `layer_types_and_windows`.
     """
     if not isinstance(config, PreTrainedConfig):
@@ -277,17 +276,12 @@ def layout_from_config(config: PreTrainedConfig) -> list[LayerLayout]:
             f"{config.model_type!r} is an encoder-decoder, whose encoder has to be looked at; use "
             "ExportableCache.from_model"
         )
+    check_sizes(config, config.model_type)
     kinds = layer_types_and_windows(config)
-    model = model_without_weights(config)
-    if model is not None:
-        try:
-            return layout_from_model(model)[0]
-        except UnsupportedModelError:
-            raise
-        except Exception as error:  # its code looks at values; the config still answers for most
-            logger.info(
-                "could not run %s on the meta device (%s); reading sizes off the config", config.model_type, error
-            )
+    model = model_without_weights(config) if model is None else model
+    found = ask_without_weights(config, lambda one: layout_from_model(one)[0], model)
+    if found is not None:
+        return found
     for layer_type, _ in kinds:
         if layer_type in STATE_TYPES + HYBRID_TYPES:
             raise UnsupportedModelError(
@@ -296,30 +290,6 @@ def layout_from_config(config: PreTrainedConfig) -> list[LayerLayout]:
             )
     layers = config.get_text_config(decoder=True).per_layer_config
     return [_layout_from_fields(layer, *kind) for layer, kind in zip(layers, kinds, strict=True)]
-
-
-def model_without_weights(config: PreTrainedConfig) -> PreTrainedModel | None:
-    """The text decoder, with the encoder of an encoder-decoder, on the meta device, or None where its code cannot be
-    built there.
-    """
-    from .loading import auto_class
-
-    has_encoder = getattr(config, "is_encoder_decoder", False)
-    probe = copy.deepcopy(config if has_encoder else config.get_text_config(decoder=True))
-    set_attention_implementation(probe, "eager")
-    try:
-        with torch.device("meta"):
-            model = (auto_class(probe) or AutoModelForCausalLM).from_config(probe)
-    except Exception as error:  # any model code may run here
-        logger.info("could not build %s on the meta device: %s", config.model_type, error)
-        return None
-    if experts_implementation(model.config) is not None:
-        # On the meta device the grouped kernels take bfloat16 only; batched products take any dtype, and no values are
-        # looked at.
-        model.set_experts_implementation("batched_mm")
-    # Its files are those of the model that the cache is for.
-    patch_model(model)
-    return model
 
 
 def _layout_from_fields(config: PreTrainedConfig, layer_type: str, window: int | None) -> LayerLayout:

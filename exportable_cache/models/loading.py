@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib import util
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import (
@@ -20,16 +21,21 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
     AutoProcessor,
+    GgufConfig,
     PreTrainedConfig,
     PreTrainedModel,
     ProcessorMixin,
 )
 
+from ..common.compat.transformers import has_adapters
 from ..common.dtypes import dtype_name, parse_dtype
 from ..common.progress import silent
 from ..errors import BundleError, InputError, MissingDependencyError, UnsupportedModelError, first_line
-from .dtypes import converted
+from .adapters import ADAPTER_CONFIG, base_of, check_adapters, is_peft, merge_folder, merged, merged_line
+from .config_sizes import check_sizes
+from .dtypes import converted, stored_dtype
 from .places import Place, file_in, place_of, quiet
+from .prequantized import check_plain, check_readable, dequantised, dequantising, stored_quantization
 from .tokenizers import tokenizer_of
 
 if TYPE_CHECKING:
@@ -48,6 +54,7 @@ _PROCESSOR_FILES = (
 )
 #: Model types whose images or sound `multimodal` takes; others with a text decoder of their own are loaded as that.
 MULTIMODAL = ("llava", "smolvlm", "idefics3", "voxtral", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+_GGUF_NEEDS = ("gguf", "accelerate")
 # With tied embeddings such weights would pass for a causal LM's.
 _OTHER_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMaskedLM")
 
@@ -61,47 +68,64 @@ class LoadedModel:
         tokenizer: None where the model came without one.
         source: "demo", the hub id, the folder's name, or the class name of a model that was given as such.
         processor_files: Of the processor of images or sound, none where the model came without one.
+        remarks: What was done to the weights as they came, a line each.
     """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
     source: str
     processor_files: tuple[Path, ...] = ()
+    remarks: tuple[str, ...] = ()
 
 
 def load_model(
     model_or_path: PreTrainedModel | str | os.PathLike,
     dtype: torch.dtype | str | None = None,
     *,
+    lora: Sequence[str | os.PathLike] = (),
     progress: Progress = silent,
 ) -> LoadedModel:
     """Load a causal LM with its tokenizer, in eval mode. Nothing is printed, and no code of the model's own is run.
 
     Args:
-        model_or_path: `demo`, a local folder, a hub id, or a loaded model, which is passed through, or copied where
-            `dtype` is another than its own.
+        model_or_path: `demo`, a local folder or GGUF file, a hub id, or a loaded model, which is passed through, or
+            copied where `dtype` is another than its own. The adapters of a PEFT model are merged into a copy.
         dtype: Of the weights, such as torch.float32 or "float32"; the one they are stored in by default.
+        lora: Folder of an adapter to merge into the weights, at most one.
 
     Raises:
         InputError: If there is no such folder or hub id, its files cannot be read, or a given model is in training mode
             or offloaded.
-        UnsupportedModelError: If the model type is unknown or has no causal LM, or the weights are of another kind of
-            model, or carry adapters of their own (PEFT).
+        UnsupportedModelError: If the model type is unknown or has no causal LM, the weights are of another kind of
+            model or quantised in a way that is not read, or an adapter is none that merges.
+        MissingDependencyError: If the checkpoint or the adapter needs a package that is not installed.
     """
-    wanted = parse_dtype(dtype)
-    if isinstance(model_or_path, PreTrainedModel):
-        return LoadedModel(_given(model_or_path, wanted, progress), None, type(model_or_path).__name__)
-    place = place_of(model_or_path)
+    wanted, folders = parse_dtype(dtype), check_adapters(lora)
+    if isinstance(model_or_path, PreTrainedModel) or is_peft(model_or_path):
+        loaded = _given(model_or_path, wanted, progress)
+    else:
+        loaded = _read(place_of(model_or_path), wanted, progress)
+    for folder in folders:
+        progress(f"merging {folder}", 0, None)
+        with quiet():
+            model = merge_folder(loaded.model, folder)
+        name = Path(folder).expanduser().resolve().name
+        remark = f"merged the adapter {name!r} into the weights"
+        loaded = replace(loaded, model=model, source=f"{loaded.source} + {name}", remarks=(*loaded.remarks, remark))
+    return loaded
+
+
+def _read(place: Place, wanted: torch.dtype | None, progress: Progress) -> LoadedModel:
     progress(f"loading {place.source}", 0, None)
     with quiet():
         config = _config(place)
+        check_readable(config, place.source)
+        stored = stored_quantization(config)
+        dequantising(config)
+        about = {"quantization_config": GgufConfig(dequantize=True)} if place.gguf else {}
         try:
             model, info = auto_class(config).from_pretrained(
-                place.path,
-                config=config,
-                dtype=wanted or "auto",
-                output_loading_info=True,
-                local_files_only=place.local,
+                place.path, config=config, dtype=wanted or "auto", output_loading_info=True, **about, **place.options
             )
         except Exception as error:  # files are read by several libraries, each with errors of its own
             raise InputError(
@@ -113,19 +137,54 @@ def load_model(
                 f"{place.source!r} has no weights for {len(missing)} tensors of {type(model).__name__}, "
                 f"such as {missing[0]}: it is another kind of model, or incomplete; pass a causal LM"
             )
+        unread = sorted(info["unexpected_keys"]) if stored is not None else []
+        if unread:
+            raise UnsupportedModelError(
+                f"{place.source!r} is quantised ({stored}) with {len(unread)} tensors that transformers does not take "
+                f"into account, such as {unread[0]}; pass the checkpoint it was made from"
+            )
+        if stored is not None:
+            model = dequantised(model, place.source, wanted or stored_dtype(config) or model.dtype)
         tokenizer = tokenizer_of(place)
         processor_files = tuple(path for name in _PROCESSOR_FILES if (path := file_in(place, name)) is not None)
-    return LoadedModel(model.eval(), tokenizer, place.source, processor_files)
+    remarks = () if stored is None else (stored.remark,)
+    if place.gguf is not None:
+        remarks = (f"weights of {place.gguf} were dequantised",)
+    for remark in remarks:
+        progress(remark, 0, None)
+    return LoadedModel(model.eval(), tokenizer, place.source, processor_files, remarks)
 
 
 def load_config(model_or_path: PreTrainedModel | PreTrainedConfig | str | os.PathLike) -> PreTrainedConfig:
     """The config of a causal LM, without weights. See `load_model` for the argument and the errors."""
     if isinstance(model_or_path, PreTrainedConfig):
         return model_or_path
+    if is_peft(model_or_path):
+        return model_or_path.get_base_model().config
     if isinstance(model_or_path, PreTrainedModel):
         return model_or_path.config
     with quiet():
         return _config(place_of(model_or_path))
+
+
+def live_model(model_or_path: Any) -> PreTrainedModel | None:
+    """The model that was given as such, or inside a wrapper of PEFT; None for a name of one."""
+    if is_peft(model_or_path):
+        return model_or_path.get_base_model()
+    return model_or_path if isinstance(model_or_path, PreTrainedModel) else None
+
+
+def check_checkpoint(model_or_path: Any, config: PreTrainedConfig) -> None:
+    """Refuse weights that could not be made plain ones, before they are read; see `prequantized`.
+
+    Raises:
+        UnsupportedModelError, MissingDependencyError: Then.
+    """
+    model = live_model(model_or_path)
+    if model is not None:
+        check_plain(model)
+    else:
+        check_readable(config, place_of(model_or_path).source)
 
 
 def auto_class(config: PreTrainedConfig) -> type | None:
@@ -208,9 +267,16 @@ def _position_tables(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
                 yield f"{name}.{key}", tensor.shape[0]
 
 
-def _given(model: PreTrainedModel, dtype: torch.dtype | None, progress: Progress) -> PreTrainedModel:
-    if model.training:
-        raise InputError(f"{type(model).__name__} is in training mode; call model.eval() first")
+def _given(given: PreTrainedModel, dtype: torch.dtype | None, progress: Progress) -> LoadedModel:
+    model = live_model(given)
+    if given.training:
+        raise InputError(f"{type(given).__name__} is in training mode; call model.eval() first")
+    check_plain(model)
+    if has_adapters(model) and model is given:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has adapters loaded into it, beside its weights; load the model without them, and "
+            "pass lora= their folder, which is merged"
+        )
     # By what accelerate leaves on modules: the package is no dependency.
     absent = [name for name, parameter in model.named_parameters() if parameter.device.type == "meta"]
     hooked = [name for name, module in model.named_modules() if hasattr(module, "_hf_hook")]
@@ -220,15 +286,27 @@ def _given(model: PreTrainedModel, dtype: torch.dtype | None, progress: Progress
             f"{type(model).__name__} is offloaded or spread over devices ({found}), and a program needs every weight "
             "in memory; load it whole with from_pretrained(..., device_map='cpu'), or pass its folder"
         )
-    if dtype is None or dtype == model.dtype:
-        return model
-    progress(f"converting {type(model).__name__} to {dtype_name(dtype)}", 0, None)
-    return converted(model, dtype)
+    if dtype is not None and dtype != model.dtype:
+        progress(f"converting {type(model).__name__} to {dtype_name(dtype)}", 0, None)
+        given = converted(given, dtype)
+    if not is_peft(given):
+        return LoadedModel(given, None, type(given).__name__)
+    line = merged_line(given)
+    progress(line, 0, None)
+    return LoadedModel(merged(given), None, type(model).__name__, remarks=(line,))
 
 
 def _config(place: Place) -> PreTrainedConfig:
+    if place.gguf is not None:
+        _check_gguf(place)
+    adapter = file_in(place, ADAPTER_CONFIG)
+    if adapter is not None:
+        raise InputError(
+            f"{place.source!r} holds an adapter ({ADAPTER_CONFIG}), trained for {base_of(adapter.parent)!r}; pass that "
+            "model, and the adapter's folder as lora (--lora)"
+        )
     try:
-        fields, _ = PreTrainedConfig.get_config_dict(place.path, local_files_only=place.local)
+        fields, _ = PreTrainedConfig.get_config_dict(place.path, **place.options)
     except OSError as error:
         if Path(place.path).is_dir():
             raise InputError(
@@ -238,18 +316,26 @@ def _config(place: Place) -> PreTrainedConfig:
             f"{place.source!r} is no local folder, and the hub has no such model ({first_line(error)}); check the "
             "path or the id"
         ) from error
+    except Exception as error:
+        if place.gguf is None:
+            raise
+        raise UnsupportedModelError(
+            f"transformers cannot read {place.source!r}: {first_line(error)}; pass the checkpoint it was made from"
+        ) from error
     model_type = fields.get("model_type")
     if not model_type:
         raise InputError(
             f"config.json of {place.source!r} states no model_type; pass the folder of a transformers model"
         )
+    # Before a config of them is made, whose lists have an item for each layer.
+    check_sizes(fields, place.source)
     if model_type not in CONFIG_MAPPING:
         raise UnsupportedModelError(
             f"{place.source!r} is of model type {model_type!r}, which this transformers release does not know; "
             "code that comes with a model is not run"
         )
     try:
-        config = AutoConfig.from_pretrained(place.path, local_files_only=place.local)
+        config = AutoConfig.from_pretrained(place.path, **place.options)
     except Exception as error:  # configs validate their fields with errors of many classes
         raise InputError(f"cannot read config.json of {place.source!r}: {first_line(error)}; correct it") from error
     if auto_class(config) is None:
@@ -263,3 +349,12 @@ def _config(place: Place) -> PreTrainedConfig:
             f"{place.source!r} is a {heads[0]}, whose head gives no next token; pass a causal LM"
         )
     return config
+
+
+def _check_gguf(place: Place) -> None:
+    missing = [name for name in _GGUF_NEEDS if util.find_spec(name) is None]
+    if missing:
+        raise MissingDependencyError(
+            f"{place.source!r} is a GGUF file, and reading it needs {' and '.join(missing)}; "
+            "pip install 'exportable-cache[gguf]', or pass the checkpoint it was made from"
+        )

@@ -1,4 +1,4 @@
-"""Where a model is: the shipped demo, a local folder, or a hub id. Looking it up imports no model code."""
+"""Where a model is: the shipped demo, a local folder or file, or a hub id. Looking it up imports no model code."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import constants, try_to_load_from_cache
 from huggingface_hub.utils import get_session
@@ -17,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from ..common.compat.transformers import file_or_none
 from ..demo import demo_path
-from ..errors import InputError, UnsupportedModelError, first_line
+from ..errors import InputError, first_line
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _HUB_TIMEOUT = 10.0
@@ -25,19 +26,28 @@ _HUB_TIMEOUT = 10.0
 
 @dataclass(frozen=True)
 class Place:
-    """Where to load from: `Place("/models/tiny", "tiny", True)` or `Place("org/name", "org/name", False)`."""
+    """Where to load from: `Place("/models/tiny", "tiny", True)` or `Place("org/name", "org/name", False)`.
+
+    Attributes:
+        path: Folder or hub id.
+        source: What messages and manifests call it.
+        local: Whether the hub is not asked.
+        gguf: Name of the one file in the folder that is the model, with its config and tokenizer; None for a folder.
+    """
 
     path: str
     source: str
     local: bool
+    gguf: str | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What every `from_pretrained` is told beside the path."""
+        found: dict[str, Any] = {"local_files_only": self.local}
+        return found if self.gguf is None else {**found, "gguf_file": self.gguf}
 
 
 def place_of(model_or_path: str | os.PathLike) -> Place:
-    if any(kind.__module__.partition(".")[0] == "peft" for kind in type(model_or_path).__mro__):
-        raise UnsupportedModelError(
-            f"model is a {type(model_or_path).__name__}, which keeps adapters beside the weights of another model; "
-            "merge them first: export(model.merge_and_unload(), ...)"
-        )
     if not isinstance(model_or_path, (str, os.PathLike)):
         raise InputError(
             f"model is a {type(model_or_path).__name__}; pass 'demo', a local folder, a hub id, or a transformers "
@@ -52,8 +62,10 @@ def place_of(model_or_path: str | os.PathLike) -> Place:
     folder = Path(name).expanduser()
     if folder.is_dir():
         return Place(str(folder), folder.resolve().name, True)
+    if folder.is_file() and folder.suffix == ".gguf":
+        return Place(str(folder.parent), folder.name, True, gguf=folder.name)
     if folder.exists():
-        raise InputError(f"{name!r} is a file; pass the folder that holds config.json and the weights")
+        raise InputError(f"{name!r} is a file; pass the folder that holds config.json and the weights, or a .gguf file")
     if not isinstance(model_or_path, str) or not _HUB_ID.fullmatch(name):
         raise InputError(f"there is no folder {name!r}, and it is no hub id (like 'org/name') either; check the path")
     reachable, problem = _hub_answers()
@@ -79,6 +91,9 @@ def _hub_answers() -> tuple[bool, str]:
 
 
 def file_in(place: Place, name: str) -> Path | None:
+    """A file beside the model's; a GGUF file has none."""
+    if place.gguf is not None:
+        return None
     if Path(place.path).is_dir():
         path = Path(place.path) / name
         return path if path.is_file() else None

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from ..backends import backend_for
 from ..cache.spec import CacheSpec
 from ..common.progress import silent
+from ..common.quiet import quietly
 from ..common.settings import renamed
 from ..models.quantization_spec import quantization_of
 from ..program.spec import ProgramSpec
+from .dry_run import dry_run as foresee
 from .spec import ExportSpec
 from .steps import run
 
@@ -21,8 +23,19 @@ if TYPE_CHECKING:
 
     from ..bundle.bundle import Bundle
     from ..common.progress import Progress
+    from .dry_run import DryRun
 
 
+# What it gives, by `dry_run`; the arguments are those below.
+@overload
+def export(*args: Any, dry_run: Literal[True], **options: Any) -> DryRun: ...
+
+
+@overload
+def export(*args: Any, dry_run: Literal[False] = False, **options: Any) -> Bundle: ...
+
+
+@quietly  # type: ignore[misc]
 def export(
     model_or_path: PreTrainedModel | str | os.PathLike,
     target: str = "executorch",
@@ -45,17 +58,20 @@ def export(
     verify: bool = True,
     overwrite: bool = False,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    lora: str | os.PathLike | Sequence[str | os.PathLike] = (),
+    dry_run: bool = False,
     progress: Progress | None = None,
     slack: int | None = None,
     **options: Any,
-) -> Bundle:
+) -> Bundle | DryRun:
     """Export a causal LM with its static cache, verify the result against the model, and write a bundle.
 
     The bundle appears under `output_dir` when everything has succeeded; whatever stops the export before leaves nothing
     that loads. What can be checked without the weights is checked before they are loaded.
 
     Args:
-        model_or_path: `demo`, a local folder, a hub id, or a loaded model in eval mode.
+        model_or_path: `demo`, a local folder or GGUF file, a hub id, or a loaded model in eval mode; the adapters of a
+            PEFT model are merged, in a copy of the weights that they change.
         target: One of `backends.TARGETS`.
         max_cache_len: Tokens a full-attention layer can hold.
         output_dir: Folder of the bundle; must not exist, be empty, or be a bundle to overwrite.
@@ -83,6 +99,8 @@ def export(
         verify: Compare with the model, see `verify_session`; the report is recorded in the manifest.
         overwrite: Replace a bundle that is there.
         tokenizer: Saved in the bundle; by default the one beside the model, if there is one.
+        lora: Folder of a LoRA adapter (PEFT) to merge into the weights.
+        dry_run: Read no weights and write nothing; give a `DryRun`, which says what would be written.
         progress: Told about each stage.
         slack: The name of `rollback_slots` until the last release.
         **options: Of the target.
@@ -121,5 +139,9 @@ def export(
         verify=verify,
         overwrite=overwrite,
         tokenizer=tokenizer,
+        lora=lora,
+        dry_run=dry_run,
     )
+    if dry_run:
+        return foresee(spec)
     return run(spec, progress or silent)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,9 +14,12 @@ from ..cache.policies import SinkPolicy
 from ..cache.spec import CacheSpec
 from ..common.dtypes import dtype_name
 from ..errors import InputError, UnsupportedModelError
+from ..models.config_sizes import check_sizes
 from ..models.dtypes import stored_dtype
-from ..models.layout import check_sinks, layout_from_config, layout_from_model, model_without_weights
-from ..models.loading import load_config
+from ..models.layout import check_longest, check_model_type, check_sinks, layout_from_config
+from ..models.loading import live_model, load_config
+from ..models.patches.registry import patch_model
+from ..models.without_weights import ask_without_weights, model_without_weights
 from .dtypes import DtypeChoice, check_dtype, choose_dtype
 
 if TYPE_CHECKING:
@@ -25,8 +27,6 @@ if TYPE_CHECKING:
 
     from ..cache.layers import CacheLayer
     from ..cache.layout import LayerLayout
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ class Plan:
         max_length: Tokens a row can hold in all; None where only rings keep state.
         cache_bytes: Of the static cache.
         dynamic_bytes: Of a transformers `DynamicCache` holding `max_cache_len` tokens.
-        weights_bytes: Of the model's parameters, tied ones counted once; None where the model cannot be built without
-            its weights.
+        weights_bytes: Of the model's parameters, tied ones counted once; of the text decoder's, where that is a causal
+            LM of its own inside what a config describes. None where the model cannot be built without its weights.
         refusal: Why the cache cannot hold this model, or None if it can.
         target: That it was planned for, if any.
         stored_dtype: Of the weights as they are; None where the config does not say.
@@ -141,11 +141,12 @@ def plan_cache(
     if target is not None:
         check_target(target)
         check_dtype(spec.dtype, target, {})
-    config = load_config(model_or_path)
-    stored = getattr(model_or_path, "dtype", None) or stored_dtype(config)
+    config, live = load_config(model_or_path), live_model(model_or_path)
+    check_sizes(config, _source(model_or_path))
+    stored = stored_dtype(live or config)
     choice = _choice(stored or torch.float32, spec.dtype, target)
     chosen = choice.chosen
-    model = model_without_weights(config)
+    model = live or model_without_weights(config)
     about = {
         "source": _source(model_or_path),
         "model_type": config.model_type,
@@ -159,6 +160,10 @@ def plan_cache(
         "remark": str(choice) if stored is not None and choice.stored != choice.chosen else "",
     }
     try:
+        check_model_type(config)
+        check_longest(config, spec.max_cache_len)
+        if live is not None:
+            patch_model(live)
         layouts = _layouts(config, model, spec)
         if spec.sinks is not None:
             check_sinks(config, layouts)
@@ -213,23 +218,26 @@ def _architecture(config: PreTrainedConfig, model: PreTrainedModel | None) -> st
 
 
 def _layouts(config: PreTrainedConfig, model: PreTrainedModel | None, spec: CacheSpec) -> list[LayerLayout]:
-    if getattr(config, "is_encoder_decoder", False) and model is not None:
-        from ..models.encoder import encoder_of
-        from ..models.encoder_decoder_layout import encoder_decoder_layers
+    if not getattr(config, "is_encoder_decoder", False):
+        if spec.max_encoder_len is not None:
+            raise InputError(
+                f"max_encoder_len is {spec.max_encoder_len}, but {config.model_type!r} has no encoder; leave it out"
+            )
+        return layout_from_config(config, model)
+    from ..models.encoder import encoder_of
+    from ..models.encoder_decoder_layout import encoder_decoder_layers
 
-        return encoder_decoder_layers(model, encoder_of(model, spec.max_encoder_len, spec.batch_size))[0]
-    if spec.max_encoder_len is not None:
-        raise InputError(
-            f"max_encoder_len is {spec.max_encoder_len}, but {config.model_type!r} has no encoder; leave it out"
+    found = ask_without_weights(
+        config,
+        lambda one: encoder_decoder_layers(one, encoder_of(one, spec.max_encoder_len, spec.batch_size))[0],
+        model,
+    )
+    if found is None:
+        raise UnsupportedModelError(
+            f"the sizes of {config.model_type!r} are known from the model only: its code looks at values of its "
+            "encoder; pass the loaded model, or use ExportableCache.from_model"
         )
-    if model is not None:
-        try:
-            return layout_from_model(model)[0]
-        except UnsupportedModelError:
-            raise
-        except Exception as error:  # its code looks at values; the config still answers for most
-            logger.info("could not run %s on the meta device: %s", config.model_type, error)
-    return layout_from_config(config)
+    return found
 
 
 def _weights_bytes(model: PreTrainedModel, dtype: torch.dtype) -> int:

@@ -46,6 +46,8 @@ class ExportSpec:
         verify: Compare with the model.
         overwrite: Replace a bundle that is there.
         tokenizer: Saved in the bundle; None for the one beside the model.
+        lora: Folder of an adapter to merge into the weights, at most one.
+        dry_run: Say what would be written, and write nothing.
 
     Raises:
         InputError: If a value is out of range, or is nothing for this target.
@@ -89,6 +91,19 @@ class ExportSpec:
     )
     overwrite: bool = setting(False, "Replace DIR if it exists.", flags=("--overwrite",), kind=bool)
     tokenizer: PreTrainedTokenizerBase | None = None
+    lora: str | os.PathLike | Sequence[str | os.PathLike] = setting(
+        (),
+        "Folder of a LoRA adapter to merge into the weights.",
+        flags=("--lora",),
+        metavar="FOLDER",
+        repeats=True,
+    )
+    dry_run: bool = setting(
+        False,
+        "Check everything that needs no weights, and say what would be written.",
+        flags=("--dry-run",),
+        kind=bool,
+    )
 
     def __post_init__(self) -> None:
         backend = backend_for(self.target)
@@ -116,6 +131,15 @@ class ExportSpec:
         check_dtype(self.dtype, self.target, options.to_dict(), self.quantization is not None)
         object.__setattr__(self, "output_dir", _checked_output(self.output_dir))
         object.__setattr__(self, "modalities", tuple(self.modalities))
+        object.__setattr__(self, "lora", _checked_lora(self.lora))
+
+
+def _checked_lora(lora: str | os.PathLike | Sequence[str | os.PathLike] | None) -> tuple[str, ...]:
+    if not lora:
+        return ()
+    from ..models.adapters import check_adapters
+
+    return check_adapters([lora] if isinstance(lora, (str, os.PathLike)) else lora)
 
 
 def _checked_output(output_dir: str | os.PathLike | None) -> Path:

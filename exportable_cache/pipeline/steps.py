@@ -22,7 +22,7 @@ from ..errors import InputError, VerificationError
 from ..models.cache_factory import ExportableCache
 from ..models.dtypes import stored_dtype
 from ..models.layout import layer_types_and_windows
-from ..models.loading import check_positions, load_config, load_model
+from ..models.loading import check_checkpoint, check_positions, live_model, load_config, load_model
 from ..models.quantization import quantize
 from ..program.inputs.modality import modalities_of
 from ..program.program import Program
@@ -98,15 +98,17 @@ def resolve(spec: ExportSpec) -> Resolved:
     Raises:
         BundleError: If the folder may not be written.
         InputError: If there is no such model.
-        UnsupportedModelError: If its config names a mechanism that the cache does not have.
-        MissingDependencyError: If the target's options need a package that is not installed.
+        UnsupportedModelError: If its config names a mechanism that the cache does not have, or its weights are
+            quantised in a way that is not read.
+        MissingDependencyError: If the target's options or the checkpoint need a package that is not installed.
     """
     backend = backend_for(spec.target)
     asked = backend.program_spec(spec.program, spec.options)
     check_free(spec.output_dir, spec.overwrite)
     config = load_config(spec.model_or_path)
     layer_types_and_windows(config)
-    stored = stored_dtype(spec.model_or_path if isinstance(spec.model_or_path, PreTrainedModel) else config)
+    check_checkpoint(spec.model_or_path, config)
+    stored = stored_dtype(live_model(spec.model_or_path) or config)
     return Resolved(spec, backend, asked, dtype=None if stored is None else _chosen(spec, stored))
 
 
@@ -123,15 +125,16 @@ def load(resolved: Resolved, progress: Progress = silent) -> LoadedModel:
     """
     spec = resolved.spec
     given = spec.model_or_path
-    if isinstance(given, PreTrainedModel) and given.device.type not in ("cpu", "meta"):
+    live = live_model(given)
+    if live is not None and live.device.type not in ("cpu", "meta"):
         raise InputError(
-            f"{type(given).__name__} is on {given.device}; programs are exported for the CPU: call model.cpu() first"
+            f"{type(given).__name__} is on {live.device}; programs are exported for the CPU: call model.cpu() first"
         )
     wanted = spec.dtype if resolved.dtype is None else resolved.dtype.chosen
     if spec.quantization is not None:
         # As stored: weights are made float32 one by one, when they are quantised.
         wanted = None
-    loaded = load_model(given, wanted, progress=progress)
+    loaded = load_model(given, wanted, lora=spec.lora, progress=progress)
     return loaded if spec.tokenizer is None else replace(loaded, tokenizer=spec.tokenizer)
 
 
@@ -189,7 +192,7 @@ def lower(resolved: Resolved, source: Source, made: Program, folder: Path, progr
     lowered = resolved.backend.lower(made, folder, spec.options)
     provenance = Provenance(source.loaded.source, spec.target, spec.cache.max_cache_len, spec.options.to_dict())
     bundle = write_bundle(folder, made, lowered, provenance=provenance, loaded=source.loaded, progress=progress)
-    recorded = {"stored_dtype": dtype_name(source.dtype.stored)}
+    recorded = {"stored_dtype": dtype_name(source.dtype.stored), "remarks": list(source.loaded.remarks)}
     if spec.quantization is not None:
         recorded["weights_bytes"] = source.weights_bytes
         recorded["quantization"] = Quantized(**spec.quantization.to_dict())
@@ -241,10 +244,10 @@ def measure(resolved: Resolved, bundle: Bundle, fed: list[FedPrompt], progress: 
     """
     if not fed:
         return bundle
-    given = resolved.spec.model_or_path
+    given, lora = resolved.spec.model_or_path, resolved.spec.lora
     stored = given
-    if not isinstance(given, PreTrainedModel):
-        stored = load_model(given, getattr(torch, bundle.manifest.stored_dtype), progress=progress).model
+    if lora or not isinstance(given, PreTrainedModel):
+        stored = load_model(given, getattr(torch, bundle.manifest.stored_dtype), lora=lora, progress=progress).model
     report = VerifyReport(**bundle.manifest.verification)
     report = replace(report, stored=measure_stored(stored, fed, progress))
     return replace(bundle, manifest=bundle.manifest.model_copy(update={"verification": report.to_dict()}))

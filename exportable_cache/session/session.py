@@ -16,6 +16,7 @@ from transformers import GenerationConfig
 from ..backends.base import HasDevice
 from ..backends.fork import ForkedRunner
 from ..common.progress import silent
+from ..common.quiet import quietly
 from ..errors import InputError
 from ..generation.multi_step import check_steps_per_launch
 from ..generation.sampler import Sampler
@@ -660,12 +661,15 @@ class Session:
         return generated_text(self, prompt, request)
 
 
-def load(path: str | Path, *, check_versions: bool = True, progress: Progress = silent) -> Session:
+@quietly
+def load(path: str | Path, *, check_versions: bool = True, check: bool = False, progress: Progress = silent) -> Session:
     """Open a bundle that `export` wrote, ready to run.
 
     Args:
         path: The folder.
         check_versions: Refuse a bundle made with other versions of the packages its target depends on.
+        check: Read and check every file. By default those that this user has not checked as they are, going by size,
+            time stamps, inode and device.
         progress: Told about bytes checked.
 
     Raises:
@@ -674,4 +678,4 @@ def load(path: str | Path, *, check_versions: bool = True, progress: Progress = 
     """
     from ..bundle.bundle import Bundle
 
-    return Session.from_bundle(Bundle.open(path, check_versions=check_versions, progress=progress))
+    return Session.from_bundle(Bundle.open(path, check_versions=check_versions, known=not check, progress=progress))

@@ -344,6 +344,7 @@ def verify(
     path_or_bundle: str | os.PathLike | Bundle,
     model_or_path: PreTrainedModel | str | os.PathLike,
     *,
+    lora: Sequence[str | os.PathLike] = (),
     progress: Progress = silent,
     **asked: Any,
 ) -> VerifyReport:
@@ -354,6 +355,7 @@ def verify(
     Args:
         path_or_bundle: The bundle, or its folder.
         model_or_path: `demo`, a local folder, a hub id, or a loaded model.
+        lora: Folder of the adapter that was merged, if one was.
         progress: Told about each stage.
         **asked: Fields of `VerifySpec`: tolerance, prompts, decode_steps, seed.
 
@@ -369,7 +371,7 @@ def verify(
     spec = VerifySpec(**asked)
     bundle = path_or_bundle if isinstance(path_or_bundle, Bundle) else Bundle.open(path_or_bundle, progress=progress)
     manifest = bundle.manifest
-    model = load_model(model_or_path, dtype=manifest.dtype, progress=progress).model
+    model = load_model(model_or_path, manifest.dtype, lora=lora, progress=progress).model
     if model.config.model_type != manifest.model_type:
         raise InputError(
             f"{bundle.path.name} was made from a {manifest.model_type!r} model, this one is "

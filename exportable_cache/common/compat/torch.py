@@ -4,6 +4,7 @@
 |---|---|
 | `torch._check` | facts about symbolic sizes cannot be stated while a program is traced |
 | `torch._subclasses.fake_tensor.FakeTensor` | a traced length is not told from a real one, and is read back to Python |
+| `torch._subclasses.fake_tensor.FakeTensorMode` | `plan` refuses four architectures of encoder-decoders |
 | `torch._ops.OperatorBase`, `OpOverload` | types of operators in annotations; `Any` would do |
 | `torch._inductor.aot_compile`, `package.package_aoti`, `package.load_package` | no target `aoti` |
 | `torch.export.pt2_archive._package.package_pt2`, `load_pt2` | no target `pt2` with several methods in a file |
@@ -29,7 +30,7 @@ from unittest import mock
 
 import torch
 from torch._ops import OperatorBase, OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map
 
 if TYPE_CHECKING:
@@ -39,6 +40,11 @@ if TYPE_CHECKING:
 check = torch._check
 
 __all__ = ["FakeTensor", "OpOverload", "OperatorBase", "check", "tree_map"]
+
+
+def fake_tensors() -> AbstractContextManager[Any]:
+    """Tensors made inside have shapes, dtypes and a device, and no values."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def compile_ahead_of_time(module: torch.nn.Module, inputs: Sequence[Any], options: Mapping[str, Any]) -> list[str]:

@@ -8,6 +8,7 @@
 | `PreTrainedModel._can_set_attn_implementation` | models with attention code of their own get no masks of ours |
 | `_get_feat_extract_output_lengths` of encoders of sound | the mask of an encoder's output cannot be computed |
 | `_compute_sub_sample_lengths_from_attention_mask` of the same | the same |
+| `PreTrainedModel._hf_peft_config_loaded` | a model with adapters inside fails when it is traced |
 | `cached_file(_raise_exceptions_for_missing_entries=..., _raise_exceptions_for_connection_errors=...)` | as below |
 
 Without those of `cached_file`, which hands them to `cached_files`, a file that a repository lacks is an error.
@@ -58,6 +59,11 @@ def experts_implementation(config: PreTrainedConfig) -> str | None:
 def can_set_attention(model: PreTrainedModel) -> bool:
     """Whether the model takes its attention from transformers' `AttentionInterface`."""
     return model._can_set_attn_implementation()
+
+
+def has_adapters(model: PreTrainedModel) -> bool:
+    """Whether adapters were put into a model itself, by `add_adapter` or `load_adapter`."""
+    return getattr(model, "_hf_peft_config_loaded", False)
 
 
 def output_lengths_of_samples(module: nn.Module) -> Callable | None:

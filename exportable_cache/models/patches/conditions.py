@@ -37,7 +37,7 @@ def over_our_cache(replacement: Callable) -> Callable[[Callable], Callable]:
 
 
 def only_traced(replacement: Callable) -> Callable[[Callable], Callable]:
-    """A patch of a method that acts where values cannot be read, that is under a tracer.
+    """A patch of a method that acts where values cannot be read, that is under a tracer and on the meta device.
 
     Args:
         replacement: Takes the method's arguments, and the method itself as `original`.
@@ -45,13 +45,17 @@ def only_traced(replacement: Callable) -> Callable[[Callable], Callable]:
 
     def patch(original: Callable) -> Callable:
         def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_compiling() or _without_values(args):
                 return replacement(self, *args, original=original, **kwargs)
             return original(self, *args, **kwargs)
 
         return method
 
     return patch
+
+
+def _without_values(args: tuple[Any, ...]) -> bool:
+    return any(isinstance(one, torch.Tensor) and one.device.type == "meta" for one in args)
 
 
 def step_mask(layer: Any, hidden_states: torch.Tensor, window: int | None = None) -> torch.Tensor | None:

@@ -1,0 +1,278 @@
+"""Checkpoints as people have them: sharded, tied, quantised already, GGUF files, tokenizers of sentencepiece."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from exportable_cache import export, load
+from exportable_cache.backends import TARGETS
+from exportable_cache.errors import InputError, MissingDependencyError, UnsupportedModelError
+from exportable_cache.models import prequantized
+from exportable_cache.models.loading import load_config, load_model
+from exportable_cache.models.tokenizers import load_tokenizer
+from exportable_cache.pipeline.sizing import plan
+
+from .support import checkpoints, fake_target
+from .support.models import tiny_model, tokens
+
+CAPACITY = 48
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TARGETS, "fake", fake_target.ENTRY)
+
+
+def weight_gap(left: PreTrainedModel, right: PreTrainedModel) -> float:
+    """Largest difference of two weights, as a share of the largest weight."""
+    pairs = zip(left.parameters(), right.parameters(), strict=True)
+    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
+
+
+# -- files of a float model
+
+
+def test_shards_are_put_together(tmp_path: Path) -> None:
+    model, folder = tiny_model("llama"), tmp_path / "sharded"
+    model.save_pretrained(folder, max_shard_size="20KB")
+    shards = sorted(folder.glob("model-*.safetensors"))
+    assert len(shards) > 2 and weight_gap(load_model(folder).model, model) == 0
+    shards[1].unlink()
+    with pytest.raises(InputError, match="cannot load the weights of 'sharded'.*download or save it again"):
+        load_model(folder)
+
+
+def test_tied_tables_are_stored_once_and_stay_tied(tmp_path: Path) -> None:
+    model = tiny_model("llama", tie_word_embeddings=True)
+    model.save_pretrained(tmp_path / "tied")
+    loaded = load_model(tmp_path / "tied", "float32").model
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight and weight_gap(loaded, model) == 0
+
+
+@pytest.mark.parametrize("field", ["dtype", "torch_dtype"])
+def test_the_stored_dtype_has_an_old_name_and_a_new_one(field: str, tmp_path: Path) -> None:
+    tiny_model("llama", dtype=torch.bfloat16).save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    del fields["dtype"]
+    (tmp_path / "config.json").write_text(json.dumps({**fields, field: "bfloat16"}))
+    assert plan(tmp_path, CAPACITY).dtype == "bfloat16"
+    assert load_model(tmp_path).model.dtype == torch.bfloat16
+
+
+def test_a_generation_config_without_an_end_token_generates_to_the_limit(tmp_path: Path) -> None:
+    model = tiny_model("llama", eos_token_id=None)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(tmp_path / "model")
+    assert "eos_token_id" not in json.loads((tmp_path / "model" / "generation_config.json").read_text())
+    session = load(export(tmp_path / "model", "fake", CAPACITY, tmp_path / "out").path)
+    assert len(list(session.generate(tokens(5), 7))) == 7
+
+
+def test_sentencepiece_alone_is_a_tokenizer(tmp_path: Path) -> None:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    text = tmp_path / "text"
+    text.write_text("\n".join(f"the code of amber is {index}, the quiet farmer slept" for index in range(300)))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(text), model_prefix=str(tmp_path / "tokenizer"), vocab_size=100, model_type="bpe", minloglevel=2
+    )
+    tiny_model("llama").save_pretrained(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
+    said, theirs = "the code of amber is 12", sentencepiece.SentencePieceProcessor(str(tmp_path / "tokenizer.model"))
+    bundle = export(tmp_path, "fake", CAPACITY, tmp_path / "out")
+    for tokenizer in (load_tokenizer(tmp_path), bundle.tokenizer()):
+        assert tokenizer(said, add_special_tokens=False)["input_ids"] == theirs.encode(said)
+    # Without its class transformers reads the same file, and cuts otherwise.
+    (tmp_path / "tokenizer_config.json").unlink()
+    with pytest.raises(InputError, match="where sentencepiece cuts it into.*add the tokenizer_config.json"):
+        load_tokenizer(tmp_path)
+
+
+# -- weights that are quantised already
+
+
+def needs(*modules: str) -> list[pytest.MarkDecorator]:
+    missing = [name for name in modules if util.find_spec(name) is None]
+    return [pytest.mark.skip(reason=f"{', '.join(missing)} not installed")] if missing else []
+
+
+def written(write: Callable[..., PreTrainedModel], *arguments: Any, modules: tuple[str, ...]) -> Any:
+    name = "-".join([write.__name__.removeprefix("write_"), *map(str, arguments)])
+    return pytest.param(write, arguments, id=name, marks=needs(*modules))
+
+
+#: The most that rounding costs, half a step between two numbers that a weight can be, as a share of the largest one.
+STEP = {
+    "compressed_tensors-int4": 1 / 14, "compressed_tensors-int8": 1 / 254, "compressed_tensors-fp8": 1 / 28,
+    "torchao-4": 1 / 13, "torchao-8": 1 / 250, "bitsandbytes-4": 0.16, "bitsandbytes-8": 1 / 200, "fp8": 1 / 28,
+    "mxfp4": 1e-6,
+}  # fmt: skip
+SAYS = {
+    "compressed_tensors-int4": "(compressed-tensors, 4 bits in groups of 32)",
+    "torchao-4": "(torchao, 4 bits in groups of 32)",
+    "torchao-8": "(torchao, 8 bits)",
+    "bitsandbytes-4": "(bitsandbytes, 4 bits)",
+    "bitsandbytes-8": "(bitsandbytes, 8 bits)",
+    "fp8": "(fp8, 8 bits)",
+    "mxfp4": "(mxfp4, 4 bits in groups of 32)",
+}
+QUANTISED = [
+    written(checkpoints.write_compressed_tensors, "int4", modules=("compressed_tensors",)),
+    written(checkpoints.write_compressed_tensors, "int8", modules=("compressed_tensors",)),
+    written(checkpoints.write_compressed_tensors, "fp8", modules=("compressed_tensors",)),
+    written(checkpoints.write_torchao, 4, modules=("torchao",)),
+    written(checkpoints.write_torchao, 8, modules=("torchao",)),
+    written(checkpoints.write_bitsandbytes, 4, modules=("bitsandbytes", "accelerate")),
+    written(checkpoints.write_bitsandbytes, 8, modules=("bitsandbytes", "accelerate")),
+    written(checkpoints.write_fp8, modules=("accelerate",)),
+    written(checkpoints.write_mxfp4, modules=()),
+]
+
+
+@pytest.mark.parametrize(("write", "arguments"), QUANTISED)
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_quantised_weights_are_read_as_plain_ones(
+    write: Callable[..., PreTrainedModel],
+    arguments: tuple[Any, ...],
+    dtype: str | None,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    name = request.node.callspec.id.removeprefix("None-").removeprefix("bfloat16-")
+    before = write(tmp_path / "model", *arguments)
+    loaded = load_model(tmp_path / "model", dtype)
+    model = loaded.model
+    assert all(type(one.data) is torch.Tensor and one.dtype == model.dtype for one in model.parameters())
+    assert {type(module).__module__.split(".")[0] for module in model.modules()} <= {"torch", "transformers"}
+    assert getattr(model.config, "quantization_config", None) is None
+    assert model.dtype == (torch.float32 if dtype is None else torch.bfloat16)
+    rounding = 0 if dtype is None else 2**-8
+    # What is left after rounding, and that something was rounded.
+    assert (0 if name == "mxfp4" else STEP[name] / 8) <= weight_gap(model.float(), before) <= STEP[name] + rounding
+    (remark,) = loaded.remarks
+    assert remark.startswith(f"weights are stored quantised {SAYS.get(name, '(compressed-tensors, 8 bits)')} and were")
+
+
+@pytest.mark.parametrize(("write", "arguments"), [one for one in QUANTISED if one.id in ("torchao-4", "mxfp4")])
+def test_quantised_checkpoints_are_exported_and_say_so(
+    write: Callable[..., PreTrainedModel], arguments: tuple[Any, ...], tmp_path: Path
+) -> None:
+    write(tmp_path / "model", *arguments)
+    assert plan(tmp_path / "model", CAPACITY).refusal is None
+    lines: list[str] = []
+    bundle = export(
+        tmp_path / "model", "fake", CAPACITY, tmp_path / "out", progress=lambda line, *_: lines.append(line)
+    )
+    (remark,) = bundle.manifest.remarks
+    assert remark.endswith("were dequantised; nearest to them is quantize='8da4w' with group_size=32")
+    assert remark in lines
+    assert "quantization_config" not in bundle.manifest.config
+    assert len(list(load(bundle.path).generate(tokens(5), 4))) > 0
+
+
+@pytest.mark.parametrize(
+    ("quantization", "error", "words"),
+    [
+        (
+            {"quant_method": "gptq", "bits": 4, "group_size": 128},
+            UnsupportedModelError,
+            "'model' are quantised .gptq, 4 bits in groups of 128., which is not read here.*--quantize 8da4w",
+        ),
+        ({"quant_method": "awq", "bits": 4, "group_size": 64}, UnsupportedModelError, "awq, 4 bits in groups of 64"),
+        (
+            {"quant_method": "of-tomorrow"},
+            UnsupportedModelError,
+            "of-tomorrow.*pass the checkpoint they were made from",
+        ),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"a": {}, "b": {}}},
+            UnsupportedModelError,
+            "in 2 groups of layers.*a, b.*dequantises all of them as the first",
+        ),
+        ({"quant_method": "compressed-tensors"}, MissingDependencyError, "compressed-tensors; pip install .*quantized"),
+        ({"load_in_4bit": True}, MissingDependencyError, "needs bitsandbytes and accelerate; pip install .*quantized"),
+        ({"quant_method": "torchao"}, MissingDependencyError, "reading them needs torchao; pip install .*executorch"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_before_the_weights(
+    quantization: dict[str, Any],
+    error: type[Exception],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = tmp_path / "model"
+    tiny_model("llama").save_pretrained(folder)
+    checkpoints.edit_config(folder, quantization_config=quantization)
+    # No weights: whoever reads them fails otherwise.
+    (folder / "model.safetensors").unlink()
+    monkeypatch.setattr(prequantized.util, "find_spec", lambda name: None)
+    for call in (lambda: load_model(folder), lambda: export(folder, "fake", CAPACITY, tmp_path / "out")):
+        with pytest.raises(error, match=words):
+            call()
+    assert load_config(folder).model_type == "llama" and not (tmp_path / "out").exists()
+
+
+def test_a_live_quantised_model_is_refused_with_the_remedy() -> None:
+    model = tiny_model("llama")
+    model.config.quantization_config = {"quant_method": "mxfp4"}
+    with pytest.raises(UnsupportedModelError, match=r"quantised \(mxfp4.*pass its folder.*or model.dequantize\(\)"):
+        load_model(model)
+
+
+# -- GGUF
+
+
+@pytest.fixture(scope="module")
+def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
+    pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    return path, checkpoints.write_gguf(path)
+
+
+def test_a_gguf_file_is_a_model_with_its_tokenizer(gguf_file: tuple[Path, PreTrainedModel]) -> None:
+    path, before = gguf_file
+    loaded = load_model(path)
+    assert (loaded.source, loaded.model.dtype) == ("tiny.gguf", torch.float32)
+    # Q8_0: blocks of 32 weights, 127 steps either side.
+    assert 1e-4 < weight_gap(loaded.model, before) <= 1 / 254 + 2**-10
+    assert loaded.tokenizer("amber")["input_ids"] == [
+        1,
+        *(3 + " abcdefghijklmnopqrstuvwxyz".index(c) for c in " amber"),
+    ]
+    assert loaded.tokenizer.eos_token_id == 2
+    assert load_tokenizer(path).eos_token_id == 2
+    assert plan(path, CAPACITY).cache_bytes == plan(before, CAPACITY).cache_bytes
+
+
+def test_a_gguf_file_is_exported(gguf_file: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
+    bundle = export(str(gguf_file[0]), "fake", CAPACITY, tmp_path / "out")
+    assert bundle.manifest.source == "tiny.gguf"
+    assert bundle.manifest.remarks == ["weights of tiny.gguf were dequantised"]
+    assert "quantization_config" not in bundle.manifest.config
+    assert bundle.tokenizer().eos_token_id == 2
+
+
+def test_a_gguf_file_without_its_package_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tiny.gguf").write_bytes(b"GGUF")
+    monkeypatch.setattr(util, "find_spec", lambda name: None)
+    with pytest.raises(
+        MissingDependencyError, match=r"'tiny.gguf' .* needs gguf and accelerate; pip install .*\[gguf\]"
+    ):
+        load_model(tmp_path / "tiny.gguf")
+
+
+def test_a_damaged_gguf_file_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+    (tmp_path / "tiny.gguf").write_bytes(b"GGUF")
+    with pytest.raises(UnsupportedModelError, match="cannot read 'tiny.gguf'.*pass the checkpoint it was made from"):
+        load_model(tmp_path / "tiny.gguf")

@@ -1,0 +1,102 @@
+"""What reaches the screen of someone who runs the examples: our lines and the text, and nothing of other libraries."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from exportable_cache.common.quiet import everything_shown, known_chatter_dropped, quietly
+
+ROOT = Path(__file__).parents[1]
+#: A progress bar that the example's own call of `from_pretrained` draws: it is transformers', and no call of ours.
+THEIRS = re.compile(r"\r?Loading weights: +\d+%\|.*?\|[^\r\n]*")
+
+
+def bare(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run Python as a new user does: none of the settings that silence it for tests."""
+    kept = ("PATH", "HOME", "LANG", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "TMPDIR")
+    environment = {name: os.environ[name] for name in kept if name in os.environ}
+    environment.update(PYTHONPATH=str(ROOT), HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", EXPORTABLE_CACHE_HOME=str(cwd))
+    done = subprocess.run(
+        [sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def example() -> str:
+    """The Python block of README.md."""
+    return re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)[1]
+
+
+def test_the_examples_of_the_readme_print_their_own_lines(tmp_path: Path) -> None:
+    pytest.importorskip("executorch")
+    done = bare("-c", example(), cwd=tmp_path)
+    assert done.stdout == " 4821.\n"
+    assert THEIRS.sub("", done.stderr).strip() == ""
+    # The bundle is there: what `make demo` runs next, in a process that opens it and does nothing else.
+    code = "from exportable_cache import load; print(*load('artifacts/demo').generate_text('amber is 4821. amber?', 3))"
+    assert bare("-c", code, cwd=tmp_path).stderr == ""
+    generate = ("-m", "exportable_cache", "generate", "artifacts/demo", "--max-new-tokens", "4", "--prompt", "amber?")
+    # One line of ours, and stages of what takes longer than two seconds.
+    lines = [line for line in bare(*generate, cwd=tmp_path).stderr.splitlines() if not line.endswith("...")]
+    assert len(lines) == 1 and re.match(r"\d+ prompt tokens, \d+ new; first text after", lines[0]), lines
+
+
+@pytest.mark.full
+def test_exporting_prints_the_stages_and_the_report(tmp_path: Path) -> None:
+    pytest.importorskip("executorch")
+    target = ("--target", "executorch", "--max-cache-len", "64", "--output", "demo")
+    stage = re.compile(r"[a-z][\w ,-]* \.\.\.( \d+/\d+)?")
+    for more in ((), ("--quantize", "8da4w", "--quantize-embeddings", "8w", "--overwrite")):
+        done = bare("-m", "exportable_cache", "export", "demo", *target, *more, cwd=tmp_path)
+        assert done.stdout.startswith("demo: Qwen3ForCausalLM with its cache, for executorch\n")
+        assert [line for line in done.stderr.splitlines() if not stage.fullmatch(line)] == []
+
+
+def chatter() -> None:
+    logging.getLogger("torchao").warning("Failed to load /site-packages/torchao/_C_mxfp8.so: no such library")
+    logging.getLogger("torch.utils._pytree").warning(
+        "%s is an Enum subclass. Calling register_constant() on Enum subclasses is deprecated and will be an error", "A"
+    )
+    warnings.warn("Mutation on a buffer in the model is detected. ExecuTorch assumes ...", UserWarning, stacklevel=1)
+    sys.stderr.write("[cpuinfo_utils.cpp:71] Reading file /sys/devices/soc0/image_version\n")
+
+
+def other() -> None:
+    logging.getLogger("torchao").warning("your GPU is too old")
+    logging.getLogger("torch.utils._pytree").warning("something else")
+    warnings.warn("Mutation of something else", UserWarning, stacklevel=1)
+    sys.stderr.write("[cpuinfo_utils.cpp:71] Cannot continue\n")
+
+
+def said(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture, call: object) -> list[str]:
+    caplog.clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [*caplog.messages, *(str(one.message) for one in caught), *capsys.readouterr().err.splitlines()]
+
+
+def test_known_messages_are_dropped_and_no_others(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture
+) -> None:
+    assert said(caplog, capsys, quietly(chatter)) == []
+    assert len(said(caplog, capsys, quietly(other))) == 4
+    # Only for the length of the call.
+    assert len(said(caplog, capsys, chatter)) == 4
+
+
+def test_who_looks_for_a_fault_sees_everything(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture) -> None:
+    with everything_shown():
+        assert len(said(caplog, capsys, quietly(chatter))) == 4
+    with pytest.raises(ValueError), known_chatter_dropped():
+        raise ValueError
+    assert len(said(caplog, capsys, chatter)) == 4
