@@ -12,6 +12,7 @@ from .command import Command
 from .export import export
 from .generate import generate
 from .inspect import inspect
+from .kernels import kernels
 from .plan import plan
 from .verify import verify
 
@@ -64,3 +65,4 @@ def root(
 
 for _command in (plan, export, inspect, verify, generate, bench):
     app.command(cls=Command, no_args_is_help=True)(_command)
+app.add_typer(kernels, name="kernels")
