@@ -83,31 +83,31 @@ HWY_INLINE const T* at(const View& view, const Piece& piece, int64_t head, int64
 
 // Scores of `rows` rows over n keys as they are stored, four rows at a time.
 template <class T>
-HWY_INLINE void scores_of_few(const Running& run, int64_t rows, const T* key, int64_t stride, int64_t n, int64_t dim, int64_t query_stride) {
+HWY_INLINE void scores_of_few(const Running& run, int64_t rows, const T* key, int64_t stride, int64_t n, int64_t dim, int64_t query_stride, const Ahead& ahead) {
   for (int64_t r = 0; r < rows; r += 4) {
     const float* query = run.query + r * query_stride;
     float* scores = run.scores + r * kBlock;
     switch (std::min<int64_t>(4, rows - r)) {
-      case 1: few_scores<1>(query, query_stride, key, stride, n, dim, scores); break;
-      case 2: few_scores<2>(query, query_stride, key, stride, n, dim, scores); break;
-      case 3: few_scores<3>(query, query_stride, key, stride, n, dim, scores); break;
-      default: few_scores<4>(query, query_stride, key, stride, n, dim, scores);
+      case 1: few_scores<1>(query, query_stride, key, stride, n, dim, r ? Ahead() : ahead, scores); break;
+      case 2: few_scores<2>(query, query_stride, key, stride, n, dim, r ? Ahead() : ahead, scores); break;
+      case 3: few_scores<3>(query, query_stride, key, stride, n, dim, r ? Ahead() : ahead, scores); break;
+      default: few_scores<4>(query, query_stride, key, stride, n, dim, r ? Ahead() : ahead, scores);
     }
   }
 }
 
 // A short stretch of slots at a time: memory is read nearly in order.
 template <class T>
-HWY_INLINE void sums_of_few(const Running& run, int64_t rows, const T* value, int64_t stride, int64_t n, int64_t dim, int64_t sum_stride) {
+HWY_INLINE void sums_of_few(const Running& run, int64_t rows, const T* value, int64_t stride, int64_t n, int64_t dim, int64_t sum_stride, const Ahead& ahead) {
   constexpr int64_t stretch = 16;
   for (int64_t r = 0; r < rows; r += 4) {
     const float* weights = run.scores + r * kBlock;
     float* sums = run.sums + r * sum_stride;
     switch (std::min<int64_t>(4, rows - r)) {
-      case 1: add_weighted<1>(weights, value, stride, n, dim, stretch, sums, sum_stride); break;
-      case 2: add_weighted<2>(weights, value, stride, n, dim, stretch, sums, sum_stride); break;
-      case 3: add_weighted<3>(weights, value, stride, n, dim, stretch, sums, sum_stride); break;
-      default: add_weighted<4>(weights, value, stride, n, dim, stretch, sums, sum_stride);
+      case 1: add_weighted<1>(weights, value, stride, n, dim, stretch, r ? Ahead() : ahead, sums, sum_stride); break;
+      case 2: add_weighted<2>(weights, value, stride, n, dim, stretch, r ? Ahead() : ahead, sums, sum_stride); break;
+      case 3: add_weighted<3>(weights, value, stride, n, dim, stretch, r ? Ahead() : ahead, sums, sum_stride); break;
+      default: add_weighted<4>(weights, value, stride, n, dim, stretch, r ? Ahead() : ahead, sums, sum_stride);
     }
   }
 }
@@ -119,7 +119,7 @@ HWY_INLINE void scores_of_tile(const Running& run, int64_t row, int64_t stride, 
 
 template <int R>
 HWY_INLINE void sums_of_tile(const Running& run, int64_t row, int64_t n, int64_t stride) {
-  add_weighted<R>(run.scores + row * kBlock, run.values, stride, n, stride, kBlock, run.sums + row * stride, stride);
+  add_weighted<R>(run.scores + row * kBlock, run.values, stride, n, stride, kBlock, Ahead(), run.sums + row * stride, stride);
 }
 
 void scores_of_many(const Running& run, int64_t rows, int64_t stride, int64_t dim) {
@@ -153,11 +153,14 @@ void attend_stored(const Attention& a, const Piece& piece, const Running& run) {
     const int64_t n = std::min(kBlock, end - first);
     const T* key = at<T>(a.key, piece, piece.kv_head, first);
     const T* value = at<T>(a.value, piece, piece.kv_head, first);
+    const Ahead values_ahead = Ahead::of(value, a.value.token_stride, a.value_dim, n);
+    const Ahead keys_ahead =
+        Ahead::of(key + n * a.key.token_stride, a.key.token_stride, a.key_dim, std::min(kBlock, end - first - n));
     if (few && keys_fit) {
-      scores_of_few(run, piece.rows, key, a.key.token_stride, n, a.key_dim, key_dim);
+      scores_of_few(run, piece.rows, key, a.key.token_stride, n, a.key_dim, key_dim, values_ahead);
     } else if (few) {
       widen_rows(key, a.key.token_stride, n, a.key_dim, run.keys);
-      scores_of_few(run, piece.rows, run.keys, key_dim, n, key_dim, key_dim);
+      scores_of_few(run, piece.rows, run.keys, key_dim, n, key_dim, key_dim, values_ahead);
     } else {
       // The memory of the values is free until the weights are known.
       widen_rows(key, a.key.token_stride, n, a.key_dim, run.values);
@@ -178,11 +181,11 @@ void attend_stored(const Attention& a, const Piece& piece, const Running& run) {
       }
     }
     if (few && values_fit) {
-      sums_of_few(run, piece.rows, value, a.value.token_stride, n, a.value_dim, value_dim);
+      sums_of_few(run, piece.rows, value, a.value.token_stride, n, a.value_dim, value_dim, keys_ahead);
     } else {
       widen_rows(value, a.value.token_stride, n, a.value_dim, run.values);
       if (few) {
-        sums_of_few(run, piece.rows, run.values, value_dim, n, value_dim, value_dim);
+        sums_of_few(run, piece.rows, run.values, value_dim, n, value_dim, value_dim, keys_ahead);
       } else {
         sums_of_many(run, piece.rows, n, value_dim);
       }

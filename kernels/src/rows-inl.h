@@ -13,6 +13,7 @@
 #include <cstring>
 
 #include "half.h"
+#include "hwy/cache_control.h"
 #include "hwy/highway.h"
 #include "piece.h"
 
@@ -86,13 +87,34 @@ HWY_INLINE hn::Vec<hn::FixedTag<float, 4>> four_sums(F d, V a, V b, V c, V e) {
 #endif
 }
 
+// Rows that are read next: asked for while others are worked on, as the processor does not foresee the change from keys to
+// values and back.
+struct Ahead {
+  const char* rows = nullptr;
+  int64_t stride = 0;  // bytes
+  int64_t bytes = 0;   // of a row
+  int64_t count = 0;
+
+  template <class T>
+  static HWY_INLINE Ahead of(const T* rows, int64_t stride, int64_t dim, int64_t count) {
+    return {reinterpret_cast<const char*>(rows), stride * int64_t{sizeof(T)}, dim * int64_t{sizeof(T)}, count};
+  }
+
+  HWY_INLINE void ask(int64_t first, int64_t number) const {
+    for (int64_t t = first; t < std::min(first + number, count); ++t) {
+      for (int64_t at = 0; at < bytes; at += 64) hwy::Prefetch(rows + t * stride + at);
+    }
+  }
+};
+
 // scores[r * kBlock + t] of R rows and the first n keys. `dim` is a multiple of the lanes.
 template <int R, class T>
-HWY_INLINE void few_scores(const float* query, int64_t query_stride, const T* key, int64_t key_stride, int64_t n, int64_t dim, float* scores) {
+HWY_INLINE void few_scores(const float* query, int64_t query_stride, const T* key, int64_t key_stride, int64_t n, int64_t dim, const Ahead& ahead, float* scores) {
   const F d;
   const hn::FixedTag<float, 4> four;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
   for (int64_t t = 0; t < n; t += 4) {
+    ahead.ask(t, 4);
     // Behind the last key the last is read again: what comes out is not looked at.
     const T* k0 = key + t * key_stride;
     const T* k1 = t + 1 < n ? k0 + key_stride : k0;
@@ -142,12 +164,13 @@ HWY_INLINE void add_columns(const float* weights, const T* value, int64_t value_
 
 // The same for all columns; `dim` is a multiple of the lanes, and `stretch` the slots that are passed over at a time.
 template <int R, class T>
-HWY_INLINE void add_weighted(const float* weights, const T* value, int64_t value_stride, int64_t n, int64_t dim, int64_t stretch, float* sums, int64_t sum_stride) {
+HWY_INLINE void add_weighted(const float* weights, const T* value, int64_t value_stride, int64_t n, int64_t dim, int64_t stretch, const Ahead& ahead, float* sums, int64_t sum_stride) {
   constexpr int wide = kAccumulators / R >= 4 ? 4 : kAccumulators / R >= 2 ? 2 : 1;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(F()));
   for (int64_t t = 0; t < n; t += stretch) {
     const int64_t count = std::min(stretch, n - t);
     const T* rows = value + t * value_stride;
+    ahead.ask(t, stretch);
     int64_t i = 0;
     for (; i + wide * lanes <= dim; i += wide * lanes) {
       add_columns<R, wide>(weights + t, rows + i, value_stride, count, sums + i, sum_stride);
