@@ -36,8 +36,8 @@ def build_kernels(sources: Path | None = None, output: Path | None = None, optio
 
     Raises:
         InputError: If there are no sources, or the file cannot be written.
-        MissingDependencyError: If cmake, a compiler, Highway or executorch is missing, or the compiler fails; with the end
-            of its output.
+        MissingDependencyError: If cmake, a compiler, Highway or executorch is missing, or the compiler fails; with the
+            end of its output.
     """
     sources = SOURCES if sources is None else sources
     if not (sources / "CMakeLists.txt").is_file():
