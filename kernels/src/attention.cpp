@@ -34,11 +34,12 @@ float* scratch_memory(size_t size) {
   return memory.get();
 }
 
-int64_t size_of(Dtype dtype) {
+int64_t bits_of(Dtype dtype) {
   switch (dtype) {
-    case Dtype::kFloat32: return 4;
-    case Dtype::kInt8: return 1;
-    default: return 2;
+    case Dtype::kFloat32: return 32;
+    case Dtype::kInt8: return 8;
+    case Dtype::kInt4: return 4;
+    default: return 16;
   }
 }
 
@@ -60,7 +61,7 @@ Plan plan_of(const Attention& a, int64_t threads) {
   if (plan.row_blocks > 1) plan.block_rows = ceiling(plan.block_rows, kTileRows) * kTileRows;
   plan.row_blocks = std::max<int64_t>(1, ceiling(plan.rows, plan.block_rows));
   const int64_t heads = a.batch * a.kv_heads, tasks = heads * plan.row_blocks;
-  const int64_t bytes = heads * a.keys * (a.key_dim + a.value_dim) * size_of(a.stored_dtype);
+  const int64_t bytes = heads * a.keys * (a.key_dim + a.value_dim) * bits_of(a.stored_dtype) / 8;
   plan.serial = threads <= 1 || bytes * ceiling(plan.rows, kFewRows) < kSerialBytes;
   if (!plan.serial && tasks < kTasksPerThread * threads) {
     plan.splits = std::clamp<int64_t>(ceiling(kTasksPerThread * threads, tasks), 1, std::max<int64_t>(1, a.keys / kLeastSlots));

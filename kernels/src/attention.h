@@ -6,9 +6,10 @@
 
 namespace exportable_cache::kernels {
 
-enum class Dtype : uint8_t { kFloat32, kFloat16, kBFloat16, kInt8 };
+// kInt4: two numbers a byte, each 8 more than it is: the first half of a row in the low bits, the second in the high ones.
+enum class Dtype : uint8_t { kFloat32, kFloat16, kBFloat16, kInt8, kInt4 };
 
-// A tensor [batch, tokens, heads, dim] whose last dimension is contiguous; strides in elements.
+// A tensor [batch, tokens, heads, dim] whose last dimension is contiguous; strides in elements, of kInt4 in bytes.
 struct View {
   const void* data = nullptr;
   int64_t batch_stride = 0;
@@ -31,13 +32,13 @@ struct Attention {
   int64_t groups = 1;
   int64_t queries = 1;    // query tokens
   int64_t keys = 0;       // slots that may be read; those behind are never touched
-  int64_t key_dim = 0;
+  int64_t key_dim = 0;    // even for kInt4, as the next
   int64_t value_dim = 0;  // may differ from key_dim: in MLA's latent form values are the first numbers of keys
   Dtype query_dtype = Dtype::kFloat32;   // of the output as well
   Dtype stored_dtype = Dtype::kFloat32;  // of keys and values
   View query, key, value;
   MutableView out;
-  View key_scale, value_scale;    // kInt8 only: float32, one number a slot and head
+  View key_scale, value_scale;    // float32, one number a slot and head, by which whole numbers are multiplied; or null
   const float* mask = nullptr;    // [queries, keys], added to the scores, or null
   int64_t mask_stride = 0;
   float scale = 1.0f;

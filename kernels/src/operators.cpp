@@ -7,6 +7,10 @@
 //   update_cache_with_indices.out(Tensor value, Tensor(a!) cache, SymInt start_pos, Tensor indices, *, Tensor(b!) out)
 //                   -> Tensor(b!)
 // All tensors are [batch, tokens, heads, dim], contiguous; the mask is float32 [queries, slots].
+//
+// And one of ours, of which exportable_cache/backends/executorch/own_operators.py has the schema and the meaning:
+//   exportable_cache::causal_attention.out(Tensor query, Tensor keys, Tensor values, Tensor? key_scales,
+//                   Tensor? value_scales, SymInt start, float scaling, *, Tensor(a!) out) -> Tensor(a!)
 #include <executorch/extension/kernel_util/make_boxed_from_unboxed_functor.h>
 #include <executorch/runtime/core/exec_aten/exec_aten.h>
 #include <executorch/runtime/core/exec_aten/util/dim_order_util.h>
@@ -108,6 +112,73 @@ Tensor& custom_sdpa_out(
   return out;
 }
 
+std::optional<Dtype> stored_dtype(ScalarType type) {
+  switch (type) {
+    case ScalarType::Char: return Dtype::kInt8;
+    case ScalarType::Byte: return Dtype::kInt4;
+    default: return float_dtype(type);
+  }
+}
+
+// Of [heads, slots, 1, dim], as one batch row.
+View slots_of(const Tensor& stored) {
+  const int64_t dim = stored.size(3);
+  return {stored.const_data_ptr(), 0, dim, stored.size(1) * dim};
+}
+
+Tensor& causal_attention_out(
+    KernelRuntimeContext& context, const Tensor& query, const Tensor& keys, const Tensor& values,
+    const executorch::aten::optional<Tensor> key_scales, const executorch::aten::optional<Tensor> value_scales,
+    const int64_t start, const double scaling, Tensor& out) {
+  ET_KERNEL_CHECK_MSG(
+      context, is_cache_shaped(query) && is_cache_shaped(keys) && is_cache_shaped(values) && is_cache_shaped(out),
+      InvalidArgument, out, "query, keys, values and output must be contiguous and of four dimensions");
+  const auto dtype = float_dtype(query.scalar_type()), stored = stored_dtype(keys.scalar_type());
+  ET_KERNEL_CHECK_MSG(
+      context, dtype && stored && values.scalar_type() == keys.scalar_type() && out.scalar_type() == query.scalar_type(),
+      InvalidArgument, out, "query must be a float tensor, and keys and values of one dtype: float, int8 or uint8");
+  const int64_t packed = *stored == Dtype::kInt4 ? 2 : 1, tokens = query.size(2);
+  ET_KERNEL_CHECK_MSG(
+      context,
+      query.size(0) == 1 && keys.size(2) == 1 && values.size(2) == 1 && keys.size(0) == values.size(0) &&
+          keys.size(1) == values.size(1) && keys.size(3) * packed == query.size(3) && keys.size(0) > 0 &&
+          query.size(1) % keys.size(0) == 0,
+      InvalidArgument, out, "the shapes of query, keys and values do not fit together");
+  for (const auto* scales : {&key_scales, &value_scales}) {
+    const bool needed = *stored == Dtype::kInt8 || *stored == Dtype::kInt4;
+    ET_KERNEL_CHECK_MSG(
+        context, scales->has_value() == needed, InvalidArgument, out, "scales are for keys and values of whole numbers, and needed");
+    if (!needed) continue;
+    const Tensor& given = scales->value();
+    ET_KERNEL_CHECK_MSG(
+        context,
+        is_cache_shaped(given) && given.scalar_type() == ScalarType::Float && given.size(0) == keys.size(0) &&
+            given.size(1) == keys.size(1) && given.size(2) == 1 && given.size(3) == 1,
+        InvalidArgument, out, "scales must be float32 [heads, slots, 1, 1]");
+  }
+  ET_KERNEL_CHECK_MSG(
+      context, start >= 0 && start + tokens <= keys.size(1), InvalidArgument, out,
+      "%" PRId64 " tokens from position %" PRId64 " on do not fit %zd slots", tokens, start, keys.size(1));
+  const executorch::aten::SizesType sizes[] = {
+      1, static_cast<executorch::aten::SizesType>(tokens), static_cast<executorch::aten::SizesType>(query.size(1)),
+      static_cast<executorch::aten::SizesType>(values.size(3) * packed)};
+  ET_KERNEL_CHECK(
+      context, executorch::runtime::resize_tensor(out, {sizes, 4}) == Error::Ok, InvalidArgument, out);
+
+  Attention a;
+  a.kv_heads = keys.size(0), a.groups = query.size(1) / a.kv_heads, a.queries = tokens, a.keys = start + tokens;
+  a.key_dim = query.size(3), a.value_dim = values.size(3) * packed;
+  a.query_dtype = *dtype, a.stored_dtype = *stored;
+  a.query = {query.const_data_ptr(), 0, a.key_dim, tokens * a.key_dim};
+  a.key = slots_of(keys), a.value = slots_of(values);
+  if (key_scales.has_value()) a.key_scale = slots_of(*key_scales), a.value_scale = slots_of(*value_scales);
+  a.out = {out.mutable_data_ptr(), 0, query.size(1) * a.value_dim, a.value_dim};
+  a.scale = static_cast<float>(scaling), a.causal = true, a.start = start;
+  attend(a, runtime_threads());
+  attention_calls.fetch_add(1, std::memory_order_relaxed);
+  return out;
+}
+
 // Whether the rows of `value` are rows of `cache`.
 bool rows_fit(const Tensor& value, const Tensor& cache) {
   return is_cache_shaped(value) && is_cache_shaped(cache) && value.size(0) == cache.size(0) &&
@@ -172,6 +243,7 @@ Tensor& update_cache_with_indices_out(
 
 constexpr const char kCustomSdpa[] = "llama::custom_sdpa.out";
 constexpr const char kUpdateCache[] = "llama::update_cache.out";
+constexpr const char kCausalAttention[] = "exportable_cache::causal_attention.out";
 constexpr const char kUpdateCacheWithIndices[] = "llama::update_cache_with_indices.out";
 
 
@@ -194,6 +266,8 @@ bool register_operators() {
       if (result == type) break;
     }
   }
+  (void)executorch::runtime::register_kernel(
+      make_boxed_kernel(kCausalAttention, EXECUTORCH_FN(causal_attention_out, kCausalAttention)));
   return true;
 }
 

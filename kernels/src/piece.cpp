@@ -156,12 +156,15 @@ void attend_stored(const Attention& a, const Piece& piece, const Running& run) {
     const Ahead values_ahead = Ahead::of(value, a.value.token_stride, a.value_dim, n);
     const Ahead keys_ahead =
         Ahead::of(key + n * a.key.token_stride, a.key.token_stride, a.key_dim, std::min(kBlock, end - first - n));
-    if (few && keys_fit) {
-      scores_of_few(run, piece.rows, key, a.key.token_stride, n, a.key_dim, key_dim, values_ahead);
-    } else if (few) {
+    bool scored = false;
+    if constexpr (kLoads<T>) {
+      scored = few && keys_fit;
+      if (scored) scores_of_few(run, piece.rows, key, a.key.token_stride, n, a.key_dim, key_dim, values_ahead);
+    }
+    if (!scored && few) {
       widen_rows(key, a.key.token_stride, n, a.key_dim, run.keys);
       scores_of_few(run, piece.rows, run.keys, key_dim, n, key_dim, key_dim, values_ahead);
-    } else {
+    } else if (!scored) {
       // The memory of the values is free until the weights are known.
       widen_rows(key, a.key.token_stride, n, a.key_dim, run.values);
       transpose(run.values, key_dim, n, key_dim, run.keys);
@@ -180,9 +183,12 @@ void attend_stored(const Attention& a, const Piece& piece, const Running& run) {
         scale_slots(scores, at<float>(a.value_scale, piece, piece.kv_head, first), a.value_scale.token_stride, seen);
       }
     }
-    if (few && values_fit) {
-      sums_of_few(run, piece.rows, value, a.value.token_stride, n, a.value_dim, value_dim, keys_ahead);
-    } else {
+    bool summed = false;
+    if constexpr (kLoads<T>) {
+      summed = few && values_fit;
+      if (summed) sums_of_few(run, piece.rows, value, a.value.token_stride, n, a.value_dim, value_dim, keys_ahead);
+    }
+    if (!summed) {
       widen_rows(value, a.value.token_stride, n, a.value_dim, run.values);
       if (few) {
         sums_of_few(run, piece.rows, run.values, value_dim, n, value_dim, value_dim, keys_ahead);
@@ -223,6 +229,7 @@ void attend_piece(const Attention& a, const Piece& piece, float* scratch) {
     case Dtype::kFloat16: attend_stored<hwy::float16_t>(a, piece, run); break;
     case Dtype::kBFloat16: attend_stored<hwy::bfloat16_t>(a, piece, run); break;
     case Dtype::kInt8: attend_stored<int8_t>(a, piece, run); break;
+    case Dtype::kInt4: attend_stored<Int4Pair>(a, piece, run); break;
   }
   for (int64_t r = 0; r < piece.rows; ++r) {
     const float* sums = run.sums + r * value_dim;

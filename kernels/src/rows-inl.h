@@ -66,6 +66,39 @@ HWY_INLINE void widen(const T* from, int64_t dim, float factor, float* to) {
   for (; i < padded(dim); ++i) to[i] = 0.0f;
 }
 
+// Two numbers of a row.
+struct Int4Pair {
+  uint8_t bits;
+};
+
+template <>
+HWY_INLINE void widen(const Int4Pair* from, int64_t dim, float factor, float* to) {
+  const F d;
+  const hn::Rebind<int32_t, F> whole;
+  const hn::Rebind<uint8_t, F> bytes;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d)), half = dim / 2;
+  const uint8_t* pairs = reinterpret_cast<const uint8_t*>(from);
+  const auto low = hn::Set(whole, 15), eight = hn::Set(whole, 8);
+  const V by = hn::Set(d, factor);
+  int64_t i = 0;
+  for (; i + lanes <= half; i += lanes) {
+    const auto both = hn::PromoteTo(whole, hn::LoadU(bytes, pairs + i));
+    hn::StoreU(hn::Mul(hn::ConvertTo(d, hn::Sub(hn::And(both, low), eight)), by), d, to + i);
+    hn::StoreU(hn::Mul(hn::ConvertTo(d, hn::Sub(hn::ShiftRight<4>(both), eight)), by), d, to + half + i);
+  }
+  for (; i < half; ++i) {
+    to[i] = static_cast<float>(int{pairs[i]} % 16 - 8) * factor;
+    to[half + i] = static_cast<float>(int{pairs[i]} / 16 - 8) * factor;
+  }
+  for (i = 2 * half; i < padded(dim); ++i) to[i] = 0.0f;
+}
+
+// Whether rows can be loaded from their middle on, as vectors.
+template <class T>
+constexpr bool kLoads = true;
+template <>
+constexpr bool kLoads<Int4Pair> = false;
+
 // The sums of four vectors' lanes, in order.
 HWY_INLINE hn::Vec<hn::FixedTag<float, 4>> four_sums(F d, V a, V b, V c, V e) {
   const hn::Repartition<double, F> pairs;

@@ -55,13 +55,22 @@ struct Numbers {
   std::vector<double> exact;
 };
 
-Numbers numbers(size_t count, Dtype dtype, std::mt19937& random, double spread) {
-  static const size_t sizes[] = {4, 2, 2, 1};
+Numbers numbers(size_t rows, size_t dim, Dtype dtype, std::mt19937& random, double spread) {
+  const size_t count = rows * dim;
+  static const size_t sizes[] = {4, 2, 2, 1, 1};
   const size_t size = sizes[static_cast<size_t>(dtype)];
   std::normal_distribution<double> normal(0.0, spread);
-  Numbers made{std::make_unique<unsigned char[]>(count * size), std::vector<double>(count)};
+  Numbers made{std::make_unique<unsigned char[]>(dtype == Dtype::kInt4 ? count / 2 : count * size), std::vector<double>(count)};
   for (size_t i = 0; i < count; ++i) {
     const auto x = static_cast<float>(normal(random));
+    if (dtype == Dtype::kInt4) {
+      // The first half of a row in the low bits of its bytes, the second in the high ones.
+      const auto whole = std::clamp(std::lround(x * 4), -8L, 7L);
+      const size_t row = i / dim, at = i % dim, half = dim / 2;
+      made.bytes[row * half + at % half] |= static_cast<unsigned char>((whole + 8) << (at < half ? 0 : 4));
+      made.exact[i] = static_cast<double>(whole);
+      continue;
+    }
     unsigned char* to = made.bytes.get() + i * size;
     if (dtype == Dtype::kFloat32) {
       std::memcpy(to, &x, 4);
@@ -86,10 +95,10 @@ Numbers numbers(size_t count, Dtype dtype, std::mt19937& random, double spread) 
 // The largest difference from double precision, as a share of what is allowed.
 double difference(const Case& c, std::mt19937& random) {
   const int64_t heads = c.kv_heads * c.groups;
-  const size_t queries = c.batch * c.queries * heads * c.dim, slots = c.batch * c.keys * c.kv_heads;
-  const Numbers query = numbers(queries, c.query_dtype, random, 1.5);
-  const Numbers key = numbers(slots * c.dim, c.stored_dtype, random, 1.0);
-  const Numbers value = numbers(slots * c.value_dim, c.stored_dtype, random, 1.0);
+  const size_t slots = c.batch * c.keys * c.kv_heads;
+  const Numbers query = numbers(c.batch * c.queries * heads, c.dim, c.query_dtype, random, 1.5);
+  const Numbers key = numbers(slots, c.dim, c.stored_dtype, random, 1.0);
+  const Numbers value = numbers(slots, c.value_dim, c.stored_dtype, random, 1.0);
   std::vector<float> key_scale(slots), value_scale(slots), mask;
   std::uniform_real_distribution<float> uniform(0.005f, 0.02f);
   for (size_t i = 0; i < slots; ++i) key_scale[i] = uniform(random), value_scale[i] = uniform(random);
@@ -107,7 +116,12 @@ double difference(const Case& c, std::mt19937& random) {
   lay(a.key, c.keys, c.kv_heads, c.dim), lay(a.value, c.keys, c.kv_heads, c.value_dim);
   lay(a.key_scale, c.keys, c.kv_heads, 1), lay(a.value_scale, c.keys, c.kv_heads, 1);
   a.query.data = query.bytes.get(), a.key.data = key.bytes.get(), a.value.data = value.bytes.get();
-  const bool scaled = c.stored_dtype == Dtype::kInt8;
+  // Strides of the numbers; of what is stored they are halved where two share a byte.
+  const Attention exact = a;
+  if (c.stored_dtype == Dtype::kInt4) {
+    for (View* view : {&a.key, &a.value}) view->batch_stride /= 2, view->token_stride /= 2, view->head_stride /= 2;
+  }
+  const bool scaled = c.stored_dtype == Dtype::kInt8 || c.stored_dtype == Dtype::kInt4;
   if (scaled) a.key_scale.data = key_scale.data(), a.value_scale.data = value_scale.data();
   if (c.kind == Case::kCausal) a.causal = true, a.start = c.keys - c.queries;
   if (c.kind == Case::kWindow) {
@@ -136,7 +150,7 @@ double difference(const Case& c, std::mt19937& random) {
       double score = 0.0;
       for (int64_t x = 0; x < c.dim; ++x) {
         score += query.exact[b * a.query.batch_stride + i * a.query.token_stride + h * a.query.head_stride + x] *
-            key.exact[b * a.key.batch_stride + j * a.key.token_stride + g * a.key.head_stride + x];
+            key.exact[b * exact.key.batch_stride + j * exact.key.token_stride + g * exact.key.head_stride + x];
       }
       if (scaled) score *= key_scale[b * a.key_scale.batch_stride + j * a.key_scale.token_stride + g * a.key_scale.head_stride];
       score *= a.scale;
@@ -150,7 +164,7 @@ double difference(const Case& c, std::mt19937& random) {
       double sum = 0.0, size = 1e-3;
       for (int64_t j = 0; j < c.keys; ++j) {
         if (weights[j] == 0.0) continue;
-        double term = weights[j] * value.exact[b * a.value.batch_stride + j * a.value.token_stride + g * a.value.head_stride + x];
+        double term = weights[j] * value.exact[b * exact.value.batch_stride + j * exact.value.token_stride + g * exact.value.head_stride + x];
         if (scaled) term *= value_scale[b * a.value_scale.batch_stride + j * a.value_scale.token_stride + g * a.value_scale.head_stride];
         sum += term, size += std::fabs(term);
       }
@@ -234,10 +248,10 @@ int main() {
         c.groups = 1 + done % 5;
         if (c.threads > 1 && keys > 1000) c.kv_heads = 1;
         check(c);
-        c.stored_dtype = static_cast<Dtype>(1 + done % 3);
+        c.stored_dtype = static_cast<Dtype>(1 + done % 4);
         check(c);
-        c.query_dtype = c.stored_dtype == Dtype::kInt8 ? Dtype::kFloat32 : c.stored_dtype;
-        c.value_dim = dim == 80 ? 64 : dim == 8 ? 12 : dim;
+        c.query_dtype = c.stored_dtype >= Dtype::kInt8 ? Dtype::kFloat32 : c.stored_dtype;
+        c.value_dim = dim == 80 ? 64 : dim == 8 ? 12 : dim == 24 ? 40 : dim;
         check(c);
       }
     }
