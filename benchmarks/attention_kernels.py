@@ -1,7 +1,7 @@
 """ExecuTorch's own attention kernels beside those of `kernels/`: the operators alone, or a bundle's steps.
 
     python benchmarks/attention_kernels.py --own build/kernels/libexportable_cache_kernels.so
-    python benchmarks/attention_kernels.py --own ... --bundle artifacts/x
+    python benchmarks/attention_kernels.py --own ... --bundle artifacts/x --own-bundle artifacts/x-int8
 
 Each form is a process of its own, and rounds are interleaved: one works while the others wait. `own AVX2` are our
 kernels without AVX-512, as on a processor that lacks it. The operators alone are those of a decode step or a prompt's
@@ -198,6 +198,9 @@ def measure(workers: dict[str, Worker], rounds: int, steps: int, slots: int) -> 
 def main(
     own: Annotated[Path, typer.Option(help="Our compiled kernels.")],
     folder: Annotated[Path | None, typer.Option("--bundle", help="A bundle; the operators alone by default.")] = None,
+    own_bundle: Annotated[
+        list[Path] | None, typer.Option(help="A bundle exported with -O kernels=own to time beside; may be repeated.")
+    ] = None,
     slots: Annotated[int, typer.Option(help="Slots allocated; of the bundle, if one is given.")] = 4096,
     target: Annotated[list[str] | None, typer.Option(help="Instruction sets of our kernels; may be repeated.")] = None,
     threads: Annotated[int, typer.Option(help="Threads of the runtime; all cores by default.")] = 0,
@@ -215,6 +218,9 @@ def main(
             chosen = {"EXPORTABLE_CACHE_KERNELS": str(own.resolve())}
             forms[f"own {name}".strip()] = {**chosen, **({"EXPORTABLE_CACHE_KERNELS_TARGET": name} if name else {})}
         workers = {name: Worker(kind, folder.resolve(), threads, chosen) for name, chosen in forms.items()}
+        for one in own_bundle or ():
+            chosen = {"EXPORTABLE_CACHE_KERNELS": str(own.resolve())}
+            workers[one.name] = Worker("bundle", one.resolve(), threads, chosen)
         times = measure(workers, rounds, steps, slots)
         titles = [f"{name} ({worker.target})" if worker.target else name for name, worker in workers.items()]
         for worker in workers.values():

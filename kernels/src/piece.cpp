@@ -5,6 +5,9 @@
 #include <cstring>
 #include <limits>
 
+// Vectors whose length is known at run time only cannot be kept in arrays, as tiles of registers are here.
+#undef HWY_DISABLED_TARGETS
+#define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV)
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "piece.cpp"
 #include "hwy/foreach_target.h"  // IWYU pragma: keep

@@ -50,8 +50,16 @@ HWY_INLINE V load_as(F d, const int8_t* p) {
 }
 
 HWY_INLINE float number(float x) { return x; }
-HWY_INLINE float number(hwy::float16_t x) { return float_of_float16(x.bits); }
-HWY_INLINE float number(hwy::bfloat16_t x) { return float_of_bfloat16(x.bits); }
+template <class T>
+HWY_INLINE uint16_t bits_of(T x) {
+  // On some targets these are types of the compiler, on others structs.
+  static_assert(sizeof(T) == 2);
+  uint16_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+HWY_INLINE float number(hwy::float16_t x) { return float_of_float16(bits_of(x)); }
+HWY_INLINE float number(hwy::bfloat16_t x) { return float_of_bfloat16(bits_of(x)); }
 HWY_INLINE float number(int8_t x) { return x; }
 
 // Writes `dim` numbers of a row as float32 times `factor`, and zeros behind them, up to `padded(dim)`.
