@@ -64,7 +64,8 @@ Plan plan_of(const Attention& a, int64_t threads) {
   const int64_t bytes = heads * a.keys * (a.key_dim + a.value_dim) * bits_of(a.stored_dtype) / 8;
   plan.serial = threads <= 1 || bytes * ceiling(plan.rows, kFewRows) < kSerialBytes;
   if (!plan.serial && tasks < kTasksPerThread * threads) {
-    plan.splits = std::clamp<int64_t>(ceiling(kTasksPerThread * threads, tasks), 1, std::max<int64_t>(1, a.keys / kLeastSlots));
+    plan.splits =
+        std::clamp<int64_t>(ceiling(kTasksPerThread * threads, tasks), 1, std::max<int64_t>(1, a.keys / kLeastSlots));
   }
   plan.split_keys = ceiling(ceiling(a.keys, plan.splits), kBlock) * kBlock;
   plan.splits = std::max<int64_t>(1, plan.split_keys ? ceiling(a.keys, plan.split_keys) : 1);
@@ -126,7 +127,7 @@ void merge(const Work& work, size_t first, float* sum) {
 void write_row(const Attention& a, const Piece& piece, int64_t row, const float* values, float factor) {
   const int64_t token = (piece.first_row + row) / a.groups, group = (piece.first_row + row) % a.groups;
   const int64_t at = piece.batch * a.out.batch_stride + token * a.out.token_stride +
-      (piece.kv_head * a.groups + group) * a.out.head_stride;
+                     (piece.kv_head * a.groups + group) * a.out.head_stride;
   switch (a.query_dtype) {
     case Dtype::kFloat32: {
       float* out = static_cast<float*>(a.out.data) + at;

@@ -6,7 +6,8 @@
 
 namespace exportable_cache::kernels {
 
-// kInt4: two numbers a byte, each 8 more than it is: the first half of a row in the low bits, the second in the high ones.
+// kInt4: two numbers a byte, each 8 more than it is: the first half of a row in the low bits, the second in the high
+// ones.
 enum class Dtype : uint8_t { kFloat32, kFloat16, kBFloat16, kInt8, kInt4 };
 
 // A tensor [batch, tokens, heads, dim] whose last dimension is contiguous; strides in elements, of kInt4 in bytes.
@@ -24,8 +25,8 @@ struct MutableView {
   int64_t head_stride = 0;
 };
 
-// softmax(scale * query @ key^T + mask) @ value, for every batch row and head. `kv_heads * groups` query heads: those of
-// one key head are consecutive.
+// softmax(scale * query @ key^T + mask) @ value, for every batch row and head. `kv_heads * groups` query heads: those
+// of one key head are consecutive.
 struct Attention {
   int64_t batch = 1;
   int64_t kv_heads = 1;
@@ -38,11 +39,11 @@ struct Attention {
   Dtype stored_dtype = Dtype::kFloat32;  // of keys and values
   View query, key, value;
   MutableView out;
-  View key_scale, value_scale;    // float32, one number a slot and head, by which whole numbers are multiplied; or null
-  const float* mask = nullptr;    // [queries, keys], added to the scores, or null
+  View key_scale, value_scale;  // float32, one number a slot and head, by which whole numbers are multiplied; or null
+  const float* mask = nullptr;  // [queries, keys], added to the scores, or null
   int64_t mask_stride = 0;
   float scale = 1.0f;
-  bool causal = false;            // query token i sees the slots up to start + i
+  bool causal = false;  // query token i sees the slots up to start + i
   int64_t start = 0;
 };
 

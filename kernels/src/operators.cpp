@@ -58,40 +58,35 @@ View view_of(const Tensor& tensor) {
   return {tensor.const_data_ptr(), tensor.size(1) * heads * dim, heads * dim, dim};
 }
 
-Tensor& custom_sdpa_out(
-    KernelRuntimeContext& context, const Tensor& query, const Tensor& key, const Tensor& value, const int64_t start_pos,
-    const executorch::aten::optional<Tensor> mask, const double dropout, const bool is_causal,
-    const executorch::aten::optional<double> scale, Tensor& out) {
+Tensor& custom_sdpa_out(KernelRuntimeContext& context, const Tensor& query, const Tensor& key, const Tensor& value,
+                        const int64_t start_pos, const executorch::aten::optional<Tensor> mask, const double dropout,
+                        const bool is_causal, const executorch::aten::optional<double> scale, Tensor& out) {
   (void)dropout;
-  ET_KERNEL_CHECK_MSG(
-      context, is_cache_shaped(query) && is_cache_shaped(key) && is_cache_shaped(value), InvalidArgument, out,
-      "query, key and value must be contiguous [batch, tokens, heads, dim]");
+  ET_KERNEL_CHECK_MSG(context, is_cache_shaped(query) && is_cache_shaped(key) && is_cache_shaped(value),
+                      InvalidArgument, out, "query, key and value must be contiguous [batch, tokens, heads, dim]");
   const auto dtype = float_dtype(query.scalar_type());
-  ET_KERNEL_CHECK_MSG(
-      context, dtype && key.scalar_type() == query.scalar_type() && value.scalar_type() == query.scalar_type(),
-      InvalidArgument, out, "query, key and value must be of one dtype: float32, float16 or bfloat16");
-  ET_KERNEL_CHECK_MSG(
-      context,
-      key.size(0) == query.size(0) && value.size(0) == query.size(0) && key.size(1) == value.size(1) &&
-          key.size(2) == value.size(2) && key.size(3) == query.size(3) && value.size(3) == query.size(3) &&
-          key.size(2) > 0 && query.size(2) % key.size(2) == 0,
-      InvalidArgument, out, "the shapes of query, key and value do not fit together");
-  ET_KERNEL_CHECK_MSG(
-      context, !mask.has_value() || !is_causal, InvalidArgument, out, "give either a mask or is_causal, not both");
+  ET_KERNEL_CHECK_MSG(context,
+                      dtype && key.scalar_type() == query.scalar_type() && value.scalar_type() == query.scalar_type(),
+                      InvalidArgument, out, "query, key and value must be of one dtype: float32, float16 or bfloat16");
+  ET_KERNEL_CHECK_MSG(context,
+                      key.size(0) == query.size(0) && value.size(0) == query.size(0) && key.size(1) == value.size(1) &&
+                          key.size(2) == value.size(2) && key.size(3) == query.size(3) &&
+                          value.size(3) == query.size(3) && key.size(2) > 0 && query.size(2) % key.size(2) == 0,
+                      InvalidArgument, out, "the shapes of query, key and value do not fit together");
+  ET_KERNEL_CHECK_MSG(context, !mask.has_value() || !is_causal, InvalidArgument, out,
+                      "give either a mask or is_causal, not both");
   if (mask.has_value()) {
-    ET_KERNEL_CHECK_MSG(
-        context,
-        mask->dim() == 2 && mask->scalar_type() == ScalarType::Float && is_contiguous(*mask) &&
-            mask->size(0) == query.size(1) && mask->size(1) == key.size(1),
-        InvalidArgument, out, "the mask must be float32 [%zd, %zd]", query.size(1), key.size(1));
+    ET_KERNEL_CHECK_MSG(context,
+                        mask->dim() == 2 && mask->scalar_type() == ScalarType::Float && is_contiguous(*mask) &&
+                            mask->size(0) == query.size(1) && mask->size(1) == key.size(1),
+                        InvalidArgument, out, "the mask must be float32 [%zd, %zd]", query.size(1), key.size(1));
   } else {
-    ET_KERNEL_CHECK_MSG(
-        context, start_pos >= 0 && start_pos + query.size(1) <= key.size(1), InvalidArgument, out,
-        "%zd tokens from position %" PRId64 " on do not fit %zd slots", query.size(1), start_pos, key.size(1));
+    ET_KERNEL_CHECK_MSG(context, start_pos >= 0 && start_pos + query.size(1) <= key.size(1), InvalidArgument, out,
+                        "%zd tokens from position %" PRId64 " on do not fit %zd slots", query.size(1), start_pos,
+                        key.size(1));
   }
   ET_KERNEL_CHECK(context, executorch::runtime::resize_tensor(out, query.sizes()) == Error::Ok, InvalidArgument, out);
-  ET_KERNEL_CHECK(
-      context, out.scalar_type() == query.scalar_type() && is_contiguous(out), InvalidArgument, out);
+  ET_KERNEL_CHECK(context, out.scalar_type() == query.scalar_type() && is_contiguous(out), InvalidArgument, out);
 
   Attention a;
   a.batch = query.size(0), a.queries = query.size(1), a.kv_heads = key.size(2), a.groups = query.size(2) / key.size(2);
@@ -126,44 +121,44 @@ View slots_of(const Tensor& stored) {
   return {stored.const_data_ptr(), 0, dim, stored.size(1) * dim};
 }
 
-Tensor& causal_attention_out(
-    KernelRuntimeContext& context, const Tensor& query, const Tensor& keys, const Tensor& values,
-    const executorch::aten::optional<Tensor> key_scales, const executorch::aten::optional<Tensor> value_scales,
-    const int64_t start, const double scaling, Tensor& out) {
+Tensor& causal_attention_out(KernelRuntimeContext& context, const Tensor& query, const Tensor& keys,
+                             const Tensor& values, const executorch::aten::optional<Tensor> key_scales,
+                             const executorch::aten::optional<Tensor> value_scales, const int64_t start,
+                             const double scaling, Tensor& out) {
   ET_KERNEL_CHECK_MSG(
       context, is_cache_shaped(query) && is_cache_shaped(keys) && is_cache_shaped(values) && is_cache_shaped(out),
       InvalidArgument, out, "query, keys, values and output must be contiguous and of four dimensions");
   const auto dtype = float_dtype(query.scalar_type()), stored = stored_dtype(keys.scalar_type());
   ET_KERNEL_CHECK_MSG(
-      context, dtype && stored && values.scalar_type() == keys.scalar_type() && out.scalar_type() == query.scalar_type(),
+      context,
+      dtype && stored && values.scalar_type() == keys.scalar_type() && out.scalar_type() == query.scalar_type(),
       InvalidArgument, out, "query must be a float tensor, and keys and values of one dtype: float, int8 or uint8");
   const int64_t packed = *stored == Dtype::kInt4 ? 2 : 1, tokens = query.size(2);
-  ET_KERNEL_CHECK_MSG(
-      context,
-      query.size(0) == 1 && keys.size(2) == 1 && values.size(2) == 1 && keys.size(0) == values.size(0) &&
-          keys.size(1) == values.size(1) && keys.size(3) * packed == query.size(3) && keys.size(0) > 0 &&
-          query.size(1) % keys.size(0) == 0,
-      InvalidArgument, out, "the shapes of query, keys and values do not fit together");
+  ET_KERNEL_CHECK_MSG(context,
+                      query.size(0) == 1 && keys.size(2) == 1 && values.size(2) == 1 &&
+                          keys.size(0) == values.size(0) && keys.size(1) == values.size(1) &&
+                          keys.size(3) * packed == query.size(3) && keys.size(0) > 0 &&
+                          query.size(1) % keys.size(0) == 0,
+                      InvalidArgument, out, "the shapes of query, keys and values do not fit together");
   for (const auto* scales : {&key_scales, &value_scales}) {
     const bool needed = *stored == Dtype::kInt8 || *stored == Dtype::kInt4;
-    ET_KERNEL_CHECK_MSG(
-        context, scales->has_value() == needed, InvalidArgument, out, "scales are for keys and values of whole numbers, and needed");
+    ET_KERNEL_CHECK_MSG(context, scales->has_value() == needed, InvalidArgument, out,
+                        "scales are for keys and values of whole numbers, and needed");
     if (!needed) continue;
     const Tensor& given = scales->value();
-    ET_KERNEL_CHECK_MSG(
-        context,
-        is_cache_shaped(given) && given.scalar_type() == ScalarType::Float && given.size(0) == keys.size(0) &&
-            given.size(1) == keys.size(1) && given.size(2) == 1 && given.size(3) == 1,
-        InvalidArgument, out, "scales must be float32 [heads, slots, 1, 1]");
+    ET_KERNEL_CHECK_MSG(context,
+                        is_cache_shaped(given) && given.scalar_type() == ScalarType::Float &&
+                            given.size(0) == keys.size(0) && given.size(1) == keys.size(1) && given.size(2) == 1 &&
+                            given.size(3) == 1,
+                        InvalidArgument, out, "scales must be float32 [heads, slots, 1, 1]");
   }
-  ET_KERNEL_CHECK_MSG(
-      context, start >= 0 && start + tokens <= keys.size(1), InvalidArgument, out,
-      "%" PRId64 " tokens from position %" PRId64 " on do not fit %zd slots", tokens, start, keys.size(1));
-  const executorch::aten::SizesType sizes[] = {
-      1, static_cast<executorch::aten::SizesType>(tokens), static_cast<executorch::aten::SizesType>(query.size(1)),
-      static_cast<executorch::aten::SizesType>(values.size(3) * packed)};
-  ET_KERNEL_CHECK(
-      context, executorch::runtime::resize_tensor(out, {sizes, 4}) == Error::Ok, InvalidArgument, out);
+  ET_KERNEL_CHECK_MSG(context, start >= 0 && start + tokens <= keys.size(1), InvalidArgument, out,
+                      "%" PRId64 " tokens from position %" PRId64 " on do not fit %zd slots", tokens, start,
+                      keys.size(1));
+  const executorch::aten::SizesType sizes[] = {1, static_cast<executorch::aten::SizesType>(tokens),
+                                               static_cast<executorch::aten::SizesType>(query.size(1)),
+                                               static_cast<executorch::aten::SizesType>(values.size(3) * packed)};
+  ET_KERNEL_CHECK(context, executorch::runtime::resize_tensor(out, {sizes, 4}) == Error::Ok, InvalidArgument, out);
 
   Attention a;
   a.kv_heads = keys.size(0), a.groups = query.size(1) / a.kv_heads, a.queries = tokens, a.keys = start + tokens;
@@ -182,7 +177,7 @@ Tensor& causal_attention_out(
 // Whether the rows of `value` are rows of `cache`.
 bool rows_fit(const Tensor& value, const Tensor& cache) {
   return is_cache_shaped(value) && is_cache_shaped(cache) && value.size(0) == cache.size(0) &&
-      value.size(2) == cache.size(2) && value.size(3) == cache.size(3) && value.scalar_type() == cache.scalar_type();
+         value.size(2) == cache.size(2) && value.size(3) == cache.size(3) && value.scalar_type() == cache.scalar_type();
 }
 
 struct Rows {
@@ -204,38 +199,35 @@ struct Rows {
   }
 };
 
-Tensor& update_cache_out(
-    KernelRuntimeContext& context, const Tensor& value, Tensor& cache, const int64_t start_pos, Tensor& out) {
+Tensor& update_cache_out(KernelRuntimeContext& context, const Tensor& value, Tensor& cache, const int64_t start_pos,
+                         Tensor& out) {
   ET_KERNEL_CHECK_MSG(
       context, rows_fit(value, cache), InvalidArgument, out,
       "value and cache must be contiguous [batch, tokens, heads, dim], of one dtype and alike but for the tokens");
-  ET_KERNEL_CHECK_MSG(
-      context, start_pos >= 0 && start_pos + value.size(1) <= cache.size(1), InvalidArgument, out,
-      "%zd tokens from slot %" PRId64 " on do not fit %zd slots", value.size(1), start_pos, cache.size(1));
+  ET_KERNEL_CHECK_MSG(context, start_pos >= 0 && start_pos + value.size(1) <= cache.size(1), InvalidArgument, out,
+                      "%zd tokens from slot %" PRId64 " on do not fit %zd slots", value.size(1), start_pos,
+                      cache.size(1));
   const Rows rows(value, cache);
   for (int64_t row = 0; row < rows.batch; ++row) rows.copy(row, 0, start_pos, rows.tokens);
   return out;
 }
 
-Tensor& update_cache_with_indices_out(
-    KernelRuntimeContext& context, const Tensor& value, Tensor& cache, const int64_t start_pos, const Tensor& indices,
-    Tensor& out) {
+Tensor& update_cache_with_indices_out(KernelRuntimeContext& context, const Tensor& value, Tensor& cache,
+                                      const int64_t start_pos, const Tensor& indices, Tensor& out) {
   (void)start_pos;
   ET_KERNEL_CHECK_MSG(
       context, rows_fit(value, cache), InvalidArgument, out,
       "value and cache must be contiguous [batch, tokens, heads, dim], of one dtype and alike but for the tokens");
-  ET_KERNEL_CHECK_MSG(
-      context,
-      indices.dim() == 2 && indices.scalar_type() == ScalarType::Long && is_contiguous(indices) &&
-          indices.size(0) == value.size(0) && indices.size(1) == value.size(1),
-      InvalidArgument, out, "indices must be int64 [%zd, %zd]", value.size(0), value.size(1));
+  ET_KERNEL_CHECK_MSG(context,
+                      indices.dim() == 2 && indices.scalar_type() == ScalarType::Long && is_contiguous(indices) &&
+                          indices.size(0) == value.size(0) && indices.size(1) == value.size(1),
+                      InvalidArgument, out, "indices must be int64 [%zd, %zd]", value.size(0), value.size(1));
   const Rows rows(value, cache);
   const int64_t* slots = indices.const_data_ptr<int64_t>();
   const int64_t count = rows.batch * rows.tokens;
   for (int64_t i = 0; i < count; ++i) {
-    ET_KERNEL_CHECK_MSG(
-        context, slots[i] >= 0 && slots[i] < rows.slots, InvalidArgument, out,
-        "slot %" PRId64 " is not one of %" PRId64, slots[i], rows.slots);
+    ET_KERNEL_CHECK_MSG(context, slots[i] >= 0 && slots[i] < rows.slots, InvalidArgument, out,
+                        "slot %" PRId64 " is not one of %" PRId64, slots[i], rows.slots);
   }
   for (int64_t i = 0; i < count; ++i) rows.copy(i / rows.tokens, i % rows.tokens, slots[i], 1);
   return out;
@@ -246,19 +238,21 @@ constexpr const char kUpdateCache[] = "llama::update_cache.out";
 constexpr const char kCausalAttention[] = "exportable_cache::causal_attention.out";
 constexpr const char kUpdateCacheWithIndices[] = "llama::update_cache_with_indices.out";
 
-
 bool register_operators() {
   using executorch::extension::make_boxed_kernel;
   const auto attention = make_boxed_kernel(kCustomSdpa, EXECUTORCH_FN(custom_sdpa_out, kCustomSdpa)).op_;
   const auto update = make_boxed_kernel(kUpdateCache, EXECUTORCH_FN(update_cache_out, kUpdateCache)).op_;
-  const auto indexed = make_boxed_kernel(kUpdateCacheWithIndices, EXECUTORCH_FN(update_cache_with_indices_out, kUpdateCacheWithIndices)).op_;
+  const auto indexed =
+      make_boxed_kernel(kUpdateCacheWithIndices, EXECUTORCH_FN(update_cache_with_indices_out, kUpdateCacheWithIndices))
+          .op_;
   // A call has its output twice: as an argument and as the result.
   for (const ScalarType type : {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16}) {
     const TensorKind rows{type, 4}, mask{ScalarType::Float, 2};
     register_for(kCustomSdpa, {rows, rows, rows, rows, rows}, attention);
     register_for(kCustomSdpa, {rows, rows, rows, mask, rows, rows}, attention);
   }
-  for (const ScalarType type : {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16, ScalarType::Char, ScalarType::Byte}) {
+  for (const ScalarType type :
+       {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16, ScalarType::Char, ScalarType::Byte}) {
     for (const ScalarType result : {ScalarType::Float, type}) {
       const TensorKind rows{type, 4}, indices{ScalarType::Long, 2}, out{result, 1};
       register_for(kUpdateCache, {rows, rows, out, out}, update);

@@ -24,13 +24,13 @@ constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
 // Rows of a piece while the slots are passed over; all memory is scratch.
 struct Running {
-  float* query;       // [rows, padded(key_dim)], scaled
-  float* scores;      // [rows, kBlock]; weights after `weigh`
-  float* sums;        // [rows, padded(value_dim)]
-  float* keys;        // [padded(key_dim), kBlock], or [kBlock, padded(key_dim)]
-  float* values;      // [kBlock, padded(value_dim)]; room for keys as well
-  float* top;         // [rows]
-  float* total;       // [rows]
+  float* query;   // [rows, padded(key_dim)], scaled
+  float* scores;  // [rows, kBlock]; weights after `weigh`
+  float* sums;    // [rows, padded(value_dim)]
+  float* keys;    // [padded(key_dim), kBlock], or [kBlock, padded(key_dim)]
+  float* values;  // [kBlock, padded(value_dim)]; room for keys as well
+  float* top;     // [rows]
+  float* total;   // [rows]
 };
 
 // Scores of one row to weights: what is below its greatest score so far. Earlier sums shrink if that has grown.
@@ -81,36 +81,39 @@ HWY_INLINE void add_mask(float* scores, const float* mask, int64_t n) {
 
 template <class T>
 HWY_INLINE const T* at(const View& view, const Piece& piece, int64_t head, int64_t token) {
-  return static_cast<const T*>(view.data) + piece.batch * view.batch_stride + head * view.head_stride + token * view.token_stride;
+  return static_cast<const T*>(view.data) + piece.batch * view.batch_stride + head * view.head_stride +
+         token * view.token_stride;
 }
 
 // Scores of `rows` rows over n keys as they are stored, four rows at a time.
 template <class T>
-HWY_INLINE void scores_of_few(const Running& run, int64_t rows, const T* key, int64_t stride, int64_t n, int64_t dim, int64_t query_stride, const Ahead& ahead) {
+HWY_INLINE void scores_of_few(const Running& run, int64_t rows, const Rows<T>& keys, int64_t dim, int64_t query_stride,
+                              const Ahead& ahead) {
   for (int64_t r = 0; r < rows; r += 4) {
     const float* query = run.query + r * query_stride;
     float* scores = run.scores + r * kBlock;
     switch (std::min<int64_t>(4, rows - r)) {
-      case 1: few_scores<1>(query, query_stride, key, stride, n, dim, r ? Ahead() : ahead, scores); break;
-      case 2: few_scores<2>(query, query_stride, key, stride, n, dim, r ? Ahead() : ahead, scores); break;
-      case 3: few_scores<3>(query, query_stride, key, stride, n, dim, r ? Ahead() : ahead, scores); break;
-      default: few_scores<4>(query, query_stride, key, stride, n, dim, r ? Ahead() : ahead, scores);
+      case 1: few_scores<1>(query, query_stride, keys, dim, r ? Ahead() : ahead, scores); break;
+      case 2: few_scores<2>(query, query_stride, keys, dim, r ? Ahead() : ahead, scores); break;
+      case 3: few_scores<3>(query, query_stride, keys, dim, r ? Ahead() : ahead, scores); break;
+      default: few_scores<4>(query, query_stride, keys, dim, r ? Ahead() : ahead, scores);
     }
   }
 }
 
 // A short stretch of slots at a time: memory is read nearly in order.
 template <class T>
-HWY_INLINE void sums_of_few(const Running& run, int64_t rows, const T* value, int64_t stride, int64_t n, int64_t dim, int64_t sum_stride, const Ahead& ahead) {
+HWY_INLINE void sums_of_few(const Running& run, int64_t rows, const Rows<T>& values, int64_t dim, int64_t sum_stride,
+                            const Ahead& ahead) {
   constexpr int64_t stretch = 16;
   for (int64_t r = 0; r < rows; r += 4) {
     const float* weights = run.scores + r * kBlock;
     float* sums = run.sums + r * sum_stride;
     switch (std::min<int64_t>(4, rows - r)) {
-      case 1: add_weighted<1>(weights, value, stride, n, dim, stretch, r ? Ahead() : ahead, sums, sum_stride); break;
-      case 2: add_weighted<2>(weights, value, stride, n, dim, stretch, r ? Ahead() : ahead, sums, sum_stride); break;
-      case 3: add_weighted<3>(weights, value, stride, n, dim, stretch, r ? Ahead() : ahead, sums, sum_stride); break;
-      default: add_weighted<4>(weights, value, stride, n, dim, stretch, r ? Ahead() : ahead, sums, sum_stride);
+      case 1: add_weighted<1>(weights, values, dim, stretch, r ? Ahead() : ahead, sums, sum_stride); break;
+      case 2: add_weighted<2>(weights, values, dim, stretch, r ? Ahead() : ahead, sums, sum_stride); break;
+      case 3: add_weighted<3>(weights, values, dim, stretch, r ? Ahead() : ahead, sums, sum_stride); break;
+      default: add_weighted<4>(weights, values, dim, stretch, r ? Ahead() : ahead, sums, sum_stride);
     }
   }
 }
@@ -122,7 +125,8 @@ HWY_INLINE void scores_of_tile(const Running& run, int64_t row, int64_t stride, 
 
 template <int R>
 HWY_INLINE void sums_of_tile(const Running& run, int64_t row, int64_t n, int64_t stride) {
-  add_weighted<R>(run.scores + row * kBlock, run.values, stride, n, stride, kBlock, Ahead(), run.sums + row * stride, stride);
+  const Rows<float> values{run.values, stride, n};
+  add_weighted<R>(run.scores + row * kBlock, values, stride, kBlock, Ahead(), run.sums + row * stride, stride);
 }
 
 void scores_of_many(const Running& run, int64_t rows, int64_t stride, int64_t dim) {
@@ -141,8 +145,8 @@ void sums_of_many(const Running& run, int64_t rows, int64_t n, int64_t stride) {
 
 // A block's rows as float32, padded.
 template <class T>
-HWY_INLINE void widen_rows(const T* rows, int64_t stride, int64_t n, int64_t dim, float* to) {
-  for (int64_t t = 0; t < n; ++t) widen(rows + t * stride, dim, 1.0f, to + t * padded(dim));
+HWY_INLINE void widen_rows(const Rows<T>& rows, int64_t dim, float* to) {
+  for (int64_t t = 0; t < rows.count; ++t) widen(rows.first + t * rows.stride, dim, 1.0f, to + t * padded(dim));
 }
 
 template <class T>
@@ -154,22 +158,21 @@ void attend_stored(const Attention& a, const Piece& piece, const Running& run) {
   const int64_t end = std::min(piece.end_key, end_of_row(a, piece.first_row + piece.rows - 1));
   for (int64_t first = piece.first_key; first < end; first += kBlock) {
     const int64_t n = std::min(kBlock, end - first);
-    const T* key = at<T>(a.key, piece, piece.kv_head, first);
-    const T* value = at<T>(a.value, piece, piece.kv_head, first);
-    const Ahead values_ahead = Ahead::of(value, a.value.token_stride, a.value_dim, n);
-    const Ahead keys_ahead =
-        Ahead::of(key + n * a.key.token_stride, a.key.token_stride, a.key_dim, std::min(kBlock, end - first - n));
+    const Rows<T> keys{at<T>(a.key, piece, piece.kv_head, first), a.key.token_stride, n};
+    const Rows<T> values{at<T>(a.value, piece, piece.kv_head, first), a.value.token_stride, n};
+    const Rows<T> next{keys.first + n * keys.stride, keys.stride, std::min(kBlock, end - first - n)};
+    const Ahead values_ahead = Ahead::of(values, a.value_dim), keys_ahead = Ahead::of(next, a.key_dim);
     bool scored = false;
     if constexpr (kLoads<T>) {
       scored = few && keys_fit;
-      if (scored) scores_of_few(run, piece.rows, key, a.key.token_stride, n, a.key_dim, key_dim, values_ahead);
+      if (scored) scores_of_few(run, piece.rows, keys, a.key_dim, key_dim, values_ahead);
     }
     if (!scored && few) {
-      widen_rows(key, a.key.token_stride, n, a.key_dim, run.keys);
-      scores_of_few(run, piece.rows, run.keys, key_dim, n, key_dim, key_dim, values_ahead);
+      widen_rows(keys, a.key_dim, run.keys);
+      scores_of_few(run, piece.rows, Rows<float>{run.keys, key_dim, n}, key_dim, key_dim, values_ahead);
     } else if (!scored) {
       // The memory of the values is free until the weights are known.
-      widen_rows(key, a.key.token_stride, n, a.key_dim, run.values);
+      widen_rows(keys, a.key_dim, run.values);
       transpose(run.values, key_dim, n, key_dim, run.keys);
       scores_of_many(run, piece.rows, key_dim, a.key_dim);
     }
@@ -189,12 +192,12 @@ void attend_stored(const Attention& a, const Piece& piece, const Running& run) {
     bool summed = false;
     if constexpr (kLoads<T>) {
       summed = few && values_fit;
-      if (summed) sums_of_few(run, piece.rows, value, a.value.token_stride, n, a.value_dim, value_dim, keys_ahead);
+      if (summed) sums_of_few(run, piece.rows, values, a.value_dim, value_dim, keys_ahead);
     }
     if (!summed) {
-      widen_rows(value, a.value.token_stride, n, a.value_dim, run.values);
+      widen_rows(values, a.value_dim, run.values);
       if (few) {
-        sums_of_few(run, piece.rows, run.values, value_dim, n, value_dim, value_dim, keys_ahead);
+        sums_of_few(run, piece.rows, Rows<float>{run.values, value_dim, n}, value_dim, value_dim, keys_ahead);
       } else {
         sums_of_many(run, piece.rows, n, value_dim);
       }

@@ -30,7 +30,8 @@ struct Piece {
   int64_t rows = 0;
   int64_t first_key = 0;
   int64_t end_key = 0;
-  float* partial = nullptr;  // [rows, partial_stride]: greatest score, sum of weights, weighted values; null: write the output
+  float* partial =
+      nullptr;  // [rows, partial_stride]: greatest score, sum of weights, weighted values; null: write the output
 };
 
 constexpr int64_t partial_stride(int64_t value_dim) { return kPad + padded(value_dim); }

@@ -5,11 +5,13 @@
 
 namespace exportable_cache::kernels {
 
-void register_for(const char* name, std::initializer_list<TensorKind> arguments, executorch::runtime::OpFunction kernel) {
+void register_for(const char* name, std::initializer_list<TensorKind> arguments,
+                  executorch::runtime::OpFunction kernel) {
   using executorch::runtime::Kernel;
 #ifdef EXPORTABLE_CACHE_KERNELS_ALONE
   (void)arguments;
-  if (!executorch::runtime::registry_has_op_function(name)) (void)executorch::runtime::register_kernel(Kernel(name, kernel));
+  if (!executorch::runtime::registry_has_op_function(name))
+    (void)executorch::runtime::register_kernel(Kernel(name, kernel));
 #else
   // The registry points at the keys: they stay where they are, and are never freed.
   static auto* const keys = new std::deque<std::string>();
@@ -20,7 +22,8 @@ void register_for(const char* name, std::initializer_list<TensorKind> arguments,
     for (size_t dim = 0; dim < argument.dims; ++dim) key += (dim ? "," : "") + std::to_string(dim);
   }
   keys->push_back(key);
-  (void)executorch::runtime::register_kernel(Kernel(name, executorch::runtime::KernelKey(keys->back().c_str()), kernel));
+  (void)executorch::runtime::register_kernel(
+      Kernel(name, executorch::runtime::KernelKey(keys->back().c_str()), kernel));
 #endif
 }
 

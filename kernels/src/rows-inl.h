@@ -1,8 +1,8 @@
 // Rows of stored numbers as float32 vectors, and the two products over them, for the target being compiled.
 //
-// Two forms. Few rows (a decode step): the scores of four keys at a time are dot products over keys as they are stored, so
-// that each is read once, from memory, in order. Many rows (a prompt): keys are transposed into scratch memory first, and
-// scores come out as vectors, without sums across lanes.
+// Two forms. Few rows (a decode step): the scores of four keys at a time are dot products over keys as they are stored,
+// so that each is read once, from memory, in order. Many rows (a prompt): keys are transposed into scratch memory
+// first, and scores come out as vectors, without sums across lanes.
 #if defined(EXPORTABLE_CACHE_ROWS_INL_H) == defined(HWY_TARGET_TOGGLE)
 #ifdef EXPORTABLE_CACHE_ROWS_INL_H
 #undef EXPORTABLE_CACHE_ROWS_INL_H
@@ -113,8 +113,8 @@ HWY_INLINE hn::Vec<hn::FixedTag<float, 4>> four_sums(F d, V a, V b, V c, V e) {
   const V ab = hn::Add(hn::InterleaveLower(d, a, b), hn::InterleaveUpper(d, a, b));
   const V ce = hn::Add(hn::InterleaveLower(d, c, e), hn::InterleaveUpper(d, c, e));
   const auto x = hn::BitCast(pairs, ab), y = hn::BitCast(pairs, ce);
-  const V sums = hn::Add(
-      hn::BitCast(d, hn::InterleaveLower(pairs, x, y)), hn::BitCast(d, hn::InterleaveUpper(pairs, x, y)));
+  const V sums =
+      hn::Add(hn::BitCast(d, hn::InterleaveLower(pairs, x, y)), hn::BitCast(d, hn::InterleaveUpper(pairs, x, y)));
 #if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
   const hn::Half<F> h;
   const hn::Half<hn::Half<F>> q;
@@ -128,8 +128,16 @@ HWY_INLINE hn::Vec<hn::FixedTag<float, 4>> four_sums(F d, V a, V b, V c, V e) {
 #endif
 }
 
-// Rows that are read next: asked for while others are worked on, as the processor does not foresee the change from keys to
-// values and back.
+// Stored rows of one head; the stride in elements.
+template <class T>
+struct Rows {
+  const T* first;
+  int64_t stride;
+  int64_t count;
+};
+
+// Rows that are read next: asked for while others are worked on, as the processor does not foresee the change from keys
+// to values and back.
 struct Ahead {
   const char* rows = nullptr;
   int64_t stride = 0;  // bytes
@@ -137,8 +145,9 @@ struct Ahead {
   int64_t count = 0;
 
   template <class T>
-  static HWY_INLINE Ahead of(const T* rows, int64_t stride, int64_t dim, int64_t count) {
-    return {reinterpret_cast<const char*>(rows), stride * int64_t{sizeof(T)}, dim * int64_t{sizeof(T)}, count};
+  static HWY_INLINE Ahead of(const Rows<T>& rows, int64_t dim) {
+    return {reinterpret_cast<const char*>(rows.first), rows.stride * int64_t{sizeof(T)}, dim * int64_t{sizeof(T)},
+            rows.count};
   }
 
   HWY_INLINE void ask(int64_t first, int64_t number) const {
@@ -148,19 +157,21 @@ struct Ahead {
   }
 };
 
-// scores[r * kBlock + t] of R rows and the first n keys. `dim` is a multiple of the lanes.
+// scores[r * kBlock + t] of R rows and the keys. `dim` is a multiple of the lanes.
 template <int R, class T>
-HWY_INLINE void few_scores(const float* query, int64_t query_stride, const T* key, int64_t key_stride, int64_t n, int64_t dim, const Ahead& ahead, float* scores) {
+HWY_INLINE void few_scores(const float* query, int64_t query_stride, const Rows<T>& keys, int64_t dim,
+                           const Ahead& ahead, float* scores) {
   const F d;
   const hn::FixedTag<float, 4> four;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
+  const int64_t n = keys.count;
   for (int64_t t = 0; t < n; t += 4) {
     ahead.ask(t, 4);
     // Behind the last key the last is read again: what comes out is not looked at.
-    const T* k0 = key + t * key_stride;
-    const T* k1 = t + 1 < n ? k0 + key_stride : k0;
-    const T* k2 = t + 2 < n ? k1 + key_stride : k1;
-    const T* k3 = t + 3 < n ? k2 + key_stride : k2;
+    const T* k0 = keys.first + t * keys.stride;
+    const T* k1 = t + 1 < n ? k0 + keys.stride : k0;
+    const T* k2 = t + 2 < n ? k1 + keys.stride : k1;
+    const T* k3 = t + 3 < n ? k2 + keys.stride : k2;
     V sum[R][4];
     EC_UNROLL for (int r = 0; r < R; ++r) {
       sum[r][0] = hn::Zero(d), sum[r][1] = hn::Zero(d), sum[r][2] = hn::Zero(d), sum[r][3] = hn::Zero(d);
@@ -181,18 +192,18 @@ HWY_INLINE void few_scores(const float* query, int64_t query_stride, const T* ke
   }
 }
 
-// sums[r * sum_stride + i] += weights[r * kBlock + t] * value[t][i], for R rows and `vectors` vectors from i on.
+// sums[r * sum_stride + i] += weights[r * kBlock + t] * values[t][i], for R rows and `vectors` vectors from i on.
 template <int R, int vectors, class T>
-HWY_INLINE void add_columns(const float* weights, const T* value, int64_t value_stride, int64_t n, float* sums, int64_t sum_stride) {
+HWY_INLINE void add_columns(const float* weights, const Rows<T>& values, float* sums, int64_t sum_stride) {
   const F d;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
   V sum[R][vectors];
   EC_UNROLL for (int r = 0; r < R; ++r) {
     EC_UNROLL for (int j = 0; j < vectors; ++j) sum[r][j] = hn::Load(d, sums + r * sum_stride + j * lanes);
   }
-  for (int64_t t = 0; t < n; ++t) {
+  for (int64_t t = 0; t < values.count; ++t) {
     V x[vectors];
-    EC_UNROLL for (int j = 0; j < vectors; ++j) x[j] = load_as(d, value + t * value_stride + j * lanes);
+    EC_UNROLL for (int j = 0; j < vectors; ++j) x[j] = load_as(d, values.first + t * values.stride + j * lanes);
     EC_UNROLL for (int r = 0; r < R; ++r) {
       const V weight = hn::Set(d, weights[r * kBlock + t]);
       EC_UNROLL for (int j = 0; j < vectors; ++j) sum[r][j] = hn::MulAdd(weight, x[j], sum[r][j]);
@@ -205,18 +216,20 @@ HWY_INLINE void add_columns(const float* weights, const T* value, int64_t value_
 
 // The same for all columns; `dim` is a multiple of the lanes, and `stretch` the slots that are passed over at a time.
 template <int R, class T>
-HWY_INLINE void add_weighted(const float* weights, const T* value, int64_t value_stride, int64_t n, int64_t dim, int64_t stretch, const Ahead& ahead, float* sums, int64_t sum_stride) {
+HWY_INLINE void add_weighted(const float* weights, const Rows<T>& values, int64_t dim, int64_t stretch,
+                             const Ahead& ahead, float* sums, int64_t sum_stride) {
   constexpr int wide = kAccumulators / R >= 4 ? 4 : kAccumulators / R >= 2 ? 2 : 1;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(F()));
-  for (int64_t t = 0; t < n; t += stretch) {
-    const int64_t count = std::min(stretch, n - t);
-    const T* rows = value + t * value_stride;
+  for (int64_t t = 0; t < values.count; t += stretch) {
+    const T* first = values.first + t * values.stride;
+    const int64_t count = std::min(stretch, values.count - t);
     ahead.ask(t, stretch);
     int64_t i = 0;
     for (; i + wide * lanes <= dim; i += wide * lanes) {
-      add_columns<R, wide>(weights + t, rows + i, value_stride, count, sums + i, sum_stride);
+      add_columns<R, wide>(weights + t, Rows<T>{first + i, values.stride, count}, sums + i, sum_stride);
     }
-    for (; i < dim; i += lanes) add_columns<R, 1>(weights + t, rows + i, value_stride, count, sums + i, sum_stride);
+    for (; i < dim; i += lanes)
+      add_columns<R, 1>(weights + t, Rows<T>{first + i, values.stride, count}, sums + i, sum_stride);
   }
 }
 
@@ -232,8 +245,10 @@ HWY_INLINE void transpose(const float* rows, int64_t stride, int64_t n, int64_t 
       const auto b = t + 1 < n ? hn::LoadU(d, from + stride + i) : zero;
       const auto c = t + 2 < n ? hn::LoadU(d, from + 2 * stride + i) : zero;
       const auto e = t + 3 < n ? hn::LoadU(d, from + 3 * stride + i) : zero;
-      const auto ab = hn::BitCast(pairs, hn::InterleaveLower(d, a, b)), ab2 = hn::BitCast(pairs, hn::InterleaveUpper(d, a, b));
-      const auto ce = hn::BitCast(pairs, hn::InterleaveLower(d, c, e)), ce2 = hn::BitCast(pairs, hn::InterleaveUpper(d, c, e));
+      const auto ab = hn::BitCast(pairs, hn::InterleaveLower(d, a, b)),
+                 ab2 = hn::BitCast(pairs, hn::InterleaveUpper(d, a, b));
+      const auto ce = hn::BitCast(pairs, hn::InterleaveLower(d, c, e)),
+                 ce2 = hn::BitCast(pairs, hn::InterleaveUpper(d, c, e));
       float* to = transposed + i * kBlock + t;
       hn::Store(hn::BitCast(d, hn::InterleaveLower(pairs, ab, ce)), d, to);
       hn::Store(hn::BitCast(d, hn::InterleaveUpper(pairs, ab, ce)), d, to + kBlock);
@@ -243,21 +258,21 @@ HWY_INLINE void transpose(const float* rows, int64_t stride, int64_t n, int64_t 
   }
   const int64_t filled = (n + 3) / 4 * 4;
   if (filled < kBlock) {
-    for (int64_t i = 0; i < dim; ++i) std::memset(transposed + i * kBlock + filled, 0, sizeof(float) * (kBlock - filled));
+    for (int64_t i = 0; i < dim; ++i)
+      std::memset(transposed + i * kBlock + filled, 0, sizeof(float) * (kBlock - filled));
   }
 }
 
 // scores[r * kBlock + t] of R rows and a whole block of transposed keys.
 template <int R>
-HWY_INLINE void tile_scores(const float* query, int64_t query_stride, const float* transposed, int64_t dim, float* scores) {
+HWY_INLINE void tile_scores(const float* query, int64_t query_stride, const float* transposed, int64_t dim,
+                            float* scores) {
   constexpr int wide = kAccumulators / R >= 4 ? 4 : 2;
   const F d;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
   for (int64_t t = 0; t < kBlock; t += wide * lanes) {
     V sum[R][wide];
-    EC_UNROLL for (int r = 0; r < R; ++r) {
-      EC_UNROLL for (int j = 0; j < wide; ++j) sum[r][j] = hn::Zero(d);
-    }
+    EC_UNROLL for (int r = 0; r < R; ++r) { EC_UNROLL for (int j = 0; j < wide; ++j) sum[r][j] = hn::Zero(d); }
     for (int64_t i = 0; i < dim; ++i) {
       V x[wide];
       EC_UNROLL for (int j = 0; j < wide; ++j) x[j] = hn::Load(d, transposed + i * kBlock + t + j * lanes);

@@ -16,7 +16,6 @@
 #include <thread>
 #include <vector>
 
-
 using namespace exportable_cache::kernels;
 
 namespace {
@@ -32,8 +31,9 @@ struct Case {
 
   std::string text() const {
     char line[200];
-    std::snprintf(line, sizeof line, "batch %d heads %dx%d queries %d keys %d dim %d/%d dtypes %d/%d kind %d threads %zu%s",
-                  int(batch), int(kv_heads), int(groups), int(queries), int(keys), int(dim), int(value_dim), int(query_dtype),
+    std::snprintf(line, sizeof line,
+                  "batch %d heads %dx%d queries %d keys %d dim %d/%d dtypes %d/%d kind %d threads %zu%s", int(batch),
+                  int(kv_heads), int(groups), int(queries), int(keys), int(dim), int(value_dim), int(query_dtype),
                   int(stored_dtype), int(kind), threads, heads_as_batch ? " heads as batch" : "");
     return line;
   }
@@ -60,7 +60,8 @@ Numbers numbers(size_t rows, size_t dim, Dtype dtype, std::mt19937& random, doub
   static const size_t sizes[] = {4, 2, 2, 1, 1};
   const size_t size = sizes[static_cast<size_t>(dtype)];
   std::normal_distribution<double> normal(0.0, spread);
-  Numbers made{std::make_unique<unsigned char[]>(dtype == Dtype::kInt4 ? count / 2 : count * size), std::vector<double>(count)};
+  Numbers made{std::make_unique<unsigned char[]>(dtype == Dtype::kInt4 ? count / 2 : count * size),
+               std::vector<double>(count)};
   for (size_t i = 0; i < count; ++i) {
     const auto x = static_cast<float>(normal(random));
     if (dtype == Dtype::kInt4) {
@@ -143,52 +144,59 @@ double difference(const Case& c, std::mt19937& random) {
   const double allowed = c.query_dtype == Dtype::kFloat32 ? 4e-6 : c.query_dtype == Dtype::kFloat16 ? 6e-4 : 5e-3;
   double worst = 0.0;
   std::vector<double> weights(c.keys);
-  for (int64_t b = 0; b < c.batch; ++b) for (int64_t h = 0; h < heads; ++h) for (int64_t i = 0; i < c.queries; ++i) {
-    const int64_t g = h / c.groups;
-    double top = -1e300, total = 0.0;
-    for (int64_t j = 0; j < c.keys; ++j) {
-      double score = 0.0;
-      for (int64_t x = 0; x < c.dim; ++x) {
-        score += query.exact[b * a.query.batch_stride + i * a.query.token_stride + h * a.query.head_stride + x] *
-            key.exact[b * exact.key.batch_stride + j * exact.key.token_stride + g * exact.key.head_stride + x];
+  for (int64_t b = 0; b < c.batch; ++b)
+    for (int64_t h = 0; h < heads; ++h)
+      for (int64_t i = 0; i < c.queries; ++i) {
+        const int64_t g = h / c.groups;
+        double top = -1e300, total = 0.0;
+        for (int64_t j = 0; j < c.keys; ++j) {
+          double score = 0.0;
+          for (int64_t x = 0; x < c.dim; ++x) {
+            score += query.exact[b * a.query.batch_stride + i * a.query.token_stride + h * a.query.head_stride + x] *
+                     key.exact[b * exact.key.batch_stride + j * exact.key.token_stride + g * exact.key.head_stride + x];
+          }
+          if (scaled)
+            score *=
+                key_scale[b * a.key_scale.batch_stride + j * a.key_scale.token_stride + g * a.key_scale.head_stride];
+          score *= a.scale;
+          if (a.mask) score += mask[i * c.keys + j];
+          if (a.causal && j > a.start + i) score = -INFINITY;
+          weights[j] = score;
+          top = std::max(top, score);
+        }
+        for (double& weight : weights) total += weight = std::exp(weight - top);
+        for (int64_t x = 0; x < c.value_dim; ++x) {
+          double sum = 0.0, size = 1e-3;
+          for (int64_t j = 0; j < c.keys; ++j) {
+            if (weights[j] == 0.0) continue;
+            double term = weights[j] * value.exact[b * exact.value.batch_stride + j * exact.value.token_stride +
+                                                   g * exact.value.head_stride + x];
+            if (scaled)
+              term *= value_scale[b * a.value_scale.batch_stride + j * a.value_scale.token_stride +
+                                  g * a.value_scale.head_stride];
+            sum += term, size += std::fabs(term);
+          }
+          const bool nothing = total == 0.0 || top == -1e300;
+          sum = nothing ? 0.0 : sum / total, size = nothing ? 1.0 : std::max(size / total, 1e-3);
+          const size_t at = b * a.out.batch_stride + i * a.out.token_stride + h * a.out.head_stride + x;
+          double found;
+          if (width == 4) {
+            float x32;
+            std::memcpy(&x32, out.get() + 4 * at, 4);
+            found = x32;
+          } else if (c.query_dtype == Dtype::kFloat16) {
+            uint16_t half;
+            std::memcpy(&half, out.get() + 2 * at, 2);
+            found = float_of_float16(half);
+          } else {
+            uint16_t half;
+            std::memcpy(&half, out.get() + 2 * at, 2);
+            found = float_of_bfloat16(half);
+          }
+          const double off = std::fabs(found - sum) / size / allowed;
+          if (!(off <= worst)) worst = off;
+        }
       }
-      if (scaled) score *= key_scale[b * a.key_scale.batch_stride + j * a.key_scale.token_stride + g * a.key_scale.head_stride];
-      score *= a.scale;
-      if (a.mask) score += mask[i * c.keys + j];
-      if (a.causal && j > a.start + i) score = -INFINITY;
-      weights[j] = score;
-      top = std::max(top, score);
-    }
-    for (double& weight : weights) total += weight = std::exp(weight - top);
-    for (int64_t x = 0; x < c.value_dim; ++x) {
-      double sum = 0.0, size = 1e-3;
-      for (int64_t j = 0; j < c.keys; ++j) {
-        if (weights[j] == 0.0) continue;
-        double term = weights[j] * value.exact[b * exact.value.batch_stride + j * exact.value.token_stride + g * exact.value.head_stride + x];
-        if (scaled) term *= value_scale[b * a.value_scale.batch_stride + j * a.value_scale.token_stride + g * a.value_scale.head_stride];
-        sum += term, size += std::fabs(term);
-      }
-      const bool nothing = total == 0.0 || top == -1e300;
-      sum = nothing ? 0.0 : sum / total, size = nothing ? 1.0 : std::max(size / total, 1e-3);
-      const size_t at = b * a.out.batch_stride + i * a.out.token_stride + h * a.out.head_stride + x;
-      double found;
-      if (width == 4) {
-        float x32;
-        std::memcpy(&x32, out.get() + 4 * at, 4);
-        found = x32;
-      } else if (c.query_dtype == Dtype::kFloat16) {
-        uint16_t half;
-        std::memcpy(&half, out.get() + 2 * at, 2);
-        found = float_of_float16(half);
-      } else {
-        uint16_t half;
-        std::memcpy(&half, out.get() + 2 * at, 2);
-        found = float_of_bfloat16(half);
-      }
-      const double off = std::fabs(found - sum) / size / allowed;
-      if (!(off <= worst)) worst = off;
-    }
-  }
   return worst;
 }
 
@@ -199,7 +207,8 @@ bool ignores_what_is_not_filled() {
   for (size_t i = 0; i < 70 * 16; ++i) rows[i] = 0.25f;
   Attention a;
   a.queries = 2, a.keys = 70, a.key_dim = a.value_dim = 16, a.causal = true, a.start = 68;
-  a.query = {query.data(), 32, 16, 16}, a.key = a.value = {rows.data(), 128 * 16, 16, 16}, a.out = {out.data(), 32, 16, 16};
+  a.query = {query.data(), 32, 16, 16}, a.key = a.value = {rows.data(), 128 * 16, 16, 16},
+  a.out = {out.data(), 32, 16, 16};
   attend(a, Threads{});
   return std::all_of(out.begin(), out.end(), [](float x) { return std::fabs(x - 0.25f) < 1e-6f; });
 }
@@ -239,23 +248,37 @@ int main() {
     };
     const int64_t lengths[] = {1, 3, 63, 64, 65, 200, 1030};
     const int64_t dims[] = {8, 16, 24, 64, 80, 128};
-    for (const int64_t keys : lengths) for (const int64_t dim : dims) for (const int kind : {0, 1, 2}) {
-      for (const int64_t queries : {int64_t{1}, int64_t{2}, int64_t{7}, int64_t{50}}) {
-        if (queries > keys) continue;
-        Case c{1, 2, 3, queries, keys, dim, dim, Dtype::kFloat32, Dtype::kFloat32, static_cast<decltype(Case::kind)>(kind), 1, done % 2 == 0};
-        c.threads = done % 3 == 0 ? 3 : 1;
-        c.batch = done % 5 == 0 ? 2 : 1;
-        c.groups = 1 + done % 5;
-        if (c.threads > 1 && keys > 1000) c.kv_heads = 1;
-        check(c);
-        c.stored_dtype = static_cast<Dtype>(1 + done % 4);
-        check(c);
-        c.query_dtype = c.stored_dtype >= Dtype::kInt8 ? Dtype::kFloat32 : c.stored_dtype;
-        c.value_dim = dim == 80 ? 64 : dim == 8 ? 12 : dim == 24 ? 40 : dim;
-        check(c);
-      }
-    }
-    if (!ignores_what_is_not_filled()) ++failures, std::printf("%s: slots behind the filled ones were read\n", target_name());
+    for (const int64_t keys : lengths)
+      for (const int64_t dim : dims)
+        for (const int kind : {0, 1, 2}) {
+          for (const int64_t queries : {int64_t{1}, int64_t{2}, int64_t{7}, int64_t{50}}) {
+            if (queries > keys) continue;
+            Case c{1,
+                   2,
+                   3,
+                   queries,
+                   keys,
+                   dim,
+                   dim,
+                   Dtype::kFloat32,
+                   Dtype::kFloat32,
+                   static_cast<decltype(Case::kind)>(kind),
+                   1,
+                   done % 2 == 0};
+            c.threads = done % 3 == 0 ? 3 : 1;
+            c.batch = done % 5 == 0 ? 2 : 1;
+            c.groups = 1 + done % 5;
+            if (c.threads > 1 && keys > 1000) c.kv_heads = 1;
+            check(c);
+            c.stored_dtype = static_cast<Dtype>(1 + done % 4);
+            check(c);
+            c.query_dtype = c.stored_dtype >= Dtype::kInt8 ? Dtype::kFloat32 : c.stored_dtype;
+            c.value_dim = dim == 80 ? 64 : dim == 8 ? 12 : dim == 24 ? 40 : dim;
+            check(c);
+          }
+        }
+    if (!ignores_what_is_not_filled())
+      ++failures, std::printf("%s: slots behind the filled ones were read\n", target_name());
     if (!shows_not_a_number()) ++failures, std::printf("%s: a key that is not a number was lost\n", target_name());
     std::printf("%s: %d cases so far, %d failures\n", target_name(), done, failures);
   }
