@@ -9,8 +9,9 @@
 // All tensors are [batch, tokens, heads, dim], contiguous; the mask is float32 [queries, slots].
 //
 // And one of ours, of which exportable_cache/backends/executorch/own_operators.py has the schema and the meaning:
-//   exportable_cache::causal_attention.out(Tensor query, Tensor keys, Tensor values, Tensor? key_scales,
-//                   Tensor? value_scales, SymInt start, float scaling, *, Tensor(a!) out) -> Tensor(a!)
+//   exportable_cache::causal_attention.out(Tensor query, Tensor[] stored, SymInt start, float scaling, *, Tensor(a!)
+//   out)
+//                   -> Tensor(a!)
 #include <executorch/extension/kernel_util/make_boxed_from_unboxed_functor.h>
 #include <executorch/runtime/core/exec_aten/exec_aten.h>
 #include <executorch/runtime/core/exec_aten/util/dim_order_util.h>
@@ -121,10 +122,12 @@ View slots_of(const Tensor& stored) {
   return {stored.const_data_ptr(), 0, dim, stored.size(1) * dim};
 }
 
-Tensor& causal_attention_out(KernelRuntimeContext& context, const Tensor& query, const Tensor& keys,
-                             const Tensor& values, const executorch::aten::optional<Tensor> key_scales,
-                             const executorch::aten::optional<Tensor> value_scales, const int64_t start,
-                             const double scaling, Tensor& out) {
+Tensor& causal_attention_out(KernelRuntimeContext& context, const Tensor& query,
+                             const executorch::aten::ArrayRef<Tensor> parts, const int64_t start, const double scaling,
+                             Tensor& out) {
+  ET_KERNEL_CHECK_MSG(context, parts.size() == 2 || parts.size() == 4, InvalidArgument, out,
+                      "keys and values are needed, and the scales of both or of none");
+  const Tensor &keys = parts[0], &values = parts[1];
   ET_KERNEL_CHECK_MSG(
       context, is_cache_shaped(query) && is_cache_shaped(keys) && is_cache_shaped(values) && is_cache_shaped(out),
       InvalidArgument, out, "query, keys, values and output must be contiguous and of four dimensions");
@@ -140,16 +143,15 @@ Tensor& causal_attention_out(KernelRuntimeContext& context, const Tensor& query,
                           keys.size(3) * packed == query.size(3) && keys.size(0) > 0 &&
                           query.size(1) % keys.size(0) == 0,
                       InvalidArgument, out, "the shapes of query, keys and values do not fit together");
-  for (const auto* scales : {&key_scales, &value_scales}) {
-    const bool needed = *stored == Dtype::kInt8 || *stored == Dtype::kInt4;
-    ET_KERNEL_CHECK_MSG(context, scales->has_value() == needed, InvalidArgument, out,
-                        "scales are for keys and values of whole numbers, and needed");
-    if (!needed) continue;
-    const Tensor& given = scales->value();
+  const bool whole = *stored == Dtype::kInt8 || *stored == Dtype::kInt4;
+  ET_KERNEL_CHECK_MSG(context, parts.size() == (whole ? 4 : 2), InvalidArgument, out,
+                      "scales are for keys and values of whole numbers, and needed");
+  for (size_t i = 2; i < parts.size(); ++i) {
+    const Tensor& scales = parts[i];
     ET_KERNEL_CHECK_MSG(context,
-                        is_cache_shaped(given) && given.scalar_type() == ScalarType::Float &&
-                            given.size(0) == keys.size(0) && given.size(1) == keys.size(1) && given.size(2) == 1 &&
-                            given.size(3) == 1,
+                        is_cache_shaped(scales) && scales.scalar_type() == ScalarType::Float &&
+                            scales.size(0) == keys.size(0) && scales.size(1) == keys.size(1) && scales.size(2) == 1 &&
+                            scales.size(3) == 1,
                         InvalidArgument, out, "scales must be float32 [heads, slots, 1, 1]");
   }
   ET_KERNEL_CHECK_MSG(context, start >= 0 && start + tokens <= keys.size(1), InvalidArgument, out,
@@ -166,7 +168,7 @@ Tensor& causal_attention_out(KernelRuntimeContext& context, const Tensor& query,
   a.query_dtype = *dtype, a.stored_dtype = *stored;
   a.query = {query.const_data_ptr(), 0, a.key_dim, tokens * a.key_dim};
   a.key = slots_of(keys), a.value = slots_of(values);
-  if (key_scales.has_value()) a.key_scale = slots_of(*key_scales), a.value_scale = slots_of(*value_scales);
+  if (whole) a.key_scale = slots_of(parts[2]), a.value_scale = slots_of(parts[3]);
   a.out = {out.mutable_data_ptr(), 0, query.size(1) * a.value_dim, a.value_dim};
   a.scale = static_cast<float>(scaling), a.causal = true, a.start = start;
   attend(a, runtime_threads());

@@ -27,19 +27,19 @@ def test_the_operator_is_causal_attention_over_what_is_stored(stored: str, query
     query = torch.randn(1, heads, query_length, dim)
     rows = torch.randn(2, kv_heads, capacity, 1, dim)
     if stored == "float32":
-        keys, values, scales = rows[0], rows[1], (None, None)
+        stored_rows = (rows[0], rows[1])
     else:
-        keys, values, *scales = STORAGES[stored].encode(rows[0], rows[1])
-        rows = torch.stack(STORAGES[stored].decode((keys, values, *scales)))
+        stored_rows = STORAGES[stored].encode(rows[0], rows[1])
+        rows = torch.stack(STORAGES[stored].decode(stored_rows))
     filled = rows[:, None, :, : start + query_length, 0]
     mask = torch.ones(query_length, start + query_length, dtype=torch.bool).tril(start)
     expected = torch.nn.functional.scaled_dot_product_attention(
         query, filled[0], filled[1], attn_mask=mask, scale=0.3, enable_gqa=True
     )
-    found = torch.ops.exportable_cache.causal_attention(query, keys, values, *scales, start, 0.3)
+    found = torch.ops.exportable_cache.causal_attention(query, stored_rows, start, 0.3)
     torch.testing.assert_close(found, expected.transpose(1, 2), atol=1e-6, rtol=1e-5)
     out = torch.empty_like(found)
-    torch.ops.exportable_cache.causal_attention.out(query, keys, values, *scales, start, 0.3, out=out)
+    torch.ops.exportable_cache.causal_attention.out(query, stored_rows, start, 0.3, out=out)
     assert torch.equal(out, found)
 
 

@@ -140,10 +140,8 @@ class OwnFullKernel(FusedFullKernel, kind="own_full"):
     def attend(
         self, step: FusedStep, query: torch.Tensor, attention_mask: torch.Tensor | None, scaling: float
     ) -> torch.Tensor:
-        layer = step.layer
-        scales = _stored(layer)[2:] or (None, None)
-        start = _start(layer, query.shape[2])
-        return torch.ops.exportable_cache.causal_attention(query, layer.keys, layer.values, *scales, start, scaling)
+        start = _start(step.layer, query.shape[2])
+        return torch.ops.exportable_cache.causal_attention(query, _stored(step.layer), start, scaling)
 
 
 @dataclass(frozen=True)

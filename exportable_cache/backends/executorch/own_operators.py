@@ -8,6 +8,8 @@ several tokens, is one call here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ...cache.storage.int4 import Int4Storage
@@ -15,9 +17,7 @@ from ...common.compat.executorch import runtime
 from ...common.own_kernels import load_own_kernels
 from ...errors import MissingDependencyError
 
-_SCHEMA = (
-    "(Tensor query, Tensor keys, Tensor values, Tensor? key_scales, Tensor? value_scales, SymInt start, float scaling"
-)
+_SCHEMA = "(Tensor query, Tensor[] stored, SymInt start, float scaling"
 _library = torch.library.Library("exportable_cache", "FRAGMENT")
 _library.define(f"causal_attention{_SCHEMA}) -> Tensor")
 # ExecuTorch calls this one.
@@ -38,21 +38,14 @@ def check_own_kernels() -> None:
         )
 
 
-def causal_attention(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    key_scales: torch.Tensor | None,
-    value_scales: torch.Tensor | None,
-    start: int,
-    scaling: float,
-) -> torch.Tensor:
+def causal_attention(query: torch.Tensor, stored: Sequence[torch.Tensor], start: int, scaling: float) -> torch.Tensor:
     """Causal attention of one row over the filled slots of a full layer, in plain operators: what the kernel computes.
 
     Args:
         query: [1, heads, query_length, head_dim].
-        keys, values: [num_heads, capacity, 1, dim]; uint8 for two numbers a byte, as `Int4Storage` packs them.
-        key_scales, value_scales: float32 [num_heads, capacity, 1, 1] for int8 and uint8, else None.
+        stored: What the layer's storage keeps. Keys and values [num_heads, capacity, 1, dim]; of int8, and of uint8 for
+            two numbers a byte as `Int4Storage` packs them, also the scales of both, float32 [num_heads, capacity, 1,
+            1].
         start: Position of the first query, whose key is stored already: it sees slots 0 to `start`.
         scaling: Factor on the scores.
 
@@ -60,9 +53,10 @@ def causal_attention(
         [1, query_length, heads, value_head_dim].
     """
     heads, query_length = query.shape[1:3]
-    end, groups = start + query_length, heads // keys.shape[0]
-    stored = [(keys, key_scales), (values, value_scales)]
-    key, value = (_numbers(rows[:, :end], scales).repeat_interleave(groups, dim=0) for rows, scales in stored)
+    end, groups = start + query_length, heads // stored[0].shape[0]
+    rows, scales = stored[:2], stored[2:] or (None, None)
+    pairs = zip(rows, scales, strict=True)
+    key, value = (_numbers(part[:, :end], scale).repeat_interleave(groups, dim=0) for part, scale in pairs)
     scores = query[0].float() @ key.transpose(1, 2) * scaling
     seen = torch.arange(end) <= start + torch.arange(query_length)[:, None]
     weights = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)
@@ -79,7 +73,8 @@ def _into(*arguments: object, out: torch.Tensor) -> torch.Tensor:
     return out.copy_(causal_attention(*arguments))
 
 
-def _empty(query, keys, values, key_scales, value_scales, start, scaling) -> torch.Tensor:
+def _empty(query: torch.Tensor, stored: Sequence[torch.Tensor], start: int, scaling: float) -> torch.Tensor:
+    values = stored[1]
     packed = 2 if values.dtype == torch.uint8 else 1
     return query.new_empty(1, query.shape[2], query.shape[1], values.shape[3] * packed)
 
