@@ -18,7 +18,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-full test-canary zoo docs clean
+.PHONY: help setup kernels demo check test test-full test-canary zoo docs clean
 
 help:
 	@echo "make demo    set up $(VENV), export the demo model to ExecuTorch, verify it, and ask it for a fact"
@@ -30,12 +30,16 @@ help:
 	@echo "             (hours; resumes; ZOO_ARGS='--only llama,mamba2 --targets eager,pt2' to choose)"
 	@echo "make docs    build the pages of docs/ into site/; a warning is an error"
 	@echo "make setup   only set up $(VENV), with the executorch extra"
+	@echo "make kernels also compile attention kernels for this processor (a C++ compiler and libhwy-dev)"
 	@echo "make clean   remove $(VENV), $(OUTPUT) and caches"
 	@echo
 	@echo "Variables: PYTHON=$(PYTHON) (3.10 to 3.12)  VENV=$(VENV)  OUTPUT=$(OUTPUT)  MAX_CACHE_LEN=$(MAX_CACHE_LEN)  PROMPT='...'"
 	@echo "pip's own settings (PIP_INDEX_URL, PIP_FIND_LINKS, ...) decide where packages come from."
 
 setup: $(VENV)/.installed
+
+kernels: $(VENV)/.installed
+	@$(BIN)/exportable-cache kernels build
 
 demo: $(VENV)/.installed
 	@$(BIN)/exportable-cache export demo --target executorch --max-cache-len $(MAX_CACHE_LEN) --output $(OUTPUT) --overwrite
@@ -86,6 +90,7 @@ $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
 	$(PIP) install '$(TORCH)'
 	@echo "installing the rest ..."
 	$(PIP) install --quiet --editable '.[executorch]'
+	@echo "ExecuTorch's own attention kernels serve bundles; 'make kernels' compiles faster ones"
 	@touch $@
 
 $(VENV)/.installed-test: pyproject.toml $(VENV)/.installed | $(VENV)/bin/python

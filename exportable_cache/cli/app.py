@@ -9,9 +9,11 @@ import typer
 from .. import __version__
 from .bench import bench
 from .command import Command
+from .doctor import doctor
 from .export import export
 from .generate import generate
 from .inspect import inspect
+from .kernels import kernels
 from .plan import plan
 from .verify import verify
 
@@ -64,3 +66,5 @@ def root(
 
 for _command in (plan, export, inspect, verify, generate, bench):
     app.command(cls=Command, no_args_is_help=True)(_command)
+app.command(cls=Command)(doctor)
+app.add_typer(kernels, name="kernels")

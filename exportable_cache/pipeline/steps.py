@@ -131,8 +131,8 @@ def load(resolved: Resolved, progress: Progress = silent) -> LoadedModel:
             f"{type(given).__name__} is on {live.device}; programs are exported for the CPU: call model.cpu() first"
         )
     wanted = spec.dtype if resolved.dtype is None else resolved.dtype.chosen
-    if spec.quantization is not None:
-        # As stored: weights are made float32 one by one, when they are quantised.
+    if spec.quantization is not None and not spec.lora:
+        # As stored: weights are made float32 one by one, when they are quantised. Adapters are merged in float32.
         wanted = None
     loaded = load_model(given, wanted, lora=spec.lora, progress=progress)
     return loaded if spec.tokenizer is None else replace(loaded, tokenizer=spec.tokenizer)

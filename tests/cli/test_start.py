@@ -9,7 +9,7 @@ import pytest
 import exportable_cache
 from exportable_cache.backends.registry import TARGETS
 
-COMMANDS = ("plan", "export", "inspect", "verify", "generate", "bench")
+COMMANDS = ("plan", "export", "inspect", "verify", "generate", "bench", "doctor")
 HEAVY = ("torch", "transformers", "numpy", "executorch")
 
 

@@ -15,12 +15,13 @@ from ...cache.attention.functions import EXTRAS, matmul_attention
 from ...cache.attention.masks import register_masks
 from ...cache.layers import CacheLayer
 from ...cache.policies import FullPolicy, RingPolicy
-from ...cache.storage import FloatStorage, Int8Storage
+from ...cache.storage import FloatStorage, Int4Storage, Int8Storage
 from ...common.compat.executorch import register_fused_operators, register_quantized_operators
 from ...models.cache_factory import ExportableCache, ExportableEncoderDecoderCache
 from ...models.layout import layer_types_and_windows
 from ..probe import probe_attention
-from .fused_kernels import FusedFullKernel, FusedKernel, FusedRingKernel, updated_just_now
+from . import own_operators  # noqa: F401  registers torch.ops.exportable_cache.causal_attention
+from .fused_kernels import FusedFullKernel, FusedKernel, FusedRingKernel, OwnFullKernel, updated_just_now
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,6 +34,7 @@ _PROBE_LENGTH = 3
 
 # Storages that the kernels' attention can read.
 _STORAGES = (FloatStorage, Int8Storage)
+_OWN_STORAGES = (*_STORAGES, Int4Storage)
 
 
 def executorch_attention(
@@ -62,18 +64,22 @@ def executorch_attention(
     return step.layer.kernel.attend(step, query, attention_mask, scaling), None
 
 
-def fuse_layers(model: PreTrainedModel, cache: ExportableCache) -> ExportableCache:
-    """The cache with its fusable layers in the operators' layout, and all others as they are."""
+def fuse_layers(model: PreTrainedModel, cache: ExportableCache, own: bool = False) -> ExportableCache:
+    """The cache with its fusable layers in the operators' layout, and all others as they are.
+
+    Args:
+        own: Use operators of this package where it has them.
+    """
     if isinstance(cache, ExportableEncoderDecoderCache):
         # The probe below feeds a text decoder, and T5's family has a position bias.
         return cache
-    fusable = fusable_layers(model, cache)
+    fusable = fusable_layers(model, cache, own)
     # Beside layers that need methods of their own (sinks; soft-capping over 8 bits) the branches of fused layers do not
     # lower.
     if not all(fuse or _is_plain(layer) for layer, fuse in zip(cache.layers, fusable, strict=True)):
         return cache
     layers = zip(cache.layers, fusable, strict=True)
-    return ExportableCache([fused_kernel(layer).fused(layer) if fuse else layer for layer, fuse in layers])
+    return ExportableCache([fused_kernel(layer, own).fused(layer) if fuse else layer for layer, fuse in layers])
 
 
 def one_method_suffices(cache: ExportableCache) -> bool:
@@ -88,9 +94,13 @@ def one_method_suffices(cache: ExportableCache) -> bool:
     )
 
 
-def fused_kernel(layer: CacheLayer) -> FusedKernel | None:
-    """The kernel for a layer's policy and storage, or None where there is none."""
-    if type(layer) is not CacheLayer or not isinstance(layer.storage, _STORAGES):
+def fused_kernel(layer: CacheLayer, own: bool = False) -> FusedKernel | None:
+    """The kernel for a layer's policy and storage, or None where there is none; `own`: of this package's operators."""
+    if type(layer) is not CacheLayer:
+        return None
+    if own and isinstance(layer.policy, FullPolicy) and isinstance(layer.storage, _OWN_STORAGES):
+        return OwnFullKernel()
+    if not isinstance(layer.storage, _STORAGES):
         return None
     if isinstance(layer.policy, FullPolicy):
         return FusedFullKernel()
@@ -105,7 +115,7 @@ def _is_plain(layer: CacheLayer) -> bool:
     return type(layer) is CacheLayer and is_known
 
 
-def fusable_layers(model: PreTrainedModel, cache: ExportableCache) -> list[bool]:
+def fusable_layers(model: PreTrainedModel, cache: ExportableCache, own: bool = False) -> list[bool]:
     """Which layers the fused operators compute exactly, found by running a short prompt through the model.
 
     Such a layer keeps every token of one row, or exactly its window, in float32, keys and values of one size, and its
@@ -123,7 +133,7 @@ def fusable_layers(model: PreTrainedModel, cache: ExportableCache) -> list[bool]
     calls = probe_attention(model, _PROBE_LENGTH, is_plain_and_causal)
     types = [layer_type for layer_type, _ in layer_types_and_windows(model.config)]
     return [
-        fused_kernel(layer) is not None
+        fused_kernel(layer, own) is not None
         # Of an attention chunk a query sees what came before it in the chunk, not all that the ring holds.
         and types[index] != "chunked_attention"
         and layer.keys.shape == layer.values.shape

@@ -131,6 +131,20 @@ class FusedFullKernel(FusedKernel, kind="executorch_full"):
 
 
 @dataclass(frozen=True)
+class OwnFullKernel(FusedFullKernel, kind="own_full"):
+    """The same over this package's attention operator, which reads 8 and 4 bits as they are stored.
+
+    Programs with it run only where the compiled kernels of `kernels/` are loaded.
+    """
+
+    def attend(
+        self, step: FusedStep, query: torch.Tensor, attention_mask: torch.Tensor | None, scaling: float
+    ) -> torch.Tensor:
+        start = _start(step.layer, query.shape[2])
+        return torch.ops.exportable_cache.causal_attention(query, _stored(step.layer), start, scaling)
+
+
+@dataclass(frozen=True)
 class FusedRingKernel(FusedKernel, kind="executorch_ring"):
     """Of a ring without rollback slots: stored tensors are [num_heads, capacity + 1, 1, dim].
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import executorch.extension.llm.custom_ops.custom_ops  # registers torch.ops.llama, here and in the runtime
-import executorch.kernels.quantized  # noqa: F401  registers quantized_decomposed::*
-
-from ...common.compat.executorch import operator_names
+from ...common.compat.executorch import operator_names, register_fused_operators, register_quantized_operators
 from ...errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from executorch.exir import ExecutorchProgramManager
+
+register_fused_operators()
+register_quantized_operators()
 
 
 def check_kernels(lowered: ExecutorchProgramManager) -> None:

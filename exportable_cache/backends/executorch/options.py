@@ -12,7 +12,7 @@ from ..tensorrt.options import TensorRTOptions
 
 #: Options by delegate.
 DELEGATES = {
-    "xnnpack": ("llm_runner", "methods"),
+    "xnnpack": ("kernels", "llm_runner", "methods"),
     "vulkan": (),
     "coreml": (),
     "tensorrt": ("opt_length", "sm"),
@@ -20,6 +20,7 @@ DELEGATES = {
 #: Delegates that no Python runtime on this kind of machine executes.
 ELSEWHERE = ("vulkan", "coreml")
 METHODS = ("auto", "forward", "split", "both")
+KERNELS = ("executorch", "own")
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,9 @@ class ExecutorchOptions(TensorRTOptions):
             for itself in memory, unless the C++ runtime shares them. `both`. By default `forward`, or `split` for
             models with rings that the fused operators cannot serve, which write in place only where the length is known
             to be one.
+        kernels: `executorch`: the program calls operators that every build of ExecuTorch has; the compiled kernels of
+            this package serve them, too, where they are. `own`: it also calls operators of this package, and runs only
+            where those kernels are: attention over keys and values in 8 and 4 bits that are not made float32 first.
         llm_runner: Insist on `forward` and on the constant methods that the runner reads.
     """
 
@@ -47,6 +51,7 @@ class ExecutorchOptions(TensorRTOptions):
         choices=tuple(DELEGATES),
     )
     methods: str = setting("auto", "Which methods the program has.", choices=METHODS)
+    kernels: str = setting("executorch", "Operators that the program may call.", choices=KERNELS)
     llm_runner: bool = setting(False, "Have what ExecuTorch's text runner calls.", kind=bool)
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,8 +15,11 @@ if TYPE_CHECKING:
 
     from ..base import ProgramDescription
 
-# The runtime's error code MemoryAllocationFailed, as its messages give it.
+# The runtime's error codes MemoryAllocationFailed and OperatorMissing, as its messages give them.
 _NO_MEMORY = "error: 0x:21"
+_NO_OPERATOR = "error: 0x:14"
+# How the names of this package's operators begin in a file.
+_OWN_OPERATORS = b"exportable_cache::"
 
 
 class ExecutorchRunner:
@@ -38,6 +42,11 @@ class ExecutorchRunner:
                 remedy = (
                     "memory is planned for the longest input: export with a smaller max_encoder_len or prefill_length"
                 )
+            if _NO_OPERATOR in str(error) and _calls_own_operators(path):
+                remedy = (
+                    "it was exported with kernels='own' and needs the compiled kernels of this package: "
+                    "exportable-cache kernels build; or export the model again without that option"
+                )
             raise BundleError(f"the ExecuTorch runtime cannot load {path.name}: {error}; {remedy}") from error
 
     def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
@@ -45,6 +54,11 @@ class ExecutorchRunner:
         with one_blas_thread():
             outputs = self._methods[method]([tensor.contiguous() for tensor in inputs])
         return outputs[0].clone() if self.methods[method].is_step else tuple(output.clone() for output in outputs)
+
+
+def _calls_own_operators(path: Path) -> bool:
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as contents:
+        return contents.find(_OWN_OPERATORS) >= 0
 
 
 def _check_runs_here(path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,7 @@ class ExecutorchBackend:
 
     def program_spec(self, asked: ProgramSpec, options: ExecutorchOptions) -> ProgramSpec:
         from .fused import EXECUTORCH_ATTENTION, fuse_layers, one_method_suffices
+        from .own_operators import check_own_kernels
 
         if options.delegate == "tensorrt":
             return backend_for("tensorrt").program_spec(asked, options)
@@ -49,11 +51,13 @@ class ExecutorchBackend:
         if options.delegate in ELSEWHERE:
             # Without the fused operators, which would cut the delegate's graph at every layer.
             return replace(asked, attention=MATMUL_ATTENTION)
+        if options.kernels == "own":
+            check_own_kernels()
         methods, auto = options.methods, options.methods == "auto"
         return replace(
             asked,
             attention=EXECUTORCH_ATTENTION,
-            adapt=fuse_layers,
+            adapt=partial(fuse_layers, own=options.kernels == "own"),
             forward=options.llm_runner or (one_method_suffices if auto else methods != "split"),
             split=(lambda cache: not one_method_suffices(cache)) if auto else methods != "forward",
         )

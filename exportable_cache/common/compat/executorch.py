@@ -27,6 +27,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ...errors import MissingDependencyError
+from ..own_kernels import load_own_kernels
 
 if TYPE_CHECKING:
     import torch
@@ -61,6 +62,8 @@ def runtime() -> ModuleType:
     extension = import_module(name)
     for package, pattern in _KERNELS.items():
         torch.ops.load_library(str(_library(package, pattern)))
+    # After the runtime, whose registry it adds to; the kernels that a program finds are chosen when it is loaded.
+    load_own_kernels()
     return extension
 
 
@@ -86,11 +89,13 @@ def _library(package: str, pattern: str) -> Path:
 
 def register_fused_operators() -> None:
     """Make `torch.ops.llama` known, with what tracing needs; it imports the exporter."""
+    runtime()
     import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401
 
 
 def register_quantized_operators() -> None:
     """Make `torch.ops.quantized_decomposed` known with all its operators; it imports the exporter."""
+    runtime()
     import executorch.exir.passes._quant_patterns_and_replacements  # noqa: F401
 
 

@@ -35,6 +35,14 @@ set(_libraries
   "${_executorch}/kernels/quantized/libquantized_ops_aot_lib.so"             # quantized_decomposed::*
   "${_executorch}/extension/llm/runner/_llm_runner${_suffix}"                # the reader of tokenizer.json
 )
+set(EC_KERNELS "" CACHE FILEPATH "Library of kernels/, whose attention is used in place of the wheel's; empty for the wheel's")
+if(EC_KERNELS)
+  get_filename_component(_kernels "${EC_KERNELS}" ABSOLUTE BASE_DIR "${CMAKE_BINARY_DIR}")
+  if(NOT EXISTS "${_kernels}")
+    message(FATAL_ERROR "EC_KERNELS is ${EC_KERNELS}, but there is no such file; build it with: exportable-cache kernels build")
+  endif()
+  list(APPEND _libraries "${_kernels}")
+endif()
 add_library(ec_executorch INTERFACE)
 target_include_directories(ec_executorch SYSTEM INTERFACE
   "${_executorch}/include"

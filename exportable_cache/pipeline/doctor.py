@@ -1,0 +1,134 @@
+"""What this machine runs ExecuTorch bundles with, and what would make them faster."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+from dataclasses import asdict, dataclass
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any
+
+from ..common.own_kernels import TARGET_VARIABLE, VARIABLE, load_own_kernels
+
+_CPU_INFO = Path("/proc/cpuinfo")
+_BUILD = "exportable-cache kernels build"
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was found.
+
+    Attributes:
+        processor: Name of it.
+        instruction_set: The best that torch uses on it.
+        cores: Logical ones that this process may run on.
+        torch: Its release, its threads, and its library for matrix products.
+        executorch: Its release, None where it is not installed.
+        runtime_threads: Of ExecuTorch's pool, None where only our kernels could tell and they are not loaded.
+        kernels: What serves attention over fused layers.
+        remedies: What would be faster, one sentence each.
+    """
+
+    processor: str
+    instruction_set: str
+    cores: int
+    torch: str
+    executorch: str | None
+    runtime_threads: int | None
+    kernels: str
+    remedies: list[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self)
+
+
+def diagnose() -> Diagnosis:
+    """Look at the machine and at the installed packages; it loads the ExecuTorch runtime where there is one.
+
+    Raises:
+        MissingDependencyError: If kernels were asked for by `EXPORTABLE_CACHE_KERNELS` that cannot be loaded.
+    """
+    import torch
+
+    release = _release("executorch")
+    kernels = None
+    if release is not None:
+        from ..common.compat.executorch import runtime
+
+        runtime()
+        kernels = load_own_kernels()
+    served = "ExecuTorch's own" if release else "none: executorch is not installed"
+    if kernels is not None:
+        served = f"ours, {kernels.target}, {kernels.path}"
+    return Diagnosis(
+        processor=processor_name(),
+        instruction_set=torch.backends.cpu.get_cpu_capability(),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        torch=f"{torch.__version__}, {torch.get_num_threads()} threads, {_blas(torch.__config__.show())}",
+        executorch=release,
+        runtime_threads=None if kernels is None else kernels.threads,
+        kernels=served,
+        remedies=list(_remedies(release, kernels is not None)),
+    )
+
+
+def processor_name() -> str:
+    """As the processor calls itself, with family and model where it gives them."""
+    fields = _cpu_fields()
+    name = fields.get("model name") or platform.processor() or platform.machine()
+    numbers = ", ".join(f"{key} {fields[key]}" for key in ("cpu family", "model") if key in fields)
+    return f"{name} ({numbers})" if numbers else name
+
+
+def _remedies(release: str | None, ours: bool):
+    if release is None:
+        yield "to run bundles for ExecuTorch: pip install 'exportable-cache[executorch]'"
+        return
+    if not ours and os.environ.get(VARIABLE):
+        yield f"attention is left to ExecuTorch's kernels by {VARIABLE}={os.environ[VARIABLE]}; unset it"
+    elif not ours:
+        lacking = [] if shutil.which("c++") or os.environ.get("CXX") else ["a C++ compiler (g++)"]
+        # A header-only look: CMake finds Highway in other places, too.
+        if not Path("/usr/include/hwy/highway.h").is_file() and not os.environ.get("hwy_ROOT"):
+            lacking.append("Google Highway (libhwy-dev)")
+        needs = f"; it needs {' and '.join(lacking)}" if lacking else ""
+        yield f"faster attention over long contexts: {_BUILD}{needs}"
+    if ours and os.environ.get(TARGET_VARIABLE):
+        yield f"the kernels are held to {os.environ[TARGET_VARIABLE]} by {TARGET_VARIABLE}; unset it"
+
+
+def _blas(config: str) -> str:
+    """What torch was built with, of `torch.__config__.show()`."""
+    found = re.search(r"(?:oneAPI )?Math Kernel Library Version (\S+)", config)
+    if found is None:
+        named = re.search(r"BLAS_INFO=(\w+)", config)
+        return f"BLAS {named.group(1)}" if named else "BLAS unknown"
+    path = "" if _cpu_fields().get("vendor_id", "GenuineIntel") == "GenuineIntel" else _NOT_INTEL
+    return f"MKL {found.group(1)}{path}"
+
+
+# A profile of an EPYC of Zen 3 showed `mkl_blas_def_sgemm` under ExecuTorch's attention.
+_NOT_INTEL = ", which may take its generic path, as this processor is not Intel's"
+
+
+def _cpu_fields() -> dict[str, str]:
+    """Of the first processor; empty where the system has no such file."""
+    fields: dict[str, str] = {}
+    if _CPU_INFO.is_file():
+        for line in _CPU_INFO.read_text(errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            fields.setdefault(key.strip(), value.strip())
+    return fields
+
+
+def _release(package: str) -> str | None:
+    if util.find_spec(package) is None:
+        return None
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "of unknown release"

@@ -1,0 +1,31 @@
+# ec_kernels_executorch: headers of the executorch wheel, and its library of the runtime, which exports the registry of kernels
+# and the thread pool. The library refers to libtorch and libpython, which whoever loads ours has loaded.
+find_package(Python3 REQUIRED COMPONENTS Interpreter)
+set(_query [=[
+import importlib.util, pathlib, sysconfig
+spec = importlib.util.find_spec("executorch")
+folder = pathlib.Path(list(spec.submodule_search_locations)[0]) if spec else None
+found = sorted((folder / "extension" / "pybindings").glob("_[CP]*" + sysconfig.get_config_var("EXT_SUFFIX"))) if folder else []
+found += sorted((folder / "extension" / "pybindings").glob("_portable_lib*.so")) if folder else []
+print(";".join([folder.as_posix() if folder else "", found[0].as_posix() if found else ""]))
+]=])
+execute_process(COMMAND "${Python3_EXECUTABLE}" -c "${_query}" OUTPUT_VARIABLE _found OUTPUT_STRIP_TRAILING_WHITESPACE
+  COMMAND_ERROR_IS_FATAL ANY)
+list(GET _found 0 _executorch)
+list(GET _found 1 _runtime)
+if(NOT _executorch OR NOT _runtime)
+  message(FATAL_ERROR "${Python3_EXECUTABLE} has no executorch, or none with a Python runtime. Install it (pip install "
+    "executorch==1.4.1), or name another Python with -DPython3_EXECUTABLE=...")
+endif()
+
+add_library(ec_kernels_executorch INTERFACE)
+target_include_directories(ec_kernels_executorch SYSTEM INTERFACE
+  "${_executorch}/include"
+  "${_executorch}/include/executorch/runtime/core/portable_type/c10"
+  "${CMAKE_CURRENT_LIST_DIR}/wheel"
+)
+target_compile_definitions(ec_kernels_executorch INTERFACE C10_USING_CUSTOM_GENERATED_MACROS)
+target_link_libraries(ec_kernels_executorch INTERFACE "${_runtime}")
+target_link_options(ec_kernels_executorch INTERFACE "LINKER:--allow-shlib-undefined")
+cmake_path(GET _runtime PARENT_PATH _folder)
+target_link_options(ec_kernels_executorch INTERFACE "LINKER:-rpath,${_folder}")

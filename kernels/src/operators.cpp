@@ -1,0 +1,297 @@
+// ExecuTorch's operators llama::custom_sdpa, update_cache and update_cache_with_indices over our kernels.
+//
+// Their schemas, as executorch/extension/llm/custom_ops has them:
+//   custom_sdpa.out(Tensor query, Tensor key, Tensor value, SymInt start_pos, Tensor? attn_mask, float drpout_p,
+//                   bool is_causal, float? scale, *, Tensor(a!) out) -> Tensor(a!)
+//   update_cache.out(Tensor value, Tensor(a!) cache, SymInt start_pos, *, Tensor(b!) out) -> Tensor(b!)
+//   update_cache_with_indices.out(Tensor value, Tensor(a!) cache, SymInt start_pos, Tensor indices, *, Tensor(b!) out)
+//                   -> Tensor(b!)
+// All tensors are [batch, tokens, heads, dim], contiguous; the mask is float32 [queries, slots].
+//
+// And one of ours, of which exportable_cache/backends/executorch/own_operators.py has the schema and the meaning:
+//   exportable_cache::causal_attention.out(Tensor query, Tensor[] stored, SymInt start, float scaling, *, Tensor(a!)
+//   out)
+//                   -> Tensor(a!)
+#include <executorch/extension/kernel_util/make_boxed_from_unboxed_functor.h>
+#include <executorch/runtime/core/exec_aten/exec_aten.h>
+#include <executorch/runtime/core/exec_aten/util/dim_order_util.h>
+#include <executorch/runtime/core/exec_aten/util/scalar_type_util.h>
+#include <executorch/runtime/core/exec_aten/util/tensor_util.h>
+#include <executorch/runtime/kernel/kernel_runtime_context.h>
+
+#include <atomic>
+#include <cinttypes>
+#include <cmath>
+#include <cstring>
+#include <optional>
+
+#include "attention.h"
+#include "registration.h"
+#include "thread_pool.h"
+
+namespace exportable_cache::kernels {
+namespace {
+
+using executorch::aten::ScalarType;
+using executorch::aten::Tensor;
+using executorch::runtime::Error;
+using executorch::runtime::KernelRuntimeContext;
+
+std::atomic<int64_t> attention_calls{0};
+
+std::optional<Dtype> float_dtype(ScalarType type) {
+  switch (type) {
+    case ScalarType::Float: return Dtype::kFloat32;
+    case ScalarType::Half: return Dtype::kFloat16;
+    case ScalarType::BFloat16: return Dtype::kBFloat16;
+    default: return std::nullopt;
+  }
+}
+
+bool is_contiguous(const Tensor& tensor) {
+  return executorch::runtime::is_contiguous_dim_order(tensor.dim_order().data(), tensor.dim());
+}
+
+bool is_cache_shaped(const Tensor& tensor) { return tensor.dim() == 4 && is_contiguous(tensor); }
+
+View view_of(const Tensor& tensor) {
+  const int64_t heads = tensor.size(2), dim = tensor.size(3);
+  return {tensor.const_data_ptr(), tensor.size(1) * heads * dim, heads * dim, dim};
+}
+
+Tensor& custom_sdpa_out(KernelRuntimeContext& context, const Tensor& query, const Tensor& key, const Tensor& value,
+                        const int64_t start_pos, const executorch::aten::optional<Tensor> mask, const double dropout,
+                        const bool is_causal, const executorch::aten::optional<double> scale, Tensor& out) {
+  (void)dropout;
+  ET_KERNEL_CHECK_MSG(context, is_cache_shaped(query) && is_cache_shaped(key) && is_cache_shaped(value),
+                      InvalidArgument, out, "query, key and value must be contiguous [batch, tokens, heads, dim]");
+  const auto dtype = float_dtype(query.scalar_type());
+  ET_KERNEL_CHECK_MSG(context,
+                      dtype && key.scalar_type() == query.scalar_type() && value.scalar_type() == query.scalar_type(),
+                      InvalidArgument, out, "query, key and value must be of one dtype: float32, float16 or bfloat16");
+  ET_KERNEL_CHECK_MSG(context,
+                      key.size(0) == query.size(0) && value.size(0) == query.size(0) && key.size(1) == value.size(1) &&
+                          key.size(2) == value.size(2) && key.size(3) == query.size(3) &&
+                          value.size(3) == query.size(3) && key.size(2) > 0 && query.size(2) % key.size(2) == 0,
+                      InvalidArgument, out, "the shapes of query, key and value do not fit together");
+  ET_KERNEL_CHECK_MSG(context, !mask.has_value() || !is_causal, InvalidArgument, out,
+                      "give either a mask or is_causal, not both");
+  if (mask.has_value()) {
+    ET_KERNEL_CHECK_MSG(context,
+                        mask->dim() == 2 && mask->scalar_type() == ScalarType::Float && is_contiguous(*mask) &&
+                            mask->size(0) == query.size(1) && mask->size(1) == key.size(1),
+                        InvalidArgument, out, "the mask must be float32 [%zd, %zd]", query.size(1), key.size(1));
+  } else {
+    ET_KERNEL_CHECK_MSG(context, start_pos >= 0 && start_pos + query.size(1) <= key.size(1), InvalidArgument, out,
+                        "%zd tokens from position %" PRId64 " on do not fit %zd slots", query.size(1), start_pos,
+                        key.size(1));
+  }
+  ET_KERNEL_CHECK(context, executorch::runtime::resize_tensor(out, query.sizes()) == Error::Ok, InvalidArgument, out);
+  ET_KERNEL_CHECK(context, out.scalar_type() == query.scalar_type() && is_contiguous(out), InvalidArgument, out);
+
+  Attention a;
+  a.batch = query.size(0), a.queries = query.size(1), a.kv_heads = key.size(2), a.groups = query.size(2) / key.size(2);
+  a.key_dim = a.value_dim = query.size(3);
+  a.query_dtype = a.stored_dtype = *dtype;
+  a.query = view_of(query), a.key = view_of(key), a.value = view_of(value);
+  const View at = view_of(out);
+  a.out = {out.mutable_data_ptr(), at.batch_stride, at.token_stride, at.head_stride};
+  a.scale = static_cast<float>(scale.has_value() ? *scale : 1.0 / std::sqrt(static_cast<double>(a.key_dim)));
+  a.keys = key.size(1);
+  if (mask.has_value()) {
+    a.mask = mask->const_data_ptr<float>(), a.mask_stride = a.keys;
+  } else {
+    a.keys = start_pos + a.queries, a.causal = is_causal, a.start = start_pos;
+  }
+  attend(a, runtime_threads());
+  attention_calls.fetch_add(1, std::memory_order_relaxed);
+  return out;
+}
+
+std::optional<Dtype> stored_dtype(ScalarType type) {
+  switch (type) {
+    case ScalarType::Char: return Dtype::kInt8;
+    case ScalarType::Byte: return Dtype::kInt4;
+    default: return float_dtype(type);
+  }
+}
+
+// Of [heads, slots, 1, dim], as one batch row.
+View slots_of(const Tensor& stored) {
+  const int64_t dim = stored.size(3);
+  return {stored.const_data_ptr(), 0, dim, stored.size(1) * dim};
+}
+
+Tensor& causal_attention_out(KernelRuntimeContext& context, const Tensor& query,
+                             const executorch::aten::ArrayRef<Tensor> parts, const int64_t start, const double scaling,
+                             Tensor& out) {
+  ET_KERNEL_CHECK_MSG(context, parts.size() == 2 || parts.size() == 4, InvalidArgument, out,
+                      "keys and values are needed, and the scales of both or of none");
+  const Tensor &keys = parts[0], &values = parts[1];
+  ET_KERNEL_CHECK_MSG(
+      context, is_cache_shaped(query) && is_cache_shaped(keys) && is_cache_shaped(values) && is_cache_shaped(out),
+      InvalidArgument, out, "query, keys, values and output must be contiguous and of four dimensions");
+  const auto dtype = float_dtype(query.scalar_type()), stored = stored_dtype(keys.scalar_type());
+  ET_KERNEL_CHECK_MSG(
+      context,
+      dtype && stored && values.scalar_type() == keys.scalar_type() && out.scalar_type() == query.scalar_type(),
+      InvalidArgument, out, "query must be a float tensor, and keys and values of one dtype: float, int8 or uint8");
+  const int64_t packed = *stored == Dtype::kInt4 ? 2 : 1, tokens = query.size(2);
+  ET_KERNEL_CHECK_MSG(context,
+                      query.size(0) == 1 && keys.size(2) == 1 && values.size(2) == 1 &&
+                          keys.size(0) == values.size(0) && keys.size(1) == values.size(1) &&
+                          keys.size(3) * packed == query.size(3) && keys.size(0) > 0 &&
+                          query.size(1) % keys.size(0) == 0,
+                      InvalidArgument, out, "the shapes of query, keys and values do not fit together");
+  const bool whole = *stored == Dtype::kInt8 || *stored == Dtype::kInt4;
+  ET_KERNEL_CHECK_MSG(context, parts.size() == (whole ? 4 : 2), InvalidArgument, out,
+                      "scales are for keys and values of whole numbers, and needed");
+  for (size_t i = 2; i < parts.size(); ++i) {
+    const Tensor& scales = parts[i];
+    ET_KERNEL_CHECK_MSG(context,
+                        is_cache_shaped(scales) && scales.scalar_type() == ScalarType::Float &&
+                            scales.size(0) == keys.size(0) && scales.size(1) == keys.size(1) && scales.size(2) == 1 &&
+                            scales.size(3) == 1,
+                        InvalidArgument, out, "scales must be float32 [heads, slots, 1, 1]");
+  }
+  ET_KERNEL_CHECK_MSG(context, start >= 0 && start + tokens <= keys.size(1), InvalidArgument, out,
+                      "%" PRId64 " tokens from position %" PRId64 " on do not fit %zd slots", tokens, start,
+                      keys.size(1));
+  const executorch::aten::SizesType sizes[] = {1, static_cast<executorch::aten::SizesType>(tokens),
+                                               static_cast<executorch::aten::SizesType>(query.size(1)),
+                                               static_cast<executorch::aten::SizesType>(values.size(3) * packed)};
+  ET_KERNEL_CHECK(context, executorch::runtime::resize_tensor(out, {sizes, 4}) == Error::Ok, InvalidArgument, out);
+
+  Attention a;
+  a.kv_heads = keys.size(0), a.groups = query.size(1) / a.kv_heads, a.queries = tokens, a.keys = start + tokens;
+  a.key_dim = query.size(3), a.value_dim = values.size(3) * packed;
+  a.query_dtype = *dtype, a.stored_dtype = *stored;
+  a.query = {query.const_data_ptr(), 0, a.key_dim, tokens * a.key_dim};
+  a.key = slots_of(keys), a.value = slots_of(values);
+  if (whole) a.key_scale = slots_of(parts[2]), a.value_scale = slots_of(parts[3]);
+  a.out = {out.mutable_data_ptr(), 0, query.size(1) * a.value_dim, a.value_dim};
+  a.scale = static_cast<float>(scaling), a.causal = true, a.start = start;
+  attend(a, runtime_threads());
+  attention_calls.fetch_add(1, std::memory_order_relaxed);
+  return out;
+}
+
+// Whether the rows of `value` are rows of `cache`.
+bool rows_fit(const Tensor& value, const Tensor& cache) {
+  return is_cache_shaped(value) && is_cache_shaped(cache) && value.size(0) == cache.size(0) &&
+         value.size(2) == cache.size(2) && value.size(3) == cache.size(3) && value.scalar_type() == cache.scalar_type();
+}
+
+struct Rows {
+  const char* from;
+  char* to;
+  int64_t batch, tokens, slots;
+  size_t bytes;  // of a token of one batch row
+
+  Rows(const Tensor& value, Tensor& cache)
+      : from(static_cast<const char*>(value.const_data_ptr())),
+        to(static_cast<char*>(cache.mutable_data_ptr())),
+        batch(value.size(0)),
+        tokens(value.size(1)),
+        slots(cache.size(1)),
+        bytes(static_cast<size_t>(value.size(2) * value.size(3)) * value.element_size()) {}
+
+  void copy(int64_t row, int64_t token, int64_t slot, int64_t count) const {
+    std::memcpy(to + (row * slots + slot) * bytes, from + (row * tokens + token) * bytes, count * bytes);
+  }
+};
+
+Tensor& update_cache_out(KernelRuntimeContext& context, const Tensor& value, Tensor& cache, const int64_t start_pos,
+                         Tensor& out) {
+  ET_KERNEL_CHECK_MSG(
+      context, rows_fit(value, cache), InvalidArgument, out,
+      "value and cache must be contiguous [batch, tokens, heads, dim], of one dtype and alike but for the tokens");
+  ET_KERNEL_CHECK_MSG(context, start_pos >= 0 && start_pos + value.size(1) <= cache.size(1), InvalidArgument, out,
+                      "%zd tokens from slot %" PRId64 " on do not fit %zd slots", value.size(1), start_pos,
+                      cache.size(1));
+  const Rows rows(value, cache);
+  for (int64_t row = 0; row < rows.batch; ++row) rows.copy(row, 0, start_pos, rows.tokens);
+  return out;
+}
+
+Tensor& update_cache_with_indices_out(KernelRuntimeContext& context, const Tensor& value, Tensor& cache,
+                                      const int64_t start_pos, const Tensor& indices, Tensor& out) {
+  (void)start_pos;
+  ET_KERNEL_CHECK_MSG(
+      context, rows_fit(value, cache), InvalidArgument, out,
+      "value and cache must be contiguous [batch, tokens, heads, dim], of one dtype and alike but for the tokens");
+  ET_KERNEL_CHECK_MSG(context,
+                      indices.dim() == 2 && indices.scalar_type() == ScalarType::Long && is_contiguous(indices) &&
+                          indices.size(0) == value.size(0) && indices.size(1) == value.size(1),
+                      InvalidArgument, out, "indices must be int64 [%zd, %zd]", value.size(0), value.size(1));
+  const Rows rows(value, cache);
+  const int64_t* slots = indices.const_data_ptr<int64_t>();
+  const int64_t count = rows.batch * rows.tokens;
+  for (int64_t i = 0; i < count; ++i) {
+    ET_KERNEL_CHECK_MSG(context, slots[i] >= 0 && slots[i] < rows.slots, InvalidArgument, out,
+                        "slot %" PRId64 " is not one of %" PRId64, slots[i], rows.slots);
+  }
+  for (int64_t i = 0; i < count; ++i) rows.copy(i / rows.tokens, i % rows.tokens, slots[i], 1);
+  return out;
+}
+
+constexpr const char kCustomSdpa[] = "llama::custom_sdpa.out";
+constexpr const char kUpdateCache[] = "llama::update_cache.out";
+constexpr const char kCausalAttention[] = "exportable_cache::causal_attention.out";
+constexpr const char kUpdateCacheWithIndices[] = "llama::update_cache_with_indices.out";
+
+bool register_operators() {
+  using executorch::extension::make_boxed_kernel;
+  const auto attention = make_boxed_kernel(kCustomSdpa, EXECUTORCH_FN(custom_sdpa_out, kCustomSdpa)).op_;
+  const auto update = make_boxed_kernel(kUpdateCache, EXECUTORCH_FN(update_cache_out, kUpdateCache)).op_;
+  const auto indexed =
+      make_boxed_kernel(kUpdateCacheWithIndices, EXECUTORCH_FN(update_cache_with_indices_out, kUpdateCacheWithIndices))
+          .op_;
+  // A call has its output twice: as an argument and as the result.
+  for (const ScalarType type : {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16}) {
+    const TensorKind rows{type, 4}, mask{ScalarType::Float, 2};
+    register_for(kCustomSdpa, {rows, rows, rows, rows, rows}, attention);
+    register_for(kCustomSdpa, {rows, rows, rows, mask, rows, rows}, attention);
+  }
+  for (const ScalarType type :
+       {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16, ScalarType::Char, ScalarType::Byte}) {
+    for (const ScalarType result : {ScalarType::Float, type}) {
+      const TensorKind rows{type, 4}, indices{ScalarType::Long, 2}, out{result, 1};
+      register_for(kUpdateCache, {rows, rows, out, out}, update);
+      register_for(kUpdateCacheWithIndices, {rows, rows, indices, out, out}, indexed);
+      if (result == type) break;
+    }
+  }
+  (void)executorch::runtime::register_kernel(
+      make_boxed_kernel(kCausalAttention, EXECUTORCH_FN(causal_attention_out, kCausalAttention)));
+  return true;
+}
+
+const bool registered = is_supported() && register_operators();
+
+}  // namespace
+}  // namespace exportable_cache::kernels
+
+// What Python asks.
+extern "C" {
+
+// Highway's name of the instruction set in use, or an empty text if the processor is too old for these kernels.
+__attribute__((visibility("default"))) const char* exportable_cache_kernels_target() {
+  using namespace exportable_cache::kernels;
+  return registered ? target_name() : "";
+}
+
+// Uses nothing better than the named instruction set; 0 if it is none that this processor has.
+__attribute__((visibility("default"))) int exportable_cache_kernels_limit_target(const char* name) {
+  return exportable_cache::kernels::limit_target(name);
+}
+
+__attribute__((visibility("default"))) int exportable_cache_kernels_threads() {
+  return static_cast<int>(exportable_cache::kernels::runtime_threads().count);
+}
+
+// Calls of attention since the library was loaded.
+__attribute__((visibility("default"))) long long exportable_cache_kernels_attention_calls() {
+  return exportable_cache::kernels::attention_calls.load(std::memory_order_relaxed);
+}
+}

@@ -1,0 +1,286 @@
+// One task of attention, compiled once for every instruction set and chosen at run time.
+#include "piece.h"
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+// Vectors whose length is known at run time only cannot be kept in arrays, as tiles of registers are here.
+#undef HWY_DISABLED_TARGETS
+#define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV)
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "piece.cpp"
+#include "hwy/foreach_target.h"  // IWYU pragma: keep
+// After foreach_target.h.
+#include "hwy/contrib/math/math-inl.h"
+#include "hwy/highway.h"
+#include "rows-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace exportable_cache::kernels {
+namespace HWY_NAMESPACE {
+
+constexpr float kNothing = -std::numeric_limits<float>::infinity();
+
+// Rows of a piece while the slots are passed over; all memory is scratch.
+struct Running {
+  float* query;   // [rows, padded(key_dim)], scaled
+  float* scores;  // [rows, kBlock]; weights after `weigh`
+  float* sums;    // [rows, padded(value_dim)]
+  float* keys;    // [padded(key_dim), kBlock], or [kBlock, padded(key_dim)]
+  float* values;  // [kBlock, padded(value_dim)]; room for keys as well
+  float* top;     // [rows]
+  float* total;   // [rows]
+};
+
+// Scores of one row to weights: what is below its greatest score so far. Earlier sums shrink if that has grown.
+HWY_INLINE void weigh(float* scores, int64_t seen, float* top, float* total, float* sums, int64_t dim) {
+  const F d;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
+  for (int64_t t = seen; t < kBlock; ++t) scores[t] = kNothing;
+  V most = hn::Set(d, *top);
+  for (int64_t t = 0; t < kBlock; t += lanes) most = hn::Max(most, hn::Load(d, scores + t));
+  const float greatest = hn::GetLane(hn::MaxOfLanes(d, most));
+  if (greatest == kNothing) {
+    std::memset(scores, 0, sizeof(float) * kBlock);
+    return;
+  }
+  const V above = hn::Set(d, greatest);
+  V sum = hn::Zero(d);
+  for (int64_t t = 0; t < kBlock; t += lanes) {
+    const V x = hn::Sub(hn::Load(d, scores + t), above);
+    // Highway's Exp makes zero of not-a-number, which must be seen.
+    const V weight = hn::IfThenElse(hn::IsNaN(x), x, hn::Exp(d, x));
+    hn::Store(weight, d, scores + t);
+    sum = hn::Add(sum, weight);
+  }
+  const float added = hn::GetLane(hn::SumOfLanes(d, sum));
+  if (greatest == *top) {
+    *total += added;
+    return;
+  }
+  const float shrink = std::exp(*top - greatest);
+  *total = *total * shrink + added;
+  *top = greatest;
+  const V by = hn::Set(d, shrink);
+  for (int64_t i = 0; i < dim; i += lanes) hn::Store(hn::Mul(hn::Load(d, sums + i), by), d, sums + i);
+}
+
+// factors[t * stride] for every slot of a block.
+HWY_INLINE void scale_slots(float* scores, const float* factors, int64_t stride, int64_t n) {
+  for (int64_t t = 0; t < n; ++t) scores[t] *= factors[t * stride];
+}
+
+HWY_INLINE void add_mask(float* scores, const float* mask, int64_t n) {
+  const F d;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
+  int64_t t = 0;
+  for (; t + lanes <= n; t += lanes) hn::Store(hn::Add(hn::Load(d, scores + t), hn::LoadU(d, mask + t)), d, scores + t);
+  for (; t < n; ++t) scores[t] += mask[t];
+}
+
+template <class T>
+HWY_INLINE const T* at(const View& view, const Piece& piece, int64_t head, int64_t token) {
+  return static_cast<const T*>(view.data) + piece.batch * view.batch_stride + head * view.head_stride +
+         token * view.token_stride;
+}
+
+// Scores of `rows` rows over n keys as they are stored, four rows at a time.
+template <class T>
+HWY_INLINE void scores_of_few(const Running& run, int64_t rows, const Rows<T>& keys, int64_t dim, int64_t query_stride,
+                              const Ahead& ahead) {
+  for (int64_t r = 0; r < rows; r += 4) {
+    const float* query = run.query + r * query_stride;
+    float* scores = run.scores + r * kBlock;
+    switch (std::min<int64_t>(4, rows - r)) {
+      case 1: few_scores<1>(query, query_stride, keys, dim, r ? Ahead() : ahead, scores); break;
+      case 2: few_scores<2>(query, query_stride, keys, dim, r ? Ahead() : ahead, scores); break;
+      case 3: few_scores<3>(query, query_stride, keys, dim, r ? Ahead() : ahead, scores); break;
+      default: few_scores<4>(query, query_stride, keys, dim, r ? Ahead() : ahead, scores);
+    }
+  }
+}
+
+// A short stretch of slots at a time: memory is read nearly in order.
+template <class T>
+HWY_INLINE void sums_of_few(const Running& run, int64_t rows, const Rows<T>& values, int64_t dim, int64_t sum_stride,
+                            const Ahead& ahead) {
+  constexpr int64_t stretch = 16;
+  for (int64_t r = 0; r < rows; r += 4) {
+    const float* weights = run.scores + r * kBlock;
+    float* sums = run.sums + r * sum_stride;
+    switch (std::min<int64_t>(4, rows - r)) {
+      case 1: add_weighted<1>(weights, values, dim, stretch, r ? Ahead() : ahead, sums, sum_stride); break;
+      case 2: add_weighted<2>(weights, values, dim, stretch, r ? Ahead() : ahead, sums, sum_stride); break;
+      case 3: add_weighted<3>(weights, values, dim, stretch, r ? Ahead() : ahead, sums, sum_stride); break;
+      default: add_weighted<4>(weights, values, dim, stretch, r ? Ahead() : ahead, sums, sum_stride);
+    }
+  }
+}
+
+template <int R>
+HWY_INLINE void scores_of_tile(const Running& run, int64_t row, int64_t stride, int64_t dim) {
+  tile_scores<R>(run.query + row * stride, stride, run.keys, dim, run.scores + row * kBlock);
+}
+
+template <int R>
+HWY_INLINE void sums_of_tile(const Running& run, int64_t row, int64_t n, int64_t stride) {
+  const Rows<float> values{run.values, stride, n};
+  add_weighted<R>(run.scores + row * kBlock, values, stride, kBlock, Ahead(), run.sums + row * stride, stride);
+}
+
+void scores_of_many(const Running& run, int64_t rows, int64_t stride, int64_t dim) {
+  int64_t r = 0;
+  for (; r + kTileRows <= rows; r += kTileRows) scores_of_tile<kTileRows>(run, r, stride, dim);
+  for (; r + 2 <= rows; r += 2) scores_of_tile<2>(run, r, stride, dim);
+  for (; r < rows; ++r) scores_of_tile<1>(run, r, stride, dim);
+}
+
+void sums_of_many(const Running& run, int64_t rows, int64_t n, int64_t stride) {
+  int64_t r = 0;
+  for (; r + kTileRows <= rows; r += kTileRows) sums_of_tile<kTileRows>(run, r, n, stride);
+  for (; r + 2 <= rows; r += 2) sums_of_tile<2>(run, r, n, stride);
+  for (; r < rows; ++r) sums_of_tile<1>(run, r, n, stride);
+}
+
+// A block's rows as float32, padded.
+template <class T>
+HWY_INLINE void widen_rows(const Rows<T>& rows, int64_t dim, float* to) {
+  for (int64_t t = 0; t < rows.count; ++t) widen(rows.first + t * rows.stride, dim, 1.0f, to + t * padded(dim));
+}
+
+template <class T>
+void attend_stored(const Attention& a, const Piece& piece, const Running& run) {
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(F()));
+  const int64_t key_dim = padded(a.key_dim), value_dim = padded(a.value_dim);
+  const bool few = piece.rows <= kFewRows, keys_fit = a.key_dim % lanes == 0, values_fit = a.value_dim % lanes == 0;
+  // The last row sees the most.
+  const int64_t end = std::min(piece.end_key, end_of_row(a, piece.first_row + piece.rows - 1));
+  for (int64_t first = piece.first_key; first < end; first += kBlock) {
+    const int64_t n = std::min(kBlock, end - first);
+    const Rows<T> keys{at<T>(a.key, piece, piece.kv_head, first), a.key.token_stride, n};
+    const Rows<T> values{at<T>(a.value, piece, piece.kv_head, first), a.value.token_stride, n};
+    const Rows<T> next{keys.first + n * keys.stride, keys.stride, std::min(kBlock, end - first - n)};
+    const Ahead values_ahead = Ahead::of(values, a.value_dim), keys_ahead = Ahead::of(next, a.key_dim);
+    bool scored = false;
+    if constexpr (kLoads<T>) {
+      scored = few && keys_fit;
+      if (scored) scores_of_few(run, piece.rows, keys, a.key_dim, key_dim, values_ahead);
+    }
+    if (!scored && few) {
+      widen_rows(keys, a.key_dim, run.keys);
+      scores_of_few(run, piece.rows, Rows<float>{run.keys, key_dim, n}, key_dim, key_dim, values_ahead);
+    } else if (!scored) {
+      // The memory of the values is free until the weights are known.
+      widen_rows(keys, a.key_dim, run.values);
+      transpose(run.values, key_dim, n, key_dim, run.keys);
+      scores_of_many(run, piece.rows, key_dim, a.key_dim);
+    }
+    for (int64_t r = 0; r < piece.rows; ++r) {
+      float* scores = run.scores + r * kBlock;
+      const int64_t row = piece.first_row + r;
+      const int64_t seen = std::clamp<int64_t>(end_of_row(a, row) - first, 0, n);
+      if (a.key_scale.data) {
+        scale_slots(scores, at<float>(a.key_scale, piece, piece.kv_head, first), a.key_scale.token_stride, seen);
+      }
+      if (a.mask) add_mask(scores, a.mask + row / a.groups * a.mask_stride + first, seen);
+      weigh(scores, seen, run.top + r, run.total + r, run.sums + r * value_dim, value_dim);
+      if (a.value_scale.data) {
+        scale_slots(scores, at<float>(a.value_scale, piece, piece.kv_head, first), a.value_scale.token_stride, seen);
+      }
+    }
+    bool summed = false;
+    if constexpr (kLoads<T>) {
+      summed = few && values_fit;
+      if (summed) sums_of_few(run, piece.rows, values, a.value_dim, value_dim, keys_ahead);
+    }
+    if (!summed) {
+      widen_rows(values, a.value_dim, run.values);
+      if (few) {
+        sums_of_few(run, piece.rows, Rows<float>{run.values, value_dim, n}, value_dim, value_dim, keys_ahead);
+      } else {
+        sums_of_many(run, piece.rows, n, value_dim);
+      }
+    }
+  }
+}
+
+template <class T>
+void widen_queries(const Attention& a, const Piece& piece, float* query) {
+  for (int64_t r = 0; r < piece.rows; ++r) {
+    const int64_t row = piece.first_row + r, head = piece.kv_head * a.groups + row % a.groups;
+    widen(at<T>(a.query, piece, head, row / a.groups), a.key_dim, a.scale, query + r * padded(a.key_dim));
+  }
+}
+
+void attend_piece(const Attention& a, const Piece& piece, float* scratch) {
+  const int64_t key_dim = padded(a.key_dim), value_dim = padded(a.value_dim);
+  Running run;
+  run.query = scratch;
+  run.scores = run.query + kRows * key_dim;
+  run.sums = run.scores + kRows * kBlock;
+  run.keys = run.sums + kRows * value_dim;
+  run.values = run.keys + kBlock * key_dim;
+  run.top = run.values + kBlock * std::max(key_dim, value_dim);
+  run.total = run.top + padded(kRows);
+  switch (a.query_dtype) {
+    case Dtype::kFloat16: widen_queries<hwy::float16_t>(a, piece, run.query); break;
+    case Dtype::kBFloat16: widen_queries<hwy::bfloat16_t>(a, piece, run.query); break;
+    default: widen_queries<float>(a, piece, run.query);
+  }
+  for (int64_t r = 0; r < piece.rows; ++r) run.top[r] = kNothing, run.total[r] = 0.0f;
+  std::memset(run.sums, 0, sizeof(float) * piece.rows * value_dim);
+  switch (a.stored_dtype) {
+    case Dtype::kFloat32: attend_stored<float>(a, piece, run); break;
+    case Dtype::kFloat16: attend_stored<hwy::float16_t>(a, piece, run); break;
+    case Dtype::kBFloat16: attend_stored<hwy::bfloat16_t>(a, piece, run); break;
+    case Dtype::kInt8: attend_stored<int8_t>(a, piece, run); break;
+    case Dtype::kInt4: attend_stored<Int4Pair>(a, piece, run); break;
+  }
+  for (int64_t r = 0; r < piece.rows; ++r) {
+    const float* sums = run.sums + r * value_dim;
+    if (piece.partial == nullptr) {
+      write_row(a, piece, r, sums, run.total[r] == 0.0f ? 0.0f : 1.0f / run.total[r]);
+      continue;
+    }
+    float* part = piece.partial + r * partial_stride(a.value_dim);
+    part[0] = run.top[r], part[1] = run.total[r];
+    std::memcpy(part + kPad, sums, sizeof(float) * a.value_dim);
+  }
+}
+
+const char* name_of_target() { return hwy::TargetName(HWY_TARGET); }
+
+}  // namespace HWY_NAMESPACE
+}  // namespace exportable_cache::kernels
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace exportable_cache::kernels {
+HWY_EXPORT(attend_piece);
+HWY_EXPORT(name_of_target);
+
+void attend_piece(const Attention& attention, const Piece& piece, float* scratch) {
+  HWY_DYNAMIC_DISPATCH(attend_piece)(attention, piece, scratch);
+}
+
+bool is_supported() { return (hwy::SupportedTargets() & HWY_TARGETS) != 0; }
+
+const char* target_name() { return HWY_DYNAMIC_DISPATCH(name_of_target)(); }
+
+bool limit_target(const char* name) {
+  // Of Highway's bits, the lower of an architecture is the better target.
+  for (int64_t bit = 0; bit < 63; ++bit) {
+    const int64_t target = int64_t{1} << bit;
+    if ((HWY_TARGETS & target) && std::strcmp(hwy::TargetName(target), name) == 0) {
+      hwy::SetSupportedTargetsForTest(0);
+      const int64_t allowed = hwy::SupportedTargets() & HWY_TARGETS & ~(target - 1);
+      if ((allowed & target) == 0) return false;
+      hwy::SetSupportedTargetsForTest(allowed);
+      return true;
+    }
+  }
+  return false;
+}
+}  // namespace exportable_cache::kernels
+#endif  // HWY_ONCE

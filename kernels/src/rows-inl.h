@@ -1,0 +1,293 @@
+// Rows of stored numbers as float32 vectors, and the two products over them, for the target being compiled.
+//
+// Two forms. Few rows (a decode step): the scores of four keys at a time are dot products over keys as they are stored,
+// so that each is read once, from memory, in order. Many rows (a prompt): keys are transposed into scratch memory
+// first, and scores come out as vectors, without sums across lanes.
+#if defined(EXPORTABLE_CACHE_ROWS_INL_H) == defined(HWY_TARGET_TOGGLE)
+#ifdef EXPORTABLE_CACHE_ROWS_INL_H
+#undef EXPORTABLE_CACHE_ROWS_INL_H
+#else
+#define EXPORTABLE_CACHE_ROWS_INL_H
+#endif
+
+#include <cstring>
+
+#include "half.h"
+#include "hwy/cache_control.h"
+#include "hwy/highway.h"
+#include "piece.h"
+
+#if defined(__clang__)
+#define EC_UNROLL _Pragma("unroll")
+#else
+#define EC_UNROLL _Pragma("GCC unroll 16")
+#endif
+
+HWY_BEFORE_NAMESPACE();
+namespace exportable_cache::kernels {
+namespace HWY_NAMESPACE {
+namespace hn = hwy::HWY_NAMESPACE;
+
+using F = hn::ScalableTag<float>;
+using V = hn::Vec<F>;
+
+// Accumulators that fit the registers beside operands.
+#if HWY_TARGET == HWY_NEON || (HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3)
+constexpr int kAccumulators = 24;
+#else
+constexpr int kAccumulators = 12;
+#endif
+
+HWY_INLINE V load_as(F d, const float* p) { return hn::LoadU(d, p); }
+HWY_INLINE V load_as(F d, const hwy::float16_t* p) {
+  return hn::PromoteTo(d, hn::LoadU(hn::Rebind<hwy::float16_t, F>(), p));
+}
+HWY_INLINE V load_as(F d, const hwy::bfloat16_t* p) {
+  return hn::PromoteTo(d, hn::LoadU(hn::Rebind<hwy::bfloat16_t, F>(), p));
+}
+HWY_INLINE V load_as(F d, const int8_t* p) {
+  return hn::ConvertTo(d, hn::PromoteTo(hn::Rebind<int32_t, F>(), hn::LoadU(hn::Rebind<int8_t, F>(), p)));
+}
+
+HWY_INLINE float number(float x) { return x; }
+template <class T>
+HWY_INLINE uint16_t bits_of(T x) {
+  // On some targets these are types of the compiler, on others structs.
+  static_assert(sizeof(T) == 2);
+  uint16_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+HWY_INLINE float number(hwy::float16_t x) { return float_of_float16(bits_of(x)); }
+HWY_INLINE float number(hwy::bfloat16_t x) { return float_of_bfloat16(bits_of(x)); }
+HWY_INLINE float number(int8_t x) { return x; }
+
+// Writes `dim` numbers of a row as float32 times `factor`, and zeros behind them, up to `padded(dim)`.
+template <class T>
+HWY_INLINE void widen(const T* from, int64_t dim, float factor, float* to) {
+  const F d;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
+  const V by = hn::Set(d, factor);
+  int64_t i = 0;
+  for (; i + lanes <= dim; i += lanes) hn::Store(hn::Mul(load_as(d, from + i), by), d, to + i);
+  for (; i < dim; ++i) to[i] = number(from[i]) * factor;
+  for (; i < padded(dim); ++i) to[i] = 0.0f;
+}
+
+// Two numbers of a row.
+struct Int4Pair {
+  uint8_t bits;
+};
+
+template <>
+HWY_INLINE void widen(const Int4Pair* from, int64_t dim, float factor, float* to) {
+  const F d;
+  const hn::Rebind<int32_t, F> whole;
+  const hn::Rebind<uint8_t, F> bytes;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d)), half = dim / 2;
+  const uint8_t* pairs = reinterpret_cast<const uint8_t*>(from);
+  const auto low = hn::Set(whole, 15), eight = hn::Set(whole, 8);
+  const V by = hn::Set(d, factor);
+  int64_t i = 0;
+  for (; i + lanes <= half; i += lanes) {
+    const auto both = hn::PromoteTo(whole, hn::LoadU(bytes, pairs + i));
+    hn::StoreU(hn::Mul(hn::ConvertTo(d, hn::Sub(hn::And(both, low), eight)), by), d, to + i);
+    hn::StoreU(hn::Mul(hn::ConvertTo(d, hn::Sub(hn::ShiftRight<4>(both), eight)), by), d, to + half + i);
+  }
+  for (; i < half; ++i) {
+    to[i] = static_cast<float>(int{pairs[i]} % 16 - 8) * factor;
+    to[half + i] = static_cast<float>(int{pairs[i]} / 16 - 8) * factor;
+  }
+  for (i = 2 * half; i < padded(dim); ++i) to[i] = 0.0f;
+}
+
+// Whether rows can be loaded from their middle on, as vectors.
+template <class T>
+constexpr bool kLoads = true;
+template <>
+constexpr bool kLoads<Int4Pair> = false;
+
+// The sums of four vectors' lanes, in order.
+HWY_INLINE hn::Vec<hn::FixedTag<float, 4>> four_sums(F d, V a, V b, V c, V e) {
+  const hn::Repartition<double, F> pairs;
+  const V ab = hn::Add(hn::InterleaveLower(d, a, b), hn::InterleaveUpper(d, a, b));
+  const V ce = hn::Add(hn::InterleaveLower(d, c, e), hn::InterleaveUpper(d, c, e));
+  const auto x = hn::BitCast(pairs, ab), y = hn::BitCast(pairs, ce);
+  const V sums =
+      hn::Add(hn::BitCast(d, hn::InterleaveLower(pairs, x, y)), hn::BitCast(d, hn::InterleaveUpper(pairs, x, y)));
+#if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
+  const hn::Half<F> h;
+  const hn::Half<hn::Half<F>> q;
+  const auto half = hn::Add(hn::LowerHalf(h, sums), hn::UpperHalf(h, sums));
+  return hn::Add(hn::LowerHalf(q, half), hn::UpperHalf(q, half));
+#elif HWY_TARGET == HWY_AVX2
+  const hn::Half<F> h;
+  return hn::Add(hn::LowerHalf(h, sums), hn::UpperHalf(h, sums));
+#else
+  return sums;
+#endif
+}
+
+// Stored rows of one head; the stride in elements.
+template <class T>
+struct Rows {
+  const T* first;
+  int64_t stride;
+  int64_t count;
+};
+
+// Rows that are read next: asked for while others are worked on, as the processor does not foresee the change from keys
+// to values and back.
+struct Ahead {
+  const char* rows = nullptr;
+  int64_t stride = 0;  // bytes
+  int64_t bytes = 0;   // of a row
+  int64_t count = 0;
+
+  template <class T>
+  static HWY_INLINE Ahead of(const Rows<T>& rows, int64_t dim) {
+    return {reinterpret_cast<const char*>(rows.first), rows.stride * int64_t{sizeof(T)}, dim * int64_t{sizeof(T)},
+            rows.count};
+  }
+
+  HWY_INLINE void ask(int64_t first, int64_t number) const {
+    for (int64_t t = first; t < std::min(first + number, count); ++t) {
+      for (int64_t at = 0; at < bytes; at += 64) hwy::Prefetch(rows + t * stride + at);
+    }
+  }
+};
+
+// scores[r * kBlock + t] of R rows and the keys. `dim` is a multiple of the lanes.
+template <int R, class T>
+HWY_INLINE void few_scores(const float* query, int64_t query_stride, const Rows<T>& keys, int64_t dim,
+                           const Ahead& ahead, float* scores) {
+  const F d;
+  const hn::FixedTag<float, 4> four;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
+  const int64_t n = keys.count;
+  for (int64_t t = 0; t < n; t += 4) {
+    ahead.ask(t, 4);
+    // Behind the last key the last is read again: what comes out is not looked at.
+    const T* k0 = keys.first + t * keys.stride;
+    const T* k1 = t + 1 < n ? k0 + keys.stride : k0;
+    const T* k2 = t + 2 < n ? k1 + keys.stride : k1;
+    const T* k3 = t + 3 < n ? k2 + keys.stride : k2;
+    V sum[R][4];
+    EC_UNROLL for (int r = 0; r < R; ++r) {
+      sum[r][0] = hn::Zero(d), sum[r][1] = hn::Zero(d), sum[r][2] = hn::Zero(d), sum[r][3] = hn::Zero(d);
+    }
+    for (int64_t i = 0; i < dim; i += lanes) {
+      const V x0 = load_as(d, k0 + i), x1 = load_as(d, k1 + i), x2 = load_as(d, k2 + i), x3 = load_as(d, k3 + i);
+      EC_UNROLL for (int r = 0; r < R; ++r) {
+        const V q = hn::Load(d, query + r * query_stride + i);
+        sum[r][0] = hn::MulAdd(q, x0, sum[r][0]);
+        sum[r][1] = hn::MulAdd(q, x1, sum[r][1]);
+        sum[r][2] = hn::MulAdd(q, x2, sum[r][2]);
+        sum[r][3] = hn::MulAdd(q, x3, sum[r][3]);
+      }
+    }
+    EC_UNROLL for (int r = 0; r < R; ++r) {
+      hn::Store(four_sums(d, sum[r][0], sum[r][1], sum[r][2], sum[r][3]), four, scores + r * kBlock + t);
+    }
+  }
+}
+
+// sums[r * sum_stride + i] += weights[r * kBlock + t] * values[t][i], for R rows and `vectors` vectors from i on.
+template <int R, int vectors, class T>
+HWY_INLINE void add_columns(const float* weights, const Rows<T>& values, float* sums, int64_t sum_stride) {
+  const F d;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
+  V sum[R][vectors];
+  EC_UNROLL for (int r = 0; r < R; ++r) {
+    EC_UNROLL for (int j = 0; j < vectors; ++j) sum[r][j] = hn::Load(d, sums + r * sum_stride + j * lanes);
+  }
+  for (int64_t t = 0; t < values.count; ++t) {
+    V x[vectors];
+    EC_UNROLL for (int j = 0; j < vectors; ++j) x[j] = load_as(d, values.first + t * values.stride + j * lanes);
+    EC_UNROLL for (int r = 0; r < R; ++r) {
+      const V weight = hn::Set(d, weights[r * kBlock + t]);
+      EC_UNROLL for (int j = 0; j < vectors; ++j) sum[r][j] = hn::MulAdd(weight, x[j], sum[r][j]);
+    }
+  }
+  EC_UNROLL for (int r = 0; r < R; ++r) {
+    EC_UNROLL for (int j = 0; j < vectors; ++j) hn::Store(sum[r][j], d, sums + r * sum_stride + j * lanes);
+  }
+}
+
+// The same for all columns; `dim` is a multiple of the lanes, and `stretch` the slots that are passed over at a time.
+template <int R, class T>
+HWY_INLINE void add_weighted(const float* weights, const Rows<T>& values, int64_t dim, int64_t stretch,
+                             const Ahead& ahead, float* sums, int64_t sum_stride) {
+  constexpr int wide = kAccumulators / R >= 4 ? 4 : kAccumulators / R >= 2 ? 2 : 1;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(F()));
+  for (int64_t t = 0; t < values.count; t += stretch) {
+    const T* first = values.first + t * values.stride;
+    const int64_t count = std::min(stretch, values.count - t);
+    ahead.ask(t, stretch);
+    int64_t i = 0;
+    for (; i + wide * lanes <= dim; i += wide * lanes) {
+      add_columns<R, wide>(weights + t, Rows<T>{first + i, values.stride, count}, sums + i, sum_stride);
+    }
+    for (; i < dim; i += lanes)
+      add_columns<R, 1>(weights + t, Rows<T>{first + i, values.stride, count}, sums + i, sum_stride);
+  }
+}
+
+// transposed[i * kBlock + t] = rows[t * stride + i] for `padded(dim)` numbers of n rows; zeros for the rows behind.
+HWY_INLINE void transpose(const float* rows, int64_t stride, int64_t n, int64_t dim, float* transposed) {
+  const hn::FixedTag<float, 4> d;
+  const hn::FixedTag<double, 2> pairs;
+  for (int64_t t = 0; t < n; t += 4) {
+    const float* from = rows + t * stride;
+    for (int64_t i = 0; i < dim; i += 4) {
+      const auto zero = hn::Zero(d);
+      const auto a = hn::LoadU(d, from + i);
+      const auto b = t + 1 < n ? hn::LoadU(d, from + stride + i) : zero;
+      const auto c = t + 2 < n ? hn::LoadU(d, from + 2 * stride + i) : zero;
+      const auto e = t + 3 < n ? hn::LoadU(d, from + 3 * stride + i) : zero;
+      const auto ab = hn::BitCast(pairs, hn::InterleaveLower(d, a, b)),
+                 ab2 = hn::BitCast(pairs, hn::InterleaveUpper(d, a, b));
+      const auto ce = hn::BitCast(pairs, hn::InterleaveLower(d, c, e)),
+                 ce2 = hn::BitCast(pairs, hn::InterleaveUpper(d, c, e));
+      float* to = transposed + i * kBlock + t;
+      hn::Store(hn::BitCast(d, hn::InterleaveLower(pairs, ab, ce)), d, to);
+      hn::Store(hn::BitCast(d, hn::InterleaveUpper(pairs, ab, ce)), d, to + kBlock);
+      hn::Store(hn::BitCast(d, hn::InterleaveLower(pairs, ab2, ce2)), d, to + 2 * kBlock);
+      hn::Store(hn::BitCast(d, hn::InterleaveUpper(pairs, ab2, ce2)), d, to + 3 * kBlock);
+    }
+  }
+  const int64_t filled = (n + 3) / 4 * 4;
+  if (filled < kBlock) {
+    for (int64_t i = 0; i < dim; ++i)
+      std::memset(transposed + i * kBlock + filled, 0, sizeof(float) * (kBlock - filled));
+  }
+}
+
+// scores[r * kBlock + t] of R rows and a whole block of transposed keys.
+template <int R>
+HWY_INLINE void tile_scores(const float* query, int64_t query_stride, const float* transposed, int64_t dim,
+                            float* scores) {
+  constexpr int wide = kAccumulators / R >= 4 ? 4 : 2;
+  const F d;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
+  for (int64_t t = 0; t < kBlock; t += wide * lanes) {
+    V sum[R][wide];
+    EC_UNROLL for (int r = 0; r < R; ++r) { EC_UNROLL for (int j = 0; j < wide; ++j) sum[r][j] = hn::Zero(d); }
+    for (int64_t i = 0; i < dim; ++i) {
+      V x[wide];
+      EC_UNROLL for (int j = 0; j < wide; ++j) x[j] = hn::Load(d, transposed + i * kBlock + t + j * lanes);
+      EC_UNROLL for (int r = 0; r < R; ++r) {
+        const V q = hn::Set(d, query[r * query_stride + i]);
+        EC_UNROLL for (int j = 0; j < wide; ++j) sum[r][j] = hn::MulAdd(q, x[j], sum[r][j]);
+      }
+    }
+    EC_UNROLL for (int r = 0; r < R; ++r) {
+      EC_UNROLL for (int j = 0; j < wide; ++j) hn::Store(sum[r][j], d, scores + r * kBlock + t + j * lanes);
+    }
+  }
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace exportable_cache::kernels
+HWY_AFTER_NAMESPACE();
+#endif  // EXPORTABLE_CACHE_ROWS_INL_H

@@ -1,0 +1,64 @@
+"""The attention kernels of `kernels/`, compiled once for all tests."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ..support.store import REPOSITORY, stored
+
+SOURCES = REPOSITORY / "kernels"
+
+Build = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def kernels_build() -> Build:
+    """`kernels_build("-DEC_KERNELS_TESTS=ON", ...)` -> folder with what is built so; skips where nothing can be."""
+    from exportable_cache.backends.executorch.build_kernels import find_cmake
+
+    cmake = find_cmake()
+    if cmake is None:
+        pytest.skip("there is no cmake; the test extra installs one")
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("there is no C++ compiler")
+    highway = '#include "hwy/highway.h"\n'
+    if subprocess.run(
+        [*compiler.split(), "-std=c++17", "-fsyntax-only", "-x", "c++", "-"],
+        input=highway, text=True, capture_output=True,
+    ).returncode:  # fmt: skip
+        pytest.skip("there is no Google Highway (Debian and Ubuntu: libhwy-dev)")
+    digest = hashlib.sha256()
+    for path in sorted(SOURCES.rglob("*")):
+        if path.is_file():
+            digest.update(path.relative_to(SOURCES).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+
+    def build(*options: str) -> Path:
+        options = (f"-DPython3_EXECUTABLE={sys.executable}", f"-DCMAKE_CXX_COMPILER={compiler}", *options)
+
+        def make(folder: Path) -> None:
+            for command in (
+                [cmake, "-S", SOURCES, "-B", folder, *options],
+                [cmake, "--build", folder, "--parallel", str(os.cpu_count() or 1)],
+            ):
+                done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
+                assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+        return stored({"kernels": digest.hexdigest(), "options": options}, make)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def own_library(kernels_build: Build) -> Path:
+    """The library, against the executorch wheel of this interpreter."""
+    pytest.importorskip("executorch", reason="the executorch extra is not installed")
+    return kernels_build("-DEC_KERNELS_TESTS=ON") / "libexportable_cache_kernels.so"
