@@ -38,7 +38,11 @@ class Pt2Backend:
 
     def lower(self, program: Program, folder: Path, options: Pt2Options) -> list[LoweredFile]:
         exported = {name: program.export(name, strict=options.strict) for name in program.methods}
-        write_archive(folder / FILE, exported)
+        longest = max(
+            program.methods.values(),
+            key=lambda one: (one.is_step, one.read_length is None, not one.scores, one.max_length),
+        )
+        write_archive(folder / FILE, exported, longest.name)
         return [LoweredFile(FILE, f"methods {', '.join(exported)}, weights")]
 
     def open(self, folder: Path, description: ProgramDescription) -> Runner:
