@@ -104,6 +104,16 @@ PlanTargetOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+TrustOption = Annotated[
+    bool,
+    typer.Option("--trust", help="Run machine code in the bundle (targets aoti, tensorrt): it can do what you can."),
+]
+KeyOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--key", metavar="FILE", help="Public key that must have signed the bundle.", show_default="unchecked"
+    ),
+]
 IgnoreVersionsOption = Annotated[
     bool, typer.Option("--ignore-versions", help="Open the bundle although it was made with other package versions.")
 ]

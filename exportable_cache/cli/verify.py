@@ -10,7 +10,7 @@ import typer
 from ..verification.spec import VerifySpec
 from .command import EXIT_MISMATCH
 from .layer_table import simple_table
-from .options import BundleArgument, IgnoreVersionsOption, JsonOption, ModelOption
+from .options import BundleArgument, IgnoreVersionsOption, JsonOption, KeyOption, ModelOption, TrustOption
 from .settings import Changes, at_least, declared, options_of, takes
 from .terminal import Terminal
 
@@ -22,17 +22,21 @@ from .terminal import Terminal
         [VerifySpec],
         {name: Changes(about={"callback": at_least(least)}) for name, least in (("tolerance", 0), ("decode_steps", 1))},
     ),
+    declared("trust", TrustOption, False),
+    declared("key", KeyOption, None),
     declared("ignore_versions", IgnoreVersionsOption, False),
     declared("json", JsonOption, False),
 )
-def verify(ctx: typer.Context, folder: Path, model: str, ignore_versions: bool, json: bool, **given: Any) -> None:
+def verify(ctx: typer.Context, folder: Path, model: str, json: bool, **given: Any) -> None:
     """Compare a bundle with the eager model, token by token."""
     terminal: Terminal = ctx.obj
     with terminal.progress("loading libraries") as progress:
         from ..bundle.bundle import Bundle
         from ..verification.verify import verify as compare
 
-        bundle = Bundle.open(folder, check_versions=not ignore_versions, progress=progress)
+        check_versions = not given.pop("ignore_versions")
+        trust, key = given.pop("trust"), given.pop("key")
+        bundle = Bundle.open(folder, check_versions=check_versions, trust=trust, key=key, progress=progress)
         report = compare(bundle, model, progress=progress, **given)
     if json:
         terminal.json({"path": str(folder), "model": model, **report.to_dict()})

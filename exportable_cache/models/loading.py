@@ -102,6 +102,7 @@ def load_model(
                 dtype=wanted or "auto",
                 output_loading_info=True,
                 local_files_only=place.local,
+                trust_remote_code=False,
             )
         except Exception as error:  # files are read by several libraries, each with errors of its own
             raise InputError(
@@ -153,8 +154,10 @@ def load_processor(folder: Path, config_folder: Path) -> ProcessorMixin:
     """
     with quiet():
         try:
-            config = AutoConfig.from_pretrained(config_folder, local_files_only=True)
-            processor = AutoProcessor.from_pretrained(folder, config=config, local_files_only=True)
+            config = AutoConfig.from_pretrained(config_folder, local_files_only=True, trust_remote_code=False)
+            processor = AutoProcessor.from_pretrained(
+                folder, config=config, local_files_only=True, trust_remote_code=False
+            )
         except ImportError as error:
             raise MissingDependencyError(f"the processor in {folder} needs a package: {first_line(error)}") from error
         except Exception as error:  # processors read several files, each with errors of its own
@@ -249,7 +252,7 @@ def _config(place: Place) -> PreTrainedConfig:
             "code that comes with a model is not run"
         )
     try:
-        config = AutoConfig.from_pretrained(place.path, local_files_only=place.local)
+        config = AutoConfig.from_pretrained(place.path, local_files_only=place.local, trust_remote_code=False)
     except Exception as error:  # configs validate their fields with errors of many classes
         raise InputError(f"cannot read config.json of {place.source!r}: {first_line(error)}; correct it") from error
     if auto_class(config) is None:

@@ -39,7 +39,7 @@ def tokenizer_of(place: Place) -> PreTrainedTokenizerBase | None:
     if all(file_in(place, name) is None for name in _TOKENIZER_FILES):
         return None
     try:
-        return AutoTokenizer.from_pretrained(place.path, local_files_only=place.local)
+        return AutoTokenizer.from_pretrained(place.path, local_files_only=place.local, trust_remote_code=False)
     except Exception as error:  # tokenizer files are read by several libraries, each with errors of its own
         raise InputError(
             f"cannot read the tokenizer of {place.source!r}: {first_line(error)}; "

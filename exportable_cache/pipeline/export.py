@@ -44,6 +44,7 @@ def export(
     rollback_slots: int = 0,
     verify: bool = True,
     overwrite: bool = False,
+    sign: str | os.PathLike | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     progress: Progress | None = None,
     slack: int | None = None,
@@ -82,6 +83,7 @@ def export(
             as drafts need it.
         verify: Compare with the model, see `verify_session`; the report is recorded in the manifest.
         overwrite: Replace a bundle that is there.
+        sign: File of the private Ed25519 key to sign the bundle with, for `load(..., key=)`; needs the extra `sign`.
         tokenizer: Saved in the bundle; by default the one beside the model, if there is one.
         progress: Told about each stage.
         slack: The name of `rollback_slots` until the last release.
@@ -120,6 +122,7 @@ def export(
         image_size=image_size,
         verify=verify,
         overwrite=overwrite,
+        sign=sign,
         tokenizer=tokenizer,
     )
     return run(spec, progress or silent)

@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..backends import backend_for
+from ..bundle import signature
 from ..bundle.builder import check_free, new_folder, write_bundle
 from ..bundle.describe import Provenance
 from ..bundle.manifest import Quantized, RoundedCache
@@ -247,7 +248,9 @@ def measure(resolved: Resolved, bundle: Bundle, fed: list[FedPrompt], progress: 
 
 def publish(resolved: Resolved, bundle: Bundle) -> Bundle:
     """Write the manifest, which makes the folder a bundle; it is renamed to where it belongs when `new_folder` ends."""
-    bundle.manifest.write(bundle.path)
+    content = bundle.manifest.write(bundle.path)
+    if resolved.spec.sign is not None:
+        signature.sign(bundle.path, content, signature.private_key(resolved.spec.sign))
     return replace(bundle, path=resolved.spec.output_dir)
 
 

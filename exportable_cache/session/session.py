@@ -660,18 +660,30 @@ class Session:
         return generated_text(self, prompt, request)
 
 
-def load(path: str | Path, *, check_versions: bool = True, progress: Progress = silent) -> Session:
+def load(
+    path: str | Path,
+    *,
+    check_versions: bool = True,
+    trust: bool = False,
+    key: str | Path | None = None,
+    progress: Progress = silent,
+) -> Session:
     """Open a bundle that `export` wrote, ready to run.
 
     Args:
         path: The folder.
         check_versions: Refuse a bundle made with other versions of the packages its target depends on.
+        trust: Let machine code in it run, as targets `aoti` and `tensorrt` have it: it can do what you can.
+        key: File of the public key that must have signed it (`export(..., sign=)`); None for no check of who made it.
         progress: Told about bytes checked.
 
     Raises:
-        BundleError: If it is missing, damaged, of another schema version or of other package versions.
-        MissingDependencyError: If its target needs a package that is not installed.
+        BundleError: If it is missing, damaged, of another schema version or of other package versions, not signed with
+            the key, or machine code that is not trusted.
+        InputError: If the key cannot be read.
+        MissingDependencyError: If its target, or the check of a signature, needs a package that is not installed.
     """
     from ..bundle.bundle import Bundle
 
-    return Session.from_bundle(Bundle.open(path, check_versions=check_versions, progress=progress))
+    bundle = Bundle.open(path, check_versions=check_versions, trust=trust, key=key, progress=progress)
+    return Session.from_bundle(bundle)

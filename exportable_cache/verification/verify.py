@@ -324,6 +324,8 @@ def verify(
     path_or_bundle: str | os.PathLike | Bundle,
     model_or_path: PreTrainedModel | str | os.PathLike,
     *,
+    trust: bool = False,
+    key: str | os.PathLike | None = None,
     progress: Progress = silent,
     **asked: Any,
 ) -> VerifyReport:
@@ -334,6 +336,7 @@ def verify(
     Args:
         path_or_bundle: The bundle, or its folder.
         model_or_path: `demo`, a local folder, a hub id, or a loaded model.
+        trust, key: Where it is a folder, see `load`.
         progress: Told about each stage.
         **asked: Fields of `VerifySpec`: tolerance, prompts, decode_steps, seed.
 
@@ -347,7 +350,11 @@ def verify(
 
     # Before the model is loaded, which takes long.
     spec = VerifySpec(**asked)
-    bundle = path_or_bundle if isinstance(path_or_bundle, Bundle) else Bundle.open(path_or_bundle, progress=progress)
+    bundle = (
+        path_or_bundle
+        if isinstance(path_or_bundle, Bundle)
+        else Bundle.open(path_or_bundle, trust=trust, key=key, progress=progress)
+    )
     manifest = bundle.manifest
     model = load_model(model_or_path, dtype=manifest.dtype, progress=progress).model
     if model.config.model_type != manifest.model_type:

@@ -56,12 +56,13 @@ _OF_PACKAGES = {
     "torch.ops.torchao.choose_qparams_affine.default": "torchao.quantization.quant_primitives",
     "torch.ops.torchao.quantize_affine.default": "torchao.quantization.quant_primitives",
     "torch.ops.torchao.dequantize_affine.default": "torchao.quantization.quant_primitives",
+    "torch.ops.transformers.grouped_mm_fallback.default": "transformers.integrations.moe",
 }
 
 #: Operators whose names begin with an underscore, which torch keeps for its own, are taken only if listed.
 _INTERNAL = frozenset(
     "_adaptive_avg_pool2d _assert_async _assert_scalar _assert_tensor_metadata _cdist_forward _conj _fft_c2c _fft_c2r "
-    "_fft_r2c _grouped_mm _int_mm _local_scalar_dense _log_softmax _native_batch_norm_legit _pad_circular "
+    "_fft_r2c _grouped_mm _int_mm _is_all_true _is_any_true _local_scalar_dense _log_softmax _native_batch_norm_legit _pad_circular "
     "_pdist_forward _prelu_kernel _reshape_alias_copy _safe_softmax _scaled_grouped_mm _scaled_mm _shape_as_tensor "
     "_softmax _stack _to_copy _trilinear _unsafe_view _weight_int4pack_mm _weight_int8pack_mm _weight_norm".split()
 )
@@ -92,7 +93,7 @@ def operator_named(target: str) -> Callable[..., Any]:
         return getattr(torch.ops.higher_order, parts[3])
     if target in _OF_PACKAGES:
         import_module(_OF_PACKAGES[target])
-        return getattr(getattr(torch.ops.torchao, parts[3]), parts[4])
+        return getattr(getattr(getattr(torch.ops, parts[2]), parts[3]), parts[4])
     match = _ATEN.fullmatch(target)
     if match and _is_taken(match[1]):
         packet = getattr(torch.ops.aten, match[1], None)

@@ -31,6 +31,7 @@ class Pt2Backend:
     linear_schemes = ("8w", "8da8w")
     embedding_schemes = ("8w",)
 
+    machine_code = ""
     options = Pt2Options
 
     def program_spec(self, asked: ProgramSpec, options: Pt2Options) -> ProgramSpec:
