@@ -191,9 +191,7 @@ def test_other_kinds_of_key_are_refused(bundle: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="encrypted"):
         load(bundle, key=path)
     path.write_bytes(
-        key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        )
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     )
     with pytest.raises(InputError, match="Ed25519"):
         load(bundle, key=path)

@@ -62,9 +62,9 @@ _OF_PACKAGES = {
 #: Operators whose names begin with an underscore, which torch keeps for its own, are taken only if listed.
 _INTERNAL = frozenset(
     "_adaptive_avg_pool2d _assert_async _assert_scalar _assert_tensor_metadata _cdist_forward _conj _fft_c2c _fft_c2r "
-    "_fft_r2c _grouped_mm _int_mm _is_all_true _is_any_true _local_scalar_dense _log_softmax _native_batch_norm_legit _pad_circular "
-    "_pdist_forward _prelu_kernel _reshape_alias_copy _safe_softmax _scaled_grouped_mm _scaled_mm _shape_as_tensor "
-    "_softmax _stack _to_copy _trilinear _unsafe_view _weight_int4pack_mm _weight_int8pack_mm _weight_norm".split()
+    "_fft_r2c _grouped_mm _int_mm _is_all_true _is_any_true _local_scalar_dense _log_softmax _native_batch_norm_legit "
+    "_pad_circular _pdist_forward _prelu_kernel _reshape_alias_copy _safe_softmax _scaled_grouped_mm _scaled_mm "
+    "_shape_as_tensor _softmax _stack _to_copy _trilinear _unsafe_view _weight_int4pack_mm _weight_int8pack_mm _weight_norm".split()
 )
 
 #: Operators that read or write files, or the storage under a tensor, or belong to training.
