@@ -16,6 +16,10 @@ class CacheFullError(ExportableCacheError, ValueError):
     """A step needs more slots than a full-attention layer has left. Raised before any state changes."""
 
 
+class NonFiniteLogitsError(InputError):
+    """A step gave logits that are infinite or not a number, from which no token can be chosen."""
+
+
 class UnsupportedModelError(ExportableCacheError, ValueError):
     """The model needs a mechanism the cache does not have; the message names it."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..errors import InputError
+from ..errors import InputError, NonFiniteLogitsError
 
 
 def check_seed(seed: int) -> None:
@@ -102,8 +102,12 @@ class Sampling:
         settings = self.settings(logits.device)
         if seen is not None:
             logits = penalise(logits, seen, settings.repetition_penalty)
+        # Not-a-number is the largest of all, so this sees it at no further cost.
+        largest, likeliest = logits.max(dim=-1)
+        if not bool(largest.isfinite().all()):
+            raise NonFiniteLogitsError("logits are not finite")
         if self.is_greedy:
-            return logits.argmax(dim=-1)
+            return likeliest
         uniform = torch.rand(logits.shape[0], generator=generator, device=logits.device)
         return draw(*sorted_distribution(logits, settings), uniform)
 

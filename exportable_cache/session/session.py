@@ -515,6 +515,7 @@ class Session:
             InputError: If a row holds fewer, a ring has overwritten one that would be needed again, a layer keeps a
                 state, or part of an image would stay whose tokens belong together.
         """
+        self._stepper.guard.check_whole()
         self._stepper.move_to(self.sequence.rewound(tokens, self.layers))
 
     def set_length(self, row: int, length: int) -> None:
@@ -535,6 +536,7 @@ class Session:
     def go_on_from(self, sequence: SequenceState) -> None:
         """Take up another place, for loops that write the cache's tensors themselves."""
         self._stepper.move_to(sequence)
+        self._stepper.guard.is_broken = False
 
     def save_state(self, path: str | Path) -> None:
         """Write what the cache holds (safetensors, atomically), to go on from in another session of the same model.
@@ -542,6 +544,7 @@ class Session:
         Raises:
             InputError: If the runtime does not give out its cache.
         """
+        self._stepper.guard.check_whole()
         persistence.save_state(self, Path(path))
 
     def load_state(self, path: str | Path) -> None:
@@ -566,6 +569,7 @@ class Session:
         self.runner, runner = ForkedRunner.of(self.runner)
         forked = copy.copy(self)
         forked._stepper = copy.copy(self._stepper)
+        forked._stepper.guard = self._stepper.guard.forked()
         forked.runner = runner
         forked._cache = None
         return forked

@@ -18,6 +18,14 @@ import torch
 from ...common.compat.torch import operator_arguments
 from ...errors import BundleError
 
+
+def _power(base: float, exponent: float) -> float:
+    """A power of sizes, of a size that takes no time to compute."""
+    if abs(base) > 2**32 or abs(exponent) > 16:
+        raise ValueError(f"{base} ** {exponent} is no arithmetic on sizes")
+    return base**exponent
+
+
 #: Arithmetic on sizes.
 _ON_SIZES: dict[str, Callable] = {
     **{
@@ -39,6 +47,7 @@ _ON_SIZES: dict[str, Callable] = {
             "ge",
         )
     },
+    "_operator.pow": _power,
     "_operator.and_": operator.and_,
     "_operator.or_": operator.or_,
     "math.trunc": math.trunc,
@@ -64,7 +73,8 @@ _INTERNAL = frozenset(
     "_adaptive_avg_pool2d _assert_async _assert_scalar _assert_tensor_metadata _cdist_forward _conj _fft_c2c _fft_c2r "
     "_fft_r2c _grouped_mm _int_mm _is_all_true _is_any_true _local_scalar_dense _log_softmax _native_batch_norm_legit "
     "_pad_circular _pdist_forward _prelu_kernel _reshape_alias_copy _safe_softmax _scaled_grouped_mm _scaled_mm "
-    "_shape_as_tensor _softmax _stack _to_copy _trilinear _unsafe_view _weight_int4pack_mm _weight_int8pack_mm _weight_norm".split()
+    "_shape_as_tensor _softmax _stack _to_copy _trilinear _unsafe_view "
+    "_weight_int4pack_mm _weight_int8pack_mm _weight_norm".split()
 )
 
 #: Operators that read or write files, or the storage under a tensor, or belong to training.
