@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 
-from ..errors import BundleError
+from ..errors import BundleError, ExportableCacheError, first_line
 
 try:
     import fcntl
@@ -60,6 +60,23 @@ def read_tensors(
             f"{path} has format {metadata.get('format')!r}, expected {expected!r}; it was not written by {writer}"
         )
     return tensors, metadata
+
+
+@contextmanager
+def damaged_if_malformed(path: Path | str, what: str) -> Iterator[None]:
+    """A block that reads the parts of a file that was opened: what does not fit is one error.
+
+    Raises:
+        BundleError: If a part is missing, or is of another type or size.
+    """
+    try:
+        yield
+    except ExportableCacheError:
+        raise
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError, RecursionError) as error:
+        raise BundleError(
+            f"{path} is damaged: {what} has {type(error).__name__}: {first_line(error)[:200]}; save it again"
+        ) from error
 
 
 @contextmanager
