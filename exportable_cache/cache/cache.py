@@ -308,8 +308,6 @@ class LayeredCache(Cache):
                 _check_lengths(layer, index)
                 layers.append(layer)
             cache = LayeredCache.classes[metadata.get("cache", "ExportableCache")](layers)
-            if len({layer.batch_size for layer in layers}) > 1:
-                raise ValueError(f"layers have {[layer.batch_size for layer in layers]} rows")
             types = json.loads(metadata.get("model_types", "null"))
             cache.model_types = None if types is None else tuple(types)
             return cache
