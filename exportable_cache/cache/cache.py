@@ -322,6 +322,8 @@ def _check_lengths(layer: CacheLayer, index: int) -> None:
     most, ever = layer.max_length, layer._high_water
     if ever is not None and (type(ever) is not int or ever < 0):
         raise ValueError(f"layer {index} held {ever!r} tokens at most")
-    lengths = layer.cumulative_length
+    lengths = getattr(layer, "cumulative_length", None)
+    if lengths is None:
+        return
     if lengths.dtype != torch.int64 or bool((lengths < 0).any()) or (most is not None and bool((lengths > most).any())):
         raise ValueError(f"layer {index} holds {lengths.tolist()} tokens, of 0 to {most or 'any number'}")

@@ -86,7 +86,7 @@ class Sampling:
         tiniest = torch.finfo(torch.float32).tiny
         values = (max(self.temperature, tiniest), self.top_p or 1.0, self.min_p or 0.0, self.repetition_penalty or 1.0)
         # Past every vocabulary where all tokens are drawn from.
-        top_k = torch.tensor(2**31 if self.top_k is None else self.top_k, device=device)
+        top_k = torch.tensor(2**31 if self.top_k is None else min(self.top_k, 2**31), device=device)
         temperature, *rest = (torch.tensor(value, dtype=torch.float32, device=device) for value in values)
         return SamplingSettings(temperature, top_k, *rest)
 

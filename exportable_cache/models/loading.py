@@ -241,7 +241,9 @@ def _config(place: Place) -> PreTrainedConfig:
             f"{place.source!r} is no local folder, and the hub has no such model ({first_line(error)}); check the "
             "path or the id"
         ) from error
-    model_type = fields.get("model_type")
+    except Exception as error:  # a file may hold any JSON, or none
+        raise InputError(f"cannot read config.json of {place.source!r}: {first_line(error)}; correct it") from error
+    model_type = fields.get("model_type") if isinstance(fields, dict) else None
     if not model_type:
         raise InputError(
             f"config.json of {place.source!r} states no model_type; pass the folder of a transformers model"
