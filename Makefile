@@ -9,6 +9,8 @@ PYTEST_ARGS ?=
 # Test processes; each runs on one thread.
 JOBS ?= 2
 ZOO_ARGS ?=
+# Such as `--mutations 500 --seed 7 --targets pt2 --verbose`.
+FUZZ_ARGS ?=
 
 BIN := $(VENV)/bin
 # The packages of the docs extra, quoted. The pages are made from sources that are read, not imported: no torch is needed.
@@ -18,7 +20,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup kernels demo check test test-full test-canary zoo docs clean
+.PHONY: help setup kernels demo check test test-full test-canary zoo fuzz docs clean
 
 help:
 	@echo "make demo    set up $(VENV), export the demo model to ExecuTorch, verify it, and ask it for a fact"
@@ -28,6 +30,7 @@ help:
 	@echo "make test-canary  only the canaries: workarounds that upstream may need no longer"
 	@echo "make zoo     every generative architecture of transformers on every target, into docs/architectures.md"
 	@echo "             (hours; resumes; ZOO_ARGS='--only llama,mamba2 --targets eager,pt2' to choose)"
+	@echo "make fuzz    10,000 mutated bundles, states and caches, and what each does (an hour; FUZZ_ARGS=...)"
 	@echo "make docs    build the pages of docs/ into site/; a warning is an error"
 	@echo "make setup   only set up $(VENV), with the executorch extra"
 	@echo "make kernels also compile attention kernels for this processor (a C++ compiler and libhwy-dev)"
@@ -67,6 +70,9 @@ test-canary: $(VENV)/.installed-test
 
 zoo: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.zoo.run $(ZOO_ARGS)
+
+fuzz: $(VENV)/.installed-test
+	@$(BIN)/python -m tests.security.fuzz $(FUZZ_ARGS)
 
 docs: $(VENV)/.installed-docs
 	@$(BIN)/python -m mkdocs build --strict --quiet

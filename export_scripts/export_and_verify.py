@@ -34,7 +34,7 @@ def main() -> None:
     print(VerifyReport(**bundle.manifest.verification))
 
     if arguments.prompt is not None:
-        session = load(bundle.path)
+        session = load(bundle.path, trust=True)  # made a moment ago
         for piece in session.generate_text(arguments.prompt, max_new_tokens=32):
             print(piece, end="", flush=True)
         print()

@@ -12,8 +12,15 @@ class InputError(ExportableCacheError, ValueError):
     """An argument is outside what the call accepts: an empty prompt, a token outside the vocabulary, a wrong dtype."""
 
 
-class CacheFullError(ExportableCacheError, ValueError):
-    """A step needs more slots than a full-attention layer has left. Raised before any state changes."""
+class CacheFullError(ExportableCacheError, ValueError, IndexError):
+    """A step needs more slots than a full-attention layer has left. Raised before any state changes.
+
+    An IndexError as well, which callers of transformers' static caches expect.
+    """
+
+
+class NonFiniteLogitsError(InputError):
+    """A step gave logits that are infinite or not a number, from which no token can be chosen."""
 
 
 class UnsupportedModelError(ExportableCacheError, ValueError):

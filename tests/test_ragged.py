@@ -190,6 +190,11 @@ def test_a_step_that_fails_puts_the_rows_that_wait_back(monkeypatch: pytest.Monk
         patch.setattr(session.runner, "run", fail)
         session.prefill(*padded([tokens(2), tokens(9)], "left"))
     assert session.length.tolist() == [20, 4]
+    # Its states may be half-written.
+    with pytest.raises(InputError, match="did not finish"):
+        session.decode(torch.stack([rows[0][0, 20], rows[1][0, 4]]))
+    # Here they are not, as the step failed before it began.
+    session.go_on_from(session.sequence)
     logits = session.decode(torch.stack([rows[0][0, 20], rows[1][0, 4]]))
     for row, end in enumerate((21, 5)):
         assert (logits[row] - reference_logits(model, rows[row][:, :end], end)[0, 0]).abs().max() <= TOLERANCE

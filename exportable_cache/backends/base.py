@@ -126,6 +126,8 @@ class Backend(Protocol):
     linear_schemes: tuple[str, ...]
     embedding_schemes: tuple[str, ...]
 
+    #: What its files hold that runs without any check, such as "machine code"; "" where they hold data only.
+    machine_code: str
     #: Its options.
     options: type[TargetOptions]
 

@@ -80,6 +80,11 @@ class ModuleRunner:
         # which of the dynamic sizes are 1: TorchDynamo has no graph for those and others in common.
         self._calls: dict[tuple, Callable[..., torch.Tensor]] = {}
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it runs: it was not closed."""
+        return self._give_back.alive
+
     def close(self) -> None:
         """Put back the attention that the model had; nothing runs afterwards. A second call does nothing."""
         self._give_back()
@@ -102,7 +107,7 @@ class ModuleRunner:
         return self._call((method, greedy, penalised, steps), inputs, *further, *astuple(chooser.settings))
 
     def _call(self, key: tuple, inputs: Sequence[torch.Tensor], *further: torch.Tensor) -> Any:
-        if not self._give_back.alive:
+        if not self.is_open:
             raise InputError("this session is closed, and its model has its own attention again; make another session")
         method, ones = self.methods[key[0]], frozenset()
         if self._compiled:

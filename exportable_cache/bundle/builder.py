@@ -7,12 +7,12 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..backends.registry import backend_for
-from ..common.files import PARTIAL, atomic_folder
+from ..common.files import LOCK_FILE, PARTIAL, atomic_folder, clear_leftovers
 from ..common.progress import Progress, silent
 from ..errors import BundleError
 from ..program.inputs.multimodal import kinds_taken
@@ -20,6 +20,7 @@ from .bundle import PROCESSOR, TOKENIZER_FOLDER, Bundle
 from .describe import Provenance, config_fields, describe, generation_config_fields
 from .digests import digests_of
 from .manifest import MANIFEST_FILE, File
+from .signature import SIGNATURE_FILE
 
 if TYPE_CHECKING:
     from ..backends.base import LoweredFile
@@ -44,7 +45,8 @@ def check_free(path: Path, overwrite: bool) -> None:
         parent = next(parent for parent in real.parents if parent.exists())
         if not parent.is_dir():
             raise BundleError(f"cannot write {path}: {parent} is no folder one may write to; choose another")
-        os.rmdir(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=PARTIAL, dir=parent))
+        with suppress(FileNotFoundError):  # another export has cleared it up
+            os.rmdir(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=PARTIAL, dir=parent))
     except (OSError, ValueError) as error:
         raise _cannot_write(path, error) from error
 
@@ -62,8 +64,53 @@ def _check_unused(path: Path, overwrite: bool) -> None:
             raise BundleError(f"{path} exists and is no bundle, so it is never overwritten; choose another folder")
         if not overwrite:
             raise BundleError(f"{path} exists; choose another folder, or overwrite it (overwrite=True, --overwrite)")
+        ours, others = _files_of(path)
+        if others or not ours:
+            found = f"it holds {others[0]}, which" if others else "its manifest.json is one that"
+            raise BundleError(
+                f"{path} exists, and {found} no export wrote, so it is not overwritten; choose another folder, or move "
+                "that away"
+            )
     elif path.exists() or path.is_symlink():
         raise BundleError(f"{path} exists and is no folder; choose another one")
+
+
+def _files_of(folder: Path) -> tuple[list[Path], list[str]]:
+    """Files in a folder that its manifest says an export wrote, and the names of all others.
+
+    There are none of the former where the manifest is not ours, as other programs have files of that name.
+    """
+    try:
+        fields = json.loads((folder / MANIFEST_FILE).read_bytes())
+        is_ours = isinstance(fields["schema_version"], int) and all(
+            isinstance(fields[name], str) for name in ("target", "fingerprint")
+        )
+        listed = {*fields["files"], MANIFEST_FILE, SIGNATURE_FILE, LOCK_FILE} if is_ours else set()
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        listed = set()
+    ours: list[Path] = []
+    others: list[str] = []
+    for place, folders, files in os.walk(folder):
+        for file in [*files, *(name for name in folders if Path(place, name).is_symlink())]:
+            path = Path(place, file)
+            name = path.relative_to(folder).as_posix()
+            if name in listed:
+                ours.append(path)
+            else:
+                others.append(name)
+    return ours, sorted(others)
+
+
+def remove_bundle(folder: Path) -> None:
+    """Remove what an export wrote into a folder, and the folder if that is all."""
+    # The manifest last, which says what else is ours.
+    for path in sorted(_files_of(folder)[0], key=lambda path: path == folder / MANIFEST_FILE):
+        path.unlink(missing_ok=True)
+    for place, _, _ in sorted(os.walk(folder), reverse=True):
+        try:
+            os.rmdir(place)
+        except OSError:  # something else is in it
+            pass
 
 
 @contextmanager
@@ -74,12 +121,17 @@ def new_folder(path: Path, overwrite: bool) -> Iterator[Path]:
         BundleError: If `path` may not be written to, see `check_free`, now or at the end of the block, or the temporary
             folder cannot be created.
     """
-    check_free(path, overwrite)
     # A link is followed first: renaming onto it would replace the link.
-    path = Path(os.path.realpath(path))
+    real = Path(os.path.realpath(path))
+    try:
+        clear_leftovers(real, remove_bundle)
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+    check_free(path, overwrite)
+    path = real
     with ExitStack() as stack:
         try:
-            folder = stack.enter_context(atomic_folder(path))
+            folder = stack.enter_context(atomic_folder(path, remove_bundle))
         except OSError as error:
             raise _cannot_write(path, error) from error
         yield folder
@@ -122,7 +174,7 @@ def write_bundle(
         for path in loaded.processor_files if set(kinds_taken(program.methods)) != {"text"} else ():
             shutil.copyfile(path, folder / TOKENIZER_FOLDER / path.name)
             holds[f"{TOKENIZER_FOLDER}/{path.name}"] = PROCESSOR
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != LOCK_FILE)
     files = {}
     for path, digest in zip(paths, digests_of(paths, progress), strict=True):
         name = path.relative_to(folder).as_posix()
@@ -139,4 +191,4 @@ def write_bundle(
         tokenizer=None if tokenizer is None else type(tokenizer).__name__,
         files=files,
     )
-    return Bundle(folder, manifest)
+    return Bundle(folder, manifest, trusted=True)

@@ -11,8 +11,10 @@ from ..backends import backend_for
 from ..cache.kernel import Kernel
 from ..cache.layers import layer_from
 from ..common.progress import silent
-from ..errors import BundleError
+from ..errors import BundleError, InputError
+from . import signature
 from .digests import check_files as check_digests
+from .listed import TOKENIZER_FOLDER, check_listed
 from .manifest import MANIFEST_FILE, SCHEMA_VERSION, Manifest
 from .versions import check_versions as check_installed
 
@@ -23,9 +25,8 @@ if TYPE_CHECKING:
     from ..cache.layers import CacheLayer
     from ..common.progress import Progress
 
-__all__ = ["MANIFEST_FILE", "SCHEMA_VERSION", "Bundle", "Manifest"]
+__all__ = ["MANIFEST_FILE", "SCHEMA_VERSION", "TOKENIZER_FOLDER", "Bundle", "Manifest"]
 
-TOKENIZER_FOLDER = "tokenizer"
 #: What the manifest says that its files are; they lie beside the tokenizer's.
 PROCESSOR = "processor"
 
@@ -37,10 +38,14 @@ class Bundle:
     Attributes:
         path: The folder.
         manifest: What it holds.
+        trusted: Whether machine code in it may be run: said so by who opened it, or made by this process.
+        signed_by: Fingerprint of the key whose signature was checked, None where none was.
     """
 
     path: Path
     manifest: Manifest
+    trusted: bool = False
+    signed_by: str | None = None
 
     @classmethod
     def open(
@@ -50,6 +55,8 @@ class Bundle:
         check_files: bool = True,
         *,
         known: bool = False,
+        trust: bool = False,
+        key: str | os.PathLike | None = None,
         progress: Progress = silent,
     ) -> Bundle:
         """Open a bundle; its program is not loaded yet.
@@ -61,26 +68,50 @@ class Bundle:
             check_files: Compare every file with its recorded size and checksum.
             known: Go by what this user's earlier checks found of the same file versions, and read the other files
                 only, see `known_digests`.
+            trust: Let machine code in it run, as targets `aoti` and `tensorrt` have it: it can do what you can.
+            key: File of the public key that must have signed it; None for no check of who made it.
             progress: Told about bytes read.
 
         Raises:
             BundleError: If there is no manifest, it cannot be read or is of another schema version, a file is missing,
-                truncated or changed, or a version differs.
-            InputError: If versions are checked and this release has no such target.
-            MissingDependencyError: If they are and the target needs a package that is not installed.
+                truncated, changed or not listed, a version differs, or it is not signed with the key.
+            InputError: If versions are checked and this release has no such target, or the key cannot be read, or is
+                given without `check_files`.
+            MissingDependencyError: If the target, or the check of a signature, needs a package that is not installed.
         """
-        folder = Path(path)
-        manifest = Manifest.read(folder)
+        if not os.fspath(path):
+            # As a path it would stand for the working folder.
+            raise InputError("the folder of the bundle is an empty name; pass a folder that export wrote")
+        folder, signed_by = Path(path), None
+        if key is None:
+            manifest = Manifest.read(folder)
+        else:
+            if not check_files:
+                raise InputError("key is given with check_files=False, and a signature covers files by their checksums")
+            public = signature.public_key(key)
+            manifest = Manifest.read(folder, lambda content: signature.check(folder, content, public))
+            signed_by = signature.fingerprint(public)
+        check_listed(folder, manifest)
         if check_versions:
             check_installed(manifest, backend_for(manifest.target).packages)
         if check_files:
             check_digests(folder, manifest, progress, known)
-        return cls(folder, manifest)
+        return cls(folder, manifest, trust, signed_by)
 
     def open_runner(self) -> tuple[Runner, list[CacheLayer]]:
-        """The program, ready to run, and its cache layers without tensors."""
+        """The program, ready to run, and its cache layers without tensors.
+
+        Raises:
+            BundleError: If it is machine code and nobody has said that it is trusted, or it cannot be opened.
+        """
+        backend = backend_for(self.manifest.target)
+        if backend.machine_code and not self.trusted:
+            raise BundleError(
+                f"{self.path} holds {backend.machine_code}, which can do whatever you can on this machine, and nothing "
+                "can check it; if you trust who made it, load it with trust=True (--trust)"
+            )
         layers = self.layers()
-        return backend_for(self.manifest.target).open(self.path, self.manifest.description()), layers
+        return backend.open(self.path, self.manifest.description()), layers
 
     def layers(self) -> list[CacheLayer]:
         """The cache layers, without tensors.

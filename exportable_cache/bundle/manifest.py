@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -356,13 +356,18 @@ class Manifest(_Entry):
             details={name: file.details for name, file in self.files.items()},
         )
 
-    def write(self, folder: Path) -> None:
-        """Write manifest.json: from then on the folder is a bundle."""
-        (folder / MANIFEST_FILE).write_text(json.dumps(self.model_dump(mode="json"), indent=2) + "\n", encoding="utf-8")
+    def write(self, folder: Path) -> bytes:
+        """Write manifest.json: from then on the folder is a bundle. Returns what the file holds."""
+        content = (json.dumps(self.model_dump(mode="json"), indent=2) + "\n").encode()
+        (folder / MANIFEST_FILE).write_bytes(content)
+        return content
 
     @classmethod
-    def read(cls, folder: Path) -> Manifest:
+    def read(cls, folder: Path, check: Callable[[bytes], None] | None = None) -> Manifest:
         """Read manifest.json.
+
+        Args:
+            check: Given the bytes that are read, before anything is made of them; raises where they are refused.
 
         Raises:
             BundleError: If it is missing, unreadable, of another schema version, or is not what was written.
@@ -382,7 +387,10 @@ class Manifest(_Entry):
         if folder.name.startswith(".") and folder.name.endswith(PARTIAL):
             raise BundleError(f"{folder} is what an interrupted export left; delete it, and export the model again")
         try:
-            fields = json.loads(path.read_text(encoding="utf-8"))
+            content = path.read_bytes()
+            if check is not None:
+                check(content)
+            fields = json.loads(content)
         except (OSError, ValueError, RecursionError) as error:
             raise BundleError(f"cannot read {path}: {error}; export the model again") from error
         # Before anything else is looked at: other versions have other fields.

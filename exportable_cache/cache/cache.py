@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from transformers import Cache
 
 from ..common.compat.transformers import attention_implementation
-from ..common.files import atomic_path, read_tensors
+from ..common.files import atomic_path, damaged_if_malformed, read_tensors
 from ..errors import BundleError, InputError
 from .attention.names import ATTENTION_NAMES
 from .checks import check_rollback, check_room, check_rows_agree, is_traced
@@ -293,18 +293,37 @@ class LayeredCache(Cache):
             here.
         """
         tensors, metadata = read_tensors(path, "a saved cache", _FORMAT, "save()", device)
-        layers = []
-        for index, described in enumerate(json.loads(metadata["layers"])):
-            state = {name: tensors[f"layers.{index}.{name}"] for name in described["tensors"]}
-            try:
-                layer = layer_from(described["config"], state)
-            except InputError as error:
-                raise BundleError(
-                    f"{path}: layer {index} is of parts that this release does not have: {error}; save the cache again"
-                ) from error
-            layer._high_water = described["high_water"]
-            layers.append(layer)
-        cache = LayeredCache.classes[metadata.get("cache", "ExportableCache")](layers)
-        types = json.loads(metadata.get("model_types", "null"))
-        cache.model_types = None if types is None else tuple(types)
-        return cache
+        with damaged_if_malformed(path, "a saved cache"):
+            layers = []
+            for index, described in enumerate(json.loads(metadata["layers"])):
+                state = {name: tensors[f"layers.{index}.{name}"] for name in described["tensors"]}
+                try:
+                    layer = layer_from(described["config"], state)
+                except InputError as error:
+                    raise BundleError(
+                        f"{path}: layer {index} is of parts that this release does not have: {error}; save the cache "
+                        "again"
+                    ) from error
+                layer._high_water = described["high_water"]
+                _check_lengths(layer, index)
+                layers.append(layer)
+            cache = LayeredCache.classes[metadata.get("cache", "ExportableCache")](layers)
+            types = json.loads(metadata.get("model_types", "null"))
+            cache.model_types = None if types is None else tuple(types)
+            return cache
+
+
+def _check_lengths(layer: CacheLayer, index: int) -> None:
+    """Refuse a layer that says it holds what it cannot.
+
+    Raises:
+        ValueError: If a length or the most tokens ever held is out of range.
+    """
+    most, ever = layer.max_length, layer._high_water
+    if ever is not None and (type(ever) is not int or ever < 0):
+        raise ValueError(f"layer {index} held {ever!r} tokens at most")
+    lengths = getattr(layer, "cumulative_length", None)
+    if lengths is None:
+        return
+    if lengths.dtype != torch.int64 or bool((lengths < 0).any()) or (most is not None and bool((lengths > most).any())):
+        raise ValueError(f"layer {index} holds {lengths.tolist()} tokens, of 0 to {most or 'any number'}")

@@ -17,6 +17,11 @@ def main() -> None:
 
     from .app import app
 
+    if sys.stdout is None:
+        # Closed by who started this (`>&-`).
+        sys.exit(
+            "error: stdout is closed, and there is nowhere to write the output; send it to a file, or to /dev/null"
+        )
     # A model may say what the terminal's encoding has no character for; the answer goes on.
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")

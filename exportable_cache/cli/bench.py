@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .layer_table import simple_table
-from .options import BundleArgument, CheckOption, IgnoreVersionsOption, JsonOption
+from .options import BundleArgument, CheckOption, IgnoreVersionsOption, JsonOption, KeyOption, TrustOption
 from .settings import at_least
 from .terminal import Terminal, bytes_text
 
@@ -41,6 +41,8 @@ def bench(
             show_default="one prefill chunk",
         ),
     ] = None,
+    trust: TrustOption = False,
+    key: KeyOption = None,
     ignore_versions: IgnoreVersionsOption = False,
     check: CheckOption = False,
     json: JsonOption = False,
@@ -51,7 +53,7 @@ def bench(
         from ..pipeline.bench import bench as run_bench
         from ..session.session import load
 
-        session = load(folder, check_versions=not ignore_versions, check=check)
+        session = load(folder, check_versions=not ignore_versions, trust=trust, key=key, check=check)
         report = run_bench(
             session, positions=positions or None, steps=steps, prompt_length=prompt_length, progress=progress
         )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import errno
+import os
 import sys
 import traceback
-from contextlib import ExitStack, redirect_stdout
+from contextlib import ExitStack, redirect_stdout, suppress
 from typing import Any
 
 import typer
@@ -48,6 +49,10 @@ class Command(TyperCommand):
             except Exception as error:
                 if _is_ours_to_pass(error):
                     raise
+                if isinstance(error, OSError) and error.errno in _OF_STREAMS and error.filename is None:
+                    terminal.error(f"error: cannot write the output: {error.strerror}; send it somewhere else")
+                    _forget_output()
+                    raise typer.Exit(EXIT_INPUT) from error
                 if debug:
                     traceback.print_exc()
                     terminal.error(f"error: unexpected {type(error).__name__}")
@@ -56,6 +61,16 @@ class Command(TyperCommand):
                     terminal.error(f"error: unexpected {type(error).__name__}: {reason}")
                     terminal.error("for the traceback, run it again with EXPORTABLE_CACHE_DEBUG=1")
                 raise typer.Exit(EXIT_UNEXPECTED) from error
+
+
+#: Of a stream that takes no more: a full disk, a broken one, a closed one.
+_OF_STREAMS = (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EDQUOT)
+
+
+def _forget_output() -> None:
+    """Let nothing be written to stdout when Python ends, which would fail again."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())
 
 
 def _is_ours_to_pass(error: Exception) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .options import BundleArgument, CheckOption, IgnoreVersionsOption, JsonOption
+from .options import BundleArgument, CheckOption, IgnoreVersionsOption, JsonOption, KeyOption, TrustOption
 from .settings import at_least
 from .terminal import Terminal
 
@@ -96,6 +96,8 @@ def generate(
     chat: Annotated[
         bool, typer.Option("--chat", help="Put the prompt into the model's chat template, as the user's message.")
     ] = False,
+    trust: TrustOption = False,
+    key: KeyOption = None,
     ignore_versions: IgnoreVersionsOption = False,
     check: CheckOption = False,
     json: JsonOption = False,
@@ -110,7 +112,8 @@ def generate(
         from ..generation.speculative import PromptLookup
         from ..session.session import Session
 
-        bundle = Bundle.open(folder, check_versions=not ignore_versions, known=not check)
+        versions = not ignore_versions
+        bundle = Bundle.open(folder, check_versions=versions, trust=trust, key=key, known=not check)
         session = Session.from_bundle(bundle)
         asked = _asked(bundle, session, text, image or (), audio or (), chat)
     asked = _tokenised(session, asked)

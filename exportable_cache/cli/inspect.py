@@ -9,7 +9,7 @@ import typer
 from .engine_table import engine_table, engines
 from .export import print_files, print_verification
 from .layer_table import LayerRow, layer_table, simple_table
-from .options import BundleOrDemoArgument, JsonOption
+from .options import BundleOrDemoArgument, JsonOption, KeyOption
 from .plan import print_plan
 from .settings import at_least
 from .terminal import Terminal, bytes_text
@@ -34,6 +34,7 @@ def inspect(
             show_default="512",
         ),
     ] = None,
+    key: KeyOption = None,
     json: JsonOption = False,
 ) -> None:
     """Show what a bundle holds, and check its files."""
@@ -54,7 +55,7 @@ def inspect(
         from ..bundle.bundle import Bundle
 
         # Whatever is installed here, people want to see which versions a bundle needs.
-        bundle = Bundle.open(folder, check_versions=False, progress=progress)
+        bundle = Bundle.open(folder, check_versions=False, key=key, progress=progress)
     if max_cache_len is not None:
         raise InputError(
             f"--max-cache-len {max_cache_len} was given, but {folder} was exported for "
@@ -81,7 +82,7 @@ def _print_bundle(terminal: Terminal, bundle: Bundle) -> None:
     terminal.print(f"\ntakes {_taken(bundle)}")
     terminal.print()
     print_files(terminal, bundle)
-    terminal.print("every checksum is right\n")
+    terminal.print("every checksum is right" + (f", signed by {bundle.signed_by}" if bundle.signed_by else "") + "\n")
     if engines(manifest.files):
         terminal.print(engine_table(manifest.files))
         terminal.print()

@@ -110,6 +110,16 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON documen
 CheckOption = Annotated[
     bool, typer.Option("--check", help="Read and check every file, not only those not checked before as they are.")
 ]
+TrustOption = Annotated[
+    bool,
+    typer.Option("--trust", help="Run machine code in the bundle (targets aoti, tensorrt): it can do what you can."),
+]
+KeyOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--key", metavar="FILE", help="Public key that must have signed the bundle.", show_default="unchecked"
+    ),
+]
 IgnoreVersionsOption = Annotated[
     bool, typer.Option("--ignore-versions", help="Open the bundle although it was made with other package versions.")
 ]

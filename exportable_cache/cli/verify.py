@@ -10,7 +10,15 @@ import typer
 from ..verification.spec import VerifySpec
 from .command import EXIT_MISMATCH
 from .layer_table import simple_table
-from .options import BundleArgument, IgnoreVersionsOption, JsonOption, LoraOption, ModelOption
+from .options import (
+    BundleArgument,
+    IgnoreVersionsOption,
+    JsonOption,
+    KeyOption,
+    LoraOption,
+    ModelOption,
+    TrustOption,
+)
 from .settings import Changes, at_least, declared, options_of, takes
 from .terminal import Terminal
 
@@ -23,10 +31,12 @@ from .terminal import Terminal
         {name: Changes(about={"callback": at_least(least)}) for name, least in (("tolerance", 0), ("decode_steps", 1))},
     ),
     declared("lora", LoraOption, None),
+    declared("trust", TrustOption, False),
+    declared("key", KeyOption, None),
     declared("ignore_versions", IgnoreVersionsOption, False),
     declared("json", JsonOption, False),
 )
-def verify(ctx: typer.Context, folder: Path, model: str, ignore_versions: bool, json: bool, **given: Any) -> None:
+def verify(ctx: typer.Context, folder: Path, model: str, json: bool, **given: Any) -> None:
     """Compare a bundle with the eager model, token by token."""
     terminal: Terminal = ctx.obj
     lora = given.pop("lora")
@@ -34,7 +44,9 @@ def verify(ctx: typer.Context, folder: Path, model: str, ignore_versions: bool, 
         from ..bundle.bundle import Bundle
         from ..verification.verify import verify as compare
 
-        bundle = Bundle.open(folder, check_versions=not ignore_versions, progress=progress)
+        check_versions = not given.pop("ignore_versions")
+        trust, key = given.pop("trust"), given.pop("key")
+        bundle = Bundle.open(folder, check_versions=check_versions, trust=trust, key=key, progress=progress)
         report = compare(bundle, model, lora=lora or (), progress=progress, **given)
     if json:
         terminal.json({"path": str(folder), "model": model, **report.to_dict()})

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..errors import InputError
+from ..errors import InputError, NonFiniteLogitsError
 
 
 def check_seed(seed: int) -> None:
@@ -86,7 +86,7 @@ class Sampling:
         tiniest = torch.finfo(torch.float32).tiny
         values = (max(self.temperature, tiniest), self.top_p or 1.0, self.min_p or 0.0, self.repetition_penalty or 1.0)
         # Past every vocabulary where all tokens are drawn from.
-        top_k = torch.tensor(2**31 if self.top_k is None else self.top_k, device=device)
+        top_k = torch.tensor(2**31 if self.top_k is None else min(self.top_k, 2**31), device=device)
         temperature, *rest = (torch.tensor(value, dtype=torch.float32, device=device) for value in values)
         return SamplingSettings(temperature, top_k, *rest)
 
@@ -102,8 +102,12 @@ class Sampling:
         settings = self.settings(logits.device)
         if seen is not None:
             logits = penalise(logits, seen, settings.repetition_penalty)
+        # Not-a-number is the largest of all, so this sees it at no further cost.
+        largest, likeliest = logits.max(dim=-1)
+        if not bool(largest.isfinite().all()):
+            raise NonFiniteLogitsError("logits are not finite")
         if self.is_greedy:
-            return logits.argmax(dim=-1)
+            return likeliest
         uniform = torch.rand(logits.shape[0], generator=generator, device=logits.device)
         return draw(*sorted_distribution(logits, settings), uniform)
 

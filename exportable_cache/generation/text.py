@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import InputError
+from .templates import limited_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,9 +31,11 @@ def encode_prompt(
         int64 [1, length]; length may be 0.
 
     Raises:
-        InputError: If the prompt is neither, or the tokenizer has no chat template for messages.
+        InputError: If the prompt is neither, it is no text that has a form in UTF-8, or the tokenizer has no chat
+            template for messages, or one that fails or takes too long.
     """
     if isinstance(prompt, str):
+        check_text(prompt)
         ids = tokenizer(prompt, add_special_tokens=starts)["input_ids"]
     elif isinstance(prompt, Sequence) and prompt and all(isinstance(message, Mapping) for message in prompt):
         if not getattr(tokenizer, "chat_template", None):
@@ -41,14 +44,29 @@ def encode_prompt(
                 "pass the prompt as text, or set tokenizer.chat_template before exporting"
             )
         messages = [dict(message) for message in prompt]
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)[
-            "input_ids"
-        ]
+        with limited_template(tokenizer.chat_template):
+            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)[
+                "input_ids"
+            ]
     else:
         raise InputError(
             f"prompt is {prompt!r:.80}; pass text, or chat messages as a list of mappings with 'role' and 'content'"
         )
     return torch.tensor([ids], dtype=torch.int64).reshape(1, -1)
+
+
+def check_text(text: str) -> None:
+    """Refuse what is no text: bytes of another encoding that a terminal or a file gave, kept as lone surrogates.
+
+    Raises:
+        InputError: If there is one.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"the prompt is no UTF-8: character {error.start} is {text[error.start]!r}; save it as UTF-8"
+        ) from error
 
 
 class TextStream:

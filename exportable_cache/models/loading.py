@@ -212,8 +212,10 @@ def load_processor(folder: Path, config_folder: Path) -> ProcessorMixin:
     """
     with quiet():
         try:
-            config = AutoConfig.from_pretrained(config_folder, local_files_only=True)
-            processor = AutoProcessor.from_pretrained(folder, config=config, local_files_only=True)
+            config = AutoConfig.from_pretrained(config_folder, local_files_only=True, trust_remote_code=False)
+            processor = AutoProcessor.from_pretrained(
+                folder, config=config, local_files_only=True, trust_remote_code=False
+            )
         except ImportError as error:
             raise MissingDependencyError(f"the processor in {folder} needs a package: {first_line(error)}") from error
         except Exception as error:  # processors read several files, each with errors of its own
@@ -316,13 +318,13 @@ def _config(place: Place) -> PreTrainedConfig:
             f"{place.source!r} is no local folder, and the hub has no such model ({first_line(error)}); check the "
             "path or the id"
         ) from error
-    except Exception as error:
-        if place.gguf is None:
-            raise
-        raise UnsupportedModelError(
-            f"transformers cannot read {place.source!r}: {first_line(error)}; pass the checkpoint it was made from"
-        ) from error
-    model_type = fields.get("model_type")
+    except Exception as error:  # a file may hold any JSON, or none
+        if place.gguf is not None:
+            raise UnsupportedModelError(
+                f"transformers cannot read {place.source!r}: {first_line(error)}; pass the checkpoint it was made from"
+            ) from error
+        raise InputError(f"cannot read config.json of {place.source!r}: {first_line(error)}; correct it") from error
+    model_type = fields.get("model_type") if isinstance(fields, dict) else None
     if not model_type:
         raise InputError(
             f"config.json of {place.source!r} states no model_type; pass the folder of a transformers model"

@@ -43,7 +43,7 @@ class Place:
     @property
     def options(self) -> dict[str, Any]:
         """What every `from_pretrained` is told beside the path."""
-        found: dict[str, Any] = {"local_files_only": self.local}
+        found: dict[str, Any] = {"local_files_only": self.local, "trust_remote_code": False}
         return found if self.gguf is None else {**found, "gguf_file": self.gguf}
 
 

@@ -57,6 +57,7 @@ def export(
     rollback_slots: int = 0,
     verify: bool = True,
     overwrite: bool = False,
+    sign: str | os.PathLike | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     lora: str | os.PathLike | Sequence[str | os.PathLike] = (),
     dry_run: bool = False,
@@ -98,6 +99,7 @@ def export(
             as drafts need it.
         verify: Compare with the model, see `verify_session`; the report is recorded in the manifest.
         overwrite: Replace a bundle that is there.
+        sign: File of the private Ed25519 key to sign the bundle with, for `load(..., key=)`; needs the extra `sign`.
         tokenizer: Saved in the bundle; by default the one beside the model, if there is one.
         lora: Folder of a LoRA adapter (PEFT) to merge into the weights.
         dry_run: Read no weights and write nothing; give a `DryRun`, which says what would be written.
@@ -138,6 +140,7 @@ def export(
         image_size=image_size,
         verify=verify,
         overwrite=overwrite,
+        sign=sign,
         tokenizer=tokenizer,
         lora=lora,
         dry_run=dry_run,

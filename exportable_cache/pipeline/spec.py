@@ -45,6 +45,7 @@ class ExportSpec:
         image_size: Height and width of every image in pixels, where the model's config leaves it open, see there.
         verify: Compare with the model.
         overwrite: Replace a bundle that is there.
+        sign: File of the private key to sign the bundle with, see `bundle.signature`; None for no signature.
         tokenizer: Saved in the bundle; None for the one beside the model.
         lora: Folder of an adapter to merge into the weights, at most one.
         dry_run: Say what would be written, and write nothing.
@@ -90,6 +91,14 @@ class ExportSpec:
         kind=bool,
     )
     overwrite: bool = setting(False, "Replace DIR if it exists.", flags=("--overwrite",), kind=bool)
+    sign: str | os.PathLike | None = setting(
+        None,
+        "Private Ed25519 key to sign the bundle with, so that others can check who made it.",
+        flags=("--sign",),
+        metavar="FILE",
+        kind=Path,
+        shown_default="unsigned",
+    )
     tokenizer: PreTrainedTokenizerBase | None = None
     lora: str | os.PathLike | Sequence[str | os.PathLike] = setting(
         (),
@@ -130,6 +139,11 @@ class ExportSpec:
         object.__setattr__(self, "dtype", parse_dtype(self.dtype))
         check_dtype(self.dtype, self.target, options.to_dict(), self.quantization is not None)
         object.__setattr__(self, "output_dir", _checked_output(self.output_dir))
+        if self.sign is not None:
+            # Before an hour's work: whether it can be signed.
+            from ..bundle.signature import private_key
+
+            private_key(self.sign)
         object.__setattr__(self, "modalities", tuple(self.modalities))
         object.__setattr__(self, "lora", _checked_lora(self.lora))
 

@@ -5,6 +5,10 @@ Each takes what the ones before it gave and changes none of it. `run` calls them
 
 from __future__ import annotations
 
+import errno
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,12 +17,13 @@ import torch
 from transformers import PreTrainedModel
 
 from ..backends import backend_for
+from ..bundle import signature
 from ..bundle.builder import check_free, new_folder, write_bundle
 from ..bundle.describe import Provenance
 from ..bundle.manifest import Quantized, RoundedCache
 from ..common.dtypes import dtype_name
 from ..common.progress import silent
-from ..errors import InputError, VerificationError
+from ..errors import BundleError, InputError, VerificationError
 from ..models.cache_factory import ExportableCache
 from ..models.dtypes import stored_dtype
 from ..models.layout import layer_types_and_windows
@@ -84,12 +89,36 @@ def run(spec: ExportSpec, progress: Progress = silent) -> Bundle:
     source = quantise(resolved, load(resolved, progress), progress)
     cache = allocate(resolved, source.model)
     made = program(resolved, source.model, cache)
-    with new_folder(spec.output_dir, spec.overwrite) as folder:
+    with new_folder(spec.output_dir, spec.overwrite) as folder, room_for(source, spec.output_dir, folder):
         lowered = lower(resolved, source, made, folder, progress)
         verified, fed = verify(resolved, source, made, lowered, progress)
         # One copy of the weights at a time: what ran so far is let go before the stored one is there.
         del source, cache, made, lowered
         return publish(resolved, measure(resolved, verified, fed, progress))
+
+
+@contextmanager
+def room_for(source: Source, path: Path, folder: Path) -> Iterator[None]:
+    """A block that writes a program into `folder`, refused at once where the disk has no room for its weights.
+
+    Libraries in C++ end the process on a full disk, so it is asked before they write.
+
+    Raises:
+        BundleError: If there is none, or none is left while the block writes.
+    """
+    parameters = {id(parameter): parameter.nbytes for parameter in source.model.parameters()}
+    needed = source.weights_bytes or sum(parameters.values())
+    full = (
+        f"cannot write {path}: no space left on device (needs {needed:,} bytes for the weights, and more beside them)"
+    )
+    if shutil.disk_usage(folder).free < needed:
+        raise BundleError(f"{full}; free some, or choose another disk")
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise BundleError(f"{full}; free some, or choose another disk") from error
 
 
 def resolve(spec: ExportSpec) -> Resolved:
@@ -255,7 +284,9 @@ def measure(resolved: Resolved, bundle: Bundle, fed: list[FedPrompt], progress: 
 
 def publish(resolved: Resolved, bundle: Bundle) -> Bundle:
     """Write the manifest, which makes the folder a bundle; it is renamed to where it belongs when `new_folder` ends."""
-    bundle.manifest.write(bundle.path)
+    content = bundle.manifest.write(bundle.path)
+    if resolved.spec.sign is not None:
+        signature.sign(bundle.path, content, signature.private_key(resolved.spec.sign))
     return replace(bundle, path=resolved.spec.output_dir)
 
 

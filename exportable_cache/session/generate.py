@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from ..errors import InputError
-from ..generation.loop import Ending, decode_loop
+from ..errors import InputError, NonFiniteLogitsError
+from ..generation.loop import Chosen, Ending, decode_loop
 from ..generation.sampler import Sampler
 from ..generation.speculative import DraftModel, Speculation, check_can_rewind, speculative_loop
 from ..generation.text import encode_prompt, stream_text, stream_texts
 from .checks import check_max_new_tokens, split_stops
+from .guard import Answer
 from .inputs.encoder import start_tokens
 from .inputs.stage import Prompt
 from .token_rows import TokenRows
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from ..generation.sampling import Sampling
     from ..generation.speculative import Draft
+    from .program_stepper import ProgramStepper
     from .session import Session
 
 
@@ -69,18 +71,24 @@ def make_request(
 def token_steps(
     session: Session, request: Request, prompt: Prompt, texts: Sequence[torch.Tensor] = ()
 ) -> Iterator[torch.Tensor]:
-    """Tokens that follow a prompt, int64 [batch] per step.
+    """Tokens that follow a prompt, int64 [batch] per step, from where the session is now.
 
     Args:
         prompt: Checked.
         texts: What it was made of, int64 [length] per row, where the tokens that are unfed by the first step go in
             front of it.
     """
+    answer = Answer(session._stepper)
+    return answer.steps(lambda: _token_steps(session, request, prompt, texts))
+
+
+def _token_steps(
+    session: Session, request: Request, prompt: Prompt, texts: Sequence[torch.Tensor]
+) -> Iterator[torch.Tensor]:
     if texts:
         prompt = Prompt(TokenRows.of(behind_unfed(session, texts)))
     stepper, ending = session._stepper, request.ending
     sampler = Sampler(request.sampling, prompt.rows.ids, session.vocab_size)
-    # Where the session is may have changed since the prompt was checked.
     stepper.check_room(prompt.rows)
     logits = stepper.feed(session._stages.steps(prompt, stepper))
     if request.draft is None:
@@ -91,7 +99,7 @@ def token_steps(
     # Rows that have ended and stay where they are keep their newest; where they go on over padding, it was fed.
     keeps = stepper.least_rollback[1] > 0
     unfed: list[int | None] = [None] * session.batch_size
-    for tokens, are_padding in chosen:
+    for tokens, are_padding in _finite(chosen, stepper):
         for row, (token, is_padding) in enumerate(zip(tokens.tolist(), are_padding.tolist(), strict=True)):
             if not is_padding:
                 unfed[row] = None if token in ending.tokens else token
@@ -99,6 +107,19 @@ def token_steps(
                 unfed[row] = None
         stepper.state = replace(stepper.state, unfed=tuple(unfed))
         yield tokens
+
+
+def _finite(chosen: Iterator[Chosen], stepper: ProgramStepper) -> Iterator[Chosen]:
+    """The same, saying where logits are not finite."""
+    try:
+        yield from chosen
+    except NonFiniteLogitsError as error:
+        # A row that ended may be behind.
+        position = int(stepper.length.max()) - 1
+        raise NonFiniteLogitsError(
+            f"the logits are not finite at position {position}, so no token can be chosen: the model overflows there, "
+            "or its weights or its cache hold infinities or not-a-number; reset(), and run it in float32"
+        ) from error
 
 
 def behind_unfed(session: Session, texts: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +59,7 @@ def live_session(
         InputError: If the two do not go together, or an option is out of range.
     """
     check_pair(model, cache)
+    _check_unused(cache)
     modalities = modalities_of(model, options.modalities, options.image_size)
     runner = ModuleRunner(
         model,
@@ -72,6 +74,7 @@ def live_session(
         mode=options.mode,
         graph_cache=options.graph_cache,
     )
+    _users[cache] = weakref.ref(runner)
     return kind(
         runner,
         cache.layers,
@@ -85,6 +88,24 @@ def live_session(
         placeholders={modality.method.name: modality.token_id for modality in modalities},
         steps_per_launch=options.steps_per_launch,
     )
+
+
+#: Of each cache, what runs over it.
+_users: weakref.WeakKeyDictionary[ExportableCache, weakref.ref[ModuleRunner]] = weakref.WeakKeyDictionary()
+
+
+def _check_unused(cache: ExportableCache) -> None:
+    """Refuse a cache that a session writes already: neither would see what the other has written.
+
+    Raises:
+        InputError: If there is one that was not closed.
+    """
+    user = _users[cache]() if cache in _users else None
+    if user is not None and user.is_open:
+        raise InputError(
+            "this cache belongs to another session, which writes it; close() that one first, fork() it, or allocate "
+            "another cache"
+        )
 
 
 def check_pair(model: PreTrainedModel, cache: ExportableCache) -> None:

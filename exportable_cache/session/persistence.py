@@ -7,17 +7,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from safetensors.torch import save_file
 
 from ..backends.base import state_of
-from ..common.files import atomic_path, read_tensors
+from ..common.files import atomic_path, damaged_if_malformed, read_tensors
 from ..errors import InputError
 from .inputs.image_places import PlacedImages
 from .sequence_state import SequenceState
 
 if TYPE_CHECKING:
-    import torch
-
     from ..cache.layers import CacheLayer
     from .session import Session
 
@@ -80,67 +79,86 @@ def load_state(session: Session, path: Path) -> None:
         InputError: If it is of another model, of other layers or another batch size, or longer than this cache.
     """
     tensors, metadata = read_tensors(path, "a session's state", _FORMAT, "save_state()")
-    saved_print = metadata["fingerprint"]
-    if saved_print and session.fingerprint and saved_print != session.fingerprint:
-        raise InputError(
-            f"{path} was computed with other weights than this session's model; save the state again with this one"
-        )
-    saved = json.loads(metadata["layers"])
-    ours = json.loads(json.dumps([_describe(layer) for layer in session.layers]))
-    if saved != ours:
-        index = next((i for i, (a, b) in enumerate(zip(saved, ours)) if a != b), min(len(saved), len(ours)))
-        theirs = saved[index] if index < len(saved) else "missing"
-        raise InputError(
-            f"{path} has other layers than this session: layer {index} is {theirs} there, "
-            f"{ours[index] if index < len(ours) else 'missing'} here; allocate or export with the same rollback_slots "
-            "and layer options"
-        )
-    length, max_len_ever = tensors.pop("length"), tensors.pop("high_water")
-    if len(length) != session.batch_size:
-        raise InputError(
-            f"{path} has {length.shape[0]} rows, this session {session.batch_size}; use the same batch_size"
-        )
-    if session.max_length is not None and int(length.max()) > session.max_length:
-        raise InputError(
-            f"{path} holds {int(length.max())} tokens, this cache at most {session.max_length}; use a larger "
-            "max_cache_len"
-        )
-    encoded = [tensors.pop(name) for name in sorted(tensors) if name.startswith(_ENCODED)]
-    state = runner_state(session)
-    for name, tensor in state.items():
-        if name not in tensors:
+    with damaged_if_malformed(path, "a session's state"):
+        saved_print = metadata["fingerprint"]
+        if saved_print and session.fingerprint and saved_print != session.fingerprint:
             raise InputError(
-                f"{path} has no {name}, which a {session.target!r} session keeps; save the state on that target"
+                f"{path} was computed with other weights than this session's model; save the state again with this one"
             )
-        expected = list(tensor.shape)
-        dim = _capacity_dim(session, name)
-        given = list(tensors[name].shape)
-        if dim is not None:
-            # More tokens once than this cache has slots: the slots behind its length are no longer wanted.
-            tensors[name] = tensors[name].narrow(dim, 0, min(given[dim], _layer_of(session, name).capacity))
-            expected[dim] = tensors[name].shape[dim]
-        if list(tensors[name].shape) != expected or tensors[name].dtype != tensor.dtype:
+        saved = json.loads(metadata["layers"])
+        ours = json.loads(json.dumps([_describe(layer) for layer in session.layers]))
+        if saved != ours:
+            index = next((i for i, (a, b) in enumerate(zip(saved, ours)) if a != b), min(len(saved), len(ours)))
+            theirs = saved[index] if index < len(saved) else "missing"
             raise InputError(
-                f"{name} is {tensors[name].dtype} {given} in {path}, this session's is {tensor.dtype} "
-                f"{list(tensor.shape)}; use the same dtype and model"
+                f"{path} has other layers than this session: layer {index} is {theirs} there, "
+                f"{ours[index] if index < len(ours) else 'missing'} here; allocate or export with the same "
+                "rollback_slots and layer options"
             )
+        length, max_len_ever = tensors.pop("length"), tensors.pop("high_water")
+        if length.dim() != 1 or len(length) != session.batch_size:
+            raise InputError(
+                f"{path} has {length.shape[0]} rows, this session {session.batch_size}; use the same batch_size"
+            )
+        if session.max_length is not None and int(length.max()) > session.max_length:
+            raise InputError(
+                f"{path} holds {int(length.max())} tokens, this cache at most {session.max_length}; use a larger "
+                "max_cache_len"
+            )
+        encoded = [tensors.pop(name) for name in sorted(tensors) if name.startswith(_ENCODED)]
+        state = runner_state(session)
+        for name, tensor in state.items():
+            if name not in tensors:
+                raise InputError(
+                    f"{path} has no {name}, which a {session.target!r} session keeps; save the state on that target"
+                )
+            expected = list(tensor.shape)
+            dim = _capacity_dim(session, name)
+            given = list(tensors[name].shape)
+            if dim is not None:
+                # More tokens once than this cache has slots: the slots behind its length are no longer wanted.
+                tensors[name] = tensors[name].narrow(dim, 0, min(given[dim], _layer_of(session, name).capacity))
+                expected[dim] = tensors[name].shape[dim]
+            if list(tensors[name].shape) != expected or tensors[name].dtype != tensor.dtype:
+                raise InputError(
+                    f"{name} is {tensors[name].dtype} {given} in {path}, this session's is {tensor.dtype} "
+                    f"{list(tensor.shape)}; use the same dtype and model"
+                )
+        unfed = json.loads(metadata["pending"])
+        # Files of earlier releases state no images: those saved text only, or images that left nothing behind.
+        images = PlacedImages.from_lists(json.loads(metadata.get("images", "null")) or [[]] * len(length))
+        unfed = tuple(unfed) if isinstance(unfed, list) else (unfed,) * len(length)
+        _check_rows(session, length, max_len_ever, unfed)
     for name, tensor in state.items():
         tensor.zero_()
         dim = _capacity_dim(session, name)
         part = tensor if dim is None else tensor.narrow(dim, 0, tensors[name].shape[dim])
         part.copy_(tensors[name])
-    unfed = json.loads(metadata["pending"])
-    # Files of earlier releases state no images: those saved text only, or images that left nothing behind.
-    images = PlacedImages.from_lists(json.loads(metadata.get("images", "null")) or [[]] * len(length))
     session.go_on_from(
         SequenceState(
             length,
             max_len_ever,
-            tuple(unfed) if isinstance(unfed, list) else (unfed,) * len(length),
+            unfed,
             images,
             tuple(tensor.to(session.device) for tensor in encoded),
         )
     )
+
+
+def _check_rows(session: Session, length: torch.Tensor, ever: torch.Tensor, unfed: tuple[int | None, ...]) -> None:
+    """Refuse rows that no session could have saved.
+
+    Raises:
+        ValueError: If a number is out of range.
+    """
+    if length.dtype != torch.int64 or ever.dtype != torch.int64 or ever.shape != length.shape:
+        raise ValueError(f"lengths of {length.dtype} and {ever.dtype}, {list(ever.shape)}")
+    if bool((length < 0).any()) or bool((ever < length).any()):
+        raise ValueError(f"lengths {length.tolist()}, at most {ever.tolist()}")
+    if len(unfed) != len(length) or any(
+        token is not None and (type(token) is not int or not 0 <= token < session.vocab_size) for token in unfed
+    ):
+        raise ValueError(f"tokens to be fed {unfed}, of a vocabulary of {session.vocab_size}")
 
 
 def _describe(layer: CacheLayer) -> dict:

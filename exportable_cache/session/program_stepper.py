@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..backends.base import ChoosesInGraph, state_of
+from ..errors import BundleError
 from ..program.entry_points import ROPE_DELTAS, chunk_sizes, method_for
 from .checks import check_room, check_rows_may_differ
+from .guard import StepGuard
 from .inputs.image_places import shifted
 from .inputs.stage import Steps
 from .rows_aside import rows_to_set_aside, set_aside
@@ -56,6 +58,7 @@ class ProgramStepper:
         self.target = target
         self.state = SequenceState.empty(limits.batch_size)
         self.moves = 0
+        self.guard = StepGuard()
         self.needs_equal_rows: Callable[[], bool] = lambda: False
         self.steps_per_launch = 1
         self.max_length = min((layer.max_length for layer in layers if layer.max_length is not None), default=None)
@@ -177,12 +180,33 @@ class ProgramStepper:
             Logits [batch, vocab], or [batch, length, vocab].
         """
         size = fed.shape[1]
-        method, inputs = self._call(fed, size, further, scores)
-        self.state = self.state.reaching(size, rows)
-        logits = self.runner.run(method, *inputs)
-        self.state = self.state.fed(size, rows)
-        self.moves += 1
+        with self.guard:
+            self.guard.check_whole()
+            method, inputs = self._call(fed, size, further, scores)
+            self._reach(size, rows)
+            logits = self.runner.run(method, *inputs)
+            self.state = self.state.fed(size, rows)
+            self.moves += 1
+            self.guard.is_broken = False
+        if logits.shape[-1] != self.vocab_size:
+            raise BundleError(
+                f"the program gives logits of {logits.shape[-1]} tokens, the manifest says {self.vocab_size}; "
+                "export the model again"
+            )
         return logits
+
+    def _reach(self, tokens: int, rows: torch.Tensor | None = None) -> None:
+        """About to run a step of `tokens`: until it has finished, what it may write stands against the session."""
+        self.state = self.state.reaching(tokens, rows)
+        self.guard.is_broken = self._is_lost_if_cut_off(tokens)
+
+    def _is_lost_if_cut_off(self, tokens: int) -> bool:
+        """Whether a step of `tokens` may write what cannot be taken back: a state, or slots of a ring still needed."""
+        allowed = self.least_rollback[1]
+        if allowed >= tokens:
+            return False
+        ends = zip((self.state.length + tokens).tolist(), self.state.max_len_ever.tolist(), strict=True)
+        return any(layer.max_rollback(*end) < tokens for end in ends for layer in self.layers)
 
     def score(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Feed a few tokens, int64 [batch, length], and judge each: logits [batch, length, vocab]."""
@@ -200,11 +224,14 @@ class ProgramStepper:
         fed = tokens[:, None]
         if not self.chooses_in_graph:
             return chooser.choose(self.step(fed))[:, None]
-        method, inputs = self._call(fed, steps)
-        self.state = self.state.reaching(steps)
-        chosen = self.runner.run_and_choose(method, chooser, *inputs, steps=steps)
-        self.state = self.state.fed(steps)
-        self.moves += 1
+        with self.guard:
+            self.guard.check_whole()
+            method, inputs = self._call(fed, steps)
+            self._reach(steps)
+            chosen = self.runner.run_and_choose(method, chooser, *inputs, steps=steps)
+            self.state = self.state.fed(steps)
+            self.moves += 1
+            self.guard.is_broken = False
         return chosen
 
     def _call(
@@ -243,9 +270,14 @@ class ProgramStepper:
 
     def reset(self) -> None:
         """Start anew at position 0; the buffers are zeroed where the runner gives them out."""
+        with self.guard:
+            self._empty()
+
+    def _empty(self) -> None:
         self.move_to(self.state.emptied())
         for tensor in (state_of(self.runner) or {}).values():
             tensor.zero_()
+        self.guard.is_broken = False
 
     def move_to(self, state: SequenceState) -> None:
         """Go to another place, and count that."""

@@ -516,6 +516,7 @@ class Session:
             InputError: If a row holds fewer, a ring has overwritten one that would be needed again, a layer keeps a
                 state, or part of an image would stay whose tokens belong together.
         """
+        self._stepper.guard.check_whole()
         self._stepper.move_to(self.sequence.rewound(tokens, self.layers))
 
     def set_length(self, row: int, length: int) -> None:
@@ -536,6 +537,7 @@ class Session:
     def go_on_from(self, sequence: SequenceState) -> None:
         """Take up another place, for loops that write the cache's tensors themselves."""
         self._stepper.move_to(sequence)
+        self._stepper.guard.is_broken = False
 
     def save_state(self, path: str | Path) -> None:
         """Write what the cache holds (safetensors, atomically), to go on from in another session of the same model.
@@ -543,6 +545,7 @@ class Session:
         Raises:
             InputError: If the runtime does not give out its cache.
         """
+        self._stepper.guard.check_whole()
         persistence.save_state(self, Path(path))
 
     def load_state(self, path: str | Path) -> None:
@@ -567,6 +570,7 @@ class Session:
         self.runner, runner = ForkedRunner.of(self.runner)
         forked = copy.copy(self)
         forked._stepper = copy.copy(self._stepper)
+        forked._stepper.guard = self._stepper.guard.forked()
         forked.runner = runner
         forked._cache = None
         return forked
@@ -662,7 +666,15 @@ class Session:
 
 
 @quietly
-def load(path: str | Path, *, check_versions: bool = True, check: bool = False, progress: Progress = silent) -> Session:
+def load(
+    path: str | Path,
+    *,
+    check_versions: bool = True,
+    trust: bool = False,
+    key: str | Path | None = None,
+    check: bool = False,
+    progress: Progress = silent,
+) -> Session:
     """Open a bundle that `export` wrote, ready to run.
 
     Args:
@@ -670,12 +682,17 @@ def load(path: str | Path, *, check_versions: bool = True, check: bool = False, 
         check_versions: Refuse a bundle made with other versions of the packages its target depends on.
         check: Read and check every file. By default those that this user has not checked as they are, going by size,
             time stamps, inode and device.
+        trust: Let machine code in it run, as targets `aoti` and `tensorrt` have it: it can do what you can.
+        key: File of the public key that must have signed it (`export(..., sign=)`); None for no check of who made it.
         progress: Told about bytes checked.
 
     Raises:
-        BundleError: If it is missing, damaged, of another schema version or of other package versions.
-        MissingDependencyError: If its target needs a package that is not installed.
+        BundleError: If it is missing, damaged, of another schema version or of other package versions, not signed with
+            the key, or machine code that is not trusted.
+        InputError: If the key cannot be read.
+        MissingDependencyError: If its target, or the check of a signature, needs a package that is not installed.
     """
     from ..bundle.bundle import Bundle
 
-    return Session.from_bundle(Bundle.open(path, check_versions=check_versions, known=not check, progress=progress))
+    bundle = Bundle.open(path, check_versions=check_versions, trust=trust, key=key, known=not check, progress=progress)
+    return Session.from_bundle(bundle)

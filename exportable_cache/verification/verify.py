@@ -345,6 +345,8 @@ def verify(
     model_or_path: PreTrainedModel | str | os.PathLike,
     *,
     lora: Sequence[str | os.PathLike] = (),
+    trust: bool = False,
+    key: str | os.PathLike | None = None,
     progress: Progress = silent,
     **asked: Any,
 ) -> VerifyReport:
@@ -356,6 +358,7 @@ def verify(
         path_or_bundle: The bundle, or its folder.
         model_or_path: `demo`, a local folder, a hub id, or a loaded model.
         lora: Folder of the adapter that was merged, if one was.
+        trust, key: Where it is a folder, see `load`.
         progress: Told about each stage.
         **asked: Fields of `VerifySpec`: tolerance, prompts, decode_steps, seed.
 
@@ -369,7 +372,11 @@ def verify(
 
     # Before the model is loaded, which takes long.
     spec = VerifySpec(**asked)
-    bundle = path_or_bundle if isinstance(path_or_bundle, Bundle) else Bundle.open(path_or_bundle, progress=progress)
+    bundle = (
+        path_or_bundle
+        if isinstance(path_or_bundle, Bundle)
+        else Bundle.open(path_or_bundle, trust=trust, key=key, progress=progress)
+    )
     manifest = bundle.manifest
     model = load_model(model_or_path, manifest.dtype, lora=lora, progress=progress).model
     if model.config.model_type != manifest.model_type:

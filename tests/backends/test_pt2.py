@@ -1,5 +1,10 @@
 """The `.pt2` archive: weights once, one cache under both methods, damage refused."""
 
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -21,7 +26,7 @@ def archive(tmp_path_factory):
     program = Program(model, ExportableCache.from_model(model, 64), ProgramSpec(16))
     exported = {name: program.export(name) for name in program.methods}
     path = tmp_path_factory.mktemp("archive") / "program.pt2"
-    write_archive(path, exported)
+    write_archive(path, exported, "prefill")
     return model, exported, path
 
 
@@ -42,15 +47,12 @@ def test_writing_leaves_the_exported_programs_as_they_were(archive) -> None:
 
 def test_methods_share_weights_and_cache_in_memory(archive) -> None:
     _, _, path = archive
-    modules = {name: dict(program.module().named_parameters()) for name, program in read_archive(path).items()}
-    assert set(modules) == {"decode", "prefill"}
     programs = read_archive(path)
-    for name, tensor in programs["decode"].state_dict.items():
-        assert programs["prefill"].state_dict[name].data_ptr() == tensor.data_ptr()
-    loaded = {name: program.module() for name, program in programs.items()}
-    loaded["prefill"](tokens(5), torch.tensor([0]))
-    written = loaded["decode"].get_buffer("layers_0_keys")
-    assert written.abs().sum() > 0
+    assert set(programs) == {"decode", "prefill"}
+    for name, tensor in programs["decode"].weights.items():
+        assert name.startswith("lifted_tensor") or programs["prefill"].weights[name].data_ptr() == tensor.data_ptr()
+    programs["prefill"].module(tokens(5), torch.tensor([0]))
+    assert programs["decode"].state["layers_0_keys"].abs().sum() > 0
 
 
 def test_a_truncated_file_is_refused(archive, tmp_path) -> None:
@@ -59,6 +61,38 @@ def test_a_truncated_file_is_refused(archive, tmp_path) -> None:
     damaged.write_bytes(path.read_bytes()[:-1000])
     with pytest.raises(BundleError, match="export the model again"):
         read_archive(damaged)
+
+
+def test_the_file_says_nothing_of_the_machine_that_made_it(archive) -> None:
+    _, _, path = archive
+    assert str(Path(torch.__file__).parent.parent).encode() not in path.read_bytes()
+
+
+def test_torch_opens_it_without_this_package(archive) -> None:
+    model, _, path = archive
+    # The two lines that README.txt inside the file gives.
+    with zipfile.ZipFile(path) as entries:
+        lines = [
+            line.strip()
+            for line in entries.read("program/extra/README.txt").decode().splitlines()
+            if line.startswith("    ")
+        ]
+    ids = tokens(6).tolist()
+    script = "\n".join(
+        [
+            "import sys, torch",
+            f"path, ids = {str(path)!r}, torch.tensor({ids})",
+            "first = torch.export.load(path).module()(ids[:, :5], torch.tensor([0]))",
+            *lines,
+            "step = {name: program.module() for name, program in programs.items()}",
+            "assert torch.equal(first, step['prefill'](ids[:, :5], torch.tensor([0])))",
+            "print(step['decode'](ids[:, 5:], torch.tensor([5])).argmax().item())",
+            "assert 'exportable_cache' not in sys.modules",
+        ]
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=path.parent)
+    assert found.returncode == 0, found.stderr
+    assert int(found.stdout) == reference_logits(model, torch.tensor(ids), 5)[:, -1].argmax().item()
 
 
 @pytest.mark.parametrize("options", [{"form": "explicit"}, {"strict": True}])

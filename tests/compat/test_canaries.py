@@ -36,10 +36,13 @@ NAMES: dict[str, dict[str, Any]] = {
         "torch._inductor.aot_compile": takes("gm", "args", "options"),
         "torch._inductor.package.package_aoti": takes("archive_file", "aoti_files"),
         "torch._inductor.package.load_package": takes("path", "model_name"),
-        "torch.export.pt2_archive._package.package_pt2": takes("f", "exported_programs", "extra_files"),
-        "torch.export.pt2_archive._package.load_pt2": takes("f"),
+        "torch._export.serde.serialize.serialize": takes(
+            "exported_program", "serialize_state_dict", "serialize_constants", "serialize_example_inputs"
+        ),
         "torch.utils._python_dispatch._disable_current_modes": CALLABLE,
         "torch.utils._pytree.tree_map": takes("func", "tree"),
+        "torch.utils._pytree.tree_flatten": takes("tree"),
+        "torch.utils._pytree.tree_unflatten": takes("leaves", "treespec"),
         "torch._dynamo.mark_dynamic": takes("t", "index", "min", "max"),
         "torch._dynamo.maybe_mark_dynamic": takes("t", "index"),
         "torch._dynamo.exc.TorchDynamoException": CLASS,

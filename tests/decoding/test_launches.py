@@ -129,7 +129,9 @@ def test_what_was_computed_ahead_is_dropped_when_the_session_moves_meanwhile(mod
         found = [next(given) for _ in range(6)]
         session.rewind(2)
         session.prefill(tokens(2, seed=5))
-        return [*found, *given]
+        with pytest.raises(InputError, match="used otherwise since this generator gave out its last token"):
+            next(given)
+        return [*found, *session.generate(tokens(1, seed=6), 10)]
 
     assert interrupted(STEPS) == interrupted(1)
 

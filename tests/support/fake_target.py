@@ -63,6 +63,7 @@ class FakeBackend:
     name = "fake"
     packages = ("torch",)
     max_batch_size = None
+    machine_code = ""
     options = FakeOptions
 
     def program_spec(self, asked: ProgramSpec, options: FakeOptions) -> ProgramSpec:

@@ -28,6 +28,7 @@ class AotiBackend:
     packages = ("torch",)
     max_batch_size = None
 
+    machine_code = "machine code that AOTInductor has compiled"
     options = AotiOptions
 
     def program_spec(self, asked: ProgramSpec, options: AotiOptions) -> ProgramSpec:

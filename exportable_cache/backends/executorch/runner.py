@@ -51,8 +51,11 @@ class ExecutorchRunner:
 
     def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         # Outputs live in the method's planned memory and are overwritten by the next call.
-        with one_blas_thread():
-            outputs = self._methods[method]([tensor.contiguous() for tensor in inputs])
+        try:
+            with one_blas_thread():
+                outputs = self._methods[method]([tensor.contiguous() for tensor in inputs])
+        except RuntimeError as error:
+            raise BundleError(f"method {method!r} of the program failed: {error}; export the model again") from error
         return outputs[0].clone() if self.methods[method].is_step else tuple(output.clone() for output in outputs)
 
 
@@ -67,4 +70,9 @@ def _check_runs_here(path: Path) -> None:
     from .delegates import check_runs_here
 
     if path.is_file() and path.stat().st_size:
-        check_runs_here(path)
+        try:
+            check_runs_here(path)
+        except BundleError:
+            raise
+        except Exception:  # the readers take a file for whole, and this one may be anything
+            return

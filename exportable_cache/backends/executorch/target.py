@@ -38,6 +38,7 @@ class ExecutorchBackend:
     linear_schemes = ("8da4w", "8da8w")
     embedding_schemes = ("8w", "4w")
 
+    machine_code = ""
     options = ExecutorchOptions
 
     def program_spec(self, asked: ProgramSpec, options: ExecutorchOptions) -> ProgramSpec:

@@ -1,103 +1,161 @@
 """One `.pt2` archive for several exported programs that share their weights and their cache.
 
-torch packages each program with a copy of its own weights and of its buffers' contents. Here the first program keeps
-the weights, the others and every cache buffer are written as empty stand-ins, and reading puts one set of tensors under
-all.
+It is torch's format, so torch's loader opens it; see `README.txt` inside. But neither is it written by torch's writer,
+which repeats weights, pickles sample inputs, records paths of source files and aborts the process on a full disk, nor
+read by torch's loader, which runs code of whoever wrote the file (docs/security.md).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import re
+import sys
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from ...common.compat.torch import load_pt2, write_pt2
-from ...errors import BundleError
+from ...common.compat.torch import serialized_program
+from ...errors import BundleError, first_line
+from .codes import SCHEMA_MAJOR
+from .entries import EntryReader, EntryWriter
+from .graph import build_module
+from .tensors import STATE_PREFIX, TensorReader, TensorWriter
 
 if TYPE_CHECKING:
+    import torch
     from torch.export import ExportedProgram
 
-SHARED_STATE_FILE = "exportable_cache_shared_state.json"
+_FOLDER = "program"
+#: The name that `torch.export.load` looks for.
+_DEFAULT = "model"
+_FIXED = {"archive_format": "pt2", "archive_version": "0", "byteorder": sys.byteorder, ".data/version": "6\n"}
+_README = "extra/README.txt"
+_KNOWN = re.compile(
+    r"models/\w+\.json|data/weights/(weight_\d+|\w+_weights_config\.json)|data/sample_inputs/\w+\.pt|"
+    r"data/constants/(tensor_\d+|\w+_constants_config\.json)"
+)
+_README_TEXT = """\
+A program of torch.export with its key-value cache, written by exportable_cache. The method `{default}` also stands
+under the name `model`, so torch.export.load opens it. For all methods, over one cache:
+
+    programs = torch.export.pt2_archive._package.load_pt2(path).exported_programs
+    for program in programs.values(): program.constants.update(programs["model"].constants)
+
+Import torchao.quantization.quant_primitives first if weights are quantised, exportable_cache.pytree if the cache is an
+input. torch's loader can run code of whoever wrote a file; exportable_cache.load does not use it.
+"""
 
 
-def write_archive(path: Path, programs: Mapping[str, ExportedProgram]) -> None:
+@dataclass(frozen=True)
+class StoredProgram:
+    """A program of an archive, ready to run.
+
+    Attributes:
+        module: Takes the inputs, caches as flat tensors, and gives the outputs as a tuple.
+        state: The cache tensors that it reads and writes, by their names in it.
+        weights: Its other tensors.
+    """
+
+    module: torch.nn.Module
+    state: dict[str, torch.Tensor]
+    weights: dict[str, torch.Tensor]
+
+
+def write_archive(path: Path, programs: Mapping[str, ExportedProgram], default: str | None = None) -> None:
     """Write programs exported from one module.
 
     Args:
-        programs: By method name; the first keeps the weights.
+        programs: By method name.
+        default: The one that `torch.export.load` gives; the first by default.
+
+    Raises:
+        OSError: If the disk is full, or the file cannot be written.
     """
-    owner = next(iter(programs))
-    state = {
-        name: {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
-        for program in programs.values()
-        for name, tensor in _cache_buffers(program).items()
-    }
-    shared = {"owner": owner, "state": state}
-    with _without_contents(programs, owner, set(state)):
-        write_pt2(str(path), programs, extra_files={SHARED_STATE_FILE: json.dumps(shared)})
+    default = next(iter(programs)) if default is None else default
+    with EntryWriter(path, _FOLDER) as entries:
+        weights = TensorWriter(entries, "data/weights", "weight_")
+        constants = TensorWriter(entries, "data/constants", "tensor_")
+        for name, program in programs.items():
+            texts = {
+                "data/weights/{}_weights_config.json": json.dumps(weights.table(program.state_dict)),
+                "data/constants/{}_constants_config.json": json.dumps(constants.table(program.constants)),
+                "models/{}.json": json.dumps(_without_notes(serialized_program(program)), separators=(",", ":")),
+                # torch's loader unpickles what is here, and takes nothing for no inputs.
+                "data/sample_inputs/{}.pt": "",
+            }
+            for entry, text in texts.items():
+                for method in (name, _DEFAULT) if name == default else (name,):
+                    entries.write(entry.format(method), text.encode())
+        entries.write(_README, _README_TEXT.format(default=default).encode())
+        for entry, text in _FIXED.items():
+            entries.write(entry, text.encode())
 
 
-def read_archive(path: Path) -> dict[str, ExportedProgram]:
+def _without_notes(stored: dict[str, Any]) -> dict[str, Any]:
+    """A program without what only describes it: source positions of the machine that made it, guards, submodules."""
+    module = stored["graph_module"]
+    _forget_notes(module["graph"])
+    module["module_call_graph"] = [entry for entry in module["module_call_graph"] if entry["fqn"] == ""]
+    return {**stored, "guards_code": []}
+
+
+def _forget_notes(graph: dict[str, Any]) -> None:
+    for node in graph["nodes"]:
+        node["metadata"] = {}
+        for item in node["inputs"]:
+            if "as_graph" in item["arg"]:
+                _forget_notes(item["arg"]["as_graph"]["graph"])
+
+
+def read_archive(path: Path) -> dict[str, StoredProgram]:
     """Read what `write_archive` wrote: all programs over one set of weights and one zeroed cache.
 
     Raises:
         BundleError: If the file is not such an archive.
     """
     try:
-        contents = load_pt2(str(path))
-        shared = json.loads(contents.extra_files[SHARED_STATE_FILE])
-    except (KeyError, OSError, RuntimeError, ValueError, AssertionError) as error:
+        with EntryReader(path, _is_known) as entries:
+            return _read(entries)
+    except BundleError as error:
+        raise BundleError(f"cannot read the programs in {path.name}: {error}") from error
+    except (OSError, zipfile.BadZipFile, RecursionError, MemoryError) as error:
         raise BundleError(f"cannot read the programs in {path.name}: {error}; export the model again") from error
-    programs = contents.exported_programs
-    weights = programs[shared["owner"]].state_dict
-    state = {
-        name: torch.zeros(tensor["shape"], dtype=getattr(torch, tensor["dtype"]))
-        for name, tensor in shared["state"].items()
-    }
-    for program in programs.values():
-        program.state_dict.update(weights)
-        program.constants.update({name: tensor for name, tensor in state.items() if name in program.constants})
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError, SyntaxError) as error:
+        raise BundleError(
+            f"cannot read the programs in {path.name}: {type(error).__name__}: {first_line(error)[:200]}; "
+            "export the model again"
+        ) from error
+
+
+def _is_known(name: str) -> bool:
+    return name in _FIXED or name == _README or _KNOWN.fullmatch(name) is not None
+
+
+def _read(entries: EntryReader) -> dict[str, StoredProgram]:
+    for name, text in _FIXED.items():
+        if entries.text(name) != text:
+            raise ValueError(f"{name} is {entries.text(name)!r:.20}, not {text!r}")
+    methods = [name[len("models/") : -len(".json")] for name in entries.names if name.startswith("models/")]
+    for name in entries.names:
+        if name.startswith("data/sample_inputs/") and entries.size(name):
+            raise BundleError(f"{name} holds a pickle, which can run code; do not trust this file, or export again")
+    weights, constants = TensorReader(entries, "data/weights"), TensorReader(entries, "data/constants")
+    programs = {}
+    for method in methods:
+        if method == _DEFAULT and len(methods) > 1:
+            continue  # another name of one of them
+        stored = json.loads(entries.text(f"models/{method}.json"))
+        if stored["schema_version"]["major"] != SCHEMA_MAJOR:
+            raise ValueError(f"schema {stored['schema_version']}, this release reads {SCHEMA_MAJOR}")
+        tensors = {
+            **weights.tensors(json.loads(entries.text(f"data/weights/{method}_weights_config.json"))),
+            **constants.tensors(json.loads(entries.text(f"data/constants/{method}_constants_config.json"))),
+        }
+        programs[method] = StoredProgram(
+            build_module(stored["graph_module"], tensors),
+            {name: tensor for name, tensor in tensors.items() if name.startswith(STATE_PREFIX)},
+            {name: tensor for name, tensor in tensors.items() if not name.startswith(STATE_PREFIX)},
+        )
     return programs
-
-
-def _cache_buffers(program: ExportedProgram) -> dict[str, torch.Tensor]:
-    """The cache tensors among a program's buffers, by fully qualified name."""
-    return {
-        name: program.constants[name]
-        for name in program.graph_signature.non_persistent_buffers
-        if name.startswith("layers_")
-    }
-
-
-@contextmanager
-def _without_contents(programs: Mapping[str, ExportedProgram], owner: str, state: set[str]) -> Iterator[None]:
-    """Put empty stand-ins where an archive would otherwise repeat contents; the programs are restored
-    after the block.
-    """
-    kept = {name: (dict(program.state_dict), dict(program.constants)) for name, program in programs.items()}
-    try:
-        for name, program in programs.items():
-            for key in state & program.constants.keys():
-                program.constants[key] = _stand_in(program.constants[key])
-            if name != owner:
-                for key, tensor in program.state_dict.items():
-                    program.state_dict[key] = _stand_in(tensor)
-        yield
-    finally:
-        for name, program in programs.items():
-            program.state_dict.update(kept[name][0])
-            program.constants.update(kept[name][1])
-
-
-def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
-    empty = torch.empty(0, dtype=tensor.dtype)
-    # torch checks that a program's parameters are parameters.
-    return (
-        torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)
-        if isinstance(tensor, torch.nn.Parameter)
-        else empty
-    )

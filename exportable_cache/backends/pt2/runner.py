@@ -1,4 +1,4 @@
-"""Running exported programs in torch."""
+"""Running stored programs in torch."""
 
 from __future__ import annotations
 
@@ -8,40 +8,71 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...cache.policies import CrossPolicy
+from ...common.compat.torch import tree_flatten, tree_unflatten
+from ...errors import BundleError, first_line
 from ...models.cache_factory import ExportableCache, ExportableEncoderDecoderCache
 from ..base import empty_layers
 
 if TYPE_CHECKING:
-    from torch.export import ExportedProgram
-
     from ..base import ProgramDescription
+    from .archive import StoredProgram
 
 
-class ResidentRunner:
-    """Programs whose cache is inside: the methods share its buffers."""
+class _StoredRunner:
+    """Programs of a file, which need not be what its manifest says they are.
 
-    def __init__(self, programs: Mapping[str, ExportedProgram], description: ProgramDescription) -> None:
+    Raises:
+        BundleError: If a method of the description is not in the file.
+    """
+
+    def __init__(self, programs: Mapping[str, StoredProgram], description: ProgramDescription) -> None:
+        missing = description.methods.keys() - programs.keys()
+        if missing:
+            raise BundleError(
+                f"the manifest names the methods {', '.join(sorted(missing))}, which the program's file does not have; "
+                "export the model again"
+            )
         self.methods = description.methods
-        self._modules = {name: program.module() for name, program in programs.items()}
+        self._modules = {name: programs[name].module for name in description.methods}
+
+    def _call(self, method: str, inputs: tuple) -> tuple[torch.Tensor, ...]:
+        try:
+            return self._modules[method](*inputs)
+        except (RuntimeError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise BundleError(
+                f"method {method!r} of the program failed, {type(error).__name__}: {first_line(error)[:200]}; "
+                "export the model again"
+            ) from error
+
+
+class ResidentRunner(_StoredRunner):
+    """Programs whose cache is inside: the methods share its tensors.
+
+    Raises:
+        BundleError: If the cache in the file is another than the description's.
+    """
+
+    def __init__(self, programs: Mapping[str, StoredProgram], description: ProgramDescription) -> None:
+        super().__init__(programs, description)
+        held = {name: tensor for method in self.methods for name, tensor in programs[method].state.items()}
         self.state: Mapping[str, torch.Tensor] = {
-            f"layers.{index}.{name}": program.constants[f"layers_{index}_{name}"]
-            for program in programs.values()
+            f"layers.{index}.{name}": _checked(held[f"layers_{index}_{name}"], f"layers.{index}.{name}", declared)
             for index, layer in enumerate(description.layers)
-            for name in layer["tensors"]
-            if f"layers_{index}_{name}" in program.constants
+            for name, declared in layer["tensors"].items()
+            if f"layers_{index}_{name}" in held
         }
 
     @torch.no_grad()
     def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        return self._modules[method](*inputs)
+        outputs = self._call(method, inputs)
+        return outputs[0] if self.methods[method].is_step else outputs
 
 
-class ExplicitRunner:
+class ExplicitRunner(_StoredRunner):
     """Programs whose cache is an input and an output: it is held here and passed along."""
 
-    def __init__(self, programs: Mapping[str, ExportedProgram], description: ProgramDescription) -> None:
-        self.methods = description.methods
-        self._modules = {name: program.module() for name, program in programs.items()}
+    def __init__(self, programs: Mapping[str, StoredProgram], description: ProgramDescription) -> None:
+        super().__init__(programs, description)
         layers = empty_layers(description)
         has_encoder = any(isinstance(layer.policy, CrossPolicy) for layer in layers)
         self.cache = (ExportableEncoderDecoderCache if has_encoder else ExportableCache)(layers)
@@ -54,6 +85,20 @@ class ExplicitRunner:
     @torch.no_grad()
     def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         if not self.methods[method].is_step:
-            return self._modules[method](*inputs)
-        logits, self.cache = self._modules[method](*inputs, self.cache)
+            return self._call(method, inputs)
+        leaves, spec = tree_flatten(self.cache)
+        logits, *written = self._call(method, (*inputs, *leaves))
+        if len(written) != len(leaves):
+            raise BundleError(f"method {method!r} gives {len(written)} cache tensors, of {len(leaves)}; export again")
+        self.cache = tree_unflatten(written, spec)
         return logits
+
+
+def _checked(tensor: torch.Tensor, name: str, declared: Mapping) -> torch.Tensor:
+    found = (list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+    if found != (list(declared["shape"]), declared["dtype"]):
+        raise BundleError(
+            f"{name} is {found[1]} {found[0]} in the program's file and {declared['dtype']} {declared['shape']} in the "
+            "manifest; export the model again"
+        )
+    return tensor

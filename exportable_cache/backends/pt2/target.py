@@ -31,6 +31,7 @@ class Pt2Backend:
     linear_schemes = ("8w", "8da8w")
     embedding_schemes = ("8w",)
 
+    machine_code = ""
     options = Pt2Options
 
     def program_spec(self, asked: ProgramSpec, options: Pt2Options) -> ProgramSpec:
@@ -38,7 +39,11 @@ class Pt2Backend:
 
     def lower(self, program: Program, folder: Path, options: Pt2Options) -> list[LoweredFile]:
         exported = {name: program.export(name, strict=options.strict) for name in program.methods}
-        write_archive(folder / FILE, exported)
+        longest = max(
+            program.methods.values(),
+            key=lambda one: (one.is_step, one.read_length is None, not one.scores, one.max_length),
+        )
+        write_archive(folder / FILE, exported, longest.name)
         return [LoweredFile(FILE, f"methods {', '.join(exported)}, weights")]
 
     def open(self, folder: Path, description: ProgramDescription) -> Runner:

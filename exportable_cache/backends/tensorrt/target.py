@@ -31,6 +31,7 @@ class TensorRTBackend:
     max_batch_size = None
     linear_schemes = ()
     embedding_schemes = ()
+    machine_code = "plans of TensorRT, which are code for a GPU"
     options = TensorRTOptions
 
     @property

@@ -70,11 +70,13 @@ def runtime() -> ModuleType:
 def load_program(path: Path) -> Any:
     """A `.pte`, memory-mapped where the runtime does so: `load_method(name)` of it gives what is called with tensors.
 
+    The tables of the file are verified whole, as far as the runtime can: offsets, types and sizes.
+
     Raises:
         RuntimeError: If the runtime cannot load it.
     """
     extension = runtime()
-    return extension._load_program(str(path), program_verification=extension.Verification.Minimal)
+    return extension._load_program(str(path), program_verification=extension.Verification.InternalConsistency)
 
 
 def _library(package: str, pattern: str) -> Path:

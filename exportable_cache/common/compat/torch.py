@@ -7,9 +7,11 @@
 | `torch._subclasses.fake_tensor.FakeTensorMode` | `plan` refuses four architectures of encoder-decoders |
 | `torch._ops.OperatorBase`, `OpOverload` | types of operators in annotations; `Any` would do |
 | `torch._inductor.aot_compile`, `package.package_aoti`, `package.load_package` | no target `aoti` |
-| `torch.export.pt2_archive._package.package_pt2`, `load_pt2` | no target `pt2` with several methods in a file |
+| `torch._export.serde.serialize.serialize` | no target `pt2` with several methods in a file |
 | `torch.utils._python_dispatch._disable_current_modes` | nothing can be traced inside a pass over a graph |
 | `torch.utils._pytree.tree_map` | results are cloned by a loop of one's own |
+| `torch.utils._pytree.tree_flatten`, `tree_unflatten` | caches are not passed along as inputs and outputs |
+| `torch._ops.OpOverload._schema` | inputs of operators that a file names cannot be told by position |
 | `torch._dynamo.mark_dynamic`, `maybe_mark_dynamic`, `exc.TorchDynamoException` | each length of a prompt is a graph |
 | `torch._inductor.list_mode_options`, `config.save_config_portable` | compiled graphs cannot be kept on disk |
 | `torch._dynamo.guards.CheckFunctionManager.UNSUPPORTED_SERIALIZATION_GUARD_TYPES` | the same |
@@ -22,6 +24,7 @@ of. Modules that take long to import, `torch._dynamo` and `torch._inductor`, are
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -31,7 +34,7 @@ from unittest import mock
 import torch
 from torch._ops import OperatorBase, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -39,7 +42,7 @@ if TYPE_CHECKING:
 #: States a fact about sizes: the object itself, which tracers know.
 check = torch._check
 
-__all__ = ["FakeTensor", "OpOverload", "OperatorBase", "check", "tree_map"]
+__all__ = ["FakeTensor", "OpOverload", "OperatorBase", "check", "tree_flatten", "tree_map", "tree_unflatten"]
 
 
 def fake_tensors() -> AbstractContextManager[Any]:
@@ -68,18 +71,17 @@ def load_package(path: Path, method: str, **options: Any) -> Any:
     return load(str(path), method, **options)
 
 
-def write_pt2(path: Any, programs: Mapping[str, ExportedProgram], **options: Any) -> None:
-    """Write an archive of several exported programs."""
-    from torch.export.pt2_archive._package import package_pt2
-
-    package_pt2(path, exported_programs=dict(programs), **options)
+def operator_arguments(operator: OpOverload) -> Sequence[Any]:
+    """What an operator takes, in order: `name`, `type` and `kwarg_only` of each."""
+    return operator._schema.arguments
 
 
-def load_pt2(path: Any, **options: Any) -> Any:
-    """Read an archive of exported programs."""
-    from torch.export.pt2_archive._package import load_pt2 as load
+def serialized_program(program: ExportedProgram) -> dict[str, Any]:
+    """A program as torch's schema has it: JSON, without weights, constants and sample inputs."""
+    from torch._export.serde.serialize import serialize
 
-    return load(path, **options)
+    artifact = serialize(program, serialize_state_dict=False, serialize_constants=False, serialize_example_inputs=False)
+    return json.loads(artifact.exported_program)
 
 
 def without_modes() -> AbstractContextManager:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import InputError, first_line
+from ...generation.templates import limited_template
 from ...program.inputs.modality import AUDIO, IMAGE
 from .media_files import read_image, read_sound
 
@@ -79,15 +80,16 @@ def _chat_inputs(
         )
     content = [{"type": kind, kind: item} for kind, given in items.items() for item in given]
     message = {"role": "user", "content": [*content, {"type": "text", "text": text}]}
-    return _processed(
-        processor.apply_chat_template,
-        [message],
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=True,
-        return_tensors="pt",
-        processor_kwargs=dict(options),
-    )
+    with limited_template(processor.chat_template):
+        return _processed(
+            processor.apply_chat_template,
+            [message],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+            processor_kwargs=dict(options),
+        )
 
 
 def _encoder_inputs(

@@ -1,0 +1,138 @@
+"""Tensors of a `.pt2` file: raw bytes, and a table that says which dtype and shape they are. Nothing is unpickled."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...errors import BundleError
+from .codes import DTYPE_CODES, DTYPES, STRIDED
+
+if TYPE_CHECKING:
+    from .entries import EntryReader, EntryWriter
+
+#: Cache tensors, by their names in a program: written without contents, read as zeros.
+STATE_PREFIX = "layers_"
+_RECORD = re.compile(r"(weight|tensor)_\d+")
+#: The most elements that a tensor of zeros may have: 2^40, above every memory there is.
+_MOST_ELEMENTS = 1 << 40
+
+
+class TensorWriter:
+    """Writes tensors into one folder of an archive, the same one once, whatever it is called.
+
+    Args:
+        entries: Of the archive.
+        folder: Such as `data/weights`.
+        prefix: Of the records' names, such as `weight_`.
+    """
+
+    def __init__(self, entries: EntryWriter, folder: str, prefix: str) -> None:
+        self._entries, self._folder, self._prefix = entries, folder, prefix
+        self._records: dict[tuple, str] = {}
+        # Addresses mean nothing once a tensor is gone.
+        self._kept: list[torch.Tensor] = []
+
+    def table(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """Write what was not written yet; the table of all of them, as torch's loader reads it."""
+        return {"config": {name: self._described(name, tensor) for name, tensor in tensors.items()}}
+
+    def _described(self, name: str, tensor: torch.Tensor) -> dict[str, Any]:
+        plain = isinstance(tensor, torch.Tensor) and type(tensor.data) is torch.Tensor
+        if not plain or tensor.layout is not torch.strided:
+            raise BundleError(f"{name} is a {type(tensor).__name__}, which cannot be written without a pickle")
+        is_state = name.startswith(STATE_PREFIX)
+        sizes, strides, dtype = tuple(tensor.shape), tensor.stride(), tensor.dtype
+        key = (name,) if is_state else (tensor.data_ptr(), tensor.device, sizes, strides, dtype)
+        if key not in self._records:
+            self._records[key] = record = f"{self._prefix}{len(self._records)}"
+            self._kept.append(tensor)
+            self._entries.write(f"{self._folder}/{record}", b"" if is_state else _raw(tensor))
+        return {
+            "path_name": self._records[key],
+            "is_param": isinstance(tensor, torch.nn.Parameter),
+            "use_pickle": False,
+            "tensor_meta": {
+                "dtype": DTYPE_CODES[dtype],
+                "sizes": [{"as_int": size} for size in sizes],
+                "requires_grad": False,
+                "device": {"type": "cpu", "index": None},
+                "strides": [{"as_int": stride} for stride in strides],
+                "storage_offset": {"as_int": 0},
+                "layout": STRIDED,
+            },
+        }
+
+
+def _raw(tensor: torch.Tensor) -> memoryview | bytes:
+    """The bytes from a tensor's first element to its last."""
+    tensor = tensor.detach()
+    length = _span(tuple(tensor.shape), tensor.stride())
+    if not length:
+        return b""
+    flat = tensor.as_strided((length,), (1,), tensor.storage_offset()).cpu()
+    return flat.view(torch.uint8).numpy().data
+
+
+def _span(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Elements from the first to the last one."""
+    if 0 in sizes:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+
+
+class TensorReader:
+    """Reads tensors of one folder of an archive, each record once: tables that name the same share it.
+
+    Args:
+        entries: Of the archive.
+        folder: Such as `data/weights`.
+    """
+
+    def __init__(self, entries: EntryReader, folder: str) -> None:
+        self._entries, self._folder = entries, folder
+        self._read: dict[tuple, torch.Tensor] = {}
+
+    def tensors(self, table: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """The tensors of a table, by name.
+
+        Raises:
+            BundleError: If one is pickled, or does not fit its bytes.
+            KeyError, TypeError, ValueError: If the table is malformed.
+        """
+        return {name: self._tensor(name, described) for name, described in table["config"].items()}
+
+    def _tensor(self, name: str, described: Mapping[str, Any]) -> torch.Tensor:
+        record, meta = described["path_name"], described["tensor_meta"]
+        if described["use_pickle"] is not False or not _RECORD.fullmatch(record):
+            raise BundleError(
+                f"{name!r:.80} is not kept as raw bytes; pickled tensors run code, so they are not read: "
+                "do not trust this file"
+            )
+        dtype = DTYPES[meta["dtype"]]
+        sizes, strides = (tuple(_count(one["as_int"]) for one in meta[field]) for field in ("sizes", "strides"))
+        if meta["layout"] != STRIDED or meta["storage_offset"] != {"as_int": 0} or meta["device"]["type"] != "cpu":
+            raise ValueError(f"{name} is not a plain tensor from its record's start")
+        key = (record, dtype, sizes, strides)
+        if key not in self._read:
+            self._read[key] = self._made(name, f"{self._folder}/{record}", dtype, sizes, strides)
+        return self._read[key]
+
+    def _made(
+        self, name: str, path: str, dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...]
+    ) -> torch.Tensor:
+        length, held = _span(sizes, strides), self._entries.size(path)
+        if name.startswith(STATE_PREFIX) and held == 0 and length <= _MOST_ELEMENTS:
+            return torch.zeros(sizes, dtype=dtype)
+        if length * dtype.itemsize != held:
+            raise BundleError(f"{name!r:.80} takes {length * dtype.itemsize} bytes, its record has {held}")
+        return self._entries.bytes_of(path).view(dtype).as_strided(sizes, strides)
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r:.40} is no size")
+    return value

@@ -1,0 +1,39 @@
+"""Files of a bundle that its manifest does not list: those that something would read are refused."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import BundleError
+
+if TYPE_CHECKING:
+    from .manifest import Manifest
+
+TOKENIZER_FOLDER = "tokenizer"
+#: Of files that hold programs or weights. Others, such as a README of who copied the folder, are not read.
+_READ = (".pt", ".pt2", ".pte", ".ptd", ".plan", ".so", ".safetensors")
+
+
+def check_listed(folder: Path, manifest: Manifest) -> None:
+    """Refuse files that would be read and whose digest nobody checks.
+
+    A tokenizer reads whatever its folder has: an `added_tokens.json` there changes tokens, a `chat_template.jinja` what
+    the model is asked.
+
+    Raises:
+        BundleError: If there is one.
+    """
+    try:
+        names = [entry.name for entry in os.scandir(folder) if entry.name.endswith(_READ)]
+    except OSError as error:
+        raise BundleError(f"cannot read {folder}: {error.strerror or error}; check its permissions") from error
+    for place, _, files in os.walk(folder / TOKENIZER_FOLDER):
+        names += [Path(place, file).relative_to(folder).as_posix() for file in files]
+    unlisted = sorted(name for name in names if name not in manifest.files)
+    if unlisted:
+        raise BundleError(
+            f"{folder / unlisted[0]} would be read, but the manifest does not list it, so nobody has checked it; "
+            "remove it, or export the model again"
+        )

@@ -1,0 +1,150 @@
+"""What used to end in a traceback ends in a sentence and exit code 2."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from exportable_cache import ExportableCache, Session, export, load
+from exportable_cache.cli.app import app
+from exportable_cache.errors import BundleError, CacheFullError, InputError
+
+from ..support.models import tiny_model, tokens
+from .conftest import reseal
+
+
+def test_a_config_that_is_no_mapping(tmp_path: Path) -> None:
+    for text in ("[]", "3", "null", '"text"', "{"):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(InputError, match="config.json"):
+            export(tmp_path, "pt2", 32, tmp_path / "out")
+
+
+@pytest.mark.parametrize("command", ["inspect", "generate", "bench"])
+def test_an_empty_name_is_no_folder(command: str) -> None:
+    arguments = [command, "", *(["-p", "x"] if command == "generate" else [])]
+    ran = CliRunner().invoke(app, arguments)
+    assert ran.exit_code == 2
+    assert ("empty name" if command == "inspect" else "is no bundle") in ran.stderr
+
+
+def test_a_top_k_past_every_integer(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    session = Session.from_model(model, ExportableCache.from_model(model, 32))
+    assert len(list(session.generate(tokens(3), 2, temperature=1.0, top_k=10**30, seed=0))) == 2
+
+
+def test_a_full_cache_is_an_index_error_too() -> None:
+    assert issubclass(CacheFullError, IndexError)
+
+
+def test_a_full_device_and_a_closed_stdout(pt2_bundle: Path) -> None:
+    import subprocess
+    import sys
+
+    command = [sys.executable, "-m", "exportable_cache.cli", "inspect", str(pt2_bundle)]
+    with Path("/dev/full").open("w") as full:
+        ran = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert ran.returncode == 2
+    assert "cannot write the output: No space left on device" in ran.stderr
+    assert "Traceback" not in ran.stderr
+    ran = subprocess.run(f"{' '.join(command)} >&-", shell=True, stderr=subprocess.PIPE, text=True)
+    assert ran.returncode != 0
+    assert "stdout is closed" in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+def _changed(path: Path, change) -> Path:
+    with safe_open(path, "pt") as file:
+        tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()
+    change(tensors, metadata)
+    save_file(tensors, path, metadata)
+    return path
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensors, metadata: tensors["length"].fill_(-1),
+        lambda tensors, metadata: tensors["high_water"].fill_(0),
+        lambda tensors, metadata: tensors.update(length=tensors["length"].float()),
+        lambda tensors, metadata: tensors.update(length=tensors["length"][0].clone()),
+        lambda tensors, metadata: tensors.pop("high_water"),
+        lambda tensors, metadata: metadata.update(pending="[999999]"),
+        lambda tensors, metadata: metadata.update(pending='"x"'),
+        lambda tensors, metadata: metadata.update(images="3"),
+        lambda tensors, metadata: metadata.update(layers="{"),
+        lambda tensors, metadata: metadata.pop("layers"),
+    ],
+)
+def test_a_changed_state_is_refused_and_changes_nothing(change, tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    session = Session.from_model(model, ExportableCache.from_model(model, 32))
+    session.prefill(tokens(5))
+    session.save_state(tmp_path / "state")
+    before = session.cache.layers[0].keys.clone()
+    with pytest.raises((BundleError, InputError)) as caught:
+        session.load_state(_changed(tmp_path / "state", change))
+    assert "\n" not in str(caught.value)
+    assert session.length.tolist() == [5]
+    assert torch.equal(session.cache.layers[0].keys, before)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layers: layers[0].update(high_water=-1),
+        lambda layers: layers[0].update(high_water="x"),
+        lambda layers: layers[0].pop("config"),
+        lambda layers: layers[0]["tensors"].append("missing"),
+        lambda layers: layers.clear(),
+        lambda layers: layers[0]["config"]["policy"].update(kind="unknown"),
+    ],
+)
+def test_a_changed_cache_is_refused(change, tmp_path: Path) -> None:
+    cache = ExportableCache.from_model(tiny_model("llama"), 32)
+    cache.save(tmp_path / "cache")
+
+    def changed(tensors: dict, metadata: dict) -> None:
+        layers = json.loads(metadata["layers"])
+        change(layers)
+        metadata["layers"] = json.dumps(layers)
+
+    with pytest.raises((BundleError, InputError)):
+        ExportableCache.load(_changed(tmp_path / "cache", changed))
+
+
+def test_a_length_that_no_cache_holds_is_refused(tmp_path: Path) -> None:
+    cache = ExportableCache.from_model(tiny_model("llama"), 32)
+    cache.save(tmp_path / "cache")
+
+    def changed(tensors: dict, metadata: dict) -> None:
+        name = next(name for name in tensors if "length" in name)
+        tensors[name].fill_(33)
+
+    with pytest.raises(BundleError, match="33"):
+        ExportableCache.load(_changed(tmp_path / "cache", changed))
+
+
+def test_a_manifest_whose_vocabulary_or_capacity_is_not_the_programs(bundle: Path) -> None:
+    path = bundle / "manifest.json"
+    fields = json.loads(path.read_text())
+    path.write_text(json.dumps({**fields, "vocab_size": fields["vocab_size"] + 1}))
+    reseal(bundle)
+    with pytest.raises(BundleError, match="logits of 394 tokens, the manifest says 395"):
+        load(bundle).prefill(torch.tensor([[5, 6]]))
+    for layer in fields["layers"]:
+        if layer["policy"]["kind"] == "full":
+            layer["policy"]["capacity"] += 8
+            for tensor in layer["tensors"].values():
+                tensor["shape"] = [size + 8 if size == 96 else size for size in tensor["shape"]]
+    path.write_text(json.dumps(fields))
+    reseal(bundle)
+    with pytest.raises(BundleError, match="in the program's file and"):
+        load(bundle)
