@@ -1,5 +1,6 @@
 """Quantised weights: what is quantised, what stays tied, what is refused, and how a quantised program is judged."""
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -8,12 +9,14 @@ import torch
 from exportable_cache import ExportableCache, Session, export
 from exportable_cache.bundle.manifest import Manifest
 from exportable_cache.errors import InputError, UnsupportedModelError
+from exportable_cache.models import quantized_rows
 from exportable_cache.models.quantization import check_quantizable, is_tied, quantize, rounding_sensitivity
 from exportable_cache.models.quantization_spec import Quantization
+from exportable_cache.models.quantized_rows import QuantizedRows
 from exportable_cache.verification.tolerance import tolerance_of
 from exportable_cache.verification.verify import verify, verify_session
 
-from .support.models import tiny_model
+from .support.models import tiny_model, tokens
 
 pytest.importorskip("torchao", reason="the executorch extra is not installed")
 
@@ -51,6 +54,32 @@ def test_bytes_are_those_that_a_target_stores() -> None:
     assert quantized.weights_bytes == 4 * floats + linear // 2 + 2 * linear // 32 + 128 * 64 + 4 * 128
 
 
+def test_weights_stored_in_bfloat16_are_quantised_as_their_float32_values_are() -> None:
+    stored = model_of(tied=True).to(torch.bfloat16)
+    before = {name: tensor.clone() for name, tensor in stored.state_dict().items()}
+    quantized = quantize(stored, Quantization("8da4w", 32, "8w")).model
+    assert quantized.dtype == quantized.config.dtype == torch.float32
+    expected = quantize(copy.deepcopy(stored).float(), Quantization("8da4w", 32, "8w")).model.state_dict()
+    for name, tensor in quantized.state_dict().items():
+        assert tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name])
+    assert stored.dtype == torch.bfloat16
+    assert all(torch.equal(tensor, before[name]) for name, tensor in stored.state_dict().items())
+
+
+def test_a_few_rows_at_a_time_compute_what_torchao_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized_rows, "_ELEMENTS_AT_ONCE", 1000)
+    model, ids = quantize(model_of(tied=False), Quantization("8da4w", 32, "8w")).model, tokens(6)
+    parts = []
+    original = quantized_rows.rows_of
+    monkeypatch.setattr(quantized_rows, "rows_of", lambda *given: parts.append(given) or original(*given))
+    with torch.no_grad(), QuantizedRows():
+        logits = model(ids).logits
+    # Every linear layer in several pieces, and of the table the rows that are asked for.
+    assert len(parts) > 15 and any(isinstance(index, torch.Tensor) and len(index) == 6 for _, index in parts)
+    with torch.no_grad():
+        torch.testing.assert_close(logits, model(ids).logits, rtol=0, atol=1e-5)
+
+
 def test_a_tied_head_keeps_reading_the_table() -> None:
     model = quantize(model_of(tied=True), Quantization("8da4w", 32, "8w")).model
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
@@ -84,8 +113,6 @@ def test_layers_that_a_scheme_cannot_take_are_refused() -> None:
         check_quantizable(tiny_model("llama", hidden_size=48, head_dim=12), Quantization("8da4w", 64))
     with pytest.raises(UnsupportedModelError, match="tied to its embeddings.*use quantize_embeddings='8w'"):
         check_quantizable(model_of(tied=True), Quantization("8da4w", 32, "4w"))
-    with pytest.raises(InputError, match="is torch.bfloat16.*pass dtype='float32'"):
-        check_quantizable(model_of().to(torch.bfloat16), Quantization("8da4w"))
     with pytest.raises(UnsupportedModelError, match="has no torch.nn.Linear besides its head"):
         check_quantizable(tiny_model("gpt2", n_embd=64, n_layer=1, n_head=4), Quantization("8da4w"))
 

@@ -17,6 +17,7 @@ PACKAGE = Path(exportable_cache.__file__).parent
 PUBLIC = (
     "pipeline/export.py:export",
     "models/cache_factory.py:ExportableCache.from_config",
+    "bundle/bundle.py:Bundle.open",
     "models/cache_factory.py:ExportableCache.from_model",
     "session/session.py:Session.__init__",
     "session/session.py:Session.from_model",
