@@ -5,9 +5,11 @@ set(_query [=[
 import importlib.util, pathlib, sysconfig
 spec = importlib.util.find_spec("executorch")
 folder = pathlib.Path(list(spec.submodule_search_locations)[0]) if spec else None
-found = sorted((folder / "extension" / "pybindings").glob("_[CP]*" + sysconfig.get_config_var("EXT_SUFFIX"))) if folder else []
-found += sorted((folder / "extension" / "pybindings").glob("_portable_lib*.so")) if folder else []
-print(";".join([folder.as_posix() if folder else "", found[0].as_posix() if found else ""]))
+suffix = sysconfig.get_config_var("EXT_SUFFIX")
+# From release 1.5 on, and before it.
+names = [folder / "extension" / "pybindings" / (name + suffix) for name in ("_C", "_portable_lib")] if folder else []
+found = [path.as_posix() for path in names if path.is_file()]
+print(";".join([folder.as_posix() if folder else "", found[0] if found else ""]))
 ]=])
 execute_process(COMMAND "${Python3_EXECUTABLE}" -c "${_query}" OUTPUT_VARIABLE _found OUTPUT_STRIP_TRAILING_WHITESPACE
   COMMAND_ERROR_IS_FATAL ANY)

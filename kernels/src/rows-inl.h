@@ -233,7 +233,8 @@ HWY_INLINE void add_weighted(const float* weights, const Rows<T>& values, int64_
   }
 }
 
-// transposed[i * kBlock + t] = rows[t * stride + i] for `padded(dim)` numbers of n rows; zeros for the rows behind.
+// transposed[i * kBlock + t] = rows[t * stride + i] for `padded(dim)` numbers of n rows. What is behind the last row
+// stays as it was: its scores are not looked at.
 HWY_INLINE void transpose(const float* rows, int64_t stride, int64_t n, int64_t dim, float* transposed) {
   const hn::FixedTag<float, 4> d;
   const hn::FixedTag<double, 2> pairs;
@@ -255,11 +256,6 @@ HWY_INLINE void transpose(const float* rows, int64_t stride, int64_t n, int64_t 
       hn::Store(hn::BitCast(d, hn::InterleaveLower(pairs, ab2, ce2)), d, to + 2 * kBlock);
       hn::Store(hn::BitCast(d, hn::InterleaveUpper(pairs, ab2, ce2)), d, to + 3 * kBlock);
     }
-  }
-  const int64_t filled = (n + 3) / 4 * 4;
-  if (filled < kBlock) {
-    for (int64_t i = 0; i < dim; ++i)
-      std::memset(transposed + i * kBlock + filled, 0, sizeof(float) * (kBlock - filled));
   }
 }
 
