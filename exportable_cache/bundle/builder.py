@@ -45,8 +45,9 @@ def check_free(path: Path, overwrite: bool) -> None:
         parent = next(parent for parent in real.parents if parent.exists())
         if not parent.is_dir():
             raise BundleError(f"cannot write {path}: {parent} is no folder one may write to; choose another")
+        made = tempfile.mkdtemp(prefix=f".{path.name}.", suffix=PARTIAL, dir=parent)
         with suppress(FileNotFoundError):  # another export has cleared it up
-            os.rmdir(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=PARTIAL, dir=parent))
+            os.rmdir(made)
     except (OSError, ValueError) as error:
         raise _cannot_write(path, error) from error
 

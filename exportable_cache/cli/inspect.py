@@ -18,6 +18,18 @@ if TYPE_CHECKING:
     from ..bundle.bundle import Bundle
 
 _DEMO_MAX_CACHE_LEN = 512
+#: How each target's file is opened by what it was made for, see docs/bundles.md.
+_ELSEWHERE = {
+    "pt2": (
+        "from torch.export.pt2_archive._package import load_pt2",
+        'programs = load_pt2("program.pt2").exported_programs',
+        'for program in programs.values(): program.constants.update(programs["model"].constants)',
+    ),
+    "executorch": (
+        "import executorch.extension.llm.custom_ops.custom_ops",
+        'method = executorch.runtime.Runtime.get().load_program("program.pte").load_method("forward")',
+    ),
+}
 
 
 def inspect(
@@ -88,6 +100,10 @@ def _print_bundle(terminal: Terminal, bundle: Bundle) -> None:
         terminal.print()
     terminal.print("made with " + ", ".join(f"{name} {version}" for name, version in manifest.packages.items()))
     print_verification(terminal, bundle)
+    if manifest.target in _ELSEWHERE:
+        terminal.print("\nwithout this package, in Python:")
+        for line in _ELSEWHERE[manifest.target]:
+            terminal.print(f"  {line}")
 
 
 def _row(layer: dict[str, Any]) -> LayerRow:

@@ -40,7 +40,8 @@ _README_TEXT = """\
 A program of torch.export with its key-value cache, written by exportable_cache. The method `{default}` also stands
 under the name `model`, so torch.export.load opens it. For all methods, over one cache:
 
-    programs = torch.export.pt2_archive._package.load_pt2(path).exported_programs
+    from torch.export.pt2_archive._package import load_pt2
+    programs = load_pt2(path).exported_programs
     for program in programs.values(): program.constants.update(programs["model"].constants)
 
 Import torchao.quantization.quant_primitives first if weights are quantised, exportable_cache.pytree if the cache is an
