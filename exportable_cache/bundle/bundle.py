@@ -95,7 +95,8 @@ class Bundle:
         if check_versions:
             check_installed(manifest, backend_for(manifest.target).packages)
         if check_files:
-            check_digests(folder, manifest, progress, known)
+            # A signature stands for what is there now.
+            check_digests(folder, manifest, progress, known and key is None)
         return cls(folder, manifest, trust, signed_by)
 
     def open_runner(self) -> tuple[Runner, list[CacheLayer]]:
