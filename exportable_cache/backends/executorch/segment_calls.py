@@ -96,8 +96,9 @@ class StampedSegments:
         """The program with one call for each repeated segment; others are returned as they are."""
         functional = _functional(fold_linears(program))
         replaced: dict[Node, Node] = {}
-        for group in repeated_segments(functional):
-            template = self._template(functional, group[0])
+        # All of them before any is replaced: replacing changes what others read.
+        groups = [(group, self._template(functional, group[0])) for group in repeated_segments(functional)]
+        for group, template in groups:
             for segment in group if template is not None else ():
                 self._replace(functional, segment, template, replaced)
         if not replaced:

@@ -92,12 +92,17 @@ def _example(size: int | torch.SymInt) -> int:
     return size.node.hint if isinstance(size, torch.SymInt) else size
 
 
-def _dim(size: torch.SymInt, program: ExportedProgram, dims: dict[str, Dim]) -> Any:
+def _dim(size: torch.SymInt, program: ExportedProgram, dims: dict[str, Any]) -> Any:
+    """A size of the program, or a multiple of one and a constant; what else there is, is left to torch.export."""
     expression = size.node.expr
-    if not expression.is_Symbol:
+    symbols = list(expression.free_symbols)
+    if len(symbols) != 1 or not expression.is_polynomial(*symbols) or expression.diff(symbols[0]).free_symbols:
         return Dim.AUTO
-    name = str(expression)
-    if name not in dims:
-        limits = program.range_constraints[expression]
-        dims[name] = Dim(name, min=int(limits.lower), max=int(limits.upper))
-    return dims[name]
+    (symbol,) = symbols
+    if str(symbol) not in dims:
+        limits = program.range_constraints[symbol]
+        dims[str(symbol)] = Dim(str(symbol), min=int(limits.lower), max=int(limits.upper))
+    factor, offset = int(expression.diff(symbol)), int(expression.subs(symbol, 0))
+    dim = dims[str(symbol)]
+    dim = dim if factor == 1 else factor * dim
+    return dim + offset if offset else dim
