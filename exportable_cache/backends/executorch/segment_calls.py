@@ -92,6 +92,11 @@ class StampedSegments:
     _calls: dict[str, tuple[SegmentTemplate, dict[str, Any]]] = field(default_factory=dict)
     _packed: dict[Any, Any] = field(default_factory=dict)
 
+    @property
+    def count(self) -> int:
+        """Segments that were replaced so far."""
+        return len(self._calls)
+
     def take(self, program: ExportedProgram) -> ExportedProgram:
         """The program with one call for each repeated segment; others are returned as they are."""
         functional = _functional(fold_linears(program))
@@ -188,7 +193,11 @@ class StampedSegments:
 
 def _weights(program: ExportedProgram) -> dict[str, int]:
     """Numbers of the weights that a delegate's program reads, by name."""
-    return {name: int(name.removeprefix(WEIGHT)) for name in program.state_dict if name.startswith(WEIGHT)}
+    names = program.graph_signature.inputs_to_parameters
+    read = [
+        names[node.name] for node in program.graph.find_nodes(op="placeholder") if node.users and node.name in names
+    ]
+    return {name: int(name.removeprefix(WEIGHT)) for name in read if name.startswith(WEIGHT)}
 
 
 def _functional(program: ExportedProgram) -> ExportedProgram:

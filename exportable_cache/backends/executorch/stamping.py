@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,13 +23,40 @@ from .delegate_shapes import replaced, with_known_shapes
 if TYPE_CHECKING:
     from executorch.exir.lowered_backend_module import LoweredBackendModule
 
-#: How XNNPACK's compiler packs the tensors it is given: name -> the tensor whose bytes it writes.
-_PACKINGS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "as it is": lambda tensor: tensor,
-    "float32": lambda tensor: tensor.float(),
-    "bfloat16": lambda tensor: tensor.to(torch.bfloat16),
-    "transposed": lambda tensor: tensor.float().t(),
-    "two to a byte": pack_pairs,
+
+@dataclass(frozen=True)
+class _Packing:
+    """One way in which XNNPACK's compiler writes a tensor it is given.
+
+    Attributes:
+        pack: Gives the tensor whose bytes it writes.
+        takes: Whether a tensor is one of those that are packed so.
+        bits: Of each number.
+    """
+
+    pack: Callable[[torch.Tensor], torch.Tensor]
+    takes: Callable[[torch.Tensor], bool]
+    bits: int | None = None
+
+    def bytes(self, tensor: torch.Tensor) -> int:
+        """How many it writes."""
+        return tensor.nbytes if self.bits is None else tensor.numel() * self.bits // 8
+
+
+def _is_int4(tensor: torch.Tensor) -> bool:
+    return tensor.dtype == torch.int8 and tensor.dim() == 2 and -8 <= int(tensor.min()) <= int(tensor.max()) <= 7
+
+
+def _is_matrix(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.dim() == 2
+
+
+_PACKINGS = {
+    "as it is": _Packing(lambda tensor: tensor, lambda tensor: True),
+    "float32": _Packing(torch.Tensor.float, torch.Tensor.is_floating_point, 32),
+    "bfloat16": _Packing(torch.Tensor.bfloat16, torch.Tensor.is_floating_point, 16),
+    "transposed": _Packing(lambda tensor: tensor.float().t(), _is_matrix, 32),
+    "two to a byte": _Packing(pack_pairs, _is_int4, 4),
 }
 _KEY = re.compile(rb"(?:scale_)?[0-9a-f]{64}")
 
@@ -54,10 +81,11 @@ class DelegateTemplate:
 
     Args:
         lowered: Over weights that differ from one another.
-        weights: Name in the delegate's program -> number.
+        weights: Name in the delegate's program -> number, of those it reads.
 
     Raises:
-        Unexplained: If some of its data is neither a weight, packed in a known way, nor the same for all weights.
+        Unexplained: If some of its data is neither a weight, packed in a known way, nor the same for all weights; or a
+            weight is in none of its data.
     """
 
     def __init__(self, lowered: LoweredBackendModule, weights: Mapping[str, int]) -> None:
@@ -81,6 +109,9 @@ class DelegateTemplate:
                 if any(other != name for other, _ in found):
                     raise Unexplained(f"{len(content)} bytes that are several tensors of the segment")
                 self._pieces.append(_Piece(key, weights[name], packing))
+        baked = set(weights.values()) - {piece.weight for piece in self._pieces}
+        if baked:
+            raise Unexplained(f"weights that are in none of its data: {sorted(baked)}")
 
     def stamped(self, weights: Sequence[torch.Tensor], packed: dict[Any, Any]) -> LoweredBackendModule:
         """The call over other weights.
@@ -98,9 +129,10 @@ class DelegateTemplate:
             tensor = weights[piece.weight]
             place = (tensor.data_ptr(), tuple(tensor.shape), piece.packing)
             if place not in packed:
-                content = _content(_PACKINGS[piece.packing](tensor.detach()))
-                packed[place] = (hashlib.sha256(content).hexdigest(), content)
-            digest, content = packed[place]
+                content = _content(_PACKINGS[piece.packing].pack(tensor.detach()))
+                # With the tensor: its address is no other's while it is held.
+                packed[place] = (hashlib.sha256(content).hexdigest(), content, tensor)
+            digest, content, _ = packed[place]
             name = piece.key[:-64] + digest
             keys[piece.key.encode()] = name.encode()
             if name not in entries:
@@ -114,24 +146,13 @@ class Unexplained(Exception):
     """What a segment was lowered to cannot be stamped."""
 
 
-def _packings(tensor: torch.Tensor, content: bytes) -> list[str]:
-    """In which ways a tensor's bytes are these."""
-    found = []
-    for name, pack in _PACKINGS.items():
-        if name == "two to a byte":
-            fits = tensor.dtype == torch.int8 and tensor.dim() == 2 and len(content) * 2 == tensor.numel()
-            fits = fits and int(tensor.min()) >= -8 and int(tensor.max()) <= 7
-        elif name == "as it is":
-            fits = tensor.nbytes == len(content)
-        elif name == "transposed":
-            fits = tensor.is_floating_point() and tensor.dim() == 2 and tensor.numel() * 4 == len(content)
-        else:
-            size = {"float32": 4, "bfloat16": 2}[name]
-            fits = tensor.is_floating_point() and tensor.numel() * size == len(content)
-        if fits and _content(pack(tensor.detach())) == content:
-            found.append(name)
-            break
-    return found
+def _packings(tensor: torch.Tensor, content: bytes) -> Iterator[str]:
+    """The way in which a tensor's bytes are these, if there is one."""
+    for name, packing in _PACKINGS.items():
+        if packing.takes(tensor) and packing.bytes(tensor) == len(content):
+            if _content(packing.pack(tensor.detach())) == content:
+                yield name
+                return
 
 
 def _content(tensor: torch.Tensor) -> bytes:
