@@ -209,24 +209,19 @@ def _functional(program: ExportedProgram) -> ExportedProgram:
 
 
 def _in_order(graph: Graph) -> None:
-    """Move nodes that come before what they read behind it; all others keep their order."""
-    placed: set[Node] = set()
-    waiting: dict[Node, list[Node]] = {}
-    order: list[Node] = []
+    """Move what nodes read before them; all others keep their order.
 
-    def place(node: Node) -> None:
-        ready = [node]
-        while ready:
-            one = ready.pop(0)
-            missing = next((source for source in one.all_input_nodes if source not in placed), None)
-            if missing is not None:
-                waiting.setdefault(missing, []).append(one)
-                continue
-            placed.add(one)
-            order.append(one)
-            ready = waiting.pop(one, []) + ready
-
+    A write to a buffer stays behind the reads that came before it: the runtime writes in place.
+    """
+    order: dict[Node, None] = {}
     for node in list(graph.nodes):
-        place(node)
-    for before, node in zip(order, order[1:]):
+        pending = [node]
+        while pending:
+            missing = [source for source in pending[-1].all_input_nodes if source not in order]
+            if missing:
+                pending.append(missing[0])
+            else:
+                order[pending.pop()] = None
+    nodes = list(order)
+    for before, node in zip(nodes, nodes[1:]):
         before.append(node)
