@@ -219,9 +219,11 @@ def test_unverified_export_says_so(model: Any, tmp_path: Path) -> None:
 def test_overwrite_replaces_a_bundle(model: Any, tmp_path: Path) -> None:
     export(model, "fake", CAPACITY, tmp_path / "out")
     (tmp_path / "out" / "extra").write_text("1")
+    with pytest.raises(BundleError, match="it holds extra, which no export wrote, so it is not overwritten"):
+        export(model, "fake", CAPACITY // 2, tmp_path / "out", overwrite=True)
+    (tmp_path / "out" / "extra").unlink()
     bundle = export(model, "fake", CAPACITY // 2, tmp_path / "out", overwrite=True)
     assert Bundle.open(bundle.path).manifest.program.max_cache_len == CAPACITY // 2
-    assert not (tmp_path / "out" / "extra").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 

@@ -133,7 +133,7 @@ def test_four_bits_as_machine_code() -> None:
 
 def test_aoti() -> None:
     model, folder = rounded_aoti_bundle()
-    session = load(folder)
+    session = load(folder, trust=True)
     check(session, model)
     # One cache for both methods, in place.
     session.prefill(tokens(5))

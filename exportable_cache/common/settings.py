@@ -128,13 +128,14 @@ def check_flag(name: str, value: Any) -> None:
         raise InputError(f"{name} is {value!r}; it must be true or false")
 
 
-def renamed(name: str, value: _T, old: str, old_value: _T | None, default: _T) -> _T:
+def renamed(name: str, value: _T, old: str, old_value: _T | None, default: _T, wrappers: int = 0) -> _T:
     """The value of an argument that had another name until the last release; under the old one it comes with a warning.
 
     Args:
         name, value: As it is called now.
         old, old_value: As it was called; None where it was not given so.
         default: What `value` is where it was not given.
+        wrappers: Of the function that has the argument.
 
     Raises:
         InputError: If it was given under both.
@@ -144,5 +145,7 @@ def renamed(name: str, value: _T, old: str, old_value: _T | None, default: _T) -
     if value != default:
         raise InputError(f"{name} is {value!r} and {old} is {old_value!r}, but both name one thing; pass {name} only")
     # The caller of the function that has the argument.
-    warnings.warn(f"{old} is called {name} now; {old} goes with the next release", DeprecationWarning, stacklevel=3)
+    warnings.warn(
+        f"{old} is called {name} now; {old} goes with the next release", DeprecationWarning, stacklevel=3 + wrappers
+    )
     return old_value

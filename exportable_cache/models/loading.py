@@ -52,6 +52,8 @@ _PROCESSOR_FILES = (
     "video_preprocessor_config.json",
     "chat_template.json",
 )
+#: A model that is to be quantised is not made float32 as a whole where that takes more.
+MOST_WIDENED_BYTES = 1 << 30
 #: Model types whose images or sound `multimodal` takes; others with a text decoder of their own are loaded as that.
 MULTIMODAL = ("llava", "smolvlm", "idefics3", "voxtral", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 _GGUF_NEEDS = ("gguf", "accelerate")
@@ -112,6 +114,30 @@ def load_model(
         name = Path(folder).expanduser().resolve().name
         remark = f"merged the adapter {name!r} into the weights"
         loaded = replace(loaded, model=model, source=f"{loaded.source} + {name}", remarks=(*loaded.remarks, remark))
+    return loaded
+
+
+def load_to_quantise(
+    model_or_path: PreTrainedModel | str | os.PathLike,
+    *,
+    lora: Sequence[str | os.PathLike] = (),
+    progress: Progress = silent,
+) -> LoadedModel:
+    """Load a model whose weights are to be quantised: in float32, or as they are stored where float32 would take more
+    than `MOST_WIDENED_BYTES`.
+
+    Weights are the same either way, as they are made float32 one by one. What a model computes when it is built (a
+    scale of its embeddings) has the dtype that it is loaded in. Adapters are merged in float32.
+
+    Raises:
+        InputError, UnsupportedModelError: See `load_model`.
+    """
+    if lora or is_peft(model_or_path):
+        return load_model(model_or_path, torch.float32, lora=lora, progress=progress)
+    loaded = load_model(model_or_path, progress=progress)
+    small = 4 * loaded.model.num_parameters() <= MOST_WIDENED_BYTES
+    if small and loaded.model.dtype != torch.float32:
+        return load_model(model_or_path, torch.float32, progress=progress)
     return loaded
 
 

@@ -190,7 +190,7 @@ def _to_float32(model: nn.Module) -> None:
                 setattr(module, name, new)
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_floating_point():
-                module._buffers[name] = buffer.float()
+                setattr(module, name, buffer.float())
 
 
 def _as_linear(table: torch.Tensor, scheme: str | None) -> torch.Tensor:

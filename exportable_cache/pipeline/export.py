@@ -127,7 +127,7 @@ def export(
         cache=CacheSpec(
             max_cache_len,
             batch_size,
-            rollback_slots=renamed("rollback_slots", rollback_slots, "slack", slack, default=0),
+            rollback_slots=renamed("rollback_slots", rollback_slots, "slack", slack, default=0, wrappers=1),
             attention_sinks=attention_sinks,
             attention_window=attention_window,
             kv_dtype=kv_dtype,

@@ -27,7 +27,7 @@ from ..errors import BundleError, InputError, VerificationError
 from ..models.cache_factory import ExportableCache
 from ..models.dtypes import stored_dtype
 from ..models.layout import layer_types_and_windows
-from ..models.loading import check_checkpoint, check_positions, live_model, load_config, load_model
+from ..models.loading import check_checkpoint, check_positions, live_model, load_config, load_model, load_to_quantise
 from ..models.quantization import quantize
 from ..program.inputs.modality import modalities_of
 from ..program.program import Program
@@ -159,11 +159,11 @@ def load(resolved: Resolved, progress: Progress = silent) -> LoadedModel:
         raise InputError(
             f"{type(given).__name__} is on {live.device}; programs are exported for the CPU: call model.cpu() first"
         )
-    wanted = spec.dtype if resolved.dtype is None else resolved.dtype.chosen
-    if spec.quantization is not None and not spec.lora:
-        # As stored: weights are made float32 one by one, when they are quantised. Adapters are merged in float32.
-        wanted = None
-    loaded = load_model(given, wanted, lora=spec.lora, progress=progress)
+    if spec.quantization is not None:
+        loaded = load_to_quantise(given, lora=spec.lora, progress=progress)
+    else:
+        wanted = spec.dtype if resolved.dtype is None else resolved.dtype.chosen
+        loaded = load_model(given, wanted, lora=spec.lora, progress=progress)
     return loaded if spec.tokenizer is None else replace(loaded, tokenizer=spec.tokenizer)
 
 

@@ -15,6 +15,7 @@ from ..common.progress import silent
 from ..demo.task import accuracy, make_questions
 from ..models.cache_factory import ExportableCache
 from ..models.dtypes import converted
+from ..models.loading import MOST_WIDENED_BYTES
 from ..session.session import Session
 from .spec import VerifySpec
 from .verify import compare
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
 
     from ..common.progress import Progress
     from ..models.loading import LoadedModel
-
-#: A float model of more bytes is not made float32 to be compared with.
-MOST_WIDENED_BYTES = 1 << 30
 
 _PROMPT, _DECODE_STEPS = 40, 24
 _QUESTIONS, _QUESTIONS_SEED = 50, 20_000

@@ -198,6 +198,10 @@ def compare(
         expected = seen.expect(reference)
         if encoder_inputs is not None:
             session.encode(**{name: tensor.to(session.device) for name, tensor in encoder_inputs.items()})
+        if at_once and index:
+            # Beginnings of one sequence: a write that fails would leave what it should have written.
+            session.reset()
+            session.prefill(_text(session, length + steps, generator).to(session.device))
         kept = seen.compare(session, ids.to(session.device), length, expected)
         if fed is not None:
             fed.append(FedPrompt(length, ids[:, : length + len(kept) - 1], sinks, encoder_inputs, torch.stack(kept)))
@@ -367,7 +371,7 @@ def verify(
         InputError: If the model cannot be loaded, or is of another type or vocabulary, or a value is out of range.
     """
     from ..bundle.bundle import Bundle
-    from ..models.loading import load_model
+    from ..models.loading import load_model, load_to_quantise
     from .reference_runner import session_to_verify
 
     # Before the model is loaded, which takes long.
@@ -378,7 +382,10 @@ def verify(
         else Bundle.open(path_or_bundle, trust=trust, key=key, progress=progress)
     )
     manifest = bundle.manifest
-    model = load_model(model_or_path, manifest.dtype, lora=lora, progress=progress).model
+    if manifest.quantization is None:
+        model = load_model(model_or_path, manifest.dtype, lora=lora, progress=progress).model
+    else:
+        model = load_to_quantise(model_or_path, lora=lora, progress=progress).model
     if model.config.model_type != manifest.model_type:
         raise InputError(
             f"{bundle.path.name} was made from a {manifest.model_type!r} model, this one is "

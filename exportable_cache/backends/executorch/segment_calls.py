@@ -12,11 +12,12 @@ import torch
 from executorch.backends.transforms.utils import delete_constant_placeholder
 
 from ...common.compat.executorch import operator_of
+from ...common.compat.torch import METADATA_ASSERTION
 from .delegate_shapes import described_size, size_of
 from .graph_edits import add_constant
 from .quantized_linears import fold_linears
 from .segment_programs import CONSTANT, WEIGHT, segment_program, tensor_of
-from .segments import Segment, repeated_segments
+from .segments import Segment, Unexplained, repeated_segments
 from .stamping import DelegateTemplate
 
 if TYPE_CHECKING:
@@ -123,13 +124,13 @@ class StampedSegments:
     def _template(self, program: ExportedProgram, segment: Segment) -> SegmentTemplate | None:
         if segment.text not in self._templates:
             try:
-                self._templates[segment.text] = self._lowered(segment_program(program, segment))
+                self._templates[segment.text] = self._lowered(segment_program(program, segment), len(segment.weights))
             except Exception as error:  # what tracers and compilers have against it shows again where it is in place
                 self._templates[segment.text] = None
                 self.left.append(f"{type(error).__name__}: {error}")
         return self._templates[segment.text]
 
-    def _lowered(self, program: ExportedProgram) -> SegmentTemplate:
+    def _lowered(self, program: ExportedProgram, weights: int) -> SegmentTemplate:
         edge = self.lower(program)
         signature = edge.graph_signature
         names = {
@@ -143,10 +144,15 @@ class StampedSegments:
             for node in read
             if not names[node.name].startswith((WEIGHT, CONSTANT))
         }
-        delegates = {}
+        delegates, stamped = {}, {names[node.name] for node in read}
         for node in edge.graph.find_nodes(op="get_attr"):
             lowered = getattr(edge.graph_module, node.target)
-            delegates[node.target] = DelegateTemplate(lowered, _weights(lowered.original_module))
+            found = _weights(lowered.original_module)
+            delegates[node.target] = DelegateTemplate(lowered, found)
+            stamped |= set(found)
+        lost = {f"{WEIGHT}{index}" for index in range(weights)} - stamped
+        if lost:
+            raise Unexplained(f"weights that became part of something else: {', '.join(sorted(lost))}")
         return SegmentTemplate(edge.graph_module, tuple(names[node.name] for node in read), added, delegates)
 
     def _replace(
@@ -203,8 +209,9 @@ def _weights(program: ExportedProgram) -> dict[str, int]:
 def _functional(program: ExportedProgram) -> ExportedProgram:
     """The same program without writes in the middle of its graph, and without what only checks dtypes."""
     program = program.run_decompositions({})
-    for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default):
+    for node in program.graph.find_nodes(op="call_function", target=METADATA_ASSERTION):
         program.graph.erase_node(node)
+    program.graph.eliminate_dead_code()
     return program
 
 

@@ -10,7 +10,7 @@ from torch.export import Dim
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from .segments import Segment, place_of_size
+from .segments import Segment, Unexplained, place_of_size
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -60,12 +60,24 @@ def segment_program(program: ExportedProgram, segment: Segment) -> ExportedProgr
         {index: _dim(size, program, dims) for index, size in enumerate(value.shape) if isinstance(size, torch.SymInt)}
         for value in values
     )
-    return torch.export.export(
+    traced = torch.export.export(
         GraphModule(root, graph),
         examples,
         dynamic_shapes=shapes,
         prefer_deferred_runtime_asserts_over_guards=True,
     )
+    _check_sizes(segment, traced)
+    return traced
+
+
+def _check_sizes(segment: Segment, traced: ExportedProgram) -> None:
+    """Refuse a trace that took a size for its example's: torch.export does so with sizes of one."""
+    placeholders = {node.name: node for node in traced.graph.find_nodes(op="placeholder")}
+    for node, name in zip(segment.inputs, traced.graph_signature.user_inputs, strict=True):
+        found = placeholders[name].meta["val"].shape
+        for size, other in zip(node.meta["val"].shape, found, strict=True):
+            if isinstance(size, torch.SymInt) and not isinstance(other, torch.SymInt):
+                raise Unexplained(f"size {size} of {name} was taken for {other}")
 
 
 def tensor_of(program: ExportedProgram, node: Node) -> torch.Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 
-from ...common.compat.torch import OpOverload
+from ...common.compat.torch import OpOverload, writes_in_place
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -31,6 +31,10 @@ _FEWEST_TIMES = 3
 _LIBRARIES = ("aten", "exportable_cache", "torchao", "quantized_decomposed")
 #: Stay where they are: see `attention_forms`.
 _IN_PLACE = ("exportable_cache::fused_attention",)
+
+
+class Unexplained(Exception):
+    """Why equal segments are not lowered as one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +103,7 @@ def _is_movable(node: Node) -> bool:
         return False
     values = node.meta.get("val")
     values = values if isinstance(values, (list, tuple)) else [values]
-    return not target._schema.is_mutable and all(isinstance(value, torch.Tensor) for value in values)
+    return not writes_in_place(target) and all(isinstance(value, torch.Tensor) for value in values)
 
 
 class _Reader:
@@ -128,6 +132,8 @@ class _Reader:
         others = [node for node in read if self._tensor(node) is None]
         inputs = [node for node in others if isinstance(node.meta["val"], torch.Tensor)]
         outputs = [node for node in nodes if any(user not in members for user in node.users)]
+        if not all(isinstance(node.meta["val"], torch.Tensor) for node in outputs):
+            return None
         sizes = {node: place_of_size(node.meta["val"], inputs) for node in others if node not in inputs}
         dims = [dim for node in outputs for dim in node.meta["val"].shape]
         if None in (*sizes.values(), *(place_of_size(dim, inputs) for dim in dims)):
@@ -163,8 +169,10 @@ def place_of_size(size: int | torch.SymInt, inputs: Sequence[Node]) -> str | Non
     """Where a size is found among the dimensions of inputs: a static one itself, `input.dim` of another; None if
     nowhere.
     """
-    if not isinstance(size, torch.SymInt):
+    if isinstance(size, int):
         return str(size)
+    if not isinstance(size, torch.SymInt):
+        return None
     for index, node in enumerate(inputs):
         for dim, other in enumerate(node.meta["val"].shape):
             if isinstance(other, torch.SymInt) and other.node.expr == size.node.expr:

@@ -19,6 +19,7 @@ import torch
 
 from ...common.compat.executorch import named_data, pack_pairs
 from .delegate_shapes import replaced, with_known_shapes
+from .segments import Unexplained
 
 if TYPE_CHECKING:
     from executorch.exir.lowered_backend_module import LoweredBackendModule
@@ -127,7 +128,7 @@ class DelegateTemplate:
             buffers.append(data.buffers[data.pte_data[key].buffer_index])
         for piece in self._pieces:
             tensor = weights[piece.weight]
-            place = (tensor.data_ptr(), tuple(tensor.shape), piece.packing)
+            place = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), piece.packing)
             if place not in packed:
                 content = _content(_PACKINGS[piece.packing].pack(tensor.detach()))
                 # With the tensor: its address is no other's while it is held.
@@ -140,10 +141,6 @@ class DelegateTemplate:
                 buffers.append(content)
         payload = _KEY.sub(lambda match: keys.get(match.group(), match.group()), self._lowered.processed_bytes)
         return replaced(self._lowered, processed_bytes=payload, named_data=named_data(buffers, entries))
-
-
-class Unexplained(Exception):
-    """What a segment was lowered to cannot be stamped."""
 
 
 def _packings(tensor: torch.Tensor, content: bytes) -> Iterator[str]:

@@ -11,7 +11,8 @@
 | `torch.utils._python_dispatch._disable_current_modes` | nothing can be traced inside a pass over a graph |
 | `torch.utils._pytree.tree_map` | results are cloned by a loop of one's own |
 | `torch.utils._pytree.tree_flatten`, `tree_unflatten` | caches are not passed along as inputs and outputs |
-| `torch._ops.OpOverload._schema` | inputs of operators that a file names cannot be told by position |
+| `torch._ops.OpOverload._schema` | inputs of operators that a file names cannot be told by position, nor writes found |
+| `torch.ops.aten._assert_tensor_metadata` | equal layers are lowered one by one |
 | `torch._dynamo.mark_dynamic`, `maybe_mark_dynamic`, `exc.TorchDynamoException` | each length of a prompt is a graph |
 | `torch._inductor.list_mode_options`, `config.save_config_portable` | compiled graphs cannot be kept on disk |
 | `torch._dynamo.guards.CheckFunctionManager.UNSUPPORTED_SERIALIZATION_GUARD_TYPES` | the same |
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 
 #: States a fact about sizes: the object itself, which tracers know.
 check = torch._check
+#: What a trace leaves where a dtype was looked at.
+METADATA_ASSERTION = torch.ops.aten._assert_tensor_metadata.default
 
 __all__ = ["FakeTensor", "OpOverload", "OperatorBase", "check", "tree_flatten", "tree_map", "tree_unflatten"]
 
@@ -74,6 +77,11 @@ def load_package(path: Path, method: str, **options: Any) -> Any:
 def operator_arguments(operator: OpOverload) -> Sequence[Any]:
     """What an operator takes, in order: `name`, `type` and `kwarg_only` of each."""
     return operator._schema.arguments
+
+
+def writes_in_place(operator: OpOverload) -> bool:
+    """Whether an operator changes one of its arguments."""
+    return operator._schema.is_mutable
 
 
 def serialized_program(program: ExportedProgram) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def logits_of_beginnings(
             options: dict[str, Any] = {cache_argument(model): cache}
             if takes_positions(model):
                 options["position_ids"] = torch.arange(start, end, device=ids.device).expand(ids.shape[0], -1)
-            places = torch.tensor([position - start for position in positions], device=ids.device)
+            places = torch.tensor([one - start for one in positions], dtype=torch.int64, device=ids.device)
             selects = "logits_to_keep" in inspect.signature(model.forward).parameters
             if selects:
                 # A vocabulary is large: logits of every token of a chunk would be a gigabyte.
