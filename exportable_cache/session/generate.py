@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +84,7 @@ def token_steps(
 
 def _token_steps(
     session: Session, request: Request, prompt: Prompt, texts: Sequence[torch.Tensor]
-) -> Iterator[torch.Tensor]:
+) -> Generator[torch.Tensor]:
     if texts:
         prompt = Prompt(TokenRows.of(behind_unfed(session, texts)))
     stepper, ending = session._stepper, request.ending
