@@ -77,7 +77,7 @@ class StepGuard:
             InputError: If another one is not finished.
         """
         other = self._answer() if self._answer is not None else None
-        if other is not None and other.is_current:
+        if other is not None and not other.has_ended and other.is_current:
             raise InputError(
                 "this session is generating: an answer that was begun is not finished; take all of it, close() that "
                 "generator, or reset() the session to give it up"
@@ -90,10 +90,15 @@ class Answer:
 
     Args:
         stepper: Of the session, where it is when the answer is asked for.
+
+    Attributes:
+        has_ended: Whether it gives out nothing more. A traceback that is kept keeps the answer alive, so that it is
+            there says nothing.
     """
 
     def __init__(self, stepper: ProgramStepper) -> None:
         self._stepper = stepper
+        self.has_ended = False
         self._left: tuple[SequenceState, int] = (stepper.state, stepper.moves)
 
     @property
@@ -124,6 +129,7 @@ class Answer:
                     self._left = stepper.state, stepper.moves
                 yield tokens
         finally:
+            self.has_ended = True
             if steps is not None:
                 # Here, not where its last reference goes: what it takes back must not meet another thread's step.
                 with stepper.guard.lock:
