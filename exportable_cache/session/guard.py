@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, TypeVar
 
 from ..errors import InputError
@@ -107,7 +107,7 @@ class Answer:
         state, moves = self._left
         return self._stepper.state is state and self._stepper.moves == moves
 
-    def steps(self, begin: Callable[[], Generator[Tokens]]) -> Iterator[Tokens]:
+    def steps(self, begin: Callable[[], Generator[Tokens]]) -> Generator[Tokens]:
         """What an iterator gives, each item computed under the session's lock.
 
         Raises:
