@@ -220,6 +220,21 @@ def test_continued_text_sees_every_token(byte_model: Any) -> None:
     assert list(other.generate(torch.tensor([[newest, *encoded("two")]]), 1)) == [last]
 
 
+def test_text_that_failed_gives_up_its_turn_even_while_its_error_is_kept(
+    byte_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = without_end(text_session(byte_model))
+
+    def failing(*arguments: Any, **options: Any) -> str:
+        raise RuntimeError("of the tokenizer")
+
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="of the tokenizer") as kept:
+        patched.setattr(type(session.tokenizer), "decode", failing)
+        list(session.generate_text("one", 3))
+    list(session.generate_text("two", 3))
+    assert kept.value.__traceback__ is not None
+
+
 def test_text_in_turns_is_the_text_at_once(byte_model: Any) -> None:
     session = without_end(text_session(byte_model))
     fed = noted(session)

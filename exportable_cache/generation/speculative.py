@@ -222,7 +222,7 @@ def speculative_loop(
         )
         proposal = draft.propose(context, count, sampler.sampling) if count > 0 else Proposal([])
         logits = session.score(torch.tensor([[token, *proposal.tokens]], device=session.device))[0]
-        fed = int(session.length[0])
+        fed, moves = int(session.length[0]), session.moves
         tokens, accepted = _judge(logits, proposal, sampler)
         statistics.steps += 1
         statistics.proposed += len(proposal.tokens)
@@ -236,8 +236,8 @@ def speculative_loop(
                 if token in ending.tokens or given + given_now == limit:
                     break
         finally:
-            # Unless the session was moved by someone else while this was waiting.
-            if int(session.length[0]) == fed:
+            # Unless the session was moved by someone else while this was waiting, be it to the same length.
+            if session.moves == moves and int(session.length[0]) == fed:
                 session.shift(given_now - len(proposal.tokens) - 1)
         given += given_now
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +70,7 @@ def make_request(
 
 def token_steps(
     session: Session, request: Request, prompt: Prompt, texts: Sequence[torch.Tensor] = ()
-) -> Iterator[torch.Tensor]:
+) -> Generator[torch.Tensor]:
     """Tokens that follow a prompt, int64 [batch] per step, from where the session is now.
 
     Args:
@@ -84,7 +84,7 @@ def token_steps(
 
 def _token_steps(
     session: Session, request: Request, prompt: Prompt, texts: Sequence[torch.Tensor]
-) -> Iterator[torch.Tensor]:
+) -> Generator[torch.Tensor]:
     if texts:
         prompt = Prompt(TokenRows.of(behind_unfed(session, texts)))
     stepper, ending = session._stepper, request.ending
@@ -139,7 +139,7 @@ def behind_unfed(session: Session, texts: Sequence[torch.Tensor]) -> list[torch.
 
 def checked_steps(
     session: Session, input_ids: Any, inputs: Mapping[str, torch.Tensor], request: Request
-) -> Iterator[torch.Tensor]:
+) -> Generator[torch.Tensor]:
     """Tokens that follow token ids and what a processor gave beside them, int64 [batch] per step; checked now."""
     further, stepper = dict(inputs), session._stepper
     prompt = session._stages.check(input_ids, further.pop("attention_mask", None), further, stepper.state)
@@ -169,8 +169,17 @@ def generated_text(session: Session, prompt: Any, request: Request) -> Iterator[
     else:
         steps = _answers_to_text(session, tokenizer, prompts, request)
     if many:
-        return stream_texts(steps, tokenizer, request.ending.tokens, strings)
-    return stream_text((int(step[0]) for step in steps), tokenizer, request.ending.tokens, strings)
+        return _until_closed(steps, stream_texts(steps, tokenizer, request.ending.tokens, strings))
+    tokens = (int(step[0]) for step in steps)
+    return _until_closed(steps, stream_text(tokens, tokenizer, request.ending.tokens, strings))
+
+
+def _until_closed(steps: Generator[torch.Tensor], pieces: Iterator[Any]) -> Iterator[Any]:
+    """Pieces of text; once they end, or fail, so do the steps that they are made of, whoever keeps the error."""
+    try:
+        yield from pieces
+    finally:
+        steps.close()
 
 
 def _prompts(session: Session, prompt: Any) -> tuple[Any, bool]:
@@ -194,7 +203,7 @@ def _prompts(session: Session, prompt: Any) -> tuple[Any, bool]:
 
 def _answers_to_text(
     session: Session, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Any], request: Request
-) -> Iterator[torch.Tensor]:
+) -> Generator[torch.Tensor]:
     """Steps that follow texts, which go on from where the session is, or conversations, with which it starts anew."""
     are_text = [isinstance(prompt, str) for prompt in prompts]
     if any(are_text) != all(are_text):
@@ -217,7 +226,7 @@ def _answers_to_text(
 
 def _answers_to_encoded(
     session: Session, tokenizer: PreTrainedTokenizerBase, prompts: Any, request: Request
-) -> Iterator[torch.Tensor]:
+) -> Generator[torch.Tensor]:
     """Steps of a decoder that starts anew, over what its encoder makes of the prompts."""
     if request.draft is not None:
         _check_draft(session, request.draft)

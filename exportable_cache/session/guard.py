@@ -1,14 +1,15 @@
 """What keeps a session's answers right when it is used wrongly: by two threads, by two generators, or after a step that
 was cut off.
 
-None of it is in traced code: a step costs a lock that is never waited for and two assignments, a token a comparison.
+None of it is in traced code: a step costs a lock that only a generator's end waits for, and two assignments, a token a
+comparison.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, TypeVar
 
 from ..errors import InputError
@@ -76,7 +77,7 @@ class StepGuard:
             InputError: If another one is not finished.
         """
         other = self._answer() if self._answer is not None else None
-        if other is not None and other.is_current:
+        if other is not None and not other.has_ended and other.is_current:
             raise InputError(
                 "this session is generating: an answer that was begun is not finished; take all of it, close() that "
                 "generator, or reset() the session to give it up"
@@ -89,10 +90,15 @@ class Answer:
 
     Args:
         stepper: Of the session, where it is when the answer is asked for.
+
+    Attributes:
+        has_ended: Whether it gives out nothing more. A traceback that is kept keeps the answer alive, so that it is
+            there says nothing.
     """
 
     def __init__(self, stepper: ProgramStepper) -> None:
         self._stepper = stepper
+        self.has_ended = False
         self._left: tuple[SequenceState, int] = (stepper.state, stepper.moves)
 
     @property
@@ -101,7 +107,7 @@ class Answer:
         state, moves = self._left
         return self._stepper.state is state and self._stepper.moves == moves
 
-    def steps(self, begin: Callable[[], Iterator[Tokens]]) -> Iterator[Tokens]:
+    def steps(self, begin: Callable[[], Generator[Tokens]]) -> Generator[Tokens]:
         """What an iterator gives, each item computed under the session's lock.
 
         Raises:
@@ -109,21 +115,35 @@ class Answer:
                 generator's answer is not finished.
         """
         stepper, steps = self._stepper, None
-        while True:
-            with stepper.guard:
-                # Between the call and the first token its own thread may move it; another one's move is a mistake.
-                moved = not self.is_current
-                if moved and (steps is not None or stepper.guard.last_thread != threading.get_ident()):
-                    raise InputError(
-                        "the session was reset, moved or used otherwise since this generator gave out its last token, "
-                        "so its answer cannot go on; start another one, and use fork() for several at a time"
-                    )
-                if steps is None:
-                    stepper.guard.begin(self)
-                    steps = begin()
-                try:
-                    tokens = next(steps)
-                except StopIteration:
-                    return
-                self._left = stepper.state, stepper.moves
-            yield tokens
+        try:
+            while True:
+                with stepper.guard:
+                    self._check_place(has_begun=steps is not None)
+                    if steps is None:
+                        stepper.guard.begin(self)
+                        steps = begin()
+                    try:
+                        tokens = next(steps)
+                    except StopIteration:
+                        return
+                    self._left = stepper.state, stepper.moves
+                yield tokens
+        finally:
+            self.has_ended = True
+            if steps is not None:
+                # Here, not where its last reference goes: what it takes back must not meet another thread's step.
+                with stepper.guard.lock:
+                    steps.close()
+
+    def _check_place(self, has_begun: bool) -> None:
+        """Refuse to go on from elsewhere.
+
+        Raises:
+            InputError: If the session is not where it was left. Between the call and the first token its own thread may
+                move it; another one's move is a mistake.
+        """
+        if not self.is_current and (has_begun or self._stepper.guard.last_thread != threading.get_ident()):
+            raise InputError(
+                "the session was reset, moved or used otherwise since this generator gave out its last token, "
+                "so its answer cannot go on; start another one, and use fork() for several at a time"
+            )

@@ -186,7 +186,6 @@ class ProgramStepper:
             self._reach(size, rows)
             logits = self.runner.run(method, *inputs)
             self.state = self.state.fed(size, rows)
-            self.moves += 1
             self.guard.is_broken = False
         if logits.shape[-1] != self.vocab_size:
             raise BundleError(
@@ -199,6 +198,8 @@ class ProgramStepper:
         """About to run a step of `tokens`: until it has finished, what it may write stands against the session."""
         self.state = self.state.reaching(tokens, rows)
         self.guard.is_broken = self._is_lost_if_cut_off(tokens)
+        # Counted now: a generator that is collected during the step must leave the session where it is.
+        self.moves += 1
 
     def _is_lost_if_cut_off(self, tokens: int) -> bool:
         """Whether a step of `tokens` may write what cannot be taken back: a state, or slots of a ring still needed."""
@@ -230,7 +231,6 @@ class ProgramStepper:
             self._reach(steps)
             chosen = self.runner.run_and_choose(method, chooser, *inputs, steps=steps)
             self.state = self.state.fed(steps)
-            self.moves += 1
             self.guard.is_broken = False
         return chosen
 

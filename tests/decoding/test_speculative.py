@@ -99,6 +99,37 @@ def test_stopping_anywhere_leaves_all_but_the_newest_token_in_the_cache(model: A
     assert list(session.generate(torch.tensor([expected[taken - 1 : taken]]), 5)) == expected[taken : taken + 5]
 
 
+def test_closing_an_old_generator_leaves_what_the_session_holds_by_then(model: Any) -> None:
+    """A reset and a prompt as long as what the generator had fed: only the count of moves tells the two apart."""
+    prompt, other = tokens(4), tokens(10, seed=1)
+    session = session_of(model)
+    steps = session.generate(prompt, 30, draft=Scripted(4, plain(model, prompt, 30), 1000, max_tokens=4))
+    next(steps), next(steps)
+    assert session.length.tolist() == [9]
+    session.reset()
+    session.prefill(other[:, :9])
+    steps.close()
+    assert session.length.tolist() == [9]
+    assert torch.allclose(session.decode(other[0, 9:]), session_of(model).prefill(other), atol=1e-5)
+
+
+def test_closing_a_generator_during_a_step_leaves_that_step_alone(model: Any) -> None:
+    """As when it is collected by then: lengths are those that it left."""
+    prompt = tokens(4)
+    session = session_of(model)
+    steps = session.generate(prompt, 30, draft=Scripted(4, plain(model, prompt, 30), 1000, max_tokens=4))
+    next(steps), next(steps)
+    run = session.runner.run
+
+    def closing(*arguments: Any) -> torch.Tensor:
+        steps.close()
+        return run(*arguments)
+
+    session.runner.run = closing
+    session.decode(torch.tensor([1]))
+    assert session.length.tolist() == [10]
+
+
 def test_an_end_token_among_the_accepted_ends(model: Any) -> None:
     prompt = tokens(12)
     expected = plain(model, prompt, 30)

@@ -52,6 +52,22 @@ def test_a_second_generator_is_refused_until_the_first_is_finished_or_given_up()
     assert len(list(session.generate(tokens(5), 6))) == 6
 
 
+def test_a_generator_that_failed_gives_up_its_turn_even_while_its_error_is_kept() -> None:
+    """As `sys.last_value` keeps it: its traceback holds the frames, and these the generator."""
+
+    class Failing:
+        max_tokens = 2
+
+        def propose(self, context: Any, count: int, sampling: Any) -> Any:
+            raise RuntimeError("of the draft")
+
+    session = session_of(score_length=3)
+    with pytest.raises(RuntimeError, match="of the draft") as kept:
+        list(session.generate(tokens(5), 6, draft=Failing()))
+    assert len(list(session.generate(tokens(5), 6))) == 6
+    assert kept.value.__traceback__ is not None
+
+
 @pytest.mark.parametrize("use", ["reset", "rewind", "prefill", "decode", "load_state"])
 def test_a_generator_whose_session_was_used_otherwise_stops(use: str, tmp_path: Any) -> None:
     session = session_of()
