@@ -12,6 +12,7 @@
 | `torch.utils._pytree.tree_map` | results are cloned by a loop of one's own |
 | `torch.utils._pytree.tree_flatten`, `tree_unflatten` | caches are not passed along as inputs and outputs |
 | `torch._ops.OpOverload._schema` | inputs of operators that a file names cannot be told by position |
+| `torch._C._dispatch_get_all_op_names` | functions of TorchScript are not told from operators that a file may call |
 | `torch._dynamo.mark_dynamic`, `maybe_mark_dynamic`, `exc.TorchDynamoException` | each length of a prompt is a graph |
 | `torch._inductor.list_mode_options`, `config.save_config_portable` | compiled graphs cannot be kept on disk |
 | `torch._dynamo.guards.CheckFunctionManager.UNSUPPORTED_SERIALIZATION_GUARD_TYPES` | the same |
@@ -24,6 +25,7 @@ of. Modules that take long to import, `torch._dynamo` and `torch._inductor`, are
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -74,6 +76,23 @@ def load_package(path: Path, method: str, **options: Any) -> Any:
 def operator_arguments(operator: OpOverload) -> Sequence[Any]:
     """What an operator takes, in order: `name`, `type` and `kwarg_only` of each."""
     return operator._schema.arguments
+
+
+def operator_results(operator: OpOverload) -> Sequence[Any]:
+    """What an operator gives, in order: `type` of each."""
+    return operator._schema.returns
+
+
+def is_dispatched(operator: OpOverload) -> bool:
+    """Whether it is an operator of torch's dispatcher, not one of TorchScript's alone."""
+    schema = operator._schema
+    name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
+    return name in _dispatched()
+
+
+@functools.cache
+def _dispatched() -> frozenset[str]:
+    return frozenset(torch._C._dispatch_get_all_op_names())
 
 
 def serialized_program(program: ExportedProgram) -> dict[str, Any]:
