@@ -25,7 +25,8 @@ _TAKEN = """
     scaled_dot_product_attention.default layer_norm.default rms_norm.default index_copy_.default index_put_.default
     index.Tensor item.default slice.Tensor view.default view.dtype where.self gather.default scatter.value
     one_hot.default split_with_sizes.default topk.default conv2d.padding upsample_bilinear2d.vec grid_sampler.default
-    conv1d.default cumsum.default masked_fill_.Scalar bitwise_not.default __and__.Tensor __or__.Tensor _assert_scalar.default
+    conv1d.default
+    cumsum.default masked_fill_.Scalar bitwise_not.default __and__.Tensor __or__.Tensor _assert_scalar.default
     _assert_tensor_metadata.default sym_size.int histc.default floor_divide.default lift_fresh_copy.default
     sym_constrain_range_for_size.default fft_rfft.default repeat_interleave.self_int batch_norm.default
 """.split()
