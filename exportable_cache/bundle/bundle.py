@@ -151,20 +151,23 @@ class Bundle:
             MissingDependencyError: If it needs a package that is not installed, such as Pillow for images.
         """
         from ..models.loading import load_processor
+        from ..models.tokenizers import check_tokenizer_config
 
         if not self.has_processor:
             raise BundleError(
                 f"{self.path} holds no processor of images or sound; export the folder of the model with its "
                 "preprocessor_config.json"
             )
+        check_tokenizer_config(self.path / TOKENIZER_FOLDER)
         return load_processor(self.path / TOKENIZER_FOLDER, self.path)
 
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The tokenizer with its chat template, or None if the model was exported without one."""
-        from ..models.tokenizers import load_tokenizer
+        from ..models.tokenizers import check_tokenizer_config, load_tokenizer
 
         if self.manifest.tokenizer is None:
             return None
+        check_tokenizer_config(self.path / TOKENIZER_FOLDER)
         tokenizer = load_tokenizer(self.path / TOKENIZER_FOLDER)
         if tokenizer is None:
             raise BundleError(

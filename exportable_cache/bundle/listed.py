@@ -17,7 +17,7 @@ _READ = (".pt", ".pt2", ".pte", ".ptd", ".plan", ".so", ".safetensors")
 
 
 def check_listed(folder: Path, manifest: Manifest) -> None:
-    """Refuse files that would be read and whose digest nobody checks.
+    """Refuse files that would be read and whose digest nobody checks, and links.
 
     A tokenizer reads whatever its folder has: an `added_tokens.json` there changes tokens, a `chat_template.jinja` what
     the model is asked.
@@ -29,6 +29,12 @@ def check_listed(folder: Path, manifest: Manifest) -> None:
         names = [entry.name for entry in os.scandir(folder) if entry.name.endswith(_READ)]
     except OSError as error:
         raise BundleError(f"cannot read {folder}: {error.strerror or error}; check its permissions") from error
+    for place, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            if os.path.islink(os.path.join(place, name)):
+                raise BundleError(
+                    f"{Path(place, name)} is a link, so what it shows can lie anywhere; put the file there instead"
+                )
     for place, _, files in os.walk(folder / TOKENIZER_FOLDER):
         names += [Path(place, file).relative_to(folder).as_posix() for file in files]
     unlisted = sorted(name for name in names if name not in manifest.files)

@@ -7,7 +7,6 @@ lines and each piece of its output is counted, in this thread only.
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from collections.abc import Iterator
@@ -26,9 +25,6 @@ MOST_CHARACTERS = 10_000_000
 _MOST_BITS = 4096
 #: The file name of Jinja's compiled templates.
 _TEMPLATE = "<template>"
-_BLOCK = re.compile(r"\{[{%].*?[%}]\}", re.DOTALL)
-#: A power, not the keyword arguments of a call.
-_POWER = re.compile(r"[^(,\s]\s*\*\*")
 
 
 class TemplateLimit(Exception):
@@ -46,7 +42,7 @@ def limited_template(template: Any) -> Iterator[None]:
         InputError: If it exceeds a limit, or fails.
     """
     for text in template.values() if isinstance(template, dict) else [template]:
-        if isinstance(text, str) and any(_POWER.search(block) for block in _BLOCK.findall(text)):
+        if isinstance(text, str) and "**" in text and _has_power(text):
             raise InputError("the chat template computes a power (**), which none needs and which may take for ever")
     before = sys.gettrace()
     sys.settrace(_Watch().trace)
@@ -62,6 +58,27 @@ def limited_template(template: Any) -> Iterator[None]:
         ) from error
     finally:
         sys.settrace(before)
+
+
+def _has_power(text: str) -> bool:
+    """Whether a template has a power. It is parsed and not compiled, since the compiler computes constant ones."""
+    from jinja2 import Environment, TemplateError, nodes
+    from jinja2.ext import Extension, loopcontrols
+
+    class Generation(Extension):
+        """`{% generation %}`, which transformers adds: its contents."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    try:
+        tree = Environment(extensions=[loopcontrols, Generation], autoescape=False).parse(text)
+    except (TemplateError, RecursionError) as error:
+        raise InputError(f"the chat template cannot be read: {first_line(error)[:300]}; correct it") from error
+    return tree.find(nodes.Pow) is not None
 
 
 class _Watch:

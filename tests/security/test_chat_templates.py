@@ -48,9 +48,20 @@ def test_and_so_are_slow_ones(monkeypatch: pytest.MonkeyPatch) -> None:
         "{% set n = namespace(x=3) %}{% for a in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}{{ n.x }}",
         "{{ 9 ** 9 ** 9 ** 9 }}",
         "{{ messages[0].content ** 3 }}",
+        "{{ '}}' ~ 9 ** 9 ** 9 ** 9 }}",
+        "{% generation %}{{ ('%}', 9 ** 9 ** 9 ** 9) }}{% endgeneration %}",
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     ],
-    ids=["output", "doubling", "squaring", "power", "power of a value", "recursion"],
+    ids=[
+        "output",
+        "doubling",
+        "squaring",
+        "power",
+        "power of a value",
+        "power after braces",
+        "power in a generation",
+        "recursion",
+    ],
 )
 def test_floods_are_stopped(template: str) -> None:
     _refused(template)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from executorch.exir.pass_base import ExportPass, NodeMetadata
 from torch.fx.node import map_arg
 
-from ...common.compat.executorch import call_delegate_operator
+from ...common.compat.executorch import call_delegate_operator, operator_of
 from ...common.compat.torch import OpOverload
 from .branches import AttentionBranches, is_choice
 from .delegate_shapes import with_known_shapes
@@ -60,7 +60,8 @@ class _SegmentBodies(ExportPass):
             return self.call_getitem(*args, meta)
         if target is call_delegate_operator():
             return self.call_delegate(args[0], args[1:], kwargs, meta)
-        if isinstance(target, OpOverload):
+        # Those of the edge dialect wrap others, and are none themselves.
+        if isinstance(operator_of(target), OpOverload):
             return self.call_operator(target, args, kwargs, meta)
         return self.call_sym(target, args, meta)
 

@@ -19,6 +19,7 @@ from torch import fx, nn
 
 from ...common.compat.torch import OpOverload, operator_arguments
 from ...errors import BundleError
+from .checked import checked
 from .codes import DTYPES, LAYOUTS, MEMORY_FORMATS
 from .operators import operator_named
 
@@ -112,7 +113,7 @@ class _GraphReader:
         target, outputs = node["target"], node["outputs"]
         called = operator_named(target)
         args, kwargs = self._arguments(called, node["inputs"])
-        result = self.graph.call_function(called, args, kwargs)
+        result = self.graph.call_function(checked(called), args, kwargs)
         packed = target.startswith("torch.ops.higher_order.") and node.get("is_hop_single_tensor_return") is False
         if len(outputs) == 1 and not packed and _only(outputs[0])[0] != "as_tensors":
             self._bind(outputs[0], result)

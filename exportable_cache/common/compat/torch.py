@@ -13,6 +13,7 @@
 | `torch.utils._pytree.tree_flatten`, `tree_unflatten` | caches are not passed along as inputs and outputs |
 | `torch._ops.OpOverload._schema` | inputs of operators that a file names cannot be told by position, nor writes found |
 | `torch.ops.aten._assert_tensor_metadata` | equal layers are lowered one by one |
+| `torch._C._dispatch_get_all_op_names` | functions of TorchScript are not told from operators that a file may call |
 | `torch._dynamo.mark_dynamic`, `maybe_mark_dynamic`, `exc.TorchDynamoException` | each length of a prompt is a graph |
 | `torch._inductor.list_mode_options`, `config.save_config_portable` | compiled graphs cannot be kept on disk |
 | `torch._dynamo.guards.CheckFunctionManager.UNSUPPORTED_SERIALIZATION_GUARD_TYPES` | the same |
@@ -25,6 +26,7 @@ of. Modules that take long to import, `torch._dynamo` and `torch._inductor`, are
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -82,6 +84,23 @@ def operator_arguments(operator: OpOverload) -> Sequence[Any]:
 def writes_in_place(operator: OpOverload) -> bool:
     """Whether an operator changes one of its arguments."""
     return operator._schema.is_mutable
+
+
+def operator_results(operator: OpOverload) -> Sequence[Any]:
+    """What an operator gives, in order: `type` of each."""
+    return operator._schema.returns
+
+
+def is_dispatched(operator: OpOverload) -> bool:
+    """Whether it is an operator of torch's dispatcher, not one of TorchScript's alone."""
+    schema = operator._schema
+    name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
+    return name in _dispatched()
+
+
+@functools.cache
+def _dispatched() -> frozenset[str]:
+    return frozenset(torch._C._dispatch_get_all_op_names())
 
 
 def serialized_program(program: ExportedProgram) -> dict[str, Any]:

@@ -1,0 +1,61 @@
+"""Checks that some operators of torch 2.13 leave out, and read beyond their arguments without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ...common.compat.torch import OpOverload
+
+_ATEN = torch.ops.aten
+_ATTENTION = _ATEN.scaled_dot_product_attention.default
+
+
+def checked(called: Callable[..., Any]) -> Callable[..., Any]:
+    """What a graph calls in place of an operator; the operator itself, if that checks its arguments."""
+    return _CHECKED.get(called, called) if isinstance(called, OpOverload) else called
+
+
+def _attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: Any, **named: Any
+) -> torch.Tensor:
+    if key.shape[-2] != value.shape[-2]:
+        raise ValueError(f"attention over {key.shape[-2]} keys and {value.shape[-2]} values")
+    return _ATTENTION(query, key, value, *options, **named)
+
+
+def _pad(tensor: torch.Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> torch.Tensor:
+    if mode != "constant":
+        _check_pad(pad)
+    return _ATEN.pad.default(tensor, pad, mode, value)
+
+
+def _replication_pad1d(tensor: torch.Tensor, padding: Sequence[int]) -> torch.Tensor:
+    _check_pad(padding)
+    return _ATEN.replication_pad1d.default(tensor, padding)
+
+
+def _replication_pad2d(tensor: torch.Tensor, padding: Sequence[int]) -> torch.Tensor:
+    _check_pad(padding)
+    return _ATEN.replication_pad2d.default(tensor, padding)
+
+
+def _replication_pad3d(tensor: torch.Tensor, padding: Sequence[int]) -> torch.Tensor:
+    _check_pad(padding)
+    return _ATEN.replication_pad3d.default(tensor, padding)
+
+
+def _check_pad(padding: Sequence[int]) -> None:
+    if any(size < 0 for size in padding):
+        raise ValueError(f"padding by {list(padding)} with values of the tensor")
+
+
+_CHECKED: dict[OpOverload, Callable[..., torch.Tensor]] = {
+    _ATTENTION: _attention,
+    _ATEN.pad.default: _pad,
+    _ATEN.replication_pad1d.default: _replication_pad1d,
+    _ATEN.replication_pad2d.default: _replication_pad2d,
+    _ATEN.replication_pad3d.default: _replication_pad3d,
+}
