@@ -391,7 +391,7 @@ class Manifest(_Entry):
             if check is not None:
                 check(content)
             fields = json.loads(content)
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, ValueError, RecursionError, MemoryError) as error:
             raise BundleError(f"cannot read {path}: {error}; export the model again") from error
         # Before anything else is looked at: other versions have other fields.
         version = fields.get("schema_version") if isinstance(fields, dict) else None

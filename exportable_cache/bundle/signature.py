@@ -97,6 +97,9 @@ def check(folder: Path, manifest: bytes, key: Ed25519PublicKey) -> None:
     """
     path, wanted = folder / SIGNATURE_FILE, fingerprint(key)
     try:
+        # Opening a pipe would wait for ever.
+        if path.exists() and not path.is_file():
+            raise OSError("it is no regular file")
         with path.open("rb") as file:
             content = json.loads(file.read(_MOST_BYTES))
         algorithm, signer = content["algorithm"], content["key"]

@@ -11,7 +11,7 @@ import json
 import re
 import sys
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -110,20 +110,32 @@ def _forget_notes(graph: dict[str, Any]) -> None:
                 _forget_notes(item["arg"]["as_graph"]["graph"])
 
 
-def read_archive(path: Path) -> dict[str, StoredProgram]:
+def read_archive(path: Path, declared: Collection[str] | None = None) -> dict[str, StoredProgram]:
     """Read what `write_archive` wrote: all programs over one set of weights and one zeroed cache.
+
+    Args:
+        declared: Names that tensors of the cache may have, such as `layers_0_keys`; any by default.
 
     Raises:
         BundleError: If the file is not such an archive.
     """
     try:
         with EntryReader(path, _is_known) as entries:
-            return _read(entries)
+            return _read(entries, declared)
     except BundleError as error:
         raise BundleError(f"cannot read the programs in {path.name}: {error}") from error
     except (OSError, zipfile.BadZipFile, RecursionError, MemoryError) as error:
         raise BundleError(f"cannot read the programs in {path.name}: {error}; export the model again") from error
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError, SyntaxError) as error:
+    except (
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        LookupError,
+        RuntimeError,
+        SyntaxError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise BundleError(
             f"cannot read the programs in {path.name}: {type(error).__name__}: {first_line(error)[:200]}; "
             "export the model again"
@@ -134,7 +146,7 @@ def _is_known(name: str) -> bool:
     return name in _FIXED or name == _README or _KNOWN.fullmatch(name) is not None
 
 
-def _read(entries: EntryReader) -> dict[str, StoredProgram]:
+def _read(entries: EntryReader, declared: Collection[str] | None) -> dict[str, StoredProgram]:
     for name, text in _FIXED.items():
         if entries.text(name) != text:
             raise ValueError(f"{name} is {entries.text(name)!r:.20}, not {text!r}")
@@ -142,7 +154,7 @@ def _read(entries: EntryReader) -> dict[str, StoredProgram]:
     for name in entries.names:
         if name.startswith("data/sample_inputs/") and entries.size(name):
             raise BundleError(f"{name} holds a pickle, which can run code; do not trust this file, or export again")
-    weights, constants = TensorReader(entries, "data/weights"), TensorReader(entries, "data/constants")
+    weights, constants = (TensorReader(entries, folder, declared) for folder in ("data/weights", "data/constants"))
     programs = {}
     for method in methods:
         if method == _DEFAULT and len(methods) > 1:

@@ -32,17 +32,39 @@ class _StoredRunner:
                 f"the manifest names the methods {', '.join(sorted(missing))}, which the program's file does not have; "
                 "export the model again"
             )
-        self.methods = description.methods
+        self.methods, self._rows = description.methods, description.batch_size
         self._modules = {name: programs[name].module for name in description.methods}
 
     def _call(self, method: str, inputs: tuple) -> tuple[torch.Tensor, ...]:
         try:
-            return self._modules[method](*inputs)
-        except (RuntimeError, IndexError, TypeError, ValueError, AttributeError) as error:
+            outputs = self._modules[method](*inputs)
+        except (
+            ArithmeticError,
+            AssertionError,
+            AttributeError,
+            LookupError,
+            MemoryError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:
             raise BundleError(
                 f"method {method!r} of the program failed, {type(error).__name__}: {first_line(error)[:200]}; "
                 "export the model again"
             ) from error
+        if self.methods[method].is_step:
+            self._check_step(method, outputs)
+        return outputs
+
+    def _check_step(self, method: str, outputs: tuple) -> None:
+        first = outputs[0] if outputs else None
+        if not isinstance(first, torch.Tensor):
+            raise BundleError(f"method {method!r} of the program gives no logits; export the model again")
+        if not first.is_floating_point() or first.ndim not in (2, 3) or first.shape[0] != self._rows:
+            raise BundleError(
+                f"method {method!r} of the program gives {first.dtype} {list(first.shape)}, which are no logits of "
+                f"{self._rows} rows; export the model again"
+            )
 
 
 class ResidentRunner(_StoredRunner):

@@ -47,7 +47,10 @@ class Pt2Backend:
         return [LoweredFile(FILE, f"methods {', '.join(exported)}, weights")]
 
     def open(self, folder: Path, description: ProgramDescription) -> Runner:
-        programs = read_archive(folder / FILE)
+        declared = {
+            f"layers_{index}_{name}" for index, layer in enumerate(description.layers) for name in layer["tensors"]
+        }
+        programs = read_archive(folder / FILE, declared)
         runner = ResidentRunner if description.form is Form.RESIDENT else ExplicitRunner
         return runner(programs, description)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,10 +91,11 @@ class TensorReader:
     Args:
         entries: Of the archive.
         folder: Such as `data/weights`.
+        declared: Names that tensors of zeros may have; any if None.
     """
 
-    def __init__(self, entries: EntryReader, folder: str) -> None:
-        self._entries, self._folder = entries, folder
+    def __init__(self, entries: EntryReader, folder: str, declared: Collection[str] | None = None) -> None:
+        self._entries, self._folder, self._declared = entries, folder, declared
         self._read: dict[tuple, torch.Tensor] = {}
 
     def tensors(self, table: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -125,7 +127,9 @@ class TensorReader:
         self, name: str, path: str, dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...]
     ) -> torch.Tensor:
         length, held = _span(sizes, strides), self._entries.size(path)
-        if name.startswith(STATE_PREFIX) and held == 0 and length <= _MOST_ELEMENTS:
+        if name.startswith(STATE_PREFIX) and held == 0 and math.prod(sizes) <= _MOST_ELEMENTS:
+            if self._declared is not None and name not in self._declared:
+                raise BundleError(f"{name!r:.80} is a tensor of the cache that the manifest does not list")
             return torch.zeros(sizes, dtype=dtype)
         if length * dtype.itemsize != held:
             raise BundleError(f"{name!r:.80} takes {length * dtype.itemsize} bytes, its record has {held}")
