@@ -127,6 +127,33 @@ def test_a_quantised_layer_is_one_operator_while_it_is_lowered() -> None:
     assert before - len(program.graph.nodes) >= 15 * 6
 
 
+class Block(torch.nn.Module):
+    """Operators with keywords among others, and a state that each run of them ends at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+        self.register_buffer("state", torch.zeros(1, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x
+        for _ in range(6):
+            y = torch.tanh(self.linear(y))
+        self.state.index_copy_(0, torch.zeros(1, dtype=torch.int64), (3 * y).to(torch.int32).to(torch.float32) + y)
+        return x + self.state
+
+
+def test_keywords_of_operators_survive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    blocks, x = torch.nn.Sequential(*(Block() for _ in range(4))), torch.randn(1, 8)
+    program = torch.export.export(blocks, (x,))
+    sizes = counted(monkeypatch)
+    lowered = lower.lower_programs({"forward": program})
+    assert len(sizes) == 2
+    with torch.no_grad():
+        torch.testing.assert_close(outputs_of(lowered, tmp_path, (x,)), blocks(x), atol=1e-5, rtol=0)
+
+
 #: Layers that take turns, norms that add one to their weights, experts, states that are no keys and values.
 FAMILIES = {
     "gemma3_text": {"layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 2, "num_hidden_layers": 8},
