@@ -34,7 +34,7 @@ from ..program.program import Program
 from ..verification.quantization_effect import measure_distance, measure_quantization
 from ..verification.reference_runner import session_to_verify
 from ..verification.spec import VerifySpec
-from ..verification.tolerance import tolerance_of
+from ..verification.tolerance import tolerances_of
 from ..verification.verify import VerifyReport, compare, measure_stored
 from .dtypes import choose_dtype
 
@@ -248,7 +248,8 @@ def verify(
         return bundle, []
     session, remark = session_to_verify(bundle, model, made, progress=progress)
     fed: list[FedPrompt] = []
-    asked = VerifySpec(tolerance=tolerance_of(model, spec.quantization))
+    largest, rms = tolerances_of(model, spec.quantization)
+    asked = VerifySpec(tolerance=largest, rms_tolerance=rms)
     # Of quantised weights, the effect below is measured against the stored model.
     keeps = source.dtype.widened and spec.quantization is None
     report = compare(session, model, asked, progress, fed if keeps else None)

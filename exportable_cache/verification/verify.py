@@ -57,6 +57,8 @@ class VerifiedPrompt:
         decode_steps: Single tokens fed after it.
         max_difference: Largest |logit difference|; not a number if either side produced one.
         argmax_agreement: Share of positions whose most probable token is the same. Reported, not judged: ties flip.
+        rms_difference: Root mean square of the logit differences of a position, of the one where it is largest; None in
+            reports of before.
     """
 
     length: int
@@ -64,6 +66,7 @@ class VerifiedPrompt:
     decode_steps: int
     max_difference: float
     argmax_agreement: float
+    rms_difference: float | None = None
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,8 @@ class VerifyReport:
     """What a verification saw.
 
     Attributes:
-        passed: Whether every difference is a number and at most `tolerance`, and every encoder's at most its own.
+        passed: Whether every difference is a number and at most `tolerance`, every position's root mean square at most
+            `rms_tolerance`, and every encoder's difference at most its own.
         max_difference: Largest |logit difference| of all; not a number if any is not.
         tolerance: The limit.
         prompts: One entry per prompt, shortest first.
@@ -84,6 +88,7 @@ class VerifyReport:
             judged.
         at_once: Whether all prompts began one sequence, which the reference took as a whole, as it does for large
             models.
+        rms_tolerance: The limit of each position's root mean square, where activations are quantised.
     """
 
     passed: bool
@@ -97,6 +102,13 @@ class VerifyReport:
     encoders: tuple[VerifiedEncoder, ...] = ()
     stored: StoredDistance | None = None
     at_once: bool = False
+    rms_tolerance: float | None = None
+
+    @property
+    def rms_difference(self) -> float | None:
+        """Largest of the prompts'; None in reports of before."""
+        found = [prompt.rms_difference for prompt in self.prompts if prompt.rms_difference is not None]
+        return _largest(found) if found else None
 
     def __post_init__(self) -> None:
         # As `to_dict` gives them, so that a recorded report can be read back: `VerifyReport(**recorded)`.
@@ -121,11 +133,18 @@ class VerifyReport:
         return (
             f"{'verified' if self.passed else 'NOT verified'}: {self.steps} positions, prompts of {lengths} "
             f"tokens{windows}, max |logit difference| {self.max_difference:.1e} {sign} {self.tolerance:.0e}"
+            + self._root_mean_square()
             + "".join(f", {encoder}" for encoder in self.encoders)
             + (f"; {self.stored}" if self.stored is not None else "")
             + (", beginnings of one sequence" if self.at_once else "")
             + (f"; {self.remark}" if self.remark and self.passed else "")
         )
+
+    def _root_mean_square(self) -> str:
+        difference, limit = self.rms_difference, self.rms_tolerance
+        if difference is None or limit is None:
+            return ""
+        return f", root mean square {difference:.1e} {'<=' if difference <= limit else 'exceeds'} {limit:.0e}"
 
 
 def verify_session(
@@ -208,14 +227,17 @@ def compare(
     session.reset()
     prompts = tuple(reversed(seen.prompts))
     encoders = verify_encoders(session, model, generator, spec.tolerance)
-    max_difference = torch.tensor([prompt.max_difference for prompt in prompts], dtype=torch.float64).max().item()
+    max_difference = _largest([prompt.max_difference for prompt in prompts])
+    rms_difference = _largest([prompt.rms_difference for prompt in prompts])
     tolerance = spec.tolerance
     if tolerance is None:
         tolerance = default_tolerance(model.dtype, seen.largest_logit)
         if storage is not None:
             tolerance = max(tolerance, rounding_effect(model, min(plan[-1][0], _ROUNDED_TOKENS), storage) / 4)
     return VerifyReport(
-        passed=max_difference <= tolerance and all(encoder.passed for encoder in encoders),
+        passed=max_difference <= tolerance
+        and (spec.rms_tolerance is None or rms_difference <= spec.rms_tolerance)
+        and all(encoder.passed for encoder in encoders),
         max_difference=max_difference,
         tolerance=tolerance,
         prompts=prompts,
@@ -224,7 +246,13 @@ def compare(
         target=session.target,
         encoders=encoders,
         at_once=at_once,
+        rms_tolerance=spec.rms_tolerance,
     )
+
+
+def _largest(values: Sequence[float]) -> float:
+    """Not a number if any is not, which Python's `max` does not keep."""
+    return torch.tensor(values, dtype=torch.float64).max().item()
 
 
 def _text(session: Session, length: int, generator: torch.Generator) -> torch.Tensor:
@@ -314,7 +342,7 @@ class _Seen:
             The session's logits [batch, vocab] of the prompt and of the first `KEPT_STEPS` steps.
         """
         feeds = prompt_feeds(length, _chunk(session))
-        differences, agreements, kept = [], [], []
+        differences, squares, agreements, kept = [], [], [], []
         for step, reference in enumerate(expected):
             if step == 0:
                 outputs = [_feed(session, ids[:, :length], parts) for parts in feeds]
@@ -323,7 +351,9 @@ class _Seen:
             for output in outputs:
                 logits = output.to(reference.device)
                 # A maximum over tensors keeps not-a-number, Python's does not.
-                differences.append((logits.float() - reference.float()).abs().max())
+                difference = logits.float() - reference.float()
+                differences.append(difference.abs().max())
+                squares.append(difference.square().mean(-1).max())
                 agreements.append((logits.argmax(-1) == reference.argmax(-1)).float().mean())
             if step <= KEPT_STEPS:
                 kept.append(outputs[-1].detach().clone())
@@ -335,6 +365,7 @@ class _Seen:
                 len(expected) - 1,
                 torch.stack(differences).max().item(),
                 torch.stack(agreements).mean().item(),
+                torch.stack(squares).max().sqrt().item(),
             )
         )
         return kept
@@ -394,14 +425,15 @@ def verify(
     if manifest.quantization is not None:
         from ..models.quantization import quantize
         from ..models.quantization_spec import Quantization
-        from .tolerance import tolerance_of
+        from .tolerance import tolerances_of
 
         recorded = manifest.quantization
         quantization = Quantization(recorded.linear, recorded.group_size, recorded.embeddings)
         progress(f"quantising to {quantization}", 0, None)
         model = quantize(model, quantization).model
         if spec.tolerance is None:
-            spec = replace(spec, tolerance=tolerance_of(model, quantization))
+            largest, rms = tolerances_of(model, quantization)
+            spec = replace(spec, tolerance=largest, rms_tolerance=rms)
     session, remark = session_to_verify(bundle, model, progress=progress)
     report = compare(session, model, spec, progress)
     return replace(report, remark=remark)
