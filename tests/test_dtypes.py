@@ -15,7 +15,7 @@ from exportable_cache.backends import TARGETS
 from exportable_cache.bundle.manifest import Manifest
 from exportable_cache.errors import InputError
 from exportable_cache.pipeline.dtypes import choose_dtype
-from exportable_cache.verification.verify import VerifyReport
+from exportable_cache.verification.report import VerifyReport
 
 from .support import fake_target
 from .support.kinds import KINDS

@@ -25,7 +25,8 @@ from exportable_cache.errors import (
     UnsupportedModelError,
     VerificationError,
 )
-from exportable_cache.verification.verify import VerifyReport, verify
+from exportable_cache.verification.report import VerifyReport
+from exportable_cache.verification.verify import verify
 
 from .decoding.byte_tokenizer import SIZE, byte_tokenizer
 from .support import fake_target

@@ -16,7 +16,8 @@ from exportable_cache.errors import InputError, UnsupportedModelError
 from exportable_cache.program.inputs.modality import modalities_of
 from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
-from exportable_cache.verification.verify import VerifyReport, verify_session
+from exportable_cache.verification.report import VerifyReport
+from exportable_cache.verification.verify import verify_session
 
 from .support.models import tiny_model, tokens
 from .support.multimodal import FAMILIES, PLACEHOLDER, prompt, reference_logits, tiny_multimodal

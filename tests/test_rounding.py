@@ -8,8 +8,9 @@ from exportable_cache import ExportableCache, Session, export, load
 from exportable_cache.cache.attention.implementation import attention_of
 from exportable_cache.cache.storage import KV_DTYPES, Int8Storage, Storage, storage_of
 from exportable_cache.errors import InputError
+from exportable_cache.verification.references.by_step import rounding_effect
 from exportable_cache.verification.references.rounding import RoundingCache
-from exportable_cache.verification.verify import rounding_effect, verify_session
+from exportable_cache.verification.verify import verify_session
 
 from .support.kinds import KINDS, kind_model
 from .support.models import WINDOW, tiny_model, tokens

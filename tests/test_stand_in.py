@@ -19,7 +19,8 @@ from exportable_cache.program.entry_points import Method
 from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
 from exportable_cache.verification.reference_runner import program_of
-from exportable_cache.verification.verify import VerifyReport, verify
+from exportable_cache.verification.report import VerifyReport
+from exportable_cache.verification.verify import verify
 
 from .support.models import tiny_model
 

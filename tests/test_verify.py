@@ -13,15 +13,10 @@ import torch
 from exportable_cache import ExportableCache, Session
 from exportable_cache.backends.module import ModuleRunner
 from exportable_cache.errors import InputError
-from exportable_cache.verification.verify import (
-    VerifyReport,
-    default_decode_steps,
-    default_prompts,
-    default_tolerance,
-    prompt_feeds,
-    verify,
-    verify_session,
-)
+from exportable_cache.verification.prompts import default_decode_steps, default_prompts, prompt_feeds
+from exportable_cache.verification.report import VerifyReport
+from exportable_cache.verification.tolerance import default_tolerance
+from exportable_cache.verification.verify import verify, verify_session
 
 from .support.models import WINDOW, tiny_model, tokens
 

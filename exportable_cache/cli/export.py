@@ -176,7 +176,7 @@ def print_dtype(terminal: Terminal, bundle: Bundle) -> None:
 
 def print_verification(terminal: Terminal, bundle: Bundle) -> None:
     """The recorded result, in one line."""
-    from ..verification.verify import VerifyReport
+    from ..verification.report import VerifyReport
 
     for remark in bundle.manifest.remarks:
         terminal.print(remark)

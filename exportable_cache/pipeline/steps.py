@@ -31,11 +31,12 @@ from ..models.loading import check_checkpoint, check_positions, live_model, load
 from ..models.quantization import quantize
 from ..program.inputs.modality import modalities_of
 from ..program.program import Program
+from ..verification.compare import compare, measure_stored
 from ..verification.quantization_effect import measure_distance, measure_quantization
 from ..verification.reference_runner import session_to_verify
+from ..verification.report import VerifyReport
 from ..verification.spec import VerifySpec
 from ..verification.tolerance import tolerance_of
-from ..verification.verify import VerifyReport, compare, measure_stored
 from .dtypes import choose_dtype
 
 if TYPE_CHECKING:

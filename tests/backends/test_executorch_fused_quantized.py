@@ -10,8 +10,9 @@ from exportable_cache import ExportableCache, export, load
 from exportable_cache.cache.attention.implementation import attention_of
 from exportable_cache.cache.layers import layer_from
 from exportable_cache.cache.storage import Int8Storage
+from exportable_cache.verification.references.by_step import rounding_effect
 from exportable_cache.verification.references.rounding import RoundingCache
-from exportable_cache.verification.verify import rounding_effect, verify_session
+from exportable_cache.verification.verify import verify_session
 
 from ..support.models import WINDOW, tiny_model, tokens
 from ..support.sessions import folded_bundle

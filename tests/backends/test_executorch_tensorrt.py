@@ -8,7 +8,7 @@ import pytest
 
 from exportable_cache import export, load
 from exportable_cache.errors import BundleError, InputError
-from exportable_cache.verification.verify import VerifyReport
+from exportable_cache.verification.report import VerifyReport
 
 from ..support.models import tiny_model
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..policies import SlotPolicy
     from ..step import StepContext
     from ..storage import Storage
-    from .layer import RowSizes
+    from .composed import RowSizes
 
 
 @dataclass(frozen=True)

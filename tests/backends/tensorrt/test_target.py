@@ -14,7 +14,8 @@ from exportable_cache.backends.tensorrt.capabilities import CAPABILITIES, parse_
 from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.cli.app import app
 from exportable_cache.errors import BundleError, InputError, VerificationError
-from exportable_cache.verification.verify import VerifyReport, verify
+from exportable_cache.verification.report import VerifyReport
+from exportable_cache.verification.verify import verify
 
 from .models import engine_model
 
