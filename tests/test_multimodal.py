@@ -31,7 +31,7 @@ EXPORTED = ("gemma3", "qwen3_vl")
 
 def options_of(family: str) -> dict[str, Any]:
     kind, _, options = FAMILIES[family]
-    return {"modalities": [kind], "prefill_length": 16, **options}
+    return {"modalities": [kind], "prefill_chunk": 16, **options}
 
 
 def live(family: str, slack: int = 0, **options: Any) -> tuple[Session, PreTrainedModel]:
@@ -359,8 +359,8 @@ def test_images_that_see_themselves_keep_plain_layers() -> None:
 
 
 def test_images_that_see_themselves_go_through_whole() -> None:
-    with pytest.raises(InputError, match="prefill_length is 15; the 16 tokens of an image see each other"):
-        live("gemma3", prefill_length=15)
+    with pytest.raises(InputError, match="prefill_chunk is 15; the 16 tokens of an image see each other"):
+        live("gemma3", prefill_chunk=15)
     session, model = live("gemma3")
     with pytest.raises(InputError, match="the image at token 2 of the prompt takes 32 tokens, which see each other"):
         session.prefill(**prompt(model, 2, 5, 16))

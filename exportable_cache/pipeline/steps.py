@@ -20,7 +20,7 @@ from ..backends import backend_for
 from ..bundle import signature
 from ..bundle.builder import check_free, new_folder, write_bundle
 from ..bundle.describe import Provenance
-from ..bundle.manifest import Quantized, RoundedCache
+from ..bundle.entries import Quantized, RoundedCache
 from ..common.dtypes import dtype_name
 from ..common.progress import silent
 from ..errors import BundleError, InputError, VerificationError
@@ -200,7 +200,7 @@ def allocate(resolved: Resolved, model: PreTrainedModel) -> ExportableCache:
 
 
 def program(resolved: Resolved, model: PreTrainedModel, cache: ExportableCache) -> Program:
-    """Put model and cache together, as the entry points of the target.
+    """Put model and cache together, as the methods of the target.
 
     Raises:
         InputError: If the cache does not hold a chunk, or the model takes no such modality.

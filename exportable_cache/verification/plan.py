@@ -44,7 +44,7 @@ def planned(session: Session, spec: VerifySpec, limit: int | None, windows: Sequ
     if not spec.prompts:
         # One token short of each bucket: the steps that follow are of the next.
         lengths.update(
-            method.read_length - 1 for method in methods if method.read_length is not None and method.read_length > 1
+            method.kv_read_len - 1 for method in methods if method.kv_read_len is not None and method.kv_read_len > 1
         )
         # Rings alone are never full: no limit is theirs.
         if session.max_length is not None and session.batch_size * limit <= _MOST_TO_FILL:

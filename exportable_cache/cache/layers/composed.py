@@ -137,7 +137,7 @@ class ComposedLayer:
                     f"cannot allocate {name} of a cache layer, {shape} or {needed:,} bytes on {device}; "
                     "pass a smaller max_cache_len or batch_size"
                 ) from error
-        self.begin(PLAIN, high_water=0)
+        self.begin(PLAIN, max_len_ever=0)
 
     @classmethod
     def from_state(cls, config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Self:
@@ -192,19 +192,19 @@ class ComposedLayer:
             setattr(self, name, tensors.get(name))
         if context.start is not None and self.policy.follows_decoder and self.policy.length_name is not None:
             self.cumulative_length = context.start
-        self.begin(context, high_water=None)
+        self.begin(context, max_len_ever=None)
 
-    def begin(self, context: StepContext, high_water: int | None) -> None:
+    def begin(self, context: StepContext, max_len_ever: int | None) -> None:
         """Start anew with what lasts a step.
 
         Args:
             context: Of the step.
-            high_water: The most tokens that a row ever held; None where the history of the tensors is unknown.
+            max_len_ever: The most tokens that a row ever held; None where the history of the tensors is unknown.
         """
         self.context = context
         self.is_initialized = True
         # Host bookkeeping of `crop`, moved by it alone.
-        self._high_water = 0 if self.policy.is_dummy else high_water
+        self._max_len_ever = 0 if self.policy.is_dummy else max_len_ever
 
     def config(self) -> dict[str, Any]:
         """What `from_state` needs besides the tensors: JSON, the same before and after any number of steps; not to be

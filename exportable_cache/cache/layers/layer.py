@@ -29,8 +29,7 @@ class CacheLayer(ComposedLayer, CacheLayerMixin):
     # Transformers would allocate lazily, from the first keys it sees; our tensors exist from construction.
     supports_early_init = False
 
-    # -- what the policy says
-    # --------------------------------------------------------------------------------------------
+    # -- what the policy says -----------------------------------------------------------------------------------------
 
     @property
     def is_sliding(self) -> bool:
@@ -74,12 +73,11 @@ class CacheLayer(ComposedLayer, CacheLayerMixin):
         """Tokens a row can hold in all, or None where any number may be seen."""
         return self.policy.max_length
 
-    def max_rollback(self, length: int, high_water: int) -> int:
+    def max_rollback(self, length: int, max_len_ever: int) -> int:
         """See `SlotPolicy.max_rollback`."""
-        return self.policy.max_rollback(length, high_water)
+        return self.policy.max_rollback(length, max_len_ever)
 
-    # -- keys and values
-    # -------------------------------------------------------------------------------------------------
+    # -- keys and values ----------------------------------------------------------------------------------------------
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -156,8 +154,7 @@ class CacheLayer(ComposedLayer, CacheLayerMixin):
         """Slots that this step looks at."""
         return self.policy.slots_read(self.context.kv_read_len)
 
-    # -- everything generic
-    # ---------------------------------------------------------------------------------------------
+    # -- everything generic -------------------------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
@@ -203,7 +200,7 @@ class CacheLayer(ComposedLayer, CacheLayerMixin):
         """Empty the layer, in place, so that addresses stay."""
         for _, tensor in self.named_state():
             tensor.zero_()
-        self._high_water = 0
+        self._max_len_ever = 0
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Give row `i` the state of row `beam_idx[i]`, in place.
@@ -228,7 +225,7 @@ class CacheLayer(ComposedLayer, CacheLayerMixin):
                 f"crop takes minus the number of tokens to remove, got {tokens_to_remove}; pass {-tokens_to_remove}"
             )
         if tokens_to_remove < 0 and not self.is_dummy:
-            self._high_water = check_rollback(self, -tokens_to_remove)
+            self._max_len_ever = check_rollback(self, -tokens_to_remove)
             self.cumulative_length.sub_(-tokens_to_remove)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -260,15 +257,15 @@ class CacheLayer(ComposedLayer, CacheLayerMixin):
     def __reduce__(self) -> tuple[Any, ...]:
         # By description: exported programs carry their example inputs, which are read back by classes that torch knows
         # alone.
-        return rebuilt, (type(self), self.config(), dict(self.named_state()), self._high_water)
+        return rebuilt, (type(self), self.config(), dict(self.named_state()), self._max_len_ever)
 
 
 def rebuilt(
-    cls: type[CacheLayer], config: Mapping[str, Any], tensors: Mapping[str, Any], high_water: int | None
+    cls: type[CacheLayer], config: Mapping[str, Any], tensors: Mapping[str, Any], max_len_ever: int | None
 ) -> CacheLayer:
     """A layer out of a pickle."""
     layer = cls.from_state(config, tensors)
-    layer.begin(PLAIN, high_water)
+    layer.begin(PLAIN, max_len_ever)
     return layer
 
 
