@@ -172,7 +172,7 @@ def test_the_bundle_records_scheme_error_and_bytes(tmp_path: Path) -> None:
     model = model_of(tied=True, vocab_size=2048)
     model.save_pretrained(tmp_path / "model")
     bundle = export(
-        tmp_path / "model", "pt2", 64, tmp_path / "out", quantize="8w", quantize_embeddings="8w", prefill_length=16
+        tmp_path / "model", "pt2", 64, tmp_path / "out", quantize="8w", quantize_embeddings="8w", prefill_chunk=16
     )
     recorded = Manifest.read(bundle.path).quantization
     assert (recorded.linear, recorded.group_size, recorded.embeddings) == ("8w", None, "8w")
