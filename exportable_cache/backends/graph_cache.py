@@ -6,6 +6,7 @@ import functools
 import hashlib
 import importlib
 import inspect
+import io
 import json
 import logging
 import platform
@@ -19,7 +20,7 @@ import transformers
 from .. import __version__
 from ..common.compat.torch import inductor_config, unwritable_guards
 from ..common.files import atomic_path
-from ..common.own_files import is_own_file, own_folder
+from ..common.own_files import is_own_file, own_folder, sealed, unsealed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -89,6 +90,7 @@ class GraphCache:
             own_folder(self.folder, make=True)
             with atomic_path(path) as temporary:
                 call.save_compiled_function(str(temporary), external_data=external)
+                temporary.write_bytes(sealed(temporary.read_bytes()))
         except (
             Exception
         ) as error:  # a full disk, or something in the graph that cannot be pickled: it runs all the same
@@ -109,7 +111,8 @@ class GraphCache:
                 if not is_own_file(file.fileno()):
                     log.warning("%s is not read: it is not yours, or others can write to it", path)
                     return None
-                call = torch.compiler.load_compiled_function(file, f_globals=step.__globals__, external_data=external)
+                written = io.BytesIO(unsealed(file.read()))
+            call = torch.compiler.load_compiled_function(written, f_globals=step.__globals__, external_data=external)
             if _sources_unchanged(call) and call.guard_check(*inputs):
                 return call
             reason = "the model's code or its state has changed"

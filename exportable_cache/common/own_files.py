@@ -7,6 +7,7 @@ place of a user's own there.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 from pathlib import Path
@@ -47,6 +48,23 @@ def is_own_file(descriptor: int) -> bool:
     """Whether an open file is a regular one that is this user's, or root's, and that nobody else can write to."""
     status = os.fstat(descriptor)
     return not HAS_OWNERS or (stat.S_ISREG(status.st_mode) and _reason(status, sticky_is_safe=False) is None)
+
+
+def sealed(content: bytes) -> bytes:
+    """With a digest before it, so that damage is found before anything is read. It says nothing of who wrote it."""
+    return hashlib.sha256(content).digest() + content
+
+
+def unsealed(written: bytes) -> bytes:
+    """What `sealed` was given.
+
+    Raises:
+        ValueError: If a byte of it has changed.
+    """
+    size = hashlib.sha256().digest_size
+    if hashlib.sha256(written[size:]).digest() != written[:size]:
+        raise ValueError("the file is damaged")
+    return written[size:]
 
 
 def _reason(status: os.stat_result, sticky_is_safe: bool) -> str | None:

@@ -117,7 +117,7 @@ def test_a_planted_graph_is_not_read(tmp_path: Path, caplog: pytest.LogCaptureFi
     model = tiny_model("llama")
     cache = GraphCache(tmp_path, model, ExportableCache.from_model(model, 32))
     path, made = tmp_path / "x.graph", tmp_path / "made"
-    path.write_bytes(pickle.dumps(Evil(made)))
+    path.write_bytes(own_files.sealed(pickle.dumps(Evil(made))))
     path.chmod(0o666)
     with caplog.at_level(logging.WARNING):
         assert cache._load(path, _step, {}, []) is None
@@ -128,5 +128,10 @@ def test_a_planted_graph_is_not_read(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert cache._load(path, _step, {}, []) is None
     assert not made.exists()
     tmp_path.chmod(0o700)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + b"x")
+    assert cache._load(path, _step, {}, []) is None
+    assert not made.exists()
+    path.write_bytes(whole)
     cache._load(path, _step, {}, [])
     assert made.exists()
