@@ -67,7 +67,7 @@ class Exports:
                     files.exchange = lambda one, other: False
                 TARGETS["fake"] = fake_target.ENTRY
                 before()
-                export(self._model, "fake", 16, self.place, prefill_length=4, verify=False, overwrite=True)
+                export(self._model, "fake", 16, self.place, prefill_chunk=4, verify=False, overwrite=True)
                 os._exit(0)
             finally:
                 os._exit(1)
