@@ -322,19 +322,24 @@ def _only_file(folder: Path, choose: random.Random) -> None:
     mutate(next(folder.iterdir()), choose, choose.choice((None, 2000)))
 
 
-def attacks(work: Path, targets: list[str]) -> list[Attack]:
-    """Everything that is attacked, made now."""
+def attacks(work: Path, targets: list[str], bundles: Path | None = None) -> list[Attack]:
+    """Everything that is attacked, made now, but for bundles that are in `bundles` already."""
     found = []
     for target in targets:
         if target == GRAPHS:
             found += _graph_attacks(work)
             continue
-        source = work / target
-        export("demo", target, 96, source, prefill_chunk=16, verify=False)
+        source, small = ((bundles or work) / name for name in (target, f"{target}_small"))
+        if not source.exists():
+            export("demo", target, 96, source, prefill_chunk=16, verify=False)
+        # Of one layer: most of what a mutation costs is reading the rest.
+        if not small.exists():
+            model = tiny_model("gemma2", num_hidden_layers=1, layer_types=["sliding_attention"])
+            export(model, target, 32, small, prefill_chunk=8, verify=False)
         found += [
             Attack(f"{target}, any file, unsealed", source, _opened, _any_file),
             Attack(f"{target}, any file, sealed", source, _opened, _any_file, reseal),
-            Attack(f"{target}, program, sealed", source, _opened, _program, reseal),
+            Attack(f"{target}, program, sealed", small, _opened, _program, reseal),
         ]
     model = tiny_model("gemma2")
     session = Session.from_model(model, ExportableCache.from_model(model, 48))
@@ -414,18 +419,23 @@ def _not_compiled(*arguments: Any, **options: Any) -> Any:
 
 
 def fuzz(
-    mutations: int, seed: int, targets: list[str], keep: Callable[[str, int, str, str], None]
+    mutations: int,
+    seed: int,
+    targets: list[str],
+    keep: Callable[[str, int, str, str], None],
+    bundles: Path | None = None,
 ) -> dict[str, Counter]:
     """Outcomes of each attack, `mutations` in all.
 
     Args:
+        bundles: Where bundles are kept that are attacked; they are made anew by default.
         keep: Told of every mutation: attack, seed, outcome, what was said.
     """
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
-        made = attacks(work, targets)
+        made = attacks(work, targets, bundles)
         counts = {attack.name: Counter() for attack in made}
         for first in range(0, mutations, _A_WORKER * len(made)):
             for index, attack in enumerate(made):
@@ -455,6 +465,7 @@ def main() -> None:
     parser.add_argument("--mutations", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--targets", default="pt2,executorch,graphs")
+    parser.add_argument("--bundles", type=Path, help="folder to make the bundles in, and to find them in next time")
     parser.add_argument("--verbose", action="store_true", help="print every outcome that is none of the harmless ones")
     arguments = parser.parse_args()
 
@@ -468,7 +479,7 @@ def main() -> None:
             last = said.strip().splitlines()[-1:] or [""]
             print(f"{name}, seed {seed}: {outcome}: {last[0][:300]}", flush=True)
 
-    counts = fuzz(arguments.mutations, arguments.seed, arguments.targets.split(","), keep)
+    counts = fuzz(arguments.mutations, arguments.seed, arguments.targets.split(","), keep, arguments.bundles)
     columns = (REFUSED, SAME, DIFFERENT, RAW, CRASH, CODE)
     print(f"| attack | {' | '.join(columns)} |")
     print(f"|---|{'---|' * len(columns)}")
