@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -173,3 +174,15 @@ def test_families_of_several_kinds_of_layers_are_verified(
     monkeypatch.setattr(StampedSegments, "take", lambda self, program: segments.append(self) or original(self, program))
     bundle = export(tiny_model(family, **FAMILIES[family]), max_cache_len=48, output_dir=tmp_path / "x")
     assert bundle.manifest.verification["passed"] and not segments[0].left and segments[0].count >= 3
+
+
+def test_an_export_keeps_nothing_of_its_program(tmp_path: Path) -> None:
+    from executorch.exir.lowered_backend_module import LoweredBackendModule
+
+    before = {id(held) for held in gc.get_objects() if isinstance(held, LoweredBackendModule)}
+    model = tiny_model("llama", num_hidden_layers=4, hidden_size=64, head_dim=16)
+    export(model, "executorch", 32, tmp_path / "out", verify=False, quantize="8da4w")
+    # Some of its modules are remembered by ExecuTorch and torch, but not what was packed for them.
+    modules = [held for held in gc.get_objects() if isinstance(held, LoweredBackendModule)]
+    data = [module.named_data_store_output for module in modules if id(module) not in before]
+    assert not any(one is not None and one.buffers for one in data)

@@ -12,6 +12,8 @@
 | `EdgeCompileConfig(_check_ir_validity=..., _skip_dim_order=...)` | operators of our own fail a check |
 | `NodeVisitor.convert_to_qc4w` of XNNPACK's compiler | 4-bit weights of equal layers cannot be told in what it wrote |
 | `executorch.exir._serialize._named_data_store.NamedDataStoreOutput` | equal layers are lowered one by one |
+| `executorch.exir.backend.utils.is_same_node`, `WhyNoPartition` | a process keeps the weights of all that it exported |
+| `LoweredBackendModule._named_data_store_output`, `ExecutorchProgramManager._named_data` | the same |
 | `_schema`, `_overloadname` of an operator | one of the edge dialect cannot be found for it |
 | `_op` of an operator of the edge dialect | an operator of ours is not recognised after lowering |
 | `_tab` of a generated reader | the offset of a segment cannot be changed in place |
@@ -20,6 +22,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module, util
 from pathlib import Path
@@ -31,6 +34,7 @@ from ..own_kernels import load_own_kernels
 
 if TYPE_CHECKING:
     import torch
+    from executorch.exir import ExecutorchProgramManager
     from executorch.exir._serialize._named_data_store import NamedDataStoreOutput
 
 #: The runtime's extension module, from executorch 1.5 and before it; then the public one, which imports the exporter.
@@ -162,6 +166,36 @@ def call_delegate_operator() -> Any:
     from executorch.exir.delegate import executorch_call_delegate
 
     return executorch_call_delegate
+
+
+def forget_programs() -> None:
+    """Let go of the graphs of earlier exports, and with them of their weights.
+
+    ExecuTorch remembers every pair of nodes that it compared and the last that it did not take, and a node holds its
+    graph; torch remembers what operators gave on fake tensors by their arguments, and delegates are arguments.
+    """
+    from executorch.exir.backend.utils import WhyNoPartition, is_same_node
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    is_same_node.cache_clear()
+    FakeTensorMode.cache_clear()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("executorch.backends.xnnpack."):
+            for value in vars(module).values():
+                if isinstance(value, WhyNoPartition):
+                    value.node = None
+
+
+def forget_data(program: ExecutorchProgramManager) -> None:
+    """Let go of a written program's data: what delegates packed stays with modules that several caches refer to."""
+    from executorch.exir.lowered_backend_module import LoweredBackendModule
+
+    for method in program.methods:
+        for module in program.exported_program(method).graph_module.modules():
+            if isinstance(module, LoweredBackendModule) and module._named_data_store_output is not None:
+                module._named_data_store_output.buffers.clear()
+    if program._named_data is not None:
+        program._named_data.buffers.clear()
 
 
 def named_data(buffers: Sequence[bytes], entries: Mapping[str, Any]) -> NamedDataStoreOutput:
