@@ -11,6 +11,8 @@ JOBS ?= 2
 ZOO_ARGS ?=
 # Such as `--mutations 500 --seed 7 --targets pt2 --verbose`.
 FUZZ_ARGS ?=
+KILLS_ARGS ?=
+SOAK_ARGS ?=
 
 BIN := $(VENV)/bin
 # The packages of the docs extra, quoted. The pages are made from sources that are read, not imported: no torch is needed.
@@ -20,7 +22,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup kernels demo check test test-full test-canary zoo fuzz docs clean
+.PHONY: help setup kernels demo check test test-full test-canary zoo fuzz kills soak docs clean
 
 help:
 	@echo "make demo    set up $(VENV), export the demo model to ExecuTorch, verify it, and ask it for a fact"
@@ -31,6 +33,8 @@ help:
 	@echo "make zoo     every generative architecture of transformers on every target, into docs/architectures.md"
 	@echo "             (hours; resumes; ZOO_ARGS='--only llama,mamba2 --targets eager,pt2' to choose)"
 	@echo "make fuzz    10,000 mutated bundles, states and caches, and what each does (an hour; FUZZ_ARGS=...)"
+	@echo "make kills   exports killed at random times and at each call to the file system (minutes; KILLS_ARGS=...)"
+	@echo "make soak    1,000,000 steps of a ring, and 24 sessions in 8 threads for ten minutes (SOAK_ARGS=...)"
 	@echo "make docs    build the pages of docs/ into site/; a warning is an error"
 	@echo "make setup   only set up $(VENV), with the executorch extra"
 	@echo "make kernels also compile attention kernels for this processor (a C++ compiler and libhwy-dev)"
@@ -73,6 +77,12 @@ zoo: $(VENV)/.installed-test
 
 fuzz: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.security.fuzz $(FUZZ_ARGS)
+
+kills: $(VENV)/.installed-test
+	@$(BIN)/python -m tests.security.kills $(KILLS_ARGS)
+
+soak: $(VENV)/.installed-test
+	@$(BIN)/python -m tests.security.soak $(SOAK_ARGS)
 
 docs: $(VENV)/.installed-docs
 	@$(BIN)/python -m mkdocs build --strict --quiet

@@ -100,13 +100,13 @@ class PortableKernel(Kernel, kind="portable"):
         length = layer.cumulative_length
         if not policy.wraps(layer.context.kv_read_len):
             slots = length[:, None] + torch.arange(query_length, device=layer.device)
-            layer.write(slots, key_states, value_states)
+            stored = layer.write(slots, key_states, value_states)
             layer.advance(query_length)
-            return layer.read(policy.slots_read(layer.context.kv_read_len))
+            return layer.read(policy.slots_read(layer.context.kv_read_len), stored)
         if is_one(query_length):
-            layer.write(policy.next_slot(length)[:, None], key_states, value_states)
+            stored = layer.write(policy.next_slot(length)[:, None], key_states, value_states)
             layer.advance(1)
-            return layer.read(policy.capacity)
+            return layer.read(policy.capacity, stored)
         return self._gather(layer, key_states, value_states)
 
     def _gather(

@@ -63,8 +63,8 @@ class Command(TyperCommand):
                 raise typer.Exit(EXIT_UNEXPECTED) from error
 
 
-#: Of a stream that takes no more: a full disk, a broken one, a closed one.
-_OF_STREAMS = (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EDQUOT)
+#: Of a stream that takes no more: a full disk, a broken one, a closed one, one whose reader is gone.
+_OF_STREAMS = (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EDQUOT, errno.EPIPE)
 
 
 def _forget_output() -> None:
@@ -74,9 +74,7 @@ def _forget_output() -> None:
 
 
 def _is_ours_to_pass(error: Exception) -> bool:
-    """Whether typer handles it: its own signals and usage errors, and a reader of our output that went away."""
+    """Whether typer handles it: its own signals and usage errors."""
     from typer.exceptions import TyperException
 
-    if isinstance(error, (typer.Exit, typer.Abort, TyperException)):
-        return True
-    return isinstance(error, OSError) and error.errno == errno.EPIPE
+    return isinstance(error, (typer.Exit, typer.Abort, TyperException))

@@ -38,6 +38,10 @@ class ExportableCache(LayeredCache):
     It is a `transformers.Cache`: pass it as `past_key_values` to a model, to `generate`, or to a loop of your own. No
     step depends on how many tokens were seen, so a compiled or exported step serves every position.
 
+    Its tensors never carry a gradient, so that they keep no graph of the steps that wrote them: outside of
+    `torch.no_grad` gradients flow to the tokens of a call, and what earlier calls wrote is constant. (As with every
+    buffer written in place, call `backward` before the next step.) `copy.deepcopy` gives an independent cache.
+
     Args:
         layers: One layer per decoder layer, all of one batch size.
 
