@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field, field_validator, model_validator
 
 from ..common.tensor_spec import TensorSpec
-from ..program.entry_points import Method as ProgramMethod
+from ..program.methods import ProgramMethod
 from ..program.spec import Form, Logits
 from .entries import Entry, names_of
 
