@@ -36,7 +36,7 @@ from ..verification.quantization_effect import measure_distance, measure_quantiz
 from ..verification.reference_runner import session_to_verify
 from ..verification.report import VerifyReport
 from ..verification.spec import VerifySpec
-from ..verification.tolerance import tolerance_of
+from ..verification.tolerance import tolerances_of
 from .dtypes import choose_dtype
 
 if TYPE_CHECKING:
@@ -249,7 +249,10 @@ def verify(
         return bundle, []
     session, remark = session_to_verify(bundle, model, made, progress=progress)
     fed: list[FedPrompt] = []
-    asked = VerifySpec(tolerance=tolerance_of(model, spec.quantization))
+    if spec.quantization is not None:
+        progress("finding what rounding does to the logits", 0, None)
+    largest, rms = tolerances_of(model, spec.quantization)
+    asked = VerifySpec(tolerance=largest, rms_tolerance=rms)
     # Of quantised weights, the effect below is measured against the stored model.
     keeps = source.dtype.widened and spec.quantization is None
     report = compare(session, model, asked, progress, fed if keeps else None)

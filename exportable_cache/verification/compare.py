@@ -18,7 +18,7 @@ from .prompts import prompt_feeds
 from .references.at_once import is_large, logits_of_beginnings
 from .references.by_step import logits_by_step, rounding_effect
 from .references.encoder_decoder import encoder_lengths, random_inputs
-from .report import VerifiedPrompt, VerifyReport
+from .report import VerifiedPrompt, VerifyReport, largest
 from .spec import VerifySpec
 from .stored import KEPT_STEPS, FedPrompt, StoredDistance, distance_from_stored
 from .tolerance import default_tolerance
@@ -79,6 +79,7 @@ def compare(
     at_once = is_large(model) and sinks is None and storage is None and encode is None
     if at_once:
         sequence = random_text(session, max(length + steps for length, steps in plan), generator)
+        progress("running the model", 0, None)
         known = logits_of_beginnings(model, sequence, plan)
     for index, (length, steps) in enumerate(reversed(plan)):
         ids = sequence[:, : length + steps] if at_once else random_text(session, length + steps, generator)
@@ -106,14 +107,17 @@ def compare(
     session.reset()
     prompts = tuple(reversed(seen.prompts))
     encoders = verify_encoders(session, model, generator, spec.tolerance)
-    max_difference = torch.tensor([prompt.max_difference for prompt in prompts], dtype=torch.float64).max().item()
+    max_difference = largest([prompt.max_difference for prompt in prompts])
+    rms_difference = largest([prompt.rms_difference for prompt in prompts])
     tolerance = spec.tolerance
     if tolerance is None:
         tolerance = default_tolerance(model.dtype, seen.largest_logit)
         if storage is not None:
             tolerance = max(tolerance, rounding_effect(model, min(plan[-1][0], _ROUNDED_TOKENS), storage) / 4)
     return VerifyReport(
-        passed=max_difference <= tolerance and all(encoder.passed for encoder in encoders),
+        passed=max_difference <= tolerance
+        and (spec.rms_tolerance is None or rms_difference <= spec.rms_tolerance)
+        and all(encoder.passed for encoder in encoders),
         max_difference=max_difference,
         tolerance=tolerance,
         prompts=prompts,
@@ -122,6 +126,7 @@ def compare(
         target=session.target,
         encoders=encoders,
         at_once=at_once,
+        rms_tolerance=spec.rms_tolerance,
     )
 
 
@@ -161,7 +166,7 @@ class _Seen:
             The session's logits [batch, vocab] of the prompt and of the first `KEPT_STEPS` steps.
         """
         feeds = prompt_feeds(length, longest_chunk(session))
-        differences, agreements, kept = [], [], []
+        differences, squares, agreements, kept = [], [], [], []
         for step, reference in enumerate(expected):
             if step == 0:
                 outputs = [_feed(session, ids[:, :length], parts) for parts in feeds]
@@ -170,7 +175,9 @@ class _Seen:
             for output in outputs:
                 logits = output.to(reference.device)
                 # A maximum over tensors keeps not-a-number, Python's does not.
-                differences.append((logits.float() - reference.float()).abs().max())
+                difference = logits.float() - reference.float()
+                differences.append(difference.abs().max())
+                squares.append(difference.square().mean(-1).max())
                 agreements.append((logits.argmax(-1) == reference.argmax(-1)).float().mean())
             if step <= KEPT_STEPS:
                 kept.append(outputs[-1].detach().clone())
@@ -182,6 +189,7 @@ class _Seen:
                 len(expected) - 1,
                 torch.stack(differences).max().item(),
                 torch.stack(agreements).mean().item(),
+                torch.stack(squares).max().sqrt().item(),
             )
         )
         return kept

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+import torch
 
 from .encoders import VerifiedEncoder
 from .stored import StoredDistance
@@ -21,6 +23,8 @@ class VerifiedPrompt:
         decode_steps: Single tokens fed after it.
         max_difference: Largest |logit difference|; not a number if either side produced one.
         argmax_agreement: Share of positions whose most probable token is the same. Reported, not judged: ties flip.
+        rms_difference: Root mean square of the logit differences of a position, of the one where it is largest; None in
+            reports of before.
     """
 
     length: int
@@ -28,6 +32,7 @@ class VerifiedPrompt:
     decode_steps: int
     max_difference: float
     argmax_agreement: float
+    rms_difference: float | None = None
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,8 @@ class VerifyReport:
     """What a verification saw.
 
     Attributes:
-        passed: Whether every difference is a number and at most `tolerance`, and every encoder's at most its own.
+        passed: Whether every difference is a number and at most `tolerance`, every position's root mean square at most
+            `rms_tolerance`, and every encoder's difference at most its own.
         max_difference: Largest |logit difference| of all; not a number if any is not.
         tolerance: The limit.
         prompts: One entry per prompt, shortest first.
@@ -48,6 +54,7 @@ class VerifyReport:
             judged.
         at_once: Whether all prompts began one sequence, which the reference took as a whole, as it does for large
             models.
+        rms_tolerance: The limit of each position's root mean square, where activations are quantised.
     """
 
     passed: bool
@@ -61,6 +68,13 @@ class VerifyReport:
     encoders: tuple[VerifiedEncoder, ...] = ()
     stored: StoredDistance | None = None
     at_once: bool = False
+    rms_tolerance: float | None = None
+
+    @property
+    def rms_difference(self) -> float | None:
+        """Largest of the prompts'; None in reports of before."""
+        found = [prompt.rms_difference for prompt in self.prompts if prompt.rms_difference is not None]
+        return largest(found) if found else None
 
     def __post_init__(self) -> None:
         # As `to_dict` gives them, so that a recorded report can be read back: `VerifyReport(**recorded)`.
@@ -78,6 +92,12 @@ class VerifyReport:
         """JSON; a difference that is not a number is null."""
         return _jsonable(asdict(self))
 
+    def _root_mean_square(self) -> str:
+        difference, limit = self.rms_difference, self.rms_tolerance
+        if difference is None or limit is None:
+            return ""
+        return f", root mean square {difference:.1e} {'<=' if difference <= limit else 'exceeds'} {limit:.0e}"
+
     def __str__(self) -> str:
         lengths = ", ".join(str(prompt.length) for prompt in self.prompts)
         windows = f", past the window of {' and '.join(map(str, self.windows))}" if self.windows else ""
@@ -85,6 +105,7 @@ class VerifyReport:
         return (
             f"{'verified' if self.passed else 'NOT verified'}: {self.steps} positions, prompts of {lengths} "
             f"tokens{windows}, max |logit difference| {self.max_difference:.1e} {sign} {self.tolerance:.0e}"
+            + self._root_mean_square()
             + "".join(f", {encoder}" for encoder in self.encoders)
             + (f"; {self.stored}" if self.stored is not None else "")
             + (", beginnings of one sequence" if self.at_once else "")
@@ -98,3 +119,8 @@ def _jsonable(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_jsonable(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def largest(values: Sequence[float]) -> float:
+    """Not a number if any is not, which Python's `max` does not keep."""
+    return torch.tensor(values, dtype=torch.float64).max().item()

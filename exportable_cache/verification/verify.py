@@ -78,14 +78,15 @@ def verify(
     if manifest.quantization is not None:
         from ..models.quantization import quantize
         from ..models.quantization_spec import Quantization
-        from .tolerance import tolerance_of
+        from .tolerance import tolerances_of
 
         recorded = manifest.quantization
         quantization = Quantization(recorded.linear, recorded.group_size, recorded.embeddings)
         progress(f"quantising to {quantization}", 0, None)
         model = quantize(model, quantization).model
         if spec.tolerance is None:
-            spec = replace(spec, tolerance=tolerance_of(model, quantization))
+            largest, rms = tolerances_of(model, quantization)
+            spec = replace(spec, tolerance=largest, rms_tolerance=rms)
     session, remark = session_to_verify(bundle, model, progress=progress)
     report = compare(session, model, spec, progress)
     return replace(report, remark=remark)
