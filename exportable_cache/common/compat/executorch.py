@@ -41,8 +41,8 @@ _KERNELS = {
     "executorch.kernels.quantized": "*quantized_ops_aot_lib.*",
 }
 _REMEDY = "pip install 'exportable-cache[executorch]'"
-#: The series of torch that each series of executorch is compiled against. Its wheels name no upper bound: pip may take a
-#: newer torch with them, whose classes their libraries read at other offsets.
+#: The series of torch that each series of executorch is compiled against. Its wheels name no upper bound: pip may take
+#: a newer torch with them, whose classes their libraries read at other offsets.
 COMPILED_AGAINST = {"1.4": "2.13", "1.5": "2.14"}
 
 
