@@ -59,14 +59,14 @@ def compile_ahead_of_time(module: torch.nn.Module, inputs: Sequence[Any], option
     """Files of a module that is compiled by AOTInductor, for `write_package`."""
     from torch._inductor import aot_compile
 
-    return aot_compile(module, *inputs, options=dict(options))
+    return aot_compile(module, *inputs, options=dict(options))  # type: ignore[arg-type, return-value]
 
 
 def write_package(path: Path, files: Mapping[str, list[str]]) -> None:
     """Write what `compile_ahead_of_time` gave for each method as one package."""
     from torch._inductor.package import package_aoti
 
-    package_aoti(str(path), dict(files))
+    package_aoti(str(path), dict(files))  # type: ignore[arg-type]
 
 
 def load_package(path: Path, method: str, **options: Any) -> Any:
