@@ -17,9 +17,12 @@ ENDS = ("oldest", "newest")
 
 
 def constraints(name: str) -> dict[str, str]:
-    """Package -> version of a constraints file, without markers."""
+    """Package -> version of a constraints file; where Python decides, that of the newest Python."""
     lines = (REPOSITORY / "constraints" / f"{name}.txt").read_text().splitlines()
-    return dict(re.match(r"([\w.-]+)==([\w.]+)", line).groups() for line in lines if line and line[0] != "#")
+    found: dict[str, str] = {}
+    for package, version in (re.match(r"([\w.-]+)==([\w.]+)", line).groups() for line in lines if line[:1] not in "#"):
+        found.setdefault(package, version)
+    return found
 
 
 def declared() -> dict[str, str]:
