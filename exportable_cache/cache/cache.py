@@ -41,6 +41,8 @@ class LayeredCache(Cache):
         InputError: If there are no layers, one is not a `CacheLayer`, or batch sizes differ.
     """
 
+    #: Ours, where transformers has its own.
+    layers: list[CacheLayer]  # type: ignore[assignment]
     #: Every cache class by name, for rebuilding from a file.
     classes: ClassVar[dict[str, type[LayeredCache]]] = {}
 

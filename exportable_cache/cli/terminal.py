@@ -93,7 +93,7 @@ class Terminal:
 
 
 class _Bar(BarColumn):
-    def render(self, task: Task) -> RenderableType:
+    def render(self, task: Task) -> RenderableType:  # type: ignore[override]
         return Text() if task.total is None else super().render(task)
 
 

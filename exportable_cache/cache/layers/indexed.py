@@ -101,7 +101,7 @@ class IndexedLayer(CacheLayer):
         self._awaiting: str | None = None
         self._uncounted = 0
 
-    def get_seq_length(self) -> torch.Tensor:
+    def get_seq_length(self) -> torch.Tensor:  # type: ignore[override]
         """Tokens seen, int64 0-D, with those that `update` was given in a program, whose length is an input (GLM 5 Next
         asks).
         """

@@ -176,7 +176,7 @@ class LinearLayer(CacheLayer):
         self._counted_one = False
 
     @property
-    def is_croppable(self) -> bool:
+    def is_croppable(self) -> bool:  # type: ignore[override]
         return False
 
     def max_rollback(self, length: int, max_len_ever: int) -> int:

@@ -24,13 +24,14 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Mapping, Sequence
-from importlib import import_module, util
+from importlib import import_module, metadata, util
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ...errors import MissingDependencyError
 from ..own_kernels import load_own_kernels
+from .torch import forget_fake_results
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +46,41 @@ _KERNELS = {
     "executorch.kernels.quantized": "*quantized_ops_aot_lib.*",
 }
 _REMEDY = "pip install 'exportable-cache[executorch]'"
+#: The series of torch that each series of executorch is compiled against. Its wheels name no upper bound: pip may take
+#: a newer torch with them, whose classes their libraries read at other offsets.
+COMPILED_AGAINST = {"1.4": "2.13", "1.5": "2.14"}
+
+
+@functools.cache
+def check_pair() -> None:
+    """Refuse an executorch beside a torch that it was not compiled against, before either is loaded.
+
+    A pair of which neither is known here is let through.
+
+    Raises:
+        MissingDependencyError: If they do not go together.
+    """
+    try:
+        executorch, torch = metadata.version("executorch"), metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return  # Built from sources, or missing: then importing it says so.
+    refuse_pair(executorch, torch)
+
+
+def refuse_pair(executorch: str, torch: str) -> None:
+    """See `check_pair`; two versions, as `refuse_pair("1.4.1", "2.13.0+cpu")`."""
+    ours, theirs = (".".join(version.split(".")[:2]) for version in (executorch, torch))
+    wanted = COMPILED_AGAINST.get(ours)
+    fitting = next((series for series, against in COMPILED_AGAINST.items() if against == theirs), None)
+    if wanted == theirs or (wanted is None and fitting is None):
+        return
+    remedies = [f"pip install 'torch=={wanted}.*'"] if wanted else []
+    remedies += [f"pip install 'executorch=={fitting}.*'"] if fitting else []
+    raise MissingDependencyError(
+        f"executorch {executorch} is installed beside torch {torch}; "
+        + (f"it is compiled against torch {wanted}" if wanted else f"torch {theirs} goes with executorch {fitting}")
+        + f": {', or '.join(remedies)}"
+    )
 
 
 @functools.cache
@@ -56,8 +92,10 @@ def runtime() -> ModuleType:
     extension is imported by its own name, and libraries of kernels are opened where their packages lie.
 
     Raises:
-        MissingDependencyError: If the installed executorch brings no runtime, or one of its libraries is not there.
+        MissingDependencyError: If the installed executorch brings no runtime, one of its libraries is not there, or it
+            does not go with the installed torch.
     """
+    check_pair()
     import torch
 
     name = next((name for name in _EXTENSIONS if util.find_spec(name) is not None), None)
@@ -175,10 +213,9 @@ def forget_programs() -> None:
     graph; torch remembers what operators gave on fake tensors by their arguments, and delegates are arguments.
     """
     from executorch.exir.backend.utils import WhyNoPartition, is_same_node
-    from torch._subclasses.fake_tensor import FakeTensorMode
 
     is_same_node.cache_clear()
-    FakeTensorMode.cache_clear()
+    forget_fake_results()
     for name, module in list(sys.modules.items()):
         if name.startswith("executorch.backends.xnnpack."):
             for value in vars(module).values():
