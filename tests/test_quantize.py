@@ -17,6 +17,7 @@ from exportable_cache.verification.tolerance import tolerances_of
 from exportable_cache.verification.verify import verify, verify_session
 
 from .support.models import tiny_model, tokens
+from .support.seq2seq import tiny_seq2seq
 
 pytest.importorskip("torchao", reason="the executorch extra is not installed")
 
@@ -146,6 +147,17 @@ def test_one_different_rounding_moves_the_logits_less_than_quantisation_does() -
     assert rounding_noise(quantize(model, Quantization("8w")).model) == (0.0, 0.0)
     assert tolerances_of(model, None) == (None, None)
     assert tolerances_of(quantize(model, Quantization("8w")).model, Quantization("8w")) == (1e-4, None)
+
+
+@pytest.mark.parametrize("family", ["t5", "whisper", "marian"])
+def test_a_rounding_is_tried_in_encoder_decoders_over_an_input(family: str) -> None:
+    sizes = {"d_kv": 16} if family == "t5" else {}
+    scheme = Quantization("8da4w", 32)
+    quantized = quantize(tiny_seq2seq(family, d_model=64, **sizes), scheme).model
+    cache = ExportableCache.from_model(quantized, 16, max_encoder_len=None if family == "whisper" else 12)
+    session = Session.from_model(quantized, cache, buckets=False)
+    largest, rms = tolerances_of(quantized, scheme, session.runner.methods["encode"])
+    assert 1e-3 < rms < largest
 
 
 def test_a_program_is_judged_by_the_quantised_model() -> None:

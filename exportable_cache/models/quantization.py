@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
 
 # Of a weight: what rows of so many take in float32 stays in a processor's cache.
 _ELEMENTS_AT_ONCE = 1 << 17
-_DRAWS, _SENSITIVITY_TOKENS = 3, 24
+#: Sequences in which a rounding is tried.
+DRAWS = 3
+_SENSITIVITY_TOKENS = 24
 
 
 def check_quantizable(model: PreTrainedModel, quantization: Quantization) -> None:
@@ -238,13 +241,19 @@ class RoundingNoise(NamedTuple):
 
 
 @torch.no_grad()
-def rounding_noise(model: PreTrainedModel, seed: int = 0) -> RoundingNoise:
+def rounding_noise(
+    model: PreTrainedModel, seed: int = 0, encoder_inputs: Mapping[str, torch.Tensor] | None = None
+) -> RoundingNoise:
     """What a rounding is worth: how far the logits move when one activation per token rounds to its neighbour.
 
     Activations are quantised from numbers that two right programs compute with different last bits, and where such a
     number lies between two integers they round it differently. One activation per token and layer is moved by one step,
     at random. In a model of true size that moves the logits as much as last bits do (measured on Llama-3.2-1B's shape:
     a root mean square of 0.081 for either), since each different rounding makes others.
+
+    Args:
+        seed: Of tokens and of what is moved.
+        encoder_inputs: What an encoder-decoder's encoder takes, of `DRAWS` rows.
 
     Returns:
         Zeros if the model quantises no activations.
@@ -264,12 +273,13 @@ def rounding_noise(model: PreTrainedModel, seed: int = 0) -> RoundingNoise:
     ]
     if not quantized:
         return RoundingNoise(0.0, 0.0)
-    ids = torch.randint(vocab_size_of(model), (_DRAWS, _SENSITIVITY_TOKENS), generator=generator)
+    ids = torch.randint(vocab_size_of(model), (DRAWS, _SENSITIVITY_TOKENS), generator=generator)
+    inputs = {"input_ids": ids} if encoder_inputs is None else {**encoder_inputs, "decoder_input_ids": ids}
     with QuantizedRows():
-        exact = model(ids, use_cache=False).logits
+        exact = model(**inputs, use_cache=False).logits
         hooks = [module.register_forward_pre_hook(round_otherwise) for module in quantized]
         try:
-            moved = (model(ids, use_cache=False).logits - exact).float()
+            moved = (model(**inputs, use_cache=False).logits - exact).float()
         finally:
             for hook in hooks:
                 hook.remove()

@@ -270,7 +270,7 @@ def verify(
     fed: list[FedPrompt] = []
     if spec.quantization is not None:
         progress("finding what rounding does to the logits", 0, None)
-    largest, rms = tolerances_of(model, spec.quantization)
+    largest, rms = tolerances_of(model, spec.quantization, session.runner.methods.get("encode"))
     asked = VerifySpec(tolerance=largest, rms_tolerance=rms)
     # Of quantised weights, the effect below is measured against the stored model.
     keeps = source.dtype.widened and spec.quantization is None

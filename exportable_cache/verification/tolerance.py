@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ..cache.attention.implementation import attention_of
-from ..models.quantization import rounding_noise
+from ..models.layout import vocab_size_of
+from ..models.quantization import DRAWS, rounding_noise
+from .references.encoder_decoder import encoder_lengths, random_inputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..models.quantization import Quantization
+    from ..program.methods import ProgramMethod
 
 #: Largest |logit difference| that passes, by the dtype the model runs in, see `default_tolerance`.
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 5e-2}
@@ -50,17 +53,26 @@ class Tolerances(NamedTuple):
     rms: float | None
 
 
-def tolerances_of(model: PreTrainedModel, quantization: Quantization | None) -> Tolerances:
+def tolerances_of(
+    model: PreTrainedModel, quantization: Quantization | None, encode: ProgramMethod | None = None
+) -> Tolerances:
     """How far a program may be from the quantised model.
 
     As usual, unless activations are quantised: then what different roundings do, where that is more. Their largest
     difference is that of a few draws, so twice as much passes; their root mean square hardly depends on the draw, and
     is what tells a program that computes something else.
+
+    Args:
+        encode: Of an encoder-decoder.
     """
     if quantization is None:
         return Tolerances(None, None)
     with torch.no_grad(), attention_of(model, "eager"):
-        noise = rounding_noise(model)
+        inputs = None
+        if encode is not None:
+            generator = torch.Generator().manual_seed(0)
+            inputs = random_inputs(encode, encoder_lengths(encode)[0], DRAWS, vocab_size_of(model), generator)
+        noise = rounding_noise(model, encoder_inputs=inputs)
     usual = TOLERANCES[torch.float32]
     if 2 * noise.largest <= usual:
         return Tolerances(usual, None)

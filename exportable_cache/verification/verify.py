@@ -84,9 +84,9 @@ def verify(
         quantization = Quantization(recorded.linear, recorded.group_size, recorded.embeddings)
         progress(f"quantising to {quantization}", 0, None)
         model = quantize(model, quantization).model
-        if spec.tolerance is None:
-            largest, rms = tolerances_of(model, quantization)
-            spec = replace(spec, tolerance=largest, rms_tolerance=rms)
     session, remark = session_to_verify(bundle, model, progress=progress)
+    if manifest.quantization is not None and spec.tolerance is None:
+        largest, rms = tolerances_of(model, quantization, session.runner.methods.get("encode"))
+        spec = replace(spec, tolerance=largest, rms_tolerance=rms)
     report = compare(session, model, spec, progress)
     return replace(report, remark=remark)
