@@ -111,7 +111,7 @@ def bundle(folder: Path) -> Step:
     import torch
 
     from exportable_cache import load
-    from exportable_cache.program.entry_points import chunk_sizes, method_for
+    from exportable_cache.program.methods import chunk_sizes, method_for
 
     runner = load(folder).runner
 

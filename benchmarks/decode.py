@@ -29,7 +29,7 @@ from rich.table import Table
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, StaticCache
 
 from exportable_cache import ExportableCache, Session, export, load
-from exportable_cache.program.entry_points import method_for
+from exportable_cache.program.methods import method_for
 
 SIZES = {
     "10m": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "vocab_size": 8000},

@@ -70,7 +70,7 @@ def ours(name: str, cache: int, folder: Path, **options: str) -> dict:
     from exportable_cache import export
 
     model = random_model(name, cache)
-    export(model, "executorch", cache, folder / "bundle", prefill_length=min(CHUNK, cache), verify=False, **options)
+    export(model, "executorch", cache, folder / "bundle", prefill_chunk=min(CHUNK, cache), verify=False, **options)
     return {"runner": "bundle"}
 
 

@@ -32,7 +32,7 @@ def ids(count: int) -> torch.Tensor:
 def bundle(folder: Path, run: dict) -> Step:
     """One of our bundles, through its session's runner."""
     from exportable_cache import load
-    from exportable_cache.program.entry_points import chunk_sizes, method_for
+    from exportable_cache.program.methods import chunk_sizes, method_for
 
     session = load(folder / "bundle")
     runner = session.runner

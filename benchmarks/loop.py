@@ -30,7 +30,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, DynamicCache, Gemma3TextConfig, LlamaConfig, PreTrainedModel, StaticCache
 
 from exportable_cache import ExportableCache, Session
-from exportable_cache.program.entry_points import method_for
+from exportable_cache.program.methods import method_for
 
 Step = Callable[[int], torch.Tensor]
 DYNAMIC, STATIC, GPT_FAST, OURS = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 
 from exportable_cache import export, load
-from exportable_cache.verification.verify import VerifyReport
+from exportable_cache.verification.report import VerifyReport
 
 
 def main() -> None:

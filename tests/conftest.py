@@ -74,5 +74,5 @@ def demo_bundle() -> Path:
     pytest.importorskip("executorch")
     from exportable_cache import export
 
-    options = {"target": "executorch", "max_cache_len": DEMO_MAX_CACHE_LEN, "prefill_length": DEMO_PREFILL}
+    options = {"target": "executorch", "max_cache_len": DEMO_MAX_CACHE_LEN, "prefill_chunk": DEMO_PREFILL}
     return stored({"demo": options}, lambda folder: export("demo", output_dir=folder, **options))

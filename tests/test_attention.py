@@ -143,7 +143,7 @@ def test_a_session_puts_back_what_each_part_of_the_model_named(close: str) -> No
     assert len(set(own)) == 2
     cache = ExportableCache.from_model(model, 32, attn_implementation=None)
     assert names_of(model) == own
-    session = Session.from_model(model, cache, prefill_length=16)
+    session = Session.from_model(model, cache, prefill_chunk=16)
     assert set(names_of(model)) == {"exportable_cache"}
     session.prefill(torch.arange(3)[None])
     if close == "with":
@@ -164,7 +164,7 @@ def test_the_last_of_a_models_sessions_puts_its_attention_back() -> None:
     model = tiny_multimodal("llava")
     own = names_of(model)
     caches = [ExportableCache.from_model(model, 32, attn_implementation=None) for _ in range(2)]
-    first, second = (Session.from_model(model, cache, prefill_length=16) for cache in caches)
+    first, second = (Session.from_model(model, cache, prefill_chunk=16) for cache in caches)
     fork = second.fork()
     first.close()
     second.close()
@@ -176,7 +176,7 @@ def test_the_last_of_a_models_sessions_puts_its_attention_back() -> None:
 
 def test_a_cache_made_while_a_session_is_open_keeps_the_attention_it_set() -> None:
     model = tiny_multimodal("llava")
-    with Session.from_model(model, ExportableCache.from_model(model, 32, attn_implementation=None), prefill_length=16):
+    with Session.from_model(model, ExportableCache.from_model(model, 32, attn_implementation=None), prefill_chunk=16):
         ExportableCache.from_model(model, 32)
     assert set(names_of(model)) == {"exportable_cache"}
 

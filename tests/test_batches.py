@@ -66,7 +66,7 @@ def test_ragged_rows_equal_each_row_alone(family: str, compile: bool) -> None:
     if compile and family not in ("gemma3_text", "mamba2"):
         pytest.skip("compiled for one family with keys and one with states")
     model, ids, references = rows_of(family)
-    batch = ContinuousBatch.from_model(model, 48, 3, prefill_length=16, compile=compile, buckets=False)
+    batch = ContinuousBatch.from_model(model, 48, 3, prefill_chunk=16, compile=compile, buckets=False)
     for row, length in enumerate(LENGTHS):
         batch.submit(ids[row][:, :length], STEPS)
     batch.step()

@@ -36,7 +36,7 @@ class Recorder:
 
 def session_of(family="gemma2", batch_size=1):
     model = tiny_model(family)
-    session = Session.from_model(model, ExportableCache.from_model(model, LIMIT, batch_size), prefill_length=16)
+    session = Session.from_model(model, ExportableCache.from_model(model, LIMIT, batch_size), prefill_chunk=16)
     session.runner = Recorder(session.runner)
     return session
 

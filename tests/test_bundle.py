@@ -22,7 +22,7 @@ from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.bundle.manifest import checksum_of
 from exportable_cache.cache.kernel import Kernel, PortableKernel
 from exportable_cache.errors import BundleError, InputError, MissingDependencyError
-from exportable_cache.program.entry_points import Method
+from exportable_cache.program.methods import ProgramMethod
 from exportable_cache.session.session import Session
 
 from .decoding.byte_tokenizer import SIZE, byte_tokenizer
@@ -48,7 +48,7 @@ def original(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("bundles") / "bundle"
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(TARGETS, "fake", fake_target.ENTRY)
-        export(model, "fake", CAPACITY, path, prefill_length=13, tokenizer=byte_tokenizer(chat=True))
+        export(model, "fake", CAPACITY, path, prefill_chunk=13, tokenizer=byte_tokenizer(chat=True))
     return path
 
 
@@ -180,7 +180,7 @@ def test_manifest_names_no_path_of_this_machine(original: Path) -> None:
 
 
 def test_two_exports_differ_in_the_date_only(original: Path, model: Any, tmp_path: Path) -> None:
-    again = export(model, "fake", CAPACITY, tmp_path / "again", prefill_length=13, tokenizer=byte_tokenizer(chat=True))
+    again = export(model, "fake", CAPACITY, tmp_path / "again", prefill_chunk=13, tokenizer=byte_tokenizer(chat=True))
     fields = [bundle.manifest.model_dump(mode="json") for bundle in (Bundle.open(original), again)]
     assert [bool(field.pop("created")) for field in fields] == [True, True]
     assert [len(field.pop("checksum")) for field in fields] == [64, 64]
@@ -189,7 +189,7 @@ def test_two_exports_differ_in_the_date_only(original: Path, model: Any, tmp_pat
 
 def test_description_rebuilds_what_the_runner_needs(original: Path) -> None:
     description = Bundle.open(original).manifest.description()
-    assert description.methods == {"decode": Method("decode", 1, 1), "prefill": Method("prefill", 2, 13)}
+    assert description.methods == {"decode": ProgramMethod("decode", 1, 1), "prefill": ProgramMethod("prefill", 2, 13)}
     assert description.batch_size == 1
     assert description.layers[0]["tensors"]["keys"] == {"shape": [1, 2, WINDOW, 8], "dtype": "float32"}
 

@@ -15,7 +15,7 @@ from exportable_cache.backends import TARGETS
 from exportable_cache.bundle.manifest import Manifest
 from exportable_cache.errors import InputError
 from exportable_cache.pipeline.dtypes import choose_dtype
-from exportable_cache.verification.verify import VerifyReport
+from exportable_cache.verification.report import VerifyReport
 
 from .support import fake_target
 from .support.kinds import KINDS
@@ -85,7 +85,7 @@ def test_nothing_is_measured_where_the_stored_dtype_is_kept(tmp_path: Path, monk
 def test_quantisation_starts_from_bfloat16(tmp_path: Path) -> None:
     pytest.importorskip("torchao")
     tiny_model("llama", dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
-    bundle = export(tmp_path / "model", "pt2", CAPACITY, tmp_path / "out", quantize="8w", prefill_length=8)
+    bundle = export(tmp_path / "model", "pt2", CAPACITY, tmp_path / "out", quantize="8w", prefill_chunk=8)
     assert (bundle.manifest.dtype, bundle.manifest.stored_dtype) == ("float32", "bfloat16")
     assert bundle.manifest.verification["passed"]
 

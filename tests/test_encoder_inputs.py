@@ -73,7 +73,7 @@ def largest_difference(session: Session, model: PreTrainedModel, name: str) -> f
 
 def live(model: PreTrainedModel, name: str, batch_size: int = 1) -> Session:
     cache = ExportableCache.from_model(model, MAX_CACHE_LEN, batch_size, max_encoder_len=LENGTHS[name][0])
-    return Session.from_model(model, cache, prefill_length=16)
+    return Session.from_model(model, cache, prefill_chunk=16)
 
 
 @pytest.mark.parametrize("name", LENGTHS)
@@ -101,7 +101,7 @@ def test_compiled_sessions_equal_the_model_at_every_length(keeps_graphs: bool, t
     with graphs_without_code(), torch._dynamo.config.patch(error_on_recompile=False):
         cache = ExportableCache.from_model(model, MAX_CACHE_LEN, max_encoder_len=LENGTHS[name][0])
         session = Session.from_model(
-            model, cache, prefill_length=16, compile=True, graph_cache=tmp_path if keeps_graphs else None
+            model, cache, prefill_chunk=16, compile=True, graph_cache=tmp_path if keeps_graphs else None
         )
         assert largest_difference(session, model, name) <= TOLERANCE
 

@@ -25,7 +25,8 @@ from exportable_cache.errors import (
     UnsupportedModelError,
     VerificationError,
 )
-from exportable_cache.verification.verify import VerifyReport, verify
+from exportable_cache.verification.report import VerifyReport
+from exportable_cache.verification.verify import verify
 
 from .decoding.byte_tokenizer import SIZE, byte_tokenizer
 from .support import fake_target
@@ -59,7 +60,7 @@ def bundle(request: pytest.FixtureRequest, model: Any) -> Bundle:
     if request.param == "executorch":
         pytest.importorskip("executorch")
         return Bundle.open(folded_bundle(llm_runner=True)[1])
-    return Bundle.open(exported_bundle(model, request.param, prefill_length=CHUNK))
+    return Bundle.open(exported_bundle(model, request.param, prefill_chunk=CHUNK))
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +166,7 @@ def test_damaged_program_is_refused(bundle: Bundle, tmp_path: Path) -> None:
 
 
 def test_explicit_form_is_recorded_and_agrees(model: Any, tmp_path: Path) -> None:
-    bundle = export(model, "pt2", CAPACITY, tmp_path / "explicit", prefill_length=CHUNK, form="explicit")
+    bundle = export(model, "pt2", CAPACITY, tmp_path / "explicit", prefill_chunk=CHUNK, form="explicit")
     assert bundle.manifest.program.form == "explicit"
     assert bundle.manifest.options == {"form": "explicit"}
     names = [signature.name for signature in bundle.manifest.program.methods["decode"].inputs]
@@ -177,7 +178,7 @@ def test_explicit_form_is_recorded_and_agrees(model: Any, tmp_path: Path) -> Non
 
 def test_rows(tmp_path: Path) -> None:
     model = tiny_model("gemma3_text")
-    bundle = export(model, "pt2", CAPACITY, tmp_path / "rows", batch_size=2, prefill_length=1)
+    bundle = export(model, "pt2", CAPACITY, tmp_path / "rows", batch_size=2, prefill_chunk=1)
     ids = tokens(20, batch_size=2)
     session = load(bundle.path)
     torch.testing.assert_close(session.prefill(ids), reference_logits(model, ids, 20)[:, 0], atol=1e-4, rtol=0)
@@ -245,7 +246,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "cache length": ({"max_cache_len": 0}, InputError, "max_cache_len is 0; it must be an int of at least 1"),
     "fractional length": ({"max_cache_len": 64.0}, InputError, "max_cache_len is 64.0"),
     "batch size": ({"batch_size": -1}, InputError, "batch_size is -1; it must be an int of at least 1"),
-    "chunk": ({"prefill_length": 0}, InputError, "prefill_length is 0"),
+    "chunk": ({"prefill_chunk": 0}, InputError, "prefill_chunk is 0"),
     "dtype": ({"dtype": "int8"}, InputError, "dtype is 'int8'"),
     "no folder": ({"output_dir": None}, InputError, "output_dir is missing"),
     "empty folder": ({"output_dir": ""}, InputError, "output_dir is '', which is no name.*; name the folder to write"),
@@ -287,8 +288,8 @@ def test_existing_folder_is_refused_and_kept(model: Any, tmp_path: Path) -> None
 
 
 def test_chunk_longer_than_the_cache_is_refused(model: Any, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="prefill_length is 65; it must be 1 to 64"):
-        export(model, "fake", CAPACITY, tmp_path / "out", prefill_length=65)
+    with pytest.raises(InputError, match="prefill_chunk is 65; it must be 1 to 64"):
+        export(model, "fake", CAPACITY, tmp_path / "out", prefill_chunk=65)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -401,7 +402,7 @@ def test_killed_while_verifying_leaves_nothing_that_loads(model: Any, tmp_path: 
 def test_rollback_slots_let_a_bundle_of_rings_take_back_and_speculate(tmp_path: Path) -> None:
     model = tiny_model("gemma3_text")
     session = load(
-        export(model, "pt2", 64, tmp_path / "bundle", prefill_length=16, rollback_slots=4, score_length=6).path
+        export(model, "pt2", 64, tmp_path / "bundle", prefill_chunk=16, rollback_slots=4, score_length=6).path
     )
     assert [layer.capacity for layer in session.layers] == [12, 64]
     prompt = tokens(20)
@@ -415,6 +416,15 @@ def test_rollback_slots_let_a_bundle_of_rings_take_back_and_speculate(tmp_path: 
 def test_rollback_slots_are_a_count(tmp_path: Path, count: Any) -> None:
     with pytest.raises(InputError, match=f"rollback_slots is {count!r}; it must be an int of at least 0"):
         export("demo", "pt2", 64, tmp_path / "bundle", rollback_slots=count)
+
+
+def test_prefill_length_is_the_old_name_of_prefill_chunk(model: Any, tmp_path: Path) -> None:
+    with pytest.warns(DeprecationWarning, match="prefill_length is called prefill_chunk now") as caught:
+        bundle = export(model, "fake", CAPACITY, tmp_path / "out", prefill_length=7)
+    assert caught[0].filename == __file__
+    assert bundle.manifest.program.methods["prefill"].max_length == 7
+    with pytest.raises(InputError, match="prefill_chunk is 3 and prefill_length is 4.*pass prefill_chunk only"):
+        export(model, "fake", CAPACITY, tmp_path / "other", prefill_chunk=3, prefill_length=4)
 
 
 def test_slack_is_the_old_name_of_rollback_slots(model: Any, tmp_path: Path) -> None:

@@ -3,30 +3,31 @@
 import torch
 
 from exportable_cache import ExportableCache
-from exportable_cache.bundle.manifest import Method as ManifestMethod
-from exportable_cache.bundle.manifest import Signature
+from exportable_cache.bundle.program_entry import MethodEntry, Signature
 from exportable_cache.common.tensor_spec import TensorSpec
-from exportable_cache.program.entry_points import Method
+from exportable_cache.program.methods import ProgramMethod
 from exportable_cache.program.program import Program
 
 from .support.models import tiny_model
 
 
 def test_text_methods_take_ids_and_positions() -> None:
-    assert Method("decode", 1, 1).inputs == (
+    assert ProgramMethod("decode", 1, 1).inputs == (
         TensorSpec("input_ids", "int64", ("batch", 1)),
         TensorSpec("input_pos", "int64", ("batch",)),
     )
-    assert Method("prefill", 2, 9).inputs[0].shape == ("batch", "length")
-    assert Method("prefill", 2, 9).dynamic_sizes == {"length": (2, 9)}
-    assert Method("decode", 1, 1, ranges={"tiles": (1, 4)}).dynamic_sizes == {}
+    assert ProgramMethod("prefill", 2, 9).inputs[0].shape == ("batch", "length")
+    assert ProgramMethod("prefill", 2, 9).dynamic_sizes == {"length": (2, 9)}
+    assert ProgramMethod("decode", 1, 1, ranges={"tiles": (1, 4)}).dynamic_sizes == {}
 
 
 def test_example_inputs_have_the_shapes_that_the_method_names() -> None:
     model = tiny_model("llama")
     program = Program(model, ExportableCache.from_model(model, 32, batch_size=2))
     extra = TensorSpec("features", "float32", ("batch", "tiles", 5))
-    method = Method("prefill", 2, 9, inputs=(*Method("prefill", 2, 9).inputs, extra), ranges={"tiles": (1, 4)})
+    method = ProgramMethod(
+        "prefill", 2, 9, inputs=(*ProgramMethod("prefill", 2, 9).inputs, extra), ranges={"tiles": (1, 4)}
+    )
     shapes = [tuple(tensor.shape) for tensor in program.example_inputs(method)]
     assert shapes == [(2, 7), (2,), (2, 3, 5)]
     assert program.example_inputs(method)[2].dtype == torch.float32
@@ -40,7 +41,7 @@ def test_graph_inputs_are_named_after_the_method() -> None:
 
 def test_a_manifest_gives_the_method_back_without_the_state() -> None:
     features = TensorSpec("features", "float32", ("batch", "tiles", 5))
-    method = Method(
+    method = ProgramMethod(
         "encode",
         2,
         9,
@@ -48,7 +49,7 @@ def test_a_manifest_gives_the_method_back_without_the_state() -> None:
         ranges={"tiles": (1, 4)},
         outputs=(features,),
     )
-    recorded = ManifestMethod(
+    recorded = MethodEntry(
         min_length=2,
         max_length=9,
         ranges={"tiles": (1, 4)},
@@ -58,4 +59,4 @@ def test_a_manifest_gives_the_method_back_without_the_state() -> None:
         ],
         outputs=[Signature(name="features", dtype="float32", shape=["batch", "tiles", 5])],
     )
-    assert ManifestMethod.model_validate_json(recorded.model_dump_json()).described("encode") == method
+    assert MethodEntry.model_validate_json(recorded.model_dump_json()).described("encode") == method

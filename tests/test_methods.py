@@ -9,7 +9,7 @@ from torch._dynamo.utils import counters
 from exportable_cache import ExportableCache
 from exportable_cache.backends import backend_for
 from exportable_cache.errors import InputError
-from exportable_cache.program.entry_points import Method, chunk_sizes, length_buckets, method_for, methods_for
+from exportable_cache.program.methods import ProgramMethod, chunk_sizes, length_buckets, method_for, methods_for
 from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
 
@@ -29,12 +29,12 @@ def model() -> Any:
 def test_buckets_get_methods_of_their_own(model: Any) -> None:
     methods = methods_for(ExportableCache.from_model(model, 64), ProgramSpec(24, buckets=(8, 32)))
     assert methods == {
-        "decode": Method("decode", 1, 1),
-        "prefill": Method("prefill", 2, 24),
-        "decode_8": Method("decode_8", 1, 1, 8),
-        "prefill_8": Method("prefill_8", 2, 8, 8),
-        "decode_32": Method("decode_32", 1, 1, 32),
-        "prefill_32": Method("prefill_32", 2, 24, 32),
+        "decode": ProgramMethod("decode", 1, 1),
+        "prefill": ProgramMethod("prefill", 2, 24),
+        "decode_8": ProgramMethod("decode_8", 1, 1, 8),
+        "prefill_8": ProgramMethod("prefill_8", 2, 8, 8),
+        "decode_32": ProgramMethod("decode_32", 1, 1, 32),
+        "prefill_32": ProgramMethod("prefill_32", 2, 24, 32),
     }
 
 

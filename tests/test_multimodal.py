@@ -16,7 +16,8 @@ from exportable_cache.errors import InputError, UnsupportedModelError
 from exportable_cache.program.inputs.modality import modalities_of
 from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
-from exportable_cache.verification.verify import VerifyReport, verify_session
+from exportable_cache.verification.report import VerifyReport
+from exportable_cache.verification.verify import verify_session
 
 from .support.models import tiny_model, tokens
 from .support.multimodal import FAMILIES, PLACEHOLDER, prompt, reference_logits, tiny_multimodal
@@ -30,7 +31,7 @@ EXPORTED = ("gemma3", "qwen3_vl")
 
 def options_of(family: str) -> dict[str, Any]:
     kind, _, options = FAMILIES[family]
-    return {"modalities": [kind], "prefill_length": 16, **options}
+    return {"modalities": [kind], "prefill_chunk": 16, **options}
 
 
 def live(family: str, slack: int = 0, **options: Any) -> tuple[Session, PreTrainedModel]:
@@ -358,8 +359,8 @@ def test_images_that_see_themselves_keep_plain_layers() -> None:
 
 
 def test_images_that_see_themselves_go_through_whole() -> None:
-    with pytest.raises(InputError, match="prefill_length is 15; the 16 tokens of an image see each other"):
-        live("gemma3", prefill_length=15)
+    with pytest.raises(InputError, match="prefill_chunk is 15; the 16 tokens of an image see each other"):
+        live("gemma3", prefill_chunk=15)
     session, model = live("gemma3")
     with pytest.raises(InputError, match="the image at token 2 of the prompt takes 32 tokens, which see each other"):
         session.prefill(**prompt(model, 2, 5, 16))

@@ -7,7 +7,7 @@ from torch.export import ExportedProgram
 from exportable_cache import ExportableCache
 from exportable_cache.cache.attention.implementation import attention_of
 from exportable_cache.errors import InputError, UnsupportedModelError
-from exportable_cache.program.entry_points import Method, methods_for
+from exportable_cache.program.methods import ProgramMethod, methods_for
 from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
 
@@ -183,14 +183,14 @@ def test_the_model_is_restored_when_tracing_fails() -> None:
 
 def test_methods_follow_the_cache() -> None:
     llama, mistral = tiny_model("llama"), tiny_model("mistral")
-    assert methods_for(ExportableCache.from_model(llama, 64))["prefill"] == Method("prefill", 2, 64)
-    assert methods_for(ExportableCache.from_model(llama, 4096))["prefill"] == Method("prefill", 2, 256)
-    assert methods_for(ExportableCache.from_model(mistral, 64))["prefill"] == Method("prefill", 2, 256)
+    assert methods_for(ExportableCache.from_model(llama, 64))["prefill"] == ProgramMethod("prefill", 2, 64)
+    assert methods_for(ExportableCache.from_model(llama, 4096))["prefill"] == ProgramMethod("prefill", 2, 256)
+    assert methods_for(ExportableCache.from_model(mistral, 64))["prefill"] == ProgramMethod("prefill", 2, 256)
     assert set(methods_for(ExportableCache.from_model(llama, 64), ProgramSpec(1))) == {"decode"}
-    with pytest.raises(InputError, match="prefill_length is 65; it must be 1 to 64"):
+    with pytest.raises(InputError, match="prefill_chunk is 65; it must be 1 to 64"):
         methods_for(ExportableCache.from_model(llama, 64), ProgramSpec(65))
     for length in (0, -1, True, 1.5):
-        with pytest.raises(InputError, match=f"prefill_length is {length}; it must be an int of at least 1"):
+        with pytest.raises(InputError, match=f"prefill_chunk is {length}; it must be an int of at least 1"):
             ProgramSpec(length)
 
 

@@ -10,10 +10,10 @@ from exportable_cache import ExportableCache, Session, export
 from exportable_cache.bundle.manifest import Manifest
 from exportable_cache.errors import InputError, UnsupportedModelError
 from exportable_cache.models import quantized_rows
-from exportable_cache.models.quantization import check_quantizable, is_tied, quantize, rounding_sensitivity
+from exportable_cache.models.quantization import check_quantizable, is_tied, quantize, rounding_noise
 from exportable_cache.models.quantization_spec import Quantization
 from exportable_cache.models.quantized_rows import QuantizedRows
-from exportable_cache.verification.tolerance import tolerance_of
+from exportable_cache.verification.tolerance import tolerances_of
 from exportable_cache.verification.verify import verify, verify_session
 
 from .support.models import tiny_model, tokens
@@ -141,10 +141,11 @@ def test_one_different_rounding_moves_the_logits_less_than_quantisation_does() -
     ids = torch.arange(24)[None]
     with torch.no_grad():
         moved = (quantized(ids).logits - model(ids).logits).abs().max().item()
-    assert 1e-3 < rounding_sensitivity(quantized) < moved / 2
-    assert rounding_sensitivity(quantize(model, Quantization("8w")).model) == 0.0
-    assert tolerance_of(model, None) is None
-    assert tolerance_of(quantize(model, Quantization("8w")).model, Quantization("8w")) == 1e-4
+    noise = rounding_noise(quantized)
+    assert 1e-3 < noise.rms < noise.largest < moved / 2
+    assert rounding_noise(quantize(model, Quantization("8w")).model) == (0.0, 0.0)
+    assert tolerances_of(model, None) == (None, None)
+    assert tolerances_of(quantize(model, Quantization("8w")).model, Quantization("8w")) == (1e-4, None)
 
 
 def test_a_program_is_judged_by_the_quantised_model() -> None:
@@ -152,20 +153,26 @@ def test_a_program_is_judged_by_the_quantised_model() -> None:
     scheme = Quantization("8da4w", 32)
     quantized = quantize(model, scheme).model
     session = Session.from_model(quantized, ExportableCache.from_model(quantized, 64), buckets=False)
-    tolerance = tolerance_of(quantized, scheme)
-    report = verify_session(session, quantized, tolerance=tolerance, prompts=[3, 20], decode_steps=8)
+    largest, rms = tolerances_of(quantized, scheme)
+    asked = {"tolerance": largest, "rms_tolerance": rms, "prompts": [3, 20], "decode_steps": 8}
+    report = verify_session(session, quantized, **asked)
     assert report.passed and min(prompt.max_difference for prompt in report.prompts) <= 1e-4
+    assert f"root mean square {report.rms_difference:.1e} <= {rms:.0e}" in str(report)
+    assert report.rms_difference == max(prompt.rms_difference for prompt in report.prompts)
     # Neither the float model nor other groups pass for it.
     other = quantize(model, Quantization("8da4w", 64)).model
-    assert not verify_session(session, model, tolerance=tolerance, prompts=[20], decode_steps=8).passed
-    assert not verify_session(session, other, tolerance=tolerance, prompts=[20], decode_steps=8).passed
+    assert not verify_session(session, model, **asked).passed
+    assert not verify_session(session, other, **asked).passed
+    # Each limit fails by itself.
+    assert not verify_session(session, quantized, **asked | {"tolerance": report.max_difference / 2}).passed
+    assert not verify_session(session, quantized, **asked | {"rms_tolerance": report.rms_difference / 2}).passed
 
 
 def test_the_bundle_records_scheme_error_and_bytes(tmp_path: Path) -> None:
     model = model_of(tied=True, vocab_size=2048)
     model.save_pretrained(tmp_path / "model")
     bundle = export(
-        tmp_path / "model", "pt2", 64, tmp_path / "out", quantize="8w", quantize_embeddings="8w", prefill_length=16
+        tmp_path / "model", "pt2", 64, tmp_path / "out", quantize="8w", quantize_embeddings="8w", prefill_chunk=16
     )
     recorded = Manifest.read(bundle.path).quantization
     assert (recorded.linear, recorded.group_size, recorded.embeddings) == ("8w", None, "8w")

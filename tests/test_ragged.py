@@ -44,7 +44,7 @@ def model_of(family: str) -> Any:
 def session_of(model: Any, rows: int = len(LENGTHS), length: int = 64, **options: Any) -> Session:
     slack = options.pop("slack", 0)
     return Session.from_model(
-        model, ExportableCache.from_model(model, length, rows, slack=slack), prefill_length=CHUNK, **options
+        model, ExportableCache.from_model(model, length, rows, slack=slack), prefill_chunk=CHUNK, **options
     )
 
 
@@ -91,7 +91,7 @@ def test_padded_rows_equal_each_row_alone(family: str, side: str) -> None:
 def test_padded_rows_of_attention_sinks_equal_each_row_alone() -> None:
     model = model_of("llama")
     cache = ExportableCache.from_model(model, 64, 3, attention_sinks=2, attention_window=6)
-    session = Session.from_model(model, cache, prefill_length=CHUNK)
+    session = Session.from_model(model, cache, prefill_chunk=CHUNK)
     rows = sequences()
     ids, mask = padded([row[:, :length] for row, length in zip(rows, LENGTHS, strict=True)], "right")
     together = [session.prefill(ids, attention_mask=mask)]
@@ -101,7 +101,7 @@ def test_padded_rows_of_attention_sinks_equal_each_row_alone() -> None:
     ]
     for index, (row, length) in enumerate(zip(rows, LENGTHS, strict=True)):
         cache = ExportableCache.from_model(model, 64, attention_sinks=2, attention_window=6)
-        alone = Session.from_model(model, cache, prefill_length=CHUNK)
+        alone = Session.from_model(model, cache, prefill_chunk=CHUNK)
         logits = [alone.prefill(row[:, :length])]
         logits += [alone.decode(row[:, length + step]) for step in range(5)]
         for one, other in zip(logits, together, strict=True):
@@ -284,7 +284,7 @@ def test_answers_end_at_stop_strings_row_by_row() -> None:
 def test_decoders_of_an_encoder_take_rows_of_one_length() -> None:
     model = tiny_seq2seq("t5")
     cache = ExportableCache.from_model(model, 32, batch_size=2, max_encoder_len=20)
-    session = Session.from_model(model, cache, prefill_length=CHUNK)
+    session = Session.from_model(model, cache, prefill_chunk=CHUNK)
     session.encode(**encoder_inputs(model, 9, 2))
     with pytest.raises(InputError, match=r"the rows hold \[6, 2\] tokens, .* rows of equal length"):
         session.prefill(*padded([tokens(6), tokens(2, seed=1)], "left"))
@@ -325,7 +325,7 @@ def test_rows_of_one_length_go_on_together_after_one_has_ended() -> None:
 
 
 def test_a_bundle_says_that_its_rows_have_to_be_of_one_length(tmp_path: Path) -> None:
-    bundle = export(tiny_model("opt"), "pt2", 32, tmp_path / "out", batch_size=2, prefill_length=8, verify=False)
+    bundle = export(tiny_model("opt"), "pt2", 32, tmp_path / "out", batch_size=2, prefill_chunk=8, verify=False)
     assert bundle.manifest.program.equal_rows
     with pytest.raises(InputError, match="one length of all rows"):
         next(load(bundle.path).generate([[3, 4, 5], [3, 4, 5, 6, 7]]))

@@ -8,8 +8,9 @@ from exportable_cache import ExportableCache, Session, export, load
 from exportable_cache.cache.attention.implementation import attention_of
 from exportable_cache.cache.storage import KV_DTYPES, Int8Storage, Storage, storage_of
 from exportable_cache.errors import InputError
+from exportable_cache.verification.references.by_step import rounding_effect
 from exportable_cache.verification.references.rounding import RoundingCache
-from exportable_cache.verification.verify import rounding_effect, verify_session
+from exportable_cache.verification.verify import verify_session
 
 from .support.kinds import KINDS, kind_model
 from .support.models import WINDOW, tiny_model, tokens
@@ -63,7 +64,7 @@ def check(session: Session, model, storage: Storage = INT8) -> None:
 def test_live_sessions(family: str, compiled: bool) -> None:
     model = tiny_model(family)
     cache = ExportableCache.from_model(model, CAPACITY, kv_dtype="int8")
-    check(Session.from_model(model, cache, compile=compiled, prefill_length=16), model)
+    check(Session.from_model(model, cache, compile=compiled, prefill_chunk=16), model)
 
 
 # Full and sliding layers, attention chunks, latent keys with an indexer, states beside keys, states and keys in turn.
@@ -83,7 +84,7 @@ def four_bits(family: str, compiled: bool) -> None:
     model = kind_model(family) if family in KINDS else tiny_model(family)
     cache = ExportableCache.from_model(model, CAPACITY, kv_dtype="int4")
     assert all("int4" in layer.label for layer in cache.layers if layer.policy.keeps_keys)
-    session = Session.from_model(model, cache, compile=compiled, prefill_length=16)
+    session = Session.from_model(model, cache, compile=compiled, prefill_chunk=16)
     check(session, model, storage_of(torch.float32, "int4"))
 
 
@@ -105,7 +106,7 @@ def test_four_bits_through_inductor() -> None:
 def test_sinks(kv_dtype: str) -> None:
     model = tiny_model("llama")
     cache = ExportableCache.from_model(model, CAPACITY, kv_dtype=kv_dtype, attention_sinks=3, attention_window=8)
-    check(Session.from_model(model, cache, prefill_length=16), model, storage_of(torch.float32, kv_dtype))
+    check(Session.from_model(model, cache, prefill_chunk=16), model, storage_of(torch.float32, kv_dtype))
 
 
 # Resident in 8 bits: the bundle below.
@@ -147,7 +148,7 @@ def test_aoti() -> None:
 def test_one_token_at_a_time_on_executorch() -> None:
     pytest.importorskip("executorch", reason="the executorch extra is not installed")
     model = tiny_model("gemma2", num_hidden_layers=1, layer_types=["sliding_attention"])
-    check(lowered_session(model, "executorch", CAPACITY, prefill_length=1, cache_options={"kv_dtype": "int8"}), model)
+    check(lowered_session(model, "executorch", CAPACITY, prefill_chunk=1, cache_options={"kv_dtype": "int8"}), model)
 
 
 # Prefill lowers with XNNPACK's own partitions to none that could run: see backends/executorch/partition.py.
@@ -183,7 +184,7 @@ def test_saved_and_loaded(kv_dtype: str, tmp_path) -> None:
 
 
 def test_a_bundle_records_bytes_and_error(tmp_path) -> None:
-    bundle = export(tiny_model("gemma3_text"), "pt2", CAPACITY, tmp_path / "x", prefill_length=16, kv_dtype="int8")
+    bundle = export(tiny_model("gemma3_text"), "pt2", CAPACITY, tmp_path / "x", prefill_chunk=16, kv_dtype="int8")
     manifest, kept = bundle.manifest, bundle.manifest.kv_cache
     exact = ExportableCache.from_model(tiny_model("gemma3_text"), CAPACITY)
     assert kept.dtype == "int8" and kept.float_bytes == exact.nbytes > manifest.cache_bytes == sum(

@@ -32,7 +32,7 @@ def sizes(family: str) -> tuple[int, tuple[int, ...]]:
 
 def live(model: PreTrainedModel, family: str, batch_size: int = 1, **options: Any) -> Session:
     cache = ExportableCache.from_model(model, MAX_CACHE_LEN, batch_size, max_encoder_len=sizes(family)[0])
-    return Session.from_model(model, cache, prefill_length=16, **options)
+    return Session.from_model(model, cache, prefill_chunk=16, **options)
 
 
 def largest_difference(
@@ -110,7 +110,7 @@ def test_blocks_with_global_tokens_equal_the_model(target: str) -> None:
 def test_text_is_padded_to_whole_blocks_of_the_encoder() -> None:
     model = tiny_seq2seq("longt5")
     cache = ExportableCache.from_model(model, MAX_CACHE_LEN, max_encoder_len=9)
-    session = Session.from_model(model, cache, prefill_length=16)
+    session = Session.from_model(model, cache, prefill_chunk=16)
     assert (session.runner.methods["encode"].multiple, session.runner.methods["encode"].max_length) == (4, 12)
     for length in (1, 4, 7, 12):
         hidden = session.encode(**encoder_inputs(model, length))

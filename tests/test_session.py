@@ -31,7 +31,7 @@ def sliding_model() -> Any:
 
 def session_of(model: Any, capacity: int = CAPACITY, batch_size: int = 1, slack: int = 0, **options: Any) -> Session:
     cache = ExportableCache.from_model(model, capacity, batch_size, rollback_slots=slack)
-    return Session.from_model(model, cache, **{"prefill_length": min(CHUNK, capacity), **options})
+    return Session.from_model(model, cache, **{"prefill_chunk": min(CHUNK, capacity), **options})
 
 
 def feed(session: Session, ids: torch.Tensor, prompt: int) -> torch.Tensor:
@@ -70,7 +70,7 @@ def test_rows_are_independent(model: Any) -> None:
 
 def test_without_prefill_method_prompts_go_token_by_token(model: Any) -> None:
     ids = tokens(30)
-    session = session_of(model, prefill_length=1)
+    session = session_of(model, prefill_chunk=1)
     assert session.chunk_sizes(5) == [1] * 5
     torch.testing.assert_close(feed(session, ids, 20), reference_logits(model, ids, 20), atol=1e-5, rtol=0)
 
@@ -309,8 +309,8 @@ def test_wrong_model_or_cache_is_refused(model: Any) -> None:
     training = tiny_model("llama").train()
     with pytest.raises(InputError, match="training mode; call model.eval"):
         Session.from_model(training, ExportableCache.from_model(training, CAPACITY))
-    with pytest.raises(InputError, match="prefill_length is 65; it must be 1 to 64"):
-        Session.from_model(model, cache, prefill_length=65)
+    with pytest.raises(InputError, match="prefill_chunk is 65; it must be 1 to 64"):
+        Session.from_model(model, cache, prefill_chunk=65)
 
 
 def test_lengths_given_out_are_copies(model: Any) -> None:

@@ -25,7 +25,7 @@ def model() -> Any:
 
 def session_of(model: Any, batch_size: int = 1, **options: Any) -> Session:
     return Session.from_model(
-        model, ExportableCache.from_model(model, CAPACITY, batch_size), prefill_length=13, **options
+        model, ExportableCache.from_model(model, CAPACITY, batch_size), prefill_chunk=13, **options
     )
 
 

@@ -55,7 +55,7 @@ def test_dropping_tokens_is_masking_them(family: str) -> None:
 def sink_session(model: PreTrainedModel, target: str) -> Session:
     if target in ("eager", "compiled"):
         cache = ExportableCache.from_model(model, KEPT, attention_sinks=SINKS)
-        return Session.from_model(model, cache, compile=target == "compiled", prefill_length=16, buckets=False)
+        return Session.from_model(model, cache, compile=target == "compiled", prefill_chunk=16, buckets=False)
     return lowered_session(model, target, KEPT, attention_sinks=SINKS)
 
 

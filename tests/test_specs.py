@@ -85,7 +85,7 @@ def test_a_cache_spec_holds_what_it_was_checked_for() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prefill_length": 0}, "prefill_length is 0; it must be an int of at least 1"),
+        ({"prefill_chunk": 0}, "prefill_chunk is 0; it must be an int of at least 1"),
         ({"score_length": 1}, "score_length is 1; it must be an int of at least 2, or 0"),
         ({"score_length": "8"}, "score_length is '8'"),
         ({"buckets": 128}, "buckets is 128; it must be a list of ints"),
@@ -242,14 +242,15 @@ def test_a_config_alone_does_not_tell_of_an_encoder() -> None:
         ExportableCache.from_config_spec(tiny_model("llama").config, CacheSpec(64, max_encoder_len=8))
 
 
-@pytest.mark.parametrize("flag", ["--rollback-slots", "--slack"])
-def test_the_command_takes_both_names(flag: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("slots", "chunk"), [("--rollback-slots", "--prefill-chunk"), ("--slack", "--prefill-length")])
+def test_the_command_takes_both_names(slots: str, chunk: str, tmp_path: Path) -> None:
     tiny_model("mistral").save_pretrained(tmp_path / "model")
-    arguments = ["export", str(tmp_path / "model"), "-t", "fake", "-n", "64", "-o", str(tmp_path / "out"), flag, "3"]
-    result = CliRunner().invoke(app, [*arguments, "--no-verify", "--json"])
+    arguments = ["export", str(tmp_path / "model"), "-t", "fake", "-n", "64", "-o", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, [*arguments, slots, "3", chunk, "5", "--no-verify", "--json"])
     assert result.exit_code == 0, result.stderr
     document = json.loads(result.stdout)
     assert document["layers"][0]["policy"]["rollback_slots"] == 3 and document["verification"] is None
+    assert document["program"]["methods"]["prefill"]["max_length"] == 5
 
 
 def test_plan_counts_the_slots_to_roll_back() -> None:
@@ -265,7 +266,7 @@ def test_plan_counts_the_slots_to_roll_back() -> None:
 def test_an_export_can_be_taken_step_by_step(tmp_path: Path) -> None:
     spec = ExportSpec(tiny_model("gemma3_text"), "fake", tmp_path / "out", cache=CacheSpec(64), program=ProgramSpec(13))
     resolved = steps.resolve(spec)
-    assert resolved.program.prefill_length == 13 and resolved.program.attention is not None
+    assert resolved.program.prefill_chunk == 13 and resolved.program.attention is not None
     loaded = steps.load(resolved)
     source = steps.quantise(resolved, loaded)
     assert source.model is loaded.model and source.weights_bytes is None

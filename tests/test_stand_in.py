@@ -15,11 +15,12 @@ from exportable_cache.backends.base import RunsElsewhere, StandIn
 from exportable_cache.backends.module import ModuleRunner
 from exportable_cache.backends.pt2.target import Pt2Backend
 from exportable_cache.bundle.bundle import Bundle
-from exportable_cache.program.entry_points import Method
+from exportable_cache.program.methods import ProgramMethod
 from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
 from exportable_cache.verification.reference_runner import program_of
-from exportable_cache.verification.verify import VerifyReport, verify
+from exportable_cache.verification.report import VerifyReport
+from exportable_cache.verification.verify import verify
 
 from .support.models import tiny_model
 
@@ -60,7 +61,7 @@ def model() -> PreTrainedModel:
 
 
 def exported(model: PreTrainedModel, folder: Path, **options: bool) -> Bundle:
-    return export(model, "pt2", CAPACITY, folder, prefill_length=8, form="explicit", **options)
+    return export(model, "pt2", CAPACITY, folder, prefill_chunk=8, form="explicit", **options)
 
 
 def test_the_remark_is_recorded_and_shown(model: PreTrainedModel, tmp_path: Path, elsewhere: Elsewhere) -> None:
@@ -86,7 +87,11 @@ def test_a_bundle_is_verified_through_a_program_made_from_the_manifest(
 
 def test_a_program_is_made_anew_with_the_methods_it_had(model: PreTrainedModel, tmp_path: Path) -> None:
     manifest = exported(model, tmp_path / "out", verify=False).manifest
-    known = {"decode": Method("decode", 1, 1), "prefill": Method("prefill", 2, 8), "forward": Method("forward", 1, 8)}
+    known = {
+        "decode": ProgramMethod("decode", 1, 1),
+        "prefill": ProgramMethod("prefill", 2, 8),
+        "forward": ProgramMethod("forward", 1, 8),
+    }
     for names in (("decode", "prefill"), ("forward",), ("decode", "prefill", "forward")):
         methods = {name: known[name] for name in names}
         program = SimpleNamespace(methods=methods)

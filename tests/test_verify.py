@@ -13,15 +13,10 @@ import torch
 from exportable_cache import ExportableCache, Session
 from exportable_cache.backends.module import ModuleRunner
 from exportable_cache.errors import InputError
-from exportable_cache.verification.verify import (
-    VerifyReport,
-    default_decode_steps,
-    default_prompts,
-    default_tolerance,
-    prompt_feeds,
-    verify,
-    verify_session,
-)
+from exportable_cache.verification.prompts import default_decode_steps, default_prompts, prompt_feeds
+from exportable_cache.verification.report import VerifyReport
+from exportable_cache.verification.tolerance import default_tolerance
+from exportable_cache.verification.verify import verify, verify_session
 
 from .support.models import WINDOW, tiny_model, tokens
 
@@ -59,7 +54,7 @@ def meddled(model: Any, change: Callable[[torch.Tensor, int], torch.Tensor]) -> 
 
 
 def test_right_session_passes(model: Any) -> None:
-    report = verify_session(session_of(model, prefill_length=13), model)
+    report = verify_session(session_of(model, prefill_chunk=13), model)
     assert report.passed
     assert 0 < report.max_difference < 1e-5
     assert report.tolerance == 1e-4
@@ -84,7 +79,7 @@ def test_rows_are_compared(model: Any) -> None:
 
 def test_full_attention_crosses_a_chunk() -> None:
     model = tiny_model("llama")
-    report = verify_session(session_of(model, prefill_length=45), model, decode_steps=2)
+    report = verify_session(session_of(model, prefill_chunk=45), model, decode_steps=2)
     assert report.passed
     assert report.windows == ()
     assert [(prompt.length, prompt.chunks) for prompt in report.prompts] == [(3, 1), (8, 2), (40, 2), (48, 2), (64, 2)]
@@ -161,18 +156,18 @@ def prefills_of(session: Session) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("capacity", [3, 4, 5, 8, 9, 64, 255, 256])
-@pytest.mark.parametrize("prefill_length", [None, 2, 3])
+@pytest.mark.parametrize("prefill_chunk", [None, 2, 3])
 def test_prefill_runs_from_the_start_past_it_and_at_full_length(
-    model: Any, capacity: int, prefill_length: int | None
+    model: Any, capacity: int, prefill_chunk: int | None
 ) -> None:
-    session = session_of(model, capacity, prefill_length=prefill_length)
+    session = session_of(model, capacity, prefill_chunk=prefill_chunk)
     calls = prefills_of(session)
     report = verify_session(session, model, decode_steps=None if capacity < 64 else 0)
     assert report.passed
     assert any(position == 0 for position, _ in calls)
     assert any(position > 0 for position, _ in calls)
     assert any(position > WINDOW for position, _ in calls) or capacity < WINDOW + 3
-    assert max(size for _, size in calls) == min(prefill_length or 256, capacity)
+    assert max(size for _, size in calls) == min(prefill_chunk or 256, capacity)
     assert (report.prompts[-1].length, report.prompts[-1].decode_steps) == (capacity, 0)
 
 
@@ -221,7 +216,7 @@ def test_large_caches_are_not_filled(model: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("length", "prefill_length", "expected"),
+    ("length", "prefill_chunk", "expected"),
     [
         (1, 256, [[1]]),
         (3, 256, [[3]]),
@@ -238,8 +233,8 @@ def test_large_caches_are_not_filled(model: Any) -> None:
         (5, 1, [[3, 2]]),
     ],
 )
-def test_prompt_feeds(length: int, prefill_length: int, expected: list[list[int]]) -> None:
-    assert prompt_feeds(length, prefill_length) == expected
+def test_prompt_feeds(length: int, prefill_chunk: int, expected: list[list[int]]) -> None:
+    assert prompt_feeds(length, prefill_chunk) == expected
     assert {sum(parts) for parts in expected} == {length}
 
 
@@ -322,7 +317,7 @@ def test_another_vocabulary_is_refused(model: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("windows", "max_length", "prefill_length", "expected"),
+    ("windows", "max_length", "prefill_chunk", "expected"),
     [
         ([8], 64, 256, [3, 7, 8, 9, 40]),
         ([8], 64, 16, [3, 7, 8, 9, 40]),
@@ -339,8 +334,8 @@ def test_another_vocabulary_is_refused(model: Any) -> None:
         ([], 1, 1, [1]),
     ],
 )
-def test_default_prompts(windows: list[int], max_length: int | None, prefill_length: int, expected: list[int]) -> None:
-    assert default_prompts(windows, max_length, prefill_length) == expected
+def test_default_prompts(windows: list[int], max_length: int | None, prefill_chunk: int, expected: list[int]) -> None:
+    assert default_prompts(windows, max_length, prefill_chunk) == expected
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from ..cache.layers import layer_from
 if TYPE_CHECKING:
     from ..cache.layers import CacheLayer
     from ..generation.sampler import Sampler
-    from ..program.entry_points import Method
+    from ..program.methods import ProgramMethod
     from ..program.program import Program
     from ..program.spec import Form, Logits, ProgramSpec
     from .options import TargetOptions
@@ -54,19 +54,20 @@ class Runner(Protocol):
     What only some can do are protocols of their own: `HasState`, `ChoosesInGraph`, `HasDevice`.
     """
 
-    methods: Mapping[str, Method]
+    methods: Mapping[str, ProgramMethod]
 
     def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """One call.
 
         Args:
             method: Name of one of `methods`.
-            *inputs: The tensors that the method takes, in the order of `Method.inputs`: for text these are input_ids
-                int64 [batch, length] and input_pos int64 [batch], the position of each row's first token; 0 starts
-                anew, an earlier one takes tokens back.
+            *inputs: The tensors that the method takes, in the order of `ProgramMethod.inputs`: for text these are
+                input_ids int64 [batch, length] and input_pos int64 [batch], the position of each row's first token; 0
+                starts anew, an earlier one takes tokens back.
 
         Returns:
-            What the method gives, safe to keep: of a step logits [batch, vocab], of others all of `Method.outputs`.
+            What the method gives, safe to keep: of a step logits [batch, vocab], of others all of
+            `ProgramMethod.outputs`.
         """
         ...
 
@@ -188,7 +189,7 @@ class ProgramDescription:
         details: Of each file, see `LoweredFile`.
     """
 
-    methods: dict[str, Method]
+    methods: dict[str, ProgramMethod]
     form: Form
     logits: Logits
     batch_size: int

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..generation.sampler import Sampler
-    from ..program.entry_points import Method
+    from ..program.methods import ProgramMethod
     from .base import Runner
 
 
@@ -44,7 +44,7 @@ class ForkedRunner:
         return first, kind(first.base, copied)
 
     @property
-    def methods(self) -> Mapping[str, Method]:
+    def methods(self) -> Mapping[str, ProgramMethod]:
         return self.base.methods
 
     @property

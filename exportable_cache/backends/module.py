@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from ..generation.sampler import Sampler
     from ..models.cache_factory import ExportableCache
-    from ..program.entry_points import Method
+    from ..program.methods import ProgramMethod
 
 #: Prompts shorter than this may go token by token, where the model's code has no graph for them and longer ones in
 #: common.
@@ -63,7 +63,7 @@ class ModuleRunner:
         self._give_back = weakref.finalize(self, borrow_attention(model, ATTENTION))
         self._give_back.atexit = False
         spec = ProgramSpec() if spec is None else spec
-        self.methods: dict[str, Method] = program_methods(cache, spec)
+        self.methods: dict[str, ProgramMethod] = program_methods(cache, spec)
         self.modules: dict[str, torch.nn.Module] = {
             name: ResidentModule(model, cache, method)
             if method.is_step
@@ -131,13 +131,13 @@ class ModuleRunner:
         # CUDA graphs give out their own buffers, which the next step overwrites.
         return private.tree_map(lambda tensor: tensor.clone() if tensor.is_cuda else tensor, result)
 
-    def _token_by_token(self, method: Method, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _token_by_token(self, method: ProgramMethod, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """Logits [batch, vocab] after the last token of a step that is too short for its method."""
         tokens, position, *more = inputs
         decode = next(
             one
             for one in self.methods.values()
-            if one.serves(1, 1) and one.read_length == method.read_length and one.input_names == method.input_names
+            if one.serves(1, 1) and one.kv_read_len == method.kv_read_len and one.input_names == method.input_names
         )
         for index in range(tokens.shape[1]):
             logits = self._call((decode.name,), (tokens[:, index : index + 1], position + index, *more))
@@ -158,7 +158,7 @@ class ModuleRunner:
         return torch.compile(step, fullgraph=True, dynamic=dynamic, mode=self._mode)
 
 
-def _marked(method: Method, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], frozenset[str]]:
+def _marked(method: ProgramMethod, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], frozenset[str]]:
     """Copies of the inputs that say which of their sizes are dynamic, and the names of dynamic sizes that are 1 here.
 
     Guards look at strides, which a slice of a longer prompt carries along, and dynamic sizes are marked on the tensor.
@@ -177,7 +177,7 @@ def _marked(method: Method, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.
     return marked, frozenset(ones)
 
 
-def _raised(method: Method, error: Exception) -> Method:
+def _raised(method: ProgramMethod, error: Exception) -> ProgramMethod:
     """The method with the `min_length` from which on the model's code is the same for all lengths.
 
     Some code compares the length with a kernel or a small constant, here as under `Program.export`. Shorter prompts go
@@ -197,7 +197,7 @@ def _raised(method: Method, error: Exception) -> Method:
     ) from error
 
 
-def _has_graphs_by_length(method: Method) -> bool:
+def _has_graphs_by_length(method: ProgramMethod) -> bool:
     """Encoders of sound shorten it by convolutions, whose guards split the lengths: there is a graph for each range of
     them.
 

@@ -19,7 +19,8 @@ from ..program.inputs.multimodal import kinds_taken
 from .bundle import PROCESSOR, TOKENIZER_FOLDER, Bundle
 from .describe import Provenance, config_fields, describe, generation_config_fields
 from .digests import digests_of
-from .manifest import MANIFEST_FILE, File
+from .entries import File
+from .manifest import MANIFEST_FILE
 from .signature import SIGNATURE_FILE
 
 if TYPE_CHECKING:

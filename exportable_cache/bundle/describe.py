@@ -16,28 +16,18 @@ from ..models.fingerprint import fingerprint
 from ..models.layout import layer_types_and_windows, vocab_size_of
 from ..program.row_lengths import needs_equal_rows
 from ..program.spec import Form, Logits
-from .manifest import (
-    LOGITS,
-    SCHEMA_VERSION,
-    STATE_PREFIX,
-    Layer,
-    Manifest,
-    Method,
-    ProgramEntry,
-    Signature,
-    Tensor,
-)
+from .layer_entry import Layer, Tensor
+from .manifest import SCHEMA_VERSION, Manifest
+from .program_entry import LOGITS, STATE_PREFIX, MethodEntry, ProgramEntry, Signature
 from .versions import installed_versions
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from ..program.entry_points import Method as ProgramMethod
+    from ..program.methods import ProgramMethod
     from ..program.program import Program
-    from .manifest import (
-        File,
-    )
+    from .entries import File
 
 
 @dataclass(frozen=True)
@@ -142,7 +132,7 @@ def weights_bytes(model: torch.nn.Module) -> int:
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
-def _method(program: Program, method: ProgramMethod, vocab_size: int) -> Method:
+def _method(program: Program, method: ProgramMethod, vocab_size: int) -> MethodEntry:
     inputs, outputs = [_signature(spec) for spec in method.inputs], [_signature(spec) for spec in method.outputs]
     if method.is_step:
         length = method.inputs[0].shape[1]
@@ -155,10 +145,10 @@ def _method(program: Program, method: ProgramMethod, vocab_size: int) -> Method:
             for name, tensor in program.cache.named_state()
         ]
         inputs, outputs = inputs + state, outputs + state
-    return Method(
+    return MethodEntry(
         min_length=method.min_length,
         max_length=method.max_length,
-        read_length=method.read_length,
+        read_length=method.kv_read_len,
         scores=method.scores,
         ranges=dict(method.ranges),
         inputs=inputs,

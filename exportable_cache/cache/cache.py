@@ -269,7 +269,7 @@ class LayeredCache(Cache):
         """Write all state to a safetensors file, atomically."""
         tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in self.named_state()}
         layers = [
-            {"config": layer.config(), "tensors": list(layer.state), "high_water": layer._high_water}
+            {"config": layer.config(), "tensors": list(layer.state), "high_water": layer._max_len_ever}
             for layer in self.layers
         ]
         with atomic_path(Path(path)) as temporary:
@@ -304,7 +304,7 @@ class LayeredCache(Cache):
                         f"{path}: layer {index} is of parts that this release does not have: {error}; save the cache "
                         "again"
                     ) from error
-                layer._high_water = described["high_water"]
+                layer._max_len_ever = described["high_water"]
                 _check_lengths(layer, index)
                 layers.append(layer)
             cache = LayeredCache.classes[metadata.get("cache", "ExportableCache")](layers)
@@ -319,7 +319,7 @@ def _check_lengths(layer: CacheLayer, index: int) -> None:
     Raises:
         ValueError: If a length or the most tokens ever held is out of range.
     """
-    most, ever = layer.max_length, layer._high_water
+    most, ever = layer.max_length, layer._max_len_ever
     if ever is not None and (type(ever) is not int or ever < 0):
         raise ValueError(f"layer {index} held {ever!r} tokens at most")
     lengths = getattr(layer, "cumulative_length", None)

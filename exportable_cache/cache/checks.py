@@ -100,17 +100,17 @@ def check_rollback(layer: CacheLayer, tokens: int) -> int:
     lengths = layer.cumulative_length.tolist()
     if tokens > min(lengths):
         raise InputError(f"cannot remove {tokens} tokens from rows that hold {lengths}; remove at most {min(lengths)}")
-    high_water = layer._high_water
-    if high_water is None and layer.max_length is None:
+    max_len_ever = layer._max_len_ever
+    if max_len_ever is None and layer.max_length is None:
         raise InputError(
             f"{layer!r} was rebuilt from bare tensors, so which slots were overwritten is unknown; "
             "crop the original cache, or rewind through a Session"
         )
-    high_water = max([high_water or 0, *lengths])
-    allowed = min(layer.max_rollback(length, high_water) for length in lengths)
+    max_len_ever = max([max_len_ever or 0, *lengths])
+    allowed = min(layer.max_rollback(length, max_len_ever) for length in lengths)
     if tokens > allowed:
         raise InputError(
             f"{layer!r} can take back at most {allowed} tokens here, not {tokens}: {layer.forgetting}; "
             "reset the cache and feed the tokens to keep, or allocate rings with more slack"
         )
-    return high_water
+    return max_len_ever

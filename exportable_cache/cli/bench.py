@@ -51,7 +51,7 @@ def bench(
     terminal: Terminal = ctx.obj
     with terminal.progress("loading libraries") as progress:
         from ..pipeline.bench import bench as run_bench
-        from ..session.session import load
+        from ..session.opening import load
 
         session = load(folder, check_versions=not ignore_versions, trust=trust, key=key, check=check)
         report = run_bench(

@@ -10,7 +10,7 @@ from rich.table import Table
 from .layer_table import simple_table
 
 if TYPE_CHECKING:
-    from ..bundle.manifest import File
+    from ..bundle.entries import File
 
 
 def engine_table(files: Mapping[str, File]) -> Table:

@@ -51,7 +51,13 @@ _OPTIONS = tuple(
 #: Options of single targets that have a spelling of their own; `-O` takes them, too.
 _SHORTHANDS = ("delegate", "sm")
 #: What `export` takes itself and the command spells otherwise, or not at all.
-_OTHERWISE = {"model_or_path": "MODEL", "tokenizer": None, "progress": None, "slack": "--rollback-slots"}
+_OTHERWISE = {
+    "model_or_path": "MODEL",
+    "tokenizer": None,
+    "progress": None,
+    "slack": "--rollback-slots",
+    "prefill_length": "--prefill-chunk",
+}
 
 
 @takes(
@@ -60,6 +66,14 @@ _OTHERWISE = {"model_or_path": "MODEL", "tokenizer": None, "progress": None, "sl
     declared(
         "slack",
         Annotated[int | None, typer.Option("--slack", hidden=True, callback=at_least(0), help="Now --rollback-slots.")],
+        None,
+    ),
+    declared(
+        "prefill_length",
+        Annotated[
+            int | None,
+            typer.Option("--prefill-length", hidden=True, callback=at_least(1), help="Now --prefill-chunk."),
+        ],
         None,
     ),
     declared(
@@ -176,7 +190,7 @@ def print_dtype(terminal: Terminal, bundle: Bundle) -> None:
 
 def print_verification(terminal: Terminal, bundle: Bundle) -> None:
     """The recorded result, in one line."""
-    from ..verification.verify import VerifyReport
+    from ..verification.report import VerifyReport
 
     for remark in bundle.manifest.remarks:
         terminal.print(remark)

@@ -13,7 +13,7 @@ class TensorSpec:
         name: Of the argument.
         dtype: Name of a torch dtype.
         shape: Numbers, and names of sizes: "batch" is the program's batch size, "length" runs over the method's range,
-            others over the range that `Method.ranges` gives them.
+            others over the range that `ProgramMethod.ranges` gives them.
     """
 
     name: str

@@ -92,7 +92,8 @@ def bench(
             than 64 bits.
         BundleError: See `load`.
     """
-    from ..session.session import Session, load
+    from ..session.opening import load
+    from ..session.session import Session
 
     check_seed(seed)
     session = path if isinstance(path, Session) else load(path)

@@ -44,7 +44,7 @@ def export(
     *,
     batch_size: int = 1,
     dtype: torch.dtype | str | None = None,
-    prefill_length: int | None = None,
+    prefill_chunk: int | None = None,
     quantize: str | None = None,
     group_size: int | None = None,
     quantize_embeddings: str | None = None,
@@ -63,6 +63,7 @@ def export(
     dry_run: bool = False,
     progress: Progress | None = None,
     slack: int | None = None,
+    prefill_length: int | None = None,
     **options: Any,
 ) -> Bundle | DryRun:
     """Export a causal LM with its static cache, verify the result against the model, and write a bundle.
@@ -79,7 +80,7 @@ def export(
         batch_size: Rows.
         dtype: Of the weights; by default the one that the target computes best in: float32 for ExecuTorch and for
             quantised weights, as stored for the others. See `dtypes.choose_dtype`.
-        prefill_length: Longest chunk of a prompt, see `ProgramSpec`.
+        prefill_chunk: Longest chunk of a prompt, see `ProgramSpec`.
         quantize: Scheme of the linear layers' weights, such as "8da4w", see `Quantization`; None for none. The program
             is then verified against the quantised model, and its distance from the float one is recorded.
         group_size: Weights that share a scale in 4-bit schemes.
@@ -105,6 +106,7 @@ def export(
         dry_run: Read no weights and write nothing; give a `DryRun`, which says what would be written.
         progress: Told about each stage.
         slack: The name of `rollback_slots` until the last release.
+        prefill_length: The name of `prefill_chunk` until the last release.
         **options: Of the target.
 
     Raises:
@@ -133,7 +135,9 @@ def export(
             kv_dtype=kv_dtype,
             max_encoder_len=max_encoder_len,
         ),
-        program=ProgramSpec(prefill_length),
+        program=ProgramSpec(
+            renamed("prefill_chunk", prefill_chunk, "prefill_length", prefill_length, default=None, wrappers=1)
+        ),
         quantization=quantization_of(quantize, group_size, quantize_embeddings),
         dtype=dtype,
         modalities=modalities,

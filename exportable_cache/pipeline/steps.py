@@ -20,7 +20,7 @@ from ..backends import backend_for
 from ..bundle import signature
 from ..bundle.builder import check_free, new_folder, write_bundle
 from ..bundle.describe import Provenance
-from ..bundle.manifest import Quantized, RoundedCache
+from ..bundle.entries import Quantized, RoundedCache
 from ..common.dtypes import dtype_name
 from ..common.progress import silent
 from ..errors import BundleError, InputError, VerificationError
@@ -31,11 +31,12 @@ from ..models.loading import check_checkpoint, check_positions, live_model, load
 from ..models.quantization import quantize
 from ..program.inputs.modality import modalities_of
 from ..program.program import Program
+from ..verification.compare import compare, measure_stored
 from ..verification.quantization_effect import measure_distance, measure_quantization
 from ..verification.reference_runner import session_to_verify
+from ..verification.report import VerifyReport
 from ..verification.spec import VerifySpec
-from ..verification.tolerance import tolerance_of
-from ..verification.verify import VerifyReport, compare, measure_stored
+from ..verification.tolerance import tolerances_of
 from .dtypes import choose_dtype
 
 if TYPE_CHECKING:
@@ -199,7 +200,7 @@ def allocate(resolved: Resolved, model: PreTrainedModel) -> ExportableCache:
 
 
 def program(resolved: Resolved, model: PreTrainedModel, cache: ExportableCache) -> Program:
-    """Put model and cache together, as the entry points of the target.
+    """Put model and cache together, as the methods of the target.
 
     Raises:
         InputError: If the cache does not hold a chunk, or the model takes no such modality.
@@ -248,7 +249,10 @@ def verify(
         return bundle, []
     session, remark = session_to_verify(bundle, model, made, progress=progress)
     fed: list[FedPrompt] = []
-    asked = VerifySpec(tolerance=tolerance_of(model, spec.quantization))
+    if spec.quantization is not None:
+        progress("finding what rounding does to the logits", 0, None)
+    largest, rms = tolerances_of(model, spec.quantization)
+    asked = VerifySpec(tolerance=largest, rms_tolerance=rms)
     # Of quantised weights, the effect below is measured against the stored model.
     keeps = source.dtype.widened and spec.quantization is None
     report = compare(session, model, asked, progress, fed if keeps else None)

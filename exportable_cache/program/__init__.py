@@ -1,1 +1,1 @@
-"""A model with its cache as traceable modules, one for each entry point."""
+"""A model with its cache as traceable modules, one for each method."""

@@ -22,13 +22,13 @@ from ..models.layout import cache_argument
 from ..models.patches.registry import patch_model
 from ..models.patches.speech import short_masks
 from ..models.scans import longest_step
-from .entry_points import checked_prefill_length, methods_for
 from .inputs.deepstack import deepstack_logits, is_stacked
 from .inputs.encoder import EncodeModule
 from .inputs.encoder_decoder import decoder_arguments, seq2seq_methods
 from .inputs.image_masks import image_masks
 from .inputs.modality import EmbedModule, FeaturesModule
 from .inputs.multimodal import multimodal_methods
+from .methods import checked_prefill_chunk, methods_for
 from .spec import Form, Logits, ProgramSpec
 from .tracing import told_by
 
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..models.cache_factory import ExportableCache
-    from .entry_points import Method
     from .inputs.modality import Modality
+    from .methods import ProgramMethod
 
 
 def takes_positions(model: PreTrainedModel, name: str = "position_ids") -> bool:
@@ -62,7 +62,7 @@ class ProgramModule(nn.Module):
     """
 
     def __init__(
-        self, model: PreTrainedModel, cache: ExportableCache, method: Method, logits: Logits = Logits.LAST
+        self, model: PreTrainedModel, cache: ExportableCache, method: ProgramMethod, logits: Logits = Logits.LAST
     ) -> None:
         super().__init__()
         self.model = model
@@ -131,7 +131,7 @@ class ResidentModule(ProgramModule):
     """
 
     def __init__(
-        self, model: PreTrainedModel, cache: ExportableCache, method: Method, logits: Logits = Logits.LAST
+        self, model: PreTrainedModel, cache: ExportableCache, method: ProgramMethod, logits: Logits = Logits.LAST
     ) -> None:
         super().__init__(model, cache, method, logits)
         self.state_buffers = {
@@ -151,7 +151,7 @@ class ResidentModule(ProgramModule):
             Logits [batch, vocab], or [batch, length, vocab] if all were asked for.
         """
         tensors = {name: getattr(self, buffer) for name, buffer in self.state_buffers.items()}
-        cache = self.layout.with_state(tensors, StepContext(inputs["input_pos"], self.method.read_length))
+        cache = self.layout.with_state(tensors, StepContext(inputs["input_pos"], self.method.kv_read_len))
         return self.run(cache, **inputs)
 
 
@@ -169,12 +169,12 @@ class ExplicitModule(ProgramModule):
         Returns:
             Logits as in `ResidentModule`, and the cache after the step.
         """
-        context = StepContext(inputs["input_pos"], self.method.read_length, in_place=False)
+        context = StepContext(inputs["input_pos"], self.method.kv_read_len, in_place=False)
         cache = cache.with_state(dict(cache.named_state()), context)
         return self.run(cache, **inputs), cache
 
 
-def program_methods(cache: ExportableCache, spec: ProgramSpec) -> dict[str, Method]:
+def program_methods(cache: ExportableCache, spec: ProgramSpec) -> dict[str, ProgramMethod]:
     """The methods of a program over `cache`: of a text decoder, or of an encoder and its decoder.
 
     Args:
@@ -200,7 +200,7 @@ def program_methods(cache: ExportableCache, spec: ProgramSpec) -> dict[str, Meth
 
 
 def front_module(
-    model: PreTrainedModel, cache: ExportableCache, method: Method, modalities: Sequence[Modality]
+    model: PreTrainedModel, cache: ExportableCache, method: ProgramMethod, modalities: Sequence[Modality]
 ) -> nn.Module:
     """The module of a method that is no step: an encoder, or the embedding table."""
     if method.name == "embed":
@@ -234,7 +234,7 @@ class Program:
         self.experts = spec.experts
         self.modalities = spec.modalities
         # Before the model is run to adapt the cache to it.
-        checked_prefill_length(cache, spec.prefill_length)
+        checked_prefill_chunk(cache, spec.prefill_chunk)
         # A target's own operators know causal attention, not images that see themselves.
         if spec.adapt is not None and not any(modality.sees_itself for modality in self.modalities):
             cache = spec.adapt(model, cache)
@@ -254,7 +254,7 @@ class Program:
         """Rows."""
         return self.cache.batch_size
 
-    def example_inputs(self, method: Method) -> tuple:
+    def example_inputs(self, method: ProgramMethod) -> tuple:
         """Inputs of the right shapes for one method; of an explicit program also the cache."""
         sizes = {"batch": self.batch_size}
         for name, (least, most) in method.dynamic_sizes.items():

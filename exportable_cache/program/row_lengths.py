@@ -9,7 +9,7 @@ import torch
 from ..cache.attention.implementation import attention_of
 from ..cache.attention.names import ATTENTION
 from ..models.cache_factory import ExportableCache, ExportableEncoderDecoderCache
-from .entry_points import Method
+from .methods import ProgramMethod
 from .program import ResidentModule
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def needs_equal_rows(model: PreTrainedModel, cache: ExportableCache) -> bool:
         # The relative positions of T5's family, for one.
         return True
     small = ExportableCache.from_model(model, _SLOTS, 2, attn_implementation=None)
-    step = ResidentModule(model, small, Method("decode", 1, 1))
+    step = ResidentModule(model, small, ProgramMethod("decode", 1, 1))
     token = torch.zeros(2, 1, dtype=torch.int64, device=small.device)
     with attention_of(model, ATTENTION):
         try:

@@ -1,4 +1,4 @@
-"""What a program is to be: its entry points, its form of state, and what a target asks of the model.
+"""What a program is to be: its methods, its form of state, and what a target asks of the model.
 
 Importing this module imports no torch: the command line makes its options from the fields.
 """
@@ -36,15 +36,15 @@ class Logits(str, Enum):
 
 @dataclass(frozen=True)
 class ProgramSpec:
-    """What a program is to be: `ProgramSpec(prefill_length=128)` takes prompts in chunks of up to 128 tokens.
+    """What a program is to be: `ProgramSpec(prefill_chunk=128)` takes prompts in chunks of up to 128 tokens.
 
     Attributes:
-        prefill_length: Longest chunk of a prompt; longer prompts go through in several. `DEFAULT_PREFILL_LENGTH`, or
+        prefill_chunk: Longest chunk of a prompt; longer prompts go through in several. `DEFAULT_PREFILL_CHUNK`, or
             what the cache holds, by default. At 1 there is no prefill.
         score_length: Have a method `score` that takes 2 up to this many tokens and gives logits after each, as
             speculative decoding needs; 0 for none.
         buckets: Read lengths that get methods of their own, `decode_128` and `prefill_128` for 128; see
-            `entry_points.length_buckets`.
+            `methods.length_buckets`.
         forward: Have a method `forward` that takes any length from 1 on; or what decides it, given the adapted cache.
         split: Have the methods `decode`, of one token, and `prefill`, of several; or what decides it. Without them
             `forward` serves every step.
@@ -60,10 +60,10 @@ class ProgramSpec:
             cache.
     """
 
-    prefill_length: int | None = setting(
+    prefill_chunk: int | None = setting(
         None,
         "Longest chunk of a prompt in one call.",
-        flags=("--prefill-length",),
+        flags=("--prefill-chunk",),
         metavar="N",
         kind=int,
         least=1,

@@ -14,8 +14,8 @@ from ..models.cache_factory import ExportableCache
 from ..models.fingerprint import fingerprint
 from ..models.layout import check_layers, vocab_size_of
 from ..models.loading import check_positions
-from ..program.entry_points import length_buckets
 from ..program.inputs.modality import modalities_of
+from ..program.methods import length_buckets
 from ..program.spec import ProgramSpec
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class LiveOptions:
 
     compile: bool = False
     mode: str | None = None
-    prefill_length: int | None = None
+    prefill_chunk: int | None = None
     buckets: bool | Sequence[int] = True
     score_length: int = 0
     steps_per_launch: int = 1
@@ -65,7 +65,7 @@ def live_session(
         model,
         cache,
         ProgramSpec(
-            options.prefill_length,
+            options.prefill_chunk,
             options.score_length,
             buckets=length_buckets(cache) if options.buckets is True else options.buckets or (),
             modalities=modalities,

@@ -11,7 +11,7 @@ import torch
 
 from ..backends.base import ChoosesInGraph, state_of
 from ..errors import BundleError
-from ..program.entry_points import ROPE_DELTAS, chunk_sizes, method_for
+from ..program.methods import ROPE_DELTAS, chunk_sizes, method_for
 from .checks import check_room, check_rows_may_differ
 from .guard import StepGuard
 from .inputs.image_places import shifted

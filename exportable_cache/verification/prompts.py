@@ -13,7 +13,7 @@ _PAST_WINDOW = 8
 _SMALL_WINDOW = 256
 
 
-def default_prompts(windows: Sequence[int], max_length: int | None, prefill_length: int) -> list[int]:
+def default_prompts(windows: Sequence[int], max_length: int | None, prefill_chunk: int) -> list[int]:
     """Prompt lengths that cross every boundary: around each window, past the longest prefill chunk, and a short one.
 
     `default_prompts([8], 64, 256)` is `[3, 7, 8, 9, 40]`.
@@ -22,19 +22,19 @@ def default_prompts(windows: Sequence[int], max_length: int | None, prefill_leng
         windows: Sliding windows of the model.
         max_length: Tokens that fit, or None for any number. At least one decode step fits after each prompt, except
             where that would leave none for prefill, which takes two tokens: `default_prompts([], 2, 2)` is `[2]`.
-        prefill_length: Longest chunk.
+        prefill_chunk: Longest chunk.
     """
     lengths = {3} if windows else set(_PROMPTS_WITHOUT_WINDOW)
     for window in windows:
         lengths |= {window - 1, window, window + 1, 5 * window} if window <= _SMALL_WINDOW else {window - 1, window + 1}
-    if max(lengths) <= prefill_length:
-        lengths.add(prefill_length + 3)
+    if max(lengths) <= prefill_chunk:
+        lengths.add(prefill_chunk + 3)
     longest = math.inf if max_length is None else max_length - 1
     fitting = sorted(length for length in lengths if 1 <= length <= longest)
     return fitting or [2 if max_length is None else min(2, max_length)]
 
 
-def prompt_feeds(length: int, prefill_length: int) -> list[list[int]]:
+def prompt_feeds(length: int, prefill_chunk: int) -> list[list[int]]:
     """Ways in which a prompt is fed, each from position 0 and as the lengths of its prefill calls; the last one is
     decoded on.
 
@@ -45,16 +45,16 @@ def prompt_feeds(length: int, prefill_length: int) -> list[list[int]]:
 
     Args:
         length: Tokens of the prompt.
-        prefill_length: Longest chunk.
+        prefill_chunk: Longest chunk.
     """
-    if length < (4 if prefill_length > 3 else 3):
+    if length < (4 if prefill_chunk > 3 else 3):
         return [[length]]
     second = length // 3
-    if length > prefill_length:
-        second = min(second, length - prefill_length)
+    if length > prefill_chunk:
+        second = min(second, length - prefill_chunk)
     second = max(2, second)
     split = [length - second, second]
-    return [[length], split] if split[0] < prefill_length <= length else [split]
+    return [[length], split] if split[0] < prefill_chunk <= length else [split]
 
 
 def default_decode_steps(prompt: int, windows: Sequence[int], max_length: int | None) -> int:

@@ -17,8 +17,8 @@ from ..models.cache_factory import ExportableCache
 from ..models.dtypes import converted
 from ..models.loading import MOST_WIDENED_BYTES
 from ..session.session import Session
+from .compare import compare
 from .spec import VerifySpec
-from .verify import compare
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -20,6 +20,7 @@ class VerifySpec:
         tolerance: Largest |logit difference| that passes; by default `default_tolerance`, and for a session whose cache
             keeps 8 bits at least a quarter of what that rounding does to the logits: a value near the middle between
             two steps rounds either way.
+        rms_tolerance: Largest root mean square of a position's logit differences that passes; None to judge none.
         prompts: Lengths; by default `default_prompts`, and one that fills the cache, or takes all of the model's
             positions, where that is at most 4096 tokens over all rows.
         decode_steps: Single tokens after each prompt; `default_decode_steps` by default. None follow the one that fills
@@ -40,6 +41,7 @@ class VerifySpec:
         kind=float,
         shown_default="by dtype: 1e-4 in float32",
     )
+    rms_tolerance: float | None = None
     prompts: Sequence[int] | None = None
     decode_steps: int | None = setting(
         None,

@@ -68,7 +68,7 @@ at::Tensor Session::prefill(const at::Tensor& input_ids) {
   check(input_ids, 2);
   int64_t longest = 1;
   for (const auto& method : methods_) {
-    longest = method.read_length ? longest : std::max(longest, method.max_length);
+    longest = method.kv_read_len ? longest : std::max(longest, method.max_length);
   }
   at::Tensor logits;
   for (int64_t position = 0; position < input_ids.size(1);) {
@@ -95,11 +95,11 @@ at::Tensor Session::step(const at::Tensor& input_ids) {
 
 const Method& Session::method_for(int64_t size, int64_t end) const {
   const auto cost = [](const Method& method) {
-    return std::pair(method.read_length.value_or(std::numeric_limits<int64_t>::max()), method.max_length);
+    return std::pair(method.kv_read_len.value_or(std::numeric_limits<int64_t>::max()), method.max_length);
   };
   const Method* best = nullptr;
   for (const auto& method : methods_) {
-    const bool serves = method.min_length <= size && size <= method.max_length && end <= method.read_length.value_or(end);
+    const bool serves = method.min_length <= size && size <= method.max_length && end <= method.kv_read_len.value_or(end);
     if (serves && (best == nullptr || cost(method) < cost(*best))) {
       best = &method;
     }

@@ -17,12 +17,12 @@ class AOTIModelPackageLoader;
 namespace exportable_cache {
 
 // One entry point, as in the Python package: takes min_length to max_length new tokens per row, and serves steps that leave
-// no row longer than read_length, if it has one.
+// no row longer than kv_read_len, if it has one.
 struct Method {
   std::string name;
   int64_t min_length;
   int64_t max_length;
-  std::optional<int64_t> read_length;
+  std::optional<int64_t> kv_read_len;
   std::unique_ptr<torch::inductor::AOTIModelPackageLoader> model;
 };
 

@@ -78,7 +78,7 @@ def test_blocks_of_two_threads_may_overlap(two_threads: None) -> None:
 def test_a_runner_runs_so(two_threads: None) -> None:
     seen = []
 
-    class Method:
+    class ProgramMethod:
         def __call__(self, inputs: list) -> list:
             seen.append(most())
             return [torch.zeros(1)]
@@ -87,7 +87,7 @@ def test_a_runner_runs_so(two_threads: None) -> None:
         is_step = True
 
     runner = object.__new__(ExecutorchRunner)
-    runner.methods, runner._methods = {"forward": Description()}, {"forward": Method()}
+    runner.methods, runner._methods = {"forward": Description()}, {"forward": ProgramMethod()}
     runner.run("forward", torch.zeros(1))
     assert seen == [1] and most() == 2
 

@@ -10,8 +10,9 @@ from exportable_cache import ExportableCache, export, load
 from exportable_cache.cache.attention.implementation import attention_of
 from exportable_cache.cache.layers import layer_from
 from exportable_cache.cache.storage import Int8Storage
+from exportable_cache.verification.references.by_step import rounding_effect
 from exportable_cache.verification.references.rounding import RoundingCache
-from exportable_cache.verification.verify import rounding_effect, verify_session
+from exportable_cache.verification.verify import verify_session
 
 from ..support.models import WINDOW, tiny_model, tokens
 from ..support.sessions import folded_bundle
@@ -126,7 +127,7 @@ def test_the_cache_is_written_in_place_and_read_as_far_as_it_is_filled(hybrid) -
 
 def test_with_quantised_weights(tmp_path) -> None:
     model = tiny_model("llama", num_hidden_layers=1)
-    bundle = export(model, "executorch", 48, tmp_path / "out", prefill_length=16, quantize="8da4w", kv_dtype="int8")
+    bundle = export(model, "executorch", 48, tmp_path / "out", prefill_chunk=16, quantize="8da4w", kv_dtype="int8")
     manifest = bundle.manifest
     assert manifest.verification["passed"]
     assert {(layer.kernel["kind"], layer.storage["kind"]) for layer in manifest.layers} == {("executorch_full", "int8")}

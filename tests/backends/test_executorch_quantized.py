@@ -6,7 +6,7 @@ import torch
 from exportable_cache import load
 from exportable_cache.models.quantization import quantize
 from exportable_cache.models.quantization_spec import Quantization
-from exportable_cache.verification.tolerance import tolerance_of
+from exportable_cache.verification.tolerance import tolerances_of
 from exportable_cache.verification.verify import verify_session
 
 from ..support.models import tiny_model
@@ -39,10 +39,12 @@ def test_programs_equal_the_quantised_model_and_read_integers(scheme: Quantizati
     quantized = quantize(tiny_model("llama", **sizes, tie_word_embeddings=tied), scheme)
     found = lowered(quantized.model, "executorch", 64)
     session = opened(quantized.model, found)
+    largest, rms = tolerances_of(quantized.model, scheme)
     report = verify_session(
         session,
         quantized.model,
-        tolerance=tolerance_of(quantized.model, scheme),
+        tolerance=largest,
+        rms_tolerance=rms,
         prompts=[3, 9, 20, 40],
         decode_steps=8,
     )

@@ -8,7 +8,7 @@ import pytest
 
 from exportable_cache import export, load
 from exportable_cache.errors import BundleError, InputError
-from exportable_cache.verification.verify import VerifyReport
+from exportable_cache.verification.report import VerifyReport
 
 from ..support.models import tiny_model
 
@@ -29,7 +29,7 @@ def test_the_plans_come_back_byte_for_byte(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(network.Network, "build_plan", recorded)
     bundle = export(
-        tiny_model("llama"), "executorch", 64, tmp_path / "out", prefill_length=16, delegate="tensorrt", sm="86"
+        tiny_model("llama"), "executorch", 64, tmp_path / "out", prefill_chunk=16, delegate="tensorrt", sm="86"
     )
 
     plans = plans_in(bundle.path / "program.pte")

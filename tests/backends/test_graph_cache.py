@@ -27,7 +27,7 @@ def session_of(model, folder: Path, **options) -> Session:
         model,
         ExportableCache.from_model(model, CAPACITY),
         compile=True,
-        prefill_length=16,
+        prefill_chunk=16,
         graph_cache=folder,
         **options,
     )
@@ -35,7 +35,7 @@ def session_of(model, folder: Path, **options) -> Session:
 
 def worst(session: Session, model) -> float:
     """Largest |logit difference| to the eager model: prompts around the window and a chunk longer than
-    `prefill_length`.
+    `prefill_chunk`.
     """
     ids, found = tokens(CAPACITY), 0.0
     for prompt in (1, 3, 8, 19):

@@ -37,11 +37,11 @@ def without_generated_code() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def compiled_session(least: int, prefill_length: int = 16) -> Session:
+def compiled_session(least: int, prefill_chunk: int = 16) -> Session:
     model = tiny_model("llama")
     model.model.norm = LengthAsked(model.model.norm, least)
     cache = ExportableCache.from_model(model, 64)
-    return Session.from_model(model, cache, compile=True, prefill_length=prefill_length)
+    return Session.from_model(model, cache, compile=True, prefill_chunk=prefill_chunk)
 
 
 @pytest.mark.parametrize("prompts", [(3, 11), (11, 3)])
@@ -66,6 +66,6 @@ def test_warm_up_compiles_the_raised_method() -> None:
 
 
 def test_prompts_that_would_mostly_go_token_by_token_are_refused() -> None:
-    session = compiled_session(40, prefill_length=64)
+    session = compiled_session(40, prefill_chunk=64)
     with pytest.raises(UnsupportedModelError, match="prefill cannot be compiled into one graph"):
         session.prefill(tokens(50))

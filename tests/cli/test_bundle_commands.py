@@ -37,7 +37,7 @@ def exported(run, tiny_folder, tmp_path_factory):
     """The export's own result, with `.path`."""
     path = tmp_path_factory.mktemp("bundles") / "tiny"
     result = run(
-        "export", tiny_folder, "--target", "fake", "--max-cache-len", MAX_CACHE_LEN, "-o", path, "--prefill-length", 16
+        "export", tiny_folder, "--target", "fake", "--max-cache-len", MAX_CACHE_LEN, "-o", path, "--prefill-chunk", 16
     )
     assert result.exit_code == 0, result.stderr
     result.path = path
@@ -89,7 +89,7 @@ def test_export_json_is_the_manifest(run, tiny_folder, tmp_path):
         tmp_path / "x",
         "--no-verify",
         "--json",
-        "--prefill-length",
+        "--prefill-chunk",
         1,
     )
     assert result.exit_code == 0, result.stderr
@@ -101,7 +101,7 @@ def test_export_json_is_the_manifest(run, tiny_folder, tmp_path):
 
 def test_export_without_verification_says_how_to_verify(run, tiny_folder, tmp_path):
     result = run(
-        "export", tiny_folder, "-t", "pt2", "-n", 16, "-o", tmp_path / "x", "--no-verify", "--prefill-length", 1
+        "export", tiny_folder, "-t", "pt2", "-n", 16, "-o", tmp_path / "x", "--no-verify", "--prefill-chunk", 1
     )
     assert (
         result.stdout.splitlines()[-1] == f"not verified; run: exportable-cache verify {tmp_path / 'x'} --model MODEL"
@@ -129,7 +129,7 @@ def test_export_never_overwrites_what_is_no_bundle(run, tiny_folder, tmp_path):
         (["-t", "tpu", "-n", 16], ("'tpu'", "executorch", "pt2")),
         (["-t", "pt2", "-n", 0], ("--max-cache-len", "0 is too small", "at least 1")),
         (["-t", "pt2", "-n", 16, "-b", 0], ("--batch-size", "0 is too small", "at least 1")),
-        (["-t", "pt2", "-n", 16, "--prefill-length", 17], ("prefill_length", "17", "16")),
+        (["-t", "pt2", "-n", 16, "--prefill-chunk", 17], ("prefill_chunk", "17", "16")),
         (["-t", "pt2", "-n", 16, "--dtype", "int8"], ("--dtype", "int8", "float32")),
     ],
 )
@@ -163,7 +163,7 @@ def test_export_without_the_package_of_its_target_names_the_extra(run, tiny_fold
 
 
 def test_export_passes_options_to_the_target(run, tiny_folder, tmp_path):
-    arguments = ["-t", "pt2", "-n", 16, "-o", tmp_path / "x", "--prefill-length", 1, "--no-verify", "--json"]
+    arguments = ["-t", "pt2", "-n", 16, "-o", tmp_path / "x", "--prefill-chunk", 1, "--no-verify", "--json"]
     result = run("export", tiny_folder, *arguments, "-O", "form=explicit", "--option", "strict=false")
     assert result.exit_code == 0, result.stderr
     document = json.loads(result.stdout)

@@ -35,7 +35,7 @@ def letters():
 def bundle(letters, tmp_path_factory):
     folder = tmp_path_factory.mktemp("bundles") / "letters"
     return export(
-        tiny_model("gemma2"), "fake", MAX_CACHE_LEN, folder, prefill_length=16, verify=False, tokenizer=letters
+        tiny_model("gemma2"), "fake", MAX_CACHE_LEN, folder, prefill_chunk=16, verify=False, tokenizer=letters
     ).path
 
 
@@ -136,7 +136,7 @@ def test_chat_without_a_template(run, letters, tmp_path):
     template, letters.chat_template = letters.chat_template, None
     try:
         path = export(
-            tiny_model("llama"), "fake", 16, tmp_path / "x", prefill_length=1, verify=False, tokenizer=letters
+            tiny_model("llama"), "fake", 16, tmp_path / "x", prefill_chunk=1, verify=False, tokenizer=letters
         ).path
     finally:
         letters.chat_template = template
@@ -147,7 +147,7 @@ def test_chat_without_a_template(run, letters, tmp_path):
 
 def test_batches_have_no_text(run, letters, tmp_path):
     path = export(
-        tiny_model("llama"), "fake", 16, tmp_path / "x", batch_size=2, prefill_length=1, verify=False, tokenizer=letters
+        tiny_model("llama"), "fake", 16, tmp_path / "x", batch_size=2, prefill_chunk=1, verify=False, tokenizer=letters
     ).path
     result = run("generate", path, "-p", "a")
     assert (result.exit_code, result.stdout) == (2, "")
@@ -156,7 +156,7 @@ def test_batches_have_no_text(run, letters, tmp_path):
 
 def test_tokens_outside_the_vocabulary(run, letters, tmp_path):
     path = export(
-        tiny_model("llama"), "fake", 16, tmp_path / "x", prefill_length=1, verify=False, tokenizer=letters
+        tiny_model("llama"), "fake", 16, tmp_path / "x", prefill_chunk=1, verify=False, tokenizer=letters
     ).path
     tokenizer = PreTrainedTokenizerFast.from_pretrained(path / "tokenizer")
     tokenizer.add_tokens(["@@"])

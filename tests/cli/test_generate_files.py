@@ -76,9 +76,7 @@ def image_bundle(tmp_path_factory):
     tiny_multimodal("llava").save_pretrained(folder)
     TinyImageProcessor(letter_tokenizer(CHAT), chat_template=CHAT).save_pretrained(folder)
     AutoProcessor.register(LlavaConfig, TinyImageProcessor, exist_ok=True)
-    yield export(
-        folder, "pt2", 48, folder.parent / "bundle", prefill_length=16, modalities=["image"], verify=False
-    ).path
+    yield export(folder, "pt2", 48, folder.parent / "bundle", prefill_chunk=16, modalities=["image"], verify=False).path
     del PROCESSOR_MAPPING._extra_content[LlavaConfig]
 
 
@@ -90,7 +88,7 @@ def whisper_bundle(tmp_path_factory):
     WhisperProcessor(WhisperFeatureExtractor(feature_size=8, chunk_length=1), letter_tokenizer()).save_pretrained(
         folder
     )
-    return export(folder, "pt2", 24, folder.parent / "bundle", prefill_length=16, verify=False).path
+    return export(folder, "pt2", 24, folder.parent / "bundle", prefill_chunk=16, verify=False).path
 
 
 @pytest.fixture
@@ -206,7 +204,7 @@ def test_bad_input(run, request, pixels, bundle, arguments, message):
 
 def test_bundles_of_text_take_no_files(run, tmp_path):
     path = export(
-        tiny_model("llama"), "pt2", 16, tmp_path / "x", prefill_length=1, verify=False, tokenizer=letter_tokenizer()
+        tiny_model("llama"), "pt2", 16, tmp_path / "x", prefill_chunk=1, verify=False, tokenizer=letter_tokenizer()
     ).path
     result = run("generate", path, "-p", "a", "--image", "x.png")
     assert result.exit_code == 2
@@ -297,7 +295,7 @@ def test_images_of_a_grid_are_resized_to_it(tmp_path):
         kind(patch_size=4, merge_size=2, min_pixels=64, max_pixels=10_000), tokenizer
     )
     cache = ExportableCache.from_model(model, 48)
-    session = Session.from_model(model, cache, prefill_length=16, modalities=["image"], image_size=(16, 24))
+    session = Session.from_model(model, cache, prefill_chunk=16, modalities=["image"], image_size=(16, 24))
     inputs = prompt_inputs(processor, session.runner.methods, f"a{IMAGE}b", images=[tmp_path / "x.png"])
     assert inputs["image_grid_thw"].tolist() == [[1, 4, 6]]
     session.prefill(**inputs)

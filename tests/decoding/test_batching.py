@@ -25,7 +25,7 @@ def alone(model: Any, prompt: torch.Tensor, count: int | None, **options: Any) -
 
 
 def test_requests_of_different_lengths_share_rows(model: Any) -> None:
-    batch = ContinuousBatch.from_model(model, 48, 3, prefill_length=16)
+    batch = ContinuousBatch.from_model(model, 48, 3, prefill_chunk=16)
     prompts = [tokens(length, seed=length) for length in (3, 20, 8, 9, 5, 30, 12)]
     counts = [10, 3, 25, 1, 12, None, 7]
     requests = [batch.submit(prompt, count) for prompt, count in zip(prompts, counts, strict=True)]
@@ -41,7 +41,7 @@ def test_requests_of_different_lengths_share_rows(model: Any) -> None:
 
 def test_logits_of_a_row_do_not_depend_on_its_neighbours(model: Any) -> None:
     """Teacher-forced through the decode session: a row admitted late, beside one that is past the window."""
-    batch = ContinuousBatch.from_model(model, 48, 2, prefill_length=16)
+    batch = ContinuousBatch.from_model(model, 48, 2, prefill_chunk=16)
     batch.submit(tokens(20, seed=1), 20)
     for _ in range(5):
         batch.step()
@@ -63,7 +63,7 @@ def test_logits_of_a_row_do_not_depend_on_its_neighbours(model: Any) -> None:
 
 def test_linear_states_move_with_their_row() -> None:
     model = tiny_model("mamba2", num_heads=4, head_dim=16, state_size=8, n_groups=1, num_hidden_layers=2)
-    batch = ContinuousBatch.from_model(model, 48, 2, prefill_length=16)
+    batch = ContinuousBatch.from_model(model, 48, 2, prefill_chunk=16)
     prompts = [tokens(length, seed=length) for length in (5, 9, 7)]
     requests = [batch.submit(prompt, 8) for prompt in prompts]
     for _ in batch.run():
@@ -74,7 +74,7 @@ def test_linear_states_move_with_their_row() -> None:
 def test_compiled_admission_recompiles_nothing(model: Any) -> None:
     torch._dynamo.reset()
     counters.clear()
-    batch = ContinuousBatch.from_model(model, 48, 2, compile=True, prefill_length=16, buckets=False)
+    batch = ContinuousBatch.from_model(model, 48, 2, compile=True, prefill_chunk=16, buckets=False)
     with torch._dynamo.config.patch(error_on_recompile=True):
         requests = [batch.submit(tokens(length, seed=length), 6) for length in range(2, 12)]
         for _ in batch.run():
@@ -84,7 +84,7 @@ def test_compiled_admission_recompiles_nothing(model: Any) -> None:
 
 
 def test_each_request_has_its_own_sampling_and_stops(model: Any) -> None:
-    batch = ContinuousBatch.from_model(model, 48, 2, prefill_length=16)
+    batch = ContinuousBatch.from_model(model, 48, 2, prefill_chunk=16)
     prompt = tokens(6, seed=4)
     greedy = alone(model, prompt, 10)
     sampled = batch.submit(prompt, 10, Sampling(temperature=1.0, seed=3))
@@ -96,7 +96,7 @@ def test_each_request_has_its_own_sampling_and_stops(model: Any) -> None:
 
 
 def test_what_does_not_fit_is_refused_when_it_is_submitted(model: Any) -> None:
-    batch = ContinuousBatch.from_model(model, 48, 2, prefill_length=16)
+    batch = ContinuousBatch.from_model(model, 48, 2, prefill_chunk=16)
     with pytest.raises(CacheFullError, match="at most 48 tokens"):
         batch.submit(tokens(49))
     with pytest.raises(CacheFullError, match="max_new_tokens may be at most 9"):

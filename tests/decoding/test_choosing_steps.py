@@ -28,7 +28,7 @@ def model() -> Any:
 
 def session_of(model: Any, compile: bool, rows: int = 1) -> Session:
     cache = ExportableCache.from_model(model, 48, rows)
-    return Session.from_model(model, cache, compile=compile, prefill_length=16, buckets=False)
+    return Session.from_model(model, cache, compile=compile, prefill_chunk=16, buckets=False)
 
 
 def outside(session: Session, prompt: torch.Tensor, count: int, **options: Any) -> list[list[int]]:

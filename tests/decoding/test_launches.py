@@ -46,7 +46,7 @@ def session_of(
     compile: bool = False,
 ) -> Session:
     cache = ExportableCache.from_model(model, length, rows, rollback_slots=slack)
-    return Session.from_model(model, cache, compile=compile, prefill_length=16, buckets=buckets, steps_per_launch=steps)
+    return Session.from_model(model, cache, compile=compile, prefill_chunk=16, buckets=buckets, steps_per_launch=steps)
 
 
 def launched(session: Session) -> list[tuple[str, int]]:
@@ -168,7 +168,7 @@ def test_encoder_decoders_launch_several_steps_too() -> None:
 
     def answer(steps: int) -> list[tuple[Any, list[int]]]:
         cache = ExportableCache.from_model(model, 32, max_encoder_len=20)
-        session = Session.from_model(model, cache, prefill_length=16, steps_per_launch=steps)
+        session = Session.from_model(model, cache, prefill_chunk=16, steps_per_launch=steps)
         session.encode(**encoder_inputs(model, 7))
         return followed(session, tokens(1), 12, temperature=1.0, seed=0)
 

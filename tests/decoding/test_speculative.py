@@ -36,7 +36,7 @@ def session_of(
     model: Any, slack: int = SLACK, score_length: int = 6, length: int = 96, compile: bool = False
 ) -> Session:
     cache = ExportableCache.from_model(model, length, rollback_slots=slack)
-    return Session.from_model(model, cache, prefill_length=16, score_length=score_length, compile=compile)
+    return Session.from_model(model, cache, prefill_chunk=16, score_length=score_length, compile=compile)
 
 
 class Scripted:

@@ -50,7 +50,7 @@ from exportable_cache.common.own_kernels import load_own_kernels
 from tests.support.models import tiny_model
 options = {} if sys.argv[1] == "float32" else {"kv_dtype": sys.argv[1]}
 # Verified against the eager model with a cache of the same storage, past one chunk and token by token.
-export(tiny_model("llama"), "executorch", 64, sys.argv[2], prefill_length=16, kernels="own", **options)
+export(tiny_model("llama"), "executorch", 64, sys.argv[2], prefill_chunk=16, kernels="own", **options)
 assert load_own_kernels().attention_calls > 0
 """
 

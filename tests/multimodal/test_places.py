@@ -48,7 +48,7 @@ def test_chunks_end_outside_of_images(text: str, longest: int, sizes: list[int])
 
 def test_an_image_longer_than_a_step_is_refused() -> None:
     with pytest.raises(
-        InputError, match="the image at token 2 of the prompt takes 4 tokens.* at most 3; .*prefill_length=4"
+        InputError, match="the image at token 2 of the prompt takes 4 tokens.* at most 3; .*prefill_chunk=4"
     ):
         whole_chunks(image_ids(is_image("..####..")), 3)
 

@@ -65,7 +65,7 @@ def test_two_rows_are_each_row_alone(model_type: str) -> None:
         )
     else:
         expected = torch.stack([cached_logits(model, ids[row : row + 1], 6) for row in range(2)])
-    session = Session.from_model(model, ExportableCache.from_model(model, 64, batch_size=2), prefill_length=16)
+    session = Session.from_model(model, ExportableCache.from_model(model, 64, batch_size=2), prefill_chunk=16)
     rows = [session.prefill(ids[:, :6])] + [session.decode(ids[:, at]) for at in range(6, 6 + STEPS)]
     assert (torch.stack(rows, 1) - expected).abs().max() <= 1e-4
 

@@ -17,7 +17,7 @@ from ..support.store import stored
 @pytest.fixture(scope="session")
 def pt2_bundle() -> Path:
     """Folder of the demo model exported for `pt2`. Read it only."""
-    options = {"target": "pt2", "max_cache_len": 96, "prefill_length": 16, "verify": False}
+    options = {"target": "pt2", "max_cache_len": 96, "prefill_chunk": 16, "verify": False}
     return stored({"demo": options}, lambda folder: export("demo", output_dir=folder, **options))
 
 

@@ -272,7 +272,7 @@ def attacks(work: Path, targets: list[str]) -> list[Attack]:
     found = []
     for target in targets:
         source = work / target
-        export("demo", target, 96, source, prefill_length=16, verify=False)
+        export("demo", target, 96, source, prefill_chunk=16, verify=False)
         found += [
             Attack(f"{target}, any file, unsealed", source, _opened, _any_file, False),
             Attack(f"{target}, any file, sealed", source, _opened, _any_file, True),

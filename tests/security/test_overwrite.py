@@ -134,7 +134,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path: Path, monkeypa
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
     try:
         with pytest.raises(BundleError, match=r"cannot write .*: no space left on device \(needs [\d,]+ bytes"):
-            export(tiny_model("llama"), "pt2", 32, tmp_path / "out", prefill_length=8, verify=False)
+            export(tiny_model("llama"), "pt2", 32, tmp_path / "out", prefill_chunk=8, verify=False)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert list(tmp_path.iterdir()) == []

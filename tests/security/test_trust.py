@@ -73,7 +73,7 @@ def test_so_do_the_commands(bundle: Path, command: tuple[str, ...]) -> None:
 
 @pytest.mark.usefixtures("machine_code")
 def test_what_this_process_has_made_is_trusted(tmp_path: Path) -> None:
-    made = export(tiny_model("llama"), "pt2", 32, tmp_path / "bundle", prefill_length=8)
+    made = export(tiny_model("llama"), "pt2", 32, tmp_path / "bundle", prefill_chunk=8)
     assert made.manifest.verification["passed"]
     assert Session.from_bundle(made).target == "pt2"
 

@@ -41,7 +41,7 @@ FAMILIES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "llava": ("image", 4, {}),
     "smolvlm": ("image", 4, {}),
     "voxtral": ("audio", 3, {}),
-    "gemma3": ("image", 16, {"prefill_length": 20}),
+    "gemma3": ("image", 16, {"prefill_chunk": 20}),
     # 4 by 6 patches: 2 rows of 3 embeddings, and windows of 2 by 2 of which the last is narrower.
     "qwen2_5_vl": ("image", 6, {"image_size": (16, 24)}),
     "qwen2_vl": ("image", 6, {"image_size": (16, 24)}),

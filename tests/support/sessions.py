@@ -60,7 +60,7 @@ def lowered(
     target: str,
     max_cache_len: int = CAPACITY,
     batch_size: int = 1,
-    prefill_length: int = PREFILL,
+    prefill_chunk: int = PREFILL,
     attention_sinks: int | None = None,
     max_encoder_len: int | None = None,
     cache_options: Mapping[str, Any] | None = None,
@@ -77,7 +77,7 @@ def lowered(
         **(cache_options or {}),
     )
     parsed = backend.options.parse(options)
-    program = Program(model, cache, backend.program_spec(ProgramSpec(prefill_length), parsed))
+    program = Program(model, cache, backend.program_spec(ProgramSpec(prefill_chunk), parsed))
 
     def lower(folder: Path) -> None:
         folder.mkdir()
@@ -86,7 +86,7 @@ def lowered(
         (folder / DESCRIPTION).write_bytes(pickle.dumps(describe(program)))
 
     spec = {
-        "target": target, "max_cache_len": max_cache_len, "batch_size": batch_size, "prefill_length": prefill_length,
+        "target": target, "max_cache_len": max_cache_len, "batch_size": batch_size, "prefill_chunk": prefill_chunk,
         "attention_sinks": attention_sinks, "max_encoder_len": max_encoder_len, "cache_options": cache_options,
         "options": options, "model": model_key(model),
     }  # fmt: skip
@@ -119,21 +119,21 @@ def exported_bundle(model: PreTrainedModel, target: str, max_cache_len: int = CA
 def folded_bundle(**options: Any) -> tuple[PreTrainedModel, Path]:
     """A ring and a full layer for ExecuTorch, 4 query heads folded into one product: the model and its bundle."""
     model = tiny_model("gemma3_text", num_attention_heads=16)
-    return model, exported_bundle(model, "executorch", prefill_length=PREFILL, **options)
+    return model, exported_bundle(model, "executorch", prefill_chunk=PREFILL, **options)
 
 
 def bundle_of_both() -> tuple[PreTrainedModel, Path]:
     """One full layer for ExecuTorch with all three methods, whose weights, with a tied table, are most of the file."""
     sizes = {"hidden_size": 128, "intermediate_size": 1024, "vocab_size": 4096, "num_hidden_layers": 1}
     model = tiny_model("llama", **sizes, tie_word_embeddings=True)
-    options = {"methods": "both", "prefill_length": BOTH_PREFILL, "verify": False}
+    options = {"methods": "both", "prefill_chunk": BOTH_PREFILL, "verify": False}
     return model, exported_bundle(model, "executorch", **options)
 
 
 def sinks_bundle() -> tuple[PreTrainedModel, Path]:
     """A ring and a layer with three attention sinks and a window of 8 for ExecuTorch: the model and its bundle."""
     model = tiny_model("gemma3_text", max_position_embeddings=16384)
-    options = {"prefill_length": PREFILL, "attention_sinks": 3, "verify": False}
+    options = {"prefill_chunk": PREFILL, "attention_sinks": 3, "verify": False}
     return model, exported_bundle(model, "executorch", 3 + WINDOW, **options)
 
 
@@ -143,13 +143,13 @@ AOTI_CAPACITY = 64
 
 def aoti_bundle(model: PreTrainedModel) -> Path:
     """Machine code of a model."""
-    return exported_bundle(model, "aoti", AOTI_CAPACITY, prefill_length=PREFILL)
+    return exported_bundle(model, "aoti", AOTI_CAPACITY, prefill_chunk=PREFILL)
 
 
 def rounded_aoti_bundle() -> tuple[PreTrainedModel, Path]:
     """A model and its machine code over keys and values in 8 bits, token by token in two buckets."""
     model = tiny_model("llama", num_hidden_layers=1)
-    return model, exported_bundle(model, "aoti", AOTI_CAPACITY, prefill_length=1, kv_dtype="int8", buckets=[16])
+    return model, exported_bundle(model, "aoti", AOTI_CAPACITY, prefill_chunk=1, kv_dtype="int8", buckets=[16])
 
 
 def live_session(
@@ -157,4 +157,4 @@ def live_session(
 ) -> Session:
     """A session over the model itself."""
     cache = ExportableCache.from_model(model, max_cache_len, batch_size)
-    return Session.from_model(model, cache, compile=compile, prefill_length=16, **options)
+    return Session.from_model(model, cache, compile=compile, prefill_chunk=16, **options)

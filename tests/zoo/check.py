@@ -43,7 +43,7 @@ from .build import (
 TARGETS = ("eager", "compiled", "pt2", "executorch")
 TOLERANCE = 1e-4
 MAX_CACHE_LEN = 64
-PREFILL_LENGTH = 16
+PREFILL_CHUNK = 16
 
 
 @dataclass
@@ -171,11 +171,11 @@ def graphs_without_code() -> Iterator[None]:
 
 def _session(model: PreTrainedModel, cache: ExportableCache, target: str, folder: Path) -> Session:
     if target == "eager":
-        return Session.from_model(model, cache, prefill_length=PREFILL_LENGTH)
+        return Session.from_model(model, cache, prefill_chunk=PREFILL_CHUNK)
     if target == "compiled":
-        return Session.from_model(model, cache, compile=True, prefill_length=PREFILL_LENGTH)
+        return Session.from_model(model, cache, compile=True, prefill_chunk=PREFILL_CHUNK)
     backend = backend_for(target)
-    program = Program(model, cache, backend.program_spec(ProgramSpec(PREFILL_LENGTH), backend.options()))
+    program = Program(model, cache, backend.program_spec(ProgramSpec(PREFILL_CHUNK), backend.options()))
     backend.lower(program, folder, backend.options())
     runner = backend.open(folder, describe(program))
     return Session(runner, cache.layers, vocab_size_of(model), batch_size=1, target=target)

@@ -69,7 +69,7 @@ def write_constants(
                 if name in needed
             },
             "methods": {
-                name: (method.min_length, method.max_length, method.read_length)
+                name: (method.min_length, method.max_length, method.kv_read_len)
                 for name, method in program.methods.items()
             },
             "limits": {

@@ -87,7 +87,7 @@ def check_methods(delegate: str, program: Program) -> None:
     if delegate in ELSEWHERE and list(program.methods) != ["decode"]:
         raise UnsupportedModelError(
             f"delegate {delegate!r} compiles one method of one token, this program has {', '.join(program.methods)}; "
-            "export with prefill_length=1 (--prefill-length 1), so that prompts go in token by token"
+            "export with prefill_chunk=1 (--prefill-chunk 1), so that prompts go in token by token"
         )
 
 

@@ -40,7 +40,7 @@ class ExecutorchRunner:
             remedy = "export the model again"
             if _NO_MEMORY in str(error):
                 remedy = (
-                    "memory is planned for the longest input: export with a smaller max_encoder_len or prefill_length"
+                    "memory is planned for the longest input: export with a smaller max_encoder_len or prefill_chunk"
                 )
             if _NO_OPERATOR in str(error) and _calls_own_operators(path):
                 remedy = (

@@ -13,7 +13,7 @@ from .record import records_of
 from .signature import LOGITS, STATE_IN, STATE_OUT
 
 if TYPE_CHECKING:
-    from ...program.entry_points import Method
+    from ...program.methods import ProgramMethod
     from ..base import ProgramDescription
     from .record import EngineRecord, Output
 
@@ -47,7 +47,7 @@ class EngineRunner:
 
     def __init__(
         self,
-        methods: Mapping[str, Method],
+        methods: Mapping[str, ProgramMethod],
         records: Mapping[str, EngineRecord],
         contexts: Mapping[str, ExecutionContext],
         device: torch.device,

@@ -11,7 +11,7 @@ from .evaluator import NetworkEvaluator
 from .signature import LOGITS, STATE_IN, STATE_OUT
 
 if TYPE_CHECKING:
-    from ...program.entry_points import Method
+    from ...program.methods import ProgramMethod
     from .network import Network
 
 
@@ -26,7 +26,7 @@ class NetworkRunner:
         VerificationError: If a network has a layer that the evaluator does not model.
     """
 
-    def __init__(self, methods: Mapping[str, Method], networks: Mapping[str, Network]) -> None:
+    def __init__(self, methods: Mapping[str, ProgramMethod], networks: Mapping[str, Network]) -> None:
         self.methods = methods
         self._inputs = {name: [spec.name for spec in network.inputs] for name, network in networks.items()}
         self._evaluators = {

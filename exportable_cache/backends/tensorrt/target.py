@@ -97,7 +97,7 @@ def engine_networks(program: Program, options: TensorRTOptions, in_place: bool =
     opt_length = options.opt_length
     networks = {}
     for name, method in program.methods.items():
-        if not method.is_step or method.read_length is not None:
+        if not method.is_step or method.kv_read_len is not None:
             raise UnsupportedModelError(
                 f"method {name!r} of {type(program.model).__name__} has no engine: TensorRT programs have prefill and "
                 "decode over the whole cache only; export for another target"
@@ -106,7 +106,7 @@ def engine_networks(program: Program, options: TensorRTOptions, in_place: bool =
         if expected is not None and not method.min_length <= expected <= method.max_length:
             raise InputError(
                 f"opt_length is {expected}; method {name!r} takes {method.min_length} to {method.max_length} new "
-                "tokens: pass one of these, or a longer prefill_length"
+                "tokens: pass one of these, or a longer prefill_chunk"
             )
         networks[name] = build_network(program.export(name), signature_of(program, name, expected), in_place=in_place)
     return networks

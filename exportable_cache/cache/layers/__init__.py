@@ -1,8 +1,9 @@
 """Cache layers: what one attention layer keeps, composed of a slot policy, a storage and a kernel."""
 
+from .composed import RowSizes, label_of
 from .cross import CrossLayer
 from .indexed import IndexedLayer, IndexerKeys
-from .layer import CacheLayer, RowSizes, label_of
+from .layer import CacheLayer
 from .linear import LinearLayer, LinearStates, StateShape
 from .make import layer_class, layer_from, rounding_storage
 

@@ -21,8 +21,8 @@ class CrossLayer(CacheLayer):
 
     encoder_length: torch.Tensor
 
-    def begin(self, context: StepContext, high_water: int | None) -> None:
-        super().begin(context, high_water)
+    def begin(self, context: StepContext, max_len_ever: int | None) -> None:
+        super().begin(context, max_len_ever)
         #: Slots of the newest output, padding included; all of them where that is unknown. A host value, for eager use.
         self.written = self.capacity
         self._announced: torch.Tensor | None = None

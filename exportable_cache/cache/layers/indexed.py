@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..policies import FullPolicy
     from ..step import StepContext
     from ..storage import Storage
-    from .layer import RowSizes
+    from .composed import RowSizes
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,8 @@ class IndexedLayer(CacheLayer):
             "indexer_keys": StateTensor("batch_size", "capacity", "index_head_dim", dtype=dtype),
         }
 
-    def begin(self, context: StepContext, high_water: int | None) -> None:
-        super().begin(context, high_water)
+    def begin(self, context: StepContext, max_len_ever: int | None) -> None:
+        super().begin(context, max_len_ever)
         # Which of the two updates of a step has come first, and so is waited for by the other.
         self._awaiting: str | None = None
         self._uncounted = 0

@@ -1,238 +1,35 @@
-"""A cache layer: a slot policy, a storage and a kernel around a fixed set of tensors."""
+"""A cache layer as the models of transformers use it: written, read, counted, taken back."""
 
 from __future__ import annotations
 
-import copy
-import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from ...errors import InputError
 from ..checks import check_new_states, check_rollback, check_room, is_traced
-from ..component import check_count
-from ..kernel import PORTABLE, Kernel, StateTensor
-from ..policies import SlotPolicy
 from ..step import PLAIN
-from ..storage import FloatStorage, Storage
 from ..storage.slots import write_slots, write_slots_
-
-if TYPE_CHECKING:
-    from ..component import Component
-    from ..step import StepContext
+from .composed import ComposedLayer
 
 
-@dataclass(frozen=True)
-class RowSizes:
-    """Sizes of the keys and values of one layer: `RowSizes(1, 4, 64)` is one row, 4 heads, keys and values of 64.
-
-    Attributes:
-        batch_size: Rows.
-        num_heads: Key and value heads.
-        head_dim: Size of a key head.
-        value_head_dim: Size of a value head, `head_dim` by default (they differ in MLA models). 0 where latent keys are
-        all
-            there is of a token (GLM 5 Next).
-
-    Raises:
-        InputError: If a size is not a positive int.
-    """
-
-    batch_size: int
-    num_heads: int
-    head_dim: int
-    value_head_dim: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("batch_size", "num_heads", "head_dim"):
-            check_count(getattr(self, name), f"{name} of a cache layer", 1)
-        if self.value_head_dim is None:
-            object.__setattr__(self, "value_head_dim", self.head_dim)
-        check_count(self.value_head_dim, "value_head_dim of a cache layer", 0)
-
-
-class CacheLayer(CacheLayerMixin):
-    """One layer: a fixed set of tensors, composed of a policy, a storage and a kernel.
+class CacheLayer(ComposedLayer, CacheLayerMixin):
+    """One layer of a cache, as transformers uses it: a policy, a storage and a kernel around a fixed set of tensors.
 
     The policy says which slot a token goes to and which position a slot holds, the storage how keys and values are
-    kept, the kernel how both are emitted. Pytree children and keys, the FX spec, program buffers, `reset`,
-    `reorder_cache`, `nbytes`, saving and restoring all follow from the tensors that they declare.
+    kept, the kernel how both are emitted. How it comes by its tensors: see `ComposedLayer`.
 
     Every length is a tensor, `cumulative_length` [batch_size] int64, so no graph ever depends on how many tokens were
     seen, and the rows of a batch may differ.
-
-    Args:
-        policy: See `cache.policies`.
-        storage: See `cache.storage`; None where the policy keeps no keys.
-        sizes: Of keys and values; None where there are none.
-        kernel: What emits writes and reads.
-        device: Where to allocate.
-
-    Attributes:
-        state: Declarations of the state tensors by attribute name, in the order of the pytree children.
-        context: Of the step that the layer was put around its tensors for, see `with_state`; plain use otherwise.
     """
 
     is_compileable = True
     # Transformers would allocate lazily, from the first keys it sees; our tensors exist from construction.
     supports_early_init = False
 
-    #: What the layer is composed of, by attribute name: the family that each part's config is read by.
-    composed_of: ClassVar[dict[str, type[Component]]] = {"policy": SlotPolicy, "storage": Storage, "kernel": Kernel}
-
-    policy: SlotPolicy
-    storage: Storage | None
-    kernel: Kernel
-    state: dict[str, StateTensor]
-    context: StepContext
-    cumulative_length: torch.Tensor
-
-    def __init__(
-        self,
-        policy: SlotPolicy,
-        storage: Storage | None = None,
-        sizes: RowSizes | None = None,
-        *,
-        kernel: Kernel = PORTABLE,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        self.compose(policy=policy, storage=storage, kernel=kernel)
-        self.allocate(self.row_sizes(sizes), device)
-
-    def compose(self, **parts: Any) -> None:
-        """Take the parts of `composed_of`, by name, and declare the tensors that they need."""
-        for name in self.composed_of:
-            setattr(self, name, parts.get(name))
-        if self.policy.keeps_keys is (self.storage is None):
-            needs = "needs one" if self.policy.keeps_keys else "keeps no keys"
-            raise InputError(f"the storage of a layer is {self.storage!r}, but its policy {self.policy!r} {needs}")
-        self.state = self.declare()
-        described = {name: getattr(self, name) for name in self.composed_of}
-        self._config = {name: part.to_config() for name, part in described.items() if part is not None}
-
-    def declare(self) -> dict[str, StateTensor]:
-        """The state tensors of these parts."""
-        declared = self.kernel.declare(self)
-        if self.policy.length_name is not None:
-            declared[self.policy.length_name] = StateTensor("batch_size", dtype=torch.int64)
-        return declared
-
-    def row_sizes(self, sizes: RowSizes | None) -> dict[str, int]:
-        """Size of each dimension that the tensors of keys and values are declared with."""
-        if sizes is None:
-            return {}
-        return {
-            "batch_size": sizes.batch_size,
-            "num_heads": sizes.num_heads,
-            **self.kernel.sizes(self.policy),
-            **self.storage.sizes(sizes.head_dim, sizes.value_head_dim),
-        }
-
-    def allocate(self, sizes: Mapping[str, int], device: torch.device | str) -> None:
-        """Allocate the declared tensors, zeroed: zero is the right start of every state.
-
-        Args:
-            sizes: Size of each dimension named in `state`.
-            device: Where to allocate.
-        """
-        for name, declared in self.state.items():
-            shape = [sizes[dim] for dim in declared.dims]
-            try:
-                setattr(self, name, torch.zeros(shape, dtype=declared.dtype, device=device))
-            except (RuntimeError, TypeError, OverflowError) as error:
-                # What an allocator raises for too much memory, and what torch raises for sizes past 64 bits.
-                needed = math.prod(shape) * declared.dtype.itemsize
-                raise InputError(
-                    f"cannot allocate {name} of a cache layer, {shape} or {needed:,} bytes on {device}; "
-                    "pass a smaller max_cache_len or batch_size"
-                ) from error
-        self.begin(PLAIN, high_water=0)
-
-    @classmethod
-    def from_state(cls, config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Self:
-        """Rebuild a layer around existing tensors, without allocating and without looking at them.
-
-        The tensors may be fakes, proxies or any pytree leaf: nothing is validated here. `layers.layer_from` finds the
-        class.
-
-        Args:
-            config: What `config` of the original returned.
-            tensors: State by name; a missing name becomes None.
-
-        Raises:
-            InputError: If the config is not of parts that are known here.
-        """
-        layer = cls.__new__(cls)
-        layer.compose(**cls.parts_from(config))
-        layer._hold(tensors, PLAIN)
-        return layer
-
-    @classmethod
-    def parts_from(cls, config: Mapping[str, Any]) -> dict[str, Component]:
-        """The parts that `config` describes, by name."""
-        unknown = [name for name in config if name not in cls.composed_of]
-        if unknown or "policy" not in config or "kernel" not in config:
-            raise InputError(f"a layer has {', '.join(config) or 'nothing'}, one has {', '.join(cls.composed_of)}")
-        return {name: family.from_config(config[name]) for name, family in cls.composed_of.items() if name in config}
-
-    def with_state(self, tensors: Mapping[str, Any], context: StepContext = PLAIN) -> Self:
-        """The same layer around other tensors, for one step; this one is left alone.
-
-        Args:
-            tensors: State by name; a missing name becomes None.
-            context: Of the step. Where it has a start, that is the length of layers that follow the decoder.
-        """
-        layer = type(self).__new__(type(self))
-        for name in self.composed_of:
-            setattr(layer, name, getattr(self, name))
-        layer.state, layer._config = self.state, self._config
-        layer._hold(tensors, context)
-        return layer
-
-    def with_kernel(self, kernel: Kernel, tensors: Mapping[str, Any]) -> Self:
-        """The layer as a target keeps it: of the same policy and storage, around tensors of the kernel's layout."""
-        layer = type(self).__new__(type(self))
-        layer.compose(**{name: getattr(self, name) for name in self.composed_of} | {"kernel": kernel})
-        layer._hold(tensors, PLAIN)
-        return layer
-
-    def _hold(self, tensors: Mapping[str, Any], context: StepContext) -> None:
-        for name in self.state:
-            setattr(self, name, tensors.get(name))
-        if context.start is not None and self.policy.follows_decoder and self.policy.length_name is not None:
-            self.cumulative_length = context.start
-        self.begin(context, high_water=None)
-
-    def begin(self, context: StepContext, high_water: int | None) -> None:
-        """Start anew with what lasts a step.
-
-        Args:
-            context: Of the step.
-            high_water: The most tokens that a row ever held; None where the history of the tensors is unknown.
-        """
-        self.context = context
-        self.is_initialized = True
-        # Host bookkeeping of `crop`, moved by it alone.
-        self._high_water = 0 if self.is_dummy else high_water
-
-    def config(self) -> dict[str, Any]:
-        """What `from_state` needs besides the tensors: JSON, the same before and after any number of steps; not to be
-        changed.
-        """
-        # Made when the layer is: strict export flattens layers inside TorchDynamo, which cannot ask a dataclass for its
-        # fields.
-        return self._config
-
-    def named_state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The state tensors with their names, in declaration order."""
-        for name in self.state:
-            yield name, getattr(self, name)
-
-    # -- what the policy says
-    # --------------------------------------------------------------------------------------------
+    # -- what the policy says -----------------------------------------------------------------------------------------
 
     @property
     def is_sliding(self) -> bool:
@@ -276,17 +73,11 @@ class CacheLayer(CacheLayerMixin):
         """Tokens a row can hold in all, or None where any number may be seen."""
         return self.policy.max_length
 
-    def max_rollback(self, length: int, high_water: int) -> int:
+    def max_rollback(self, length: int, max_len_ever: int) -> int:
         """See `SlotPolicy.max_rollback`."""
-        return self.policy.max_rollback(length, high_water)
+        return self.policy.max_rollback(length, max_len_ever)
 
-    @property
-    def label(self) -> str:
-        """See `label_of`."""
-        return label_of(self.config())
-
-    # -- keys and values
-    # -------------------------------------------------------------------------------------------------
+    # -- keys and values ----------------------------------------------------------------------------------------------
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -363,13 +154,7 @@ class CacheLayer(CacheLayerMixin):
         """Slots that this step looks at."""
         return self.policy.slots_read(self.context.kv_read_len)
 
-    # -- everything generic
-    # ---------------------------------------------------------------------------------------------
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all state tensors."""
-        return sum(tensor.nbytes for _, tensor in self.named_state())
+    # -- everything generic -------------------------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
@@ -415,7 +200,7 @@ class CacheLayer(CacheLayerMixin):
         """Empty the layer, in place, so that addresses stay."""
         for _, tensor in self.named_state():
             tensor.zero_()
-        self._high_water = 0
+        self._max_len_ever = 0
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Give row `i` the state of row `beam_idx[i]`, in place.
@@ -440,7 +225,7 @@ class CacheLayer(CacheLayerMixin):
                 f"crop takes minus the number of tokens to remove, got {tokens_to_remove}; pass {-tokens_to_remove}"
             )
         if tokens_to_remove < 0 and not self.is_dummy:
-            self._high_water = check_rollback(self, -tokens_to_remove)
+            self._max_len_ever = check_rollback(self, -tokens_to_remove)
             self.cumulative_length.sub_(-tokens_to_remove)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -472,51 +257,16 @@ class CacheLayer(CacheLayerMixin):
     def __reduce__(self) -> tuple[Any, ...]:
         # By description: exported programs carry their example inputs, which are read back by classes that torch knows
         # alone.
-        return rebuilt, (type(self), self.config(), dict(self.named_state()), self._high_water)
-
-    def __copy__(self) -> Self:
-        return self._with_attributes(vars(self))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        # As it is, with what a description leaves out.
-        return self._with_attributes({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
-
-    def _with_attributes(self, attributes: Mapping[str, Any]) -> Self:
-        layer = type(self).__new__(type(self))
-        layer.__dict__.update(attributes)
-        return layer
-
-    def __repr__(self) -> str:
-        parts = (getattr(self, name) for name in self.composed_of)
-        return f"{type(self).__name__}({', '.join(repr(part) for part in parts if part not in (None, PORTABLE))})"
+        return rebuilt, (type(self), self.config(), dict(self.named_state()), self._max_len_ever)
 
 
 def rebuilt(
-    cls: type[CacheLayer], config: Mapping[str, Any], tensors: Mapping[str, Any], high_water: int | None
+    cls: type[CacheLayer], config: Mapping[str, Any], tensors: Mapping[str, Any], max_len_ever: int | None
 ) -> CacheLayer:
     """A layer out of a pickle."""
     layer = cls.from_state(config, tensors)
-    layer.begin(PLAIN, high_water)
+    layer.begin(PLAIN, max_len_ever)
     return layer
 
 
 torch.serialization.add_safe_globals([rebuilt])
-
-
-def label_of(config: Mapping[str, Any]) -> str:
-    """A layer's `config` in a few words, for tables and messages: `ring`, `full int8`, `full + states`, `ring
-    (tensorrt)`.
-
-    Kinds are not looked up: a target that is not installed may have brought the kernel.
-    """
-    policy, storage, kernel = (config.get(part, {}).get("kind") for part in ("policy", "storage", "kernel"))
-    words = [policy]
-    if storage not in (None, FloatStorage.kind):
-        words.append(storage)
-    if "states" in config and storage is not None:
-        words.append("+ states")
-    if "indexer" in config:
-        words.append("+ indexer")
-    if kernel != PORTABLE.kind:
-        words.append(f"({kernel})")
-    return " ".join(words)

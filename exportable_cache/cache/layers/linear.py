@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..policies import SlotPolicy
     from ..step import StepContext
     from ..storage import Storage
-    from .layer import RowSizes
+    from .composed import RowSizes
 
 
 @dataclass(frozen=True)
@@ -169,8 +169,8 @@ class LinearLayer(CacheLayer):
     def forgetting(self) -> str:
         return RecurrentPolicy.forgetting
 
-    def begin(self, context: StepContext, high_water: int | None) -> None:
-        super().begin(context, high_water)
+    def begin(self, context: StepContext, max_len_ever: int | None) -> None:
+        super().begin(context, max_len_ever)
         self._entered: set[str] = set()
         self._counted_one = False
 
@@ -178,8 +178,8 @@ class LinearLayer(CacheLayer):
     def is_croppable(self) -> bool:
         return False
 
-    def max_rollback(self, length: int, high_water: int) -> int:
-        return RecurrentPolicy().max_rollback(length, high_water)
+    def max_rollback(self, length: int, max_len_ever: int) -> int:
+        return RecurrentPolicy().max_rollback(length, max_len_ever)
 
     # -- transformers' protocol -------------------------------------------------------------------------------------
 

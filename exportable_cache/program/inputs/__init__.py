@@ -1,1 +1,1 @@
-"""What entry points take beside text: encoders, images, sound."""
+"""What methods take beside text: encoders, images, sound."""

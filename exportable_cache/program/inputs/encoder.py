@@ -1,4 +1,4 @@
-"""The entry point that runs the encoder of an encoder-decoder model."""
+"""The method that runs the encoder of an encoder-decoder model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 from ...common.named_forward import name_forward
 from ...common.tensor_spec import TensorSpec
 from ...models.encoder import ENCODER_LENGTH, run_encoder
-from ..entry_points import Method
+from ..methods import ProgramMethod
 
 if TYPE_CHECKING:
     import torch
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from ...models.encoder import Encoder
 
 
-def encode_method(encoder: Encoder) -> Method:
+def encode_method(encoder: Encoder) -> ProgramMethod:
     """`encode`: input and mask to hidden states and the number of real ones per row."""
     mask = (TensorSpec("attention_mask", "int64", ("batch", "length")),) if encoder.takes_mask else ()
     hidden, lengths = encoder.outputs
     # How long the output is follows from the input, so it is no size of its own here.
     ranges = {} if encoder.is_fixed else {ENCODER_LENGTH: (1, encoder.capacity)}
-    return Method(
+    return ProgramMethod(
         "encode",
         encoder.min_length,
         encoder.max_length,

@@ -9,7 +9,7 @@ import torch
 
 from ...errors import InputError
 from ...models.encoder import ENCODER_LENGTH, EncoderStates
-from ..entry_points import Method, methods_for
+from ..methods import ProgramMethod, methods_for
 from ..spec import ProgramSpec
 from .encoder import encode_method
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ...models.encoder import Encoder
 
 
-def seq2seq_methods(cache: ExportableEncoderDecoderCache, spec: ProgramSpec | None = None) -> dict[str, Method]:
+def seq2seq_methods(cache: ExportableEncoderDecoderCache, spec: ProgramSpec | None = None) -> dict[str, ProgramMethod]:
     """`encode`, and the steps of the decoder: prefill takes what `encode` gave, decode takes tokens and positions only.
 
     Prefill takes a single token too: most decoders start with one.
@@ -31,14 +31,14 @@ def seq2seq_methods(cache: ExportableEncoderDecoderCache, spec: ProgramSpec | No
         raise InputError("the cache does not know the model's encoder; allocate it with ExportableCache.from_model")
     methods = {"encode": encode_method(cache.encoder)}
     spec = ProgramSpec() if spec is None else spec
-    for name, method in methods_for(cache, ProgramSpec(spec.prefill_length, buckets=spec.buckets)).items():
+    for name, method in methods_for(cache, ProgramSpec(spec.prefill_chunk, buckets=spec.buckets)).items():
         methods[name] = method if method.max_length == 1 else _with_encoder(method, cache.encoder)
-    if spec.prefill_length == 1:
-        methods["prefill"] = _with_encoder(Method("prefill", 1, 1), cache.encoder)
+    if spec.prefill_chunk == 1:
+        methods["prefill"] = _with_encoder(ProgramMethod("prefill", 1, 1), cache.encoder)
     return methods
 
 
-def _with_encoder(method: Method, encoder: Encoder) -> Method:
+def _with_encoder(method: ProgramMethod, encoder: Encoder) -> ProgramMethod:
     ranges = {} if encoder.is_fixed else {ENCODER_LENGTH: (1, encoder.capacity)}
     return replace(method, min_length=1, inputs=(*method.inputs, *encoder.outputs), ranges=ranges)
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from ...common.named_forward import name_forward
 from ...common.tensor_spec import TensorSpec
 from ...errors import InputError, UnsupportedModelError
-from ..entry_points import Method
+from ..methods import ProgramMethod
 from .grid import BY_GRID, grid_constants, grid_for, patch_values
 
 if TYPE_CHECKING:
@@ -56,10 +56,10 @@ class Modality:
     constants: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def method(self) -> Method:
+    def method(self) -> ProgramMethod:
         """`encode_image` or `encode_audio`: one item to embeddings [tokens, hidden_size]."""
         embeds = TensorSpec(f"{self.kind}_embeds", self.dtype, (self.tokens, self.hidden_size))
-        return Method(f"encode_{self.kind}", 1, 1, inputs=(self.main_input,), outputs=(embeds,), grid=self.grid)
+        return ProgramMethod(f"encode_{self.kind}", 1, 1, inputs=(self.main_input,), outputs=(embeds,), grid=self.grid)
 
 
 class FeaturesModule(nn.Module):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ...common.tensor_spec import TensorSpec
 from ...errors import InputError
-from ..entry_points import ROPE_DELTAS, Method, text_inputs
+from ..methods import ROPE_DELTAS, ProgramMethod, text_inputs
 from .modality import AUDIO, IMAGE
 
 if TYPE_CHECKING:
@@ -30,13 +30,15 @@ _KINDS = {
 }
 
 
-def kinds_taken(methods: Mapping[str, Method]) -> tuple[str, ...]:
+def kinds_taken(methods: Mapping[str, ProgramMethod]) -> tuple[str, ...]:
     """What a program is given from outside: `("text",)`, `("text", "image")`, or `("audio",)` of an encoder-decoder."""
     read = [_KINDS[method.inputs[0].name] for name, method in methods.items() if name.startswith("encode")]
     return tuple(read) if "encode" in methods else ("text", *read)
 
 
-def multimodal_methods(methods: Mapping[str, Method], modalities: Sequence[Modality]) -> dict[str, Method]:
+def multimodal_methods(
+    methods: Mapping[str, ProgramMethod], modalities: Sequence[Modality]
+) -> dict[str, ProgramMethod]:
     """`encode_image` or `encode_audio`, `embed`, and a `prefill_embeds` for each prefill, beside the text methods.
 
     Where positions have three axes, `prefill_embeds` takes them, and the text methods take `rope_deltas` [batch]: what
@@ -54,14 +56,14 @@ def multimodal_methods(methods: Mapping[str, Method], modalities: Sequence[Modal
     for modality in modalities:
         if modality.sees_itself and longest < modality.tokens:
             raise InputError(
-                f"prefill_length is {longest}; the {modality.tokens} tokens of an {modality.kind} see each other and "
+                f"prefill_chunk is {longest}; the {modality.tokens} tokens of an {modality.kind} see each other and "
                 f"go through in one step: it must be at least {modality.tokens}"
             )
     has_grid = any(modality.grid is not None for modality in modalities)
     first = modalities[0]
     embeds = TensorSpec("inputs_embeds", first.dtype, ("batch", "length", first.hidden_size))
     ids, position = text_inputs(1, max(2, longest))
-    added["embed"] = Method("embed", 1, max(2, longest), inputs=(ids,), outputs=(embeds,))
+    added["embed"] = ProgramMethod("embed", 1, max(2, longest), inputs=(ids,), outputs=(embeds,))
     further = (POSITIONS,) if has_grid else (IMAGE_IDS,) if any(modality.sees_itself for modality in modalities) else ()
     for name, method in methods.items():
         if name.startswith("prefill"):

@@ -13,7 +13,7 @@ from ..checks import check_ids
 
 if TYPE_CHECKING:
     from ...models.cache_factory import ExportableEncoderDecoderCache
-    from ...program.entry_points import Method
+    from ...program.methods import ProgramMethod
     from ..checks import ProgramLimits
     from ..program_stepper import ProgramStepper
     from ..sequence_state import SequenceState
@@ -27,7 +27,7 @@ class EncoderStage:
         limits: Of the program.
     """
 
-    def __init__(self, method: Method, limits: ProgramLimits) -> None:
+    def __init__(self, method: ProgramMethod, limits: ProgramLimits) -> None:
         self.method = method
         self.limits = limits
         self.batch_size = limits.batch_size

@@ -15,7 +15,7 @@ from .image_places import image_ids, placed_images, rope_positions, whole_chunks
 from .items import ItemStage
 
 if TYPE_CHECKING:
-    from ...program.entry_points import Method
+    from ...program.methods import ProgramMethod
     from ..program_stepper import ProgramStepper
     from .stage import Prompt, Steps
 
@@ -33,7 +33,9 @@ class ImageStage(ItemStage):
         methods: Of the program.
     """
 
-    def __init__(self, method: Method, token: int, device: torch.device, methods: Mapping[str, Method]) -> None:
+    def __init__(
+        self, method: ProgramMethod, token: int, device: torch.device, methods: Mapping[str, ProgramMethod]
+    ) -> None:
         super().__init__(method, token, device)
         steps = [each for each in methods.values() if each.is_step]
         further = {name for step in steps for name in step.input_names}

@@ -147,7 +147,7 @@ def whole_chunks(ids: torch.Tensor, longest: int) -> list[int]:
             raise InputError(
                 f"the image at token {start} of the prompt takes {block} tokens, which see each other and so go "
                 f"through in one step, and a step takes at most {longest}; make the session, or export, with "
-                f"prefill_length={block} or more"
+                f"prefill_chunk={block} or more"
             )
         sizes.append(end - start)
         start = end

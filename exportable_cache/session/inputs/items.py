@@ -11,7 +11,7 @@ import torch
 from ...errors import BundleError, InputError
 
 if TYPE_CHECKING:
-    from ...program.entry_points import Method
+    from ...program.methods import ProgramMethod
     from ..program_stepper import ProgramStepper
     from .stage import Prompt, Steps
 
@@ -25,7 +25,7 @@ class ItemStage:
         device: Where inputs are expected.
     """
 
-    def __init__(self, method: Method, token: int, device: torch.device) -> None:
+    def __init__(self, method: ProgramMethod, token: int, device: torch.device) -> None:
         self.method = method
         self.token = token
         self.device = device

@@ -16,7 +16,7 @@ from .media_files import read_image, read_sound
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
 
-    from ...program.entry_points import Method
+    from ...program.methods import ProgramMethod
 
 # Attributes of processors: what stands for one item in a prompt.
 _MARKERS = {IMAGE: ("boi_token", "image_token"), AUDIO: ("audio_token",)}
@@ -24,7 +24,7 @@ _MARKERS = {IMAGE: ("boi_token", "image_token"), AUDIO: ("audio_token",)}
 
 def prompt_inputs(
     processor: ProcessorMixin,
-    methods: Mapping[str, Method],
+    methods: Mapping[str, ProgramMethod],
     text: str,
     images: Sequence[Path] = (),
     sounds: Sequence[Path] = (),
@@ -93,7 +93,11 @@ def _chat_inputs(
 
 
 def _encoder_inputs(
-    processor: ProcessorMixin, encode: Method, text: str, items: Mapping[str, Sequence[Any]], options: Mapping[str, Any]
+    processor: ProcessorMixin,
+    encode: ProgramMethod,
+    text: str,
+    items: Mapping[str, Sequence[Any]],
+    options: Mapping[str, Any],
 ) -> dict[str, torch.Tensor]:
     given: dict[str, Any] = {"images": items[IMAGE]} if items[IMAGE] else {"audio": items[AUDIO][0]}
     found = _of_dtypes(_processed(processor, return_tensors="pt", **given, **options), {"encode": encode})
@@ -113,7 +117,7 @@ def _processed(call: Any, *arguments: Any, **options: Any) -> Any:
         ) from error
 
 
-def _of_dtypes(found: Mapping[str, torch.Tensor], methods: Mapping[str, Method]) -> dict[str, torch.Tensor]:
+def _of_dtypes(found: Mapping[str, torch.Tensor], methods: Mapping[str, ProgramMethod]) -> dict[str, torch.Tensor]:
     """In the dtypes of the program, which may be of lower precision than what processors give."""
     dtypes = {spec.name: getattr(torch, spec.dtype) for method in methods.values() for spec in method.inputs}
     return {name: tensor.to(dtypes.get(name, tensor.dtype)) for name, tensor in found.items()}
@@ -123,7 +127,7 @@ def _markers(processor: ProcessorMixin, kind: str) -> list[str]:
     return [marker for name in _MARKERS[kind] if (marker := getattr(processor, name, None))]
 
 
-def _size(processor: ProcessorMixin, methods: Mapping[str, Method]) -> tuple[int, int] | None:
+def _size(processor: ProcessorMixin, methods: Mapping[str, ProgramMethod]) -> tuple[int, int] | None:
     """Height and width in pixels of a program's images, where the processor would leave it open."""
     grid = next((method.grid for method in methods.values() if method.grid is not None), None)
     patch = None if grid is None else processor.image_processor.patch_size

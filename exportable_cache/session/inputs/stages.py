@@ -15,7 +15,7 @@ from .items import ItemStage
 from .stage import Prompt, Steps
 
 if TYPE_CHECKING:
-    from ...program.entry_points import Method
+    from ...program.methods import ProgramMethod
     from ..checks import ProgramLimits
     from ..program_stepper import ProgramStepper
     from ..sequence_state import SequenceState
@@ -39,7 +39,9 @@ class InputStages:
         placeholders: Token ids that stand for something else than text.
     """
 
-    def __init__(self, methods: Mapping[str, Method], placeholders: Mapping[str, int], limits: ProgramLimits) -> None:
+    def __init__(
+        self, methods: Mapping[str, ProgramMethod], placeholders: Mapping[str, int], limits: ProgramLimits
+    ) -> None:
         self.limits = limits
         self.encoder = EncoderStage(methods["encode"], limits) if "encode" in methods else None
         self.placeholders = tuple(placeholders.values())

@@ -11,11 +11,11 @@ from transformers import DynamicCache, EncoderDecoderCache
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ...program.entry_points import Method
+    from ...program.methods import ProgramMethod
 
 
 def random_inputs(
-    method: Method, length: int, batch_size: int, vocab_size: int, generator: torch.Generator
+    method: ProgramMethod, length: int, batch_size: int, vocab_size: int, generator: torch.Generator
 ) -> dict[str, torch.Tensor]:
     """Inputs of `encode`, `length` long where that is free, without padding."""
     inputs = {}
@@ -33,7 +33,7 @@ def random_inputs(
     return inputs
 
 
-def encoder_lengths(method: Method) -> list[int]:
+def encoder_lengths(method: ProgramMethod) -> list[int]:
     """Lengths to try: the longest, a short one, and one between."""
     least, most = method.min_length, method.max_length
     lengths = {most, min(most, least + 2 * method.multiple), (least + most) // 2}

@@ -46,15 +46,15 @@ Result<CacheLimits> CacheLimits::make(const std::vector<LayerSpec>& layers) {
   return limits;
 }
 
-Rollback CacheLimits::max_rollback(int64_t length, int64_t high_water) const {
+Rollback CacheLimits::max_rollback(int64_t length, int64_t max_len_ever) const {
   // What it was before the newest token is gone.
   if (keeps_states_) return {0, "a layer's state sums up all that was seen"};
   int64_t allowed = length;
   for (const Ring& ring : rings_) {
-    if (high_water <= ring.capacity) continue;
-    // Past the first tokens, positions up to high_water - 1 - slots are overwritten; the next query needs those from its own
+    if (max_len_ever <= ring.capacity) continue;
+    // Past the first tokens, positions up to max_len_ever - 1 - slots are overwritten; the next query needs those from its own
     // position - window + 1 on.
-    allowed = std::min(allowed, std::max<int64_t>(0, length - (high_water - 1 - ring.slots + ring.window)));
+    allowed = std::min(allowed, std::max<int64_t>(0, length - (max_len_ever - 1 - ring.slots + ring.window)));
   }
   return {allowed, "the sliding window has overwritten older ones"};
 }

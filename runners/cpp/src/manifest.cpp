@@ -113,7 +113,7 @@ Result<Manifest> Manifest::read(const std::string& folder) {
     if (!gives_logits(method)) continue;
     const int64_t least = reader.integer(method["min_length"], where + ".min_length", 1);
     MethodSpec spec{name, least, reader.integer(method["max_length"], where + ".max_length", least)};
-    if (!method["read_length"].is_null()) spec.read_length = reader.integer(method["read_length"], where + ".read_length", 1);
+    if (!method["read_length"].is_null()) spec.kv_read_len = reader.integer(method["read_length"], where + ".read_length", 1);
     manifest.methods.push_back(std::move(spec));
   }
 

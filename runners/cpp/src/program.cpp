@@ -20,7 +20,7 @@ std::string shape_text(et::Span<const int32_t> sizes) {
   return text + "]";
 }
 
-int64_t reads(const MethodSpec& method) { return method.read_length.value_or(std::numeric_limits<int64_t>::max()); }
+int64_t reads(const MethodSpec& method) { return method.kv_read_len.value_or(std::numeric_limits<int64_t>::max()); }
 
 bool is_floating(ScalarType type) {
   return type == ScalarType::Float || type == ScalarType::Half || type == ScalarType::BFloat16;
@@ -105,7 +105,7 @@ const MethodSpec* Program::method_for(int64_t length, int64_t end) const {
 int64_t Program::max_step() const {
   int64_t longest = 1;
   for (const MethodSpec& method : methods_) {
-    if (!method.read_length) longest = std::max(longest, method.max_length);
+    if (!method.kv_read_len) longest = std::max(longest, method.max_length);
   }
   return longest;
 }

@@ -35,7 +35,7 @@ std::optional<int64_t> Session::room() const {
 
 void Session::reset() {
   length_ = 0;
-  high_water_ = 0;
+  max_len_ever_ = 0;
   pending_.reset();
 }
 
@@ -82,7 +82,7 @@ Result<std::span<const float>> Session::feed(std::span<const int64_t> tokens) {
       method = program_.method_for(1, length_ + 1);
     }
     // Before the run: should it fail halfway, slots may have been written.
-    high_water_ = std::max(high_water_, length_ + size);
+    max_len_ever_ = std::max(max_len_ever_, length_ + size);
     const Status status = program_.run(*method, tokens.first(static_cast<size_t>(size)), length_, logits_);
     if (!status.ok()) return status.error();
     length_ += size;
@@ -156,7 +156,7 @@ Status Session::check_rewind(int64_t tokens) const {
   }
   // A row that is left with no token starts anew, whatever its layers keep.
   if (tokens == length_) return {};
-  const auto [allowed, reason] = limits_.max_rollback(length_, high_water_);
+  const auto [allowed, reason] = limits_.max_rollback(length_, max_len_ever_);
   if (tokens > allowed) {
     return fail(ErrorCode::kInput, "cannot rewind ", tokens, " tokens at a length of ", length_, ": ", reason, ", at most ", allowed,
                 " can be taken back; reset() and prefill the tokens to keep");

@@ -14,7 +14,8 @@ from exportable_cache.backends.tensorrt.capabilities import CAPABILITIES, parse_
 from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.cli.app import app
 from exportable_cache.errors import BundleError, InputError, VerificationError
-from exportable_cache.verification.verify import VerifyReport, verify
+from exportable_cache.verification.report import VerifyReport
+from exportable_cache.verification.verify import verify
 
 from .models import engine_model
 
@@ -29,7 +30,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """A tiny Gemma 3, one ring and one full layer, as a bundle; made on a machine without a GPU unless there is one."""
     folder = tmp_path_factory.mktemp("bundles") / "gemma3"
     model = engine_model("gemma3_text")
-    return export(model, "tensorrt", 64, folder, prefill_length=16, sm="80,89", opt_length=8)
+    return export(model, "tensorrt", 64, folder, prefill_chunk=16, sm="80,89", opt_length=8)
 
 
 @no_gpu
@@ -153,5 +154,5 @@ def test_other_capabilities_are_refused(given) -> None:
 )
 def test_wrong_options_are_refused(options: dict, message: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=message):
-        export(engine_model("llama"), "tensorrt", 64, tmp_path / "out", prefill_length=16, **options)
+        export(engine_model("llama"), "tensorrt", 64, tmp_path / "out", prefill_chunk=16, **options)
     assert not (tmp_path / "out").exists()

@@ -26,9 +26,9 @@ class CacheLimits {
 
   /// What can be taken back without having lost a token that is still needed.
   ///
-  /// `length` is what the cache holds now, `high_water` the most it ever held since it was empty: what came after `length`
+  /// `length` is what the cache holds now, `max_len_ever` the most it ever held since it was empty: what came after `length`
   /// was overwritten.
-  Rollback max_rollback(int64_t length, int64_t high_water) const;
+  Rollback max_rollback(int64_t length, int64_t max_len_ever) const;
 
  private:
   // The newest tokens of a layer, `slots` of them after the first ones that it may keep besides.

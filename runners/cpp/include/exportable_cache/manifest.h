@@ -15,7 +15,7 @@ struct MethodSpec {
   std::string name;
   int64_t min_length;
   int64_t max_length;
-  std::optional<int64_t> read_length{};  // reads only so many tokens of the cache, so it serves no later position
+  std::optional<int64_t> kv_read_len{};  // reads only so many tokens of the cache, so it serves no later position
 };
 
 /// One cache layer: its slot policy (exportable_cache/cache/policies), with the fields of it that limit the layer, as far as it

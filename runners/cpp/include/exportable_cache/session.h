@@ -138,7 +138,7 @@ class Session {
   std::optional<Detokenizer> detokenizer_;
   std::vector<float> logits_;
   int64_t length_ = 0;
-  int64_t high_water_ = 0;          // the most tokens held since position 0: a rewind's limit depends on it
+  int64_t max_len_ever_ = 0;          // the most tokens held since position 0: a rewind's limit depends on it
   std::optional<int64_t> pending_;  // the newest token given out, while nothing was fed since and it ended nothing
 };
 

@@ -1,4 +1,4 @@
-"""The entry points of a program: which tensors each takes, and which of them serves a step."""
+"""The methods of a program: which tensors each takes, and which of them serves a step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .spec import ProgramSpec
 if TYPE_CHECKING:
     from ..models.cache_factory import ExportableCache
 
-DEFAULT_PREFILL_LENGTH = 256
+DEFAULT_PREFILL_CHUNK = 256
 #: Below this, attention over the slots costs too little beside the weights for a bucket of its own.
 SMALLEST_BUCKET = 128
 
@@ -27,14 +27,16 @@ ROPE_DELTAS = TensorSpec("rope_deltas", "int64", ("batch",))
 
 
 @dataclass(frozen=True)
-class Method:
-    """One entry point: `Method("prefill", 2, 256)` takes 2 to 256 new tokens per row, `Method("decode", 1, 1)` one.
+class ProgramMethod:
+    """A function of a program that is called by its name, as ExecuTorch's `Method` is; not a method of a Python class.
+
+    `ProgramMethod("prefill", 2, 256)` takes 2 to 256 new tokens per row, `ProgramMethod("decode", 1, 1)` one.
 
     Attributes:
         name: In the program.
         min_length: Least size named "length": fewest new tokens per row.
         max_length: Largest size named "length": most new tokens per row.
-        read_length: Serves steps that leave no row longer than this, and reads the cache no further; None for all.
+        kv_read_len: Serves steps that leave no row longer than this, and reads the cache no further; None for all.
         inputs: What it takes, in order; `text_inputs` by default.
         ranges: Least and most of every other named size but "batch".
         scores: Gives logits after every token, [batch, length, vocab], instead of after the last.
@@ -47,7 +49,7 @@ class Method:
     name: str
     min_length: int
     max_length: int
-    read_length: int | None = None
+    kv_read_len: int | None = None
     inputs: tuple[TensorSpec, ...] = ()
     ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     outputs: tuple[TensorSpec, ...] = ()
@@ -89,7 +91,7 @@ class Method:
     def serves(self, size: int, end: int) -> bool:
         """Whether it takes `size` new tokens after which the longest row holds `end`."""
         in_range = self.min_length <= size <= self.max_length
-        return self.is_step and in_range and (self.read_length is None or end <= self.read_length)
+        return self.is_step and in_range and (self.kv_read_len is None or end <= self.kv_read_len)
 
 
 def text_inputs(min_length: int, max_length: int) -> tuple[TensorSpec, ...]:
@@ -98,7 +100,7 @@ def text_inputs(min_length: int, max_length: int) -> tuple[TensorSpec, ...]:
     return TensorSpec("input_ids", "int64", ("batch", length)), TensorSpec("input_pos", "int64", ("batch",))
 
 
-def smallest_inputs(method: Method, batch_size: int, device: torch.device) -> Iterator[tuple[torch.Tensor, ...]]:
+def smallest_inputs(method: ProgramMethod, batch_size: int, device: torch.device) -> Iterator[tuple[torch.Tensor, ...]]:
     """Zeros of the least sizes that a method takes; and of 2, where that is 1: compiled, the two may have graphs of
     their own.
 
@@ -117,7 +119,7 @@ def smallest_inputs(method: Method, batch_size: int, device: torch.device) -> It
         )
 
 
-def methods_for(cache: ExportableCache, spec: ProgramSpec | None = None) -> dict[str, Method]:
+def methods_for(cache: ExportableCache, spec: ProgramSpec | None = None) -> dict[str, ProgramMethod]:
     """The methods of a text decoder over `cache`.
 
     Args:
@@ -125,46 +127,46 @@ def methods_for(cache: ExportableCache, spec: ProgramSpec | None = None) -> dict
         spec: Which methods, see `ProgramSpec`; `forward` and `split` are decided.
 
     Raises:
-        InputError: If `prefill_length`, `score_length` or a bucket is more than a row holds.
+        InputError: If `prefill_chunk`, `score_length` or a bucket is more than a row holds.
     """
     spec = ProgramSpec() if spec is None else spec
     score_length, split = spec.score_length, spec.split
-    prefill_length = checked_prefill_length(cache, spec.prefill_length)
-    methods = [Method("decode", 1, 1)] if split else []
-    if split and prefill_length > 1:
-        methods.append(Method("prefill", 2, prefill_length))
+    prefill_chunk = checked_prefill_chunk(cache, spec.prefill_chunk)
+    methods = [ProgramMethod("decode", 1, 1)] if split else []
+    if split and prefill_chunk > 1:
+        methods.append(ProgramMethod("prefill", 2, prefill_chunk))
     if spec.forward or not split:
-        methods.append(Method("forward", 1, prefill_length))
+        methods.append(ProgramMethod("forward", 1, prefill_chunk))
     if cache.max_length is not None and score_length > cache.max_length:
         raise InputError(f"score_length is {score_length}, a row holds {cache.max_length} tokens; pass at most that")
     if score_length:
-        methods.append(Method("score", 2, score_length, scores=True))
+        methods.append(ProgramMethod("score", 2, score_length, scores=True))
     for bucket in spec.buckets:
         if cache.max_length is not None and bucket > cache.max_length:
             raise InputError(
                 f"a length bucket is {bucket}, a row holds {cache.max_length} tokens; pass buckets below that, or none"
             )
-        methods.append(Method(f"decode_{bucket}", 1, 1, bucket))
-        if prefill_length > 1 and bucket > 1:
-            methods.append(Method(f"prefill_{bucket}", 2, min(prefill_length, bucket), bucket))
+        methods.append(ProgramMethod(f"decode_{bucket}", 1, 1, bucket))
+        if prefill_chunk > 1 and bucket > 1:
+            methods.append(ProgramMethod(f"prefill_{bucket}", 2, min(prefill_chunk, bucket), bucket))
         if score_length and bucket > 1:
-            methods.append(Method(f"score_{bucket}", 2, min(score_length, bucket), bucket, scores=True))
+            methods.append(ProgramMethod(f"score_{bucket}", 2, min(score_length, bucket), bucket, scores=True))
     return {method.name: method for method in methods}
 
 
-def checked_prefill_length(cache: ExportableCache, prefill_length: int | None) -> int:
+def checked_prefill_chunk(cache: ExportableCache, prefill_chunk: int | None) -> int:
     """The longest chunk of a prompt: the given one, or the default.
 
     Raises:
         InputError: If it is not positive or exceeds what the cache holds.
     """
     limit = cache.max_length
-    if prefill_length is None:
-        return DEFAULT_PREFILL_LENGTH if limit is None else min(DEFAULT_PREFILL_LENGTH, limit)
-    if prefill_length < 1 or (limit is not None and prefill_length > limit):
+    if prefill_chunk is None:
+        return DEFAULT_PREFILL_CHUNK if limit is None else min(DEFAULT_PREFILL_CHUNK, limit)
+    if prefill_chunk < 1 or (limit is not None and prefill_chunk > limit):
         allowed = "at least 1" if limit is None else f"1 to {limit}, the tokens the cache holds"
-        raise InputError(f"prefill_length is {prefill_length}; it must be {allowed}")
-    return prefill_length
+        raise InputError(f"prefill_chunk is {prefill_chunk}; it must be {allowed}")
+    return prefill_chunk
 
 
 def length_buckets(cache: ExportableCache, smallest: int = SMALLEST_BUCKET) -> list[int]:
@@ -173,7 +175,7 @@ def length_buckets(cache: ExportableCache, smallest: int = SMALLEST_BUCKET) -> l
     return [2**power for power in range(math.ceil(math.log2(smallest)), 63) if 2**power < most]
 
 
-def method_for(methods: Mapping[str, Method], size: int, end: int, scores: bool = False) -> str:
+def method_for(methods: Mapping[str, ProgramMethod], size: int, end: int, scores: bool = False) -> str:
     """Name of the method that serves a step at the least cost: of those that can, the one that reads and takes least.
 
     Args:
@@ -183,16 +185,16 @@ def method_for(methods: Mapping[str, Method], size: int, end: int, scores: bool 
         scores: Whether logits after every token are wanted.
     """
     able = [method for method in methods.values() if method.scores is scores and method.serves(size, end)]
-    return min(able, key=lambda method: (method.read_length or math.inf, method.max_length)).name
+    return min(able, key=lambda method: (method.kv_read_len or math.inf, method.max_length)).name
 
 
-def chunk_sizes(methods: Mapping[str, Method], length: int) -> list[int]:
+def chunk_sizes(methods: Mapping[str, ProgramMethod], length: int) -> list[int]:
     """How many tokens of a prompt of `length` go through each step.
 
     Long prompts go through in chunks of the longest method; what is left and too short for any goes token by token.
     """
     anywhere = [
-        method for method in methods.values() if method.is_step and not method.scores and method.read_length is None
+        method for method in methods.values() if method.is_step and not method.scores and method.kv_read_len is None
     ]
     longest = max(method.max_length for method in anywhere)
     whole, rest = divmod(length, longest)

@@ -1,0 +1,62 @@
+"""The small parts of a manifest: files, and what was done to weights and cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Entry(BaseModel):
+    """A part of the manifest: no other fields than these, and never changed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class File(Entry):
+    """One file of the bundle, by its path inside the folder; `details` are its target's."""
+
+    sha256: str
+    bytes: int
+    holds: str
+    details: dict[str, Any] = Field(default_factory=dict)
+
+
+class Quantized(Entry):
+    """How weights were quantised, and what that did to the logits: the program against the float model, on random
+    tokens.
+
+    `compared_in` is the dtype of the float model. `accuracy_before` and `accuracy_after` are shares of `questions` of
+    the demo model's task, for that model only.
+    """
+
+    linear: str | None
+    group_size: int | None
+    embeddings: str | None
+    positions: int | None = None
+    max_difference: float | None = None
+    argmax_agreement: float | None = None
+    compared_in: str | None = None
+    questions: int | None = None
+    accuracy_before: float | None = None
+    accuracy_after: float | None = None
+
+
+class RoundedCache(Entry):
+    """A cache that keeps fewer bits than the model writes: what it would take otherwise, and how far the logits moved.
+
+    The differences are between the program and the float model over an exact cache, so where weights are quantised as
+    well they are of both; None where nothing was compared.
+    """
+
+    dtype: str
+    float_bytes: int
+    positions: int | None = None
+    max_difference: float | None = None
+    argmax_agreement: float | None = None
+
+
+def names_of(names: Iterable[str]) -> str:
+    """Names for a message."""
+    return ", ".join(names) or "none"

@@ -1,0 +1,119 @@
+"""What a manifest says of the program: its methods, with the tensors that they take and give."""
+
+from __future__ import annotations
+
+from pydantic import Field, field_validator, model_validator
+
+from ..common.tensor_spec import TensorSpec
+from ..program.methods import ProgramMethod
+from ..program.spec import Form, Logits
+from .entries import Entry, names_of
+
+# What the names of an explicit program's state tensors begin with, among the inputs and outputs of its methods.
+STATE_PREFIX = "cache."
+
+#: Name of a step's first output.
+LOGITS = "logits"
+
+
+class Signature(Entry):
+    """One input or output: `shape` has numbers, and names of sizes: "batch", "length" and those of the method's
+    `ranges`.
+    """
+
+    name: str
+    dtype: str
+    shape: list[int | str]
+
+
+class MethodEntry(Entry):
+    """One method of the program, see `ProgramMethod`."""
+
+    min_length: int = Field(ge=1)
+    max_length: int = Field(ge=1)
+    # `ProgramMethod.kv_read_len`, under the name that the format has had from the start.
+    read_length: int | None = Field(default=None, ge=1)
+    scores: bool = False
+    # Least and most of every size named in a shape, besides "batch" and "length".
+    ranges: dict[str, tuple[int, int]] = {}
+    inputs: list[Signature]
+    outputs: list[Signature]
+    # image_grid_thw of every image that it takes.
+    grid: tuple[int, int, int] | None = None
+    # Of what "length" is a multiple.
+    multiple: int = Field(default=1, ge=1)
+
+    @model_validator(mode="after")
+    def _range(self) -> MethodEntry:
+        if self.min_length > self.max_length:
+            raise ValueError(f"min_length is {self.min_length}, above max_length {self.max_length}")
+        return self
+
+    @model_validator(mode="after")
+    def _every_size_is_known(self) -> MethodEntry:
+        known = {"batch", "length", *self.ranges}
+        for signature in self.inputs:
+            unknown = [size for size in signature.shape if isinstance(size, str) and size not in known]
+            if unknown:
+                raise ValueError(
+                    f"input {signature.name!r} has a size {unknown[0]!r}, ranges has {names_of(self.ranges)}"
+                )
+        return self
+
+    @property
+    def is_step(self) -> bool:
+        """Whether it feeds tokens over the cache and gives logits."""
+        return any(signature.name == LOGITS for signature in self.outputs)
+
+    def described(self, name: str) -> ProgramMethod:
+        """The same as a runner knows it: without the state tensors."""
+        inputs, outputs = (
+            tuple(
+                TensorSpec(item.name, item.dtype, tuple(item.shape))
+                for item in items
+                if not item.name.startswith(STATE_PREFIX)
+            )
+            for items in (self.inputs, () if self.is_step else self.outputs)
+        )
+        return ProgramMethod(
+            name,
+            self.min_length,
+            self.max_length,
+            self.read_length,
+            inputs,
+            dict(self.ranges),
+            outputs,
+            self.scores,
+            self.grid,
+            self.multiple,
+        )
+
+
+class ProgramEntry(Entry):
+    """The program's form and methods."""
+
+    form: Form
+    logits: Logits
+    batch_size: int = Field(ge=1)
+    max_cache_len: int = Field(ge=1)
+    methods: dict[str, MethodEntry]
+    # Whether all rows have to hold as many tokens, see `row_lengths.needs_equal_rows`.
+    equal_rows: bool = False
+
+    @field_validator("methods")
+    @classmethod
+    def _can_decode(cls, methods: dict[str, MethodEntry]) -> dict[str, MethodEntry]:
+        if not any(
+            method.is_step and method.min_length == 1 and method.read_length is None for method in methods.values()
+        ):
+            raise ValueError(f"none of the methods {', '.join(methods) or '(none)'} takes one token at every position")
+        return methods
+
+    @model_validator(mode="after")
+    def _state_is_where_the_form_says(self) -> ProgramEntry:
+        for name, method in self.methods.items():
+            explicit = any(signature.name.startswith(STATE_PREFIX) for signature in method.inputs)
+            if method.is_step and explicit is not (self.form is Form.EXPLICIT):
+                takes = "takes" if explicit else "does not take"
+                raise ValueError(f"form is {self.form.value!r}, but method {name!r} {takes} the cache as an input")
+        return self

@@ -1,0 +1,337 @@
+"""A program over a cache, step by step: what is fed, what is taken back, and where each row is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import GenerationConfig
+
+from ..errors import InputError
+from ..generation.multi_step import check_steps_per_launch
+from ..generation.sampler import Sampler
+from .checks import ProgramLimits, check_ids, check_room
+from .inputs.stages import InputStages
+from .program_stepper import ProgramStepper
+from .sequence_state import SequenceState
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ..backends.base import Runner
+    from ..cache.layers import CacheLayer
+    from .inputs.stage import Prompt
+
+
+class SteppedSession:
+    """A running program and where each row is in its sequence: tokens are fed, judged and taken back.
+
+    Every call checks its arguments and the room in the cache before anything runs: a refused call changes nothing.
+    `Session` opens and generates over it.
+
+    Args:
+        runner: What runs the steps.
+        layers: The cache's layers; only their limits are asked for, so they need no tensors.
+        vocab_size: Token ids run from 0 to vocab_size - 1.
+        batch_size: Rows.
+        tokenizer: For text.
+        generation_config: Its `eos_token_id` and `pad_token_id` end and fill rows in `generate`.
+        device: Where inputs are expected and logits come back.
+        target: What the runner is, for reports.
+        fingerprint: Of the model's weights, see `fingerprint.fingerprint`; saved states are refused to other models by
+            it.
+        placeholders: Token ids that stand for images or sound, by the method that encodes those.
+        steps_per_launch: Decode steps that `generate` runs at once, see `from_model`.
+
+    Raises:
+        InputError: If `steps_per_launch` is none that this cache or this runtime allows.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        layers: Sequence[CacheLayer],
+        vocab_size: int,
+        *,
+        batch_size: int,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        generation_config: GenerationConfig | None = None,
+        device: torch.device | str = "cpu",
+        target: str = "eager",
+        fingerprint: str | None = None,
+        placeholders: Mapping[str, int] | None = None,
+        steps_per_launch: int = 1,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.batch_size = batch_size
+        self.tokenizer = tokenizer
+        self.generation_config = generation_config
+        self.device = torch.device(device)
+        self.target = target
+        self.fingerprint = fingerprint
+        limits = ProgramLimits(batch_size, vocab_size, self.device)
+        self._stepper = ProgramStepper(runner, layers, limits, target)
+        self._stages = InputStages(runner.methods, placeholders or {}, limits)
+        check_steps_per_launch(self._stepper, steps_per_launch)
+        self._stepper.steps_per_launch = steps_per_launch
+
+    # -- where it is -------------------------------------------------------------------------------------------------
+
+    @property
+    def runner(self) -> Runner:
+        """What runs the steps."""
+        return self._stepper.runner
+
+    @runner.setter
+    def runner(self, runner: Runner) -> None:
+        self._stepper.use(runner)
+
+    @property
+    def steps_per_launch(self) -> int:
+        """Decode steps that `generate` runs at once."""
+        return self._stepper.steps_per_launch
+
+    @property
+    def layers(self) -> tuple[CacheLayer, ...]:
+        """The cache's layers, as far as their limits go."""
+        return self._stepper.layers
+
+    @property
+    def sequence(self) -> SequenceState:
+        """Where each row is: what is saved and forked beside the cache's tensors."""
+        return self._stepper.state
+
+    @property
+    def moves(self) -> int:
+        """Counts the calls that took it to another place or wrote its cache, but for `shift`."""
+        return self._stepper.moves
+
+    @property
+    def length(self) -> torch.Tensor:
+        """Tokens seen per row, int64 [batch] on the host."""
+        return self.sequence.length.clone()
+
+    @property
+    def unfed(self) -> tuple[int | None, ...]:
+        """The newest token of each row that a generation gave out, while nothing was fed since and it ended nothing."""
+        return self.sequence.unfed
+
+    @property
+    def max_length(self) -> int | None:
+        """Tokens a row can hold in all, or None where only rings keep state."""
+        return self._stepper.max_length
+
+    @property
+    def room(self) -> int | None:
+        """Tokens that every row still has room for, or None for any number."""
+        return self._stepper.room
+
+    @property
+    def least_rollback(self) -> tuple[str, int]:
+        """The layer of which fewest tokens can be taken back at any length, as `layer 2 (ring)`, and how many
+        they are.
+        """
+        return self._stepper.least_rollback
+
+    @property
+    def equal_rows(self) -> bool:
+        """Whether all rows have to hold as many tokens, because the model's own code asks for one length of them."""
+        return self._stepper.equal_rows
+
+    @property
+    def chooses_in_graph(self) -> bool:
+        """Whether decode steps choose the next tokens inside their graph."""
+        return self._stepper.chooses_in_graph
+
+    # -- encoder -----------------------------------------------------------------------------------------------------
+
+    @property
+    def has_encoder(self) -> bool:
+        """Whether it runs an encoder-decoder, whose input goes through `encode`."""
+        return self._stages.encoder is not None
+
+    def encode(self, main_input: torch.Tensor | None = None, **inputs: torch.Tensor) -> torch.Tensor:
+        """Run an encoder-decoder's encoder, and start anew at position 0: the next prefill attends to what it gave.
+
+        `reset()` starts another answer to the same input.
+
+        Args:
+            main_input: int64 [batch, length] token ids, or what else the encoder reads.
+            **inputs: The same by name, as the tokenizer or processor gives it (input_ids, input_features or
+                input_values), and `attention_mask` [batch, length], 0 on the padding behind each row.
+
+        Returns:
+            Hidden states [batch, encoder_length, hidden_size].
+
+        Raises:
+            InputError: If the model has no encoder, or an input is not what it takes; nothing has changed then.
+        """
+        encoder = self._stages.encoder
+        if encoder is None:
+            raise InputError(f"this {self.target!r} session runs a text decoder, which has no encoder; use prefill")
+        if main_input is not None:
+            inputs = {encoder.method.inputs[0].name: main_input, **inputs}
+        hidden = encoder.encode(inputs, self._stepper)
+        self.reset()
+        return hidden
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def prefill(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **inputs: torch.Tensor
+    ) -> torch.Tensor:
+        """Feed a prompt of any length, after whatever was fed before. Long ones go through in chunks.
+
+        Rows of a batch may be of different length: each row's own tokens follow what it holds, and the padding goes
+            nowhere.
+
+        Args:
+            input_ids: int64 [batch, length], length at least 1.
+            attention_mask: [batch, length], 0 on the padding before or behind each row's tokens, as a tokenizer gives
+                it.
+            **inputs: What a processor gives beside them (pixel_values, input_features), where the session has
+                modalities.
+
+        Returns:
+            Logits [batch, vocab] of each row's last token.
+
+        Raises:
+            InputError: If shape, dtype, device or a token id is wrong, a row has no token, or a shorter row would lose
+                what it holds while longer ones go ahead and the runtime does not let it be set aside.
+            CacheFullError: If the prompt does not fit.
+        """
+        prompt = self._checked(input_ids, attention_mask, inputs)
+        self._stepper.check_room(prompt.rows)
+        return self._stepper.feed(self._stages.steps(prompt, self._stepper))
+
+    def _checked(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        inputs: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    ) -> Prompt:
+        if not isinstance(input_ids, torch.Tensor):
+            check_ids("input_ids", input_ids, ("batch", "length"), self._stages.limits)
+        return self._stages.check(input_ids, attention_mask, inputs, self.sequence)
+
+    def chunk_sizes(self, length: int) -> list[int]:
+        """How many tokens of a prompt of `length` go through each step."""
+        return self._stepper.chunk_sizes(length)
+
+    @property
+    def placeholders(self) -> tuple[int, ...]:
+        """Token ids that stand for images or sound in a prompt, none where the session takes text only."""
+        return self._stages.placeholders
+
+    @property
+    def score_length(self) -> int:
+        """Most tokens that `score` takes, or 0 if the program has no such method."""
+        return self._stepper.score_length
+
+    def score(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Feed a few tokens and judge each: like `prefill`, with the logits after every token.
+
+        Args:
+            input_ids: int64 [batch, length], length 1 to `score_length`.
+
+        Returns:
+            Logits [batch, length, vocab].
+
+        Raises:
+            InputError: If the program has no `score` method, or as `prefill` does.
+            CacheFullError: If the tokens do not fit.
+        """
+        if self.score_length == 0:
+            raise InputError(
+                "this program gives the logits of the last token only; make the session, or export, with "
+                "score_length=8 or more"
+            )
+        self._stepper.check_room(self._checked(input_ids).rows)
+        if input_ids.shape[1] > self.score_length:
+            raise InputError(f"score takes up to {self.score_length} tokens at once, got {input_ids.shape[1]}")
+        return self._stepper.score(input_ids)
+
+    def decode(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Feed one token per row.
+
+        Args:
+            tokens: int64 [batch].
+
+        Returns:
+            Logits [batch, vocab].
+
+        Raises:
+            InputError: If shape, dtype, device or a token id is wrong.
+            CacheFullError: If a row has no slot left.
+        """
+        check_ids("tokens", tokens, ("batch",), self._stages.limits)
+        if self._stages.encoder is not None:
+            self._stages.encoder.check_encoded(self.sequence)
+        check_room(int(self.sequence.length.max()), self.max_length, 1)
+        return self._stepper.step(tokens[:, None])
+
+    def decode_and_choose(self, tokens: torch.Tensor, chooser: Sampler, steps: int = 1) -> torch.Tensor:
+        """Feed one token per row and choose the next ones: inside the graph where the target can. Then feed those, and
+        so on.
+
+        Args:
+            tokens: int64 [batch], taken as they are: the loops feed what was chosen from the vocabulary.
+            chooser: How to choose.
+            steps: 1, or `steps_per_launch`.
+
+        Returns:
+            int64 [batch, steps]; all but the last of each row are in the cache.
+
+        Raises:
+            CacheFullError: See `decode`.
+        """
+        return self._stepper.decode_and_choose(tokens, chooser, steps)
+
+    # -- other places ------------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Start anew at position 0; the next step is the first of a sequence.
+
+        The buffers are zeroed, except by runtimes that do not give them out (executorch). Those keep their contents,
+        which no query sees; only if a sequence has left infinities or not-a-number in them, load the bundle again, as
+        zero times those is not zero.
+        """
+        self._stepper.reset()
+
+    def rewind(self, tokens: int) -> None:
+        """Take back the newest tokens of every row, so that others can follow in their place.
+
+        A generated token that was given out and not fed yet is dropped as well, and not counted: `rewind(0)` drops it
+            alone.
+
+        Args:
+            tokens: How many, 0 or more.
+
+        Raises:
+            InputError: If a row holds fewer, a ring has overwritten one that would be needed again, a layer keeps a
+                state, or part of an image would stay whose tokens belong together.
+        """
+        self._stepper.guard.check_whole()
+        self._stepper.move_to(self.sequence.rewound(tokens, self.layers))
+
+    def set_length(self, row: int, length: int) -> None:
+        """Say how many tokens a row holds, for loops that write a row's state themselves (continuous batching)."""
+        self._stepper.move_to(self.sequence.with_row(row, length))
+
+    def shift(self, tokens: int | torch.Tensor) -> None:
+        """For decoding loops: go back over tokens that were fed, or, where positive, on over tokens that the cache
+        still holds.
+
+        `rewind` without its checks: a token that was given out and not fed stays so.
+
+        Args:
+            tokens: How many, or how many in each row, int64 [batch] on the host.
+        """
+        self._stepper.shift(tokens)
+
+    def go_on_from(self, sequence: SequenceState) -> None:
+        """Take up another place, for loops that write the cache's tensors themselves."""
+        self._stepper.move_to(sequence)
+        self._stepper.guard.is_broken = False

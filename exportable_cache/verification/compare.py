@@ -1,0 +1,222 @@
+"""A session against its model: the same tokens through both, logits compared at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..cache.layers import rounding_storage
+from ..common.dtypes import dtype_name
+from ..common.progress import silent
+from ..errors import InputError
+from ..models.layout import layer_types_and_windows, vocab_size_of
+from .encoders import verify_encoders
+from .plan import kept_sinks, longest_chunk, most_tokens, planned, random_text
+from .prompts import prompt_feeds
+from .references.at_once import is_large, logits_of_beginnings
+from .references.by_step import logits_by_step, rounding_effect
+from .references.encoder_decoder import encoder_lengths, random_inputs
+from .report import VerifiedPrompt, VerifyReport, largest
+from .spec import VerifySpec
+from .stored import KEPT_STEPS, FedPrompt, StoredDistance, distance_from_stored
+from .tolerance import default_tolerance
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ..common.progress import Progress
+    from ..session.session import Session
+
+# Tokens over which the effect of a rounded cache is found, for the tolerance.
+_ROUNDED_TOKENS = 64
+
+
+def compare(
+    session: Session,
+    model: PreTrainedModel,
+    spec: VerifySpec | None = None,
+    progress: Progress = silent,
+    fed: list[FedPrompt] | None = None,
+) -> VerifyReport:
+    """Feed the same random tokens to a session and to the model in eager attention with `DynamicCache`, step by step.
+
+    Encoders of images and sound get items of random numbers, see `verify_encoders`; an encoder-decoder's gets its input
+    before each prompt.
+
+    The session is reset before every prompt and after the last. Prompts run from the longest to the shortest, so that
+    each but the first finds the leftovers of a longer one in the buffers. All but the shortest are fed in two parts, so
+    that prefill is seen to go on from tokens that the cache holds, see `prompt_feeds`.
+
+    Args:
+        session: What to check.
+        model: What it was made from.
+        spec: Prompts, steps and tolerance.
+        progress: Told about every step.
+        fed: Gets the prompts, each with the first `KEPT_STEPS` of its steps and the program's logits, for
+            `measure_stored`.
+
+    Raises:
+        InputError: If a length does not fit, or the model has another vocabulary than the session.
+    """
+    spec = VerifySpec() if spec is None else spec
+    vocab_size = vocab_size_of(model)
+    if vocab_size != session.vocab_size:
+        raise InputError(
+            f"the program has a vocabulary of {session.vocab_size} tokens, the model of {vocab_size}; "
+            "verify with the model it was made from"
+        )
+    sinks = kept_sinks(session)
+    windows = {window for _, window in layer_types_and_windows(model.config) if window is not None}
+    windows = sorted(windows if sinks is None else {*windows, sinks.tokens + sinks.window})
+    plan = planned(session, spec, most_tokens(session, model), windows)
+    storage = None if spec.exact_cache else rounding_storage(session.layers)
+    generator = torch.Generator().manual_seed(spec.seed)
+    encode = session.runner.methods.get("encode")
+    seen = _Seen(progress, 2 * sum(1 + steps for _, steps in plan))
+    # Of the others, a reference is one of single steps.
+    at_once = is_large(model) and sinks is None and storage is None and encode is None
+    if at_once:
+        sequence = random_text(session, max(length + steps for length, steps in plan), generator)
+        progress("running the model", 0, None)
+        known = logits_of_beginnings(model, sequence, plan)
+    for index, (length, steps) in enumerate(reversed(plan)):
+        ids = sequence[:, : length + steps] if at_once else random_text(session, length + steps, generator)
+        encoder_inputs = None
+        if encode is not None:
+            lengths = encoder_lengths(encode)
+            encoder_inputs = random_inputs(
+                encode, lengths[index % len(lengths)], session.batch_size, vocab_size, generator
+            )
+        # All of the reference first: the session may run the very same model, under another attention implementation.
+        if at_once:
+            reference = (known[position] for position in range(length - 1, length + steps))
+        else:
+            reference = logits_by_step(model, ids, length, sinks, encoder_inputs, storage)
+        expected = seen.expect(reference)
+        if encoder_inputs is not None:
+            session.encode(**{name: tensor.to(session.device) for name, tensor in encoder_inputs.items()})
+        if at_once and index:
+            # Beginnings of one sequence: a write that fails would leave what it should have written.
+            session.reset()
+            session.prefill(random_text(session, length + steps, generator).to(session.device))
+        kept = seen.compare(session, ids.to(session.device), length, expected)
+        if fed is not None:
+            fed.append(FedPrompt(length, ids[:, : length + len(kept) - 1], sinks, encoder_inputs, torch.stack(kept)))
+    session.reset()
+    prompts = tuple(reversed(seen.prompts))
+    encoders = verify_encoders(session, model, generator, spec.tolerance)
+    max_difference = largest([prompt.max_difference for prompt in prompts])
+    rms_difference = largest([prompt.rms_difference for prompt in prompts])
+    tolerance = spec.tolerance
+    if tolerance is None:
+        tolerance = default_tolerance(model.dtype, seen.largest_logit)
+        if storage is not None:
+            tolerance = max(tolerance, rounding_effect(model, min(plan[-1][0], _ROUNDED_TOKENS), storage) / 4)
+    return VerifyReport(
+        passed=max_difference <= tolerance
+        and (spec.rms_tolerance is None or rms_difference <= spec.rms_tolerance)
+        and all(encoder.passed for encoder in encoders),
+        max_difference=max_difference,
+        tolerance=tolerance,
+        prompts=prompts,
+        steps=session.batch_size * sum(1 + steps for _, steps in plan),
+        windows=tuple(window for window in windows if any(length + steps > window for length, steps in plan)),
+        target=session.target,
+        encoders=encoders,
+        at_once=at_once,
+        rms_tolerance=spec.rms_tolerance,
+    )
+
+
+class _Seen:
+    """What a comparison has seen so far.
+
+    Args:
+        progress: Told about every step of both sides.
+        total: Steps in all.
+    """
+
+    def __init__(self, progress: Progress, total: int) -> None:
+        self.prompts: list[VerifiedPrompt] = []
+        self.largest_logit = 0.0
+        self._progress, self._done, self._total = progress, 0, total
+
+    def expect(self, reference: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """The logits [batch, vocab] of the reference, one per step."""
+        expected = []
+        for logits in reference:
+            expected.append(logits)
+            self.largest_logit = max(self.largest_logit, logits.abs().max().item())
+            self._step()
+        return expected
+
+    def compare(
+        self, session: Session, ids: torch.Tensor, length: int, expected: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Feed a session the prompt and the tokens after it.
+
+        Args:
+            ids: int64 [batch, length + steps].
+            length: Of the prompt.
+            expected: Of the reference.
+
+        Returns:
+            The session's logits [batch, vocab] of the prompt and of the first `KEPT_STEPS` steps.
+        """
+        feeds = prompt_feeds(length, longest_chunk(session))
+        differences, squares, agreements, kept = [], [], [], []
+        for step, reference in enumerate(expected):
+            if step == 0:
+                outputs = [_feed(session, ids[:, :length], parts) for parts in feeds]
+            else:
+                outputs = [session.decode(ids[:, length + step - 1])]
+            for output in outputs:
+                logits = output.to(reference.device)
+                # A maximum over tensors keeps not-a-number, Python's does not.
+                difference = logits.float() - reference.float()
+                differences.append(difference.abs().max())
+                squares.append(difference.square().mean(-1).max())
+                agreements.append((logits.argmax(-1) == reference.argmax(-1)).float().mean())
+            if step <= KEPT_STEPS:
+                kept.append(outputs[-1].detach().clone())
+            self._step()
+        self.prompts.append(
+            VerifiedPrompt(
+                length,
+                sum(len(session.chunk_sizes(part)) for part in feeds[-1]),
+                len(expected) - 1,
+                torch.stack(differences).max().item(),
+                torch.stack(agreements).mean().item(),
+                torch.stack(squares).max().sqrt().item(),
+            )
+        )
+        return kept
+
+    def _step(self) -> None:
+        self._done += 1
+        self._progress("verifying", self._done, self._total)
+
+
+def _feed(session: Session, ids: torch.Tensor, parts: Sequence[int]) -> torch.Tensor:
+    """Logits [batch, vocab] after `ids` [batch, length], fed from position 0 in one prefill call per part."""
+    session.reset()
+    for part in ids.split(list(parts), dim=1):
+        logits = session.prefill(part)
+    return logits
+
+
+def measure_stored(model: PreTrainedModel, fed: Sequence[FedPrompt], progress: Progress = silent) -> StoredDistance:
+    """How far a program is from its model in the dtype that the weights are stored in, over an exact cache.
+
+    Args:
+        model: In that dtype.
+        fed: What `compare` gave the program.
+    """
+
+    def reference(prompt: FedPrompt) -> Iterator[torch.Tensor]:
+        return logits_by_step(model, prompt.ids, prompt.length, prompt.sinks, prompt.encoder_inputs)
+
+    progress(f"comparing with the model in {dtype_name(model.dtype)}", 0, None)
+    return distance_from_stored(fed, dtype_name(model.dtype), reference)
