@@ -68,11 +68,8 @@ class GraphCache:
             inputs: Examples of its inputs, dynamic sizes marked.
             options: Of torch.compile.
         """
-        path = self.folder / f"{hashlib.sha256(f'{self._identity} {key}'.encode()).hexdigest()}.graph"
-        # A copy carries no marks, like the inputs of later calls.
-        call = self._load(path, step, external, [tensor.clone() for tensor in inputs])
+        call = self.load(key, step, external, inputs)
         if call is not None:
-            self.loaded += 1
             return call
         options["options"] = {**(options.get("options") or {}), "guard_filter_fn": _keepable}
         try:
@@ -82,13 +79,25 @@ class GraphCache:
             return None
         self.compiled += 1
         try:
-            with atomic_path(path) as temporary:
+            with atomic_path(self._path(key)) as temporary:
                 call.save_compiled_function(str(temporary), external_data=external)
         except (
             Exception
         ) as error:  # a full disk, or something in the graph that cannot be pickled: it runs all the same
             self._not_kept(key, error)
         return call
+
+    def load(
+        self, key: str, step: Callable[..., Any], external: dict[str, nn.Module], inputs: Sequence[torch.Tensor]
+    ) -> Callable[..., Any] | None:
+        """A step from the folder, or None. See `get`."""
+        # A copy carries no marks, like the inputs of later calls.
+        call = self._load(self._path(key), step, external, [tensor.clone() for tensor in inputs])
+        self.loaded += call is not None
+        return call
+
+    def _path(self, key: str) -> Path:
+        return self.folder / f"{hashlib.sha256(f'{self._identity} {key}'.encode()).hexdigest()}.graph"
 
     def _not_kept(self, key: str, error: Exception) -> None:
         log.warning("%s: not kept in %s: %s: %s", key, self.folder, type(error).__name__, str(error).partition("\n")[0])

@@ -18,7 +18,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
-from ..common.compat.torch import FakeTensor, free_symbols, size_range
+from ..common.compat.torch_compile import FakeTensor, free_symbols, symbol_range
 
 #: A layer's number in the name of a module.
 _LAYER = re.compile(r"^(.*?\.\d+)(?:\.|$)")
@@ -184,9 +184,9 @@ def _text(nodes: Sequence[Node], inputs: Sequence[Node], outputs: Sequence[Node]
     text = "\n".join(lines)
     order = {symbol: f"s{index}" for index, symbol in enumerate(dict.fromkeys(_SYMBOL.findall(text)))}
     ranges = {
-        order[str(symbol)]: size_range(size)
+        order[str(symbol)]: symbol_range(symbol, environment)
         for node in (*inputs, *nodes)
-        for symbol, size in free_symbols(value_of(node)).items()
+        for symbol, environment in free_symbols(value_of(node)).items()
         if str(symbol) in order
     }
     return _SYMBOL.sub(lambda found: order[found[0]], text) + f"\n{sorted(ranges.items())}"
