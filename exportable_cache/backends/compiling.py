@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FunctionType
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..common.compat import torch as private
+from ..errors import InputError
 from .graph_cache import GraphCache
 
 if TYPE_CHECKING:
@@ -30,7 +32,6 @@ class StepCompiler:
         graph_cache: Folder in which compiled graphs are kept, see `GraphCache`.
 
     Attributes:
-        layered: What compiles one layer of each kind, None where graphs are compiled whole.
         graph_cache: The graphs on disk, None without a folder.
     """
 
@@ -38,8 +39,18 @@ class StepCompiler:
         self, model: torch.nn.Module, cache: ExportableCache, mode: str | None, graph_cache: str | Path | None
     ) -> None:
         self._mode = "reduce-overhead" if mode is None and cache.device.type == "cuda" else mode
-        self.layered = _layered_backend() if self._mode is None and generates_code(cache.device) else None
+        self._by_layers = self._mode is None and generates_code(cache.device)
         self.graph_cache = None if graph_cache is None else GraphCache(graph_cache, model, cache)
+
+    @functools.cached_property
+    def layered(self) -> LayeredBackend | None:
+        """What compiles one layer of each kind, None where graphs are compiled whole."""
+        if not self._by_layers:
+            return None
+        # Here, as it imports the compiler, which takes long.
+        from .layered import LayeredBackend
+
+        return LayeredBackend()
 
     def compile(self, module: torch.nn.Module, method: ProgramMethod, key: str, inputs: Sequence[torch.Tensor]) -> Step:
         """A compiled step, from the folder where there is one; compiled now, or when it is first called.
@@ -77,10 +88,32 @@ def generates_code(device: torch.device) -> bool:
     return device.type == "cpu" and torch.compiler.get_default_backend() == "inductor"
 
 
-def marked(method: ProgramMethod, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], frozenset[str]]:
+def check_background(cache: ExportableCache, mode: str | None) -> None:
+    """Refuse to compile in another process what cannot be handed over from there.
+
+    Raises:
+        InputError: If steps run on a GPU, or torch.compile is to do something else than usual.
+    """
+    if mode is None and generates_code(cache.device):
+        return
+    reason = f"the cache is on {cache.device}" if cache.device.type != "cpu" else f"mode is {mode!r}"
+    if mode is None and cache.device.type == "cpu":
+        reason = f"torch.compile's backend is {torch.compiler.get_default_backend()!r}"
+    raise InputError(
+        f"compile is 'background', but {reason}; graphs come from another process for Inductor's own mode on a CPU "
+        "only: pass compile=True"
+    )
+
+
+def marked(
+    method: ProgramMethod, inputs: Sequence[torch.Tensor], compiles: bool = True
+) -> tuple[list[torch.Tensor], frozenset[str]]:
     """Copies of the inputs that say which of their sizes are dynamic, and the names of dynamic sizes that are 1 here.
 
     Guards look at strides, which a slice of a longer prompt carries along, and dynamic sizes are marked on the tensor.
+
+    Args:
+        compiles: Whether this process compiles; another one marks its own copies.
     """
     sizes, copies, ones = method.dynamic_sizes, [], set()
     for spec, tensor in zip(method.inputs, inputs, strict=True):
@@ -88,6 +121,8 @@ def marked(method: ProgramMethod, inputs: Sequence[torch.Tensor]) -> tuple[list[
         for index, size in enumerate(spec.shape):
             if size in sizes and tensor.shape[index] == 1:
                 ones.add(size)
+            elif not compiles:
+                continue
             elif size in sizes and _has_graphs_by_length(method):
                 private.maybe_mark_dynamic(tensor, index)
             elif size in sizes:
@@ -112,13 +147,6 @@ def _has_graphs_by_length(method: ProgramMethod) -> bool:
     That a length is a multiple is such a guard, too.
     """
     return not method.is_step and (not method.takes_ids or method.pads)
-
-
-def _layered_backend() -> LayeredBackend:
-    # Here, as it imports the compiler, which takes long.
-    from .layered import LayeredBackend
-
-    return LayeredBackend()
 
 
 def _unmarked(call: Step) -> Step:

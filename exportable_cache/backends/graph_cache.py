@@ -48,6 +48,8 @@ class GraphCache:
         self.folder = Path(folder)
         #: Graphs taken from the folder, and graphs compiled, since this object was made.
         self.loaded, self.compiled = 0, 0
+        #: Why the newest graph was not kept, "" if it was.
+        self.last_error = ""
         self._identity = json.dumps([*_machine(), *_structure(model, cache)], sort_keys=True, default=repr)
 
     def get(
@@ -68,6 +70,7 @@ class GraphCache:
             inputs: Examples of its inputs, dynamic sizes marked.
             options: Of torch.compile.
         """
+        self.last_error = ""
         call = self.load(key, step, external, inputs)
         if call is not None:
             return call
@@ -100,7 +103,8 @@ class GraphCache:
         return self.folder / f"{hashlib.sha256(f'{self._identity} {key}'.encode()).hexdigest()}.graph"
 
     def _not_kept(self, key: str, error: Exception) -> None:
-        log.warning("%s: not kept in %s: %s: %s", key, self.folder, type(error).__name__, str(error).partition("\n")[0])
+        self.last_error = f"{type(error).__name__}: {error}".partition("\n")[0]
+        log.warning("%s: not kept in %s: %s", key, self.folder, self.last_error)
 
     def _load(
         self, path: Path, step: Callable[..., Any], external: dict[str, nn.Module], inputs: Sequence[torch.Tensor]

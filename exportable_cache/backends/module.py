@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
@@ -21,7 +22,8 @@ from ..program.program import ResidentModule, front_module, program_methods
 from ..program.read_lengths import shared_methods, slots_to_read
 from ..program.spec import ProgramSpec
 from ..program.tracing import told_by
-from .compiling import StepCompiler, marked
+from .background import BackgroundCompiler, private_folder
+from .compiling import StepCompiler, check_background, marked
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -47,7 +49,8 @@ class ModuleRunner:
         cache: Its cache; its keys and values are written, its lengths are not.
         spec: Its methods and modalities.
         compiled: Compile the methods, each into one graph: decode for one token, prefill with a dynamic length, and
-            those of several read lengths together.
+            those of several read lengths together. "background": in another process, and steps run as they are until
+            their graph is there.
         mode: Of torch.compile; `reduce-overhead` (CUDA graphs) by default on a GPU.
         graph_cache: Folder in which compiled graphs are kept for later processes, see `GraphCache`.
     """
@@ -58,7 +61,7 @@ class ModuleRunner:
         cache: ExportableCache,
         spec: ProgramSpec | None = None,
         *,
-        compiled: bool = False,
+        compiled: bool | Literal["background"] = False,
         mode: str | None = None,
         graph_cache: str | Path | None = None,
     ) -> None:
@@ -73,7 +76,12 @@ class ModuleRunner:
             for name, method in self.methods.items()
         }
         self.state: Mapping[str, torch.Tensor] = cache.stored_state()
+        in_background = compiled == "background"
+        if in_background:
+            check_background(cache, mode)
+            graph_cache = private_folder(self) if graph_cache is None else graph_cache
         self.compiler = StepCompiler(model, cache, mode, graph_cache) if compiled else None
+        self.background = BackgroundCompiler(model, cache, spec, self.compiler) if in_background else None
         # CUDA graphs are recorded for each size.
         shares = compiled and cache.device.type == "cpu"
         self._shared = shared_methods(cache, self.methods) if shares else {}
@@ -94,6 +102,17 @@ class ModuleRunner:
     def close(self) -> None:
         """Put back the attention that the model had; nothing runs afterwards. A second call does nothing."""
         self._give_back()
+        if self.background is not None:
+            self.background.close()
+
+    @property
+    def pending_graphs(self) -> int:
+        """Graphs that are being compiled in the background."""
+        return 0 if self.background is None else self.background.pending
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """A block in which steps wait for their graph, where they are compiled in the background."""
+        return nullcontext() if self.background is None else self.background.waiting()
 
     @torch.no_grad()
     def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
@@ -117,10 +136,15 @@ class ModuleRunner:
             raise InputError("this session is closed, and its model has its own attention again; make another session")
         if self.compiler is None:
             return _choosing(self.modules[key[0]], key)(*inputs, *further)
-        graph = self._graph(key, inputs, further)
+        graph = self.graph(key, inputs, further)
         if graph is None:
             return _choosing(self.modules[key[0]], key)(*inputs, *further)
         call = self._calls.get(graph.key)
+        if call is None and self.background is not None:
+            call = self._from_background(graph, inputs, further)
+            if call is None:
+                return _choosing(self.modules[key[0]], key)(*inputs, *further)
+            self._calls[graph.key] = call
         if call is not None:
             result = call(*graph.arguments)
         else:
@@ -129,7 +153,7 @@ class ModuleRunner:
                 result = call(*graph.arguments)
             except (private.dynamo_error(), ConstraintViolationError) as error:
                 if graph.is_shared:
-                    self._unshare(graph.method)
+                    self.unshare(graph.method)
                     return self._call(key, inputs, *further)
                 raised = self.methods[key[0]] = _raised(graph.method, error)
                 enough = inputs[0].shape[1] >= raised.min_length
@@ -138,7 +162,22 @@ class ModuleRunner:
         # CUDA graphs give out their own buffers, which the next step overwrites.
         return private.tree_map(lambda tensor: tensor.clone() if tensor.is_cuda else tensor, result)
 
-    def _graph(self, key: tuple, inputs: Sequence[torch.Tensor], further: Sequence[torch.Tensor]) -> _Graph | None:
+    def _from_background(
+        self, graph: Graph, inputs: Sequence[torch.Tensor], further: Sequence[torch.Tensor]
+    ) -> Callable[..., torch.Tensor] | None:
+        """A graph if another process has compiled it, and None while it does."""
+        call = self.background.take(graph, [*inputs, *further])
+        for method in self.background.unshared():
+            self.unshare(method)
+        # Steps to come, of rows that are longer: the graphs behind a ring's first turn.
+        for other in self.methods.values():
+            if other.inputs == self.methods[graph.asked[0]].inputs and other.is_step:
+                later = self.graph((other.name, *graph.asked[1:]), inputs, further)
+                if later is not None and later.key != graph.key:
+                    self.background.take(later, [*inputs, *further], ahead=True)
+        return call
+
+    def graph(self, key: tuple, inputs: Sequence[torch.Tensor], further: Sequence[torch.Tensor]) -> Graph | None:
         """What compiled graph serves a call, and with which arguments.
 
         None for a step that fills the cache to its last slot: that one runs as it is, instead of waiting for a graph of
@@ -152,17 +191,17 @@ class ModuleRunner:
             slots = slots_to_read(shared, end, None if self._is_compiled(shared, key) else size)
             if slots is None:
                 return None
-            arguments, ones = marked(shared, [*inputs, self._slots[:slots]])
+            arguments, ones = marked(shared, [*inputs, self._slots[:slots]], self.background is None)
             module = self._shared_modules[shared.name]
-            return _Graph(shared, module, (shared.name, True, *key[1:], ones), [*arguments, *further], key)
-        arguments, ones = marked(method, inputs)
+            return Graph(shared, module, (shared.name, True, *key[1:], ones), [*arguments, *further], key)
+        arguments, ones = marked(method, inputs, self.background is None)
         module = self.modules[method.name]
-        return _Graph(method, module, (method.name, False, *key[1:], ones), [*arguments, *further], key)
+        return Graph(method, module, (method.name, False, *key[1:], ones), [*arguments, *further], key)
 
     def _is_compiled(self, shared: ProgramMethod, key: tuple) -> bool:
         return any(known[:-1] == (shared.name, True, *key[1:]) for known in self._calls)
 
-    def _unshare(self, shared: ProgramMethod) -> None:
+    def unshare(self, shared: ProgramMethod) -> None:
         """The model's code asks how far the cache is read: a graph for each length, as for a phone."""
         self._shared = {name: method for name, method in self._shared.items() if method.name != shared.name}
 
@@ -180,7 +219,7 @@ class ModuleRunner:
 
 
 @dataclass(frozen=True)
-class _Graph:
+class Graph:
     """A call as a compiled graph takes it.
 
     Attributes:
