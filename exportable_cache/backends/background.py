@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import pickle
+import queue
 import shutil
 import signal
 import subprocess
@@ -21,6 +22,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -81,16 +83,23 @@ class BackgroundCompiler:
         model: In eval mode, its attention chosen.
         cache: What its steps write.
         spec: Of the program.
-        compiler: Loads what was compiled; its folder is the hand-over.
+        compiler: Loads what was compiled.
+        folder: Its folder of graphs, the hand-over.
 
     Raises:
         InputError: If the model cannot be handed to another process.
     """
 
     def __init__(
-        self, model: torch.nn.Module, cache: ExportableCache, spec: ProgramSpec, compiler: StepCompiler
+        self,
+        model: torch.nn.Module,
+        cache: ExportableCache,
+        spec: ProgramSpec,
+        compiler: StepCompiler,
+        folder: Path,
     ) -> None:
         self._compiler = compiler
+        self._folder = folder
         try:
             self._skeleton = skeleton((model, cache, spec))
         except Exception as error:  # of whatever part of the model cannot be pickled
@@ -99,6 +108,7 @@ class BackgroundCompiler:
                 "pass compile=True, which compiles when a graph is needed"
             ) from error
         self._mail = Mail()
+        self._out: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._asked: dict[tuple, int] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._end: weakref.finalize | None = None
@@ -161,16 +171,13 @@ class BackgroundCompiler:
     def _ask(self, graph: Asked, inputs: Sequence[torch.Tensor], ahead: bool) -> None:
         number = self._asked[graph.key] = len(self._asked)
         self._mail.waiting[number] = graph
-        try:
-            if self._process is None:
-                self._start()
-            pickle.dump((number, graph.asked, list(inputs), ahead), self._process.stdin)
-            self._process.stdin.flush()
-        except OSError as error:
-            self._mail.over = f"the compiling process is gone ({error})"
+        if self._process is None:
+            self._start()
+        # Copies: a chooser's own tensors change while they wait.
+        self._out.put((number, graph.asked, [tensor.clone() for tensor in inputs], ahead))
 
     def _start(self) -> None:
-        folder = self._compiler.graph_cache.folder
+        folder = self._folder
         folder.mkdir(parents=True, exist_ok=True)
         # Its own session, so that an interrupt from the keyboard is this process's to handle.
         self._process = subprocess.Popen(
@@ -180,12 +187,12 @@ class BackgroundCompiler:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        self._end = weakref.finalize(self, _stop, self._process, self._mail)
-        pickle.dump((str(folder), torch_settings(), self._skeleton), self._process.stdin)
+        self._end = weakref.finalize(self, _stop, self._process, self._mail, self._out)
+        self._out.put((str(folder), torch_settings(), self._skeleton))
         self._skeleton = b""
-        threading.Thread(
-            target=_load_all, args=(self._process.stdout, self._mail, self._compiler), daemon=True, name="graphs"
-        ).start()
+        loading = (self._process.stdout, self._mail, self._compiler)
+        threading.Thread(target=_load_all, args=loading, daemon=True, name="graphs").start()
+        threading.Thread(target=_send_all, args=(self._process.stdin, self._out), daemon=True, name="asked").start()
 
 
 _CHILD = "import sys; sys.path[:] = sys.argv[1:]; from exportable_cache.backends.background_process import main; main()"
@@ -207,12 +214,22 @@ def torch_settings() -> dict[str, Any]:
     }
 
 
-def _stop(process: subprocess.Popen[bytes], mail: Mail) -> None:
+def _stop(process: subprocess.Popen[bytes], mail: Mail, out: queue.SimpleQueue[Any]) -> None:
     mail.over = mail.over or "the session is closed"
+    out.put(None)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         # With the compilers that it started.
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+def _send_all(requests: IO[bytes], out: queue.SimpleQueue[Any]) -> None:
+    """Hand over what is asked for. A pipe holds less than a model's skeleton, and the other process starts slowly."""
+    # One that is gone is noticed by the thread that reads from it.
+    with contextlib.suppress(OSError):
+        while (item := out.get()) is not None:
+            pickle.dump(item, requests)
+            requests.flush()
 
 
 def _load_all(replies: IO[bytes], mail: Mail, compiler: StepCompiler) -> None:
@@ -224,7 +241,7 @@ def _load_all(replies: IO[bytes], mail: Mail, compiler: StepCompiler) -> None:
             break
         graph = mail.waiting.get(number)
         call = None
-        if kind == "ready":
+        if kind == "ready" and graph is not None:
             try:
                 call = _loaded(graph, compiler)
             except Exception as error:  # of a loader over files

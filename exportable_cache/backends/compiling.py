@@ -79,6 +79,8 @@ class StepCompiler:
         self, module: torch.nn.Module, method: ProgramMethod, key: str, inputs: Sequence[torch.Tensor]
     ) -> Step | None:
         """A step from the folder, None if it is not there. See `compile`."""
+        if self.graph_cache is None:
+            return None
         call = self.graph_cache.load(f"{method} {key}", _step_of(module), {"module": module}, inputs)
         return None if call is None else _unmarked(call)
 

@@ -94,7 +94,7 @@ class LayeredBackend:
         last = {source: index for index, region in enumerate(regions) for source in region.inputs}
         output = next(node for node in module.graph.nodes if node.op == "output")
         numbers: dict[str, int] = {}
-        calls = []
+        calls: list[_Call] = []
         for region in regions:
             if region.text not in self._regions:
                 self._regions[region.text] = private.compile_region(region.module(module), region.examples())

@@ -81,7 +81,9 @@ class ModuleRunner:
             check_background(cache, mode)
             graph_cache = private_folder(self) if graph_cache is None else graph_cache
         self.compiler = StepCompiler(model, cache, mode, graph_cache) if compiled else None
-        self.background = BackgroundCompiler(model, cache, spec, self.compiler) if in_background else None
+        self.background = (
+            BackgroundCompiler(model, cache, spec, self.compiler, Path(graph_cache)) if in_background else None
+        )
         # CUDA graphs are recorded for each size.
         shares = compiled and cache.device.type == "cpu"
         self._shared = shared_methods(cache, self.methods) if shares else {}

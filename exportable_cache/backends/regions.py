@@ -18,7 +18,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
-from ..common.compat.torch_compile import FakeTensor, free_symbols, symbol_range
+from ..common.compat.torch import OpOverload, writes_in_place
+from ..common.compat.torch_compile import FakeTensor, free_symbols, storage_of, symbol_range
 
 #: A layer's number in the name of a module.
 _LAYER = re.compile(r"^(.*?\.\d+)(?:\.|$)")
@@ -210,9 +211,8 @@ def _writes(node: Node) -> bool:
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     if node.target in (operator.setitem, operator.delitem) or "out" in node.kwargs:
         return True
-    schema = getattr(node.target, "_schema", None)
-    if schema is not None:
-        return schema.is_mutable
+    if isinstance(node.target, OpOverload):
+        return writes_in_place(node.target)
     is_operator = node.op == "call_function" and not isinstance(node.target, str)
     in_place = name.endswith("_") and not name.endswith("__") or (name.startswith("__i") and name.endswith("__"))
     return in_place or (is_operator and node.target in _AUGMENTED)
@@ -237,4 +237,4 @@ def _written(nodes: Graph | Sequence[Node]) -> Iterator[Node]:
 
 def _storage(value: Any) -> object:
     # The object stands for itself where there is no storage.
-    return value.untyped_storage()._cdata if isinstance(value, FakeTensor) else id(value)
+    return storage_of(value) if isinstance(value, FakeTensor) else id(value)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ..cache.layers import CacheLayer
 from .methods import KV_SLOTS
 
 if TYPE_CHECKING:
@@ -26,43 +27,33 @@ def shared_methods(cache: ExportableCache, methods: Mapping[str, ProgramMethod])
         cache: That they run over.
         methods: Of a program, by name.
     """
-    layers = [layer for layer in cache.layers if layer.policy.keeps_keys and layer.policy.follows_decoder]
-    groups: dict[tuple, list[ProgramMethod]] = {}
+    layers = [layer for layer in cache.layers if isinstance(layer, CacheLayer)]
+    policies = [layer.policy for layer in layers if layer.policy.keeps_keys and layer.policy.follows_decoder]
+    groups: dict[tuple, list[tuple[int, ProgramMethod]]] = {}
     for method in methods.values():
-        read = read_length(method, cache.max_length)
+        read = cache.max_length if method.kv_read_len is None else method.kv_read_len
         if not method.is_step or read is None:
             continue
-        kinds = tuple((layer.policy.wraps(read), layer.policy.reads_up_to(read)) for layer in layers)
+        kinds = tuple((policy.wraps(read), policy.reads_up_to(read)) for policy in policies)
         if any(reads for _, reads in kinds):
             same = (method.inputs, method.min_length, tuple(method.ranges.items()), method.scores, method.multiple)
-            groups.setdefault((kinds, same), []).append(method)
-    shared = {}
+            groups.setdefault((kinds, same), []).append((read, method))
+    shared: dict[str, ProgramMethod] = {}
     for members in groups.values():
-        if len(members) > 1:
-            widest = max(members, key=lambda method: read_length(method, cache.max_length))
-            longest = read_length(widest, cache.max_length)
-            # All slots of a layer are contiguous where fewer are not, which TorchDynamo asks: a graph of its own.
-            most = longest - any(
-                layer.policy.reads_up_to(longest) and layer.policy.capacity == longest for layer in layers
-            )
-            wide = replace(
-                widest,
-                max_length=max(method.max_length for method in members),
-                kv_read_len=longest,
-                inputs=(*widest.inputs, KV_SLOTS),
-                ranges={**widest.ranges, KV_SLOTS.name: (2, most)},
-            )
-            shared |= {method.name: wide for method in members}
+        if len(members) < 2:
+            continue
+        longest, widest = max(members, key=lambda member: member[0])
+        # All slots of a layer are contiguous where fewer are not, which TorchDynamo asks: a graph of its own.
+        most = longest - any(policy.reads_up_to(longest) and policy.capacity == longest for policy in policies)
+        wide = replace(
+            widest,
+            max_length=max(method.max_length for _, method in members),
+            kv_read_len=longest,
+            inputs=(*widest.inputs, KV_SLOTS),
+            ranges={**widest.ranges, KV_SLOTS.name: (2, most)},
+        )
+        shared |= {method.name: wide for _, method in members}
     return shared
-
-
-def read_length(method: ProgramMethod, max_length: int | None) -> int | None:
-    """Tokens that no row exceeds in a step of the method; None for any number.
-
-    Args:
-        max_length: Tokens that a row of its cache can hold, None for any number.
-    """
-    return max_length if method.kv_read_len is None else method.kv_read_len
 
 
 def slots_to_read(shared: ProgramMethod, end: int, compiled_for: int | None) -> int | None:

@@ -5,6 +5,7 @@
 | `torch._dynamo.aot_compile_types.SerializableCallable` | graphs compiled by regions are not kept on disk |
 | `torch._inductor.standalone_compile` and its `AOTCompiledArtifact` | every layer is compiled |
 | `torch._inductor.compile` | graphs without equal layers are not compiled |
+| `torch.UntypedStorage._cdata` | regions whose inputs share memory are not told, and compiled wrongly |
 | `torch.fx.experimental.symbolic_shapes.free_symbols`, `SymNode.shape_env` | regions of prompts are not told apart |
 """
 
@@ -38,6 +39,11 @@ def free_symbols(value: Any) -> dict[Any, Any]:
         elif isinstance(size, (torch.SymInt, torch.SymBool, torch.SymFloat)):
             symbols |= dict.fromkeys(sorted(symbols_in(size), key=str), size.node.shape_env)
     return symbols
+
+
+def storage_of(tensor: FakeTensor) -> int:
+    """The same for fake tensors of one storage."""
+    return tensor.untyped_storage()._cdata
 
 
 def symbol_range(symbol: Any, environment: Any) -> str:
