@@ -15,11 +15,13 @@ from ..backends.registry import backend_for
 from ..common.files import LOCK_FILE, PARTIAL, atomic_folder, clear_leftovers
 from ..common.progress import Progress, silent
 from ..errors import BundleError
+from ..models.text_tokenizer import reads_alike
 from ..program.inputs.multimodal import kinds_taken
 from .bundle import PROCESSOR, TOKENIZER_FOLDER, Bundle
 from .describe import Provenance, config_fields, describe, generation_config_fields
 from .digests import digests_of
 from .entries import File
+from .listed import READS_ALIKE, TOKENIZER_FILE
 from .manifest import MANIFEST_FILE
 from .signature import SIGNATURE_FILE
 
@@ -173,6 +175,7 @@ def write_bundle(
         holds[name] = what
     if tokenizer is not None:
         tokenizer.save_pretrained(folder / TOKENIZER_FOLDER)
+        details[TOKENIZER_FILE] = {READS_ALIKE: reads_alike(folder / TOKENIZER_FOLDER, tokenizer)}
         for path in loaded.processor_files if set(kinds_taken(program.methods)) != {"text"} else ():
             shutil.copyfile(path, folder / TOKENIZER_FOLDER / path.name)
             holds[f"{TOKENIZER_FOLDER}/{path.name}"] = PROCESSOR

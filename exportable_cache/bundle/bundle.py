@@ -14,7 +14,7 @@ from ..common.progress import silent
 from ..errors import BundleError, InputError
 from . import signature
 from .digests import check_files as check_digests
-from .listed import TOKENIZER_FOLDER, check_listed
+from .listed import READS_ALIKE, TOKENIZER_FILE, TOKENIZER_FOLDER, check_listed
 from .manifest import MANIFEST_FILE, SCHEMA_VERSION, Manifest
 from .versions import check_versions as check_installed
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ..backends.base import Runner
     from ..cache.layers import CacheLayer
     from ..common.progress import Progress
+    from ..models.text_tokenizer import TextTokenizer
 
 __all__ = ["MANIFEST_FILE", "SCHEMA_VERSION", "TOKENIZER_FOLDER", "Bundle", "Manifest"]
 
@@ -151,7 +152,7 @@ class Bundle:
             MissingDependencyError: If it needs a package that is not installed, such as Pillow for images.
         """
         from ..models.loading import load_processor
-        from ..models.tokenizers import check_tokenizer_config
+        from ..models.tokenizer_config import check_tokenizer_config
 
         if not self.has_processor:
             raise BundleError(
@@ -161,12 +162,25 @@ class Bundle:
         check_tokenizer_config(self.path / TOKENIZER_FOLDER)
         return load_processor(self.path / TOKENIZER_FOLDER, self.path)
 
+    def text_tokenizer(self) -> PreTrainedTokenizerBase | TextTokenizer | None:
+        """What reads and writes text as the tokenizer does; its file alone, where the export saw that to be enough."""
+        file = self.manifest.files.get(TOKENIZER_FILE)
+        if file is None or file.details.get(READS_ALIKE) is not True:
+            return self.tokenizer()
+        from ..models.text_tokenizer import TextTokenizer
+        from ..models.tokenizer_config import check_tokenizer_config
+
+        check_tokenizer_config(self.path / TOKENIZER_FOLDER)
+        return TextTokenizer(self.path / TOKENIZER_FOLDER, self._whole_tokenizer)
+
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The tokenizer with its chat template, or None if the model was exported without one."""
-        from ..models.tokenizers import check_tokenizer_config, load_tokenizer
+        return None if self.manifest.tokenizer is None else self._whole_tokenizer()
 
-        if self.manifest.tokenizer is None:
-            return None
+    def _whole_tokenizer(self) -> PreTrainedTokenizerBase:
+        from ..models.tokenizer_config import check_tokenizer_config
+        from ..models.tokenizers import load_tokenizer
+
         check_tokenizer_config(self.path / TOKENIZER_FOLDER)
         tokenizer = load_tokenizer(self.path / TOKENIZER_FOLDER)
         if tokenizer is None:

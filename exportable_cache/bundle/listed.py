@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from .manifest import Manifest
 
 TOKENIZER_FOLDER = "tokenizer"
+#: What `tokenizers` reads by itself.
+TOKENIZER_FILE = f"{TOKENIZER_FOLDER}/tokenizer.json"
+#: Detail of that file: whether it gives, by itself, what transformers' tokenizer gives.
+READS_ALIKE = "reads_alike"
 #: Of files that hold programs or weights. Others, such as a README of who copied the folder, are not read.
 _READ = (".pt", ".pt2", ".pte", ".ptd", ".plan", ".so", ".safetensors")
 

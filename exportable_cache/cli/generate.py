@@ -241,9 +241,9 @@ def _tokenised(
     """
     from ..generation.text import encode_prompt
 
-    if isinstance(asked, dict) or session.tokenizer is None or session.batch_size != 1:
+    if isinstance(asked, dict) or session.text_tokenizer is None or session.batch_size != 1:
         return asked
-    return {"input_ids": encode_prompt(session.tokenizer, asked).to(session.device)}
+    return {"input_ids": encode_prompt(session.text_tokenizer, asked).to(session.device)}
 
 
 def _counts(session: Session, asked: str | list[dict[str, str]] | dict[str, Tensor]) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from .text import StopStrings, TextStream
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from ..models.text_tokenizer import TextTokenizer
     from .sampler import Sampler
     from .stepper import PromptStepper, Stepper
 
@@ -35,7 +36,7 @@ class Ending:
     tokens: Collection[int] = ()
     strings: Sequence[str] = ()
     pad_token: int = 0
-    tokenizer: PreTrainedTokenizerBase | None = None
+    tokenizer: PreTrainedTokenizerBase | TextTokenizer | None = None
 
 
 class Chosen(NamedTuple):

@@ -13,12 +13,17 @@ from .templates import limited_template
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from ..models.text_tokenizer import TextTokenizer
+
 # What decoders put in place of bytes that are not (yet) a character.
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[Mapping[str, Any]], *, starts: bool = True
+    tokenizer: PreTrainedTokenizerBase | TextTokenizer,
+    prompt: str | Sequence[Mapping[str, Any]],
+    *,
+    starts: bool = True,
 ) -> torch.Tensor:
     """Token ids of a prompt.
 
@@ -80,7 +85,7 @@ class TextStream:
         tokenizer: Its `decode` is called on the newest few tokens only.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | TextTokenizer) -> None:
         self._tokenizer = tokenizer
         # Tokens given out last, then those held back: how a token reads may depend on the one before it.
         self._context: list[int] = []
@@ -150,7 +155,7 @@ class TextPieces:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: PreTrainedTokenizerBase | TextTokenizer,
         end_tokens: Collection[int] = (),
         stop_strings: Sequence[str] = (),
     ) -> None:
@@ -180,7 +185,7 @@ class TextPieces:
 
 def stream_text(
     tokens: Iterable[int],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | TextTokenizer,
     end_tokens: Collection[int] = (),
     stop_strings: Sequence[str] = (),
 ) -> Iterator[str]:
@@ -201,7 +206,7 @@ def stream_text(
 
 def stream_texts(
     steps: Iterable[torch.Tensor],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | TextTokenizer,
     end_tokens: Collection[int] = (),
     stop_strings: Sequence[str] = (),
 ) -> Iterator[list[str]]:

@@ -219,7 +219,6 @@ def _stored_bytes(model: nn.Module) -> int:
     return sum(stored.values())
 
 
-@torch.no_grad()
 class RoundingNoise(NamedTuple):
     """How far the logits of two right programs are apart because activations round differently.
 
@@ -233,6 +232,7 @@ class RoundingNoise(NamedTuple):
     rms: float
 
 
+@torch.no_grad()
 def rounding_noise(model: PreTrainedModel, seed: int = 0) -> RoundingNoise:
     """What a rounding is worth: how far the logits move when one activation per token rounds to its neighbour.
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from ..generation.sampling import Sampling
     from ..generation.speculative import Draft
+    from ..models.text_tokenizer import TextTokenizer
     from .program_stepper import ProgramStepper
     from .session import Session
 
@@ -64,7 +65,7 @@ def make_request(
     pad = None if session.generation_config is None else session.generation_config.pad_token_id
     if pad is None or not 0 <= pad < session.vocab_size:
         pad = ends[0] if ends else 0
-    ending = Ending(max_new_tokens, frozenset({*ends, *tokens}), tuple(strings), pad, session.tokenizer)
+    ending = Ending(max_new_tokens, frozenset({*ends, *tokens}), tuple(strings), pad, session.text_tokenizer)
     return Request(sampling, ending, draft)
 
 
@@ -202,7 +203,7 @@ def _prompts(session: Session, prompt: Any) -> tuple[Any, bool]:
 
 
 def _answers_to_text(
-    session: Session, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Any], request: Request
+    session: Session, tokenizer: PreTrainedTokenizerBase | TextTokenizer, prompts: Sequence[Any], request: Request
 ) -> Generator[torch.Tensor]:
     """Steps that follow texts, which go on from where the session is, or conversations, with which it starts anew."""
     are_text = [isinstance(prompt, str) for prompt in prompts]
@@ -225,7 +226,7 @@ def _answers_to_text(
 
 
 def _answers_to_encoded(
-    session: Session, tokenizer: PreTrainedTokenizerBase, prompts: Any, request: Request
+    session: Session, tokenizer: PreTrainedTokenizerBase | TextTokenizer, prompts: Any, request: Request
 ) -> Generator[torch.Tensor]:
     """Steps of a decoder that starts anew, over what its encoder makes of the prompts."""
     if request.draft is not None:
@@ -265,18 +266,18 @@ def _check_draft(session: Session, draft: Draft, strings: Sequence[str] = ()) ->
     check_can_rewind(session, min(draft.max_tokens, session.score_length - 1))
 
 
-def require_tokenizer(session: Session, purpose: str) -> PreTrainedTokenizerBase:
+def require_tokenizer(session: Session, purpose: str) -> PreTrainedTokenizerBase | TextTokenizer:
     """The session's tokenizer.
 
     Raises:
         InputError: If it has none.
     """
-    if session.tokenizer is None:
+    if session.text_tokenizer is None:
         raise InputError(
             f"{purpose} needs a tokenizer and this session has none; pass tokenizer= to Session.from_model or export, "
             "or use generate with token ids"
         )
-    return session.tokenizer
+    return session.text_tokenizer
 
 
 def end_tokens(generation_config: GenerationConfig | None) -> list[int]:

@@ -138,7 +138,7 @@ class Session(SteppedSession):
             layers,
             manifest.vocab_size,
             batch_size=manifest.program.batch_size,
-            tokenizer=bundle.tokenizer(),
+            tokenizer=bundle.text_tokenizer(),
             generation_config=GenerationConfig.from_dict(dict(manifest.generation_config)),
             device=runner.device if isinstance(runner, HasDevice) else "cpu",
             target=manifest.target,

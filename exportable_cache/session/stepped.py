@@ -12,6 +12,7 @@ from transformers import GenerationConfig
 from ..errors import InputError
 from ..generation.multi_step import check_steps_per_launch
 from ..generation.sampler import Sampler
+from ..models.text_tokenizer import TextTokenizer
 from .checks import ProgramLimits, check_ids, check_room
 from .inputs.stages import InputStages
 from .program_stepper import ProgramStepper
@@ -56,7 +57,7 @@ class SteppedSession:
         vocab_size: int,
         *,
         batch_size: int,
-        tokenizer: PreTrainedTokenizerBase | None = None,
+        tokenizer: PreTrainedTokenizerBase | TextTokenizer | None = None,
         generation_config: GenerationConfig | None = None,
         device: torch.device | str = "cpu",
         target: str = "eager",
@@ -66,7 +67,7 @@ class SteppedSession:
     ) -> None:
         self.vocab_size = vocab_size
         self.batch_size = batch_size
-        self.tokenizer = tokenizer
+        self.text_tokenizer = tokenizer
         self.generation_config = generation_config
         self.device = torch.device(device)
         self.target = target
@@ -78,6 +79,17 @@ class SteppedSession:
         self._stepper.steps_per_launch = steps_per_launch
 
     # -- where it is -------------------------------------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """Transformers' tokenizer; of a bundle it is made when it is first asked for."""
+        if isinstance(self.text_tokenizer, TextTokenizer):
+            self.text_tokenizer = self.text_tokenizer.whole
+        return self.text_tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        self.text_tokenizer = tokenizer
 
     @property
     def runner(self) -> Runner:

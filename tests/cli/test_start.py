@@ -55,8 +55,11 @@ def test_starting_imports_nothing_heavy(arguments):
     assert done.stderr.splitlines()[-1] == "imported:"
 
 
-#: What makes programs: the exporter, torch's compiler, transformers' model code.
-MAKERS = ("executorch.exir", "torch._dynamo", "torch._inductor", "transformers.modeling_utils", "torchao")
+#: What makes programs: the exporter, torch's compiler, transformers' model code; and transformers' tokenizers.
+MAKERS = (
+    *("executorch.exir", "torch._dynamo", "torch._inductor", "transformers.modeling_utils", "torchao"),
+    *("transformers.tokenization_utils_base", "transformers.models.auto.tokenization_auto"),
+)
 
 
 def test_running_a_bundle_imports_nothing_that_makes_one(demo_bundle):

@@ -9,7 +9,7 @@ import pytest
 
 from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.errors import BundleError
-from exportable_cache.models.tokenizers import check_tokenizer_config
+from exportable_cache.models.tokenizer_config import check_tokenizer_config
 
 
 @pytest.mark.parametrize("place", ["tokenizer/more", "tokenizer/more.json", "notes"])
