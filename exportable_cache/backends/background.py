@@ -28,15 +28,16 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 import torch
 
 from ..errors import InputError
+from .compiling import StepCompiler
 from .skeleton import skeleton
 
 if TYPE_CHECKING:
     from ..models.cache_factory import ExportableCache
     from ..program.spec import ProgramSpec
-    from .compiling import StepCompiler
 
 log = logging.getLogger(__name__)
 
+_DIFFERENT = "what was compiled does not fit this process"
 #: Seconds that a thread holds the interpreter while a graph is loaded, so that steps go on meanwhile.
 _SWITCH_INTERVAL = 0.0005
 
@@ -62,7 +63,7 @@ class Mail:
     Attributes:
         waiting: Graphs asked for and not there yet, by their number.
         ready: Graphs that can be called, by key.
-        unshared: Keys of methods whose read lengths need a graph each.
+        unshared: Methods whose read lengths need a graph each, by key.
         failed: Why a graph is never coming, by key.
         changed: Notified with every one that comes.
         over: Why no more come, None as long as some may.
@@ -70,7 +71,7 @@ class Mail:
 
     waiting: dict[int, Asked] = field(default_factory=dict)
     ready: dict[tuple, Callable[..., Any]] = field(default_factory=dict)
-    unshared: list[Any] = field(default_factory=list)
+    unshared: dict[tuple, Any] = field(default_factory=dict)
     failed: dict[tuple, str] = field(default_factory=dict)
     changed: threading.Condition = field(default_factory=threading.Condition)
     over: str | None = None
@@ -83,8 +84,7 @@ class BackgroundCompiler:
         model: In eval mode, its attention chosen.
         cache: What its steps write.
         spec: Of the program.
-        compiler: Loads what was compiled.
-        folder: Its folder of graphs, the hand-over.
+        graph_cache: Folder of graphs, the hand-over; None for a private one that goes with this object.
 
     Raises:
         InputError: If the model cannot be handed to another process.
@@ -95,11 +95,8 @@ class BackgroundCompiler:
         model: torch.nn.Module,
         cache: ExportableCache,
         spec: ProgramSpec,
-        compiler: StepCompiler,
-        folder: Path,
+        graph_cache: str | Path | None,
     ) -> None:
-        self._compiler = compiler
-        self._folder = folder
         try:
             self._skeleton = skeleton((model, cache, spec))
         except Exception as error:  # of whatever part of the model cannot be pickled
@@ -107,6 +104,9 @@ class BackgroundCompiler:
                 f"this model cannot be compiled in the background, as it cannot be pickled ({error}); "
                 "pass compile=True, which compiles when a graph is needed"
             ) from error
+        self._folder = private_folder(self) if graph_cache is None else Path(graph_cache)
+        #: Loads what was compiled.
+        self.compiler = StepCompiler(model, cache, None, self._folder)
         self._mail = Mail()
         self._out: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._asked: dict[tuple, int] = {}
@@ -141,23 +141,25 @@ class BackgroundCompiler:
             self._ask(graph, inputs, ahead)
         if self._waits and not ahead:
             with self._mail.changed:
-                self._mail.changed.wait_for(lambda: graph.key in self._mail.ready or self._is_lost(graph.key))
+                self._mail.changed.wait_for(lambda: self._has_come(graph.key) or self._is_lost(graph.key))
         if self._is_lost(graph.key):
             self._warn(self._mail.failed.get(graph.key, self._mail.over))
         return self._mail.ready.get(graph.key)
 
-    def unshared(self) -> list[Any]:
-        """Methods, each given once, that have to be compiled for each read length."""
-        taken, self._mail.unshared = self._mail.unshared, []
-        return taken
+    def unshared(self, key: tuple) -> Any | None:
+        """The method of a graph, if it has to be compiled for each read length."""
+        return self._mail.unshared.get(key)
 
     def close(self) -> None:
         """End the other process. A second call does nothing."""
         if self._end is not None:
             self._end()
 
+    def _has_come(self, key: tuple) -> bool:
+        return key in self._mail.ready or key in self._mail.unshared
+
     def _is_lost(self, key: tuple) -> bool:
-        return key not in self._mail.ready and (key in self._mail.failed or self._mail.over is not None)
+        return not self._has_come(key) and (key in self._mail.failed or self._mail.over is not None)
 
     def _warn(self, reason: str | None) -> None:
         if not self._has_warned:
@@ -190,7 +192,7 @@ class BackgroundCompiler:
         self._end = weakref.finalize(self, _stop, self._process, self._mail, self._out)
         self._out.put((str(folder), torch_settings(), self._skeleton))
         self._skeleton = b""
-        loading = (self._process.stdout, self._mail, self._compiler)
+        loading = (self._process.stdout, self._mail, self.compiler)
         threading.Thread(target=_load_all, args=loading, daemon=True, name="graphs").start()
         threading.Thread(target=_send_all, args=(self._process.stdin, self._out), daemon=True, name="asked").start()
 
@@ -201,6 +203,7 @@ _CHILD = "import sys; sys.path[:] = sys.argv[1:]; from exportable_cache.backends
 def private_folder(owner: object) -> str:
     """A folder of this user's own that goes with an object."""
     folder = tempfile.mkdtemp(prefix="exportable-cache-graphs-")
+    # Finalizers of one object run newest first: the process that writes here has ended by then.
     weakref.finalize(owner, shutil.rmtree, folder, ignore_errors=True)
     return folder
 
@@ -254,9 +257,8 @@ def _load_all(replies: IO[bytes], mail: Mail, compiler: StepCompiler) -> None:
             elif call is not None:
                 mail.ready[graph.key] = call
             else:
-                mail.failed[graph.key] = reason or "what was compiled does not fit this process"
-                if kind == "unshare":
-                    mail.unshared.append(graph.method)
+                known = mail.unshared if kind == "unshare" else mail.failed
+                known[graph.key] = graph.method if kind == "unshare" else reason or _DIFFERENT
             mail.changed.notify_all()
     with mail.changed:
         mail.over = mail.over or "the compiling process has ended"

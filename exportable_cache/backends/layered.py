@@ -81,7 +81,8 @@ class LayeredBackend:
 
     def __init__(self) -> None:
         self.compiled, self.called = 0, 0
-        self._regions: dict[str, Compiled] = {}
+        # Operators go along: the texts tell them apart by identity.
+        self._regions: dict[str, tuple[Compiled, list[Any]]] = {}
 
     def __call__(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         regions = regions_of(module)
@@ -97,7 +98,8 @@ class LayeredBackend:
         calls: list[_Call] = []
         for region in regions:
             if region.text not in self._regions:
-                self._regions[region.text] = private.compile_region(region.module(module), region.examples())
+                compiled = private.compile_region(region.module(module), region.examples())
+                self._regions[region.text] = compiled, [node.target for node in region.nodes]
                 self.compiled += 1
             numbers.setdefault(region.text, len(numbers))
             for node in region.outputs:
@@ -117,4 +119,4 @@ class LayeredBackend:
             )
         self.called += len(calls)
         results = [places[value] if isinstance(value, Node) else None for value in output.args[0]]
-        return LayeredGraph([self._regions[text] for text in numbers], calls, len(places), results)
+        return LayeredGraph([self._regions[text][0] for text in numbers], calls, len(places), results)

@@ -22,7 +22,7 @@ from ..program.program import ResidentModule, front_module, program_methods
 from ..program.read_lengths import shared_methods, slots_to_read
 from ..program.spec import ProgramSpec
 from ..program.tracing import told_by
-from .background import BackgroundCompiler, private_folder
+from .background import BackgroundCompiler
 from .compiling import StepCompiler, check_background, marked
 
 if TYPE_CHECKING:
@@ -76,14 +76,15 @@ class ModuleRunner:
             for name, method in self.methods.items()
         }
         self.state: Mapping[str, torch.Tensor] = cache.stored_state()
-        in_background = compiled == "background"
-        if in_background:
+        self.background: BackgroundCompiler | None = None
+        if compiled == "background":
             check_background(cache, mode)
-            graph_cache = private_folder(self) if graph_cache is None else graph_cache
-        self.compiler = StepCompiler(model, cache, mode, graph_cache) if compiled else None
-        self.background = (
-            BackgroundCompiler(model, cache, spec, self.compiler, Path(graph_cache)) if in_background else None
-        )
+            self.background = BackgroundCompiler(model, cache, spec, graph_cache)
+        self.compiler: StepCompiler | None = None
+        if compiled:
+            self.compiler = (
+                self.background.compiler if self.background else StepCompiler(model, cache, mode, graph_cache)
+            )
         # CUDA graphs are recorded for each size.
         shares = compiled and cache.device.type == "cpu"
         self._shared = shared_methods(cache, self.methods) if shares else {}
@@ -144,6 +145,9 @@ class ModuleRunner:
         call = self._calls.get(graph.key)
         if call is None and self.background is not None:
             call = self._from_background(graph, inputs, further)
+            if (method := self.background.unshared(graph.key)) is not None:
+                self.unshare(method)
+                return self._call(key, inputs, *further)
             if call is None:
                 return _choosing(self.modules[key[0]], key)(*inputs, *further)
             self._calls[graph.key] = call
@@ -169,8 +173,6 @@ class ModuleRunner:
     ) -> Callable[..., torch.Tensor] | None:
         """A graph if another process has compiled it, and None while it does."""
         call = self.background.take(graph, [*inputs, *further])
-        for method in self.background.unshared():
-            self.unshare(method)
         # Steps to come, of rows that are longer: the graphs behind a ring's first turn.
         for other in self.methods.values():
             if other.inputs == self.methods[graph.asked[0]].inputs and other.is_step:

@@ -165,6 +165,8 @@ def _region(nodes: Sequence[Node], sizes: dict[str, Node]) -> Region | None:
     outputs = [node for node in nodes if any(user not in members for user in node.users)]
     if not all(isinstance(value_of(node), (torch.Tensor, torch.SymInt)) for node in (*inputs, *outputs)):
         return None
+    if not outputs and not any(map(_writes, nodes)):
+        return None
     storages = Counter(_storage(value_of(node)) for node in inputs)
     if any(storages[_storage(value_of(node))] > 1 for node in _written(nodes)):
         return None
@@ -209,7 +211,7 @@ def _described(value: Any) -> str:
 def _writes(node: Node) -> bool:
     """Whether a call may change one of its arguments."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    if node.target in (operator.setitem, operator.delitem) or "out" in node.kwargs:
+    if node.target in (operator.setitem, operator.delitem) or "out" in node.kwargs or node.kwargs.get("inplace"):
         return True
     if isinstance(node.target, OpOverload):
         return writes_in_place(node.target)

@@ -11,7 +11,7 @@ class _Longest(threading.local):
     """Of this thread's step. TorchDynamo (2.13) traces the attributes of a `threading.local`, and no `ContextVar`."""
 
     def __init__(self) -> None:
-        # On the instance, in every thread: guards of the first graph would else fail as soon as a step has set it.
+        # On the instance, in every thread: guards of a thread's first graph would else fail once a step has set it.
         self.tokens: int | None = None
 
 
