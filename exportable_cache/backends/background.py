@@ -200,9 +200,9 @@ class BackgroundCompiler:
 _CHILD = "import sys; sys.path[:] = sys.argv[1:]; from exportable_cache.backends.background_process import main; main()"
 
 
-def private_folder(owner: object) -> str:
+def private_folder(owner: object) -> Path:
     """A folder of this user's own that goes with an object."""
-    folder = tempfile.mkdtemp(prefix="exportable-cache-graphs-")
+    folder = Path(tempfile.mkdtemp(prefix="exportable-cache-graphs-"))
     # Finalizers of one object run newest first: the process that writes here has ended by then.
     weakref.finalize(owner, shutil.rmtree, folder, ignore_errors=True)
     return folder

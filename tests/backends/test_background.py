@@ -39,7 +39,7 @@ def session_of(model, compile: bool | str = "background", **options) -> Session:
     )
 
 
-def wait(session: Session, seconds: float = 300) -> None:
+def wait(session: Session, seconds: float = 1800) -> None:
     end = time.monotonic() + seconds
     while session.pending_graphs and time.monotonic() < end:
         time.sleep(0.05)
@@ -120,7 +120,7 @@ def test_a_skeleton_has_no_large_values_and_keeps_what_is_tied() -> None:
     torch.testing.assert_close(model.model.rotary_emb.inv_freq, other.model.rotary_emb.inv_freq)
 
 
-def wait_until(condition, seconds: float = 60) -> None:
+def wait_until(condition, seconds: float = 600) -> None:
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
         time.sleep(0.02)
