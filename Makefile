@@ -11,16 +11,27 @@ JOBS ?= 2
 ZOO_ARGS ?=
 # Such as `--mutations 500 --seed 7 --targets pt2 --verbose`.
 FUZZ_ARGS ?=
+KILLS_ARGS ?=
+SOAK_ARGS ?=
 
 BIN := $(VENV)/bin
 # The packages of the docs extra, quoted. The pages are made from sources that are read, not imported: no torch is needed.
 DOCS := $(shell sed -n '/^docs = \[/,/^\]/s/^ *\("[^"]*"\),.*/\1/p' pyproject.toml)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# The releases that are installed: those of this file, whatever the ranges of pyproject.toml allow.
+CONSTRAINTS ?= constraints/default.txt
 # torch first and by itself: a locally configured build of exactly this version is then taken instead of the default one.
-TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
+TORCH = $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' $(CONSTRAINTS))
+# Pairs of releases at the ends of the ranges, each in an environment of its own under .envs/, and the tests that see one.
+VERSIONS ?= oldest newest
+VERSION_TESTS ?= tests/compat tests/layers tests/patches/test_registry.py tests/patches/test_traced_methods.py \
+	tests/test_cache.py tests/test_attention.py tests/test_masks.py tests/test_session.py tests/test_program.py \
+	tests/test_equality.py tests/test_exporter.py tests/test_seq2seq.py tests/test_quantize.py tests/decoding \
+	tests/backends/test_pt2.py tests/backends/test_executorch.py tests/backends/test_executorch_fused.py \
+	tests/backends/test_executorch_quantized.py tests/backends/test_executorch_stamping.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup kernels demo check test test-full test-canary zoo fuzz docs clean
+.PHONY: help setup kernels demo check test test-full test-canary test-versions zoo fuzz kills soak docs clean
 
 help:
 	@echo "make demo    set up $(VENV), export the demo model to ExecuTorch, verify it, and ask it for a fact"
@@ -28,9 +39,13 @@ help:
 	@echo "make test    set up $(VENV) and run the tests (PYTEST_ARGS='-k ring' to choose)"
 	@echo "make test-full    with every pair of family and target, and the canaries"
 	@echo "make test-canary  only the canaries: workarounds that upstream may need no longer"
+	@echo "make test-versions  the tests of what others provide, at both ends of the ranges of torch, transformers, executorch"
+	@echo "             (downloads both; VERSIONS=newest to choose)"
 	@echo "make zoo     every generative architecture of transformers on every target, into docs/architectures.md"
 	@echo "             (hours; resumes; ZOO_ARGS='--only llama,mamba2 --targets eager,pt2' to choose)"
 	@echo "make fuzz    10,000 mutated bundles, states and caches, and what each does (an hour; FUZZ_ARGS=...)"
+	@echo "make kills   exports killed at random times and at each call to the file system (minutes; KILLS_ARGS=...)"
+	@echo "make soak    1,000,000 steps of a ring, and 24 sessions in 8 threads for ten minutes (SOAK_ARGS=...)"
 	@echo "make docs    build the pages of docs/ into site/; a warning is an error"
 	@echo "make setup   only set up $(VENV), with the executorch extra"
 	@echo "make kernels also compile attention kernels for this processor (a C++ compiler and libhwy-dev)"
@@ -68,11 +83,24 @@ test-full: $(VENV)/.installed-test
 test-canary: $(VENV)/.installed-test
 	@$(PYTEST) -m canary $(PYTEST_ARGS)
 
+# Each by this Makefile over again, with another environment and other constraints.
+test-versions: $(VERSIONS:%=test-version-%)
+test-version-%:
+	@$(MAKE) --no-print-directory .envs/$*/.installed-versions VENV=.envs/$* CONSTRAINTS=constraints/$*.txt
+	@.envs/$*/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -p no:cacheprovider \
+		$(VERSION_TESTS) $(PYTEST_ARGS)
+
 zoo: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.zoo.run $(ZOO_ARGS)
 
 fuzz: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.security.fuzz $(FUZZ_ARGS)
+
+kills: $(VENV)/.installed-test
+	@$(BIN)/python -m tests.security.kills $(KILLS_ARGS)
+
+soak: $(VENV)/.installed-test
+	@$(BIN)/python -m tests.security.soak $(SOAK_ARGS)
 
 docs: $(VENV)/.installed-docs
 	@$(BIN)/python -m mkdocs build --strict --quiet
@@ -92,17 +120,21 @@ $(VENV)/bin/python:
 		echo "make: $(PYTHON) has no venv module; install it (on Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }
 	$(PYTHON) -m venv --clear $(VENV)
 
-$(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
+$(VENV)/.installed: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 	$(PIP) install '$(TORCH)'
 	@echo "installing the rest ..."
-	$(PIP) install --quiet --editable '.[executorch]'
+	$(PIP) install --quiet --constraint $(CONSTRAINTS) --editable '.[executorch]'
 	@echo "ExecuTorch's own attention kernels serve bundles; 'make kernels' compiles faster ones"
 	@touch $@
 
 $(VENV)/.installed-test: pyproject.toml $(VENV)/.installed | $(VENV)/bin/python
-	$(PIP) install --quiet --editable '.[executorch,lora,gguf,quantized,test]'
-	@$(PIP) install --quiet --editable '.[tensorrt-rtx]' || \
+	$(PIP) install --quiet --constraint $(CONSTRAINTS) --editable '.[executorch,lora,gguf,quantized,test]'
+	@$(PIP) install --quiet --constraint $(CONSTRAINTS) --editable '.[tensorrt-rtx]' || \
 		echo "make: TensorRT-RTX does not install on this machine; its tests are skipped"
+	@touch $@
+
+$(VENV)/.installed-versions: pyproject.toml $(VENV)/.installed | $(VENV)/bin/python
+	$(PIP) install --quiet --constraint $(CONSTRAINTS) --editable '.[executorch,test]'
 	@touch $@
 
 $(VENV)/.installed-docs: pyproject.toml | $(VENV)/bin/python

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 # Before anything imports torch or huggingface_hub, which read them once. Tiny models are fastest on one thread.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
+# What AOTInductor writes around its kernels takes longer to compile than to run; the kernels are as users have them.
+os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
 # Tables and help as wide as the assertions about them expect, whatever terminal the tests run in.
 os.environ["COLUMNS"] = "160"
 # What was checked before is noted beside pytest's own cache, not in the user's.
@@ -66,6 +69,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             for item in items:
                 if item.get_closest_marker(marker):
                     item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector look no more at what is imported: it would go over all of it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

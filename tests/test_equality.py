@@ -98,7 +98,12 @@ def test_executorch(family: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "backend"),
-    [("llama", "aot_eager"), ("mistral", "aot_eager"), ("gemma3_text", "inductor")],
+    [
+        # Full layers and rings in one model, and the code that is generated for them.
+        ("gemma3_text", "inductor"),
+        pytest.param("llama", "aot_eager", marks=pytest.mark.full),
+        pytest.param("mistral", "aot_eager", marks=pytest.mark.full),
+    ],
 )
 def test_a_compiled_model_call_never_recompiles(family: str, backend: str) -> None:
     """Plain `torch.compile(model)`, the cache an argument: 200 steps across the window, one graph."""

@@ -1,5 +1,7 @@
 """Programs: both forms, both ways of tracing, saved and loaded; what they mutate and what they return."""
 
+import functools
+
 import pytest
 import torch
 from torch.export import ExportedProgram
@@ -21,6 +23,13 @@ PREFILL = 16
 def program_of(family: str, max_cache_len: int = 64, batch_size: int = 1, **options) -> Program:
     model = tiny_model(family)
     return Program(model, ExportableCache.from_model(model, max_cache_len, batch_size), ProgramSpec(PREFILL, **options))
+
+
+@functools.cache
+def exported(family: str, form: str = "resident", strict: bool = False) -> tuple[Program, dict[str, ExportedProgram]]:
+    """A program and its methods. What a test leaves in a resident cache lies behind position 0, where all begin."""
+    program = program_of(family, form=form)
+    return program, {name: program.export(name, strict=strict) for name in program.methods}
 
 
 def stepper(program: Program, exported: dict[str, ExportedProgram]):
@@ -61,51 +70,50 @@ def stepper(program: Program, exported: dict[str, ExportedProgram]):
     ],
 )
 def test_exported_methods_equal_the_model(family: str, form: str, strict: bool, tmp_path) -> None:
-    program = program_of(family, form=form)
-    exported = {}
-    for name in program.methods:
+    program, methods = exported(family, form, strict)
+    loaded = {}
+    for name, method in methods.items():
         path = tmp_path / f"{name}.pt2"
-        torch.export.save(program.export(name, strict=strict), path)
-        exported[name] = torch.export.load(path)
+        torch.export.save(method, path)
+        loaded[name] = torch.export.load(path)
     if form == "resident":
         # Saved one by one, each method has a cache of its own: the other's is put under it, as a bundle does.
-        for key in exported["decode"].graph_signature.non_persistent_buffers:
-            exported["prefill"].constants[key] = exported["decode"].constants[key]
+        for key in loaded["decode"].graph_signature.non_persistent_buffers:
+            loaded["prefill"].constants[key] = loaded["decode"].constants[key]
     ids = tokens(58)
     for prompt in (3, 8, 40):
         reference = reference_logits(program.model, ids, prompt)
-        assert difference(stepper(program, exported), reference, ids, prompt) <= TOLERANCE
+        assert difference(stepper(program, loaded), reference, ids, prompt) <= TOLERANCE
 
 
 def test_every_prompt_length_in_the_range_is_one_graph() -> None:
-    program = program_of("mistral")
-    exported = {name: program.export(name) for name in program.methods}
-    (constraint,) = exported["prefill"].range_constraints.values()
+    program, methods = exported("mistral")
+    (constraint,) = methods["prefill"].range_constraints.values()
     assert (constraint.lower, constraint.upper) == (2, PREFILL)
     ids = tokens(30)
     for prompt in range(2, PREFILL + 1):
         reference = reference_logits(program.model, ids[:, : prompt + 1], prompt)
-        assert difference(stepper(program, exported), reference, ids[:, : prompt + 1], prompt) <= TOLERANCE
+        assert difference(stepper(program, methods), reference, ids[:, : prompt + 1], prompt) <= TOLERANCE
 
 
 def test_explicit_form_names_its_state_and_mutates_nothing() -> None:
-    program = program_of("gemma3_text", form="explicit")
-    exported = program.export("decode").run_decompositions({})
-    assert not exported.graph_signature.buffers_to_mutate and not exported.graph_signature.user_inputs_to_mutate
-    inputs = exported.graph_signature.user_inputs
+    program, methods = exported("gemma3_text", "explicit")
+    decode = methods["decode"].run_decompositions({})
+    assert not decode.graph_signature.buffers_to_mutate and not decode.graph_signature.user_inputs_to_mutate
+    inputs = decode.graph_signature.user_inputs
     assert "cache_layers_0_keys" in inputs and "cache_layers_1_cumulative_length" in inputs
     cache = program.cache
     before = {name: tensor.clone() for name, tensor in cache.named_state()}
-    _, after = exported.module()(tokens(1), torch.tensor([0]), cache)
+    _, after = decode.module()(tokens(1), torch.tensor([0]), cache)
     assert isinstance(after, ExportableCache) and after.cumulative_length.tolist() == [1]
     assert all(torch.equal(tensor, before[name]) for name, tensor in cache.named_state())
 
 
 def test_explicit_cache_leaves_the_program_as_a_cache_that_goes_on_in_eager() -> None:
-    program = program_of("gemma3_text", form="explicit")
+    program, methods = exported("gemma3_text", "explicit")
     model, ids = program.model, tokens(24)
     reference = reference_logits(model, ids, 12)
-    _, cache = program.export("prefill").module()(ids[:, :12], torch.tensor([0]), program.cache)
+    _, cache = methods["prefill"].module()(ids[:, :12], torch.tensor([0]), program.cache)
     with torch.no_grad(), attention_of(model, "exportable_cache"):
         for position in range(12, 24):
             logits = model(ids[:, position : position + 1], past_key_values=cache).logits[:, -1]
@@ -124,14 +132,14 @@ def test_resident_form_writes_in_place_and_holds_no_length() -> None:
 
 
 def test_positions_restart_and_rewind() -> None:
-    program = program_of("mistral")
-    exported = {name: program.export(name).module() for name in program.methods}
+    _, methods = exported("mistral")
+    modules = {name: method.module() for name, method in methods.items()}
     ids, zero = tokens(12), torch.tensor([0])
-    first = exported["prefill"](ids, zero).clone()
-    exported["decode"](tokens(1, seed=5), torch.tensor([12]))
-    assert torch.equal(exported["prefill"](ids, zero), first)
-    once = exported["decode"](ids[:, :1], torch.tensor([12])).clone()
-    assert torch.equal(exported["decode"](ids[:, :1], torch.tensor([12])), once)
+    first = modules["prefill"](ids, zero).clone()
+    modules["decode"](tokens(1, seed=5), torch.tensor([12]))
+    assert torch.equal(modules["prefill"](ids, zero), first)
+    once = modules["decode"](ids[:, :1], torch.tensor([12])).clone()
+    assert torch.equal(modules["decode"](ids[:, :1], torch.tensor([12])), once)
 
 
 def test_rows_have_positions_of_their_own() -> None:

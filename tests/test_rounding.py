@@ -12,6 +12,7 @@ from exportable_cache.verification.references.by_step import rounding_effect
 from exportable_cache.verification.references.rounding import RoundingCache
 from exportable_cache.verification.verify import verify_session
 
+from .support.compiling import compiling_with
 from .support.kinds import KINDS, kind_model
 from .support.models import WINDOW, tiny_model, tokens
 from .support.sessions import lowered_session, rounded_aoti_bundle
@@ -71,15 +72,6 @@ def test_live_sessions(family: str, compiled: bool) -> None:
 FOUR_BITS = ["gemma3_text", "llama4_text", "deepseek_v32", "falcon_h1", "jamba"]
 
 
-@pytest.fixture
-def without_inductor():
-    """The graphs that torch.compile makes, run as they are."""
-    before = torch.compiler.get_default_backend()
-    torch.compiler.set_default_backend("aot_eager")
-    yield
-    torch.compiler.set_default_backend(before)
-
-
 def four_bits(family: str, compiled: bool) -> None:
     model = kind_model(family) if family in KINDS else tiny_model(family)
     cache = ExportableCache.from_model(model, CAPACITY, kv_dtype="int4")
@@ -94,12 +86,14 @@ def test_four_bits_eager(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "falcon_h1"])
-def test_four_bits_compiled(family: str, without_inductor) -> None:
+def test_four_bits_compiled(family: str) -> None:
     four_bits(family, compiled=True)
 
 
+@pytest.mark.full
 def test_four_bits_through_inductor() -> None:
-    four_bits("gemma3_text", compiled=True)
+    with compiling_with("inductor"):
+        four_bits("gemma3_text", compiled=True)
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)

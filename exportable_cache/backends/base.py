@@ -56,7 +56,10 @@ class Runner(Protocol):
     What only some can do are protocols of their own: `HasState`, `ChoosesInGraph`, `HasDevice`.
     """
 
-    methods: Mapping[str, ProgramMethod]
+    @property
+    def methods(self) -> Mapping[str, ProgramMethod]:
+        """By name."""
+        ...
 
     def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """One call.

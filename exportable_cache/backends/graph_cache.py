@@ -6,6 +6,7 @@ import functools
 import hashlib
 import importlib
 import inspect
+import io
 import json
 import logging
 import platform
@@ -19,6 +20,7 @@ import transformers
 from .. import __version__
 from ..common.compat.torch import inductor_config, unwritable_guards
 from ..common.files import atomic_path
+from ..common.own_files import is_own_file, own_folder, sealed, unsealed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,16 +38,19 @@ class GraphCache:
     used only if versions, processor, torch's settings, the model's structure and the cache's layout are those it was
     compiled for, if the source of every function in the graph is unchanged, and if TorchDynamo's guards on the model
     and the inputs hold; otherwise the step is compiled again and the file replaced. Like torch's own, such files are
-    pickled: load none that others can write.
+    pickled, which runs code: a folder that others can write to is refused, and a file of somebody else's is not read.
 
     Args:
         folder: Made when the first graph is kept.
         model: In eval mode, its attention implementation chosen.
         cache: What its steps write.
+
+    Raises:
+        InputError: If others than this user and root can write to the folder, or to one above it.
     """
 
     def __init__(self, folder: str | Path, model: nn.Module, cache: ExportableCache) -> None:
-        self.folder = Path(folder)
+        self.folder = own_folder(Path(folder))
         #: Graphs taken from the folder, and graphs compiled, since this object was made.
         self.loaded, self.compiled = 0, 0
         #: Why the newest graph was not kept, "" if it was.
@@ -82,8 +87,10 @@ class GraphCache:
             return None
         self.compiled += 1
         try:
+            own_folder(self.folder, make=True)
             with atomic_path(self._path(key)) as temporary:
                 call.save_compiled_function(str(temporary), external_data=external)
+                temporary.write_bytes(sealed(temporary.read_bytes()))
         except (
             Exception
         ) as error:  # a full disk, or something in the graph that cannot be pickled: it runs all the same
@@ -112,8 +119,13 @@ class GraphCache:
         if not path.exists():
             return None
         try:
+            own_folder(self.folder)
             with path.open("rb") as file:
-                call = torch.compiler.load_compiled_function(file, f_globals=step.__globals__, external_data=external)
+                if not is_own_file(file.fileno()):
+                    log.warning("%s is not read: it is not yours, or others can write to it", path)
+                    return None
+                written = io.BytesIO(unsealed(file.read()))
+            call = torch.compiler.load_compiled_function(written, f_globals=step.__globals__, external_data=external)
             if _sources_unchanged(call) and call.guard_check(*inputs):
                 return call
             reason = "the model's code or its state has changed"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module, util
 from typing import TYPE_CHECKING
 
+from ..common.compat.executorch import check_pair
 from ..errors import InputError, MissingDependencyError
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def backend_for(target: str) -> Backend:
 
     Raises:
         InputError: If there is no such target.
-        MissingDependencyError: If a package it needs is not installed.
+        MissingDependencyError: If a package it needs is not installed, or two do not go together.
     """
     check_target(target)
     module, packages, extra = TARGETS[target]
@@ -34,6 +35,8 @@ def backend_for(target: str) -> Backend:
             f"target {target!r} needs {', '.join(missing)}, which is not installed; pip install "
             f"'exportable-cache[{extra}]'"
         )
+    if "executorch" in packages:
+        check_pair()
     return import_module(module).backend
 
 

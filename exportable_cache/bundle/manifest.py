@@ -98,7 +98,7 @@ class Manifest(Entry):
                     )
         return self
 
-    @computed_field
+    @computed_field  # type: ignore[prop-decorator]
     @property
     def checksum(self) -> str:
         """sha256 of every other field, see `checksum_of`."""

@@ -15,7 +15,7 @@ from ..common.compat.transformers import attention_implementation
 from ..common.files import atomic_path, damaged_if_malformed, read_tensors
 from ..errors import BundleError, InputError
 from .attention.names import ATTENTION_NAMES
-from .checks import check_rollback, check_room, check_rows_agree, is_traced
+from .checks import check_rollback, check_room, check_rows_agree, check_some, is_traced
 from .layers import CacheLayer, LinearLayer, layer_from
 from .step import PLAIN
 
@@ -41,6 +41,8 @@ class LayeredCache(Cache):
         InputError: If there are no layers, one is not a `CacheLayer`, or batch sizes differ.
     """
 
+    #: Ours, where transformers has its own.
+    layers: list[CacheLayer]  # type: ignore[assignment]
     #: Every cache class by name, for rebuilding from a file.
     classes: ClassVar[dict[str, type[LayeredCache]]] = {}
 
@@ -164,8 +166,10 @@ class LayeredCache(Cache):
 
         Raises:
             CacheFullError: In eager mode, if the new tokens do not fit a layer; no layer has written yet.
+            InputError: If there are none.
         """
         layer_idx = self._counting_layer(layer_idx)
+        check_some(self.layers[layer_idx].cumulative_length, query_length)
         check_room(self.layers[layer_idx].cumulative_length, query_length, self.max_length)
         kv_length, offset = self.layers[layer_idx].get_mask_sizes(query_length)
         if isinstance(offset, torch.Tensor) and offset.dim() == 2 and not self._rows_may_differ:

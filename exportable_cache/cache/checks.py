@@ -43,6 +43,24 @@ def check_room(lengths: torch.Tensor, query_length: int, limit: int | None) -> N
         )
 
 
+def check_some(lengths: torch.Tensor, query_length: int) -> None:
+    """Refuse a step of no tokens: transformers' `generate` takes one where its prompt is no longer than the cache.
+
+    Args:
+        lengths: Tokens held per row, int64 [batch_size].
+        query_length: New tokens.
+
+    Raises:
+        InputError: If there are none.
+    """
+    if isinstance(query_length, int) and query_length == 0:
+        held = "some" if is_traced(lengths) else int(lengths.max())
+        raise InputError(
+            f"there are no new tokens, and the cache holds {held}: generate() leaves out of its prompt those that the "
+            "cache holds; reset() the cache for a new sequence, or pass the ids of the whole one to go on"
+        )
+
+
 def check_new_states(layer: CacheLayer, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
     """Refuse keys and values that do not match the layer's tensors.
 
@@ -53,6 +71,7 @@ def check_new_states(layer: CacheLayer, key_states: torch.Tensor, value_states: 
     Raises:
         InputError: On another batch size, head count, head size, dtype or device.
     """
+    check_rows(layer.keys.shape[0], key_states.shape[0])
     for name, new, kept in (("keys", key_states, layer.keys), ("values", value_states, layer.values)):
         expected = (kept.shape[0], kept.shape[1], new.shape[2], layer.storage.head_dim(kept.shape[3]))
         if tuple(new.shape) != expected:
@@ -62,6 +81,12 @@ def check_new_states(layer: CacheLayer, key_states: torch.Tensor, value_states: 
                 "model)"
             )
         if new.dtype != layer.storage.rows_dtype:
+            if torch.is_autocast_enabled(new.device.type):
+                raise InputError(
+                    f"torch.autocast is on, under which this model writes keys in {key_states.dtype} and values in "
+                    f"{value_states.dtype}, and the cache holds {layer.storage.rows_dtype}; leave the autocast block, "
+                    f"and load the model in {torch.get_autocast_dtype(new.device.type)} instead"
+                )
             raise InputError(
                 f"new {name} are {new.dtype}, the cache holds {layer.storage.rows_dtype}; allocate it with "
                 f"dtype={new.dtype}"
@@ -71,6 +96,68 @@ def check_new_states(layer: CacheLayer, key_states: torch.Tensor, value_states: 
                 f"new {name} are on {new.device}, the cache is on {kept.device}; allocate it with "
                 f"device={str(new.device)!r}"
             )
+
+
+def check_rows(held: int, rows: int) -> None:
+    """Refuse a batch of another number of rows than the cache has.
+
+    Args:
+        held: Rows of the cache.
+        rows: Rows of the batch.
+
+    Raises:
+        InputError: If they differ.
+    """
+    if held != rows:
+        raise InputError(
+            f"the cache was allocated for {held} rows, the model runs {rows}; allocate it with batch_size={rows} (each "
+            "of num_beams, or of num_return_sequences, is a row)"
+        )
+
+
+def check_covers(attention_mask: torch.Tensor, start: torch.Tensor, query_length: int) -> None:
+    """Refuse a padding mask that ends before the new tokens do: they would count as padding, and see nothing.
+
+    Args:
+        attention_mask: [batch_size, tokens], indexed by position.
+        start: Position of the first new token, int64 0-D or [batch_size, 1].
+        query_length: New tokens.
+
+    Raises:
+        InputError: Outside of traced paths, then.
+    """
+    if is_traced(start):
+        return
+    held, covered = int(start.max()), attention_mask.shape[-1]
+    if held + query_length > covered:
+        raise InputError(
+            f"attention_mask is for {covered} tokens, but the cache holds {held} and {query_length} more are fed; "
+            "reset() the cache for a new sequence, or pass the ids and the mask of all "
+            f"{held + query_length} tokens to go on"
+        )
+
+
+def row_numbers(indices: torch.Tensor, rows: int) -> torch.Tensor:
+    """Which row each row is to become, checked: int [rows].
+
+    Raises:
+        InputError: If it is no such tensor, or, on a CPU, names a row that there is not.
+    """
+    if not isinstance(indices, torch.Tensor):
+        raise InputError(f"indices of rows are a {type(indices).__name__}; pass an int64 tensor [{rows}]")
+    if indices.dtype not in (torch.int32, torch.int64) or indices.dim() != 1:
+        raise InputError(
+            f"indices of rows are {indices.dtype} of shape {list(indices.shape)}; pass an int64 tensor [{rows}]"
+        )
+    if indices.shape[0] != rows:
+        raise InputError(
+            f"a static cache of batch size {rows} cannot keep {indices.shape[0]} rows; pass one index per row, or "
+            f"allocate another cache with batch_size={indices.shape[0]}"
+        )
+    # Elsewhere reading it waits for the device.
+    if not is_traced(indices) and indices.device.type == "cpu" and bool(((indices < 0) | (indices >= rows)).any()):
+        raise InputError(f"indices of rows are {indices.tolist()}, of rows 0 to {rows - 1}; name rows that there are")
+    return indices
 
 
 def check_rows_agree(lengths: torch.Tensor) -> None:

@@ -28,7 +28,7 @@ class Component:
         super().__init_subclass__(**kwargs)
         if kind is not None:
             cls.kind = kind
-            cls.kinds[kind] = cls
+            cls.kinds[kind] = cls  # type: ignore[assignment]
             # Members annotate their fields and nothing else. Not by `dataclasses.fields`: strict export puts layers
             # together inside # TorchDynamo, which cannot ask a class for them.
             cls.field_names = tuple(cls.__dict__.get("__annotations__", ()))

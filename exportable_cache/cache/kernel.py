@@ -15,6 +15,7 @@ from .storage.slots import read_slots
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from .layers.composed import ComposedLayer
     from .layers.layer import CacheLayer
     from .policies import SlotPolicy
 
@@ -49,7 +50,7 @@ class Kernel(Component, ABC):
     #: Dimensions of a stored tensor before its last.
     row_dims: ClassVar[tuple[str, ...]] = ("batch_size", "num_heads", "capacity")
 
-    def declare(self, layer: CacheLayer) -> dict[str, StateTensor]:
+    def declare(self, layer: ComposedLayer) -> dict[str, StateTensor]:
         """The state tensors of a layer's keys and values, none where it keeps no such."""
         parts = layer.storage.parts if layer.storage is not None else {}
         return {name: StateTensor(*self.row_dims, part.dim, dtype=part.dtype) for name, part in parts.items()}
@@ -100,13 +101,13 @@ class PortableKernel(Kernel, kind="portable"):
         length = layer.cumulative_length
         if not policy.wraps(layer.context.kv_read_len):
             slots = length[:, None] + torch.arange(query_length, device=layer.device)
-            layer.write(slots, key_states, value_states)
+            stored = layer.write(slots, key_states, value_states)
             layer.advance(query_length)
-            return layer.read(layer.slots_read)
+            return layer.read(layer.slots_read, stored)
         if is_one(query_length):
-            layer.write(policy.next_slot(length)[:, None], key_states, value_states)
+            stored = layer.write(policy.next_slot(length)[:, None], key_states, value_states)
             layer.advance(1)
-            return layer.read(policy.capacity)
+            return layer.read(policy.capacity, stored)
         return self._gather(layer, key_states, value_states)
 
     def _gather(

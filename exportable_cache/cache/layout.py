@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 #: Layer types, by transformers' names: those that keep keys and values, those that keep states, and those that keep
 #: both.
 KEY_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "indexed_attention")
+#: Of them, those that need a window.
+WINDOWED_TYPES = ("sliding_attention", "chunked_attention", "hybrid_sliding")
 STATE_TYPES = ("linear_attention", "conv")
 HYBRID_TYPES = ("hybrid", "hybrid_sliding")
 SUPPORTED_LAYER_TYPES = (*KEY_TYPES, *STATE_TYPES, *HYBRID_TYPES, "dummy")
@@ -33,7 +35,7 @@ class LayerLayout:
     """One layer of a model, as its cache sees it.
 
     `LayerLayout("sliding_attention", num_heads=4, head_dim=64, value_head_dim=64, window=512)` becomes a ring of 512
-    slots, or a full layer where `max_cache_len` is no larger than the window.
+    slots, or a full layer where `max_cache_len` is smaller than the window.
 
     Attributes:
         layer_type: Transformers' name, as in `config.layer_types`.
@@ -99,6 +101,6 @@ class LayerLayout:
         if sinks is not None and self.window is None:
             return SinkPolicy(sinks.tokens, sinks.window, rollback_slots)
         # A window that is never reached needs no ring: every token stays visible, and the slot is the position.
-        if self.window is None or (self.window >= max_cache_len and sinks is None):
+        if self.window is None or (self.window > max_cache_len and sinks is None):
             return FullPolicy(max_cache_len)
         return RingPolicy(self.window, rollback_slots)

@@ -19,9 +19,12 @@ def main() -> None:
 
     if sys.stdout is None:
         # Closed by who started this (`>&-`).
-        sys.exit(
-            "error: stdout is closed, and there is nowhere to write the output; send it to a file, or to /dev/null"
-        )
+        if sys.stderr is not None:
+            sys.stderr.write(
+                "error: stdout is closed, and there is nowhere to write the output; send it to a file, or to "
+                "/dev/null\n"
+            )
+        sys.exit(2)
     # A model may say what the terminal's encoding has no character for; the answer goes on.
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")

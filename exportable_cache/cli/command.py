@@ -30,7 +30,7 @@ class Command(TyperCommand):
     stdout, so that `--json` leaves exactly one document there.
     """
 
-    def invoke(self, ctx: typer.Context) -> Any:
+    def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
         debug = bool((ctx.obj or {}).get("debug"))
         terminal = ctx.obj = Terminal(sys.stdout)
         with ExitStack() as stack:
@@ -63,20 +63,19 @@ class Command(TyperCommand):
                 raise typer.Exit(EXIT_UNEXPECTED) from error
 
 
-#: Of a stream that takes no more: a full disk, a broken one, a closed one.
-_OF_STREAMS = (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EDQUOT)
+#: Of a stream that takes no more: a full disk, a broken one, a closed one, one whose reader is gone.
+_OF_STREAMS = (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EDQUOT, errno.EPIPE)
 
 
 def _forget_output() -> None:
     """Let nothing be written to stdout when Python ends, which would fail again."""
     with suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())
+        if sys.__stdout__ is not None:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())
 
 
 def _is_ours_to_pass(error: Exception) -> bool:
-    """Whether typer handles it: its own signals and usage errors, and a reader of our output that went away."""
+    """Whether typer handles it: its own signals and usage errors."""
     from typer.exceptions import TyperException
 
-    if isinstance(error, (typer.Exit, typer.Abort, TyperException)):
-        return True
-    return isinstance(error, OSError) and error.errno == errno.EPIPE
+    return isinstance(error, (typer.Exit, typer.Abort, TyperException))

@@ -131,7 +131,7 @@ def _row(layer: dict[str, Any]) -> LayerRow:
 def _head_dim(storage: dict[str, Any] | None, tensor: dict[str, Any] | None) -> int | None:
     from ..cache.storage import Storage
 
-    return None if storage is None else Storage.from_config(storage).head_dim(tensor["shape"][-1])
+    return None if storage is None or tensor is None else Storage.from_config(storage).head_dim(tensor["shape"][-1])
 
 
 def _sizes(tensor: dict[str, Any]) -> dict[str, int]:

@@ -18,7 +18,8 @@ from .settings import Changes
 def targets() -> list[str]:
     """Names of all targets: one package each, found without importing any."""
     spec = find_spec("exportable_cache")
-    folders = [os.path.join(folder, "backends") for folder in (spec.submodule_search_locations or [])]
+    roots = [] if spec is None else spec.submodule_search_locations or []
+    folders = [os.path.join(folder, "backends") for folder in roots]
     return sorted(module.name for module in pkgutil.iter_modules(folders) if module.ispkg)
 
 

@@ -88,7 +88,7 @@ def takes(*parameters: Parameter) -> Callable[[Callable[..., None]], Callable[..
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         context = Parameter("ctx", Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
-        command.__signature__ = signature(command).replace(parameters=[context, *parameters])
+        command.__signature__ = signature(command).replace(parameters=[context, *parameters])  # type: ignore[attr-defined]
         command.__annotations__ = {one.name: one.annotation for one in (context, *parameters)}
         return command
 

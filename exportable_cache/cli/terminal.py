@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import sys
 import threading
 import time
@@ -25,6 +27,21 @@ _SECONDS_BETWEEN_LINES = 10.0
 Callback = Callable[[str, int, "int | None"], None]
 
 
+class _Results(Console):
+    """A stream whose reader may go away, which ends the command."""
+
+    def on_broken_pipe(self) -> None:
+        # The library's own ends the process with 1, which stands for a mismatch here.
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
+class _Remarks(Console):
+    """A stream that the command goes on without."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
 class Terminal:
     """Output of one command.
 
@@ -34,9 +51,9 @@ class Terminal:
 
     def __init__(self, stdout: TextIO) -> None:
         self._stdout = stdout
-        self._out = Console(file=stdout, width=_WIDTH, highlight=False, markup=False, emoji=False)
+        self._out = _Results(file=stdout, width=_WIDTH, highlight=False, markup=False, emoji=False)
         # The stream itself: what stands in for sys.stderr while a bar is drawn writes through this console.
-        self._err = Console(file=sys.stderr, highlight=False, markup=False, emoji=False)
+        self._err = _Remarks(file=sys.stderr, highlight=False, markup=False, emoji=False)
 
     def print(self, renderable: RenderableType = "", style: str | None = None) -> None:
         """A line or a table, to stdout. Neither is cut or wrapped."""
@@ -76,7 +93,7 @@ class Terminal:
 
 
 class _Bar(BarColumn):
-    def render(self, task: Task) -> RenderableType:
+    def render(self, task: Task) -> RenderableType:  # type: ignore[override]
         return Text() if task.total is None else super().render(task)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -19,3 +20,7 @@ class TensorSpec:
     name: str
     dtype: str
     shape: tuple[int | str, ...]
+
+    def sizes(self, named: Mapping[str, int]) -> list[int]:
+        """The shape, with a number for each name."""
+        return [named[size] if isinstance(size, str) else size for size in self.shape]

@@ -22,9 +22,12 @@ from .encoder import encoder_of
 from .encoder_decoder_layout import encoder_decoder_layers
 from .layout import check_longest, check_model_type, check_sinks, layout_from_config, layout_from_model
 from .patches.registry import config_types, model_types, patch_imported, patch_model, patch_types
+from .quantized_rows import QuantizedRows, has_quantized_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
+    from ..cache.layout import LayerLayout
 
 register_attention()
 
@@ -34,6 +37,10 @@ class ExportableCache(LayeredCache):
 
     It is a `transformers.Cache`: pass it as `past_key_values` to a model, to `generate`, or to a loop of your own. No
     step depends on how many tokens were seen, so a compiled or exported step serves every position.
+
+    Its tensors never carry a gradient, so that they keep no graph of the steps that wrote them: outside of
+    `torch.no_grad` gradients flow to the tokens of a call, and what earlier calls wrote is constant. (As with every
+    buffer written in place, call `backward` before the next step.) `copy.deepcopy` gives an independent cache.
 
     Args:
         layers: One layer per decoder layer, all of one batch size.
@@ -184,7 +191,7 @@ class ExportableCache(LayeredCache):
             )
         else:
             with _refused_if_it_fails(model):
-                layouts, dtype, device = layout_from_model(model)
+                layouts, dtype, device = _layouts(model)
         check_longest(model.config, spec.max_cache_len)
         if spec.sinks is not None:
             check_sinks(model.config, layouts)
@@ -236,6 +243,19 @@ class ExportableCache(LayeredCache):
 
 class ExportableEncoderDecoderCache(ExportableCache, EncoderDecoderLayeredCache):
     """An `ExportableCache` of an encoder-decoder: see `EncoderDecoderLayeredCache` for its layers and arguments."""
+
+
+def _layouts(model: PreTrainedModel) -> tuple[list[LayerLayout], torch.dtype, torch.device]:
+    """`layout_from_model`; of quantised weights from the config where it tells, as a token through a model of billions
+    of them takes a minute. They compute in float32.
+    """
+    if not has_quantized_weights(model):
+        return layout_from_model(model)
+    try:
+        return layout_from_config(model.config), torch.float32, model.device
+    except UnsupportedModelError:
+        with QuantizedRows():
+            return layout_from_model(model)
 
 
 @contextmanager

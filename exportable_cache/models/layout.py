@@ -17,6 +17,7 @@ from ..cache.layout import (
     KEY_TYPES,
     STATE_TYPES,
     SUPPORTED_LAYER_TYPES,
+    WINDOWED_TYPES,
     LayerLayout,
 )
 from ..cache.policies import CrossPolicy, RingPolicy
@@ -69,7 +70,19 @@ def layer_types_and_windows(config: PreTrainedConfig) -> list[tuple[str, int | N
                 f"layer {index} of this {config.model_type!r} model is of type {layer_type!r}, which has no static "
                 f"cache layer; supported types: {', '.join(SUPPORTED_LAYER_TYPES)}"
             )
-    return [(layer_type, option.get("sliding_window")) for layer_type, option in zip(types, options, strict=True)]
+    kinds = [(layer_type, option.get("sliding_window")) for layer_type, option in zip(types, options, strict=True)]
+    _check_windows(config, kinds)
+    return kinds
+
+
+def _check_windows(config: PreTrainedConfig, kinds: Sequence[tuple[str, int | None]]) -> None:
+    """Refuse a layer that is to see a window of no length: transformers sizes no mask for it."""
+    for index, (layer_type, window) in enumerate(kinds):
+        if layer_type in WINDOWED_TYPES and (type(window) is not int or window < 1):
+            raise UnsupportedModelError(
+                f"layer {index} of this {config.model_type!r} model is of type {layer_type!r}, but its sliding_window "
+                f"(or attention_chunk_size) is {window!r}; set that in the config, or make the layer full_attention"
+            )
 
 
 def check_longest(config: PreTrainedConfig, max_cache_len: int) -> None:
@@ -117,6 +130,7 @@ def _decoder_layer_types(config: PreTrainedConfig) -> list[tuple[str, int | None
     text_config = config.get_text_config(decoder=True)
     types, options = get_layer_types_and_kwargs(text_config)
     kinds = [(layer_type, option.get("sliding_window")) for layer_type, option in zip(types, options, strict=True)]
+    _check_windows(config, kinds)
     # T5's family counts the decoder's layers apart, and has no kinds of them.
     count = getattr(text_config, "num_decoder_layers", None)
     if count is not None and len(set(kinds)) == 1:

@@ -352,6 +352,8 @@ def _config(place: Place) -> PreTrainedConfig:
         raise InputError(f"cannot read config.json of {place.source!r}: {first_line(error)}; correct it") from error
     model_type = fields.get("model_type") if isinstance(fields, dict) else None
     if not model_type:
+        if place.gguf is None and Path(place.path).is_dir() and not (Path(place.path) / "config.json").exists():
+            raise InputError(f"folder {place.source!r} has no config.json; pass a model folder")
         raise InputError(
             f"config.json of {place.source!r} states no model_type; pass the folder of a transformers model"
         )

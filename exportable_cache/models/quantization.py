@@ -24,6 +24,7 @@ from .quantized_rows import QuantizedRows
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from ..common.scratch import Scratch
     from .quantization_spec import (
         Quantization,
     )
@@ -100,12 +101,16 @@ class QuantizedModel:
 
 
 @torch.no_grad()
-def quantize(model: PreTrainedModel, quantization: Quantization) -> QuantizedModel:
+def quantize(model: PreTrainedModel, quantization: Quantization, scratch: Scratch | None = None) -> QuantizedModel:
     """Quantise a copy of a model; the original is left alone, in whatever dtype its weights are.
 
     Weight by weight: none but the one at hand is there in float32 as well.
 
+    Args:
+        scratch: Where the integers are to lie; None for memory. They take a byte each, also those of 4 bits.
+
     Raises:
+        OSError: If the disk has no room for them.
         InputError, UnsupportedModelError: See `check_quantizable`.
     """
     check_quantizable(model, quantization)
@@ -122,7 +127,7 @@ def quantize(model: PreTrainedModel, quantization: Quantization) -> QuantizedMod
     dtypes = {4: torch.int4, 8: torch.int8}
     if quantization.embeddings is not None:
         bits = EMBEDDING_SCHEMES[quantization.embeddings]
-        _quantize_weight(table, IntxWeightOnlyConfig(weight_dtype=dtypes[bits], granularity=groups[bits]))
+        _quantize_weight(table, IntxWeightOnlyConfig(weight_dtype=dtypes[bits], granularity=groups[bits]), scratch)
     if quantization.linear is not None:
         bits, dynamic = LINEAR_SCHEMES[quantization.linear]
         if dynamic:
@@ -136,7 +141,7 @@ def quantize(model: PreTrainedModel, quantization: Quantization) -> QuantizedMod
             config = IntxWeightOnlyConfig(weight_dtype=dtypes[bits], granularity=groups[bits])
         for module in model.modules():
             if isinstance(module, nn.Linear) and not (tied and module is head):
-                _quantize_weight(module, config)
+                _quantize_weight(module, config, scratch)
     if tied and quantization.embeddings is not None:
         head.weight = nn.Parameter(_as_linear(table.weight, quantization.linear), requires_grad=False)
     _to_float32(model)
@@ -153,7 +158,7 @@ def _with_own_parameters(model: PreTrainedModel) -> PreTrainedModel:
     return copy.deepcopy(model, shared)
 
 
-def _quantize_weight(module: nn.Module, config: Any) -> None:
+def _quantize_weight(module: nn.Module, config: Any, scratch: Scratch | None) -> None:
     """Exchange a module's weight for its quantised form, worked out a few rows at a time.
 
     Rows have scales of their own, so the result is the same. torchao goes over a weight some twenty times: over rows
@@ -164,9 +169,9 @@ def _quantize_weight(module: nn.Module, config: Any) -> None:
     with one_thread():
         parts = [_quantized(part.float(), config) for part in weight.detach().split(rows)]
         first = parts[0]
-        integers, scales, zero_points = (
-            torch.cat([getattr(part, name) for part in parts]) for name in ("qdata", "scale", "zero_point")
-        )
+        scales, zero_points = (torch.cat([getattr(part, name) for part in parts]) for name in ("scale", "zero_point"))
+        whole = None if scratch is None else scratch.empty(weight.shape, first.qdata.dtype)
+        integers = torch.cat([part.qdata for part in parts], out=whole)
     form = (first.target_dtype, first.block_size, first.dtype, first.activation_quantization)
     module.weight = nn.Parameter(type(first)(integers, scales, zero_points, *form), requires_grad=False)
 

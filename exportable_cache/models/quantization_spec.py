@@ -87,7 +87,7 @@ class Quantization:
 
     @staticmethod
     def _bits(scheme: str | None, known: dict[str, Any]) -> int | None:
-        found = known.get(scheme)
+        found = None if scheme is None else known.get(scheme)
         return found[0] if isinstance(found, tuple) else found
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Quantised models in eager mode, a few rows of a weight at a time.
 
 torchao makes a whole weight float32 in every call: a table of 150,000 rows takes 600 MB for three tokens, and each pass
-over a weight leaves the processor's cache. Rows do not depend on one another, so results are the same.
+over a weight leaves the processor's cache. Rows do not depend on one another, so results are the same. Nor do the
+tokens whose activations are rounded, which is done once for the layers that read the same ones.
 """
 
 from __future__ import annotations
@@ -10,15 +11,25 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 # Weights made float32 at once: large enough for a product to be one, small enough for a processor's cache.
 _ELEMENTS_AT_ONCE = 1 << 20
+# Activations rounded at once: the passes over them are short enough to stay in it.
+_ACTIVATIONS_AT_ONCE = 1 << 17
 
 
 class QuantizedRows(TorchFunctionMode):
     """A block in which linear layers and embedding tables whose weights torchao has quantised are worked out so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # What was rounded last, with its version: queries, keys and values are made from one tensor.
+        self._source: torch.Tensor | None = None
+        self._version = -1
+        self._rounded: torch.Tensor | None = None
 
     def __torch_function__(
         self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -26,13 +37,18 @@ class QuantizedRows(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is functional.linear and is_quantized(args[1]):
             bias = args[2] if len(args) > 2 else kwargs.get("bias")
-            parts = [functional.linear(args[0], part) for part in _parts(args[1])]
-            output = torch.cat(parts, dim=-1)
+            source = args[0] if args[1].activation_quantization is None else self._rounding(args[0])
+            output = torch.cat([functional.linear(source, part.dequantize()) for part in _parts(args[1])], dim=-1)
             return output if bias is None else output + bias
         if func is functional.embedding and is_quantized(args[1]):
             ids = args[0]
             return rows_of(args[1], ids.flatten()).dequantize().view(*ids.shape, -1)
         return func(*args, **kwargs)
+
+    def _rounding(self, source: torch.Tensor) -> torch.Tensor:
+        if source is not self._source or source._version != self._version or self._rounded is None:
+            self._source, self._version, self._rounded = source, source._version, rounded_activations(source)
+        return self._rounded
 
 
 def is_quantized(weight: Any) -> bool:
@@ -44,6 +60,48 @@ def rows_of(weight: torch.Tensor, index: torch.Tensor | slice) -> torch.Tensor:
     """Some rows of a quantised weight, quantised."""
     parts = (getattr(weight, name)[index] for name in ("qdata", "scale", "zero_point"))
     return type(weight)(*parts, weight.target_dtype, weight.block_size, weight.dtype, weight.activation_quantization)
+
+
+def rounded_activations(source: torch.Tensor) -> torch.Tensor:
+    """Activations float32 [..., features] rounded to 8 bits, each token with a scale and a zero point of its own, and
+    made float again: what torchao's layers with `INT8_ASYM_PER_TOKEN` multiply by.
+    """
+    from torchao.quantization.quant_primitives import (
+        MappingType,
+        choose_qparams_affine,
+        dequantize_affine,
+        quantize_affine,
+    )
+
+    least, most = torch.iinfo(torch.int8).min, torch.iinfo(torch.int8).max
+    features = source.shape[-1]
+    parts = []
+    for tokens in source.reshape(-1, features).split(max(1, _ACTIVATIONS_AT_ONCE // features)):
+        scale, zero_point = choose_qparams_affine(
+            tokens,
+            MappingType.ASYMMETRIC,
+            (1, features),
+            torch.int8,
+            quant_min=least,
+            quant_max=most,
+            zero_point_dtype=torch.int8,
+        )
+        integers = quantize_affine(
+            tokens, (1, features), scale, zero_point, output_dtype=torch.int8, quant_min=least, quant_max=most
+        )
+        parts.append(
+            dequantize_affine(
+                integers, (1, features), scale, zero_point, torch.int8, least, most, output_dtype=tokens.dtype
+            )
+        )
+    return torch.cat(parts).view(source.shape)
+
+
+def has_quantized_weights(model: nn.Module) -> bool:
+    """Whether torchao has quantised a linear layer or a table of it."""
+    return any(
+        is_quantized(module.weight) for module in model.modules() if isinstance(module, (nn.Linear, nn.Embedding))
+    )
 
 
 def _parts(weight: torch.Tensor) -> Iterator[torch.Tensor]:

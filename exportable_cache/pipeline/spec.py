@@ -65,7 +65,7 @@ class ExportSpec:
     output_dir: str | os.PathLike | None = setting(
         None, "Folder to write the bundle to.", flags=("--output", "-o"), metavar="DIR", kind=Path
     )
-    cache: CacheSpec = field(default=REQUIRED, kw_only=True)
+    cache: CacheSpec = field(default=REQUIRED, kw_only=True)  # type: ignore[assignment]
     program: ProgramSpec = field(default=ProgramSpec(), kw_only=True)
     options: TargetOptions | None = field(default=None, kw_only=True)
     quantization: Quantization | None = field(default=None, kw_only=True)
@@ -136,8 +136,9 @@ class ExportSpec:
         from .dtypes import check_dtype
 
         object.__setattr__(self, "options", options)
-        object.__setattr__(self, "dtype", parse_dtype(self.dtype))
-        check_dtype(self.dtype, self.target, options.to_dict(), self.quantization is not None)
+        dtype = parse_dtype(self.dtype)
+        object.__setattr__(self, "dtype", dtype)
+        check_dtype(dtype, self.target, options.to_dict(), self.quantization is not None)
         object.__setattr__(self, "output_dir", _checked_output(self.output_dir))
         if self.sign is not None:
             # Before an hour's work: whether it can be signed.

@@ -23,6 +23,7 @@ from ..bundle.describe import Provenance
 from ..bundle.entries import Quantized, RoundedCache
 from ..common.dtypes import dtype_name
 from ..common.progress import silent
+from ..common.scratch import Scratch
 from ..errors import BundleError, InputError, VerificationError
 from ..models.cache_factory import ExportableCache
 from ..models.dtypes import stored_dtype
@@ -38,6 +39,9 @@ from ..verification.report import VerifyReport
 from ..verification.spec import VerifySpec
 from ..verification.tolerance import tolerances_of
 from .dtypes import choose_dtype
+
+# Of a quantised model, a byte each while it is exported: what a small machine can spare.
+_MOST_IN_MEMORY = 2_000_000_000
 
 if TYPE_CHECKING:
     from ..backends.base import Backend
@@ -183,8 +187,23 @@ def quantise(resolved: Resolved, loaded: LoadedModel, progress: Progress = silen
         loaded.model.to(choice.chosen)
         return Source(loaded, loaded.model, choice)
     progress(f"quantising to {quantization}", 0, None)
-    quantized = quantize(loaded.model, quantization)
+    output = resolved.spec.output_dir
+    try:
+        quantized = quantize(loaded.model, quantization, _scratch_for(loaded.model, output))
+    except OSError as error:
+        raise BundleError(f"cannot write beside {output}: {error.strerror or error}; choose another disk") from error
     return Source(loaded, quantized.model, choice, quantized.weights_bytes)
+
+
+def _scratch_for(model: PreTrainedModel, output: Path) -> Scratch | None:
+    """Where the integers of a large model are to lie: on the disk that its program is written to, if that has room for
+    both.
+    """
+    integers = model.num_parameters()
+    folder = next(folder for folder in output.absolute().parents if folder.is_dir())
+    if integers <= _MOST_IN_MEMORY or not Scratch.available() or shutil.disk_usage(folder).free < 2 * integers:
+        return None
+    return Scratch(folder)
 
 
 def allocate(resolved: Resolved, model: PreTrainedModel) -> ExportableCache:

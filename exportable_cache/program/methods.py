@@ -116,8 +116,7 @@ def smallest_inputs(method: ProgramMethod, batch_size: int, device: torch.device
     for chosen in product(*map(sorted, choices)):
         sizes = {**fixed, **dict(zip(method.dynamic_sizes, chosen, strict=True))}
         yield tuple(
-            torch.zeros([sizes.get(size, size) for size in spec.shape], dtype=getattr(torch, spec.dtype), device=device)
-            for spec in method.inputs
+            torch.zeros(spec.sizes(sizes), dtype=getattr(torch, spec.dtype), device=device) for spec in method.inputs
         )
 
 

@@ -44,7 +44,7 @@ def to_leaf(value: int | torch.SymInt | Held) -> Any:
     """The pytree child of a counter."""
     if isinstance(value, Held):
         return value.leaf
-    return torch.scalar_tensor(value, dtype=torch.int64, device="cpu")
+    return torch.scalar_tensor(value, dtype=torch.int64, device="cpu")  # type: ignore[arg-type]
 
 
 def from_leaf(leaf: Any) -> Any:

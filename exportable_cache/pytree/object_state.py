@@ -141,7 +141,7 @@ def flatten_object(obj: Any) -> tuple[list[tuple[str, Any]], dict[str, Any]]:
 
 def unflatten_object(cls: type, children: list[Any], context: Mapping[str, Any]) -> Any:
     """The object `flatten_object` took apart, with these children; any object may stand for a tensor."""
-    obj = cls.__new__(cls)
+    obj: Any = cls.__new__(cls)  # type: ignore[call-overload]
     state: dict[str, Any] = {name: _decode(value, cls) for name, value in context.get("attributes", {}).items()}
     counted, missing = context.get("counters", ()), context.get("missing", {})
     names = [name for name in _ORDER if name in counted or name in context.get("children", ())]

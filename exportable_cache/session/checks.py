@@ -25,6 +25,19 @@ class ProgramLimits:
     device: torch.device
 
 
+def check_no_autocast(device: torch.device) -> None:
+    """Refuse to run a program under other dtypes than it was made with.
+
+    Raises:
+        InputError: Under `torch.autocast`.
+    """
+    if torch.is_autocast_enabled(device.type):
+        raise InputError(
+            "torch.autocast is on, but a session computes in the dtypes that its program was made with; leave the "
+            f"autocast block, and load or export the model in {torch.get_autocast_dtype(device.type)} instead"
+        )
+
+
 def check_rows_may_differ(equal_rows: bool, found: str) -> None:
     """Refuse rows of different length where the model takes one length for all.
 

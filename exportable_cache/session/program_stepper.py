@@ -12,7 +12,7 @@ import torch
 from ..backends.base import ChoosesInGraph, state_of
 from ..errors import BundleError
 from ..program.methods import ROPE_DELTAS, chunk_sizes, method_for
-from .checks import check_room, check_rows_may_differ
+from .checks import check_no_autocast, check_room, check_rows_may_differ
 from .guard import StepGuard
 from .inputs.image_places import shifted
 from .inputs.stage import Steps
@@ -179,6 +179,7 @@ class ProgramStepper:
         Returns:
             Logits [batch, vocab], or [batch, length, vocab].
         """
+        check_no_autocast(self.device)
         size = fed.shape[1]
         with self.guard:
             self.guard.check_whole()
@@ -221,6 +222,7 @@ class ProgramStepper:
         Raises:
             CacheFullError: If a row has no slots left for them.
         """
+        check_no_autocast(self.device)
         check_room(int(self.state.length.max()), self.max_length, steps)
         fed = tokens[:, None]
         if not self.chooses_in_graph:

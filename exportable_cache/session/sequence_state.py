@@ -50,7 +50,7 @@ class SequenceState:
     def of_layers(cls, layers: Sequence[CacheLayer], length: torch.Tensor) -> SequenceState:
         """Of a cache that is in use, whose rows hold `length` tokens, int64 [batch]."""
         marks = [layer._max_len_ever for layer in layers] if bool(length.any()) else [0]
-        most = UNKNOWN if None in marks else max(marks)
+        most = max(UNKNOWN if mark is None else mark for mark in marks)
         ever = torch.maximum(length, torch.tensor(most))
         return replace(cls.empty(len(length)), length=length, max_len_ever=ever)
 

@@ -47,7 +47,7 @@ def planned(session: Session, spec: VerifySpec, limit: int | None, windows: Sequ
             method.kv_read_len - 1 for method in methods if method.kv_read_len is not None and method.kv_read_len > 1
         )
         # Rings alone are never full: no limit is theirs.
-        if session.max_length is not None and session.batch_size * limit <= _MOST_TO_FILL:
+        if limit is not None and session.max_length is not None and session.batch_size * limit <= _MOST_TO_FILL:
             filling = limit
             lengths.add(filling)
     plan = []

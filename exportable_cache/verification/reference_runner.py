@@ -5,6 +5,7 @@ proves.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ..backends import backend_for
@@ -14,13 +15,19 @@ from ..models.cache_factory import ExportableCache
 from ..program.program import Program
 from ..program.spec import ProgramSpec
 from ..session.session import Session
+from .references.at_once import is_large
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
     from transformers import PreTrainedModel
 
+    from ..backends.base import Runner
     from ..bundle.bundle import Bundle
     from ..bundle.manifest import Manifest
     from ..common.progress import Progress
+    from ..program.methods import ProgramMethod
 
 
 def session_to_verify(
@@ -46,7 +53,25 @@ def session_to_verify(
         stand_in = backend.stand_in(program or program_of(manifest, model), description, options)
         return Session.from_bundle(bundle, stand_in.runner), stand_in.remark
     progress(f"opening the {manifest.target} program", 0, None)
-    return Session.from_bundle(bundle), ""
+    # Of a large model the reference comes first: the memory that it needs is given back before the program takes its
+    # own. Other runners have more to ask for than steps.
+    later = OpenedLater(bundle) if manifest.target == "executorch" and is_large(model) else None
+    return Session.from_bundle(bundle, later), ""
+
+
+class OpenedLater:
+    """The runner of a bundle, opened by the first step."""
+
+    def __init__(self, bundle: Bundle) -> None:
+        self.methods: Mapping[str, ProgramMethod] = bundle.manifest.description().methods
+        self._open = bundle.open_runner
+
+    @cached_property
+    def _runner(self) -> Runner:
+        return self._open()[0]
+
+    def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        return self._runner.run(method, *inputs)
 
 
 def program_of(manifest: Manifest, model: PreTrainedModel) -> Program:

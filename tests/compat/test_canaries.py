@@ -31,6 +31,7 @@ NAMES: dict[str, dict[str, Any]] = {
     "torch": {
         "torch._check": takes("cond", "message"),
         "torch._subclasses.fake_tensor.FakeTensor": CLASS,
+        "torch._subclasses.fake_tensor.FakeTensorMode.cache_clear": CALLABLE,
         "torch._ops.OperatorBase": CLASS,
         "torch._ops.OpOverload": CLASS,
         "torch._inductor.aot_compile": takes("gm", "args", "options"),
@@ -73,6 +74,8 @@ NAMES: dict[str, dict[str, Any]] = {
         "executorch.exir._serialize.generated.executorch_flatbuffer.Program.Program.GetRootAs": takes("buf"),
         "executorch.exir._serialize.generated.executorch_flatbuffer.DataSegment.DataSegment": CLASS,
         "executorch.extension.pybindings.portable_lib._get_operator_names": CALLABLE,
+        "executorch.exir.backend.utils.is_same_node.cache_clear": CALLABLE,
+        "executorch.exir.backend.utils.WhyNoPartition": CLASS,
         "executorch.exir.EdgeCompileConfig": takes("_check_ir_validity", "_skip_dim_order"),
     },
     "torch_tensorrt": {

@@ -1,7 +1,7 @@
 """Mutated bundles, saved states and saved caches: what opening and running each does. `make fuzz`, or
 `python -m tests.security.fuzz --help`.
 
-Each mutation is tried in a copy of this process (POSIX only), so that a crash is counted and not suffered. Sealed ones
+Mutations are tried in copies of this process (POSIX only), so that a crash is counted and not suffered. Sealed ones
 have every checksum made right again, as anybody can.
 """
 
@@ -16,30 +16,44 @@ import random
 import resource
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
 from exportable_cache import ExportableCache, Session, export, load
+from exportable_cache.bundle.known_digests import record_path
 from exportable_cache.bundle.manifest import MANIFEST_FILE, checksum_of
-from exportable_cache.errors import ExportableCacheError
+from exportable_cache.common import own_files
+from exportable_cache.errors import ExportableCacheError, InputError
 
 from ..support.models import tiny_model, tokens
 
 #: What may come of a mutation.
 REFUSED, SAME, DIFFERENT, RAW, CRASH, CODE = "refused", "same output", "other output", "raw error", "crash", "code run"
 _SECONDS = 60
+#: Mutations that one process tries, so that none meets what many before it have left.
+_A_WORKER = 100
 _PROMPT = [5, 6, 7]
 _STEPS = 3
-_RAW = 70
-_CODES = {REFUSED: 11, SAME: 12, DIFFERENT: 13, RAW: _RAW, CODE: 14}
+#: Events of Python's that nothing which is opened may cause.
+_WATCHED = (
+    "os.system",
+    "subprocess.Popen",
+    "os.exec",
+    "os.mkdir",
+    "os.remove",
+    "socket.connect",
+    "pickle.find_class",
+)
 
 
 def reseal(folder: Path) -> None:
@@ -167,8 +181,8 @@ class Attack:
     Args:
         source: The folder, whole.
         use: Opens a folder and gives numbers that an unharmed one gives.
-        sealed: Whether checksums are made right.
         change: Mutates a copy.
+        sealed: Makes checksums right, where that is asked for.
     """
 
     def __init__(
@@ -177,62 +191,105 @@ class Attack:
         source: Path,
         use: Callable[[Path], Any],
         change: Callable[[Path, random.Random], None],
-        sealed: bool,
+        sealed: Callable[[Path], None] | None = None,
     ) -> None:
         self.name, self.source, self.use, self.change, self.sealed = name, source, use, change, sealed
 
-    def outcome(self, seed: int, work: Path, expected: Any) -> tuple[str, str]:
-        """What one mutation does, and what it said."""
+    def mutated(self, seed: int, work: Path) -> Path:
+        """A copy, changed."""
         folder = work / "copy"
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(self.source, folder)
         self.change(folder, random.Random(seed))
-        if self.sealed:
-            reseal(folder)
-        told = work / "told"
-        told.unlink(missing_ok=True)
-        child = os.fork()
-        if child == 0:
-            os._exit(self._in_child(folder, told, expected))
-        status = os.waitpid(child, 0)[1]
-        said = told.read_text() if told.exists() else ""
-        if os.WIFSIGNALED(status):
-            return CRASH, f"signal {os.WTERMSIG(status)}"
-        return {code: name for name, code in _CODES.items()}.get(os.WEXITSTATUS(status), CRASH), said
+        if self.sealed is not None:
+            self.sealed(folder)
+        return folder
 
-    def _in_child(self, folder: Path, told: Path, expected: Any) -> int:
-        faulthandler.disable()
-        silent = os.open(os.devnull, os.O_RDWR)
-        os.dup2(silent, 1)
-        os.dup2(silent, 2)
-        signal.alarm(_SECONDS)
-        # A claim of more memory than there is becomes an error, as it would on a small machine.
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + (4 << 30), used + (4 << 30)))
-        ran: list[str] = []
-        watched = (
-            "os.system",
-            "subprocess.Popen",
-            "os.exec",
-            "os.mkdir",
-            "os.remove",
-            "socket.connect",
-            "pickle.find_class",
-        )
-        sys.addaudithook(lambda event, _: ran.append(event) if event in watched else None)
+
+class Worker:
+    """A copy of this process that tries one mutation after another, until one kills it. POSIX only.
+
+    It opens the whole thing first: libraries are imported once and not for each mutation, and what the unharmed one
+    gives is known. (Libraries that start threads do not survive a fork, so this process opens nothing itself.)
+
+    Args:
+        attack: What is tried.
+
+    Raises:
+        RuntimeError: If what is attacked does not work itself.
+    """
+
+    def __init__(self, attack: Attack) -> None:
+        ours, its = socket.socketpair()
+        self._child = os.fork()
+        if self._child == 0:
+            ours.close()
+            try:
+                _serve(attack, its.makefile("rw"))
+            finally:
+                os._exit(1)
+        its.close()
+        self._stream = ours.makefile("rw")
+        ours.close()
+        self.is_alive = True
+        if self._stream.readline().strip() != "ready":
+            raise RuntimeError(f"{attack.name}: what is attacked does not work itself")
+
+    def outcome(self, folder: Path) -> tuple[str, str]:
+        """What opening a folder does, and what it said."""
+        self._stream.write(f"{folder}\n")
+        self._stream.flush()
+        told = self._stream.readline()
+        if told:
+            return tuple(json.loads(told))
+        self.is_alive = False
+        status = os.waitpid(self._child, 0)[1]
+        return CRASH, f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"exit {os.WEXITSTATUS(status)}"
+
+    def close(self) -> None:
+        """End it."""
+        self._stream.close()
+        if self.is_alive:
+            os.kill(self._child, signal.SIGKILL)
+            os.waitpid(self._child, 0)
+
+
+def _serve(attack: Attack, stream: TextIO) -> None:
+    faulthandler.disable()
+    silent = os.open(os.devnull, os.O_RDWR)
+    os.dup2(silent, 1)
+    os.dup2(silent, 2)
+    expected = json.loads(json.dumps(attack.use(attack.source)))
+    # A claim of more memory than there is becomes an error, as it would on a small machine.
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (4 << 30), used + (4 << 30)))
+    ran: list[str] = []
+    ours = str(record_path().parent)
+
+    def hook(event: str, arguments: tuple) -> None:
+        # The record of digests is this package's own: a file that is some seconds old is noted there.
+        if event in _WATCHED and not str(arguments[0]).startswith(ours):
+            ran.append(event)
+
+    sys.addaudithook(hook)
+    stream.write("ready\n")
+    stream.flush()
+    for line in stream:
+        ran.clear()
+        told = ""
+        # Of processor time: on a busy machine a minute of the clock says nothing.
+        signal.setitimer(signal.ITIMER_PROF, _SECONDS)
         try:
-            found = self.use(folder)
-            outcome = SAME if found == expected else DIFFERENT
+            outcome = SAME if attack.use(Path(line.strip())) == expected else DIFFERENT
         except ExportableCacheError as error:
-            outcome = REFUSED
-            told.write_text(str(error))
+            outcome, told = REFUSED, str(error)
         except BaseException:
-            outcome = RAW
-            told.write_text(traceback.format_exc())
+            outcome, told = RAW, traceback.format_exc()
+        signal.setitimer(signal.ITIMER_PROF, 0)
         if ran:
-            outcome = CODE
-            told.write_text(repr(ran))
-        return _CODES[outcome]
+            outcome, told = CODE, repr(ran)
+        stream.write(json.dumps([outcome, told]) + "\n")
+        stream.flush()
 
 
 def _answer(session: Session) -> list[float]:
@@ -267,16 +324,24 @@ def _only_file(folder: Path, choose: random.Random) -> None:
     mutate(next(folder.iterdir()), choose, choose.choice((None, 2000)))
 
 
-def attacks(work: Path, targets: list[str]) -> list[Attack]:
-    """Everything that is attacked, made now."""
+def attacks(work: Path, targets: list[str], bundles: Path | None = None) -> list[Attack]:
+    """Everything that is attacked, made now, but for bundles that are in `bundles` already."""
     found = []
     for target in targets:
-        source = work / target
-        export("demo", target, 96, source, prefill_chunk=16, verify=False)
+        if target == GRAPHS:
+            found += _graph_attacks(work)
+            continue
+        source, small = ((bundles or work) / name for name in (target, f"{target}_small"))
+        if not source.exists():
+            export("demo", target, 96, source, prefill_chunk=16, verify=False)
+        # Of one layer: most of what a mutation costs is reading the rest.
+        if not small.exists():
+            model = tiny_model("gemma2", num_hidden_layers=1, layer_types=["sliding_attention"])
+            export(model, target, 32, small, prefill_chunk=8, verify=False)
         found += [
-            Attack(f"{target}, any file, unsealed", source, _opened, _any_file, False),
-            Attack(f"{target}, any file, sealed", source, _opened, _any_file, True),
-            Attack(f"{target}, program, sealed", source, _opened, _program, True),
+            Attack(f"{target}, any file, unsealed", source, _opened, _any_file),
+            Attack(f"{target}, any file, sealed", source, _opened, _any_file, reseal),
+            Attack(f"{target}, program, sealed", small, _opened, _program, reseal),
         ]
     model = tiny_model("gemma2")
     session = Session.from_model(model, ExportableCache.from_model(model, 48))
@@ -296,74 +361,139 @@ def attacks(work: Path, targets: list[str]) -> list[Attack]:
         return Session.from_model(model, loaded).decode(torch.tensor([3]))[0, :8].tolist()
 
     session.close()
-    found.append(Attack("session state", work / "state", state, _only_file, False))
-    found.append(Attack("saved cache", work / "cache", cache, _only_file, False))
+    found.append(Attack("session state", work / "state", state, _only_file))
+    found.append(Attack("saved cache", work / "cache", cache, _only_file))
     return found
 
 
+GRAPHS = "graphs"
+
+
+def _graph_attacks(work: Path) -> list[Attack]:
+    """On a folder of compiled graphs: damaged, and one that somebody else could have planted, whole or not."""
+    model = tiny_model("llama", num_hidden_layers=1)
+    source = work / GRAPHS
+    child = os.fork()
+    if child == 0:
+        # Compiling starts threads.
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+        try:
+            _graph(model, source, compile=True)
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    if os.waitpid(child, 0)[1] != 0:
+        raise RuntimeError("no graph was kept")
+
+    def opened(folder: Path) -> list[float]:
+        return _graph(model, folder, compile=False)
+
+    def planted(folder: Path, choose: random.Random) -> None:
+        path = next(folder.iterdir())
+        content = path.read_bytes()
+        if choose.random() < 0.5:
+            content = own_files.sealed(choose.choice(MUTATIONS)(own_files.unsealed(content), choose))
+        path.write_bytes(content)
+        choose.choice((path, folder)).chmod(choose.choice((0o777, 0o766, 0o722)))
+
+    return [
+        Attack("graph cache, damaged", source, opened, _only_file),
+        Attack("graph cache, writable by others, sealed", source, opened, planted),
+    ]
+
+
+def _graph(model: Any, folder: Path, compile: bool) -> list[float]:
+    """Logits of a step by a graph from a folder, which is compiled first where asked for.
+
+    Raises:
+        InputError: If no graph is taken from it. (A session compiles one then.)
+    """
+    if not compile:
+        torch.compile = _not_compiled
+    cache = ExportableCache.from_model(model, 16)
+    with Session.from_model(model, cache, compile=True, buckets=False, graph_cache=folder) as session:
+        return session.decode(torch.tensor([3]))[0, :8].tolist()
+
+
+def _not_compiled(*arguments: Any, **options: Any) -> Any:
+    raise InputError("no graph is taken from the folder")
+
+
 def fuzz(
-    mutations: int, seed: int, targets: list[str], keep: Callable[[str, int, str, str], None]
+    mutations: int,
+    seed: int,
+    targets: list[str],
+    keep: Callable[[str, int, str, str], None],
+    bundles: Path | None = None,
 ) -> dict[str, Counter]:
     """Outcomes of each attack, `mutations` in all.
 
     Args:
+        bundles: Where bundles are kept that are attacked; they are made anew by default.
         keep: Told of every mutation: attack, seed, outcome, what was said.
     """
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    counts: dict[str, Counter] = {}
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
-        made = attacks(work, targets)
-        for attack in made:
-            counts[attack.name] = Counter()
-        expected: dict[str, Any] = {}
-        for index in range(mutations):
-            attack = made[index % len(made)]
-            if attack.name not in expected:
-                # In a child as well: libraries that start threads do not survive a fork.
-                expected[attack.name] = _expected(attack, work)
-            outcome, said = attack.outcome(seed + index, work, expected[attack.name])
-            counts[attack.name][outcome] += 1
-            keep(attack.name, seed + index, outcome, said)
+        made = attacks(work, targets, bundles)
+        counts = {attack.name: Counter() for attack in made}
+        for first in range(0, mutations, _A_WORKER * len(made)):
+            for index, attack in enumerate(made):
+                last = min(mutations, first + _A_WORKER * len(made))
+                for number, outcome, said in tried(attack, range(first + index, last, len(made)), seed, work):
+                    counts[attack.name][outcome] += 1
+                    keep(attack.name, number, outcome, said)
     return counts
 
 
-def _expected(attack: Attack, work: Path) -> Any:
-    path = work / "expected.json"
-    child = os.fork()
-    if child == 0:
-        try:
-            path.write_text(json.dumps(attack.use(attack.source)))
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    if os.waitpid(child, 0)[1] != 0:
-        raise RuntimeError(f"{attack.name}: what is attacked does not work itself")
-    return json.loads(path.read_text())
+def tried(attack: Attack, numbers: Iterable[int], seed: int, work: Path) -> Iterator[tuple[int, str, str]]:
+    """Seed, outcome and what was said of each of these mutations."""
+    worker = None
+    try:
+        for number in numbers:
+            folder = attack.mutated(seed + number, work)
+            if worker is None or not worker.is_alive:
+                worker = Worker(attack)
+            yield seed + number, *worker.outcome(folder)
+    finally:
+        if worker is not None:
+            worker.close()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.security.fuzz", description=__doc__.splitlines()[0])
     parser.add_argument("--mutations", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--targets", default="pt2,executorch")
+    parser.add_argument("--targets", default="pt2,executorch,graphs")
+    parser.add_argument("--bundles", type=Path, help="folder to make the bundles in, and to find them in next time")
     parser.add_argument("--verbose", action="store_true", help="print every outcome that is none of the harmless ones")
     arguments = parser.parse_args()
 
+    counts: dict[str, Counter] = {}
+    done = 0
+
     def keep(name: str, seed: int, outcome: str, said: str) -> None:
+        nonlocal done
+        counts.setdefault(name, Counter())[outcome] += 1
+        done += 1
+        if arguments.verbose and done % 500 == 0:
+            print(f"{done} mutations", flush=True)
         if arguments.verbose and outcome in (RAW, CRASH, CODE):
             last = said.strip().splitlines()[-1:] or [""]
             print(f"{name}, seed {seed}: {outcome}: {last[0][:300]}", flush=True)
 
-    counts = fuzz(arguments.mutations, arguments.seed, arguments.targets.split(","), keep)
+    # Interrupted, it says what it has found until then.
+    with suppress(KeyboardInterrupt):
+        fuzz(arguments.mutations, arguments.seed, arguments.targets.split(","), keep, arguments.bundles)
     columns = (REFUSED, SAME, DIFFERENT, RAW, CRASH, CODE)
     print(f"| attack | {' | '.join(columns)} |")
     print(f"|---|{'---|' * len(columns)}")
     for name, found in counts.items():
         print(f"| {name} | {' | '.join(str(found[column]) for column in columns)} |")
-    bad = sum(found[RAW] + found[CODE] for found in counts.values())
+    print(f"{done} mutations")
+    bad = sum(found[RAW] + found[CODE] + found[DIFFERENT] * ("unsealed" in name) for name, found in counts.items())
     sys.exit(1 if bad else 0)
 
 

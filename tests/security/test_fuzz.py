@@ -6,6 +6,8 @@ import os
 
 import pytest
 
+from exportable_cache.errors import InputError
+
 from . import fuzz
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork") or not os.path.isdir("/proc/self"), reason="forks this process")
@@ -28,15 +30,30 @@ def test_it_would_see_code_that_runs(tmp_path) -> None:
     (tmp_path / "source").mkdir()
     (tmp_path / "work").mkdir()
     (tmp_path / "source" / "file").write_text("x")
-    attack = fuzz.Attack("evil", tmp_path / "source", evil, lambda folder, choose: None, sealed=False)
-    assert attack.outcome(0, tmp_path / "work", None)[0] == fuzz.CODE
-    for error, outcome in ((KeyError("x"), fuzz.RAW), (None, fuzz.SAME)):
 
-        def fails(folder, error=error) -> None:
-            if error:
-                raise error
+    def fails(folder) -> None:
+        raise KeyError("x")
 
-        attack.use = fails
-        assert attack.outcome(0, tmp_path / "work", None)[0] == outcome
-    attack.use = lambda folder: os.abort()
-    assert attack.outcome(0, tmp_path / "work", None)[0] == fuzz.CRASH
+    def refuses(folder) -> None:
+        raise InputError("x")
+
+    def dies(folder) -> None:
+        os.abort()
+
+    does = {
+        fuzz.CODE: evil,
+        fuzz.RAW: fails,
+        fuzz.REFUSED: refuses,
+        fuzz.CRASH: dies,
+        fuzz.DIFFERENT: lambda folder: 3,
+        fuzz.SAME: lambda folder: None,
+    }
+
+    def use(folder) -> None:
+        # The unharmed one first.
+        return does[outcome](folder) if folder.name == "copy" else None
+
+    for outcome in does:
+        attack = fuzz.Attack(outcome, tmp_path / "source", use, lambda folder, choose: None)
+        found = [what for _, what, _ in fuzz.tried(attack, range(3), 0, tmp_path / "work")]
+        assert found == [outcome] * 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -55,9 +56,36 @@ def test_a_full_device_and_a_closed_stdout(pt2_bundle: Path) -> None:
     assert "cannot write the output: No space left on device" in ran.stderr
     assert "Traceback" not in ran.stderr
     ran = subprocess.run(f"{' '.join(command)} >&-", shell=True, stderr=subprocess.PIPE, text=True)
-    assert ran.returncode != 0
+    assert ran.returncode == 2
     assert "stdout is closed" in ran.stderr
     assert "Traceback" not in ran.stderr
+
+
+@pytest.mark.parametrize("option", ["--json", ""])
+def test_a_reader_that_is_gone(pt2_bundle: Path, option: str) -> None:
+    """`| head -0`: 1 would stand for a mismatch."""
+    import subprocess
+    import sys
+
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "exportable_cache.cli", "inspect", str(pt2_bundle), *filter(None, [option])]
+    ran = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True)
+    assert ran.returncode == 2
+    assert ran.stderr.strip().splitlines()[-1] == (
+        "error: cannot write the output: Broken pipe; send it somewhere else"
+    )
+    assert "Traceback" not in ran.stderr and "Exception ignored" not in ran.stderr
+    # Remarks that nobody reads are no reason to stop.
+    ran = subprocess.run(command, stdout=subprocess.PIPE, stderr=writing, text=True)
+    os.close(writing)
+    assert ran.returncode == 0
+    assert "Qwen3ForCausalLM" in ran.stdout
+
+
+def test_a_folder_without_a_config(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="has no config.json"):
+        export(tmp_path, "pt2", 32, tmp_path / "out")
 
 
 def _changed(path: Path, change) -> Path:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...common.compat.executorch import forget_data, forget_programs
 from ...errors import ExportableCacheError, UnsupportedModelError
 from ...program.tracing import told_by
 from .delegates import BACKEND_IDS, check_cache, check_methods, delegated_calls
@@ -40,6 +42,11 @@ def write_program(program: Program, path: Path, delegate: str = "xnnpack", for_l
         calls = ", ".join(f"{count} in {name}" for name, count in delegated_calls(lowered).items())
         holds += f"; calls of {BACKEND_IDS[delegate]}: {calls}"
     write_pte(lowered, path)
+    forget_data(lowered)
+    del lowered
+    forget_programs()
+    # Graphs and their nodes refer to one another.
+    gc.collect()
     return holds
 
 

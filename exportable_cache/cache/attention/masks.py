@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
+from ..checks import check_covers, check_rows
+
 
 def position_mask(
     batch_size: int,
@@ -39,14 +41,20 @@ def position_mask(
             or [batch_size, q_length, kv_length] where each query is shown keys of its own.
         mask_function: What may be seen, elementwise over broadcast positions.
         attention_mask: Padding mask [batch_size, tokens], False on padding, indexed by position: left and right padding
-            alike. Positions past its end count as padding.
+            alike. Keys past its end count as padding.
         dtype: Of the result, the model's.
         allow_is_bidirectional_skip: Whether None may stand for "everything is seen".
 
     Returns:
         [batch_size, 1, q_length, kv_length]: 0 where seen, the lowest finite value elsewhere, so that a row of padding
         stays finite. Or None, see above.
+
+    Raises:
+        InputError: Outside of traced paths, over a static cache: if `attention_mask` ends before the new tokens, or
+            the cache has another number of rows than the batch.
     """
+    if isinstance(q_offset, torch.Tensor) and attention_mask is not None:
+        check_covers(attention_mask, q_offset, q_length)
     if allow_is_bidirectional_skip and attention_mask is None:
         return None
     query = _positions(q_length, q_offset, device)[:, None, :, None]
@@ -61,6 +69,8 @@ def position_mask(
     lowest = torch.finfo(dtype).min
     mask = torch.where(seen, 0.0, lowest).to(dtype)
     # Some models insist on a mask of every row (SpeechT5), where one serves all.
+    if mask.shape[0] not in (1, batch_size):
+        check_rows(mask.shape[0], batch_size)
     return mask if mask.shape[0] == batch_size else mask.expand(batch_size, *mask.shape[1:])
 
 

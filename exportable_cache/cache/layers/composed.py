@@ -110,7 +110,7 @@ class ComposedLayer:
 
     def row_sizes(self, sizes: RowSizes | None) -> dict[str, int]:
         """Size of each dimension that the tensors of keys and values are declared with."""
-        if sizes is None:
+        if sizes is None or self.storage is None:
             return {}
         return {
             "batch_size": sizes.batch_size,

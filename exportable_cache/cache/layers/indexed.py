@@ -13,6 +13,7 @@ import torch
 from ...errors import InputError
 from ..component import Component, check_count
 from ..kernel import PORTABLE, StateTensor
+from ..storage.slots import tracked
 from .layer import CacheLayer
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class IndexedLayer(CacheLayer):
         self._awaiting: str | None = None
         self._uncounted = 0
 
-    def get_seq_length(self) -> torch.Tensor:
+    def get_seq_length(self) -> torch.Tensor:  # type: ignore[override]
         """Tokens seen, int64 0-D, with those that `update` was given in a program, whose length is an input (GLM 5 Next
         asks).
         """
@@ -134,10 +135,11 @@ class IndexedLayer(CacheLayer):
         slots = start[:, None] + torch.arange(query_length, device=self.device)
         new = indexer_key_states.to(self.indexer_keys.dtype)
         if self.context.in_place:
-            _write_rows_(self.indexer_keys, slots, new)
+            keys = tracked(self.indexer_keys, new)
+            _write_rows_(keys, slots, new)
         else:
-            self.indexer_keys = _write_rows(self.indexer_keys, slots, new)
-        return self.indexer_keys[:, : self.slots_read]
+            keys = self.indexer_keys = _write_rows(self.indexer_keys, slots, new)
+        return keys[:, : self.slots_read]
 
 
 def _write_rows_(buffer: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:

@@ -9,9 +9,9 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from ...errors import InputError
-from ..checks import check_new_states, check_rollback, check_room, is_traced
+from ..checks import check_new_states, check_rollback, check_room, is_traced, row_numbers
 from ..step import PLAIN
-from ..storage.slots import write_slots, write_slots_
+from ..storage.slots import tracked, write_slots, write_slots_
 from .composed import ComposedLayer
 
 
@@ -113,28 +113,39 @@ class CacheLayer(ComposedLayer, CacheLayerMixin):
             if self.max_length is not None and self.device.type == "cpu":
                 check_room(self.cumulative_length, key_states.shape[2], self.max_length)
 
-    def write(self, slots: torch.Tensor, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def write(self, slots: torch.Tensor, key_states: torch.Tensor, value_states: torch.Tensor) -> list[torch.Tensor]:
         """Put new keys and values [batch_size, num_heads, query_length, dim] into `slots` int64 [batch_size,
         query_length].
+
+        Returns:
+            The written parts, for `read`.
         """
+        parts = []
         for name, rows in zip(self.storage.parts, self.storage.encode(key_states, value_states), strict=True):
             if self.context.in_place:
                 # Not assigned: rebinding the attribute to an alias of itself would make it an output of compiled
                 # graphs.
-                write_slots_(getattr(self, name), slots, rows)
+                part = tracked(getattr(self, name), rows)
+                write_slots_(part, slots, rows)
             else:
-                setattr(self, name, write_slots(getattr(self, name), slots, rows))
+                part = write_slots(getattr(self, name), slots, rows)
+                setattr(self, name, part)
+            parts.append(part)
+        return parts
 
     def replace(self, name: str, tensor: torch.Tensor) -> None:
         """Give a state tensor new contents of the same shape."""
         if self.context.in_place:
-            getattr(self, name).copy_(tensor)
+            getattr(self, name).copy_(tensor.detach() if tensor.requires_grad else tensor)
         else:
             setattr(self, name, tensor)
 
-    def read(self, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the first `slots` slots, [batch_size, num_heads, slots, dim]."""
-        stored = [getattr(self, name) for name in self.storage.parts]
+    def read(self, slots: int, stored: list[torch.Tensor] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the first `slots` slots, [batch_size, num_heads, slots, dim], of the parts that
+        `write` gave, or of what is stored.
+        """
+        if stored is None:
+            stored = [getattr(self, name) for name in self.storage.parts]
         # ExecuTorch copies even a slice of everything; a dynamic number must not be compared.
         if self.reads_so_far or slots < self.policy.capacity:
             stored = [part[:, :, :slots] for part in stored]
@@ -218,7 +229,13 @@ class CacheLayer(ComposedLayer, CacheLayerMixin):
 
         Args:
             beam_idx: int64 [batch_size].
+
+        Raises:
+            InputError: If it is anything else.
         """
+        if self.is_dummy:
+            return
+        beam_idx = row_numbers(beam_idx, self.cumulative_length.shape[0])
         for _, tensor in self.named_state():
             tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
 
@@ -247,14 +264,7 @@ class CacheLayer(ComposedLayer, CacheLayerMixin):
             )
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Like `reorder_cache`, for as many rows as there are; refused otherwise."""
-        if self.is_dummy:
-            return
-        if indices.shape[0] != self.cumulative_length.shape[0]:
-            raise InputError(
-                f"a static cache of batch size {self.cumulative_length.shape[0]} cannot keep {indices.shape[0]} rows; "
-                "use reorder_cache with one index per row"
-            )
+        """`reorder_cache`: as many rows as there are, int64 [batch_size]."""
         self.reorder_cache(indices)
 
     def offload(self) -> None:

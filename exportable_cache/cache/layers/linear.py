@@ -12,6 +12,7 @@ from ...errors import InputError
 from ..component import Component
 from ..kernel import PORTABLE, StateTensor
 from ..policies import RecurrentPolicy
+from ..storage.slots import tracked
 from .carried import carry
 from .layer import CacheLayer
 
@@ -175,7 +176,7 @@ class LinearLayer(CacheLayer):
         self._counted_one = False
 
     @property
-    def is_croppable(self) -> bool:
+    def is_croppable(self) -> bool:  # type: ignore[override]
         return False
 
     def max_rollback(self, length: int, max_len_ever: int) -> int:
@@ -190,7 +191,7 @@ class LinearLayer(CacheLayer):
 
     def get_conv_state(self, state_idx: int = 0) -> torch.Tensor | None:
         """[batch_size, channels, kernel_size], for the model to read, and to write in place in a step of one token."""
-        state = self._enter(f"conv_state_{state_idx}") if self._has("conv", state_idx) else None
+        state = _given_out(self._enter(f"conv_state_{state_idx}")) if self._has("conv", state_idx) else None
         # Without keys, nothing else counts: a step of one token only reads the state and writes it in place, so reading
         # counts one, # and a step of several then says how many.
         if self.is_linear and state_idx == 0:
@@ -200,7 +201,7 @@ class LinearLayer(CacheLayer):
 
     def get_recurrent_state(self, state_idx: int = 0) -> torch.Tensor | None:
         """[batch_size, ...], for the model to read, and to write in place in a step of one token."""
-        return self._enter(f"recurrent_state_{state_idx}") if self._has("recurrent", state_idx) else None
+        return _given_out(self._enter(f"recurrent_state_{state_idx}")) if self._has("recurrent", state_idx) else None
 
     def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
         """Take in the inputs of a convolution.
@@ -214,7 +215,7 @@ class LinearLayer(CacheLayer):
         """
         name = f"conv_state_{state_idx}"
         before = self._enter(name)
-        carry(self.get_recurrent_state(state_idx))
+        carry(self._enter(f"recurrent_state_{state_idx}") if self._has("recurrent", state_idx) else None)
         joined = torch.cat([before.to(conv_states.dtype), conv_states], dim=-1)
         # Not [..., -kernel_size:]: under a dynamic query length that slice asks whether the tensor is that long.
         self._store(name, joined.narrow(-1, conv_states.shape[-1], before.shape[-1]))
@@ -247,7 +248,14 @@ class LinearLayer(CacheLayer):
     def _store(self, name: str, value: torch.Tensor) -> torch.Tensor:
         state = getattr(self, name)
         if self.context.in_place:
-            return state.copy_(value)
+            return tracked(state, value).copy_(value)
         value = value.to(state.dtype)
         setattr(self, name, value)
         return value
+
+
+def _given_out(state: torch.Tensor) -> torch.Tensor:
+    """A state for a model to write in place: where gradients are computed another tensor over the same memory, as what
+    is written would make the state itself keep them.
+    """
+    return state.detach() if torch.is_grad_enabled() and not torch.compiler.is_compiling() else state

@@ -34,6 +34,11 @@ class CircularPolicy(SlotPolicy):
     def wraps(self, kv_read_len: int | None) -> bool:
         return kv_read_len is None or kv_read_len > self.first_round
 
+    if TYPE_CHECKING:
+
+        @property
+        def capacity(self) -> int: ...
+
     @abstractmethod
     def positions(self, length: torch.Tensor) -> torch.Tensor: ...
 

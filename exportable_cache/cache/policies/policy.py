@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -35,8 +35,11 @@ class SlotPolicy(Component, ABC):
     #: Why `max_rollback` is less than all, for messages.
     forgetting: ClassVar[str] = "the sliding window has overwritten older ones"
 
-    #: Slots; None where there are no keys.
-    capacity: int | None
+    if TYPE_CHECKING:
+        # A field of some members, arithmetic on the fields of others.
+        @property
+        def capacity(self) -> int | None:
+            """Slots; None where there are no keys."""
 
     @property
     @abstractmethod

@@ -1,8 +1,17 @@
-"""The two moves of a static buffer: rows into slots, and rows out of slots."""
+"""The moves of a static buffer: rows into slots, and rows out of slots; and where gradient goes in them."""
 
 from __future__ import annotations
 
 import torch
+
+
+def tracked(buffer: torch.Tensor, *new: torch.Tensor) -> torch.Tensor:
+    """The buffer to write `new` into, in place, and to read back in the same step.
+
+    Where gradient is wanted of `new` it is another tensor over the same memory, which carries that gradient and goes
+    with the step. The buffer itself never does: it would keep the graph of every step that wrote it.
+    """
+    return buffer.detach() if any(tensor.requires_grad for tensor in new) else buffer
 
 
 def write_slots_(buffer: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:

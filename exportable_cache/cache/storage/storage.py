@@ -57,7 +57,7 @@ class Storage(Component, ABC):
         """
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise InputError(f"dtype of a cache layer is {dtype!r}; it must be a floating dtype such as torch.float32")
-        return cls(str(dtype).removeprefix("torch."))
+        return cls(str(dtype).removeprefix("torch."))  # type: ignore[call-arg]
 
     @property
     def rows_dtype(self) -> torch.dtype:

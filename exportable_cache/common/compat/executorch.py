@@ -12,6 +12,8 @@
 | `EdgeCompileConfig(_check_ir_validity=..., _skip_dim_order=...)` | operators of our own fail a check |
 | `NodeVisitor.convert_to_qc4w` of XNNPACK's compiler | 4-bit weights of equal layers cannot be told in what it wrote |
 | `executorch.exir._serialize._named_data_store.NamedDataStoreOutput` | equal layers are lowered one by one |
+| `executorch.exir.backend.utils.is_same_node`, `WhyNoPartition` | a process keeps the weights of all that it exported |
+| `LoweredBackendModule._named_data_store_output`, `ExecutorchProgramManager._named_data` | the same |
 | `_schema`, `_overloadname` of an operator | one of the edge dialect cannot be found for it |
 | `_op` of an operator of the edge dialect | an operator of ours is not recognised after lowering |
 | `_tab` of a generated reader | the offset of a segment cannot be changed in place |
@@ -20,17 +22,20 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Mapping, Sequence
-from importlib import import_module, util
+from importlib import import_module, metadata, util
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ...errors import MissingDependencyError
 from ..own_kernels import load_own_kernels
+from .torch import forget_fake_results
 
 if TYPE_CHECKING:
     import torch
+    from executorch.exir import ExecutorchProgramManager
     from executorch.exir._serialize._named_data_store import NamedDataStoreOutput
 
 #: The runtime's extension module, from executorch 1.5 and before it; then the public one, which imports the exporter.
@@ -41,6 +46,41 @@ _KERNELS = {
     "executorch.kernels.quantized": "*quantized_ops_aot_lib.*",
 }
 _REMEDY = "pip install 'exportable-cache[executorch]'"
+#: The series of torch that each series of executorch is compiled against. Its wheels name no upper bound: pip may take
+#: a newer torch with them, whose classes their libraries read at other offsets.
+COMPILED_AGAINST = {"1.4": "2.13", "1.5": "2.14"}
+
+
+@functools.cache
+def check_pair() -> None:
+    """Refuse an executorch beside a torch that it was not compiled against, before either is loaded.
+
+    A pair of which neither is known here is let through.
+
+    Raises:
+        MissingDependencyError: If they do not go together.
+    """
+    try:
+        executorch, torch = metadata.version("executorch"), metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return  # Built from sources, or missing: then importing it says so.
+    refuse_pair(executorch, torch)
+
+
+def refuse_pair(executorch: str, torch: str) -> None:
+    """See `check_pair`; two versions, as `refuse_pair("1.4.1", "2.13.0+cpu")`."""
+    ours, theirs = (".".join(version.split(".")[:2]) for version in (executorch, torch))
+    wanted = COMPILED_AGAINST.get(ours)
+    fitting = next((series for series, against in COMPILED_AGAINST.items() if against == theirs), None)
+    if wanted == theirs or (wanted is None and fitting is None):
+        return
+    remedies = [f"pip install 'torch=={wanted}.*'"] if wanted else []
+    remedies += [f"pip install 'executorch=={fitting}.*'"] if fitting else []
+    raise MissingDependencyError(
+        f"executorch {executorch} is installed beside torch {torch}; "
+        + (f"it is compiled against torch {wanted}" if wanted else f"torch {theirs} goes with executorch {fitting}")
+        + f": {', or '.join(remedies)}"
+    )
 
 
 @functools.cache
@@ -52,8 +92,10 @@ def runtime() -> ModuleType:
     extension is imported by its own name, and libraries of kernels are opened where their packages lie.
 
     Raises:
-        MissingDependencyError: If the installed executorch brings no runtime, or one of its libraries is not there.
+        MissingDependencyError: If the installed executorch brings no runtime, one of its libraries is not there, or it
+            does not go with the installed torch.
     """
+    check_pair()
     import torch
 
     name = next((name for name in _EXTENSIONS if util.find_spec(name) is not None), None)
@@ -162,6 +204,35 @@ def call_delegate_operator() -> Any:
     from executorch.exir.delegate import executorch_call_delegate
 
     return executorch_call_delegate
+
+
+def forget_programs() -> None:
+    """Let go of the graphs of earlier exports, and with them of their weights.
+
+    ExecuTorch remembers every pair of nodes that it compared and the last that it did not take, and a node holds its
+    graph; torch remembers what operators gave on fake tensors by their arguments, and delegates are arguments.
+    """
+    from executorch.exir.backend.utils import WhyNoPartition, is_same_node
+
+    is_same_node.cache_clear()
+    forget_fake_results()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("executorch.backends.xnnpack."):
+            for value in vars(module).values():
+                if isinstance(value, WhyNoPartition):
+                    value.node = None
+
+
+def forget_data(program: ExecutorchProgramManager) -> None:
+    """Let go of a written program's data: what delegates packed stays with modules that several caches refer to."""
+    from executorch.exir.lowered_backend_module import LoweredBackendModule
+
+    for method in program.methods:
+        for module in program.exported_program(method).graph_module.modules():
+            if isinstance(module, LoweredBackendModule) and module._named_data_store_output is not None:
+                module._named_data_store_output.buffers.clear()
+    if program._named_data is not None:
+        program._named_data.buffers.clear()
 
 
 def named_data(buffers: Sequence[bytes], entries: Mapping[str, Any]) -> NamedDataStoreOutput:

@@ -5,6 +5,7 @@
 | `torch._check` | facts about symbolic sizes cannot be stated while a program is traced |
 | `torch._subclasses.fake_tensor.FakeTensor` | a traced length is not told from a real one, and is read back to Python |
 | `torch._subclasses.fake_tensor.FakeTensorMode` | `plan` refuses four architectures of encoder-decoders |
+| `FakeTensorMode.cache_clear` of the same module | a process keeps the weights of all that it lowered |
 | `torch._ops.OperatorBase`, `OpOverload` | types of operators in annotations; `Any` would do |
 | `torch._inductor.aot_compile`, `package.package_aoti`, `package.load_package` | no target `aoti` |
 | `torch._export.serde.serialize.serialize` | no target `pt2` with several methods in a file |
@@ -59,14 +60,14 @@ def compile_ahead_of_time(module: torch.nn.Module, inputs: Sequence[Any], option
     """Files of a module that is compiled by AOTInductor, for `write_package`."""
     from torch._inductor import aot_compile
 
-    return aot_compile(module, *inputs, options=dict(options))
+    return aot_compile(module, *inputs, options=dict(options))  # type: ignore[arg-type, return-value]
 
 
 def write_package(path: Path, files: Mapping[str, list[str]]) -> None:
     """Write what `compile_ahead_of_time` gave for each method as one package."""
     from torch._inductor.package import package_aoti
 
-    package_aoti(str(path), dict(files))
+    package_aoti(str(path), dict(files))  # type: ignore[arg-type]
 
 
 def load_package(path: Path, method: str, **options: Any) -> Any:
@@ -172,3 +173,8 @@ def without_fake_classes() -> AbstractContextManager:
         return lambda described: described
 
     return mock.patch.object(torch._library, "register_fake_class", register)
+
+
+def forget_fake_results() -> None:
+    """Let go of what operators gave on fake tensors, which torch remembers by their arguments: modules among them."""
+    FakeTensorMode.cache_clear()

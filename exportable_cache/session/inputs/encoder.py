@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from ...errors import InputError
-from ..checks import check_ids
+from ..checks import check_ids, check_no_autocast
 
 if TYPE_CHECKING:
     from ...models.cache_factory import ExportableEncoderDecoderCache
@@ -43,6 +43,7 @@ class EncoderStage:
             InputError: If an input is missing, unknown, or has a wrong shape, dtype or device; nothing has changed
                 then.
         """
+        check_no_autocast(self.device)
         name = self.method.inputs[0].name
         unknown = sorted(set(inputs) - {name, "attention_mask"})
         if name not in inputs or unknown:

@@ -34,7 +34,7 @@ class ItemStage:
     @property
     def tokens_per_item(self) -> int:
         """Embeddings that the encoder gives for one item."""
-        return self.method.outputs[0].shape[0]
+        return int(self.method.outputs[0].shape[0])
 
     def check(self, ids: torch.Tensor, given: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
         """The encoder's input, [items, ...], of `ids` int64 [batch, length] with one placeholder per embedding.
@@ -74,7 +74,7 @@ class ItemStage:
         spec = self.method.inputs[0]
         if not isinstance(tensor, torch.Tensor):
             raise InputError(f"{name} is a {type(tensor).__name__}; pass a {spec.dtype} tensor (return_tensors='pt')")
-        items, rows = tensor.flatten(0, 1) if tensor.dim() == len(spec.shape) + 1 else tensor, spec.shape[0]
+        items, rows = tensor.flatten(0, 1) if tensor.dim() == len(spec.shape) + 1 else tensor, int(spec.shape[0])
         if list(items.shape[1:]) != list(spec.shape[1:]) or items.shape[0] == 0 or items.shape[0] % rows:
             shape = ", ".join(map(str, spec.shape[1:]))
             first = "items" if rows == 1 else f"items * {rows}"

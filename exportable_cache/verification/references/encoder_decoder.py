@@ -20,7 +20,7 @@ def random_inputs(
     """Inputs of `encode`, `length` long where that is free, without padding."""
     inputs = {}
     for spec in method.inputs:
-        shape = [{"batch": batch_size, "length": length}.get(size, size) for size in spec.shape]
+        shape = spec.sizes({"batch": batch_size, "length": length})
         if spec.name == "attention_mask":
             inputs[spec.name] = torch.ones(shape, dtype=torch.int64)
         elif spec.dtype == "int64":

@@ -1,0 +1,92 @@
+"""Whether a file, and the way to it, are this user's own: what is unpickled has to be, as pickles run code.
+
+As ssh does with its keys: a file, its folder and every folder above belong to the user or to root, and nobody else can
+write to them. Folders with a sticky bit, such as /tmp, may be written by all, as nobody can put another file in the
+place of a user's own there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from pathlib import Path
+
+from ..errors import InputError
+
+#: Whether the system says who a file belongs to. Windows does not in this form: nothing is checked there.
+HAS_OWNERS = hasattr(os, "geteuid")
+
+
+def own_folder(path: Path, make: bool = False) -> Path:
+    """A folder in which nobody else can exchange files, as it is to be used from then on: without links.
+
+    Args:
+        path: Where it is. One that does not exist is judged by what is above it.
+        make: Whether to make one that does not exist, for this user alone.
+
+    Raises:
+        InputError: If it, or a folder above it, is somebody else's, or others can write to it.
+        OSError: If it cannot be made.
+    """
+    found = path.resolve()
+    if make:
+        found.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for folder in (found, *found.parents) if HAS_OWNERS else ():
+        if not folder.exists():
+            continue
+        reason = _reason(folder.stat(), sticky_is_safe=folder != found)
+        if reason is not None:
+            raise InputError(
+                f"{path} is no place for files that run code when they are read: {folder} {reason}; use a folder that "
+                "only you can write to, or make it one (chown, chmod go-w)"
+            )
+    return found
+
+
+def is_own_file(descriptor: int) -> bool:
+    """Whether an open file is a regular one that is this user's, or root's, and that nobody else can write to."""
+    status = os.fstat(descriptor)
+    return not HAS_OWNERS or (stat.S_ISREG(status.st_mode) and _reason(status, sticky_is_safe=False) is None)
+
+
+def sealed(content: bytes) -> bytes:
+    """With a digest before it, so that damage is found before anything is read. It says nothing of who wrote it."""
+    return hashlib.sha256(content).digest() + content
+
+
+def unsealed(written: bytes) -> bytes:
+    """What `sealed` was given.
+
+    Raises:
+        ValueError: If a byte of it has changed.
+    """
+    size = hashlib.sha256().digest_size
+    if hashlib.sha256(written[size:]).digest() != written[:size]:
+        raise ValueError("the file is damaged")
+    return written[size:]
+
+
+def _reason(status: os.stat_result, sticky_is_safe: bool) -> str | None:
+    """Why others can change it, None where they cannot."""
+    if status.st_uid not in (0, os.geteuid()):
+        return f"belongs to user {status.st_uid}"
+    if sticky_is_safe and status.st_mode & stat.S_ISVTX:
+        return None
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not _only_group_is_the_users(status):
+        return f"can be written by others (mode {stat.S_IMODE(status.st_mode):o})"
+    return None
+
+
+def _only_group_is_the_users(status: os.stat_result) -> bool:
+    """Whether it can be written by a group in which the user is alone, as many systems give each one."""
+    if status.st_mode & stat.S_IWOTH:
+        return False
+    try:
+        import grp
+        import pwd
+
+        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(status.st_gid)
+    except (ImportError, KeyError):
+        return False
+    return group.gr_gid == user.pw_gid and group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}

@@ -1,0 +1,137 @@
+"""What is unpickled is the user's own: graph caches in folders that others can write to are refused."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+
+from exportable_cache import ExportableCache, Session
+from exportable_cache.backends.graph_cache import GraphCache
+from exportable_cache.common import own_files
+from exportable_cache.errors import InputError
+
+from ..support.models import tiny_model
+
+pytestmark = pytest.mark.skipif(not own_files.HAS_OWNERS, reason="the system does not say whose a file is")
+
+
+def _open(folder: Path) -> bool:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        return own_files.is_own_file(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def test_a_folder_of_the_users_own(tmp_path: Path) -> None:
+    assert own_files.own_folder(tmp_path) == tmp_path.resolve()
+    made = own_files.own_folder(tmp_path / "a" / "b", make=True)
+    assert made.stat().st_mode & 0o777 == 0o700
+    (tmp_path / "link").symlink_to(made)
+    assert own_files.own_folder(tmp_path / "link") == made
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o757, 0o775])
+def test_a_folder_that_others_can_write_to(tmp_path: Path, mode: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_files, "_only_group_is_the_users", lambda status: False)
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    folder.chmod(mode)
+    (tmp_path / "link").symlink_to(folder)
+    for given in (folder, tmp_path / "link"):
+        with pytest.raises(InputError, match=rf"{folder} can be written by others \(mode {mode:o}\).*chmod go-w"):
+            own_files.own_folder(given)
+
+
+def test_a_folder_below_one_that_others_can_write_to(tmp_path: Path) -> None:
+    above = tmp_path / "shared"
+    (above / "mine").mkdir(parents=True)
+    above.chmod(0o777)
+    with pytest.raises(InputError, match=f"{above} can be written by others"):
+        own_files.own_folder(above / "mine")
+    with pytest.raises(InputError, match=f"{above} can be written by others"):
+        own_files.own_folder(above / "not there yet", make=True)
+    above.chmod(0o1777)
+    assert own_files.own_folder(above / "mine") == (above / "mine").resolve()
+
+
+def test_what_is_somebody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    assert _open(tmp_path / "file")
+    assert not _open(tmp_path)
+    (tmp_path / "file").chmod(0o666)
+    assert not _open(tmp_path / "file")
+    (tmp_path / "file").chmod(0o600)
+    user = os.geteuid()
+    if user == 0:
+        os.chown(tmp_path, 1234, -1)
+        os.chown(tmp_path / "file", 1234, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    assert not _open(tmp_path / "file")
+    with pytest.raises(InputError, match="belongs to user"):
+        own_files.own_folder(tmp_path)
+
+
+def test_a_group_of_its_own_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import grp
+    import pwd
+
+    user = pwd.getpwuid(os.geteuid())
+    tmp_path.chmod(0o775)
+    os.chown(tmp_path, -1, user.pw_gid)
+    for members, name, alone in (([], user.pw_name, True), (["eve"], user.pw_name, False), ([], "staff", False)):
+        group = grp.struct_group((name, "x", user.pw_gid, members))
+        monkeypatch.setattr(grp, "getgrgid", lambda number, group=group: group)
+        assert own_files._only_group_is_the_users(tmp_path.stat()) is alone
+
+
+def test_a_session_refuses_a_graph_cache_that_others_can_write_to(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    tmp_path.chmod(0o777)
+    with pytest.raises(InputError, match="no place for files that run code"):
+        Session.from_model(model, ExportableCache.from_model(model, 32), compile=True, graph_cache=tmp_path)
+
+
+class Evil:
+    """A pickle that makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.path),)
+
+
+def _step(tokens: torch.Tensor) -> torch.Tensor:
+    return tokens
+
+
+def test_a_planted_graph_is_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """And the same file, were it the user's own, would run its code: the check is what stops it."""
+    model = tiny_model("llama")
+    cache = GraphCache(tmp_path, model, ExportableCache.from_model(model, 32))
+    path, made = tmp_path / "x.graph", tmp_path / "made"
+    path.write_bytes(own_files.sealed(pickle.dumps(Evil(made))))
+    path.chmod(0o666)
+    with caplog.at_level(logging.WARNING):
+        assert cache._load(path, _step, {}, []) is None
+    assert "is not read" in caplog.text
+    assert not made.exists()
+    path.chmod(0o600)
+    tmp_path.chmod(0o777)
+    assert cache._load(path, _step, {}, []) is None
+    assert not made.exists()
+    tmp_path.chmod(0o700)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + b"x")
+    assert cache._load(path, _step, {}, []) is None
+    assert not made.exists()
+    path.write_bytes(whole)
+    cache._load(path, _step, {}, [])
+    assert made.exists()

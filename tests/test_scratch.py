@@ -1,0 +1,72 @@
+"""Weights of large models lie in files beside the bundle while it is made."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from exportable_cache.common.scratch import Scratch
+from exportable_cache.errors import BundleError
+from exportable_cache.models.quantization import quantize
+from exportable_cache.models.quantization_spec import Quantization
+from exportable_cache.pipeline import steps
+
+from .support.models import tiny_model
+
+pytestmark = pytest.mark.skipif(not Scratch.available(), reason="this system cannot take room on a disk beforehand")
+
+
+def test_a_tensor_lies_in_a_file_that_has_no_name_any_more(tmp_path: Path) -> None:
+    tensor = Scratch(tmp_path).empty((300, 1000), torch.int8)
+    assert tensor.shape == (300, 1000) and not tensor.any() and not list(tmp_path.iterdir())
+    tensor.fill_(7)
+    assert tensor.sum() == 7 * 300_000
+    maps = Path("/proc/self/maps")
+    if maps.exists():
+        lines = [line for line in maps.read_text().splitlines() if str(tmp_path) in line]
+        assert lines and all(line.endswith("(deleted)") for line in lines)
+
+
+@pytest.mark.parametrize("scheme", [Quantization("8da4w", 32, "8w"), Quantization("8da8w")])
+def test_weights_are_the_same_there(tmp_path: Path, scheme: Quantization) -> None:
+    pytest.importorskip("torchao", reason="the executorch extra is not installed")
+    model = tiny_model("llama", hidden_size=64, head_dim=16, tie_word_embeddings=True)
+    in_memory, in_files = quantize(model, scheme).model, quantize(model, scheme, Scratch(tmp_path)).model
+    expected = dict(in_memory.named_parameters())
+    found = dict(in_files.named_parameters())
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+def scratch_of(model: torch.nn.Module, output: Path) -> Scratch | None:
+    return steps._scratch_for(model, output)
+
+
+def test_only_large_models_are_written_out_and_only_where_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("llama")
+    output = tmp_path / "not" / "there" / "yet"
+    assert scratch_of(model, output) is None
+    monkeypatch.setattr(steps, "_MOST_IN_MEMORY", 0)
+    assert scratch_of(model, output)._folder == tmp_path
+    monkeypatch.setattr(steps.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000})())
+    assert scratch_of(model, output) is None
+
+
+def test_a_disk_that_fills_up_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torchao", reason="the executorch extra is not installed")
+    pytest.importorskip("executorch", reason="the executorch extra is not installed")
+    from exportable_cache import export
+
+    def fill(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(steps, "_MOST_IN_MEMORY", 0)
+    monkeypatch.setattr(os, "posix_fallocate", fill)
+    model = tiny_model("llama", hidden_size=64, head_dim=16)
+    with pytest.raises(BundleError, match=r"cannot write beside .*out: No space left on device; choose another disk"):
+        export(model, "executorch", 32, tmp_path / "out", quantize="8da4w", verify=False)
+    assert not list(tmp_path.iterdir())
