@@ -165,7 +165,9 @@ def test_a_rewind_goes_back_to_the_smaller_bucket(model: Any) -> None:
 
 
 def test_compiled_crosses_buckets_without_recompiling(model: Any) -> None:
-    """Prompts and steps on both sides of every bucket: as many graphs as methods, each compiled once."""
+    """Prompts and steps on both sides of every bucket: two graphs for one token and two for several, compiled once,
+    before the first turn of the ring and after it.
+    """
     torch._dynamo.reset()
     counters.clear()
     session = live_session(model, True, 64, buckets=BUCKETS)
@@ -176,7 +178,7 @@ def test_compiled_crosses_buckets_without_recompiling(model: Any) -> None:
             session.prefill(tokens(prompt))
             for token in tokens(20)[0]:
                 session.decode(token[None])
-    assert counters["stats"]["unique_graphs"] == len(session.runner.methods) == 8
+    assert counters["stats"]["unique_graphs"] == 4 and len(session.runner.methods) == 8
 
 
 def test_a_bucket_reads_its_part_of_the_cache_and_no_more(model: Any) -> None:

@@ -12,6 +12,8 @@ import torch
 from ..cache.layers import layer_from
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from ..cache.layers import CacheLayer
     from ..generation.sampler import Sampler
     from ..program.methods import ProgramMethod
@@ -102,6 +104,20 @@ class ChoosesInGraph(Protocol):
             *inputs: Of the first step, see `Runner.run`.
             steps: How many.
         """
+        ...
+
+
+@runtime_checkable
+class WaitsForGraphs(Protocol):
+    """A runner whose graphs may be compiled while steps go on without them."""
+
+    @property
+    def pending_graphs(self) -> int:
+        """Graphs that are being compiled."""
+        ...
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """A block in which each step waits for its graph."""
         ...
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
-from .base import ChoosesInGraph
+from .base import ChoosesInGraph, WaitsForGraphs
 
 if TYPE_CHECKING:
     import torch
@@ -62,6 +63,15 @@ class ForkedRunner:
                 tensor.copy_(self._parked[name])
             self._parked = None
             self.base.in_turn = self
+
+    @property
+    def pending_graphs(self) -> int:
+        """Graphs that are being compiled."""
+        return self.base.pending_graphs if isinstance(self.base, WaitsForGraphs) else 0
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """A block in which each step waits for its graph."""
+        return self.base.waiting() if isinstance(self.base, WaitsForGraphs) else nullcontext()
 
     def close(self) -> None:
         """Close the runner with the last of its forks. A second call does nothing."""

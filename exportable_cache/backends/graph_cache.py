@@ -53,6 +53,8 @@ class GraphCache:
         self.folder = own_folder(Path(folder))
         #: Graphs taken from the folder, and graphs compiled, since this object was made.
         self.loaded, self.compiled = 0, 0
+        #: Why the newest graph was not kept, "" if it was.
+        self.last_error = ""
         self._identity = json.dumps([*_machine(), *_structure(model, cache)], sort_keys=True, default=repr)
 
     def get(
@@ -73,11 +75,9 @@ class GraphCache:
             inputs: Examples of its inputs, dynamic sizes marked.
             options: Of torch.compile.
         """
-        path = self.folder / f"{hashlib.sha256(f'{self._identity} {key}'.encode()).hexdigest()}.graph"
-        # A copy carries no marks, like the inputs of later calls.
-        call = self._load(path, step, external, [tensor.clone() for tensor in inputs])
+        self.last_error = ""
+        call = self.load(key, step, external, inputs)
         if call is not None:
-            self.loaded += 1
             return call
         options["options"] = {**(options.get("options") or {}), "guard_filter_fn": _keepable}
         try:
@@ -88,7 +88,7 @@ class GraphCache:
         self.compiled += 1
         try:
             own_folder(self.folder, make=True)
-            with atomic_path(path) as temporary:
+            with atomic_path(self._path(key)) as temporary:
                 call.save_compiled_function(str(temporary), external_data=external)
                 temporary.write_bytes(sealed(temporary.read_bytes()))
         except (
@@ -97,8 +97,21 @@ class GraphCache:
             self._not_kept(key, error)
         return call
 
+    def load(
+        self, key: str, step: Callable[..., Any], external: dict[str, nn.Module], inputs: Sequence[torch.Tensor]
+    ) -> Callable[..., Any] | None:
+        """A step from the folder, or None. See `get`."""
+        # A copy carries no marks, like the inputs of later calls.
+        call = self._load(self._path(key), step, external, [tensor.clone() for tensor in inputs])
+        self.loaded += call is not None
+        return call
+
+    def _path(self, key: str) -> Path:
+        return self.folder / f"{hashlib.sha256(f'{self._identity} {key}'.encode()).hexdigest()}.graph"
+
     def _not_kept(self, key: str, error: Exception) -> None:
-        log.warning("%s: not kept in %s: %s: %s", key, self.folder, type(error).__name__, str(error).partition("\n")[0])
+        self.last_error = f"{type(error).__name__}: {error}".partition("\n")[0]
+        log.warning("%s: not kept in %s: %s", key, self.folder, self.last_error)
 
     def _load(
         self, path: Path, step: Callable[..., Any], external: dict[str, nn.Module], inputs: Sequence[torch.Tensor]

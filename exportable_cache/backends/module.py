@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
-from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
@@ -19,9 +19,11 @@ from ..common.compat import torch as private
 from ..errors import InputError, UnsupportedModelError
 from ..generation.choosing_steps import ChoosingSteps
 from ..program.program import ResidentModule, front_module, program_methods
+from ..program.read_lengths import shared_methods, slots_to_read
 from ..program.spec import ProgramSpec
 from ..program.tracing import told_by
-from .graph_cache import GraphCache
+from .background import BackgroundCompiler
+from .compiling import StepCompiler, check_background, marked
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from ..generation.sampler import Sampler
     from ..models.cache_factory import ExportableCache
     from ..program.methods import ProgramMethod
+    from .graph_cache import GraphCache
 
 #: Prompts shorter than this may go token by token, where the model's code has no graph for them and longer ones in
 #: common.
@@ -45,7 +48,9 @@ class ModuleRunner:
         model: A transformers causal LM.
         cache: Its cache; its keys and values are written, its lengths are not.
         spec: Its methods and modalities.
-        compiled: Compile every method into one graph: decode with static shapes, prefill with a dynamic length.
+        compiled: Compile the methods, each into one graph: decode for one token, prefill with a dynamic length, and
+            those of several read lengths together. "background": in another process, and steps run as they are until
+            their graph is there.
         mode: Of torch.compile; `reduce-overhead` (CUDA graphs) by default on a GPU.
         graph_cache: Folder in which compiled graphs are kept for later processes, see `GraphCache`.
     """
@@ -56,7 +61,7 @@ class ModuleRunner:
         cache: ExportableCache,
         spec: ProgramSpec | None = None,
         *,
-        compiled: bool = False,
+        compiled: bool | Literal["background"] = False,
         mode: str | None = None,
         graph_cache: str | Path | None = None,
     ) -> None:
@@ -71,14 +76,26 @@ class ModuleRunner:
             for name, method in self.methods.items()
         }
         self.state: Mapping[str, torch.Tensor] = cache.stored_state()
-        self._compiled = compiled
-        if mode is None and cache.device.type == "cuda":
-            mode = "reduce-overhead"
-        self._mode = mode
-        self.graph_cache = None if graph_cache is None else GraphCache(graph_cache, model, cache)
-        # By method, by how tokens are chosen inside the graph, which is compiled when it is first asked for, and by
-        # which of the dynamic sizes are 1: TorchDynamo has no graph for those and others in common.
+        self.background: BackgroundCompiler | None = None
+        if compiled == "background":
+            check_background(cache, mode)
+            self.background = BackgroundCompiler(model, cache, spec, graph_cache)
+        self.compiler: StepCompiler | None = None
+        if compiled:
+            self.compiler = (
+                self.background.compiler if self.background else StepCompiler(model, cache, mode, graph_cache)
+            )
+        # CUDA graphs are recorded for each size.
+        shares = compiled and cache.device.type == "cpu"
+        self._shared = shared_methods(cache, self.methods) if shares else {}
+        self._shared_modules = {method.name: ResidentModule(model, cache, method) for method in self._shared.values()}
+        self._slots = torch.empty(max((one.kv_read_len for one in self._shared.values()), default=0), dtype=torch.bool)
         self._calls: dict[tuple, Callable[..., torch.Tensor]] = {}
+
+    @property
+    def graph_cache(self) -> GraphCache | None:
+        """The compiled graphs on disk, None where none are kept."""
+        return None if self.compiler is None else self.compiler.graph_cache
 
     @property
     def is_open(self) -> bool:
@@ -88,6 +105,17 @@ class ModuleRunner:
     def close(self) -> None:
         """Put back the attention that the model had; nothing runs afterwards. A second call does nothing."""
         self._give_back()
+        if self.background is not None:
+            self.background.close()
+
+    @property
+    def pending_graphs(self) -> int:
+        """Graphs that are being compiled in the background."""
+        return 0 if self.background is None else self.background.pending
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """A block in which steps wait for their graph, where they are compiled in the background."""
+        return nullcontext() if self.background is None else self.background.waiting()
 
     @torch.no_grad()
     def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
@@ -109,27 +137,77 @@ class ModuleRunner:
     def _call(self, key: tuple, inputs: Sequence[torch.Tensor], *further: torch.Tensor) -> Any:
         if not self.is_open:
             raise InputError("this session is closed, and its model has its own attention again; make another session")
-        method, ones = self.methods[key[0]], frozenset()
-        if self._compiled:
-            inputs, ones = _marked(method, inputs)
-        arguments, call = [*inputs, *further], self._calls.get((key, ones))
+        if self.compiler is None:
+            return _choosing(self.modules[key[0]], key)(*inputs, *further)
+        graph = self.graph(key, inputs, further)
+        if graph is None:
+            return _choosing(self.modules[key[0]], key)(*inputs, *further)
+        call = self._calls.get(graph.key)
+        if call is None and self.background is not None:
+            call = self._from_background(graph, inputs, further)
+            if (method := self.background.unshared(graph.key)) is not None:
+                self.unshare(method)
+                return self._call(key, inputs, *further)
+            if call is None:
+                return _choosing(self.modules[key[0]], key)(*inputs, *further)
+            self._calls[graph.key] = call
         if call is not None:
-            result = call(*arguments)
+            result = call(*graph.arguments)
         else:
-            call = self.modules[method.name] if len(key) == 1 else ChoosingSteps(self.modules[method.name], *key[1:])
-            if self._compiled:
-                call = self._compile(
-                    call, (key, ones), arguments, None if method.dynamic_sizes.keys() - ones else False
-                )
+            call = self.compiler.compile(graph.module, graph.method, graph.name, graph.arguments)
             try:
-                result = call(*arguments)
+                result = call(*graph.arguments)
             except (private.dynamo_error(), ConstraintViolationError) as error:
-                raised = self.methods[method.name] = _raised(method, error)
+                if graph.is_shared:
+                    self.unshare(graph.method)
+                    return self._call(key, inputs, *further)
+                raised = self.methods[key[0]] = _raised(graph.method, error)
                 enough = inputs[0].shape[1] >= raised.min_length
                 return self._call(key, inputs, *further) if enough else self._token_by_token(raised, inputs)
-            self._calls[key, ones] = call
+            self._calls[graph.key] = call
         # CUDA graphs give out their own buffers, which the next step overwrites.
         return private.tree_map(lambda tensor: tensor.clone() if tensor.is_cuda else tensor, result)
+
+    def _from_background(
+        self, graph: Graph, inputs: Sequence[torch.Tensor], further: Sequence[torch.Tensor]
+    ) -> Callable[..., torch.Tensor] | None:
+        """A graph if another process has compiled it, and None while it does."""
+        call = self.background.take(graph, [*inputs, *further])
+        # Steps to come, of rows that are longer: the graphs behind a ring's first turn.
+        for other in self.methods.values():
+            if other.inputs == self.methods[graph.asked[0]].inputs and other.is_step:
+                later = self.graph((other.name, *graph.asked[1:]), inputs, further)
+                if later is not None and later.key != graph.key:
+                    self.background.take(later, [*inputs, *further], ahead=True)
+        return call
+
+    def graph(self, key: tuple, inputs: Sequence[torch.Tensor], further: Sequence[torch.Tensor]) -> Graph | None:
+        """What compiled graph serves a call, and with which arguments.
+
+        None for a step that fills the cache to its last slot: that one runs as it is, instead of waiting for a graph of
+        its own.
+        """
+        method = self.methods[key[0]]
+        shared = self._shared.get(method.name)
+        if shared is not None:
+            size, steps = inputs[0].shape[1], 1 if len(key) == 1 else key[3]
+            end = int(inputs[1].max()) + size + steps - 1
+            slots = slots_to_read(shared, end, None if self._is_compiled(shared, key) else size)
+            if slots is None:
+                return None
+            arguments, ones = marked(shared, [*inputs, self._slots[:slots]], self.background is None)
+            module = self._shared_modules[shared.name]
+            return Graph(shared, module, (shared.name, True, *key[1:], ones), [*arguments, *further], key)
+        arguments, ones = marked(method, inputs, self.background is None)
+        module = self.modules[method.name]
+        return Graph(method, module, (method.name, False, *key[1:], ones), [*arguments, *further], key)
+
+    def _is_compiled(self, shared: ProgramMethod, key: tuple) -> bool:
+        return any(known[:-1] == (shared.name, True, *key[1:]) for known in self._calls)
+
+    def unshare(self, shared: ProgramMethod) -> None:
+        """The model's code asks how far the cache is read: a graph for each length, as for a phone."""
+        self._shared = {name: method for name, method in self._shared.items() if method.name != shared.name}
 
     def _token_by_token(self, method: ProgramMethod, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """Logits [batch, vocab] after the last token of a step that is too short for its method."""
@@ -143,38 +221,44 @@ class ModuleRunner:
             logits = self._call((decode.name,), (tokens[:, index : index + 1], position + index, *more))
         return logits
 
-    def _compile(
-        self, module: torch.nn.Module, key: tuple, inputs: Sequence[torch.Tensor], dynamic: bool | None
-    ) -> Callable[..., torch.Tensor]:
-        step = _step_of(module)
-        # A graph from disk has no others beside it.
-        if self.graph_cache is not None and not _has_graphs_by_length(self.methods[key[0][0]]):
-            options = private.mode_options(self._mode) if self._mode else None
-            name = f"{self.methods[key[0][0]]} {key[0][1:]} {sorted(key[1])}"
-            call = self.graph_cache.get(name, step, {"module": module}, inputs, dynamic=dynamic, options=options)
-            if call is not None:
-                # Its guards are those of unmarked inputs.
-                return lambda *inputs: call(*(tensor.detach() for tensor in inputs))
-        return torch.compile(step, fullgraph=True, dynamic=dynamic, mode=self._mode)
 
+@dataclass(frozen=True)
+class Graph:
+    """A call as a compiled graph takes it.
 
-def _marked(method: ProgramMethod, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], frozenset[str]]:
-    """Copies of the inputs that say which of their sizes are dynamic, and the names of dynamic sizes that are 1 here.
-
-    Guards look at strides, which a slice of a longer prompt carries along, and dynamic sizes are marked on the tensor.
+    Attributes:
+        method: Of the graph.
+        module: What it is compiled from, but for the choice of tokens.
+        key: Tells it from the runner's other graphs: also by which of the dynamic sizes are 1, as TorchDynamo has no
+            graph for those and others in common.
+        arguments: Marked.
+        asked: Method, and how tokens are chosen inside the graph if they are.
     """
-    sizes, marked, ones = method.dynamic_sizes, [], set()
-    for spec, tensor in zip(method.inputs, inputs, strict=True):
-        tensor = tensor.clone(memory_format=torch.contiguous_format)
-        for index, size in enumerate(spec.shape):
-            if size in sizes and tensor.shape[index] == 1:
-                ones.add(size)
-            elif size in sizes and _has_graphs_by_length(method):
-                private.maybe_mark_dynamic(tensor, index)
-            elif size in sizes:
-                private.mark_dynamic(tensor, index, max(2, sizes[size][0]), sizes[size][1])
-        marked.append(tensor)
-    return marked, frozenset(ones)
+
+    method: ProgramMethod
+    step: torch.nn.Module
+    key: tuple
+    arguments: list[torch.Tensor]
+    asked: tuple
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """What it is compiled from."""
+        return _choosing(self.step, self.asked)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether it serves several read lengths."""
+        return self.key[1]
+
+    @property
+    def name(self) -> str:
+        """Of the graph, among those of its method, in any process."""
+        return f"{self.key[2:-1]} {sorted(self.key[-1])}"
+
+
+def _choosing(module: torch.nn.Module, key: tuple) -> torch.nn.Module:
+    return module if len(key) == 1 else ChoosingSteps(module, *key[1:])
 
 
 def _raised(method: ProgramMethod, error: Exception) -> ProgramMethod:
@@ -195,25 +279,3 @@ def _raised(method: ProgramMethod, error: Exception) -> ProgramMethod:
     raise UnsupportedModelError(
         f"{method.name} cannot be compiled into one graph ({told_by(error)}); run the session without compile=True"
     ) from error
-
-
-def _has_graphs_by_length(method: ProgramMethod) -> bool:
-    """Encoders of sound shorten it by convolutions, whose guards split the lengths: there is a graph for each range of
-    them.
-
-    That a length is a multiple is such a guard, too.
-    """
-    return not method.is_step and (not method.takes_ids or method.pads)
-
-
-def _step_of(module: torch.nn.Module) -> Callable[..., torch.Tensor]:
-    """A function that calls `module`, with a code object of its own.
-
-    TorchDynamo keeps compiled graphs per code object: methods, and runners, that shared one would count as
-    recompilations of each other and together run into the recompile limit.
-    """
-
-    def step(*inputs: torch.Tensor) -> torch.Tensor:
-        return module(*inputs)
-
-    return FunctionType(step.__code__.replace(), step.__globals__, "step", None, step.__closure__)

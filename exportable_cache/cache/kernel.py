@@ -103,7 +103,7 @@ class PortableKernel(Kernel, kind="portable"):
             slots = length[:, None] + torch.arange(query_length, device=layer.device)
             stored = layer.write(slots, key_states, value_states)
             layer.advance(query_length)
-            return layer.read(policy.slots_read(layer.context.kv_read_len), stored)
+            return layer.read(layer.slots_read, stored)
         if is_one(query_length):
             stored = layer.write(policy.next_slot(length)[:, None], key_states, value_states)
             layer.advance(1)

@@ -26,6 +26,9 @@ class StepContext:
         where
             that is unknown. A static int, one per compiled or exported method: what makes a step cost what the filled
             part costs, not what is allocated.
+        kv_slots: Slots to read of layers that are read up to `kv_read_len`, at most that and beyond what any row will
+            hold; a size that may differ from step to step, so that one graph reads as far as it needs to. None for all
+            of `kv_read_len`.
         in_place: Whether the state tensors are mutated (buffers of a resident program, eager and compiled use) or the
             attributes are bound to new ones (explicit programs, whose state is a graph input and output).
         shared: What layers have computed for all of them, see `once`.
@@ -34,6 +37,7 @@ class StepContext:
     start: torch.Tensor | None = None
     kv_read_len: int | None = None
     in_place: bool = True
+    kv_slots: int | None = None
     shared: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property

@@ -24,6 +24,8 @@ SMALLEST_BUCKET = 128
 
 #: What is added to a position in the cache to get the rotary one, where images count as fewer positions than tokens.
 ROPE_DELTAS = TensorSpec("rope_deltas", "int64", ("batch",))
+#: As long as the cache is to be read, its values unread: how a compiled step is told a length that it does not guard.
+KV_SLOTS = TensorSpec("kv_slots", "bool", ("kv_slots",))
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from .inputs.encoder_decoder import decoder_arguments, seq2seq_methods
 from .inputs.image_masks import image_masks
 from .inputs.modality import EmbedModule, FeaturesModule
 from .inputs.multimodal import multimodal_methods
-from .methods import checked_prefill_chunk, methods_for
+from .methods import KV_SLOTS, checked_prefill_chunk, methods_for
 from .spec import Form, Logits, ProgramSpec
 from .tracing import told_by
 
@@ -151,7 +151,11 @@ class ResidentModule(ProgramModule):
             Logits [batch, vocab], or [batch, length, vocab] if all were asked for.
         """
         tensors = {name: getattr(self, buffer) for name, buffer in self.state_buffers.items()}
-        cache = self.layout.with_state(tensors, StepContext(inputs["input_pos"], self.method.kv_read_len))
+        slots = inputs.pop(KV_SLOTS.name, None)
+        context = StepContext(
+            inputs["input_pos"], self.method.kv_read_len, kv_slots=None if slots is None else slots.shape[0]
+        )
+        cache = self.layout.with_state(tensors, context)
         return self.run(cache, **inputs)
 
 

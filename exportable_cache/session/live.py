@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from ..backends.module import ModuleRunner
 from ..errors import InputError
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class LiveOptions:
     """How a model is run: the keywords of `Session.from_model`, see there."""
 
-    compile: bool = False
+    compile: bool | Literal["background"] = False
     mode: str | None = None
     prefill_chunk: int | None = None
     buckets: bool | Sequence[int] = True
@@ -39,6 +39,8 @@ class LiveOptions:
     graph_cache: str | Path | None = None
 
     def __post_init__(self) -> None:
+        if self.compile not in (True, False, "background"):
+            raise InputError(f"compile is {self.compile!r}; it must be True, False or 'background'")
         if self.graph_cache is not None and not self.compile:
             raise InputError(
                 f"graph_cache is {str(self.graph_cache)!r}, but there are no compiled graphs to keep without "

@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from transformers import GenerationConfig
 
-from ..backends.base import HasDevice
+from ..backends.base import HasDevice, WaitsForGraphs
 from ..backends.fork import ForkedRunner
 from ..common.progress import silent
 from ..common.settings import renamed
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from ..common.progress import Progress
     from ..generation.speculative import Draft
     from ..models.cache_factory import ExportableCache
+    from ..program.methods import ProgramMethod
 
 
 class Session(SteppedSession):
@@ -55,7 +57,7 @@ class Session(SteppedSession):
         model: PreTrainedModel,
         cache: ExportableCache,
         *,
-        compile: bool = False,
+        compile: bool | Literal["background"] = False,
         mode: str | None = None,
         prefill_chunk: int | None = None,
         buckets: bool | Sequence[int] = True,
@@ -76,6 +78,7 @@ class Session(SteppedSession):
             model: A transformers causal LM in eval mode.
             cache: Allocated for it.
             compile: Run through torch.compile, one graph per method, each compiled once, when it is first needed.
+                "background": by another process, while steps run as they are over the same cache; on a CPU only.
             mode: Of torch.compile; `reduce-overhead` (CUDA graphs) by default on a GPU.
             prefill_chunk: Longest chunk of a prompt, see `methods.methods_for`.
             buckets: Read lengths with methods of their own, so that a step costs what the filled part of the cache
@@ -161,6 +164,11 @@ class Session(SteppedSession):
                 f"warm_up overwrites the cache, which holds {self.length.tolist()} tokens; call it first, or reset()"
             )
         methods = list(self.runner.methods.values())
+        with self.runner.waiting() if isinstance(self.runner, WaitsForGraphs) else nullcontext():
+            self._run_all(methods, progress)
+        self.reset()
+
+    def _run_all(self, methods: Sequence[ProgramMethod], progress: Progress) -> None:
         for done, method in enumerate(methods):
             progress(f"warming up {method.name}", done, len(methods))
             for inputs in smallest_inputs(method, self.batch_size, self.device):
@@ -177,7 +185,11 @@ class Session(SteppedSession):
                     if method.serves(1, steps):
                         sampler = Sampler(sampling, inputs[0], self.vocab_size)
                         self.runner.run_and_choose(method.name, sampler, *inputs, steps=steps)
-        self.reset()
+
+    @property
+    def pending_graphs(self) -> int:
+        """Graphs that are being compiled in the background: 0 once every step that was taken has one."""
+        return self.runner.pending_graphs if isinstance(self.runner, WaitsForGraphs) else 0
 
     def close(self) -> None:
         """Put back the attention implementation that a live model had before its first session, with the last of them.

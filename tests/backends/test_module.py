@@ -1,5 +1,6 @@
 """Compiled methods of models whose code asks for the length of a step."""
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -63,6 +64,29 @@ def test_warm_up_compiles_the_raised_method() -> None:
     session.reset()
     session.prefill(tokens(LEAST - 1))
     assert len(session.runner._calls) == compiled
+
+
+@pytest.mark.parametrize("family", ["llama", "mamba"])
+def test_the_graph_of_a_threads_first_step_serves_its_second(family: str) -> None:
+    """What a step keeps for its thread is there before the first one, or its guards fail afterwards."""
+    model = tiny_model(family, num_hidden_layers=1)
+    ids, found = tokens(8), []
+
+    def steps() -> None:
+        session = Session.from_model(model, ExportableCache.from_model(model, 64), compile=True, prefill_chunk=16)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for _ in range(2):
+                session.reset()
+                logits = session.prefill(ids[:, :5])
+                for token in ids[0, 5:]:
+                    logits = session.decode(token[None])
+        found.append(logits)
+
+    thread = threading.Thread(target=steps)
+    thread.start()
+    thread.join()
+    assert len(found) == 1
+    torch.testing.assert_close(found[0], reference_logits(model, ids, 5)[:, -1], atol=1e-4, rtol=0)
 
 
 def test_prompts_that_would_mostly_go_token_by_token_are_refused() -> None:

@@ -17,9 +17,11 @@ if TYPE_CHECKING:
 
 
 class _Carried(threading.local):
-    state: torch.Tensor | None = None
-    #: Scans of this step that took their part of it.
-    heads = 0
+    def __init__(self) -> None:
+        # On the instance, in every thread: guards of a thread's first graph would else fail once a step has set them.
+        self.state: torch.Tensor | None = None
+        #: Scans of this step that took their part of it.
+        self.heads = 0
 
 
 _carried = _Carried()

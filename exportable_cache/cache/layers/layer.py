@@ -146,7 +146,8 @@ class CacheLayer(ComposedLayer, CacheLayerMixin):
         """
         if stored is None:
             stored = [getattr(self, name) for name in self.storage.parts]
-        if slots < self.policy.capacity:  # ExecuTorch copies even a slice of everything.
+        # ExecuTorch copies even a slice of everything; a dynamic number must not be compared.
+        if self.reads_so_far or slots < self.policy.capacity:
             stored = [part[:, :, :slots] for part in stored]
         return self.storage.decode(stored)
 
@@ -163,7 +164,17 @@ class CacheLayer(ComposedLayer, CacheLayerMixin):
     @property
     def slots_read(self) -> int:
         """Slots that this step looks at."""
+        if self.reads_so_far:
+            return self.context.kv_slots
         return self.policy.slots_read(self.context.kv_read_len)
+
+    @property
+    def reads_so_far(self) -> bool:
+        """Whether the step says how many slots are read, see `StepContext.kv_slots`; not of a ring that may have
+        wrapped.
+        """
+        context = self.context
+        return context.kv_slots is not None and self.policy.reads_up_to(context.kv_read_len)
 
     # -- everything generic -------------------------------------------------------------------------------------------
 

@@ -67,6 +67,11 @@ class SlotPolicy(Component, ABC):
         """Slots that a step looks at: all, or as many as `kv_read_len` leaves of them."""
         return self.capacity if kv_read_len is None else min(kv_read_len, self.capacity)
 
+    def reads_up_to(self, kv_read_len: int) -> bool:
+        """Whether a step that leaves no row longer than this looks at that many slots, each of its own position."""
+        follows = self.keeps_keys and self.follows_decoder
+        return follows and not self.wraps(kv_read_len) and self.slots_read(kv_read_len) == kv_read_len
+
     def next_slot(self, length: torch.Tensor) -> torch.Tensor:
         """Slot of the next token, int64 [batch_size], at `length` int64 [batch_size]."""
         return length

@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 class _Masks(threading.local):
     """Of this thread's step. TorchDynamo (2.13) traces the attributes of a `threading.local`, and no `ContextVar`."""
 
-    are_short = False
+    def __init__(self) -> None:
+        # On the instance, see `scans.bound`.
+        self.are_short = False
 
 
 _masks = _Masks()

@@ -10,7 +10,9 @@ from contextlib import contextmanager
 class _Longest(threading.local):
     """Of this thread's step. TorchDynamo (2.13) traces the attributes of a `threading.local`, and no `ContextVar`."""
 
-    tokens: int | None = None
+    def __init__(self) -> None:
+        # On the instance, in every thread: guards of a thread's first graph would else fail once a step has set it.
+        self.tokens: int | None = None
 
 
 _longest = _Longest()

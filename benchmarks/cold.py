@@ -1,0 +1,175 @@
+"""How long until a compiled loop gives tokens: a prompt and 200 tokens in a new process, cold and then warm.
+
+    python benchmarks/cold.py                                  # 110M Llama, cache 4096, prompt of 100 tokens
+    python benchmarks/cold.py --model gemma3-hybrid --json cold.json --plot cold.svg
+
+Forms: ours, compiled when a graph is needed and in the background; transformers' `StaticCache` with a compiled decode
+and the prompt in eager mode, as its `generate` does; a loop in the manner of gpt-fast (Llamas only); transformers in
+eager mode. Each is two processes: the first with empty caches of compiled code, the second with what the first left.
+Imports and the model's construction are not counted; compiling is, and so is importing the compiler.
+
+Per form: seconds to the first, second and last token, the longest wait between two, processor seconds of all processes,
+and the largest resident memory of this and of any process that it started.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+PROMPT, TOKENS = 100, 200
+FORMS = ("ours", "ours, in the background", "transformers static", "gpt-fast style", "transformers eager")
+
+
+@dataclass
+class Run:
+    """One process: seconds since it had a model, at each token."""
+
+    form: str
+    warm: bool
+    times: list[float] = field(default_factory=list)
+    processor: float = 0.0
+    memory: float = 0.0
+
+    @property
+    def stall(self) -> float:
+        """The longest wait between two tokens."""
+        return max(later - earlier for earlier, later in zip(self.times, self.times[1:], strict=False))
+
+
+def processor_seconds() -> float:
+    usages = (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def loop_of(form: str, name: str, length: int, folder: str) -> Callable[[], Iterator[object]]:
+    """A generator function of tokens; the model is made here."""
+    import torch
+    from loop import random_model
+
+    model = random_model(name, length)
+    model.generation_config.eos_token_id = None
+    prompt = torch.randint(0, 32000, (1, PROMPT), generator=torch.Generator().manual_seed(0))
+    if form.startswith("ours"):
+        from exportable_cache import ExportableCache, Session
+
+        def ours() -> Iterator[object]:
+            cache = ExportableCache.from_model(model, length)
+            how = "background" if form.endswith("background") else True
+            with Session.from_model(model, cache, compile=how, graph_cache=f"{folder}/graphs") as session:
+                yield from session.generate(prompt, TOKENS)
+
+        return ours
+
+    def others() -> Iterator[object]:
+        from gpt_fast_loop import GptFastLlama
+        from transformers import DynamicCache, StaticCache
+
+        with torch.no_grad():
+            static = form == "transformers static"
+            cache = StaticCache(config=model.config, max_cache_len=length) if static else DynamicCache()
+            tokens = model(prompt, past_key_values=cache, logits_to_keep=1).logits[:, -1].argmax(-1)[:, None]
+            yield tokens
+            if form == "gpt-fast style":
+                fast = GptFastLlama(model, 1, length).eval()
+                for layer, other in zip(fast.layers, cache.layers, strict=True):
+                    layer.keys[:, :, :PROMPT], layer.values[:, :, :PROMPT] = other.keys, other.values
+                step = torch.compile(fast, fullgraph=True, dynamic=False)
+            compiled = torch.compile(model, fullgraph=True, dynamic=False) if static else model
+            for position in range(PROMPT, PROMPT + TOKENS - 1):
+                if form == "gpt-fast style":
+                    logits = step(tokens, torch.tensor([position]))
+                else:
+                    positions = torch.tensor([[position]])
+                    logits = compiled(tokens, past_key_values=cache, position_ids=positions, logits_to_keep=1).logits
+                    logits = logits[:, -1]
+                tokens = logits.argmax(-1)[:, None]
+                yield tokens
+
+    return others
+
+
+def measure(form: str, name: str, length: int, folder: str) -> Run:
+    """In this process."""
+    loop, run = loop_of(form, name, length, folder), Run(form, warm=False)
+    before, start = processor_seconds(), time.perf_counter()
+    for _ in loop():
+        run.times.append(time.perf_counter() - start)
+    run.processor = processor_seconds() - before
+    usages = (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
+    run.memory = sum(usage.ru_maxrss for usage in usages) / 2**20
+    return run
+
+
+def main(
+    model: Annotated[str, typer.Option(help="Of benchmarks/loop.py.")] = "llama-110m",
+    length: Annotated[int, typer.Option(help="Slots allocated.")] = 4096,
+    forms: Annotated[list[str] | None, typer.Option("--form", help="All by default.")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Also write the figures here.")] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Also draw tokens over time; needs matplotlib.")] = None,
+    child: Annotated[str | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Print what each form takes, cold and warm."""
+    if child is not None:
+        print(json.dumps(asdict(measure((forms or [""])[0], model, length, child))))
+        return
+    console, runs = Console(width=130), []
+    for form in forms or [form for form in FORMS if model.startswith("llama") or form != "gpt-fast style"]:
+        with tempfile.TemporaryDirectory() as folder:
+            environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
+            again = ["--model", model, "--length", str(length), "--form", form, "--child", folder]
+            for warm in (False, True):
+                done = subprocess.run(
+                    [sys.executable, __file__, *again], env=environment, capture_output=True, text=True
+                )
+                if done.returncode:
+                    raise SystemExit(done.stderr)
+                runs.append(Run(**json.loads(done.stdout.splitlines()[-1]) | {"warm": warm}))
+                console.print(table_of(runs[-1:]))
+    console.print(table_of(runs))
+    if json_path is not None:
+        json_path.write_text(json.dumps([asdict(run) for run in runs], indent=1))
+    if plot is not None:
+        draw(runs, plot)
+
+
+def table_of(runs: list[Run]) -> Table:
+    table = Table()
+    for column in ("form", "start", "1st token", "2nd", f"{TOKENS}th", "longest wait", "processor", "memory"):
+        table.add_column(column)
+    for run in runs:
+        seconds = [f"{value:.1f} s" for value in (run.times[0], run.times[1], run.times[-1], run.stall, run.processor)]
+        table.add_row(run.form, "warm" if run.warm else "cold", *seconds, f"{run.memory:.1f} GiB")
+    return table
+
+
+def draw(runs: list[Run], path: Path) -> None:
+    from matplotlib import pyplot
+
+    pyplot.rcParams.update({"svg.hashsalt": "cold", "svg.fonttype": "none"})
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.6), sharey=True, layout="constrained")
+    for axis, warm in zip(axes, (False, True), strict=True):
+        for run in (run for run in runs if run.warm is warm):
+            axis.plot(run.times, range(1, len(run.times) + 1), label=run.form)
+        axis.set_xlabel("seconds")
+        axis.set_title("warm" if warm else "cold", fontsize=9)
+    axes[0].set_ylabel("tokens")
+    axes[0].legend(fontsize=8)
+    figure.savefig(path, dpi=110, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,169 @@
+"""Steps through torch.compile: what is dynamic in each, by which backend, and from which folder."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..common.compat import torch as private
+from ..errors import InputError
+from .graph_cache import GraphCache
+
+if TYPE_CHECKING:
+    from ..models.cache_factory import ExportableCache
+    from ..program.methods import ProgramMethod
+    from .layered import LayeredBackend
+
+Step = Callable[..., Any]
+
+
+class StepCompiler:
+    """Compiles the steps of one model over one cache.
+
+    Args:
+        model: In eval mode, its attention chosen.
+        cache: What the steps write.
+        mode: Of torch.compile; `reduce-overhead` (CUDA graphs) by default on a GPU.
+        graph_cache: Folder in which compiled graphs are kept, see `GraphCache`.
+
+    Attributes:
+        graph_cache: The graphs on disk, None without a folder.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, cache: ExportableCache, mode: str | None, graph_cache: str | Path | None
+    ) -> None:
+        self._mode = "reduce-overhead" if mode is None and cache.device.type == "cuda" else mode
+        self._by_layers = self._mode is None and generates_code(cache.device)
+        self.graph_cache = None if graph_cache is None else GraphCache(graph_cache, model, cache)
+
+    @functools.cached_property
+    def layered(self) -> LayeredBackend | None:
+        """What compiles one layer of each kind, None where graphs are compiled whole."""
+        if not self._by_layers:
+            return None
+        # Here, as it imports the compiler, which takes long.
+        from .layered import LayeredBackend
+
+        return LayeredBackend()
+
+    def compile(self, module: torch.nn.Module, method: ProgramMethod, key: str, inputs: Sequence[torch.Tensor]) -> Step:
+        """A compiled step, from the folder where there is one; compiled now, or when it is first called.
+
+        Args:
+            module: To call.
+            method: Whose sizes say what is dynamic.
+            key: Tells it from others of this method.
+            inputs: Examples, from `marked`.
+        """
+        dynamic = None if any(_is_dynamic(method, inputs)) else False
+        backend = {} if self.layered is None else {"backend": self.layered}
+        step = _step_of(module)
+        # A graph from disk has no others beside it.
+        if self.graph_cache is not None and not _has_graphs_by_length(method):
+            options = private.mode_options(self._mode) if self._mode else None
+            call = self.graph_cache.get(
+                f"{method} {key}", step, {"module": module}, inputs, dynamic=dynamic, options=options, **backend
+            )
+            if call is not None:
+                return _unmarked(call)
+        mode = {"mode": self._mode} if self.layered is None else backend
+        return torch.compile(step, fullgraph=True, dynamic=dynamic, **mode)
+
+    def load(
+        self, module: torch.nn.Module, method: ProgramMethod, key: str, inputs: Sequence[torch.Tensor]
+    ) -> Step | None:
+        """A step from the folder, None if it is not there. See `compile`."""
+        if self.graph_cache is None:
+            return None
+        call = self.graph_cache.load(f"{method} {key}", _step_of(module), {"module": module}, inputs)
+        return None if call is None else _unmarked(call)
+
+
+def generates_code(device: torch.device) -> bool:
+    """Whether steps are compiled to C++. CUDA graphs want a step as one graph."""
+    return device.type == "cpu" and torch.compiler.get_default_backend() == "inductor"
+
+
+def check_background(cache: ExportableCache, mode: str | None) -> None:
+    """Refuse to compile in another process what cannot be handed over from there.
+
+    Raises:
+        InputError: If steps run on a GPU, or torch.compile is to do something else than usual.
+    """
+    if mode is None and generates_code(cache.device):
+        return
+    reason = f"the cache is on {cache.device}" if cache.device.type != "cpu" else f"mode is {mode!r}"
+    if mode is None and cache.device.type == "cpu":
+        reason = f"torch.compile's backend is {torch.compiler.get_default_backend()!r}"
+    raise InputError(
+        f"compile is 'background', but {reason}; graphs come from another process for Inductor's own mode on a CPU "
+        "only: pass compile=True"
+    )
+
+
+def marked(
+    method: ProgramMethod, inputs: Sequence[torch.Tensor], compiles: bool = True
+) -> tuple[list[torch.Tensor], frozenset[str]]:
+    """Copies of the inputs that say which of their sizes are dynamic, and the names of dynamic sizes that are 1 here.
+
+    Guards look at strides, which a slice of a longer prompt carries along, and dynamic sizes are marked on the tensor.
+
+    Args:
+        compiles: Whether this process compiles; another one marks its own copies.
+    """
+    sizes, copies, ones = method.dynamic_sizes, [], set()
+    for spec, tensor in zip(method.inputs, inputs, strict=True):
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+        for index, size in enumerate(spec.shape):
+            if size in sizes and tensor.shape[index] == 1:
+                ones.add(size)
+            elif not compiles:
+                continue
+            elif size in sizes and _has_graphs_by_length(method):
+                private.maybe_mark_dynamic(tensor, index)
+            elif size in sizes:
+                private.mark_dynamic(tensor, index, max(2, sizes[size][0]), sizes[size][1])
+        copies.append(tensor)
+    return copies, frozenset(ones)
+
+
+def _is_dynamic(method: ProgramMethod, inputs: Sequence[torch.Tensor]) -> list[bool]:
+    sizes = method.dynamic_sizes
+    return [
+        size in sizes and tensor.shape[index] != 1
+        for spec, tensor in zip(method.inputs, inputs)
+        for index, size in enumerate(spec.shape)
+    ]
+
+
+def _has_graphs_by_length(method: ProgramMethod) -> bool:
+    """Encoders of sound shorten it by convolutions, whose guards split the lengths: there is a graph for each range of
+    them.
+
+    That a length is a multiple is such a guard, too.
+    """
+    return not method.is_step and (not method.takes_ids or method.pads)
+
+
+def _unmarked(call: Step) -> Step:
+    # Guards of a graph that was kept are those of unmarked inputs.
+    return lambda *inputs: call(*(tensor.detach() for tensor in inputs))
+
+
+def _step_of(module: torch.nn.Module) -> Step:
+    """A function that calls `module`, with a code object of its own.
+
+    TorchDynamo keeps compiled graphs per code object: methods, and runners, that shared one would count as
+    recompilations of each other and together run into the recompile limit.
+    """
+
+    def step(*inputs: torch.Tensor) -> torch.Tensor:
+        return module(*inputs)
+
+    return FunctionType(step.__code__.replace(), step.__globals__, "step", None, step.__closure__)

@@ -1,0 +1,122 @@
+"""A backend of torch.compile that compiles one layer of each kind, and calls it once for each."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from ..common.compat import torch_compile as private
+from .regions import regions_of
+
+#: What Inductor has compiled: its own object, which runs, and can be written.
+Compiled = Callable[..., Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One region's turn: which one, and where its inputs and outputs lie.
+
+    Attributes:
+        region: Number of what was compiled.
+        sources, targets: Places among the graph's inputs and the values computed so far.
+        done: Places that nothing reads afterwards.
+    """
+
+    region: int
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+    done: tuple[int, ...]
+
+
+class LayeredGraph(private.SerializableCallable):
+    """A compiled graph as calls of its regions.
+
+    Args:
+        compiled: The distinct regions.
+        calls: In order.
+        places: How many values there are, the graph's inputs first.
+        results: Places of what it gives, or values that are the same in every step.
+    """
+
+    def __init__(self, compiled: Sequence[Compiled], calls: Sequence[_Call], places: int, results: Sequence) -> None:
+        self.compiled = tuple(compiled)
+        self.calls, self.places, self.results = tuple(calls), places, tuple(results)
+        self._bound = [(private.region_function(compiled[call.region]), call) for call in calls]
+
+    def __call__(self, *inputs: Any) -> tuple[Any, ...]:
+        values = [*inputs, *[None] * (self.places - len(inputs))]
+        for region, call in self._bound:
+            outputs = region(*[values[place] for place in call.sources])
+            for place, value in zip(call.targets, outputs, strict=True):
+                values[place] = value
+            for place in call.done:
+                values[place] = None
+        return tuple(None if place is None else values[place] for place in self.results)
+
+    @classmethod
+    def serialize_compile_artifacts(cls, fn: LayeredGraph) -> bytes:
+        """As torch's own compiled functions are written, pickled."""
+        return pickle.dumps(([private.region_bytes(one) for one in fn.compiled], fn.calls, fn.places, fn.results))
+
+    @classmethod
+    def deserialize_compile_artifacts(cls, data: bytes) -> LayeredGraph:
+        """What was written."""
+        regions, *others = pickle.loads(data)
+        return cls([private.region_from_bytes(one) for one in regions], *others)
+
+
+class LayeredBackend:
+    """Compiles graphs whose layers repeat by regions, and others whole: `torch.compile(..., backend=LayeredBackend())`.
+
+    Graphs of one model share the regions that they have in common: the ways to choose tokens, and several steps.
+
+    Attributes:
+        compiled: Regions compiled so far, and graphs compiled whole.
+        called: Calls of regions in the graphs so far.
+    """
+
+    def __init__(self) -> None:
+        self.compiled, self.called = 0, 0
+        # Operators go along: the texts tell them apart by identity.
+        self._regions: dict[str, tuple[Compiled, list[Any]]] = {}
+
+    def __call__(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        regions = regions_of(module)
+        if not regions:
+            self.compiled += 1
+            return private.compile_whole(module, inputs)
+        places = {
+            node: index for index, node in enumerate(node for node in module.graph.nodes if node.op == "placeholder")
+        }
+        last = {source: index for index, region in enumerate(regions) for source in region.inputs}
+        output = next(node for node in module.graph.nodes if node.op == "output")
+        numbers: dict[str, int] = {}
+        calls: list[_Call] = []
+        for region in regions:
+            if region.text not in self._regions:
+                compiled = private.compile_region(region.module(module), region.examples())
+                self._regions[region.text] = compiled, [node.target for node in region.nodes]
+                self.compiled += 1
+            numbers.setdefault(region.text, len(numbers))
+            for node in region.outputs:
+                places[node] = len(places)
+            done = (
+                node
+                for node in region.inputs
+                if last[node] == len(calls) and node.op != "placeholder" and output not in node.users
+            )
+            calls.append(
+                _Call(
+                    numbers[region.text],
+                    tuple(places[node] for node in region.inputs),
+                    tuple(places[node] for node in region.outputs),
+                    tuple(places[node] for node in done),
+                )
+            )
+        self.called += len(calls)
+        results = [places[value] if isinstance(value, Node) else None for value in output.args[0]]
+        return LayeredGraph([self._regions[text][0] for text in numbers], calls, len(places), results)

@@ -1,0 +1,242 @@
+"""The layers of a captured graph, equal ones found by their text: what is compiled once and called for each of them.
+
+TorchDynamo records of which module each operator is. Operators of one layer follow each other, so a graph is cut into
+contiguous runs, and every write happens in the order in which the model does it. Runs of equal text, over inputs of
+equal shapes, dtypes and strides, compute the same function of their inputs, and weights and cache tensors are inputs.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_aggregate
+
+from ..common.compat.torch import OpOverload, writes_in_place
+from ..common.compat.torch_compile import FakeTensor, free_symbols, storage_of, symbol_range
+
+#: A layer's number in the name of a module.
+_LAYER = re.compile(r"^(.*?\.\d+)(?:\.|$)")
+_SYMBOL = re.compile(r"\b[su]\d+\b")
+#: These change how the operators behind them are recorded, across the borders of regions.
+_MODES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode", "_exit_inference_mode")
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """One run.
+
+    Attributes:
+        nodes: In the graph's order.
+        inputs: What it reads of others: values of other regions, or inputs of the graph.
+        outputs: Those of `nodes` that others read.
+        text: The same for equal regions.
+    """
+
+    nodes: tuple[Node, ...]
+    inputs: tuple[Node, ...]
+    outputs: tuple[Node, ...]
+    text: str
+
+    def module(self, root: GraphModule) -> GraphModule:
+        """It alone: a function of `inputs` that gives a tuple of `outputs`."""
+        graph, copies = Graph(), {}
+        for index, node in enumerate(self.inputs):
+            copies[node] = graph.placeholder(f"input_{index}")
+            copies[node].meta = dict(node.meta)
+        for node in self.nodes:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        graph.output(tuple(copies[node] for node in self.outputs))
+        return GraphModule(root, graph)
+
+    def examples(self) -> list[Any]:
+        """Fake tensors and symbolic sizes in place of `inputs`."""
+        return [value_of(node) for node in self.inputs]
+
+
+def regions_of(module: GraphModule) -> list[Region]:
+    """All of a graph as regions in their order, or none where no layer comes twice or a region cannot stand alone.
+
+    What several layers read and the first of them computes is moved in front of them, in place.
+    """
+    graph = module.graph
+    for node in list(graph.nodes):
+        if getattr(node.target, "__name__", "") == "_log_api_usage_once":
+            graph.erase_node(node)
+    if any(node.op in ("get_attr", "call_module") or _is_mode(node) for node in graph.nodes):
+        return []
+    runs = _hoisted(_runs(graph), graph)
+    sizes = {str(value_of(node)): node for node in graph.nodes if isinstance(value_of(node), torch.SymInt)}
+    regions = [_region(run, sizes) for run in runs]
+    found = [region for region in regions if region is not None]
+    if len(found) < len(regions) or max(Counter(region.text for region in found).values(), default=0) < 2:
+        return []
+    return found
+
+
+def value_of(node: Node) -> Any:
+    """What TorchDynamo has seen of a node: a fake tensor, a size, or several."""
+    return node.meta.get("example_value")
+
+
+def _is_mode(node: Node) -> bool:
+    return getattr(node.target, "__name__", "") in _MODES
+
+
+def _layer_of(node: Node) -> str | None:
+    for path, _ in (node.meta.get("nn_module_stack") or {}).values():
+        found = _LAYER.match(re.sub(r"\['?(\w+)'?\]", r".\1", path))
+        if found is not None:
+            return found[1]
+    return None
+
+
+def _runs(graph: Graph) -> list[tuple[str | None, list[Node]]]:
+    """Operators that follow each other and are of one layer, or of none."""
+    runs: list[tuple[str | None, list[Node]]] = []
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        layer = _layer_of(node)
+        if not runs or runs[-1][0] != layer:
+            if layer is not None and len(runs) > 1 and runs[-1][0] is None and runs[-2][0] == layer:
+                # What has no module lies within a layer, too.
+                runs[-2][1].extend(runs.pop()[1])
+            else:
+                runs.append((layer, []))
+        runs[-1][1].append(node)
+    return runs
+
+
+def _hoisted(runs: list[tuple[str | None, list[Node]]], graph: Graph) -> list[list[Node]]:
+    """The runs, without what the first layer computes for others: that goes in front of all layers."""
+    run_of = {node: index for index, (_, nodes) in enumerate(runs) for node in nodes}
+    first = next((index for index, (layer, _) in enumerate(runs) if layer is not None), len(runs))
+    written = {_storage(value_of(node)) for node in _written(graph)}
+    moved: set[Node] = set()
+    for index, (layer, nodes) in enumerate(runs):
+        if layer is None:
+            continue
+        free: dict[Node, set[Node]] = {}
+        for node in nodes:
+            before = [source for source in node.all_input_nodes if run_of.get(source) == index and source not in moved]
+            elsewhere = (source for source in node.all_input_nodes if source not in before and source not in moved)
+            if (
+                not _writes(node)
+                and all(source in free for source in before)
+                and all(run_of.get(source, -1) < first for source in elsewhere)
+                and not {_storage(value_of(source)) for source in (node, *node.all_input_nodes)} & written
+            ):
+                free[node] = {node}.union(*(free[source] for source in before))
+        for node, needed in free.items():
+            # What the layer itself is for goes to the next one alone.
+            if any(run_of.get(user, index + 1) not in (index, index + 1) for user in node.users):
+                moved |= needed
+    if moved:
+        place = next(node for node in graph.nodes if run_of.get(node) == first and node not in moved)
+        for node in [node for node in graph.nodes if node in moved]:
+            place.prepend(node)
+    kept = [[node for node in nodes if node not in moved] for _, nodes in runs]
+    hoisted = [node for node in graph.nodes if node in moved]
+    if first == 0 and hoisted:
+        kept.insert(0, hoisted)
+    elif hoisted:
+        kept[first - 1] += hoisted
+    return [nodes for nodes in kept if nodes]
+
+
+def _region(nodes: Sequence[Node], sizes: dict[str, Node]) -> Region | None:
+    """None where it could not be called alone."""
+    members = set(nodes)
+    inputs = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in members)
+    symbols = dict.fromkeys(symbol for node in (*inputs, *nodes) for symbol in free_symbols(value_of(node)))
+    for symbol in symbols:
+        # Sizes of inputs may be sums and products of it only.
+        if str(symbol) not in sizes:
+            return None
+        if sizes[str(symbol)] not in members:
+            inputs.setdefault(sizes[str(symbol)])
+    outputs = [node for node in nodes if any(user not in members for user in node.users)]
+    if not all(isinstance(value_of(node), (torch.Tensor, torch.SymInt)) for node in (*inputs, *outputs)):
+        return None
+    if not outputs and not any(map(_writes, nodes)):
+        return None
+    storages = Counter(_storage(value_of(node)) for node in inputs)
+    if any(storages[_storage(value_of(node))] > 1 for node in _written(nodes)):
+        return None
+    return Region(tuple(nodes), tuple(inputs), tuple(outputs), _text(nodes, tuple(inputs), outputs))
+
+
+def _text(nodes: Sequence[Node], inputs: Sequence[Node], outputs: Sequence[Node]) -> str:
+    names = {node: f"i{index}" for index, node in enumerate(inputs)} | {
+        node: f"n{index}" for index, node in enumerate(nodes)
+    }
+    lines = [f"{names[node]}: {_described(value_of(node))}" for node in inputs]
+    for node in nodes:
+        arguments = map_aggregate(
+            (node.args, tuple(node.kwargs.items())), lambda value: names[value] if isinstance(value, Node) else value
+        )
+        lines.append(f"{node.op} {_name(node.target)} {arguments} {_described(value_of(node))}")
+    lines.append(", ".join(names[node] for node in outputs))
+    text = "\n".join(lines)
+    order = {symbol: f"s{index}" for index, symbol in enumerate(dict.fromkeys(_SYMBOL.findall(text)))}
+    ranges = {
+        order[str(symbol)]: symbol_range(symbol, environment)
+        for node in (*inputs, *nodes)
+        for symbol, environment in free_symbols(value_of(node)).items()
+        if str(symbol) in order
+    }
+    return _SYMBOL.sub(lambda found: order[found[0]], text) + f"\n{sorted(ranges.items())}"
+
+
+def _name(target: Any) -> str:
+    # Functions of one name are told apart by identity, which holds as long as this process.
+    return target if isinstance(target, str) else f"{getattr(target, '__name__', target)} {id(target)}"
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {list(value.shape)} {value.stride()} {value.device} {type(value).__name__}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_described, value))}]"
+    return f"{type(value).__name__} {value}"
+
+
+def _writes(node: Node) -> bool:
+    """Whether a call may change one of its arguments."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if node.target in (operator.setitem, operator.delitem) or "out" in node.kwargs or node.kwargs.get("inplace"):
+        return True
+    if isinstance(node.target, OpOverload):
+        return writes_in_place(node.target)
+    is_operator = node.op == "call_function" and not isinstance(node.target, str)
+    in_place = name.endswith("_") and not name.endswith("__") or (name.startswith("__i") and name.endswith("__"))
+    return in_place or (is_operator and node.target in _AUGMENTED)
+
+
+_AUGMENTED = {function for name, function in vars(operator).items() if name.startswith("i") and callable(function)} - {
+    operator.index,
+    operator.indexOf,
+    operator.inv,
+    operator.invert,
+    operator.is_,
+    operator.is_not,
+    operator.itemgetter,
+}
+
+
+def _written(nodes: Graph | Sequence[Node]) -> Iterator[Node]:
+    for node in nodes.nodes if isinstance(nodes, Graph) else nodes:
+        if _writes(node):
+            yield from (source for source in node.all_input_nodes if isinstance(value_of(source), FakeTensor))
+
+
+def _storage(value: Any) -> object:
+    # The object stands for itself where there is no storage.
+    return storage_of(value) if isinstance(value, FakeTensor) else id(value)

@@ -1,0 +1,61 @@
+"""A model and its cache as bytes, without the values of large tensors: what another process compiles for them."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any
+
+import torch
+
+#: Values of smaller tensors go along: rotary frequencies and the like, which traced code may look at.
+_LARGEST_WITH_VALUES = 2**16
+
+
+def skeleton(value: Any) -> bytes:
+    """An object pickled, large tensors by shape, strides and dtype only.
+
+    Raises:
+        Exception: What pickling raises, under any name: part of it cannot be written, or is a tensor of another class.
+    """
+    written = io.BytesIO()
+    _Writer(written).dump(value)
+    return written.getvalue()
+
+
+def from_skeleton(written: bytes) -> Any:
+    """The object, its large tensors allocated and not filled: untouched memory costs nothing."""
+    return _Reader(io.BytesIO(written)).load()
+
+
+class _Writer(pickle.Pickler):
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        # Kept, as a number is the identity of its object as long as that is there.
+        self._tensors: dict[int, tuple[int, torch.Tensor]] = {}
+
+    def persistent_id(self, value: object) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return None
+        if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
+            raise pickle.PicklingError(f"a tensor of class {type(value).__name__}")
+        if value.numel() * value.element_size() <= _LARGEST_WITH_VALUES:
+            return None
+        number, _ = self._tensors.setdefault(id(value), (len(self._tensors), value))
+        kind = type(value) is torch.nn.Parameter
+        return number, kind, value.shape, value.stride(), value.dtype, value.device, value.requires_grad
+
+
+class _Reader(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self._tensors: dict[int, torch.Tensor] = {}
+
+    def persistent_load(self, described: Any) -> torch.Tensor:
+        number, is_parameter, shape, stride, dtype, device, requires_grad = described
+        if number not in self._tensors:
+            tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+            if is_parameter:
+                tensor = torch.nn.Parameter(tensor, requires_grad=requires_grad)
+            self._tensors[number] = tensor
+        return self._tensors[number]
