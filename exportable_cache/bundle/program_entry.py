@@ -88,6 +88,11 @@ class MethodEntry(Entry):
             self.multiple,
         )
 
+    @property
+    def kv_read_len(self) -> int | None:
+        """`read_length`, as `ProgramMethod` calls it; files keep the name that they have."""
+        return self.read_length
+
 
 class ProgramEntry(Entry):
     """The program's form and methods."""

@@ -66,7 +66,7 @@ def test_other_dtypes_and_batches_are_not_fused(change: str) -> None:
 
 
 def test_a_window_that_is_never_reached_is_fused() -> None:
-    model = tiny_model("mistral", sliding_window=CAPACITY)
+    model = tiny_model("mistral", sliding_window=CAPACITY + 1)
     cache = ExportableCache.from_model(model, CAPACITY)
     assert [layer.label for layer in cache.layers] == ["full", "full"]
     assert fusable_layers(model, cache) == [True, True]

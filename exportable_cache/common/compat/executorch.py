@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import MissingDependencyError
 from ..own_kernels import load_own_kernels
-from .torch import forget_fake_results
 
 if TYPE_CHECKING:
     import torch
@@ -213,6 +212,9 @@ def forget_programs() -> None:
     graph; torch remembers what operators gave on fake tensors by their arguments, and delegates are arguments.
     """
     from executorch.exir.backend.utils import WhyNoPartition, is_same_node
+
+    # Torch is imported with it, and the command line without.
+    from .torch import forget_fake_results
 
     is_same_node.cache_clear()
     forget_fake_results()
