@@ -8,7 +8,9 @@ import re
 import subprocess
 import sys
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -79,7 +81,12 @@ def other() -> None:
 
 def said(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture, call: object) -> list[str]:
     caplog.clear()
-    with warnings.catch_warnings(record=True) as caught:
+    with ExitStack() as stack:
+        # torch's own logger stops passing messages up once its compiler was used in this process.
+        for name in ("torchao", "torch.utils._pytree"):
+            stack.enter_context(mock.patch.object(logging.getLogger(name), "handlers", [caplog.handler]))
+            stack.enter_context(mock.patch.object(logging.getLogger(name), "propagate", False))
+        caught = stack.enter_context(warnings.catch_warnings(record=True))
         warnings.simplefilter("always")
         call()
     return [*caplog.messages, *(str(one.message) for one in caught), *capsys.readouterr().err.splitlines()]
