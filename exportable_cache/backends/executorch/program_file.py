@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from .delegates import BACKEND_IDS, check_cache, check_methods, delegated_calls
 from .kernels import check_kernels
 from .llm_runner import runner_metadata
 from .lower import lower_programs
+from .quantized_tracing import FoldedLinears
 from .tied import write_pte
 
 if TYPE_CHECKING:
@@ -54,7 +56,8 @@ def _lowered(program: Program, delegate: str, for_llm_runner: bool) -> Executorc
     with warnings.catch_warnings():
         # Deprecations inside executorch's own operators and passes, hundreds per export, none of the caller's making.
         warnings.simplefilter("ignore", FutureWarning)
-        exported = {name: program.export(name) for name in program.methods}
+        with FoldedLinears(program.model) if delegate == "xnnpack" else nullcontext():
+            exported = {name: program.export(name) for name in program.methods}
         metadata = runner_metadata(program, required=for_llm_runner) if "forward" in exported else None
         try:
             lowered = lower_programs(exported, metadata, delegate)
