@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...common.compat.executorch import forget_data, forget_programs
+from ...common.compat.executorch import forget_program
 from ...errors import ExportableCacheError, UnsupportedModelError
 from ...program.tracing import told_by
 from .delegates import BACKEND_IDS, check_cache, check_methods, delegated_calls
@@ -44,9 +44,8 @@ def write_program(program: Program, path: Path, delegate: str = "xnnpack", for_l
         calls = ", ".join(f"{count} in {name}" for name, count in delegated_calls(lowered).items())
         holds += f"; calls of {BACKEND_IDS[delegate]}: {calls}"
     write_pte(lowered, path)
-    forget_data(lowered)
+    forget_program(lowered)
     del lowered
-    forget_programs()
     # Graphs and their nodes refer to one another.
     gc.collect()
     return holds

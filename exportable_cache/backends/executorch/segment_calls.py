@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
     from torch.export import ExportedProgram
     from torch.fx import GraphModule, Node
+
+
+log = logging.getLogger(__name__)
 
 
 @torch.library.custom_op("exportable_cache::segment", mutates_args=())
@@ -129,6 +133,12 @@ class StampedSegments:
             except Exception as error:  # what tracers and compilers have against it shows again where it is in place
                 self._templates[segment.text] = None
                 self.left.append(f"{type(error).__name__}: {error}")
+                log.info(
+                    "equal layers are lowered one by one, from %s of %d operators on: %s",
+                    segment.nodes[0].name,
+                    len(segment.nodes),
+                    self.left[-1],
+                )
         return self._templates[segment.text]
 
     def _lowered(self, program: ExportedProgram, weights: int) -> SegmentTemplate:
