@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -55,13 +56,13 @@ def stamped() -> tuple[object, list[int]]:
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Operators of each program that goes through ExecuTorch's lowering."""
     sizes = []
-    original = lower.to_edge_transform_and_lower
+    original = lower.exir.to_edge
 
-    def count(programs: dict, **options: object) -> object:
+    def count(programs: dict, *options: object) -> object:
         sizes.append(sum(len(program.graph.nodes) for program in programs.values()))
-        return original(programs, **options)
+        return original(programs, *options)
 
-    monkeypatch.setattr(lower, "to_edge_transform_and_lower", count)
+    monkeypatch.setattr(lower, "exir", SimpleNamespace(to_edge=count))
     return sizes
 
 

@@ -12,10 +12,8 @@ import torch
 from executorch.backends.transforms.utils import delete_constant_placeholder
 
 from ...common.compat.executorch import operator_of
-from ...common.compat.torch import METADATA_ASSERTION
 from .delegate_shapes import described_size, size_of
 from .graph_edits import add_constant
-from .quantized_linears import fold_linears
 from .segment_programs import CONSTANT, WEIGHT, segment_program, tensor_of
 from .segments import Segment, Unexplained, repeated_segments
 from .stamping import DelegateTemplate
@@ -99,23 +97,22 @@ class StampedSegments:
         return len(self._calls)
 
     def take(self, program: ExportedProgram) -> ExportedProgram:
-        """The program with one call for each repeated segment; others are returned as they are."""
-        functional = _functional(fold_linears(program))
+        """Put one call in the place of each repeated segment of a functional program, in place."""
         replaced: dict[Node, Node] = {}
         # All of them before any is replaced: replacing changes what others read.
-        groups = [(group, self._template(functional, group[0])) for group in repeated_segments(functional)]
+        groups = [(group, self._template(program, group[0])) for group in repeated_segments(program)]
         for group, template in groups:
             for segment in group if template is not None else ():
-                self._replace(functional, segment, template, replaced)
+                self._replace(program, segment, template, replaced)
         if not replaced:
             return program
-        _in_order(functional.graph)
-        functional.graph.eliminate_dead_code()
-        for node in functional.graph.find_nodes(op="placeholder"):
-            if not node.users and node.name in functional.graph_signature.inputs_to_parameters:
-                delete_constant_placeholder(functional, node)
-        functional.graph_module.recompile()
-        return functional
+        _in_order(program.graph)
+        program.graph.eliminate_dead_code()
+        for node in program.graph.find_nodes(op="placeholder"):
+            if not node.users and node.name in program.graph_signature.inputs_to_parameters:
+                delete_constant_placeholder(program, node)
+        program.graph_module.recompile()
+        return program
 
     def called(self, name: str) -> tuple[SegmentTemplate, dict[str, Any]]:
         """Of one call: what takes its place, and its delegates by name."""
@@ -204,15 +201,6 @@ def _weights(program: ExportedProgram) -> dict[str, int]:
         names[node.name] for node in program.graph.find_nodes(op="placeholder") if node.users and node.name in names
     ]
     return {name: int(name.removeprefix(WEIGHT)) for name in read if name.startswith(WEIGHT)}
-
-
-def _functional(program: ExportedProgram) -> ExportedProgram:
-    """The same program without writes in the middle of its graph, and without what only checks dtypes."""
-    program = program.run_decompositions({})
-    for node in program.graph.find_nodes(op="call_function", target=METADATA_ASSERTION):
-        program.graph.erase_node(node)
-    program.graph.eliminate_dead_code()
-    return program
 
 
 def _in_order(graph: Graph) -> None:
