@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ pytest.importorskip("executorch", reason="the executorch extra is not installed"
 
 from executorch.exir.backend.utils import get_delegates
 
-from exportable_cache.backends.executorch import lower, stamping
+from exportable_cache.backends.executorch import lower, segment_calls, stamping
 from exportable_cache.backends.executorch.options import ExecutorchOptions
 from exportable_cache.backends.executorch.quantized_linears import fold_linears
 from exportable_cache.backends.executorch.segment_calls import StampedSegments
@@ -121,8 +122,11 @@ def test_what_is_lowered_does_not_grow_with_the_layers(stamped, monkeypatch: pyt
 
 
 @pytest.mark.full
-def test_what_cannot_be_explained_is_lowered_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without knowing how weights are packed nothing is stamped, and nothing is wrong."""
+def test_what_cannot_be_explained_is_lowered_in_its_place(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without knowing how weights are packed nothing is stamped, nothing is wrong, and the log says why."""
+    caplog.set_level(logging.INFO, "exportable_cache")
     monkeypatch.setattr(stamping, "_PACKINGS", {})
     sizes = counted(monkeypatch)
     segments = []
@@ -136,6 +140,8 @@ def test_what_cannot_be_explained_is_lowered_in_its_place(monkeypatch: pytest.Mo
     lower.to_edge(programs_of(model_of(4, quantized=False)))
     assert sizes[-1] > sizes[0]
     assert len(segments[0].left) == 1 and "no tensor of the segment" in segments[0].left[0]
+    (message,) = [record.getMessage() for record in caplog.records if record.name == segment_calls.__name__]
+    assert message.startswith("equal layers are lowered one by one") and segments[0].left[0] in message
 
 
 def test_a_quantised_layer_is_one_operator_while_it_is_lowered() -> None:

@@ -13,6 +13,7 @@ import torch
 from torch.fx.passes.infra.pass_base import PassBase, PassResult
 
 from ...common.compat.executorch import operator_of
+from .graph_edits import replace_call
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
@@ -30,15 +31,14 @@ class RemoveNeedlessCopies(PassBase):
         graph = graph_module.graph
         copies = [node for node in graph.nodes if operator_of(node.target) is _CLONE and _is_needless(node)]
         for copy in copies:
-            copy.replace_all_uses_with(copy.args[0])
-            graph.erase_node(copy)
+            replace_call(copy, copy.all_input_nodes[0])
         if copies:
             graph_module.recompile()
         return PassResult(graph_module, bool(copies))
 
 
 def _is_needless(copy: Node) -> bool:
-    original = copy.args[0]
+    (original,) = copy.all_input_nodes
     # What a call with several results gives may be one of its operands.
     if original.op != "call_function" or original.target is operator.getitem or len(original.users) > 1:
         return False

@@ -1,6 +1,4 @@
-"""Operators spelled out before lowering, because a kernel of the runtime computes them otherwise than torch does; and
-programs made functional.
-"""
+"""Operators spelled out before lowering, because a kernel of the runtime computes them otherwise than torch does."""
 
 from __future__ import annotations
 
@@ -9,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...common.compat.torch import METADATA_ASSERTION
 from .graph_edits import insert_call, replace_call
 
 if TYPE_CHECKING:
@@ -48,12 +45,3 @@ def _tanh_gelu(gelu: Node) -> Node:
         ):
             value = insert_call(gelu.graph, operator, value, *(() if operand is None else (operand,)))
     return value
-
-
-def functional(program: ExportedProgram) -> ExportedProgram:
-    """The same program without writes in the middle of its graph, and without what only checks dtypes."""
-    program = program.run_decompositions({})
-    for node in program.graph.find_nodes(op="call_function", target=METADATA_ASSERTION):
-        program.graph.erase_node(node)
-    program.graph.eliminate_dead_code()
-    return program

@@ -14,17 +14,16 @@ from torch.export import ExportedProgram
 
 from ...common.compat.executorch import edge_config
 from .copies import RemoveNeedlessCopies
-from .decompositions import functional, spell_out_gelus
+from .decompositions import spell_out_gelus
 from .delegates import partitioners_for
 from .encoders import fold_constants, patches_to_linear
 from .insertions import insert_what_was_taken
 from .masked_writes import masked_writes_to_where
 from .means import means_to_linear
 from .quantized import fuse_quantized_embeddings
-from .quantized_linears import UnfoldLinears, fold_linears
+from .quantized_linears import UnfoldLinears
 from .rotations import rotations_to_linear
 from .segment_calls import StampedSegments
-from .segments import may_repeat
 
 if TYPE_CHECKING:
     from executorch.exir import (
@@ -61,18 +60,12 @@ def to_edge(
         delegate: See `delegates`.
     """
     segments = StampedSegments(_segment_to_edge)
-    of_xnnpack = (fold_linears, functools.partial(_taken, segments=segments), *XNNPACK_REWRITES)
-    rewrites = (*REWRITES, *(of_xnnpack if delegate == "xnnpack" else ()))
+    rewrites = (*REWRITES, *((segments.take, *XNNPACK_REWRITES) if delegate == "xnnpack" else ()))
     rewritten = {name: _rewritten(program, rewrites) for name, program in programs.items()}
     edge = insert_what_was_taken(_partitioned(rewritten, delegate, constant_methods), segments)
     for name in programs:
         restore_sizes(edge.exported_program(name))
     return edge
-
-
-def _taken(program: ExportedProgram, segments: StampedSegments) -> ExportedProgram:
-    # Making a program functional takes as long as tracing it did.
-    return segments.take(functional(program)) if may_repeat(program) else program
 
 
 def _segment_to_edge(program: ExportedProgram) -> ExportedProgram:
