@@ -126,6 +126,8 @@ def test_four_bits_as_machine_code() -> None:
     check(session, model, storage_of(torch.float32, "int4"))
 
 
+# In the fast lane: 8 bits in pt2, machine code without them.
+@pytest.mark.full
 def test_aoti() -> None:
     model, folder = rounded_aoti_bundle()
     session = load(folder, trust=True)
