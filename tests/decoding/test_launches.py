@@ -43,7 +43,7 @@ def session_of(
     length: int = 48,
     slack: int = SLACK,
     buckets: tuple = (16,),
-    compile: bool = False,
+    compile: bool | str = False,
 ) -> Session:
     cache = ExportableCache.from_model(model, length, rows, rollback_slots=slack)
     return Session.from_model(model, cache, compile=compile, prefill_chunk=16, buckets=buckets, steps_per_launch=steps)
@@ -201,7 +201,7 @@ def test_compiled_launches_recompile_nothing(model: Any) -> None:
 def test_compiled_launches_copy_no_cache(model: Any) -> None:
     """In Inductor's code; that steps write in place: test_program.py."""
     with compiling_with("inductor"):
-        session = session_of(model, 2, length=80, buckets=(), compile=True)
+        session = session_of(model, 2, length=80, buckets=(), compile="wait")
         found, code = run_and_get_code(lambda: list(session.generate(tokens(9, seed=9), 4, **DRAWN)))
     assert found == one_at_a_time(model, 9, 4)
     launch = max(code, key=len)
