@@ -93,7 +93,8 @@ def test_one_program_serves_every_length(name: str) -> None:
     assert largest_difference(session, model, name) <= TOLERANCE
 
 
-@pytest.mark.parametrize("keeps_graphs", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.full
+@pytest.mark.parametrize("keeps_graphs", [False, True])
 def test_compiled_sessions_equal_the_model_at_every_length(keeps_graphs: bool, tmp_path: Path) -> None:
     name = "speech-speech_to_text"
     model = model_of(name)

@@ -14,7 +14,7 @@ from exportable_cache.verification.verify import verify_session
 
 from .support.compiling import compiling_with
 from .support.kinds import KINDS, kind_model
-from .support.models import WINDOW, tiny_model, tokens
+from .support.models import WINDOW, among, tiny_model, tokens
 from .support.sessions import lowered_session, rounded_aoti_bundle
 
 CAPACITY = 64
@@ -57,7 +57,7 @@ def check(session: Session, model, storage: Storage = INT8) -> None:
     ("family", "compiled"),
     [
         ("gemma3_text", False),
-        ("gpt_oss", True),
+        pytest.param("gpt_oss", True, marks=pytest.mark.full),
         pytest.param("gemma3_text", True, marks=pytest.mark.full),
         pytest.param("gpt_oss", False, marks=pytest.mark.full),
     ],
@@ -85,7 +85,7 @@ def test_four_bits_eager(family: str) -> None:
     four_bits(family, compiled=False)
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "falcon_h1"])
+@pytest.mark.parametrize("family", among(["gemma3_text", "falcon_h1"], fast=["gemma3_text"]))
 def test_four_bits_compiled(family: str) -> None:
     four_bits(family, compiled=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -152,15 +153,13 @@ class Bundle:
             MissingDependencyError: If it needs a package that is not installed, such as Pillow for images.
         """
         from ..models.loading import load_processor
-        from ..models.tokenizer_config import check_tokenizer_config
 
         if not self.has_processor:
             raise BundleError(
                 f"{self.path} holds no processor of images or sound; export the folder of the model with its "
                 "preprocessor_config.json"
             )
-        check_tokenizer_config(self.path / TOKENIZER_FOLDER)
-        return load_processor(self.path / TOKENIZER_FOLDER, self.path)
+        return load_processor(self._tokenizer_folder, self.path)
 
     def text_tokenizer(self) -> PreTrainedTokenizerBase | TextTokenizer | None:
         """What reads and writes text as the tokenizer does; its file alone, where the export saw that to be enough."""
@@ -168,24 +167,29 @@ class Bundle:
         if file is None or file.details.get(READS_ALIKE) is not True:
             return self.tokenizer()
         from ..models.text_tokenizer import TextTokenizer
-        from ..models.tokenizer_config import check_tokenizer_config
 
-        check_tokenizer_config(self.path / TOKENIZER_FOLDER)
-        return TextTokenizer(self.path / TOKENIZER_FOLDER, self._whole_tokenizer)
+        return TextTokenizer(self._tokenizer_folder, self._whole_tokenizer)
 
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The tokenizer with its chat template, or None if the model was exported without one."""
         return None if self.manifest.tokenizer is None else self._whole_tokenizer()
 
-    def _whole_tokenizer(self) -> PreTrainedTokenizerBase:
+    @cached_property
+    def _tokenizer_folder(self) -> Path:
+        """Folder of the tokenizer, whose config was seen to name no file outside of it."""
         from ..models.tokenizer_config import check_tokenizer_config
+
+        folder = self.path / TOKENIZER_FOLDER
+        check_tokenizer_config(folder)
+        return folder
+
+    def _whole_tokenizer(self) -> PreTrainedTokenizerBase:
         from ..models.tokenizers import load_tokenizer
 
-        check_tokenizer_config(self.path / TOKENIZER_FOLDER)
-        tokenizer = load_tokenizer(self.path / TOKENIZER_FOLDER)
+        tokenizer = load_tokenizer(self._tokenizer_folder)
         if tokenizer is None:
             raise BundleError(
-                f"{self.path / TOKENIZER_FOLDER} holds no tokenizer, the manifest names a {self.manifest.tokenizer}; "
+                f"{self._tokenizer_folder} holds no tokenizer, the manifest names a {self.manifest.tokenizer}; "
                 "export the model again with tokenizer= a transformers tokenizer"
             )
         return tokenizer

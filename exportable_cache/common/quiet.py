@@ -44,11 +44,18 @@ _SHOWN: ContextVar[bool] = ContextVar("shown", default=False)
 
 @contextmanager
 def everything_shown() -> Iterator[None]:
-    """Let all of it through, for who looks for a fault."""
+    """Let all of it through, for who looks for a fault, and what this package logs beside."""
     token = _SHOWN.set(True)
+    ours, handler = logging.getLogger("exportable_cache"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    level = ours.level
+    ours.addHandler(handler)
+    ours.setLevel(logging.INFO)
     try:
         yield
     finally:
+        ours.setLevel(level)
+        ours.removeHandler(handler)
         _SHOWN.reset(token)
 
 

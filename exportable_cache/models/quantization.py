@@ -20,7 +20,7 @@ from .quantization_spec import (
     GROUP_MULTIPLE,
     LINEAR_SCHEMES,
 )
-from .quantized_rows import QuantizedRows
+from .quantized_rows import QuantizedRows, is_quantized, rounds_activations
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -193,7 +193,7 @@ def _to_float32(model: nn.Module) -> None:
     converted: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if parameter.is_floating_point() and not hasattr(parameter, "qdata"):
+            if parameter.is_floating_point() and not is_quantized(parameter):
                 new = converted.setdefault(id(parameter), nn.Parameter(parameter.float(), requires_grad=False))
                 setattr(module, name, new)
         for name, buffer in module.named_buffers(recurse=False):
@@ -219,7 +219,7 @@ def _as_linear(table: torch.Tensor, scheme: str | None) -> torch.Tensor:
 def _stored_bytes(model: nn.Module) -> int:
     stored: dict[int, int] = {}
     for parameter in model.parameters():
-        if hasattr(parameter, "qdata"):
+        if is_quantized(parameter):
             bits = 4 if parameter.target_dtype == torch.int4 else 8
             stored[parameter.qdata.data_ptr()] = parameter.qdata.numel() * bits // 8 + parameter.scale.nbytes
         else:
@@ -267,9 +267,7 @@ def rounding_noise(
         return (values.scatter_add(-1, where, step), *inputs[1:])
 
     quantized = [
-        module
-        for module in model.modules()
-        if isinstance(module, nn.Linear) and getattr(module.weight, "activation_quantization", None) is not None
+        module for module in model.modules() if isinstance(module, nn.Linear) and rounds_activations(module.weight)
     ]
     if not quantized:
         return RoundingNoise(0.0, 0.0)

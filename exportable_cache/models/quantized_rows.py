@@ -37,7 +37,7 @@ class QuantizedRows(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is functional.linear and is_quantized(args[1]):
             bias = args[2] if len(args) > 2 else kwargs.get("bias")
-            source = args[0] if args[1].activation_quantization is None else self._rounding(args[0])
+            source = self._rounding(args[0]) if rounds_activations(args[1]) else args[0]
             output = torch.cat([functional.linear(source, part.dequantize()) for part in _parts(args[1])], dim=-1)
             return output if bias is None else output + bias
         if func is functional.embedding and is_quantized(args[1]):
@@ -54,6 +54,11 @@ class QuantizedRows(TorchFunctionMode):
 def is_quantized(weight: Any) -> bool:
     """Whether a weight is one of torchao's, of integers and their scales."""
     return hasattr(weight, "qdata") and hasattr(weight, "zero_point")
+
+
+def rounds_activations(weight: Any) -> bool:
+    """Whether what is multiplied by a weight is rounded, too."""
+    return is_quantized(weight) and weight.activation_quantization is not None
 
 
 def rows_of(weight: torch.Tensor, index: torch.Tensor | slice) -> torch.Tensor:

@@ -29,7 +29,7 @@ class VerifySpec:
         exact_cache: Let the model's cache keep what it is given, also where the session's keeps 8 bits.
 
     Raises:
-        InputError: If the tolerance is not above 0, or the seed has more than 64 bits. Whether prompts fit is seen with
+        InputError: If a tolerance is not above 0, or the seed has more than 64 bits. Whether prompts fit is seen with
             the session.
     """
 
@@ -59,5 +59,7 @@ class VerifySpec:
 
         check_settings(self)
         check_seed(self.seed)
-        if self.tolerance is not None and not self.tolerance > 0:
-            raise InputError(f"tolerance is {self.tolerance}; it must be above 0")
+        for name in ("tolerance", "rms_tolerance"):
+            limit = getattr(self, name)
+            if limit is not None and not limit > 0:
+                raise InputError(f"{name} is {limit}; it must be above 0")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import logging
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +25,7 @@ pytest.importorskip("executorch", reason="the executorch extra is not installed"
 
 from executorch.exir.backend.utils import get_delegates
 
-from exportable_cache.backends.executorch import lower, stamping
+from exportable_cache.backends.executorch import lower, segment_calls, stamping
 from exportable_cache.backends.executorch.options import ExecutorchOptions
 from exportable_cache.backends.executorch.quantized_linears import fold_linears
 from exportable_cache.backends.executorch.segment_calls import StampedSegments
@@ -52,16 +55,22 @@ def stamped() -> tuple[object, list[int]]:
         return lower.to_edge(programs_of(model_of(4))), sizes
 
 
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Operators of each program that goes through ExecuTorch's lowering."""
+class _Counted(Exception):
+    """All was counted that was to be."""
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, stop_at: int | None = None) -> list[int]:
+    """Operators of each program that goes through ExecuTorch's lowering, which ends before the last to be counted."""
     sizes = []
-    original = lower.to_edge_transform_and_lower
+    original = lower.exir.to_edge
 
-    def count(programs: dict, **options: object) -> object:
+    def count(programs: dict, *options: object) -> object:
         sizes.append(sum(len(program.graph.nodes) for program in programs.values()))
-        return original(programs, **options)
+        if len(sizes) == stop_at:
+            raise _Counted
+        return original(programs, *options)
 
-    monkeypatch.setattr(lower, "to_edge_transform_and_lower", count)
+    monkeypatch.setattr(lower, "exir", SimpleNamespace(to_edge=count))
     return sizes
 
 
@@ -104,15 +113,20 @@ def get_delegates_of(edge: object) -> list:
 
 def test_what_is_lowered_does_not_grow_with_the_layers(stamped, monkeypatch: pytest.MonkeyPatch) -> None:
     _, four = stamped
-    sizes = counted(monkeypatch)
-    lower.to_edge(programs_of(model_of(5)))
+    sizes = counted(monkeypatch, stop_at=2)
+    with suppress(_Counted):
+        lower.to_edge(programs_of(model_of(5)))
     assert len(four) == len(sizes) == 2 and sizes[0] == four[0]
     # A layer more is its inputs and calls, not its operators.
     assert sizes[1] - four[1] < four[0] / 2
 
 
-def test_what_cannot_be_explained_is_lowered_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without knowing how weights are packed nothing is stamped, and nothing is wrong."""
+@pytest.mark.full
+def test_what_cannot_be_explained_is_lowered_in_its_place(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without knowing how weights are packed nothing is stamped, nothing is wrong, and the log says why."""
+    caplog.set_level(logging.INFO, "exportable_cache")
     monkeypatch.setattr(stamping, "_PACKINGS", {})
     sizes = counted(monkeypatch)
     segments = []
@@ -126,6 +140,8 @@ def test_what_cannot_be_explained_is_lowered_in_its_place(monkeypatch: pytest.Mo
     lower.to_edge(programs_of(model_of(4, quantized=False)))
     assert sizes[-1] > sizes[0]
     assert len(segments[0].left) == 1 and "no tensor of the segment" in segments[0].left[0]
+    (message,) = [record.getMessage() for record in caplog.records if record.name == segment_calls.__name__]
+    assert message.startswith("equal layers are lowered one by one") and segments[0].left[0] in message
 
 
 def test_a_quantised_layer_is_one_operator_while_it_is_lowered() -> None:
@@ -187,6 +203,7 @@ def test_families_of_several_kinds_of_layers_are_verified(
     assert bundle.manifest.verification["passed"] and not segments[0].left and segments[0].count >= 3
 
 
+@pytest.mark.full
 def test_an_export_keeps_nothing_of_its_program(tmp_path: Path) -> None:
     from executorch.exir.lowered_backend_module import LoweredBackendModule
 

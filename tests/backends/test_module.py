@@ -45,7 +45,7 @@ def compiled_session(least: int, prefill_chunk: int = 16) -> Session:
     return Session.from_model(model, cache, compile=True, prefill_chunk=prefill_chunk)
 
 
-@pytest.mark.parametrize("prompts", [(3, 11), (11, 3)])
+@pytest.mark.parametrize("prompts", [(3, 11), pytest.param((11, 3), marks=pytest.mark.full)])
 def test_prompts_too_short_for_the_graph_of_longer_ones_go_token_by_token(prompts: tuple[int, ...]) -> None:
     session, ids = compiled_session(LEAST), tokens(24)
     model = tiny_model("llama")

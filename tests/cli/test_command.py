@@ -107,6 +107,14 @@ def test_other_libraries_are_quiet_unless_debugging():
     assert logging.getLogger("torchao").level == logging.NOTSET
 
 
+@pytest.mark.parametrize("debug", [False, True])
+def test_what_the_package_logs_is_shown_to_who_looks_for_a_fault(debug):
+    logger = logging.getLogger("exportable_cache.backends")
+    shown = invoke(lambda terminal: logger.info("lowered one by one"), debug=debug).output
+    assert ("exportable_cache.backends: lowered one by one" in shown) is debug
+    assert not logging.getLogger("exportable_cache").handlers
+
+
 def test_exit_inside_a_command_keeps_its_code():
     assert invoke(raising(typer.Exit(1))).exit_code == 1
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import subprocess
 import sys
@@ -40,7 +39,7 @@ def test_every_copy_of_a_replaced_function_has_a_patch() -> None:
     """The scans are copied from modeling file to modeling file: a new model with one needs an entry."""
     known = {(patch.file, patch.name) for patch in ALL}
     for path in MODELS.glob("*/modeling_*.py"):
-        functions = {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
+        functions = set(re.findall(r"^def (\w+)", path.read_text(), re.MULTILINE))
         for function in functions & COPIED:
             assert (f"{path.parent.name}.{path.stem}", function) in known
 

@@ -9,6 +9,7 @@ import pytest
 
 from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.errors import BundleError
+from exportable_cache.models import tokenizer_config
 from exportable_cache.models.tokenizer_config import check_tokenizer_config
 
 
@@ -36,6 +37,23 @@ def test_names_of_other_files_are_refused(tmp_path: Path, fields: dict) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
     with pytest.raises(BundleError, match="names a file of its own"):
         check_tokenizer_config(tmp_path)
+
+
+def test_a_bundle_looks_at_the_config_once(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before whatever reads the folder first: the tokenizer of text, the whole one, the processor."""
+    looked = []
+    monkeypatch.setattr(tokenizer_config, "check_tokenizer_config", looked.append)
+    opened = Bundle.open(bundle)
+    opened.text_tokenizer()
+    assert opened.tokenizer() is not None and looked == [bundle / "tokenizer"]
+
+
+@pytest.mark.parametrize("read", ["text_tokenizer", "tokenizer"])
+def test_a_bundle_of_such_a_config_gives_no_tokenizer(bundle: Path, read: str) -> None:
+    opened = Bundle.open(bundle)
+    (bundle / "tokenizer" / "tokenizer_config.json").write_text(json.dumps({"vocab_file": "/etc/passwd"}))
+    with pytest.raises(BundleError, match="names a file of its own"):
+        getattr(opened, read)()
 
 
 def test_a_name_in_the_folder_is_taken(tmp_path: Path) -> None:

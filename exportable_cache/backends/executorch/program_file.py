@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import gc
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...common.compat.executorch import forget_data, forget_programs
+from ...common.compat.executorch import forget_program
 from ...errors import ExportableCacheError, UnsupportedModelError
 from ...program.tracing import told_by
 from .delegates import BACKEND_IDS, check_cache, check_methods, delegated_calls
 from .kernels import check_kernels
 from .llm_runner import runner_metadata
 from .lower import lower_programs
+from .quantized_tracing import FoldedLinears
 from .tied import write_pte
 
 if TYPE_CHECKING:
@@ -42,9 +44,8 @@ def write_program(program: Program, path: Path, delegate: str = "xnnpack", for_l
         calls = ", ".join(f"{count} in {name}" for name, count in delegated_calls(lowered).items())
         holds += f"; calls of {BACKEND_IDS[delegate]}: {calls}"
     write_pte(lowered, path)
-    forget_data(lowered)
+    forget_program(lowered)
     del lowered
-    forget_programs()
     # Graphs and their nodes refer to one another.
     gc.collect()
     return holds
@@ -54,7 +55,8 @@ def _lowered(program: Program, delegate: str, for_llm_runner: bool) -> Executorc
     with warnings.catch_warnings():
         # Deprecations inside executorch's own operators and passes, hundreds per export, none of the caller's making.
         warnings.simplefilter("ignore", FutureWarning)
-        exported = {name: program.export(name) for name in program.methods}
+        with FoldedLinears(program.model) if delegate == "xnnpack" else nullcontext():
+            exported = {name: program.export(name) for name in program.methods}
         metadata = runner_metadata(program, required=for_llm_runner) if "forward" in exported else None
         try:
             lowered = lower_programs(exported, metadata, delegate)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.fx import Node
@@ -84,10 +84,23 @@ def fold_linears(program: ExportedProgram) -> ExportedProgram:
             call = graph.call_function(_OPERATOR, (source, weights, key))
         call.meta = dict(node.meta)
         replace_call(node, call)
-    if linears:
+    if graph.find_nodes(op="call_function", target=_OPERATOR):
         graph.eliminate_dead_code()
         program.graph_module.recompile()
     return program
+
+
+class FoldedCall(NamedTuple):
+    """What a call of the operator is given: its input, what the folded operators read beside it, and their key."""
+
+    source: Node
+    weights: Sequence[Node]
+    recipe: str
+
+
+def folded_call(node: Node) -> FoldedCall | None:
+    """None of a node that is no such call."""
+    return FoldedCall(*node.args) if node.target is _OPERATOR else None
 
 
 class UnfoldLinears(PassBase):

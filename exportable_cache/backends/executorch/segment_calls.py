@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,14 +18,18 @@ from .delegate_shapes import described_size, size_of
 from .graph_edits import add_constant
 from .quantized_linears import fold_linears
 from .segment_programs import CONSTANT, WEIGHT, segment_program, tensor_of
-from .segments import Segment, Unexplained, repeated_segments
+from .segments import Segment, Unexplained, may_repeat, repeated_segments
 from .stamping import DelegateTemplate
+from .state_order import StateOrder, functional_order, traced_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch.export import ExportedProgram
-    from torch.fx import Graph, GraphModule, Node
+    from torch.fx import GraphModule, Node
+
+
+log = logging.getLogger(__name__)
 
 
 @torch.library.custom_op("exportable_cache::segment", mutates_args=())
@@ -100,22 +105,25 @@ class StampedSegments:
 
     def take(self, program: ExportedProgram) -> ExportedProgram:
         """The program with one call for each repeated segment; others are returned as they are."""
-        functional = _functional(fold_linears(program))
+        program = fold_linears(program)
+        if not may_repeat(program):
+            return program
+        ordered, order = _ordered(program)
         replaced: dict[Node, Node] = {}
         # All of them before any is replaced: replacing changes what others read.
-        groups = [(group, self._template(functional, group[0])) for group in repeated_segments(functional)]
+        groups = [(group, self._template(ordered, group[0])) for group in repeated_segments(ordered, order)]
         for group, template in groups:
             for segment in group if template is not None else ():
-                self._replace(functional, segment, template, replaced)
+                self._replace(ordered, segment, template, replaced)
         if not replaced:
             return program
-        _in_order(functional.graph)
-        functional.graph.eliminate_dead_code()
-        for node in functional.graph.find_nodes(op="placeholder"):
-            if not node.users and node.name in functional.graph_signature.inputs_to_parameters:
-                delete_constant_placeholder(functional, node)
-        functional.graph_module.recompile()
-        return functional
+        order.restore(ordered.graph)
+        ordered.graph.eliminate_dead_code()
+        for node in ordered.graph.find_nodes(op="placeholder"):
+            if not node.users and node.name in ordered.graph_signature.inputs_to_parameters:
+                delete_constant_placeholder(ordered, node)
+        ordered.graph_module.recompile()
+        return ordered
 
     def called(self, name: str) -> tuple[SegmentTemplate, dict[str, Any]]:
         """Of one call: what takes its place, and its delegates by name."""
@@ -128,6 +136,12 @@ class StampedSegments:
             except Exception as error:  # what tracers and compilers have against it shows again where it is in place
                 self._templates[segment.text] = None
                 self.left.append(f"{type(error).__name__}: {error}")
+                log.info(
+                    "equal layers are lowered one by one, from %s of %d operators on: %s",
+                    segment.nodes[0].name,
+                    len(segment.nodes),
+                    self.left[-1],
+                )
         return self._templates[segment.text]
 
     def _lowered(self, program: ExportedProgram, weights: int) -> SegmentTemplate:
@@ -206,29 +220,13 @@ def _weights(program: ExportedProgram) -> dict[str, int]:
     return {name: int(name.removeprefix(WEIGHT)) for name in read if name.startswith(WEIGHT)}
 
 
-def _functional(program: ExportedProgram) -> ExportedProgram:
-    """The same program without writes in the middle of its graph, and without what only checks dtypes."""
-    program = program.run_decompositions({})
+def _ordered(program: ExportedProgram) -> tuple[ExportedProgram, StateOrder]:
+    """A program without what only checks dtypes, and the order of its writes; functional where that has to be."""
+    order = traced_order(program)
+    if order is None:
+        program = program.run_decompositions({})
+        order = functional_order(program)
     for node in program.graph.find_nodes(op="call_function", target=METADATA_ASSERTION):
         program.graph.erase_node(node)
     program.graph.eliminate_dead_code()
-    return program
-
-
-def _in_order(graph: Graph) -> None:
-    """Move what nodes read before them; all others keep their order.
-
-    A write to a buffer stays behind the reads that came before it: the runtime writes in place.
-    """
-    order: dict[Node, None] = {}
-    for node in list(graph.nodes):
-        pending = [node]
-        while pending:
-            missing = [source for source in pending[-1].all_input_nodes if source not in order]
-            if missing:
-                pending.append(missing[0])
-            else:
-                order[pending.pop()] = None
-    nodes = list(order)
-    for before, node in zip(nodes, nodes[1:]):
-        before.append(node)
+    return program, order

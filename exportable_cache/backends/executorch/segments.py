@@ -1,9 +1,9 @@
 """Runs of operators that a program has several times over: what lies between the attention of one layer and that of the
 next.
 
-A graph of functional operators is cut wherever something must stay in its place (a write to the cache, attention over
-it, a size read from a tensor). What lies between two cuts depends on its inputs and its weights alone, so runs of equal
-text compute the same function of them, whatever their layers are called.
+A graph is cut wherever something must stay in its place (a write to the cache, attention over it, a size read from a
+tensor). What lies between two cuts depends on its inputs and its weights alone, so runs of equal text compute the same
+function of them, whatever their layers are called.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.fx import Node
 from torch.fx.node import map_aggregate
 
 from ...common.compat.torch import OpOverload, writes_in_place
+from .state_order import StateOrder
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -58,10 +59,10 @@ class Segment:
     text: str
 
 
-def repeated_segments(program: ExportedProgram) -> list[list[Segment]]:
-    """The segments that a functional program has several times, equal ones together, in the graph's order."""
+def repeated_segments(program: ExportedProgram, order: StateOrder) -> list[list[Segment]]:
+    """The segments that a program has several times, equal ones together, in the graph's order."""
     reader = _Reader(program)
-    segments = [segment for run in _runs(program) if (segment := reader.segment(run)) is not None]
+    segments = [segment for run in _runs(program, order) if (segment := reader.segment(run)) is not None]
     counts = Counter(segment.text for segment in segments)
     groups: dict[str, list[Segment]] = {}
     for segment in segments:
@@ -70,19 +71,29 @@ def repeated_segments(program: ExportedProgram) -> list[list[Segment]]:
     return list(groups.values())
 
 
-def _runs(program: ExportedProgram) -> Iterator[list[Node]]:
+def may_repeat(program: ExportedProgram) -> bool:
+    """Whether a program, functional or not, can have a segment so often that it is lowered once: by the layers that its
+    operators say they come from, where they do.
+    """
+    numbers: dict[str, set[str]] = {}
+    for node in program.graph.nodes:
+        for path, _ in (node.meta.get("nn_module_stack") or {}).values():
+            parent, _, name = path.rpartition(".")
+            if name.isdecimal():
+                numbers.setdefault(parent, set()).add(name)
+    return not numbers or max(map(len, numbers.values())) >= _FEWEST_TIMES
+
+
+def _runs(program: ExportedProgram, order: StateOrder) -> Iterator[list[Node]]:
     """Operators that can be moved together: each run ends before the first that waits for one outside it."""
-    written = set(program.graph_signature.buffers_to_mutate.values())
-    buffers = program.graph_signature.inputs_to_buffers
-    states = {node for node in program.graph.nodes if node.op == "placeholder" and buffers.get(node.name) in written}
     run: list[Node] = []
     members: set[Node] = set()
     waiting: set[Node] = set()
     for node in program.graph.nodes:
         if node.op != "call_function":
             continue
-        sources = set(node.all_input_nodes)
-        if not _is_movable(node) or sources & states:
+        sources = {*node.all_input_nodes, *order.before(node)}
+        if not _is_movable(node) or not order.states.isdisjoint(node.all_input_nodes):
             # Its results, and what they lead to, come after the run that they wait for.
             if sources & (members | waiting):
                 waiting.add(node)

@@ -171,15 +171,16 @@ def operator_names() -> set[str]:
     return set(runtime()._get_operator_names())
 
 
-def edge_config(skip_dim_order: bool = False) -> Any:
+def edge_config(skip_dim_order: bool = False, kept: Sequence[Any] = ()) -> Any:
     """A compile config whose edge dialect takes operators that are not of its own.
 
     Args:
         skip_dim_order: Keep the operators that copy and convert as they are.
+        kept: Operators that are not spelled out.
     """
     from executorch.exir import EdgeCompileConfig
 
-    return EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=skip_dim_order)
+    return EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=skip_dim_order, preserve_ops=list(kept))
 
 
 def operator_of(target: Any) -> Any:
@@ -205,14 +206,22 @@ def call_delegate_operator() -> Any:
     return executorch_call_delegate
 
 
-def forget_programs() -> None:
-    """Let go of the graphs of earlier exports, and with them of their weights.
+def forget_program(program: ExecutorchProgramManager) -> None:
+    """Let go of a written program's weights, and of the graphs of earlier exports.
 
-    ExecuTorch remembers every pair of nodes that it compared and the last that it did not take, and a node holds its
-    graph; torch remembers what operators gave on fake tensors by their arguments, and delegates are arguments.
+    What delegates packed stays with modules that several caches refer to. ExecuTorch remembers every pair of nodes that
+    it compared and the last that it did not take, and a node holds its graph; torch remembers what operators gave on
+    fake tensors by their arguments, and delegates are arguments.
     """
     from executorch.exir.backend.utils import WhyNoPartition, is_same_node
+    from executorch.exir.lowered_backend_module import LoweredBackendModule
 
+    for method in program.methods:
+        for lowered in program.exported_program(method).graph_module.modules():
+            if isinstance(lowered, LoweredBackendModule) and lowered._named_data_store_output is not None:
+                lowered._named_data_store_output.buffers.clear()
+    if program._named_data is not None:
+        program._named_data.buffers.clear()
     # Torch is imported with it, and the command line without.
     from .torch import forget_fake_results
 
@@ -223,18 +232,6 @@ def forget_programs() -> None:
             for value in vars(module).values():
                 if isinstance(value, WhyNoPartition):
                     value.node = None
-
-
-def forget_data(program: ExecutorchProgramManager) -> None:
-    """Let go of a written program's data: what delegates packed stays with modules that several caches refer to."""
-    from executorch.exir.lowered_backend_module import LoweredBackendModule
-
-    for method in program.methods:
-        for module in program.exported_program(method).graph_module.modules():
-            if isinstance(module, LoweredBackendModule) and module._named_data_store_output is not None:
-                module._named_data_store_output.buffers.clear()
-    if program._named_data is not None:
-        program._named_data.buffers.clear()
 
 
 def named_data(buffers: Sequence[bytes], entries: Mapping[str, Any]) -> NamedDataStoreOutput:

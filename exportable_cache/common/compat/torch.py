@@ -87,6 +87,18 @@ def writes_in_place(operator: OpOverload) -> bool:
     return operator._schema.is_mutable
 
 
+def written_arguments(operator: OpOverload) -> Iterator[tuple[int, str]]:
+    """Positions and names of the arguments that an operator changes."""
+    for index, argument in enumerate(operator._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield index, argument.name
+
+
+def gives_views(operator: OpOverload) -> bool:
+    """Whether a result may share memory with an argument."""
+    return any(result.alias_info is not None for result in operator._schema.returns)
+
+
 def operator_results(operator: OpOverload) -> Sequence[Any]:
     """What an operator gives, in order: `type` of each."""
     return operator._schema.returns
