@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import re
 import resource
 import statistics
 import subprocess
@@ -26,6 +28,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
@@ -35,6 +38,8 @@ from rich.table import Table
 
 PROMPT, TOKENS = 100, 200
 FORMS = ("ours, in the background", "ours, waiting", "transformers static", "gpt-fast style", "transformers eager")
+_TIMES = ("1st token", "2nd", f"{TOKENS}th", "longest wait", "in the end", "everything")
+COLUMNS = ("form", "start", *_TIMES, "processor", "memory")
 #: The last tokens, whose median says how fast a form is in the end.
 LAST = 20
 
@@ -88,7 +93,7 @@ def loop_of(form: str, name: str, length: int, folder: str) -> Callable[[], Iter
 
         def ours() -> Iterator[object]:
             cache = ExportableCache.from_model(model, length)
-            how = "background" if form.endswith("background") else True
+            how = "background" if form.endswith("background") else "wait"
             with Session.from_model(model, cache, compile=how, graph_cache=f"{folder}/graphs") as session:
                 yield from session.generate(prompt, TOKENS)
                 session.reset()
@@ -145,6 +150,7 @@ def main(
     length: Annotated[int, typer.Option(help="Slots allocated.")] = 4096,
     forms: Annotated[list[str] | None, typer.Option("--form", help="All by default.")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Also write the figures here.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Also write the table here.")] = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="Also draw tokens over time; needs matplotlib.")] = None,
     child: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
@@ -152,7 +158,7 @@ def main(
     if child is not None:
         print(json.dumps(asdict(measure((forms or [""])[0], model, length, child))))
         return
-    console, runs = Console(width=130), []
+    console, runs, begin = Console(width=150), [], os.getloadavg()[0]
     for form in forms or [form for form in FORMS if model.startswith("llama") or form != "gpt-fast style"]:
         with tempfile.TemporaryDirectory() as folder:
             environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
@@ -168,29 +174,40 @@ def main(
                 if json_path is not None:
                     json_path.write_text(json.dumps([asdict(run) for run in runs], indent=1))
     console.print(table_of(runs))
+    if markdown is not None:
+        markdown.write_text(markdown_of(runs, begin))
     if plot is not None:
         draw(runs, plot)
 
 
 def table_of(runs: list[Run]) -> Table:
     table = Table()
-    for column in ("form", "start", "1st token", "2nd", f"{TOKENS}th", "longest wait", "in the end", "everything"):
+    for column in COLUMNS:
         table.add_column(column)
-    table.add_column("processor")
-    table.add_column("memory")
+    for cells in cells_of(runs):
+        table.add_row(*cells)
+    return table
+
+
+def cells_of(runs: list[Run]) -> Iterator[list[str]]:
     for run in runs:
         seconds = [f"{value:.1f} s" for value in (run.times[0], run.times[1], run.times[-1])]
         everything = "" if run.everything is None else f"{run.everything:.1f} s"
         waits = [f"{run.stall:.2f} s", f"{run.last_ms:.0f} ms", everything]
-        table.add_row(
-            run.form,
-            "warm" if run.warm else "cold",
-            *seconds,
-            *waits,
-            f"{run.processor:.0f} s",
-            f"{run.memory:.1f} GiB",
-        )
-    return table
+        memory = f"{run.memory:.1f} GiB"
+        yield [run.form, "warm" if run.warm else "cold", *seconds, *waits, f"{run.processor:.0f} s", memory]
+
+
+def markdown_of(runs: list[Run], begin: float) -> str:
+    """The table as the documentation has it, with what it was measured on."""
+    rows = [list(COLUMNS), ["---"] * len(COLUMNS), *cells_of(runs)]
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    known = Path("/proc/cpuinfo")
+    found = dict(re.findall(r"(model name|cpu family|model)\s*: (.*)", known.read_text())) if known.exists() else {}
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    load = f"load of the machine {begin:.1f} before and {os.getloadavg()[0]:.1f} in the end"
+    kind = ", ".join(f"{name} {value}" for name, value in found.items()) or platform.processor()
+    return "\n".join([*lines, "", f"{cores} cores ({kind}), torch {metadata.version('torch')}; {load}."]) + "\n"
 
 
 def draw(runs: list[Run], path: Path) -> None:
