@@ -309,7 +309,7 @@ def _graph(model: Any, folder: Path, compile: bool) -> list[float]:
     if not compile:
         torch.compile = _not_compiled
     cache = ExportableCache.from_model(model, 16)
-    with Session.from_model(model, cache, compile=True, buckets=False, graph_cache=folder) as session:
+    with Session.from_model(model, cache, compile="wait", buckets=False, graph_cache=folder) as session:
         return session.decode(torch.tensor([3]))[0, :8].tolist()
 
 
