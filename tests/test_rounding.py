@@ -108,7 +108,7 @@ def test_sinks(kv_dtype: str) -> None:
     ("kv_dtype", "form"),
     [
         pytest.param("int8", "resident", marks=pytest.mark.full),
-        ("int8", "explicit"),
+        pytest.param("int8", "explicit", marks=pytest.mark.full),
         ("int4", "resident"),
         pytest.param("int4", "explicit", marks=pytest.mark.full),
     ],
