@@ -3,26 +3,32 @@
     python benchmarks/cold.py                                  # 110M Llama, cache 4096, prompt of 100 tokens
     python benchmarks/cold.py --model gemma3-hybrid --json cold.json --plot cold.svg
 
-Forms: ours, compiled when a graph is needed and in the background; transformers' `StaticCache` with a compiled decode
+Forms: ours, compiled in the background and when a graph is needed; transformers' `StaticCache` with a compiled decode
 and the prompt in eager mode, as its `generate` does; a loop in the manner of gpt-fast (Llamas only); transformers in
 eager mode. Each is two processes: the first with empty caches of compiled code, the second with what the first left.
 Imports and the model's construction are not counted; compiling is, and so is importing the compiler.
 
-Per form: seconds to the first, second and last token, the longest wait between two, processor seconds of all processes,
-and the largest resident memory of this and of any process that it started.
+Per form: seconds to the first, second and last token, the longest wait between two, milliseconds of the last tokens
+(median of 20), and of ours when `warm_up` has returned behind them: then every graph is there. Processor seconds are
+those of all processes, on a busy machine the better measure, and memory is the largest resident one of this process and
+of any that it started.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import platform
+import re
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
@@ -31,18 +37,37 @@ from rich.console import Console
 from rich.table import Table
 
 PROMPT, TOKENS = 100, 200
-FORMS = ("ours", "ours, in the background", "transformers static", "gpt-fast style", "transformers eager")
+FORMS = ("ours, in the background", "ours, waiting", "transformers static", "gpt-fast style", "transformers eager")
+_TIMES = ("1st token", "2nd", f"{TOKENS}th", "longest wait", "in the end", "everything")
+COLUMNS = ("form", "start", *_TIMES, "processor", "memory")
+#: The last tokens, whose median says how fast a form is in the end.
+LAST = 20
 
 
 @dataclass
 class Run:
-    """One process: seconds since it had a model, at each token."""
+    """One process.
+
+    Attributes:
+        form, warm: Which.
+        times: Seconds since it had a model, at each token.
+        everything: When every graph was there, None where that is not asked.
+        processor: Seconds of all processes to the end.
+        memory: GiB.
+    """
 
     form: str
     warm: bool
     times: list[float] = field(default_factory=list)
+    everything: float | None = None
     processor: float = 0.0
     memory: float = 0.0
+
+    @property
+    def last_ms(self) -> float:
+        """Milliseconds of a token in the end."""
+        waits = [later - earlier for earlier, later in zip(self.times[-LAST - 1 :], self.times[-LAST:], strict=False)]
+        return 1e3 * statistics.median(waits)
 
     @property
     def stall(self) -> float:
@@ -56,7 +81,7 @@ def processor_seconds() -> float:
 
 
 def loop_of(form: str, name: str, length: int, folder: str) -> Callable[[], Iterator[object]]:
-    """A generator function of tokens; the model is made here."""
+    """A generator function of tokens, and None when everything is compiled; the model is made here."""
     import torch
     from loop import random_model
 
@@ -68,9 +93,12 @@ def loop_of(form: str, name: str, length: int, folder: str) -> Callable[[], Iter
 
         def ours() -> Iterator[object]:
             cache = ExportableCache.from_model(model, length)
-            how = "background" if form.endswith("background") else True
+            how = "background" if form.endswith("background") else "wait"
             with Session.from_model(model, cache, compile=how, graph_cache=f"{folder}/graphs") as session:
                 yield from session.generate(prompt, TOKENS)
+                session.reset()
+                session.warm_up()
+                yield None
 
         return ours
 
@@ -106,8 +134,11 @@ def measure(form: str, name: str, length: int, folder: str) -> Run:
     """In this process."""
     loop, run = loop_of(form, name, length, folder), Run(form, warm=False)
     before, start = processor_seconds(), time.perf_counter()
-    for _ in loop():
-        run.times.append(time.perf_counter() - start)
+    for token in loop():
+        if token is None:
+            run.everything = time.perf_counter() - start
+        else:
+            run.times.append(time.perf_counter() - start)
     run.processor = processor_seconds() - before
     usages = (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
     run.memory = sum(usage.ru_maxrss for usage in usages) / 2**20
@@ -119,6 +150,7 @@ def main(
     length: Annotated[int, typer.Option(help="Slots allocated.")] = 4096,
     forms: Annotated[list[str] | None, typer.Option("--form", help="All by default.")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Also write the figures here.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Also write the table here.")] = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="Also draw tokens over time; needs matplotlib.")] = None,
     child: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
@@ -126,7 +158,7 @@ def main(
     if child is not None:
         print(json.dumps(asdict(measure((forms or [""])[0], model, length, child))))
         return
-    console, runs = Console(width=130), []
+    console, runs, begin = Console(width=150), [], os.getloadavg()[0]
     for form in forms or [form for form in FORMS if model.startswith("llama") or form != "gpt-fast style"]:
         with tempfile.TemporaryDirectory() as folder:
             environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
@@ -139,21 +171,43 @@ def main(
                     raise SystemExit(done.stderr)
                 runs.append(Run(**json.loads(done.stdout.splitlines()[-1]) | {"warm": warm}))
                 console.print(table_of(runs[-1:]))
+                if json_path is not None:
+                    json_path.write_text(json.dumps([asdict(run) for run in runs], indent=1))
     console.print(table_of(runs))
-    if json_path is not None:
-        json_path.write_text(json.dumps([asdict(run) for run in runs], indent=1))
+    if markdown is not None:
+        markdown.write_text(markdown_of(runs, begin))
     if plot is not None:
         draw(runs, plot)
 
 
 def table_of(runs: list[Run]) -> Table:
     table = Table()
-    for column in ("form", "start", "1st token", "2nd", f"{TOKENS}th", "longest wait", "processor", "memory"):
+    for column in COLUMNS:
         table.add_column(column)
-    for run in runs:
-        seconds = [f"{value:.1f} s" for value in (run.times[0], run.times[1], run.times[-1], run.stall, run.processor)]
-        table.add_row(run.form, "warm" if run.warm else "cold", *seconds, f"{run.memory:.1f} GiB")
+    for cells in cells_of(runs):
+        table.add_row(*cells)
     return table
+
+
+def cells_of(runs: list[Run]) -> Iterator[list[str]]:
+    for run in runs:
+        seconds = [f"{value:.1f} s" for value in (run.times[0], run.times[1], run.times[-1])]
+        everything = "" if run.everything is None else f"{run.everything:.1f} s"
+        waits = [f"{run.stall:.2f} s", f"{run.last_ms:.0f} ms", everything]
+        memory = f"{run.memory:.1f} GiB"
+        yield [run.form, "warm" if run.warm else "cold", *seconds, *waits, f"{run.processor:.0f} s", memory]
+
+
+def markdown_of(runs: list[Run], begin: float) -> str:
+    """The table as the documentation has it, with what it was measured on."""
+    rows = [list(COLUMNS), ["---"] * len(COLUMNS), *cells_of(runs)]
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    known = Path("/proc/cpuinfo")
+    found = dict(re.findall(r"(model name|cpu family|model)\s*: (.*)", known.read_text())) if known.exists() else {}
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    load = f"load of the machine {begin:.1f} before and {os.getloadavg()[0]:.1f} in the end"
+    kind = ", ".join(f"{name} {value}" for name, value in found.items()) or platform.processor()
+    return "\n".join([*lines, "", f"{cores} cores ({kind}), torch {metadata.version('torch')}; {load}."]) + "\n"
 
 
 def draw(runs: list[Run], path: Path) -> None:

@@ -121,7 +121,7 @@ def gpt_fast_step(model: PreTrainedModel, tokens: torch.Tensor, length: int) -> 
 
 
 def our_step(model: PreTrainedModel, tokens: torch.Tensor, length: int) -> Step:
-    session = Session.from_model(model, ExportableCache.from_model(model, length, tokens.shape[0]), compile=True)
+    session = Session.from_model(model, ExportableCache.from_model(model, length, tokens.shape[0]), compile="wait")
     runner = session.runner
     return lambda position: runner.run(
         method_for(runner.methods, 1, position + 1), tokens, torch.full((tokens.shape[0],), position, dtype=torch.int64)

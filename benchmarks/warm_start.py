@@ -27,7 +27,7 @@ def start(name: str, length: int, buckets: bool, folder: str | None) -> float:
     model = random_model(name, length)
     begin = time.perf_counter()
     session = Session.from_model(
-        model, ExportableCache.from_model(model, length), compile=True, buckets=buckets, graph_cache=folder
+        model, ExportableCache.from_model(model, length), compile="wait", buckets=buckets, graph_cache=folder
     )
     session.warm_up()
     return time.perf_counter() - begin

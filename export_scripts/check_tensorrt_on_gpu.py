@@ -32,6 +32,7 @@ from rich.table import Table
 from transformers import DynamicCache, PreTrainedModel
 
 from exportable_cache import ExportableCache, Session, export
+from exportable_cache.backends.compiling import CompileOptions
 from exportable_cache.backends.module import ModuleRunner
 from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.errors import ExportableCacheError, MissingDependencyError
@@ -194,7 +195,7 @@ def graphed_step(model: PreTrainedModel, max_cache_len: int) -> Step:
 def compiled_step(model: PreTrainedModel, max_cache_len: int, mode: str) -> Step:
     """Our compiled decode in a mode of torch.compile; `reduce-overhead` records CUDA graphs."""
     cache = ExportableCache.from_model(model, max_cache_len)
-    return runner_step(ModuleRunner(model, cache, compiled=True, mode=mode), model.device)
+    return runner_step(ModuleRunner(model, cache, options=CompileOptions("wait", mode)), model.device)
 
 
 def engine_step(runner: Any, captured: bool) -> Step:

@@ -85,7 +85,11 @@ def test_eager_sessions_equal_the_model_at_every_length(name: str) -> None:
 # Sound as samples, with masks of its own; images. Features: test_seq2seq_bundle.py.
 @pytest.mark.parametrize(
     "name",
-    [pytest.param("speech-canary", marks=pytest.mark.full), "speech-moonshine_streaming", "image-pix2struct"],
+    [
+        pytest.param("speech-canary", marks=pytest.mark.full),
+        "speech-moonshine_streaming",
+        pytest.param("image-pix2struct", marks=pytest.mark.full),
+    ],
 )
 def test_one_program_serves_every_length(name: str) -> None:
     model = model_of(name)
@@ -93,7 +97,8 @@ def test_one_program_serves_every_length(name: str) -> None:
     assert largest_difference(session, model, name) <= TOLERANCE
 
 
-@pytest.mark.parametrize("keeps_graphs", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.full
+@pytest.mark.parametrize("keeps_graphs", [False, True])
 def test_compiled_sessions_equal_the_model_at_every_length(keeps_graphs: bool, tmp_path: Path) -> None:
     name = "speech-speech_to_text"
     model = model_of(name)

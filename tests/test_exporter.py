@@ -1,12 +1,8 @@
-"""Export: what it writes, what it refuses before it starts, and that nothing is left when it stops halfway."""
+"""Export: what it writes, and what it refuses before it starts."""
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +19,6 @@ from exportable_cache.errors import (
     ExportableCacheError,
     InputError,
     UnsupportedModelError,
-    VerificationError,
 )
 from exportable_cache.verification.report import VerifyReport
 from exportable_cache.verification.verify import verify
@@ -312,93 +307,11 @@ def test_more_tokens_than_positions_are_refused(tmp_path: Path) -> None:
     assert bundle.manifest.verification is not None and bundle.manifest.verification["passed"]
 
 
-# -- stopping halfway --------------------------------------------------------------------------------------------------
+# -- names of options -------------------------------------------------------------------------------------------------
 
 
-def test_failed_verification_leaves_nothing(model: Any, tmp_path: Path) -> None:
-    with pytest.raises(VerificationError) as error:
-        export(model, "fake", CAPACITY, tmp_path / "out", spoil=0.5)
-    message = str(error.value)
-    assert all(
-        part in message
-        for part in ("NOT verified", "5.0e-01 exceeds 1e-04", "40 tokens: 5.0e-01", "out was not written")
-    )
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_not_a_number_is_a_failed_verification(model: Any, tmp_path: Path) -> None:
-    with pytest.raises(VerificationError, match="nan exceeds"):
-        export(model, "fake", CAPACITY, tmp_path / "out", spoil=float("nan"))
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_failed_export_keeps_the_bundle_it_was_to_replace(model: Any, tmp_path: Path) -> None:
-    first = export(model, "fake", CAPACITY, tmp_path / "out")
-    for options, error in (({"fail": True}, RuntimeError), ({"spoil": 0.5}, VerificationError)):
-        with pytest.raises(error):
-            export(model, "fake", CAPACITY, tmp_path / "out", overwrite=True, **options)
-        assert Bundle.open(tmp_path / "out").manifest == first.manifest
-        assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_failed_lowering_leaves_nothing(model: Any, tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="the lowering failed"):
-        export(model, "fake", CAPACITY, tmp_path / "out", fail=True)
-    assert list(tmp_path.iterdir()) == []
-
-
-_KILLED = """
-import sys
-from exportable_cache import export
-from exportable_cache.backends import TARGETS
-from tests.support import fake_target
-from tests.support.models import tiny_model
-TARGETS["fake"] = fake_target.ENTRY
-export(tiny_model("llama"), "fake", 64, sys.argv[1], sleep=600)
-"""
-
-
-def test_killed_export_leaves_nothing_that_loads(model: Any, tmp_path: Path) -> None:
-    output = tmp_path / "out"
-    root = Path(__file__).parents[1]
-    process = subprocess.Popen(
-        [sys.executable, "-c", _KILLED, str(output)],
-        cwd=root,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line.startswith("sleeping in ")
-    finally:
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
-    assert not output.exists()
-    leftovers = list(tmp_path.iterdir())
-    assert [str(path) for path in leftovers] == [line.split()[-1]]
-    with pytest.raises(BundleError, match="has no manifest.json"):
-        Bundle.open(leftovers[0])
-    # And the leftovers are in nobody's way.
-    assert export(model, "fake", CAPACITY, output).path == output
-
-
-def test_killed_while_verifying_leaves_nothing_that_loads(model: Any, tmp_path: Path) -> None:
-    """The manifest comes after the verification: whatever is there at that time is no bundle."""
-    seen = []
-
-    def look(stage: str, done: int, total: int | None) -> None:
-        if stage == "verifying" and not seen:
-            seen.extend(tmp_path.iterdir())
-            with pytest.raises(BundleError, match="has no manifest.json"):
-                Bundle.open(seen[0])
-
-    export(model, "fake", CAPACITY, tmp_path / "out", progress=look)
-    assert len(seen) == 1
-
-
+# In the fast lane: over live sessions, in decoding/test_speculative.py.
+@pytest.mark.full
 def test_rollback_slots_let_a_bundle_of_rings_take_back_and_speculate(tmp_path: Path) -> None:
     model = tiny_model("gemma3_text")
     session = load(

@@ -65,15 +65,6 @@ def test_it_is_short() -> None:
     assert len(README.splitlines()) <= 150
 
 
-def test_the_python_example_prints_what_it_says(tmp_path, monkeypatch, capsys) -> None:
-    pytest.importorskip("executorch", reason="the executorch extra is not installed")
-    (code,) = blocks(ROOT / "README.md", "python")
-    expected = re.search(r'# -> "(.*)"', code).group(1)
-    monkeypatch.chdir(tmp_path)
-    exec(compile(code, "README.md", "exec"), {})
-    assert capsys.readouterr().out == expected + "\n"
-
-
 # -- every document --------------------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ from exportable_cache.verification.verify import verify_session
 
 from .support.compiling import compiling_with
 from .support.kinds import KINDS, kind_model
-from .support.models import WINDOW, tiny_model, tokens
+from .support.models import WINDOW, among, tiny_model, tokens
 from .support.sessions import lowered_session, rounded_aoti_bundle
 
 CAPACITY = 64
@@ -57,7 +57,7 @@ def check(session: Session, model, storage: Storage = INT8) -> None:
     ("family", "compiled"),
     [
         ("gemma3_text", False),
-        ("gpt_oss", True),
+        pytest.param("gpt_oss", True, marks=pytest.mark.full),
         pytest.param("gemma3_text", True, marks=pytest.mark.full),
         pytest.param("gpt_oss", False, marks=pytest.mark.full),
     ],
@@ -85,7 +85,7 @@ def test_four_bits_eager(family: str) -> None:
     four_bits(family, compiled=False)
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "falcon_h1"])
+@pytest.mark.parametrize("family", among(["gemma3_text", "falcon_h1"], fast=["gemma3_text"]))
 def test_four_bits_compiled(family: str) -> None:
     four_bits(family, compiled=True)
 
@@ -108,7 +108,7 @@ def test_sinks(kv_dtype: str) -> None:
     ("kv_dtype", "form"),
     [
         pytest.param("int8", "resident", marks=pytest.mark.full),
-        ("int8", "explicit"),
+        pytest.param("int8", "explicit", marks=pytest.mark.full),
         ("int4", "resident"),
         pytest.param("int4", "explicit", marks=pytest.mark.full),
     ],
@@ -126,6 +126,8 @@ def test_four_bits_as_machine_code() -> None:
     check(session, model, storage_of(torch.float32, "int4"))
 
 
+# In the fast lane: 8 bits in pt2, machine code without them.
+@pytest.mark.full
 def test_aoti() -> None:
     model, folder = rounded_aoti_bundle()
     session = load(folder, trust=True)

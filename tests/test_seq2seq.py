@@ -15,7 +15,7 @@ from exportable_cache.models.cache_factory import ExportableEncoderDecoderCache
 from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
 
-from .support.models import tokens
+from .support.models import among, tokens
 from .support.seq2seq import encoder_inputs, reference_logits, tiny_seq2seq
 from .support.sessions import lowered_session
 from .zoo.architectures import architectures
@@ -68,7 +68,7 @@ def test_eager_sessions_equal_the_model(family: str) -> None:
 @pytest.mark.parametrize(
     ("family", "form"),
     [
-        ("t5", "resident"),
+        pytest.param("t5", "resident", marks=pytest.mark.full),
         ("bart", "explicit"),
         # Sound, features of fixed length, and blocks: below, and in test_seq2seq_bundle.py and test_encoder_inputs.py.
         pytest.param("moonshine", "resident", marks=pytest.mark.full),
@@ -98,7 +98,7 @@ def test_compiled_sessions_equal_the_model(family: str) -> None:
     assert largest_difference(live(model, family, compile=True), model, family) <= TOLERANCE
 
 
-@pytest.mark.parametrize("target", ["eager", "pt2"])
+@pytest.mark.parametrize("target", among(["eager", "pt2"], fast=["eager"]))
 def test_blocks_with_global_tokens_equal_the_model(target: str) -> None:
     model = tiny_seq2seq("longt5", encoder_attention_type="transient-global", global_block_size=6)
     if target == "eager":
@@ -250,7 +250,7 @@ def answers(session: Session, ids: torch.Tensor) -> torch.Tensor:
     return torch.stack([session.decode(ids[:, position]) for position in range(ids.shape[1])], 1)
 
 
-@pytest.mark.parametrize("target", ["eager", "pt2"])
+@pytest.mark.parametrize("target", among(["eager", "pt2"], fast=["eager"]))
 def test_a_fork_goes_on_by_itself(target: str) -> None:
     model = tiny_seq2seq("bart")
     if target == "eager":

@@ -1,34 +1,25 @@
-"""Graphs compiled in another process, while steps run as they are: nobody waits for a graph.
-
-The other process gets the model without its weights, compiles what is asked for into a folder of graphs, and says so; a
-thread of this one then loads it. A process and not a thread, as a compiler in a thread would take turns with every
-operator of a step.
-"""
+"""Graphs compiled in another process, while steps run as they are: nobody waits for a graph."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
-import pickle
-import queue
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import InputError
-from .compiling import StepCompiler
+from .background_worker import GraphWorker, Mail
+from .compiling import CompileOptions, StepCompiler, check_background
+from .graphs import Graph
 from .skeleton import skeleton
 
 if TYPE_CHECKING:
@@ -37,54 +28,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_DIFFERENT = "what was compiled does not fit this process"
-#: Seconds that a thread holds the interpreter while a graph is loaded, so that steps go on meanwhile.
-_SWITCH_INTERVAL = 0.0005
-
-
-class Asked(Protocol):
-    """A graph that a step would run, see `module.Graph`."""
-
-    key: tuple
-    asked: tuple
-    method: Any
-    arguments: list[torch.Tensor]
-
-    @property
-    def module(self) -> torch.nn.Module: ...
-    @property
-    def name(self) -> str: ...
-
-
-@dataclass
-class Mail:
-    """What the threads of one compiler share.
-
-    Attributes:
-        waiting: Graphs asked for and not there yet, by their number.
-        ready: Graphs that can be called, by key.
-        unshared: Methods whose read lengths need a graph each, by key.
-        failed: Why a graph is never coming, by key.
-        changed: Notified with every one that comes.
-        over: Why no more come, None as long as some may.
-    """
-
-    waiting: dict[int, Asked] = field(default_factory=dict)
-    ready: dict[tuple, Callable[..., Any]] = field(default_factory=dict)
-    unshared: dict[tuple, Any] = field(default_factory=dict)
-    failed: dict[tuple, str] = field(default_factory=dict)
-    changed: threading.Condition = field(default_factory=threading.Condition)
-    over: str | None = None
-
 
 class BackgroundCompiler:
-    """Has graphs compiled by another process, which starts with the first that is asked for.
+    """Hands out graphs once they are there, and has them compiled where they are not.
 
     Args:
         model: In eval mode, its attention chosen.
         cache: What its steps write.
         spec: Of the program.
-        graph_cache: Folder of graphs, the hand-over; None for a private one that goes with this object.
+        options: How. Graphs are handed over in a folder: `graph_cache`, or a private one that goes with this object.
 
     Raises:
         InputError: If the model cannot be handed to another process.
@@ -95,23 +47,24 @@ class BackgroundCompiler:
         model: torch.nn.Module,
         cache: ExportableCache,
         spec: ProgramSpec,
-        graph_cache: str | Path | None,
+        options: CompileOptions,
     ) -> None:
         try:
-            self._skeleton = skeleton((model, cache, spec))
+            written = skeleton((model, cache, spec))
         except Exception as error:  # of whatever part of the model cannot be pickled
             raise InputError(
                 f"this model cannot be compiled in the background, as it cannot be pickled ({error}); "
-                "pass compile=True, which compiles when a graph is needed"
+                'pass compile="wait", which compiles when a graph is needed'
             ) from error
-        self._folder = private_folder(self) if graph_cache is None else Path(graph_cache)
+        if options.graph_cache is None:
+            options = replace(options, graph_cache=_private_folder(self))
         #: Loads what was compiled.
-        self.compiler = StepCompiler(model, cache, None, self._folder)
+        self.compiler = StepCompiler(model, cache, options)
         self._mail = Mail()
-        self._out: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._worker = GraphWorker(self.compiler, options, written, self._mail)
+        # Finalizers of one object run newest first: the process that writes to the folder ends before that goes.
+        self._end = weakref.finalize(self, self._worker.stop)
         self._asked: dict[tuple, int] = {}
-        self._process: subprocess.Popen[bytes] | None = None
-        self._end: weakref.finalize | None = None
         self._waits = False
         self._has_warned = False
 
@@ -129,7 +82,7 @@ class BackgroundCompiler:
         finally:
             self._waits = False
 
-    def take(self, graph: Asked, inputs: Sequence[torch.Tensor], ahead: bool = False) -> Callable[..., Any] | None:
+    def take(self, graph: Graph, inputs: Sequence[torch.Tensor], ahead: bool = False) -> Callable[..., Any] | None:
         """A graph if it can be called; None if it is being compiled, which it is from now on, or cannot be.
 
         Args:
@@ -138,7 +91,9 @@ class BackgroundCompiler:
             ahead: Whether it is for a later step, and others go first.
         """
         if graph.key not in self._asked and self._mail.over is None:
-            self._ask(graph, inputs, ahead)
+            number = self._asked[graph.key] = len(self._asked)
+            # Copies: a chooser's own tensors change while they wait.
+            self._worker.ask(number, graph, [tensor.clone() for tensor in inputs], ahead)
         if self._waits and not ahead:
             with self._mail.changed:
                 self._mail.changed.wait_for(lambda: self._has_come(graph.key) or self._is_lost(graph.key))
@@ -152,8 +107,7 @@ class BackgroundCompiler:
 
     def close(self) -> None:
         """End the other process. A second call does nothing."""
-        if self._end is not None:
-            self._end()
+        self._end()
 
     def _has_come(self, key: tuple) -> bool:
         return key in self._mail.ready or key in self._mail.unshared
@@ -165,111 +119,41 @@ class BackgroundCompiler:
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"compiling in the background failed, and steps go on without compiled graphs: {reason}",
+                f"compiling in the background failed, and steps go on without compiled graphs: {reason}; "
+                'compile="wait" compiles in this process',
                 RuntimeWarning,
                 stacklevel=2,
             )
 
-    def _ask(self, graph: Asked, inputs: Sequence[torch.Tensor], ahead: bool) -> None:
-        number = self._asked[graph.key] = len(self._asked)
-        self._mail.waiting[number] = graph
-        if self._process is None:
-            self._start()
-        # Copies: a chooser's own tensors change while they wait.
-        self._out.put((number, graph.asked, [tensor.clone() for tensor in inputs], ahead))
 
-    def _start(self) -> None:
-        folder = self._folder
-        folder.mkdir(parents=True, exist_ok=True)
-        # Its own session, so that an interrupt from the keyboard is this process's to handle.
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _CHILD, *sys.path],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        self._end = weakref.finalize(self, _stop, self._process, self._mail, self._out)
-        self._out.put((str(folder), torch_settings(), self._skeleton))
-        self._skeleton = b""
-        loading = (self._process.stdout, self._mail, self.compiler)
-        threading.Thread(target=_load_all, args=loading, daemon=True, name="graphs").start()
-        threading.Thread(target=_send_all, args=(self._process.stdin, self._out), daemon=True, name="asked").start()
+def background_compiler(
+    model: torch.nn.Module, cache: ExportableCache, spec: ProgramSpec, options: CompileOptions
+) -> BackgroundCompiler | None:
+    """One, or None where graphs are compiled when they are needed.
+
+    Raises:
+        InputError: If it is asked for by name, and graphs cannot come from another process.
+    """
+    if options.compile not in (True, "background"):
+        return None
+    try:
+        check_background(cache, options.mode)
+        return BackgroundCompiler(model, cache, spec, options)
+    except InputError as error:
+        if options.compile == "background":
+            raise
+        log.info("graphs are compiled when they are needed: %s", error)
+        return None
 
 
-_CHILD = "import sys; sys.path[:] = sys.argv[1:]; from exportable_cache.backends.background_process import main; main()"
-
-
-def private_folder(owner: object) -> Path:
+def _private_folder(owner: object) -> Path:
     """A folder of this user's own that goes with an object."""
     folder = Path(tempfile.mkdtemp(prefix="exportable-cache-graphs-"))
-    # Finalizers of one object run newest first: the process that writes here has ended by then.
-    weakref.finalize(owner, shutil.rmtree, folder, ignore_errors=True)
+    weakref.finalize(owner, _remove, folder, os.getpid())
     return folder
 
 
-def torch_settings() -> dict[str, Any]:
-    """Settings of this process that decide what is compiled, as far as another can take them over."""
-    return {
-        "threads": torch.get_num_threads(),
-        "precision": torch.get_float32_matmul_precision(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-    }
-
-
-def _stop(process: subprocess.Popen[bytes], mail: Mail, out: queue.SimpleQueue[Any]) -> None:
-    mail.over = mail.over or "the session is closed"
-    out.put(None)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        # With the compilers that it started.
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def _send_all(requests: IO[bytes], out: queue.SimpleQueue[Any]) -> None:
-    """Hand over what is asked for. A pipe holds less than a model's skeleton, and the other process starts slowly."""
-    # One that is gone is noticed by the thread that reads from it.
-    with contextlib.suppress(OSError):
-        while (item := out.get()) is not None:
-            pickle.dump(item, requests)
-            requests.flush()
-
-
-def _load_all(replies: IO[bytes], mail: Mail, compiler: StepCompiler) -> None:
-    """Take the other process's word that graphs are in the folder, and load them."""
-    while mail.over is None:
-        try:
-            kind, number, reason = pickle.load(replies)
-        except (EOFError, OSError, ValueError, pickle.UnpicklingError):
-            break
-        graph = mail.waiting.get(number)
-        call = None
-        if kind == "ready" and graph is not None:
-            try:
-                call = _loaded(graph, compiler)
-            except Exception as error:  # of a loader over files
-                reason = f"{type(error).__name__}: {error}"
-        log.info("%s %s: %s", graph.method.name if graph else "", kind, reason)
-        with mail.changed:
-            mail.waiting.pop(number, None)
-            if graph is None:
-                mail.over = reason
-            elif call is not None:
-                mail.ready[graph.key] = call
-            else:
-                known = mail.unshared if kind == "unshare" else mail.failed
-                known[graph.key] = graph.method if kind == "unshare" else reason or _DIFFERENT
-            mail.changed.notify_all()
-    with mail.changed:
-        mail.over = mail.over or "the compiling process has ended"
-        mail.changed.notify_all()
-
-
-def _loaded(graph: Asked, compiler: StepCompiler) -> Callable[..., Any] | None:
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(min(before, _SWITCH_INTERVAL))
-    try:
-        with torch.no_grad():
-            return compiler.load(graph.module, graph.method, graph.name, graph.arguments)
-    finally:
-        sys.setswitchinterval(before)
+def _remove(folder: Path, owner: int) -> None:
+    # Not when a fork of this process ends.
+    if os.getpid() == owner:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -10,6 +10,8 @@ from typing import IO, Any
 
 import torch
 
+from ..generation.choosing_steps import Choice
+from .graphs import CHOICE, choice_graph
 from .skeleton import from_skeleton
 
 #: The steps that wait for the processor are the user's.
@@ -54,7 +56,7 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.nice(_NICENESS)
     requests = _Requests(sys.stdin.buffer)
-    folder, settings, written = pickle.load(sys.stdin.buffer)
+    start = pickle.load(sys.stdin.buffer)
     threading.Thread(target=requests.read, daemon=True).start()
 
     def reply(kind: str, number: int | None, reason: str = "") -> None:
@@ -62,7 +64,7 @@ def main() -> None:
         replies.flush()
 
     try:
-        runner = _runner(folder, settings, written)
+        runner = _runner(*start)
     except Exception as error:
         reply("failed", None, f"{type(error).__name__}: {error}")
         return
@@ -74,8 +76,9 @@ def main() -> None:
             reply("failed", number, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
 
 
-def _runner(folder: str, settings: dict[str, Any], written: bytes) -> Any:
+def _runner(folder: str, limit: int, settings: dict[str, Any], written: bytes) -> Any:
     from ..cache.attention.functions import register_attention
+    from .compiling import CompileOptions
     from .module import ModuleRunner
 
     torch.set_num_threads(settings["threads"])
@@ -83,13 +86,16 @@ def _runner(folder: str, settings: dict[str, Any], written: bytes) -> Any:
     torch.use_deterministic_algorithms(settings["deterministic"])
     register_attention()
     model, cache, spec = from_skeleton(written)
-    return ModuleRunner(model, cache, spec, compiled=True, graph_cache=folder)
+    return ModuleRunner(model, cache, spec, CompileOptions("wait", graph_cache=folder, graph_cache_mb=limit))
 
 
 @torch.no_grad()
 def _compiled(runner: Any, number: int, asked: tuple, inputs: list[torch.Tensor]) -> tuple[str, int, str]:
-    method = runner.methods[asked[0]]
-    graph = runner.graph(asked, inputs[: len(method.inputs)], inputs[len(method.inputs) :])
+    if asked[0] == CHOICE:
+        graph = choice_graph(Choice(*asked[1:]), inputs)
+    else:
+        method = runner.methods[asked[0]]
+        graph = runner.graph(asked, inputs[: len(method.inputs)], inputs[len(method.inputs) :])
     cache = runner.graph_cache
     before = cache.loaded + cache.compiled
     runner.compiler.compile(graph.module, graph.method, graph.name, graph.arguments)

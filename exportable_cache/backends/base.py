@@ -120,6 +120,10 @@ class WaitsForGraphs(Protocol):
         """A block in which each step waits for its graph."""
         ...
 
+    def graph_of(self, method: str) -> str:
+        """The same for methods that one graph serves."""
+        ...
+
 
 @runtime_checkable
 class HasDevice(Protocol):

@@ -4,22 +4,60 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from ..common.compat import torch as private
+from ..common.progress import Progress, silent
+from ..common.settings import check_settings, setting
 from ..errors import InputError
-from .graph_cache import GraphCache
+from ..program.methods import ProgramMethod
+from .graph_cache import GRAPH_CACHE_MB, GraphCache
 
 if TYPE_CHECKING:
     from ..models.cache_factory import ExportableCache
-    from ..program.methods import ProgramMethod
+    from .graphs import ChoiceMethod
     from .layered import LayeredBackend
 
 Step = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """Whether and how steps are compiled.
+
+    Attributes:
+        compile: Each method into one graph: decode for one token, prefill with a dynamic length, and those of several
+            read lengths together. "background": in another process, and steps run as they are until their graph is
+            there; "wait": when a graph is needed; True: in the background where that holds.
+        mode: Of torch.compile; `reduce-overhead` (CUDA graphs) by default on a GPU.
+        graph_cache: Folder in which compiled graphs are kept for later processes, see `GraphCache`.
+        graph_cache_mb: How large it may grow.
+        progress: Told of graphs that are compiled in the background, from another thread.
+
+    Raises:
+        InputError: If one is out of range, or there is a folder and nothing to keep there.
+    """
+
+    compile: bool | Literal["background", "wait"] = False
+    mode: str | None = None
+    graph_cache: str | Path | None = None
+    graph_cache_mb: int = setting(GRAPH_CACHE_MB, "Megabytes of compiled graphs kept.", kind=int, least=1)
+    progress: Progress = silent
+
+    def __post_init__(self) -> None:
+        if self.compile not in (True, False, "background", "wait"):
+            raise InputError(f"compile is {self.compile!r}; it must be True, False, 'background' or 'wait'")
+        check_settings(self)
+        if self.graph_cache is not None and not self.compile:
+            raise InputError(
+                f"graph_cache is {str(self.graph_cache)!r}, but there are no compiled graphs to keep without "
+                "compile=True"
+            )
 
 
 class StepCompiler:
@@ -28,31 +66,33 @@ class StepCompiler:
     Args:
         model: In eval mode, its attention chosen.
         cache: What the steps write.
-        mode: Of torch.compile; `reduce-overhead` (CUDA graphs) by default on a GPU.
-        graph_cache: Folder in which compiled graphs are kept, see `GraphCache`.
+        options: How.
 
     Attributes:
+        by_layers: Whether one layer of each kind is compiled. A graph is a series of calls then.
         graph_cache: The graphs on disk, None without a folder.
     """
 
-    def __init__(
-        self, model: torch.nn.Module, cache: ExportableCache, mode: str | None, graph_cache: str | Path | None
-    ) -> None:
-        self._mode = "reduce-overhead" if mode is None and cache.device.type == "cuda" else mode
-        self._by_layers = self._mode is None and generates_code(cache.device)
-        self.graph_cache = None if graph_cache is None else GraphCache(graph_cache, model, cache)
+    def __init__(self, model: torch.nn.Module, cache: ExportableCache, options: CompileOptions) -> None:
+        self._mode = "reduce-overhead" if options.mode is None and cache.device.type == "cuda" else options.mode
+        self.by_layers = self._mode is None and generates_code(cache.device)
+        self.graph_cache = None
+        if options.graph_cache is not None:
+            self.graph_cache = GraphCache(options.graph_cache, model, cache, options.graph_cache_mb)
 
     @functools.cached_property
     def layered(self) -> LayeredBackend | None:
         """What compiles one layer of each kind, None where graphs are compiled whole."""
-        if not self._by_layers:
+        if not self.by_layers:
             return None
         # Here, as it imports the compiler, which takes long.
         from .layered import LayeredBackend
 
         return LayeredBackend()
 
-    def compile(self, module: torch.nn.Module, method: ProgramMethod, key: str, inputs: Sequence[torch.Tensor]) -> Step:
+    def compile(
+        self, module: torch.nn.Module, method: ProgramMethod | ChoiceMethod, key: str, inputs: Sequence[torch.Tensor]
+    ) -> Step:
         """A compiled step, from the folder where there is one; compiled now, or when it is first called.
 
         Args:
@@ -76,7 +116,7 @@ class StepCompiler:
         return torch.compile(step, fullgraph=True, dynamic=dynamic, **mode)
 
     def load(
-        self, module: torch.nn.Module, method: ProgramMethod, key: str, inputs: Sequence[torch.Tensor]
+        self, module: torch.nn.Module, method: ProgramMethod | ChoiceMethod, key: str, inputs: Sequence[torch.Tensor]
     ) -> Step | None:
         """A step from the folder, None if it is not there. See `compile`."""
         if self.graph_cache is None:
@@ -103,7 +143,7 @@ def check_background(cache: ExportableCache, mode: str | None) -> None:
         reason = f"torch.compile's backend is {torch.compiler.get_default_backend()!r}"
     raise InputError(
         f"compile is 'background', but {reason}; graphs come from another process for Inductor's own mode on a CPU "
-        "only: pass compile=True"
+        'only: pass compile=True, or "wait"'
     )
 
 
@@ -133,7 +173,7 @@ def marked(
     return copies, frozenset(ones)
 
 
-def _is_dynamic(method: ProgramMethod, inputs: Sequence[torch.Tensor]) -> list[bool]:
+def _is_dynamic(method: ProgramMethod | ChoiceMethod, inputs: Sequence[torch.Tensor]) -> list[bool]:
     sizes = method.dynamic_sizes
     return [
         size in sizes and tensor.shape[index] != 1
@@ -142,13 +182,13 @@ def _is_dynamic(method: ProgramMethod, inputs: Sequence[torch.Tensor]) -> list[b
     ]
 
 
-def _has_graphs_by_length(method: ProgramMethod) -> bool:
+def _has_graphs_by_length(method: ProgramMethod | ChoiceMethod) -> bool:
     """Encoders of sound shorten it by convolutions, whose guards split the lengths: there is a graph for each range of
     them.
 
     That a length is a multiple is such a guard, too.
     """
-    return not method.is_step and (not method.takes_ids or method.pads)
+    return isinstance(method, ProgramMethod) and not method.is_step and (not method.takes_ids or method.pads)
 
 
 def _unmarked(call: Step) -> Step:

@@ -73,6 +73,10 @@ class ForkedRunner:
         """A block in which each step waits for its graph."""
         return self.base.waiting() if isinstance(self.base, WaitsForGraphs) else nullcontext()
 
+    def graph_of(self, method: str) -> str:
+        """The same for methods that one graph serves."""
+        return self.base.graph_of(method) if isinstance(self.base, WaitsForGraphs) else method
+
     def close(self) -> None:
         """Close the runner with the last of its forks. A second call does nothing."""
         if self._is_open:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -9,7 +10,9 @@ import inspect
 import io
 import json
 import logging
+import os
 import platform
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +22,7 @@ import transformers
 
 from .. import __version__
 from ..common.compat.torch import inductor_config, unwritable_guards
-from ..common.files import atomic_path
+from ..common.files import PARTIAL, atomic_path
 from ..common.own_files import is_own_file, own_folder, sealed, unsealed
 
 if TYPE_CHECKING:
@@ -28,6 +31,13 @@ if TYPE_CHECKING:
     from ..models.cache_factory import ExportableCache
 
 log = logging.getLogger(__name__)
+
+#: Suffix of a graph's file.
+GRAPH = ".graph"
+#: Megabytes that a folder holds unless told otherwise: some hundred graphs.
+GRAPH_CACHE_MB = 1024
+#: Seconds after which what a killed process was writing counts as left behind.
+_ABANDONED = 3600.0
 
 
 class GraphCache:
@@ -44,18 +54,29 @@ class GraphCache:
         folder: Made when the first graph is kept.
         model: In eval mode, its attention implementation chosen.
         cache: What its steps write.
+        limit: Megabytes. When a graph is kept that goes beyond, those used longest ago are dropped, whatever model they
+            are of, but for those that this object has kept or loaded.
 
     Raises:
         InputError: If others than this user and root can write to the folder, or to one above it.
     """
 
-    def __init__(self, folder: str | Path, model: nn.Module, cache: ExportableCache) -> None:
+    def __init__(
+        self, folder: str | Path, model: nn.Module, cache: ExportableCache, limit: int = GRAPH_CACHE_MB
+    ) -> None:
         self.folder = own_folder(Path(folder))
+        self._limit = limit * 10**6
+        self._used: set[Path] = set()
         #: Graphs taken from the folder, and graphs compiled, since this object was made.
         self.loaded, self.compiled = 0, 0
         #: Why the newest graph was not kept, "" if it was.
         self.last_error = ""
-        self._identity = json.dumps([*_machine(), *_structure(model, cache)], sort_keys=True, default=repr)
+        self._structure = _digest([*_settings(), *_structure(model, cache)])
+
+    @functools.cached_property
+    def _identity(self) -> str:
+        # When it is needed: the compiler takes long to import.
+        return self._structure + _digest([inductor_config()])
 
     def get(
         self,
@@ -79,9 +100,13 @@ class GraphCache:
         call = self.load(key, step, external, inputs)
         if call is not None:
             return call
+        # Here, as it imports the compiler, which takes long.
+        from ..common.compat.torch_compile import sources_once
+
         options["options"] = {**(options.get("options") or {}), "guard_filter_fn": _keepable}
         try:
-            call = torch.compile(step, fullgraph=True, **options).aot_compile((tuple(inputs), {}))
+            with sources_once():
+                call = torch.compile(step, fullgraph=True, **options).aot_compile((tuple(inputs), {}))
         except Exception as error:  # tensor subclasses and backends that cannot be written, under errors of their own
             self._not_kept(key, error)
             return None
@@ -91,6 +116,8 @@ class GraphCache:
             with atomic_path(self._path(key)) as temporary:
                 call.save_compiled_function(str(temporary), external_data=external)
                 temporary.write_bytes(sealed(temporary.read_bytes()))
+            self._used.add(self._path(key))
+            self._trim()
         except (
             Exception
         ) as error:  # a full disk, or something in the graph that cannot be pickled: it runs all the same
@@ -103,11 +130,36 @@ class GraphCache:
         """A step from the folder, or None. See `get`."""
         # A copy carries no marks, like the inputs of later calls.
         call = self._load(self._path(key), step, external, [tensor.clone() for tensor in inputs])
-        self.loaded += call is not None
+        if call is not None:
+            self.loaded += 1
+            self._used.add(self._path(key))
+            with contextlib.suppress(OSError):  # dropped by another process since
+                os.utime(self._path(key))
         return call
 
+    def _trim(self) -> None:
+        """Drop what was used longest ago. Other processes may do so at the same time, or be about to read: whoever
+        finds no file compiles.
+        """
+        with contextlib.suppress(OSError):
+            for path in self.folder.glob(f".*{PARTIAL}"):
+                if time.time() - path.stat().st_mtime > _ABANDONED:
+                    path.unlink(missing_ok=True)
+        found = []
+        for path in self.folder.glob(f"*{GRAPH}"):
+            with contextlib.suppress(OSError):
+                found.append((path.stat().st_mtime_ns, path.stat().st_size, path))
+        size = sum(each for _, each, _ in found)
+        for _, each, path in sorted(found):
+            if size <= self._limit:
+                break
+            if path not in self._used:
+                with contextlib.suppress(OSError):
+                    path.unlink(missing_ok=True)
+                    size -= each
+
     def _path(self, key: str) -> Path:
-        return self.folder / f"{hashlib.sha256(f'{self._identity} {key}'.encode()).hexdigest()}.graph"
+        return self.folder / f"{hashlib.sha256(f'{self._identity} {key}'.encode()).hexdigest()}{GRAPH}"
 
     def _not_kept(self, key: str, error: Exception) -> None:
         self.last_error = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -125,7 +177,13 @@ class GraphCache:
                     log.warning("%s is not read: it is not yours, or others can write to it", path)
                     return None
                 written = io.BytesIO(unsealed(file.read()))
-            call = torch.compiler.load_compiled_function(written, f_globals=step.__globals__, external_data=external)
+            # Here, as it imports the compiler, which takes long.
+            from ..common.compat.torch_compile import processor_known
+
+            with processor_known():
+                call = torch.compiler.load_compiled_function(
+                    written, f_globals=step.__globals__, external_data=external
+                )
             if _sources_unchanged(call) and call.guard_check(*inputs):
                 return call
             reason = "the model's code or its state has changed"
@@ -167,7 +225,11 @@ def _lines(module: str) -> list[str]:
     return inspect.getsourcelines(importlib.import_module(module))[0]
 
 
-def _machine() -> list[Any]:
+def _digest(values: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=repr).encode()).hexdigest()
+
+
+def _settings() -> list[Any]:
     return [
         __version__,
         torch.__version__,
@@ -178,7 +240,6 @@ def _machine() -> list[Any]:
         torch.get_float32_matmul_precision(),
         torch.are_deterministic_algorithms_enabled(),
         torch.compiler.get_default_backend(),
-        inductor_config(),
     ]
 
 

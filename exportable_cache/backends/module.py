@@ -6,9 +6,8 @@ import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import astuple, dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import astuple, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
@@ -17,13 +16,14 @@ from ..cache.attention.functions import ATTENTION
 from ..cache.attention.implementation import borrow_attention
 from ..common.compat import torch as private
 from ..errors import InputError, UnsupportedModelError
-from ..generation.choosing_steps import ChoosingSteps
+from ..generation.choosing_steps import Choice, of_step
 from ..program.program import ResidentModule, front_module, program_methods
 from ..program.read_lengths import shared_methods, slots_to_read
 from ..program.spec import ProgramSpec
 from ..program.tracing import told_by
-from .background import BackgroundCompiler
-from .compiling import StepCompiler, check_background, marked
+from .background import background_compiler
+from .compiling import CompileOptions, StepCompiler, marked
+from .graphs import Graph, choice_graph, choosing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -48,11 +48,7 @@ class ModuleRunner:
         model: A transformers causal LM.
         cache: Its cache; its keys and values are written, its lengths are not.
         spec: Its methods and modalities.
-        compiled: Compile the methods, each into one graph: decode for one token, prefill with a dynamic length, and
-            those of several read lengths together. "background": in another process, and steps run as they are until
-            their graph is there.
-        mode: Of torch.compile; `reduce-overhead` (CUDA graphs) by default on a GPU.
-        graph_cache: Folder in which compiled graphs are kept for later processes, see `GraphCache`.
+        options: Whether and how it is compiled.
     """
 
     def __init__(
@@ -60,11 +56,9 @@ class ModuleRunner:
         model: PreTrainedModel,
         cache: ExportableCache,
         spec: ProgramSpec | None = None,
-        *,
-        compiled: bool | Literal["background"] = False,
-        mode: str | None = None,
-        graph_cache: str | Path | None = None,
+        options: CompileOptions | None = None,
     ) -> None:
+        options = CompileOptions() if options is None else options
         self._give_back = weakref.finalize(self, borrow_attention(model, ATTENTION))
         self._give_back.atexit = False
         spec = ProgramSpec() if spec is None else spec
@@ -76,17 +70,12 @@ class ModuleRunner:
             for name, method in self.methods.items()
         }
         self.state: Mapping[str, torch.Tensor] = cache.stored_state()
-        self.background: BackgroundCompiler | None = None
-        if compiled == "background":
-            check_background(cache, mode)
-            self.background = BackgroundCompiler(model, cache, spec, graph_cache)
+        self.background = background_compiler(model, cache, spec, options)
         self.compiler: StepCompiler | None = None
-        if compiled:
-            self.compiler = (
-                self.background.compiler if self.background else StepCompiler(model, cache, mode, graph_cache)
-            )
+        if options.compile:
+            self.compiler = self.background.compiler if self.background else StepCompiler(model, cache, options)
         # CUDA graphs are recorded for each size.
-        shares = compiled and cache.device.type == "cpu"
+        shares = options.compile and cache.device.type == "cpu"
         self._shared = shared_methods(cache, self.methods) if shares else {}
         self._shared_modules = {method.name: ResidentModule(model, cache, method) for method in self._shared.values()}
         self._slots = torch.empty(max((one.kv_read_len for one in self._shared.values()), default=0), dtype=torch.bool)
@@ -117,6 +106,10 @@ class ModuleRunner:
         """A block in which steps wait for their graph, where they are compiled in the background."""
         return nullcontext() if self.background is None else self.background.waiting()
 
+    def graph_of(self, method: str) -> str:
+        """The same for methods that one graph serves."""
+        return self._shared[method].name if method in self._shared else method
+
     @torch.no_grad()
     def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         return self._call((method,), inputs)
@@ -126,22 +119,47 @@ class ModuleRunner:
         """Decode steps with the choice of the next tokens inside the graph: int64 [batch, steps].
 
         One graph serves all settings of a `Sampling`; greedy choice, the repetition penalty and every number of steps
-        have graphs of their own.
+        have graphs of their own. Where graphs are made of layers the choice is one by itself, behind that of the step:
+        there is nothing to be saved by having both in one, and a model would be traced again for each.
         """
         greedy, penalised = chooser.sampling.is_greedy, chooser.seen is not None
         further: list[torch.Tensor] = [] if greedy else [chooser.uniform(inputs[0].shape[0], steps)]
         if penalised:
             further.append(chooser.seen)
-        return self._call((method, greedy, penalised, steps), inputs, *further, *astuple(chooser.settings))
+        further += astuple(chooser.settings)
+        if self.compiler is None or not self.compiler.by_layers:
+            return self._call((method, greedy, penalised, steps), inputs, *further)
+        tokens, position, *more = inputs
+        chosen: list[torch.Tensor] = []
+        for index in range(steps):
+            logits = self._call((method,), [tokens, position, *more])
+            chosen.append(self._choose(Choice(greedy, penalised), [logits, *of_step(further, index, greedy)]))
+            tokens, position = chosen[-1][:, None], position + 1
+        return torch.stack(chosen, dim=1)
+
+    def _choose(self, choice: Choice, inputs: list[torch.Tensor]) -> torch.Tensor:
+        """Tokens, int64 [batch], by a graph where that is worth one."""
+        if choice.greedy and not choice.penalised:
+            return choice(*inputs)
+        graph = choice_graph(choice, inputs)
+        call = self._calls.get(graph.key)
+        if call is None and self.background is not None:
+            call = self.background.take(graph, inputs)
+        elif call is None:
+            call = self.compiler.compile(graph.module, graph.method, graph.name, graph.arguments)
+        if call is None:
+            return choice(*inputs)
+        self._calls[graph.key] = call
+        return call(*inputs)
 
     def _call(self, key: tuple, inputs: Sequence[torch.Tensor], *further: torch.Tensor) -> Any:
         if not self.is_open:
             raise InputError("this session is closed, and its model has its own attention again; make another session")
         if self.compiler is None:
-            return _choosing(self.modules[key[0]], key)(*inputs, *further)
+            return choosing(self.modules[key[0]], key)(*inputs, *further)
         graph = self.graph(key, inputs, further)
         if graph is None:
-            return _choosing(self.modules[key[0]], key)(*inputs, *further)
+            return choosing(self.modules[key[0]], key)(*inputs, *further)
         call = self._calls.get(graph.key)
         if call is None and self.background is not None:
             call = self._from_background(graph, inputs, further)
@@ -149,7 +167,7 @@ class ModuleRunner:
                 self.unshare(method)
                 return self._call(key, inputs, *further)
             if call is None:
-                return _choosing(self.modules[key[0]], key)(*inputs, *further)
+                return choosing(self.modules[key[0]], key)(*inputs, *further)
             self._calls[graph.key] = call
         if call is not None:
             result = call(*graph.arguments)
@@ -196,10 +214,10 @@ class ModuleRunner:
             if slots is None:
                 return None
             arguments, ones = marked(shared, [*inputs, self._slots[:slots]], self.background is None)
-            module = self._shared_modules[shared.name]
+            module = choosing(self._shared_modules[shared.name], key)
             return Graph(shared, module, (shared.name, True, *key[1:], ones), [*arguments, *further], key)
         arguments, ones = marked(method, inputs, self.background is None)
-        module = self.modules[method.name]
+        module = choosing(self.modules[method.name], key)
         return Graph(method, module, (method.name, False, *key[1:], ones), [*arguments, *further], key)
 
     def _is_compiled(self, shared: ProgramMethod, key: tuple) -> bool:
@@ -220,45 +238,6 @@ class ModuleRunner:
         for index in range(tokens.shape[1]):
             logits = self._call((decode.name,), (tokens[:, index : index + 1], position + index, *more))
         return logits
-
-
-@dataclass(frozen=True)
-class Graph:
-    """A call as a compiled graph takes it.
-
-    Attributes:
-        method: Of the graph.
-        module: What it is compiled from, but for the choice of tokens.
-        key: Tells it from the runner's other graphs: also by which of the dynamic sizes are 1, as TorchDynamo has no
-            graph for those and others in common.
-        arguments: Marked.
-        asked: Method, and how tokens are chosen inside the graph if they are.
-    """
-
-    method: ProgramMethod
-    step: torch.nn.Module
-    key: tuple
-    arguments: list[torch.Tensor]
-    asked: tuple
-
-    @property
-    def module(self) -> torch.nn.Module:
-        """What it is compiled from."""
-        return _choosing(self.step, self.asked)
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether it serves several read lengths."""
-        return self.key[1]
-
-    @property
-    def name(self) -> str:
-        """Of the graph, among those of its method, in any process."""
-        return f"{self.key[2:-1]} {sorted(self.key[-1])}"
-
-
-def _choosing(module: torch.nn.Module, key: tuple) -> torch.nn.Module:
-    return module if len(key) == 1 else ChoosingSteps(module, *key[1:])
 
 
 def _raised(method: ProgramMethod, error: Exception) -> ProgramMethod:

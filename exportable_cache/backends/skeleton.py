@@ -20,6 +20,10 @@ def skeleton(value: Any) -> bytes:
     """
     written = io.BytesIO()
     _Writer(written).dump(value)
+    if b"__main__" in written.getvalue():
+        raise pickle.PicklingError(
+            "part of it is defined in the script or notebook that runs, which others cannot import"
+        )
     return written.getvalue()
 
 

@@ -2,10 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
 from .sampling import SamplingSettings, draw, penalise, sorted_distribution
+
+
+class Choice(nn.Module):
+    """The choice of the next tokens from logits, without a look at any value.
+
+    Args:
+        greedy: Take the most probable token, instead of drawing one.
+        penalised: Apply the repetition penalty, and count the chosen tokens as seen.
+    """
+
+    def __init__(self, greedy: bool, penalised: bool) -> None:
+        super().__init__()
+        self.greedy = greedy
+        self.penalised = penalised
+
+    def forward(self, logits: torch.Tensor, *further: torch.Tensor) -> torch.Tensor:
+        """
+        Args:
+            logits: [batch, vocab].
+            *further: Random numbers [batch] in [0, 1) unless greedy; tokens seen, bool [batch, vocab], if penalised,
+                where the chosen tokens are added in place; and the fields of `SamplingSettings`.
+
+        Returns:
+            int64 [batch].
+        """
+        left = list(further)
+        uniform = None if self.greedy else left.pop(0)
+        seen = left.pop(0) if self.penalised else None
+        settings = SamplingSettings(*left)
+        if seen is not None:
+            logits = penalise(logits, seen, settings.repetition_penalty)
+        if uniform is None:
+            tokens = logits.argmax(dim=-1)
+        else:
+            tokens = draw(*sorted_distribution(logits, settings), uniform)
+        if seen is not None:
+            seen.scatter_(1, tokens[:, None], True)
+        return tokens
 
 
 class ChoosingSteps(nn.Module):
@@ -25,37 +65,30 @@ class ChoosingSteps(nn.Module):
     def __init__(self, step: nn.Module, greedy: bool, penalised: bool, steps: int = 1) -> None:
         super().__init__()
         self.step = step
+        self.choose = Choice(greedy, penalised)
         self.inputs = len(step.method.inputs)
-        self.greedy = greedy
-        self.penalised = penalised
         self.steps = steps
 
     def forward(self, *arguments: torch.Tensor) -> torch.Tensor:
         """
         Args:
-            *arguments: The step's inputs; random numbers [steps, batch] in [0, 1) unless greedy; tokens seen, bool
-                [batch, vocab], if penalised, where the chosen tokens are added in place; and the fields of
-                `SamplingSettings`.
+            *arguments: The step's inputs, and what `Choice` takes behind the logits, but random numbers
+                [steps, batch].
 
         Returns:
             int64 [batch, steps].
         """
-        further = list(arguments[self.inputs :])
         input_ids, input_pos, *others = arguments[: self.inputs]
-        uniform = None if self.greedy else further.pop(0)
-        seen = further.pop(0) if self.penalised else None
-        settings = SamplingSettings(*further)
+        further = arguments[self.inputs :]
         chosen: list[torch.Tensor] = []
         for index in range(self.steps):
             logits = self.step(input_ids, input_pos, *others)
-            if seen is not None:
-                logits = penalise(logits, seen, settings.repetition_penalty)
-            if uniform is None:
-                tokens = logits.argmax(dim=-1)
-            else:
-                tokens = draw(*sorted_distribution(logits, settings), uniform[index])
-            if seen is not None:
-                seen.scatter_(1, tokens[:, None], True)
+            tokens = self.choose(logits, *of_step(further, index, self.choose.greedy))
             chosen.append(tokens)
             input_ids, input_pos = tokens[:, None], input_pos + 1
         return torch.stack(chosen, dim=1)
+
+
+def of_step(further: Sequence[torch.Tensor], index: int, greedy: bool) -> list[torch.Tensor]:
+    """What a choice takes in one of several steps: its own random numbers, and the rest."""
+    return list(further) if greedy else [further[0][index], *further[1:]]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
+from ..backends.compiling import CompileOptions
 from ..backends.module import ModuleRunner
 from ..errors import InputError
 from ..models.cache_factory import ExportableCache
@@ -26,26 +26,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LiveOptions:
-    """How a model is run: the keywords of `Session.from_model`, see there."""
+    """How a model is run: keywords of `Session.from_model`, see there."""
 
-    compile: bool | Literal["background"] = False
-    mode: str | None = None
+    compiling: CompileOptions = CompileOptions()
     prefill_chunk: int | None = None
     buckets: bool | Sequence[int] = True
     score_length: int = 0
     steps_per_launch: int = 1
     modalities: Sequence[str] = ()
     image_size: int | Sequence[int] | None = None
-    graph_cache: str | Path | None = None
-
-    def __post_init__(self) -> None:
-        if self.compile not in (True, False, "background"):
-            raise InputError(f"compile is {self.compile!r}; it must be True, False or 'background'")
-        if self.graph_cache is not None and not self.compile:
-            raise InputError(
-                f"graph_cache is {str(self.graph_cache)!r}, but there are no compiled graphs to keep without "
-                "compile=True"
-            )
 
 
 def live_session(
@@ -72,9 +61,7 @@ def live_session(
             buckets=length_buckets(cache) if options.buckets is True else options.buckets or (),
             modalities=modalities,
         ),
-        compiled=options.compile,
-        mode=options.mode,
-        graph_cache=options.graph_cache,
+        options.compiling,
     )
     _users[cache] = weakref.ref(runner)
     return kind(
@@ -85,7 +72,7 @@ def live_session(
         tokenizer=tokenizer,
         generation_config=model.generation_config,
         device=cache.device,
-        target="compiled" if options.compile else "eager",
+        target="compiled" if options.compiling.compile else "eager",
         fingerprint=fingerprint(model),
         placeholders={modality.method.name: modality.token_id for modality in modalities},
         steps_per_launch=options.steps_per_launch,

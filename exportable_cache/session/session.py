@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 
 from ..backends.base import HasDevice, WaitsForGraphs
 from ..backends.fork import ForkedRunner
+from ..backends.graph_cache import GRAPH_CACHE_MB
 from ..common.progress import silent
 from ..common.settings import renamed
 from ..errors import InputError
@@ -57,7 +58,7 @@ class Session(SteppedSession):
         model: PreTrainedModel,
         cache: ExportableCache,
         *,
-        compile: bool | Literal["background"] = False,
+        compile: bool | Literal["background", "wait"] = False,
         mode: str | None = None,
         prefill_chunk: int | None = None,
         buckets: bool | Sequence[int] = True,
@@ -66,7 +67,9 @@ class Session(SteppedSession):
         modalities: Sequence[str] = (),
         image_size: int | Sequence[int] | None = None,
         graph_cache: str | Path | None = None,
+        graph_cache_mb: int = GRAPH_CACHE_MB,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        progress: Progress = silent,
         prefill_length: int | None = None,
     ) -> Session:
         """Run a live model over a cache, which may hold tokens already: the session goes on from there.
@@ -77,8 +80,10 @@ class Session(SteppedSession):
         Args:
             model: A transformers causal LM in eval mode.
             cache: Allocated for it.
-            compile: Run through torch.compile, one graph per method, each compiled once, when it is first needed.
-                "background": by another process, while steps run as they are over the same cache; on a CPU only.
+            compile: Run through torch.compile, one graph per method. True: another process compiles, while steps run as
+                they are over the same cache; where that cannot be (on a GPU, with a `mode`, for a model that cannot be
+                handed over) each is compiled when it is first needed. "wait": always so. "background": never so, but
+                refused.
             mode: Of torch.compile; `reduce-overhead` (CUDA graphs) by default on a GPU.
             prefill_chunk: Longest chunk of a prompt, see `methods.methods_for`.
             buckets: Read lengths with methods of their own, so that a step costs what the filled part of the cache
@@ -93,7 +98,9 @@ class Session(SteppedSession):
             image_size: Of every image, in pixels, where the model's config leaves it open: see there.
             graph_cache: Folder that keeps compiled graphs, so that a later process neither traces nor compiles them,
                 see `backends.graph_cache.GraphCache`; only with `compile`.
+            graph_cache_mb: Megabytes that the folder may hold; those used longest ago are dropped first.
             tokenizer: For text.
+            progress: Told of graphs that are compiled in the background, from another thread.
             prefill_length: The name of `prefill_chunk` until the last release.
 
         Raises:
@@ -101,19 +108,18 @@ class Session(SteppedSession):
                 than the model has positions for; or if an argument is out of range, such as more steps per launch than
                 a ring with these rollback slots, or a state of fixed size, can take back.
         """
+        from ..backends.compiling import CompileOptions
         from ..program.row_lengths import needs_equal_rows
         from .live import LiveOptions, live_session
 
         options = LiveOptions(
-            compile=compile,
-            mode=mode,
+            CompileOptions(compile, mode, graph_cache, graph_cache_mb, progress),
             prefill_chunk=renamed("prefill_chunk", prefill_chunk, "prefill_length", prefill_length, default=None),
             buckets=buckets,
             score_length=score_length,
             steps_per_launch=steps_per_launch,
             modalities=modalities,
             image_size=image_size,
-            graph_cache=graph_cache,
         )
         session = live_session(cls, model, cache, options, tokenizer)
         session._cache = cache
@@ -169,22 +175,29 @@ class Session(SteppedSession):
         self.reset()
 
     def _run_all(self, methods: Sequence[ProgramMethod], progress: Progress) -> None:
+        graph_of = self.runner.graph_of if isinstance(self.runner, WaitsForGraphs) else str
+        warm: set[object] = set()
         for done, method in enumerate(methods):
             progress(f"warming up {method.name}", done, len(methods))
-            for inputs in smallest_inputs(method, self.batch_size, self.device):
-                self.runner.run(method.name, *inputs)
-            if self.runner.methods[method.name] != method:
-                # Compiling it found that it takes longer steps only.
-                for inputs in smallest_inputs(self.runner.methods[method.name], self.batch_size, self.device):
+            examples = list(smallest_inputs(method, self.batch_size, self.device))
+            if graph_of(method.name) not in warm:
+                for inputs in examples:
                     self.runner.run(method.name, *inputs)
+                if self.runner.methods[method.name] != method:
+                    # Compiling it found that it takes longer steps only.
+                    for inputs in smallest_inputs(self.runner.methods[method.name], self.batch_size, self.device):
+                        self.runner.run(method.name, *inputs)
+            warm.add(graph_of(method.name))
             feeds = (
                 {"input_ids", "input_pos"} <= set(method.input_names) <= {"input_ids", "input_pos", ROPE_DELTAS.name}
             )
             if feeds and method.max_length == 1 and self.chooses_in_graph:
                 for sampling, steps in product((Sampling(), Sampling(temperature=1.0)), {1, self.steps_per_launch}):
-                    if method.serves(1, steps):
-                        sampler = Sampler(sampling, inputs[0], self.vocab_size)
-                        self.runner.run_and_choose(method.name, sampler, *inputs, steps=steps)
+                    choice = (graph_of(method.name), sampling.is_greedy, steps)
+                    if method.serves(1, steps) and choice not in warm:
+                        warm.add(choice)
+                        sampler = Sampler(sampling, examples[-1][0], self.vocab_size)
+                        self.runner.run_and_choose(method.name, sampler, *examples[-1], steps=steps)
 
     @property
     def pending_graphs(self) -> int:

@@ -4,7 +4,8 @@
 #include <string>
 #include <vector>
 
-#include <torch/torch.h>
+#include <ATen/ATen.h>
+#include <c10/core/GradMode.h>
 
 #include "session.h"
 
@@ -14,14 +15,14 @@ int main(int argc, char** argv) {
     return 2;
   }
   try {
-    const torch::NoGradGuard no_grad;
+    const c10::NoGradGuard no_grad;
     exportable_cache::Session session(argv[1]);
     const int64_t count = std::stoll(argv[2]);
     std::vector<int64_t> prompt;
     for (int index = 3; index < argc; ++index) {
       prompt.push_back(std::stoll(argv[index]));
     }
-    auto logits = session.prefill(torch::tensor(prompt, torch::kLong).unsqueeze(0));
+    auto logits = session.prefill(at::tensor(prompt, at::kLong).unsqueeze(0));
     for (int64_t step = 0; step < count; ++step) {
       const auto [logit, token] = logits.max(-1);
       std::cout << token.item<int64_t>() << ' ' << logit.item<double>() << '\n';

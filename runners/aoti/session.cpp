@@ -6,8 +6,9 @@
 #include <limits>
 #include <stdexcept>
 
+#include <ATen/ATen.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
-#include <torch/torch.h>
+#include <torch/csrc/jit/serialization/pickle.h>
 
 namespace exportable_cache {
 namespace {
@@ -27,7 +28,7 @@ std::optional<int64_t> optional_int(const c10::IValue& value) {
 }  // namespace
 
 Session::Session(const std::string& folder) {
-  const auto stored = torch::pickle_load(read_file(folder + "/constants.pt")).toGenericDict();
+  const auto stored = torch::jit::pickle_load(read_file(folder + "/constants.pt")).toGenericDict();
   for (const auto& entry : stored.at("weights").toGenericDict()) {
     tensors_[entry.key().toStringRef()] = entry.value().toTensor();
   }

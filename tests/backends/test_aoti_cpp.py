@@ -59,6 +59,7 @@ def test_tokens_and_logits_are_those_of_the_python_session(program: Path, bundle
     check(program, bundle, prompt)
 
 
+@pytest.mark.full
 def test_a_cache_in_8_bits(program: Path, rounded_bundle: Path) -> None:
     assert {str(tensor.dtype) for tensor in load(rounded_bundle, trust=True).runner.state.values()} == {
         "torch.int8",

@@ -1,18 +1,29 @@
-"""Graphs compiled by another process while steps go on."""
+"""Graphs that come while steps go on: from a folder, or from another process.
+
+What that process compiles takes long, so most tests have another program in its place, or a folder that holds all.
+"""
 
 from __future__ import annotations
 
 import gc
+import os
+import pickle
+import signal
+import subprocess
+import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from exportable_cache import ExportableCache, Session
+from exportable_cache.backends import background_worker
+from exportable_cache.backends.background_process import _Requests
 from exportable_cache.backends.skeleton import from_skeleton, skeleton
+from exportable_cache.decoding import ContinuousBatch
 from exportable_cache.errors import InputError
 
 from ..support.compiling import compiling_with
@@ -39,26 +50,53 @@ def session_of(model, compile: bool | str = "background", **options) -> Session:
     )
 
 
-def wait(session: Session, seconds: float = 1800) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 600) -> None:
     end = time.monotonic() + seconds
-    while session.pending_graphs and time.monotonic() < end:
-        time.sleep(0.05)
-    assert session.pending_graphs == 0
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    assert condition()
 
 
-def test_tokens_are_the_same_before_and_after_the_graphs_are_there() -> None:
-    """Greedy and drawn: an answer that begins as it is goes on in a graph, with the same random numbers."""
-    model, prompt = model_of(), tokens(5)
+def in_its_place(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
+    """Another program as the process that compiles."""
+    monkeypatch.setattr(background_worker, "_CHILD", program)
+
+
+SLEEPS = "import time; time.sleep(600)"
+#: Reads what it is sent, and says of each graph that it cannot be compiled.
+FAILS = """
+import pickle, sys
+start = pickle.load(sys.stdin.buffer)
+while True:
+    number = pickle.load(sys.stdin.buffer)[0]
+    pickle.dump(("failed", number, "no compiler was found"), sys.stdout.buffer)
+    sys.stdout.buffer.flush()
+"""
+
+
+def process_of(session: Session) -> subprocess.Popen:
+    worker = session.runner.background._worker
+    wait_until(lambda: worker._process)
+    return worker._process
+
+
+@pytest.mark.full
+def test_tokens_are_the_same_before_and_after_the_graphs_are_there(tmp_path: Path) -> None:
+    """Greedy and drawn, by the process itself: an answer that begins as it is goes on in a graph, with the same random
+    numbers.
+    """
+    model, prompt, told = model_of(), tokens(5), []
     settings = {"temperature": 0.9, "seed": 7}
     expected = list(session_of(model, False).generate(prompt, 40, **settings))
-    session = session_of(model)
+    session = session_of(model, True, graph_cache=tmp_path, progress=lambda *stage: told.append(stage))
     answer = session.generate(prompt, 40, **settings)
     found = [next(answer) for _ in range(9)]
     assert session.pending_graphs == 2 and not session.runner._calls
-    wait(session)
+    wait_until(lambda: session.pending_graphs == 0, 1800)
     found += answer
     assert found == expected
     assert [key[0] for key in session.runner._calls] == ["decode"]
+    assert told[0] == ("compiling prefill", 0, 1) and told[-1][1:] == (2, 2)
     logits = session_of(model, False).prefill(prompt)
     session.reset()
     torch.testing.assert_close(session.prefill(prompt), logits, atol=1e-4, rtol=0)
@@ -68,27 +106,70 @@ def test_tokens_are_the_same_before_and_after_the_graphs_are_there() -> None:
         session.reset()
         session.warm_up()
     assert len(session.runner._calls) == 4  # prefill; decode to logits, greedily and drawn
+    # A later session finds all of them in the folder.
+    session.close()
+    later = session_of(model, True, graph_cache=tmp_path)
+    later.warm_up()
+    assert later.runner.graph_cache.loaded == 4 and later.runner.background._worker._process is None
 
 
-def test_a_process_that_dies_is_one_warning_and_steps_go_on() -> None:
+@pytest.mark.full
+def test_a_session_whose_process_is_killed_leaves_none_behind(tmp_path: Path) -> None:
+    """Nobody ends the compiling process then: it finds that nobody listens."""
+    script = tmp_path / "steps.py"
+    script.write_text(
+        "import sys, time\n"
+        "from tests.backends.test_background import model_of, process_of, session_of, tokens\n"
+        "session = session_of(model_of())\n"
+        "session.prefill(tokens(3))\n"
+        "print(process_of(session).pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, env=environment) as process:
+        pid = int(process.stdout.readline())
+        time.sleep(1)
+        process.send_signal(signal.SIGKILL)
+
+    def is_gone() -> bool:
+        try:
+            os.killpg(pid, 0)
+        except ProcessLookupError:
+            return True
+        return False
+
+    wait_until(is_gone)
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [("pass", "the compiling process has ended"), (FAILS, "no compiler was found")],
+    ids=["dies", "fails"],
+)
+def test_what_is_never_compiled_is_one_warning_and_steps_go_on(program: str, reason: str, monkeypatch) -> None:
+    in_its_place(monkeypatch, program)
     model, prompt = model_of(), tokens(5)
     expected = list(session_of(model, False).generate(prompt, 12))
     session = session_of(model)
     answer = session.generate(prompt, 12)
     found = [next(answer)]
-    session.runner.background._process.kill()
-    wait_until(lambda: session.runner.background._mail.over)
-    with pytest.warns(RuntimeWarning, match="steps go on without compiled graphs: the compiling process") as warned:
+    mail = session.runner.background._mail
+    wait_until(lambda: mail.over or mail.failed)
+    with pytest.warns(RuntimeWarning, match=f"steps go on without compiled graphs: {reason}") as warned:
         found += answer
     assert found == expected and len(warned) == 1
+    # And whoever waits does not do so for ever.
+    session.reset()
+    session.warm_up()
 
 
-def test_closing_ends_the_process_and_takes_its_folder_along() -> None:
-    model = model_of()
-    session = session_of(model)
+def test_closing_ends_the_process_and_takes_its_folder_along(monkeypatch) -> None:
+    in_its_place(monkeypatch, SLEEPS)
+    session = session_of(model_of())
     session.prefill(tokens(3))
-    process, folder = session.runner.background._process, Path(session.runner.graph_cache.folder)
-    assert process.poll() is None and folder.is_dir()
+    process, folder = process_of(session), Path(session.runner.graph_cache.folder)
+    assert process.poll() is None and folder.is_dir() and folder.stat().st_mode & 0o777 == 0o700
     session.close()
     assert process.poll() is not None
     del session
@@ -96,17 +177,88 @@ def test_closing_ends_the_process_and_takes_its_folder_along() -> None:
     assert not folder.exists()
 
 
-def test_what_cannot_be_compiled_elsewhere_is_refused(monkeypatch) -> None:
+def test_a_session_that_nobody_holds_ends_its_process(monkeypatch) -> None:
+    in_its_place(monkeypatch, SLEEPS)
+    session = session_of(model_of())
+    session.prefill(tokens(3))
+    process, folder = process_of(session), Path(session.runner.graph_cache.folder)
+    del session
+    gc.collect()
+    assert process.poll() is not None and not folder.exists()
+
+
+def test_a_fork_of_the_process_that_ends_takes_nothing_along(monkeypatch) -> None:
+    in_its_place(monkeypatch, SLEEPS)
+    session = session_of(model_of())
+    session.prefill(tokens(3))
+    process, folder = process_of(session), Path(session.runner.graph_cache.folder)
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    session.close()
+    monkeypatch.undo()
+    assert process.poll() is None and folder.exists()
+    session.runner.background._worker.stop()
+    assert process.poll() is not None
+
+
+def test_what_a_step_waits_for_goes_before_what_is_needed_later(monkeypatch) -> None:
+    pipe, sent = os.pipe()
+    requests = _Requests(os.fdopen(pipe, "rb"))
+    for number, ahead in enumerate([False, True, True, False]):
+        requests._waiting.append((number, ("decode",), [], ahead))
+    assert [requests.next()[0] for _ in range(4)] == [3, 0, 1, 2]
+
+    # A reader whose other end is gone ends the process.
+    class Ended(Exception):
+        pass
+
+    def end(code: int) -> None:
+        raise Ended(code)
+
+    with os.fdopen(sent, "wb") as pipe_in:
+        pickle.dump((4, ("decode",), [], False), pipe_in)
+    monkeypatch.setattr(os, "_exit", end)
+    with pytest.raises(Ended, match="0"):
+        requests.read()
+    assert requests.next()[0] == 4
+
+
+def test_what_cannot_be_compiled_elsewhere_is_refused_by_name_only(caplog) -> None:
+    """`compile=True` is then "wait"."""
     model = model_of()
     with pytest.raises(InputError, match="mode is 'max-autotune'.*pass compile=True"):
         session_of(model, mode="max-autotune")
-    with pytest.raises(InputError, match="compile is 'later'; it must be True, False or 'background'"):
+    with pytest.raises(InputError, match="compile is 'later'; it must be True, False, 'background' or 'wait'"):
         session_of(model, "later")
+    assert session_of(model, True).runner.background is not None
+    assert session_of(model, "wait").runner.background is None
+    assert session_of(model, True, mode="max-autotune").runner.background is None
     model.model.norm.hook = lambda: None
-    with pytest.raises(InputError, match="cannot be pickled .*pass compile=True"):
+    with pytest.raises(InputError, match='cannot be pickled .*pass compile="wait"'):
         session_of(model)
+    with caplog.at_level("INFO", "exportable_cache.backends.background"):
+        assert session_of(model, True).runner.background is None
+    assert "graphs are compiled when they are needed: this model cannot be" in caplog.text
     with compiling_with("eager"), pytest.raises(InputError, match="backend is 'eager'"):
         session_of(model_of())
+
+
+def test_a_model_that_the_script_defines_is_not_handed_over(monkeypatch) -> None:
+    """The other process has another main module."""
+    model = model_of()
+
+    class Norm(type(model.model.norm)):
+        pass
+
+    Norm.__module__, Norm.__qualname__ = "__main__", "Norm"
+    monkeypatch.setattr(sys.modules["__main__"], "Norm", Norm, raising=False)
+    model.model.norm.__class__ = Norm
+    with pytest.raises(InputError, match="defined in the script or notebook that runs"):
+        session_of(model)
+
+
+def test_both_sessions_of_a_batch_are_compiled_in_the_background() -> None:
+    batch = ContinuousBatch.from_model(model_of(), 32, 2, compile=True)
+    assert all(session.runner.background is not None for session in (batch.prefill, batch.decode))
 
 
 def test_a_skeleton_has_no_large_values_and_keeps_what_is_tied() -> None:
@@ -118,10 +270,3 @@ def test_a_skeleton_has_no_large_values_and_keeps_what_is_tied() -> None:
     for (name, one), (_, two) in zip(model.named_parameters(), other.named_parameters(), strict=True):
         assert (one.shape, one.stride(), one.dtype) == (two.shape, two.stride(), two.dtype), name
     torch.testing.assert_close(model.model.rotary_emb.inv_freq, other.model.rotary_emb.inv_freq)
-
-
-def wait_until(condition, seconds: float = 600) -> None:
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-    assert condition()

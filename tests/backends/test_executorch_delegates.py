@@ -24,7 +24,7 @@ def plans(path: Path) -> dict:
 
 @pytest.mark.parametrize(
     ("delegate", "backend", "calls", "cache_outside"),
-    [("coreml", "CoreMLBackend", 1, False), ("vulkan", "VulkanBackend", 3, True)],
+    [("coreml", "CoreMLBackend", 1, False), pytest.param("vulkan", "VulkanBackend", 3, True, marks=pytest.mark.full)],
 )
 def test_programs_for_devices_are_compiled_and_not_claimed_to_have_run(
     delegate: str, backend: str, calls: int, cache_outside: bool, tmp_path: Path

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._dynamo.package import SourceInfo
 from torch._dynamo.utils import counters
 
 from exportable_cache import ExportableCache, Session
 from exportable_cache.backends import graph_cache
+from exportable_cache.backends.graph_cache import GraphCache
+from exportable_cache.common.compat.torch_compile import sources_once
+from exportable_cache.common.files import PARTIAL
 from exportable_cache.errors import InputError
 
 from ..support.compiling import compiling_with
@@ -26,7 +34,7 @@ def session_of(model, folder: Path, **options) -> Session:
     return Session.from_model(
         model,
         ExportableCache.from_model(model, CAPACITY),
-        compile=True,
+        compile=options.pop("compile", "wait"),
         prefill_chunk=16,
         graph_cache=folder,
         **options,
@@ -138,7 +146,118 @@ def test_the_choice_of_tokens_is_kept_too(model, folder) -> None:
     expected = list(session_of(model, folder, buckets=False).generate(tokens(5), 6, temperature=0.7, seed=1))
     session = session_of(model, folder, buckets=False)
     assert list(session.generate(tokens(5), 6, temperature=0.7, seed=1)) == expected
-    assert counts(session) == (2, 0)
+    assert counts(session) == (3, 0)
+
+
+def test_a_later_session_goes_on_while_graphs_are_loaded_and_starts_no_process(model, folder) -> None:
+    """`compile=True`: greedy and drawn tokens are those of eager steps, before and after the graphs are there."""
+    for settings in ({}, {"temperature": 0.7, "seed": 1}):
+        expected = list(session_of(model, folder, buckets=False).generate(tokens(5), 9, **settings))
+        told: list[tuple[str, int, int]] = []
+        session = session_of(
+            model, folder, buckets=False, compile=True, progress=lambda *stage, told=told: told.append(stage)
+        )
+        assert session.runner.background is not None
+        found = []
+        for token in session.generate(tokens(5), 9, **settings):
+            found.append(token)
+            end = time.monotonic() + 300
+            while session.pending_graphs and time.monotonic() < end:
+                time.sleep(0.01)
+        assert found == expected
+        assert "decode" in {key[0] for key in session.runner._calls}
+        assert session.runner.background._worker._process is None and told[-1][1] == told[-1][2]
+
+
+def cache_of(folder: Path, model, limit: int = graph_cache.GRAPH_CACHE_MB) -> GraphCache:
+    return GraphCache(folder, model, ExportableCache.from_model(model, CAPACITY), limit)
+
+
+class Written:
+    """Stands for a compiled step: one that can be written takes a compiler."""
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+
+    def aot_compile(self, inputs: tuple) -> Written:
+        return self
+
+    def save_compiled_function(self, path: str, external_data: dict) -> None:
+        Path(path).write_bytes(self.name.encode() * 40000)
+
+    def source_info(self) -> SimpleNamespace:
+        return SimpleNamespace(inlined_sources=())
+
+    def guard_check(self, *inputs: torch.Tensor) -> bool:
+        return True
+
+
+def written_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda step, **options: Written(step()))
+    monkeypatch.setattr(
+        torch.compiler, "load_compiled_function", lambda file, **options: Written(file.read(10).decode())
+    )
+
+
+def test_what_was_used_longest_ago_is_dropped(model, tmp_path, monkeypatch) -> None:
+    """Each file is 0.4 MB."""
+    written_graphs(monkeypatch)
+    cache = cache_of(tmp_path, model, limit=2)
+    names = [f"graph-{index:04}" for index in range(5)]
+    for age, name in enumerate(names):
+        cache.get(name, lambda name=name: name, {}, [])
+        os.utime(cache._path(name), (1000 + age, 1000 + age))
+    assert len(list(tmp_path.glob("*.graph"))) == 4 + 1  # its own are never dropped
+    other = cache_of(tmp_path, model, limit=2)
+    # Loading counts as using.
+    assert other.load(names[0], lambda: None, {}, []).name == names[0]
+    (tmp_path / f".left{PARTIAL}").touch()
+    os.utime(tmp_path / f".left{PARTIAL}", (1000, 1000))
+    other.get("graph-more", lambda: "graph-more", {}, [])
+    left = [name for name in [*names, "graph-more"] if other._path(name).exists()]
+    assert left == [names[0], *names[3:], "graph-more"]
+    assert not list(tmp_path.glob(".left*"))
+
+
+def test_how_much_is_kept_is_checked(model, tmp_path) -> None:
+    with pytest.raises(InputError, match="graph_cache_mb is 0; it must be an int of at least 1"):
+        session_of(model, tmp_path, graph_cache_mb=0)
+
+
+def test_processes_that_share_a_folder_read_whole_graphs_or_none(model, tmp_path, monkeypatch) -> None:
+    """They write, read and drop the same files at the same time."""
+    written_graphs(monkeypatch)
+
+    def note(*words: str) -> None:
+        # One that another process has dropped a moment ago.
+        assert "FileNotFoundError" in words[-1], words
+
+    monkeypatch.setattr(graph_cache.log, "info", note)
+
+    def work() -> None:
+        for turn in range(12):
+            # Of its own each time, so that every file may be dropped.
+            cache, name = cache_of(tmp_path, model, limit=1), f"graph-{turn % 4:04}"
+            for _ in range(3):
+                assert cache.get(name, lambda name=name: name, {}, []).name == name
+            assert cache.last_error == ""
+
+    workers = [multiprocessing.get_context("fork").Process(target=work) for _ in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert [worker.exitcode for worker in workers] == [0, 0, 0]
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 2 * 10**6
+
+
+def test_a_source_is_noted_once(monkeypatch) -> None:
+    noted: list[object] = []
+    monkeypatch.setattr(SourceInfo, "add_code", lambda self, code: noted.append(code))
+    with sources_once():
+        info, code = SourceInfo(inlined_sources=set()), test_a_source_is_noted_once.__code__
+        info.add_code(code), info.add_code(code)
+    assert noted == [code]
 
 
 def test_nothing_is_kept_of_a_session_that_compiles_nothing(model, tmp_path) -> None:

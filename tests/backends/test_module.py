@@ -45,7 +45,7 @@ def compiled_session(least: int, prefill_chunk: int = 16) -> Session:
     return Session.from_model(model, cache, compile=True, prefill_chunk=prefill_chunk)
 
 
-@pytest.mark.parametrize("prompts", [(3, 11), (11, 3)])
+@pytest.mark.parametrize("prompts", [(3, 11), pytest.param((11, 3), marks=pytest.mark.full)])
 def test_prompts_too_short_for_the_graph_of_longer_ones_go_token_by_token(prompts: tuple[int, ...]) -> None:
     session, ids = compiled_session(LEAST), tokens(24)
     model = tiny_model("llama")
@@ -56,6 +56,7 @@ def test_prompts_too_short_for_the_graph_of_longer_ones_go_token_by_token(prompt
     assert session.chunk_sizes(LEAST - 1) == [1] * (LEAST - 1)
 
 
+@pytest.mark.full
 def test_warm_up_compiles_the_raised_method() -> None:
     session = compiled_session(LEAST)
     session.warm_up()

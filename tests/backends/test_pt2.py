@@ -95,7 +95,7 @@ def test_torch_opens_it_without_this_package(archive) -> None:
     assert int(found.stdout) == reference_logits(model, torch.tensor(ids), 5)[:, -1].argmax().item()
 
 
-@pytest.mark.parametrize("options", [{"form": "explicit"}, {"strict": True}])
+@pytest.mark.parametrize("options", [{"form": "explicit"}, pytest.param({"strict": True}, marks=pytest.mark.full)])
 def test_options(options: dict) -> None:
     model = tiny_model("gemma3_text")
     session = lowered_session(model, "pt2", **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,9 +10,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from exportable_cache.backends.registry import TARGETS
 from exportable_cache.cli.app import app
 
+from ..support import fake_target
 from ..support.models import tiny_model
+from .bundles import MAX_CACHE_LEN
 
 
 @pytest.fixture(scope="session")
@@ -41,3 +45,22 @@ def tiny_folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "gemma2"
     tiny_model("gemma2").save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def exported(run, tiny_folder, tmp_path_factory):
+    """The export's own result, with `.path`."""
+    path = tmp_path_factory.mktemp("bundles") / "tiny"
+    options = ("--target", "fake", "--max-cache-len", MAX_CACHE_LEN, "--prefill-chunk", 16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(TARGETS, "fake", fake_target.ENTRY)
+        result = run("export", tiny_folder, *options, "-o", path)
+    assert result.exit_code == 0, result.stderr
+    result.path = path
+    return result
+
+
+@pytest.fixture
+def damaged(exported, tmp_path):
+    """A copy of the bundle to spoil."""
+    return shutil.copytree(exported.path, tmp_path / "copy")

@@ -21,7 +21,7 @@ from exportable_cache.decoding import (
 from exportable_cache.errors import InputError
 from exportable_cache.generation.speculative import _judge
 
-from ..support.models import tiny_model, tokens
+from ..support.models import among, tiny_model, tokens
 from ..support.sessions import lowered_session
 
 SLACK = 5
@@ -177,7 +177,7 @@ def test_a_draft_model_with_other_weights_changes_nothing(model: Any) -> None:
 
 
 # A model's proposals under seeds take the same way, with other random numbers.
-@pytest.mark.parametrize("kind", ["lookup", "model", pytest.param("model under seeds", marks=pytest.mark.full)])
+@pytest.mark.parametrize("kind", among(["lookup", "model", "model under seeds"], fast=["lookup"]))
 def test_sampled_tokens_follow_the_distribution_of_the_model(kind: str) -> None:
     """Pairs of tokens after a fixed prompt, counted against their exact probabilities."""
     model = tiny_model("llama", vocab_size=8)

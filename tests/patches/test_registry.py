@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import subprocess
 import sys
@@ -40,7 +39,7 @@ def test_every_copy_of_a_replaced_function_has_a_patch() -> None:
     """The scans are copied from modeling file to modeling file: a new model with one needs an entry."""
     known = {(patch.file, patch.name) for patch in ALL}
     for path in MODELS.glob("*/modeling_*.py"):
-        functions = {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
+        functions = set(re.findall(r"^def (\w+)", path.read_text(), re.MULTILINE))
         for function in functions & COPIED:
             assert (f"{path.parent.name}.{path.stem}", function) in known
 
@@ -129,7 +128,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]
     return folder, expected
 
 
-@pytest.mark.parametrize("order", ["cache first", "model first"])
+@pytest.mark.parametrize("order", ["cache first", pytest.param("model first", marks=pytest.mark.full)])
 def test_a_saved_cache_of_a_patched_model_goes_on_in_a_fresh_process(saved: tuple, order: str) -> None:
     """Nothing there calls `from_model`: unpatched, its attention takes the newest key to be the last slot."""
     folder, expected = saved

@@ -36,6 +36,7 @@ from exportable_cache.common import own_files
 from exportable_cache.errors import ExportableCacheError, InputError
 
 from ..support.models import tiny_model, tokens
+from .mutations import MUTATIONS, mutate, mutate_archive
 
 #: What may come of a mutation.
 REFUSED, SAME, DIFFERENT, RAW, CRASH, CODE = "refused", "same output", "other output", "raw error", "crash", "code run"
@@ -69,110 +70,6 @@ def reseal(folder: Path) -> None:
         path.write_text(json.dumps(fields))
     except (ValueError, KeyError, TypeError, AttributeError):
         pass  # no manifest any more
-
-
-# -- mutations -------------------------------------------------------------------------------------------------------
-
-
-def flip(data: bytes, choose: random.Random) -> bytes:
-    """1 to 4 bytes changed."""
-    found = bytearray(data)
-    start = choose.randrange(len(found))
-    for index in range(start, min(start + choose.randint(1, 4), len(found))):
-        found[index] = choose.randrange(256)
-    return bytes(found)
-
-
-def cut(data: bytes, choose: random.Random) -> bytes:
-    """The end gone, or a piece in the middle."""
-    start = choose.randrange(len(data))
-    return data[:start] if choose.random() < 0.5 else data[:start] + data[start + choose.randint(1, 64) :]
-
-
-def repeat(data: bytes, choose: random.Random) -> bytes:
-    """A piece there twice."""
-    start = choose.randrange(len(data))
-    end = start + choose.randint(1, 64)
-    return data[:end] + data[start:end] + data[end:]
-
-
-_INTERESTING = (0, 1, 255, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**64 - 1)
-
-
-def number(data: bytes, choose: random.Random) -> bytes:
-    """Four or eight bytes that are a size or an offset near a limit."""
-    width = choose.choice((4, 8))
-    if len(data) < width:
-        return flip(data, choose)
-    start = choose.randrange(len(data) - width + 1)
-    value = choose.choice(_INTERESTING) % 2 ** (8 * width)
-    return data[:start] + value.to_bytes(width, "little") + data[start + width :]
-
-
-_VALUES: tuple[Any, ...] = (
-    None,
-    True,
-    -1,
-    0,
-    2**63,
-    1e308,
-    "",
-    "x" * 300,
-    "../../etc/passwd",
-    [],
-    {},
-    [[[]]],
-    "torch.os.system",
-)
-
-
-def value(data: bytes, choose: random.Random) -> bytes:
-    """One value of a JSON document another one; of other files, bytes."""
-    try:
-        document = json.loads(data)
-    except ValueError:
-        return flip(data, choose)
-    places: list[tuple[Any, Any]] = []
-
-    def walk(node: Any) -> None:
-        for key in list(node) if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ():
-            places.append((node, key))
-            walk(node[key])
-
-    walk(document)
-    if not places:
-        return flip(data, choose)
-    node, key = choose.choice(places)
-    if isinstance(node, dict) and choose.random() < 0.2:
-        del node[key]
-    else:
-        node[key] = choose.choice(_VALUES)
-    return json.dumps(document).encode()
-
-
-MUTATIONS = (flip, cut, repeat, number, value)
-
-
-def mutate(path: Path, choose: random.Random, head: int | None) -> None:
-    """Change a file in place, its first `head` bytes where that is given."""
-    data = path.read_bytes()
-    head = len(data) if head is None else min(head, len(data))
-    changed = choose.choice(MUTATIONS)(data[:head], choose) + data[head:]
-    path.write_bytes(changed)
-
-
-def mutate_archive(path: Path, choose: random.Random) -> None:
-    """Change one entry of a `.pt2`, so that the change gets past the zip."""
-    from .archives import entries_of, rewritten
-
-    entries = entries_of(path)
-    texts = [name for name in entries if name.endswith(".json")]
-    name = choose.choice(texts)
-    entries[name] = choose.choice((value, value, value, flip, cut))(entries[name], choose)
-    rewritten(path, entries)
-
-
-# -- what is attacked ------------------------------------------------------------------------------------------------
 
 
 class Attack:
@@ -412,7 +309,7 @@ def _graph(model: Any, folder: Path, compile: bool) -> list[float]:
     if not compile:
         torch.compile = _not_compiled
     cache = ExportableCache.from_model(model, 16)
-    with Session.from_model(model, cache, compile=True, buckets=False, graph_cache=folder) as session:
+    with Session.from_model(model, cache, compile="wait", buckets=False, graph_cache=folder) as session:
         return session.decode(torch.tensor([3]))[0, :8].tolist()
 
 

@@ -61,7 +61,7 @@ def test_a_full_device_and_a_closed_stdout(pt2_bundle: Path) -> None:
     assert "Traceback" not in ran.stderr
 
 
-@pytest.mark.parametrize("option", ["--json", ""])
+@pytest.mark.parametrize("option", ["--json", pytest.param("", marks=pytest.mark.full)])
 def test_a_reader_that_is_gone(pt2_bundle: Path, option: str) -> None:
     """`| head -0`: 1 would stand for a mismatch."""
     import subprocess

@@ -26,6 +26,8 @@ def _run(folder: Path, *lines: str) -> str:
     return ran.stdout.splitlines()[-1]
 
 
+# The same lines, from inside the file: backends/test_pt2.py.
+@pytest.mark.full
 def test_torch_opens_a_pt2(pt2_bundle: Path) -> None:
     expected = load(pt2_bundle).prefill(torch.tensor([[5, 6, 7]])).argmax().item()
     found = _run(

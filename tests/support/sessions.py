@@ -157,4 +157,4 @@ def live_session(
 ) -> Session:
     """A session over the model itself."""
     cache = ExportableCache.from_model(model, max_cache_len, batch_size)
-    return Session.from_model(model, cache, compile=compile, prefill_chunk=16, **options)
+    return Session.from_model(model, cache, compile="wait" if compile else False, prefill_chunk=16, **options)

@@ -7,15 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from executorch.exir import (
-    ExecutorchBackendConfig,
-    to_edge_transform_and_lower,
-)
+from executorch import exir
+from executorch.exir import ExecutorchBackendConfig
 from executorch.exir.passes import MemoryPlanningPass
 from torch.export import ExportedProgram
 
 from ...common.compat.executorch import edge_config
-from .decompositions import decompose
+from .copies import RemoveNeedlessCopies
+from .decompositions import spell_out_gelus
 from .delegates import partitioners_for
 from .encoders import fold_constants, patches_to_linear
 from .graph_edits import forget_histories
@@ -42,7 +41,7 @@ REWRITES: tuple[Rewrite, ...] = (
     patches_to_linear,
     fold_constants,
     masked_writes_to_where,
-    decompose,
+    spell_out_gelus,
 )
 #: Other compilers take means and slices as they are, and coremltools 9.0 fails on a linear layer of one output.
 XNNPACK_REWRITES: tuple[Rewrite, ...] = (means_to_linear, rotations_to_linear)
@@ -86,15 +85,22 @@ def _rewritten(program: ExportedProgram, rewrites: Sequence[Rewrite]) -> Exporte
 def _partitioned(
     programs: dict[str, ExportedProgram], delegate: str, constant_methods: Mapping[str, Any] | None = None
 ) -> EdgeProgramManager:
-    return to_edge_transform_and_lower(
-        programs,
-        transform_passes=[UnfoldLinears()],
-        partitioner=partitioners_for(delegate),
-        # Cache writes are not in the core operator set's validity list, and a dim order of the cache would be copied
-        # to.
-        compile_config=edge_config(skip_dim_order=True),
-        constant_methods=dict(constant_methods or {}),
-    )
+    partitioners = partitioners_for(delegate)
+    methods = dict(constant_methods or {})
+    kept = partitioners[0].kept_operators(programs.values()) if delegate == "xnnpack" else None
+    # Cache writes are not in the core operator set's validity list, and a dim order of the cache would be copied to.
+    config = edge_config(skip_dim_order=True, kept=kept or ())
+    if kept is None:
+        return exir.to_edge_transform_and_lower(
+            programs,
+            transform_passes=[UnfoldLinears(), *([RemoveNeedlessCopies()] if delegate == "xnnpack" else [])],
+            partitioner=partitioners,
+            compile_config=config,
+            constant_methods=methods,
+        )
+    # The same with one decomposition in place of three, which find out call by call what is to be kept.
+    edge = exir.to_edge(programs, methods, config).transform([UnfoldLinears(), RemoveNeedlessCopies()])
+    return edge.to_backend(partitioners[0])
 
 
 def restore_sizes(program: ExportedProgram) -> None:

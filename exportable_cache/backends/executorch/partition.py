@@ -9,11 +9,12 @@ row, in the middle of what the delegate computes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 from typing import TYPE_CHECKING
 
 from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+from executorch.exir.backend.canonical_partitioners.config_partitioner import ConfigerationBasedPartitioner
 from executorch.exir.backend.canonical_partitioners.pattern_op_partitioner import (
     generate_grouped_partitions_from_list_of_nodes,
 )
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from executorch.exir.backend.partitioner import PartitionResult
     from torch.export import ExportedProgram
     from torch.fx import Graph
+
+    from ...common.compat.torch import OpOverload
 
 #: What runs as a whole: one operator, or those of one number.
 Step = Node | int
@@ -40,7 +43,23 @@ class AcyclicXnnpackPartitioner(XnnpackPartitioner):
         return partitions_by_level(ep.graph, matched) if has_cycle(ep.graph, partitions) else partitions
 
     def partition(self, exported_program: ExportedProgram) -> PartitionResult:
-        return with_needed_passes(super().partition(exported_program))
+        # Not XNNPACK's own, which says that operators to keep are spelled out unless one certain function calls it.
+        return with_needed_passes(ConfigerationBasedPartitioner.partition(self, exported_program))
+
+    def kept_operators(self, programs: Iterable[ExportedProgram]) -> list[OpOverload] | None:
+        """The operators that a lowering leaves whole for the delegate.
+
+        Returns:
+            None if the delegate takes some calls of one operator and not others: those are to be spelled out.
+        """
+        kept: set[OpOverload] = set()
+        others: set[OpOverload] = set()
+        for program in programs:
+            offered, takes = self.ops_to_not_decompose(program)
+            for node in program.graph.nodes:
+                if node.target in offered:
+                    (kept if takes is None or takes(node) else others).add(node.target)
+        return None if kept & others else list(kept)
 
 
 def has_cycle(graph: Graph, partitions: Sequence[Partition]) -> bool:

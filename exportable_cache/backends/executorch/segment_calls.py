@@ -18,7 +18,7 @@ from .delegate_shapes import described_size, size_of
 from .graph_edits import add_constant, forget_histories
 from .quantized_linears import fold_linears
 from .segment_programs import CONSTANT, WEIGHT, segment_program, tensor_of
-from .segments import Segment, Unexplained, repeated_segments
+from .segments import Segment, Unexplained, may_repeat, repeated_segments
 from .stamping import DelegateTemplate
 from .state_order import StateOrder, functional_order, traced_order
 
@@ -105,7 +105,10 @@ class StampedSegments:
 
     def take(self, program: ExportedProgram) -> ExportedProgram:
         """The program with one call for each repeated segment; others are returned as they are."""
-        ordered, order = _ordered(fold_linears(program))
+        program = fold_linears(program)
+        if not may_repeat(program):
+            return program
+        ordered, order = _ordered(program)
         replaced: dict[Node, Node] = {}
         # All of them before any is replaced: replacing changes what others read.
         groups = [(group, self._template(ordered, group[0])) for group in repeated_segments(ordered, order)]

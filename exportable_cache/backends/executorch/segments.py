@@ -71,6 +71,19 @@ def repeated_segments(program: ExportedProgram, order: StateOrder) -> list[list[
     return list(groups.values())
 
 
+def may_repeat(program: ExportedProgram) -> bool:
+    """Whether a program, functional or not, can have a segment so often that it is lowered once: by the layers that its
+    operators say they come from, where they do.
+    """
+    numbers: dict[str, set[str]] = {}
+    for node in program.graph.nodes:
+        for path, _ in (node.meta.get("nn_module_stack") or {}).values():
+            parent, _, name = path.rpartition(".")
+            if name.isdecimal():
+                numbers.setdefault(parent, set()).add(name)
+    return not numbers or max(map(len, numbers.values())) >= _FEWEST_TIMES
+
+
 def _runs(program: ExportedProgram, order: StateOrder) -> Iterator[list[Node]]:
     """Operators that can be moved together: each run ends before the first that waits for one outside it."""
     run: list[Node] = []

@@ -173,15 +173,16 @@ def operator_names() -> set[str]:
     return set(runtime()._get_operator_names())
 
 
-def edge_config(skip_dim_order: bool = False) -> Any:
+def edge_config(skip_dim_order: bool = False, kept: Sequence[Any] = ()) -> Any:
     """A compile config whose edge dialect takes operators that are not of its own.
 
     Args:
         skip_dim_order: Keep the operators that copy and convert as they are.
+        kept: Operators that are not spelled out.
     """
     from executorch.exir import EdgeCompileConfig
 
-    return EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=skip_dim_order)
+    return EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=skip_dim_order, preserve_ops=list(kept))
 
 
 def operator_of(target: Any) -> Any:

@@ -4,6 +4,8 @@
 |---|---|
 | `torch._dynamo.aot_compile_types.SerializableCallable` | graphs compiled by regions are not kept on disk |
 | `torch._inductor.standalone_compile` and its `AOTCompiledArtifact` | every layer is compiled |
+| `torch._dynamo.package.SourceInfo.add_code` | a graph that is kept takes a tenth longer to compile |
+| `torch._inductor.cpu_vec_isa.VecISA._probe_load` | the first graph from disk starts up to four interpreters |
 | `torch._inductor.compile` | graphs without equal layers are not compiled |
 | `torch.UntypedStorage._cdata` | regions whose inputs share memory are not told, and compiled wrongly |
 | `torch.fx.experimental.symbolic_shapes.free_symbols`, `SymNode.shape_env` | regions of prompts are not told apart |
@@ -11,12 +13,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import CodeType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._dynamo.aot_compile_types import SerializableCallable
+from torch._dynamo.package import SourceInfo
 from torch._inductor import standalone_compile
+from torch._inductor.cpu_vec_isa import VecISA
 from torch._inductor.standalone_compile import AOTCompiledArtifact
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import free_symbols as symbols_in
@@ -49,6 +58,36 @@ def storage_of(tensor: FakeTensor) -> int:
 def symbol_range(symbol: Any, environment: Any) -> str:
     """Which values a symbolic size is known to have."""
     return str(environment.var_to_range.get(symbol))
+
+
+@contextmanager
+def sources_once() -> Iterator[None]:
+    """A block in which `aot_compile` notes the source of each traced function once, and not at each of its calls."""
+    noted: set[tuple[int, CodeType]] = set()
+    add_code = SourceInfo.add_code
+
+    def add_new_code(self: SourceInfo, code: CodeType) -> None:
+        if (id(self), code) not in noted:
+            noted.add((id(self), code))
+            add_code(self, code)
+
+    with mock.patch.object(SourceInfo, "add_code", add_new_code):
+        yield
+
+
+@contextmanager
+def processor_known() -> Iterator[None]:
+    """A block that loads what was compiled, and takes the processor's vector instructions for tried where they were
+    tried by an earlier process: Inductor starts an interpreter for each set of them.
+    """
+    begin, probe = time.time(), VecISA._probe_load
+
+    def probe_new(self: VecISA, path: str) -> bool:
+        # Built just now, or long since.
+        return os.path.getmtime(path) < begin or probe(self, path)
+
+    with mock.patch.object(VecISA, "_probe_load", probe_new):
+        yield
 
 
 def compile_whole(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

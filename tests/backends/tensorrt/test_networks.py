@@ -6,7 +6,7 @@ import torch
 from exportable_cache.verification.verify import verify_session
 
 from ...support.kinds import kind_model
-from ...support.models import WINDOW
+from ...support.models import WINDOW, among
 
 pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no tensorrt extra is installed")
 
@@ -21,7 +21,7 @@ FAMILIES = {"llama": 2, "mistral": 0, "gemma3_text": 1, "qwen3": 2, "gpt_oss": 1
 LAYERS = 2
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", among(FAMILIES, fast=("llama", "mistral", "gemma3_text", "gpt_oss")))
 def test_networks_equal_the_model(family: str) -> None:
     model, program, networks = engine_program(family)
     report = verify_session(network_session(model, program, networks), model, tolerance=1e-4)
@@ -45,7 +45,7 @@ def test_the_layer_census(family: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    [("llama", torch.float16), ("gemma3_text", torch.bfloat16)],
+    [("llama", torch.float16), pytest.param("gemma3_text", torch.bfloat16, marks=pytest.mark.full)],
 )
 def test_half_precision(family: str, dtype: torch.dtype) -> None:
     model, program, networks = engine_program(family, dtype)
@@ -60,7 +60,7 @@ def test_half_precision(family: str, dtype: torch.dtype) -> None:
     ("family", "dtype"),
     [
         ("lfm2", torch.bfloat16),
-        ("mamba2", torch.float32),
+        pytest.param("mamba2", torch.float32, marks=pytest.mark.full),
         pytest.param("falcon_h1", torch.float32, marks=pytest.mark.slow),
         pytest.param("jamba", torch.float32, marks=pytest.mark.slow),
         pytest.param("qwen3_next", torch.float32, marks=pytest.mark.slow),
