@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
-<<<<<<< HEAD
-from importlib import import_module
-=======
 from contextlib import suppress
->>>>>>> main
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
