@@ -5,18 +5,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, FalconConfig
 
 from exportable_cache import ExportableCache, Session, export
 from exportable_cache.bundle.manifest import Manifest
 from exportable_cache.errors import InputError, UnsupportedModelError
 from exportable_cache.models import quantized_rows
+from exportable_cache.models.patches.patch import ORIGINAL
+from exportable_cache.models.patches.registry import patch_model
 from exportable_cache.models.quantization import check_quantizable, is_tied, quantize, rounding_noise
 from exportable_cache.models.quantization_spec import Quantization
 from exportable_cache.models.quantized_rows import QuantizedRows
 from exportable_cache.verification.tolerance import tolerances_of
 from exportable_cache.verification.verify import verify, verify_session
 
-from .support.models import tiny_model, tokens
+from .support.models import VOCAB, tiny_model, tokens
 from .support.seq2seq import tiny_seq2seq
 
 pytest.importorskip("torchao", reason="the executorch extra is not installed")
@@ -79,6 +82,22 @@ def test_a_few_rows_at_a_time_compute_what_torchao_computes(monkeypatch: pytest.
     assert len(parts) > 15 and any(isinstance(index, torch.Tensor) and len(index) == 6 for _, index in parts)
     with torch.no_grad():
         torch.testing.assert_close(logits, model(ids).logits, rtol=0, atol=1e-5)
+
+
+def test_layers_that_transpose_their_weights_are_run_as_linear_layers() -> None:
+    """Falcon's. Without the patch they fail: once they do not, it can go."""
+    config = FalconConfig(vocab_size=VOCAB, hidden_size=32, num_attention_heads=4, num_hidden_layers=2, bias=True)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    quantized = quantize(model, Quantization("8da4w", 32)).model
+    assert "FalconLinear" in patch_model(quantized)
+    with torch.no_grad():
+        layer, x = quantized.transformer.h[0].mlp.dense_h_to_4h, torch.randn(1, 3, 32)
+        torch.testing.assert_close(layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias))
+        with pytest.raises(NotImplementedError):
+            getattr(type(layer).forward, ORIGINAL)(layer, x)
+        plain = model.transformer.h[0].mlp.dense_h_to_4h
+        assert torch.equal(plain(x), getattr(type(plain).forward, ORIGINAL)(plain, x))
 
 
 def test_a_tied_head_keeps_reading_the_table() -> None:
