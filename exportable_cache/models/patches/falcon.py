@@ -1,4 +1,4 @@
-"""Falcon's linear layers over quantised weights: they multiply by the transposed weight, which torchao's have no form for."""
+"""Falcon's linear layers over quantised weights: they transpose the weight, which torchao's have no form for."""
 
 from __future__ import annotations
 
