@@ -85,7 +85,11 @@ def test_eager_sessions_equal_the_model_at_every_length(name: str) -> None:
 # Sound as samples, with masks of its own; images. Features: test_seq2seq_bundle.py.
 @pytest.mark.parametrize(
     "name",
-    [pytest.param("speech-canary", marks=pytest.mark.full), "speech-moonshine_streaming", "image-pix2struct"],
+    [
+        pytest.param("speech-canary", marks=pytest.mark.full),
+        "speech-moonshine_streaming",
+        pytest.param("image-pix2struct", marks=pytest.mark.full),
+    ],
 )
 def test_one_program_serves_every_length(name: str) -> None:
     model = model_of(name)

@@ -310,6 +310,8 @@ def test_more_tokens_than_positions_are_refused(tmp_path: Path) -> None:
 # -- names of options -------------------------------------------------------------------------------------------------
 
 
+# In the fast lane: over live sessions, in decoding/test_speculative.py.
+@pytest.mark.full
 def test_rollback_slots_let_a_bundle_of_rings_take_back_and_speculate(tmp_path: Path) -> None:
     model = tiny_model("gemma3_text")
     session = load(

@@ -7,14 +7,14 @@ from exportable_cache import ExportableCache, load
 from exportable_cache.errors import CacheFullError
 
 from .support.compiling import compiling_with
-from .support.models import tiny_model, tokens
+from .support.models import among, tiny_model, tokens
 from .support.oracle import reference_logits
 from .support.sessions import CAPACITY, folded_bundle, live_session, lowered_session
 
 HELD = 17
 
 
-@pytest.fixture(params=["eager", "compiled", "pt2", "executorch"])
+@pytest.fixture(params=among(["eager", "compiled", "pt2", "executorch"], fast=["eager", "pt2", "executorch"]))
 def session(request):
     if request.param == "executorch":
         pytest.importorskip("executorch")

@@ -28,9 +28,9 @@ STEPS = 30
 # States beside full layers; a ring and a full layer: test_equality.py. With --full all, one with states under Inductor.
 COMPILED = ("qwen3_next",)
 INDUCTOR = ("mamba2",)
-# Latent attention and chosen slots; a scan; the delta rule. The other scan, beside attention in one
+# Latent attention and chosen slots; a scan. The other scan, beside attention in one
 # layer, with the cache as an argument; chunks: patches/test_transformers_rotary.py.
-EXPORTED = ("deepseek_v32", "mamba", "qwen3_next")
+EXPORTED = ("deepseek_v32", "mamba")
 
 
 @torch.no_grad()

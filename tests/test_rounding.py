@@ -108,7 +108,7 @@ def test_sinks(kv_dtype: str) -> None:
     ("kv_dtype", "form"),
     [
         pytest.param("int8", "resident", marks=pytest.mark.full),
-        ("int8", "explicit"),
+        pytest.param("int8", "explicit", marks=pytest.mark.full),
         ("int4", "resident"),
         pytest.param("int4", "explicit", marks=pytest.mark.full),
     ],
@@ -126,6 +126,8 @@ def test_four_bits_as_machine_code() -> None:
     check(session, model, storage_of(torch.float32, "int4"))
 
 
+# In the fast lane: 8 bits in pt2, machine code without them.
+@pytest.mark.full
 def test_aoti() -> None:
     model, folder = rounded_aoti_bundle()
     session = load(folder, trust=True)

@@ -66,7 +66,7 @@ def test_eager_sessions_equal_the_model(family: str) -> None:
 @pytest.mark.parametrize(
     ("family", "form"),
     [
-        ("t5", "resident"),
+        pytest.param("t5", "resident", marks=pytest.mark.full),
         ("bart", "explicit"),
         # Sound, features of fixed length, and blocks: below, and in test_seq2seq_bundle.py and test_encoder_inputs.py.
         pytest.param("moonshine", "resident", marks=pytest.mark.full),

@@ -56,6 +56,7 @@ def test_prompts_too_short_for_the_graph_of_longer_ones_go_token_by_token(prompt
     assert session.chunk_sizes(LEAST - 1) == [1] * (LEAST - 1)
 
 
+@pytest.mark.full
 def test_warm_up_compiles_the_raised_method() -> None:
     session = compiled_session(LEAST)
     session.warm_up()

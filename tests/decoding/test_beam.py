@@ -56,7 +56,8 @@ def test_one_prompt_only() -> None:
     assert session.length.tolist() == [4, 4]  # a refused call changes nothing
 
 
-@pytest.mark.parametrize("form", [pytest.param("resident", marks=pytest.mark.full), "explicit"])
+@pytest.mark.full
+@pytest.mark.parametrize("form", ["resident", "explicit"])
 def test_exported_programs_give_the_same_beams(form: str) -> None:
     """An explicit program has other cache tensors after every step: reordering the first ones would go unseen."""
     model = tiny_model("gemma3_text")

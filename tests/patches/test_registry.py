@@ -128,7 +128,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]
     return folder, expected
 
 
-@pytest.mark.parametrize("order", ["cache first", "model first"])
+@pytest.mark.parametrize("order", ["cache first", pytest.param("model first", marks=pytest.mark.full)])
 def test_a_saved_cache_of_a_patched_model_goes_on_in_a_fresh_process(saved: tuple, order: str) -> None:
     """Nothing there calls `from_model`: unpatched, its attention takes the newest key to be the last slot."""
     folder, expected = saved

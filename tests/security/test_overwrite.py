@@ -65,7 +65,7 @@ def test_a_file_that_comes_at_the_last_moment_stays(bundle: Path, monkeypatch: p
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills a copy of this process")
-@pytest.mark.parametrize("exchanges", [True, False])
+@pytest.mark.parametrize("exchanges", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_an_export_killed_at_any_call_leaves_nothing_after_the_next(
     bundle: Path, exchanges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,7 +49,7 @@ def outcomes(model_type: str, targets: list[str]) -> dict[str, Any]:
 
 
 #: Of the spread, those that every run takes.
-ALWAYS = ("mistral", "gemma3n_text")
+ALWAYS = ("mistral",)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from torch.export import Dim
 from ...common.compat.executorch import edge_config, operator_of
 from ...common.compat.torch import without_modes
 from .attention_forms import forms_of, least_single
+from .graph_edits import forget_histories
 
 if TYPE_CHECKING:
     from executorch.exir.pass_base import NodeMetadata, ProxyValue
@@ -66,7 +67,9 @@ def _lowered_form(form: Callable[..., tuple[torch.Tensor, ...]], operands: Seque
     )
     program = torch.export.export(_Module(form), examples, dynamic_shapes={"operands": sizes})
     config = edge_config(skip_dim_order=True)
-    return to_edge(program, compile_config=config).exported_program().graph_module
+    graph_module = to_edge(program, compile_config=config).exported_program().graph_module
+    forget_histories(graph_module)
+    return graph_module
 
 
 def _example(size: int | torch.SymInt) -> int:

@@ -17,9 +17,11 @@ from .copies import RemoveNeedlessCopies
 from .decompositions import spell_out_gelus
 from .delegates import partitioners_for
 from .encoders import fold_constants, patches_to_linear
+from .graph_edits import forget_histories
 from .insertions import insert_what_was_taken
 from .masked_writes import masked_writes_to_where
 from .means import means_to_linear
+from .patches import patch_exporter
 from .quantized import fuse_quantized_embeddings
 from .quantized_linears import UnfoldLinears
 from .rotations import rotations_to_linear
@@ -65,6 +67,7 @@ def to_edge(
     edge = insert_what_was_taken(_partitioned(rewritten, delegate, constant_methods), segments)
     for name in programs:
         restore_sizes(edge.exported_program(name))
+        forget_histories(edge.exported_program(name).graph_module)
     return edge
 
 
@@ -74,7 +77,9 @@ def _segment_to_edge(program: ExportedProgram) -> ExportedProgram:
 
 
 def _rewritten(program: ExportedProgram, rewrites: Sequence[Rewrite]) -> ExportedProgram:
-    return functools.reduce(lambda rewritten, rewrite: rewrite(rewritten), rewrites, program)
+    rewritten = functools.reduce(lambda rewritten, rewrite: rewrite(rewritten), rewrites, program)
+    forget_histories(rewritten.graph_module)
+    return rewritten
 
 
 def _partitioned(
@@ -122,6 +127,7 @@ def to_program(edge: EdgeProgramManager) -> ExecutorchProgramManager:
     garbage. `run_reinplace_pass`: a cache write stays in place; without it every write copies the whole buffer out and
     back, per tensor and token.
     """
+    patch_exporter()
     return edge.to_executorch(
         ExecutorchBackendConfig(
             memory_planning_pass=MemoryPlanningPass(

@@ -16,6 +16,7 @@
 | `LoweredBackendModule._named_data_store_output`, `ExecutorchProgramManager._named_data` | the same |
 | `_schema`, `_overloadname` of an operator | one of the edge dialect cannot be found for it |
 | `_op` of an operator of the edge dialect | an operator of ours is not recognised after lowering |
+| `GraphModule._set_replace_hook` | deep programs take longer to write |
 | `_tab` of a generated reader | the offset of a segment cannot be changed in place |
 """
 
@@ -26,7 +27,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module, metadata, util
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ...errors import MissingDependencyError
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     import torch
     from executorch.exir import ExecutorchProgramManager
     from executorch.exir._serialize._named_data_store import NamedDataStoreOutput
+    from torch.export import ExportedProgram
 
 #: The runtime's extension module, from executorch 1.5 and before it; then the public one, which imports the exporter.
 _EXTENSIONS = tuple(f"executorch.extension.pybindings.{name}" for name in ("_C", "_portable_lib", "portable_lib"))
@@ -232,6 +234,13 @@ def forget_program(program: ExecutorchProgramManager) -> None:
             for value in vars(module).values():
                 if isinstance(value, WhyNoPartition):
                     value.node = None
+
+
+def without_submodules(program: ExportedProgram) -> Any:
+    """A program as `unsafe_remove_auto_functionalized_pass` reads it, with no graph inside its own."""
+    module = program.graph_module
+    outer = SimpleNamespace(modules=lambda: iter((module,)), _set_replace_hook=module._set_replace_hook)
+    return SimpleNamespace(graph_module=outer, graph=program.graph, graph_signature=program.graph_signature)
 
 
 def named_data(buffers: Sequence[bytes], entries: Mapping[str, Any]) -> NamedDataStoreOutput:

@@ -1,4 +1,4 @@
-"""One function or method of transformers that is replaced: where it is, why, by what, and the digest of what it was."""
+"""One function or method of another package that is replaced: where it is, why, by what, and the digest of what it was."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Patch:
     """A replacement for one function or method of a modeling file.
 
     Attributes:
-        file: Below `transformers.models`, as `gpt_neo.modeling_gpt_neo`.
+        file: Below `transformers.models`, as `gpt_neo.modeling_gpt_neo`; of another package, the whole module name.
         name: `function`, or `Class.method`.
         replace: Makes the replacement from the original. It acts where a cache of ours is stepped, or a step is traced,
             and hands everything else to the original.
@@ -32,6 +32,8 @@ class Patch:
         digests: Of the sources that the replacement was written for, one for each release that has a source of its own.
         source: Name of what the digest is taken of, `name` by default: the whole class where the replacement stands for
             several of its methods.
+        package: Whose function it is.
+        url: Of the original, where that is not a modeling file.
     """
 
     file: str
@@ -40,6 +42,8 @@ class Patch:
     reason: str
     digests: tuple[str, ...]
     source: str | None = None
+    package: str = "transformers"
+    url: str | None = None
 
     @property
     def label(self) -> str:
@@ -48,12 +52,14 @@ class Patch:
 
     @property
     def module_name(self) -> str:
-        """Of the modeling file."""
-        return _MODELS + self.file
+        """Of the module that has the name."""
+        return _MODELS + self.file if self.package == "transformers" else self.file
 
     @property
     def link(self) -> str:
-        """The original in transformers' repository."""
+        """The original in its repository."""
+        if self.url is not None:
+            return self.url
         path = self.module_name.replace(".", "/")
         return f"https://github.com/huggingface/transformers/blob/v5.23.0/src/{path}.py"
 
@@ -113,9 +119,11 @@ class Patch:
         return (getattr(module, path[0], None) if path else module), attribute
 
     def _where(self) -> str:
-        return f"{self.module_name}.{self.name} of transformers {metadata.version('transformers')}"
+        return f"{self.module_name}.{self.name} of {self.package} {metadata.version(self.package)}"
 
     def _remedy(self) -> str:
+        if self.package != "transformers":
+            return f"without its patch it is as it was ({self.reason})"
         return (
             f"without its patch the model is wrong, or cannot be traced, with a static cache ({self.reason}); install "
             "a release of transformers that this package is tested with, or use DynamicCache"

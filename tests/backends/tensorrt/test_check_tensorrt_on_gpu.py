@@ -63,7 +63,7 @@ def test_script_sees_memory_that_is_not_shared(script: ModuleType, fault: str) -
     assert results["aliases of prefill"]["passed"]
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("family", ["gemma3_text", pytest.param("gpt_oss", marks=pytest.mark.full)])
 def test_script_sees_that_one_slot_changes(script: ModuleType, family: str) -> None:
     session, _ = engine_session(family)
     (result,) = checked(script, "check_in_place", session).values()
