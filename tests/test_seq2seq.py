@@ -18,6 +18,8 @@ from exportable_cache.program.spec import ProgramSpec
 from .support.models import among, tokens
 from .support.seq2seq import encoder_inputs, reference_logits, tiny_seq2seq
 from .support.sessions import lowered_session
+from .zoo.architectures import architectures
+from .zoo.build import tiny_model as zoo_model
 
 TOLERANCE = 1e-4
 MAX_CACHE_LEN = 48
@@ -178,6 +180,17 @@ def test_layers_come_from_the_models_own_run() -> None:
     assert [layer.label for layer in cache.layers] == ["full"] * 3 + ["cross"] * 3
     assert cache.layers[3].keys.shape == (2, 4, 10, 8) and cache.layers[0].keys.shape == (2, 4, 32, 8)
     assert len(cache) == 3 and cache.max_length == 32
+
+
+def test_a_model_that_was_given_a_cache_is_given_another() -> None:
+    """T5Gemma 2 attends over its own and the encoder's keys at once: under our attention, which the first cache
+    switches it to, over a cache of transformers' that fails.
+    """
+    model = zoo_model(next(row for row in architectures() if row.model_type == "t5gemma2"))
+    first, second = (ExportableCache.from_model(model, 32, max_encoder_len=16) for _ in range(2))
+    shapes = [[(name, tensor.shape) for name, tensor in cache.named_state()] for cache in (first, second)]
+    assert shapes[0] == shapes[1]
+    assert model.config._attn_implementation == "exportable_cache"
 
 
 def test_plain_transformers_use_goes_through_the_protocol() -> None:

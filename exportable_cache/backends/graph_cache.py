@@ -26,6 +26,7 @@ from .. import __version__
 from ..common.compat.torch import inductor_config, unwritable_guards
 from ..common.files import PARTIAL, atomic_path
 from ..common.own_files import is_own_file, own_folder, sealed, unsealed
+from ..common.processor import instructions, processor_name
 
 if TYPE_CHECKING:
     from torch import nn
@@ -269,6 +270,9 @@ def _settings() -> list[Any]:
         torch.__version__,
         transformers.__version__,
         platform.machine(),
+        # Kernels are compiled for the very processor, not for a kind of it.
+        processor_name(),
+        instructions(),
         torch.backends.cpu.get_cpu_capability(),
         torch.get_num_threads(),
         torch.get_float32_matmul_precision(),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
+from ..cache.attention.implementation import attention_of
 from ..cache.layout import CROSS_ATTENTION, LayerLayout
 from ..errors import UnsupportedModelError
 from .encoder import EncoderStates
@@ -38,7 +39,9 @@ def encoder_decoder_layers(
     model.eval()
     try:
         token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-        model(decoder_input_ids=token, encoder_outputs=states, past_key_values=cache, use_cache=True)
+        # Whatever it was switched to, as by an earlier cache: over transformers' own cache ours has no slots to mask.
+        with attention_of(model, "eager"):
+            model(decoder_input_ids=token, encoder_outputs=states, past_key_values=cache, use_cache=True)
     finally:
         model.train(was_training)
     layers = [*cache.self_attention_cache.layers, *cache.cross_attention_cache.layers]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import logging
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.fx.node import map_arg
 from transformers import PreTrainedModel
 
 from exportable_cache import ExportableCache, export
@@ -26,11 +28,16 @@ pytest.importorskip("executorch", reason="the executorch extra is not installed"
 from executorch.exir.backend.utils import get_delegates
 
 from exportable_cache.backends.executorch import lower, segment_calls, stamping
+from exportable_cache.backends.executorch.graph_edits import forget_histories
 from exportable_cache.backends.executorch.options import ExecutorchOptions
+from exportable_cache.backends.executorch.patches import PATCHES
 from exportable_cache.backends.executorch.quantized_linears import fold_linears
+from exportable_cache.backends.executorch.quantized_tracing import FoldedLinears
 from exportable_cache.backends.executorch.segment_calls import StampedSegments
+from exportable_cache.backends.executorch.state_order import traced_order
 from exportable_cache.backends.executorch.target import backend
 from exportable_cache.common.compat.executorch import load_program
+from exportable_cache.models.patches.patch import ORIGINAL
 
 QUANTIZED = Quantization("8da4w", 32, None)
 
@@ -153,6 +160,152 @@ def test_a_quantised_layer_is_one_operator_while_it_is_lowered() -> None:
     assert targets.count("exportable_cache.quantized_linear.default") == 15
     assert not any("torchao" in target for target in targets)
     assert before - len(program.graph.nodes) >= 15 * 6
+
+
+def described(program: object) -> list[str]:
+    """The graph's nodes by their places."""
+    nodes = {node: f"%{index}" for index, node in enumerate(program.graph.nodes)}
+    return [
+        f"{node.op} {node.target} {map_arg((node.args, node.kwargs), nodes.get)} {node.meta.get('val')}"
+        for node in nodes
+    ]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_layers_are_traced_as_what_they_are_folded_into(bias: bool) -> None:
+    model = model_of(2, attention_bias=bias)
+    (after,) = programs_of(model).values()
+    with FoldedLinears(model):
+        (while_traced,) = programs_of(model).values()
+    # None is left for the folding that comes after.
+    assert not any("torchao" in str(node.target) for node in while_traced.graph.nodes)
+    assert described(fold_linears(while_traced)) == described(fold_linears(after))
+
+
+def test_layers_over_two_dimensions_are_folded_after_the_trace() -> None:
+    layers = torch.nn.Sequential(torch.nn.Linear(32, 32))
+    layers.requires_grad_(False)
+    quantized = quantize_layers(layers)
+    with FoldedLinears(quantized):
+        program = torch.export.export(quantized, (torch.randn(3, 32),))
+    assert any("torchao" in str(node.target) for node in program.graph.nodes)
+    assert not any("torchao" in str(node.target) for node in fold_linears(program).graph.nodes)
+
+
+def quantize_layers(layers: torch.nn.Module) -> torch.nn.Module:
+    from torchao.quantization.granularity import PerGroup
+    from torchao.quantization.quant_api import Int8DynamicActivationIntxWeightConfig, quantize_
+    from torchao.utils import unwrap_tensor_subclass
+
+    quantize_(layers, Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=PerGroup(32)))
+    return unwrap_tensor_subclass(layers)
+
+
+@torch.library.custom_op("exportable_cache_tests::write", mutates_args=("state",))
+def write(state: torch.Tensor, rows: torch.Tensor) -> None:
+    state.copy_(rows)
+
+
+@torch.library.custom_op("exportable_cache_tests::read", mutates_args=())
+def read(state: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return state + rows
+
+
+@read.register_fake
+def _(state: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(rows)
+
+
+class Written(torch.nn.Module):
+    """A buffer that is written to and read in one of three ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.register_buffer("state", torch.zeros(1, 4))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.way == "temporary":
+            return (rows + 1).mul_(2)
+        if self.way == "view":
+            self.state[:, :2].copy_(rows[:, :2])
+            return self.state.sum()
+        before = read(self.state, rows)
+        write(self.state, rows)
+        return before + read(self.state, rows)
+
+
+@torch.no_grad()
+def traced(way: str) -> object:
+    return torch.export.export(Written(way), (torch.randn(1, 4),))
+
+
+def test_the_order_of_writes_is_read_off_a_trace() -> None:
+    """What reads a cache stays behind the write before it, and ahead of the one after it."""
+    program = traced("kernels")
+    order = traced_order(program)
+    calls = [node for node in program.graph.nodes if "tests.read" in str(node.target)]
+    (written,) = (node for node in program.graph.nodes if "tests.write" in str(node.target))
+    (state,) = order.states
+    assert program.graph_signature.inputs_to_buffers[state.name] == "state"
+    assert [list(order.before(node)) for node in (calls[0], written, calls[1])] == [[], [calls[0]], [written]]
+    # The last read, put first, waits for the write, and that for the first.
+    calls[0].prepend(calls[1])
+    order.restore(program.graph)
+    nodes = list(program.graph.nodes)
+    assert nodes.index(calls[0]) < nodes.index(written) < nodes.index(calls[1])
+    program.graph.lint()
+
+
+@pytest.mark.parametrize("way", ["kernels", "view"])
+def test_states_of_a_functional_program_are_what_it_writes(way: str) -> None:
+    program = traced(way).run_decompositions({})
+    (state,) = traced_order(program).states
+    assert program.graph_signature.inputs_to_buffers[state.name] == "state"
+
+
+@pytest.mark.parametrize("way", ["temporary", "view"])
+def test_other_writes_want_a_functional_graph(way: str) -> None:
+    assert traced_order(traced(way)) is None
+
+
+def test_decoders_over_fused_caches_are_not_made_functional_first() -> None:
+    (program,) = programs_of(model_of(3, quantized=False)).values()
+    assert traced_order(program) is not None
+
+
+def test_histories_are_forgotten_in_inner_graphs_too() -> None:
+    class Branches(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x + 1,))
+
+    graph_module = torch.export.export(Branches(), (torch.randn(3),)).run_decompositions({}).graph_module
+    graphs = [module.graph for module in graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
+    assert len(graphs) == 3 and all(any("from_node" in node.meta for node in graph.nodes) for graph in graphs)
+    forget_histories(graph_module)
+    assert not any("from_node" in node.meta for graph in graphs for node in graph.nodes)
+
+
+def test_functional_writes_are_removed_once_for_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the patch, once for every graph inside it: where that is no longer so, the patch can go."""
+    (patch,) = PATCHES
+    assert patch.digest() in patch.digests, "upstream changed: read it, then renew the digest or drop the patch"
+    patch.apply()
+    replaced = getattr(import_module(patch.file), patch.name)
+    seen = []
+    original = getattr(replaced, ORIGINAL)
+    counted = original.__globals__["decompose_auto_functionalized"]
+    monkeypatch.setitem(
+        original.__globals__, "decompose_auto_functionalized", lambda graph: seen.append(graph) or counted(graph)
+    )
+
+    class Branches(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x + 1,))
+
+    program = torch.export.export(Branches(), (torch.randn(3),))
+    assert replaced(program) is program and len(seen) == 1
+    assert original(program) is program and len(seen) == 1 + 3
 
 
 class Block(torch.nn.Module):

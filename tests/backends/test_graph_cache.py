@@ -216,6 +216,21 @@ def written_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def test_graphs_are_those_of_one_processor(model, tmp_path, monkeypatch) -> None:
+    """They hold machine code for it, which another may not be able to run."""
+    cache = ExportableCache.from_model(model, CAPACITY)
+
+    def path() -> Path:
+        return GraphCache(tmp_path, model, cache)._path("decode")
+
+    here = path()
+    assert path() == here
+    for name in ("processor_name", "instructions"):
+        with monkeypatch.context() as patch:
+            patch.setattr(graph_cache, name, lambda: "another")
+            assert path() != here
+
+
 def test_what_was_used_longest_ago_is_dropped(model, tmp_path, monkeypatch) -> None:
     """Each file is 0.4 MB."""
     written_graphs(monkeypatch)

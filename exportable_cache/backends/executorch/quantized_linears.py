@@ -104,8 +104,9 @@ def folded_call(node: Node) -> FoldedCall | None:
 
 
 class UnfoldLinears(PassBase):
-    """Put back, in the edge dialect, what `fold_linears` folded. Histories of nodes have had their use by then: ExecuTorch
-    numbers operators for its profiler by them when it makes its dialect.
+    """Put back, in the edge dialect, what `fold_linears` folded.
+
+    Histories of nodes have had their use by then: ExecuTorch numbers operators by them when it makes its dialect.
     """
 
     def call(self, graph_module: GraphModule) -> PassResult:

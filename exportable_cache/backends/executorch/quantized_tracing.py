@@ -1,8 +1,8 @@
 """Quantised linear layers traced as the one operator that stands for each of them.
 
-Traced as they are, each of torchao's layers is some ten operators, worked out on symbolic sizes by the tracer, only to be
-folded into one then: a third of what tracing takes. So a layer of each kind is traced by itself, before the model is, and
-calls of the operator are recorded for all others.
+Traced as they are, each of torchao's layers is some ten operators, worked out on symbolic sizes by the tracer, only to
+be folded into one then. So a layer of each kind is traced by itself, before the model is, and calls of the operator are
+recorded for all others.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ class FoldedLinears(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _key(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple:
+def _key(weight: Any, bias: torch.Tensor | None) -> tuple:
     """The same for layers of one recipe: it does not depend on the number of outputs."""
     form = (type(weight), weight.target_dtype, tuple(weight.block_size), weight.dtype, weight.activation_quantization)
     parts = (weight.qdata, weight.scale, weight.zero_point)
     return (*form, bias is None, *((part.dtype, tuple(part.shape[1:])) for part in parts))
 
 
-def _traced(weight: torch.Tensor, bias: torch.Tensor | None) -> _Kind | None:
+def _traced(weight: Any, bias: torch.Tensor | None) -> _Kind | None:
     """One output of a layer, traced and folded."""
     with torch.no_grad():
         layer = _Layer(weight, bias)
@@ -88,13 +88,18 @@ def _traced(weight: torch.Tensor, bias: torch.Tensor | None) -> _Kind | None:
 class _Layer(nn.Module):
     """The first output of a quantised linear layer, whose parts are parameters."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: Any, bias: torch.Tensor | None) -> None:
         super().__init__()
         self._class = type(weight)
         self._form = (weight.target_dtype, weight.block_size, weight.dtype, weight.activation_quantization)
         for name, part in zip(_PARTS, (weight.qdata, weight.scale, weight.zero_point, bias), strict=True):
             first = None if part is None else nn.Parameter(part[:1].detach().clone(), requires_grad=False)
             self.register_parameter(name, first)
+
+    qdata: torch.Tensor
+    scale: torch.Tensor
+    zero_point: torch.Tensor
+    bias: torch.Tensor | None
 
     def forward(self, source: torch.Tensor) -> torch.Tensor:
         weight = self._class(self.qdata, self.scale, self.zero_point, *self._form)

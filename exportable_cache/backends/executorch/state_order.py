@@ -1,8 +1,8 @@
 """What a program's writes in place leave unsaid in its graph: which operators must stay behind which.
 
-A trace writes to a cache where the model does, and nothing in the graph tells that what reads the cache behind it depends
-on it. Making a graph functional says so, and takes as long as tracing it. Where a cache is touched by kernels of its own
-alone, what these declare to write says it, too.
+A trace writes to a cache where the model does, and nothing in the graph tells that what reads the cache behind it
+depends on it. Making a graph functional says so, and takes as long as tracing it. Where kernels of its own alone touch
+a cache, what these declare to write says it, too.
 """
 
 from __future__ import annotations
@@ -73,12 +73,15 @@ def traced_order(program: ExportedProgram) -> StateOrder | None:
     """Of a program as it was traced; None where it must be made functional first: it writes to something else than its
     buffers, or an operator of torch's own reads what is written, perhaps through a view.
     """
+    if program.graph_signature.buffers_to_mutate:
+        # A rewrite has made it functional.
+        return functional_order(program)
     buffers = {node for node in _placeholders(program) if node.name in program.graph_signature.inputs_to_buffers}
     calls = [node for node in program.graph.nodes if node.op == "call_function"]
     writes: dict[Node, set[Node]] = {}
     for node in calls:
         if isinstance(node.target, OpOverload):
-            targets = _written(node)
+            targets = _written(node, node.target)
             if not targets <= buffers:
                 return None
             if targets:
@@ -100,10 +103,10 @@ def _placeholders(program: ExportedProgram) -> Sequence[Node]:
     return program.graph.find_nodes(op="placeholder")
 
 
-def _written(node: Node) -> set[Node]:
+def _written(node: Node, target: OpOverload) -> set[Node]:
     """Arguments that an operator writes to."""
     found: set[Node] = set()
-    for index, name in written_arguments(node.target):
+    for index, name in written_arguments(target):
         map_arg(node.args[index] if index < len(node.args) else node.kwargs.get(name), found.add)
     return found
 

@@ -1,4 +1,4 @@
-"""One function or method of another package that is replaced: where it is, why, by what, and the digest of what it was."""
+"""One function or method of another package that is replaced: where it is, why, by what, and the digest of it."""
 
 from __future__ import annotations
 
