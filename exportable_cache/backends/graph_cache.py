@@ -12,8 +12,10 @@ import json
 import logging
 import os
 import platform
+import re
 import time
-from collections.abc import Callable, Sequence
+import zipfile
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,7 @@ from .. import __version__
 from ..common.compat.torch import inductor_config, unwritable_guards
 from ..common.files import PARTIAL, atomic_path
 from ..common.own_files import is_own_file, own_folder, sealed, unsealed
+from ..common.processor import instructions, processor_name
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,6 +41,8 @@ GRAPH = ".graph"
 GRAPH_CACHE_MB = 1024
 #: Seconds after which what a killed process was writing counts as left behind.
 _ABANDONED = 3600.0
+_MAIN = "graph"
+_LIBRARY = re.compile(r"\w+/[\w.]+\.so")
 
 
 class GraphCache:
@@ -67,6 +72,8 @@ class GraphCache:
         self.folder = own_folder(Path(folder))
         self._limit = limit * 10**6
         self._used: set[Path] = set()
+        # Regions are shared by graphs, so each graph has the machine code of all.
+        self._libraries: set[Path] = set()
         #: Graphs taken from the folder, and graphs compiled, since this object was made.
         self.loaded, self.compiled = 0, 0
         #: Why the newest graph was not kept, "" if it was.
@@ -101,11 +108,11 @@ class GraphCache:
         if call is not None:
             return call
         # Here, as it imports the compiler, which takes long.
-        from ..common.compat.torch_compile import sources_once
+        from ..common.compat.torch_compile import code_folder, libraries_noted, sources_once
 
         options["options"] = {**(options.get("options") or {}), "guard_filter_fn": _keepable}
         try:
-            with sources_once():
+            with sources_once(), libraries_noted(self._libraries):
                 call = torch.compile(step, fullgraph=True, **options).aot_compile((tuple(inputs), {}))
         except Exception as error:  # tensor subclasses and backends that cannot be written, under errors of their own
             self._not_kept(key, error)
@@ -115,7 +122,7 @@ class GraphCache:
             own_folder(self.folder, make=True)
             with atomic_path(self._path(key)) as temporary:
                 call.save_compiled_function(str(temporary), external_data=external)
-                temporary.write_bytes(sealed(temporary.read_bytes()))
+                temporary.write_bytes(sealed(packed(temporary.read_bytes(), self._libraries, code_folder())))
             self._used.add(self._path(key))
             self._trim()
         except (
@@ -176,14 +183,13 @@ class GraphCache:
                 if not is_own_file(file.fileno()):
                     log.warning("%s is not read: it is not yours, or others can write to it", path)
                     return None
-                written = io.BytesIO(unsealed(file.read()))
+                written = unsealed(file.read())
             # Here, as it imports the compiler, which takes long.
-            from ..common.compat.torch_compile import processor_known
+            from ..common.compat.torch_compile import code_folder, libraries_noted, processor_known
 
-            with processor_known():
-                call = torch.compiler.load_compiled_function(
-                    written, f_globals=step.__globals__, external_data=external
-                )
+            graph = io.BytesIO(unpacked(written, code_folder()))
+            with processor_known(), libraries_noted(self._libraries):
+                call = torch.compiler.load_compiled_function(graph, f_globals=step.__globals__, external_data=external)
             if _sources_unchanged(call) and call.guard_check(*inputs):
                 return call
             reason = "the model's code or its state has changed"
@@ -191,6 +197,35 @@ class GraphCache:
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         log.info("%s is compiled again: %s", path.name, reason)
         return None
+
+
+def packed(graph: bytes, libraries: Iterable[Path], folder: Path) -> bytes:
+    """A graph with its machine code, which Inductor's own folder may lose: it lies among temporary files.
+
+    Args:
+        graph: As torch writes it.
+        libraries: Files of machine code; those that are not in `folder` stay out.
+        folder: Inductor's.
+    """
+    written = io.BytesIO()
+    with zipfile.ZipFile(written, "w") as archive:
+        archive.writestr(_MAIN, graph)
+        for path in sorted(libraries):
+            if path.is_relative_to(folder) and path.is_file():
+                archive.write(path, path.relative_to(folder).as_posix())
+    return written.getvalue()
+
+
+def unpacked(written: bytes, folder: Path) -> bytes:
+    """The graph that `packed` was given; its machine code goes to Inductor's folder, where there is none."""
+    with zipfile.ZipFile(io.BytesIO(written)) as archive:
+        for name in archive.namelist():
+            path = folder / name
+            if _LIBRARY.fullmatch(name) and not path.exists():
+                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                with atomic_path(path) as temporary:
+                    temporary.write_bytes(archive.read(name))
+        return archive.read(_MAIN)
 
 
 def _keepable(guards: Sequence[Any]) -> list[bool]:
@@ -235,6 +270,9 @@ def _settings() -> list[Any]:
         torch.__version__,
         transformers.__version__,
         platform.machine(),
+        # Kernels are compiled for the very processor, not for a kind of it.
+        processor_name(),
+        instructions(),
         torch.backends.cpu.get_cpu_capability(),
         torch.get_num_threads(),
         torch.get_float32_matmul_precision(),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import re
 import shutil
 from dataclasses import asdict, dataclass
@@ -12,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ..common.own_kernels import TARGET_VARIABLE, VARIABLE, load_own_kernels
+from ..common.processor import cpu_fields, processor_name
 
-_CPU_INFO = Path("/proc/cpuinfo")
 _BUILD = "exportable-cache kernels build"
 
 
@@ -76,14 +75,6 @@ def diagnose() -> Diagnosis:
     )
 
 
-def processor_name() -> str:
-    """As the processor calls itself, with family and model where it gives them."""
-    fields = _cpu_fields()
-    name = fields.get("model name") or platform.processor() or platform.machine()
-    numbers = ", ".join(f"{key} {fields[key]}" for key in ("cpu family", "model") if key in fields)
-    return f"{name} ({numbers})" if numbers else name
-
-
 def _remedies(release: str | None, ours: bool):
     if release is None:
         yield "to run bundles for ExecuTorch: pip install 'exportable-cache[executorch]'"
@@ -107,22 +98,12 @@ def _blas(config: str) -> str:
     if found is None:
         named = re.search(r"BLAS_INFO=(\w+)", config)
         return f"BLAS {named.group(1)}" if named else "BLAS unknown"
-    path = "" if _cpu_fields().get("vendor_id", "GenuineIntel") == "GenuineIntel" else _NOT_INTEL
+    path = "" if cpu_fields().get("vendor_id", "GenuineIntel") == "GenuineIntel" else _NOT_INTEL
     return f"MKL {found.group(1)}{path}"
 
 
 # A profile of an EPYC of Zen 3 showed `mkl_blas_def_sgemm` under ExecuTorch's attention.
 _NOT_INTEL = ", which may take its generic path, as this processor is not Intel's"
-
-
-def _cpu_fields() -> dict[str, str]:
-    """Of the first processor; empty where the system has no such file."""
-    fields: dict[str, str] = {}
-    if _CPU_INFO.is_file():
-        for line in _CPU_INFO.read_text(errors="replace").splitlines():
-            key, _, value = line.partition(":")
-            fields.setdefault(key.strip(), value.strip())
-    return fields
 
 
 def _release(package: str) -> str | None:

@@ -91,26 +91,26 @@ def test_tokens_are_the_same_before_and_after_the_graphs_are_there(tmp_path: Pat
     session = session_of(model, True, graph_cache=tmp_path, progress=lambda *stage: told.append(stage))
     answer = session.generate(prompt, 40, **settings)
     found = [next(answer) for _ in range(9)]
-    assert session.pending_graphs == 2 and not session.runner._calls
+    assert session.pending_graphs == 3 and not session.runner._calls
     wait_until(lambda: session.pending_graphs == 0, 1800)
     found += answer
     assert found == expected
-    assert [key[0] for key in session.runner._calls] == ["decode"]
-    assert told[0] == ("compiling prefill", 0, 1) and told[-1][1:] == (2, 2)
+    assert sorted(key[0] for key in session.runner._calls) == ["choice", "decode"]
+    assert told[0] == ("compiling prefill", 0, 1) and told[-1][1:] == (3, 3)
     logits = session_of(model, False).prefill(prompt)
     session.reset()
     torch.testing.assert_close(session.prefill(prompt), logits, atol=1e-4, rtol=0)
-    assert sorted(key[0] for key in session.runner._calls) == ["decode", "prefill"]
+    assert sorted(key[0] for key in session.runner._calls) == ["choice", "decode", "prefill"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         session.reset()
         session.warm_up()
-    assert len(session.runner._calls) == 4  # prefill; decode to logits, greedily and drawn
+    assert len(session.runner._calls) == 3
     # A later session finds all of them in the folder.
     session.close()
     later = session_of(model, True, graph_cache=tmp_path)
     later.warm_up()
-    assert later.runner.graph_cache.loaded == 4 and later.runner.background._worker._process is None
+    assert later.runner.graph_cache.loaded == 3 and later.runner.background._worker._process is None
 
 
 @pytest.mark.full

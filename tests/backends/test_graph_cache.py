@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch._dynamo.package import SourceInfo
 from torch._dynamo.utils import counters
+from torch._inductor import codecache, cpp_builder, cpu_vec_isa
 
 from exportable_cache import ExportableCache, Session
 from exportable_cache.backends import graph_cache
@@ -91,6 +92,22 @@ def test_a_later_session_traces_and_compiles_nothing(model, folder) -> None:
     assert worst(session, model) <= 1e-4
     assert counts(session) == (2, 0)
     assert not counters["frames"] and not counters["stats"]["unique_graphs"]
+
+
+def test_a_later_session_needs_nothing_of_inductors_own_folder(model, folder, tmp_path, monkeypatch) -> None:
+    """Which lies among temporary files: machine code is in the graph's file."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    for forget in (
+        codecache.CppPythonBindingsCodeCache.cache_clear,
+        codecache.PyCodeCache.cache_clear,
+        cpu_vec_isa.valid_vec_isa_list.cache_clear,
+        cpu_vec_isa.VecISA._VecISA__bool__impl.cache_clear,
+    ):
+        forget()
+    monkeypatch.setattr(cpp_builder.CppBuilder, "build", lambda self: pytest.fail("code is compiled"))
+    session = session_of(model, folder, buckets=False)
+    assert worst(session, model) <= 1e-4
+    assert counts(session) == (2, 0) and list(tmp_path.rglob("*.main.so"))
 
 
 def test_graphs_hold_no_weights(model, folder) -> None:
@@ -197,6 +214,21 @@ def written_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         torch.compiler, "load_compiled_function", lambda file, **options: Written(file.read(10).decode())
     )
+
+
+def test_graphs_are_those_of_one_processor(model, tmp_path, monkeypatch) -> None:
+    """They hold machine code for it, which another may not be able to run."""
+    cache = ExportableCache.from_model(model, CAPACITY)
+
+    def path() -> Path:
+        return GraphCache(tmp_path, model, cache)._path("decode")
+
+    here = path()
+    assert path() == here
+    for name in ("processor_name", "instructions"):
+        with monkeypatch.context() as patch:
+            patch.setattr(graph_cache, name, lambda: "another")
+            assert path() != here
 
 
 def test_what_was_used_longest_ago_is_dropped(model, tmp_path, monkeypatch) -> None:

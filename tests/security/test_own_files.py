@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import pickle
+import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 
 from exportable_cache import ExportableCache, Session
-from exportable_cache.backends.graph_cache import GraphCache
+from exportable_cache.backends.graph_cache import GraphCache, packed, unpacked
 from exportable_cache.common import own_files
 from exportable_cache.errors import InputError
 
@@ -112,12 +114,26 @@ def _step(tokens: torch.Tensor) -> torch.Tensor:
     return tokens
 
 
+def test_a_graph_writes_machine_code_to_inductors_folder_only(tmp_path: Path) -> None:
+    """And over no file that is there."""
+    names = ["../out.so", "/out.so", "ab/../../out.so", "ab/x.py", "ab/there.so", "ab/new.main.so"]
+    (tmp_path / "code" / "ab").mkdir(parents=True)
+    (tmp_path / "code" / "ab" / "there.so").write_text("there")
+    written = io.BytesIO()
+    with zipfile.ZipFile(written, "w") as archive:
+        for name in ["graph", *names]:
+            archive.writestr(name, "planted")
+    assert unpacked(written.getvalue(), tmp_path / "code") == b"planted"
+    found = {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*.*") if path.is_file()}
+    assert found == {"code/ab/there.so": "there", "code/ab/new.main.so": "planted"}
+
+
 def test_a_planted_graph_is_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """And the same file, were it the user's own, would run its code: the check is what stops it."""
     model = tiny_model("llama")
     cache = GraphCache(tmp_path, model, ExportableCache.from_model(model, 32))
     path, made = tmp_path / "x.graph", tmp_path / "made"
-    path.write_bytes(own_files.sealed(pickle.dumps(Evil(made))))
+    path.write_bytes(own_files.sealed(packed(pickle.dumps(Evil(made)), (), tmp_path)))
     path.chmod(0o666)
     with caplog.at_level(logging.WARNING):
         assert cache._load(path, _step, {}, []) is None

@@ -5,7 +5,8 @@
 | `torch._dynamo.aot_compile_types.SerializableCallable` | graphs compiled by regions are not kept on disk |
 | `torch._inductor.standalone_compile` and its `AOTCompiledArtifact` | every layer is compiled |
 | `torch._dynamo.package.SourceInfo.add_code` | a graph that is kept takes a tenth longer to compile |
-| `torch._inductor.cpu_vec_isa.VecISA._probe_load` | the first graph from disk starts up to four interpreters |
+| `torch._inductor.codecache.CppCodeCache.load_async`, `runtime.cache_dir_utils.cache_dir` | graphs lack their code |
+| `torch._inductor.cpu_vec_isa.VecISA._probe_load`, `codecache._precompile_header` | a graph from disk takes longer |
 | `torch._inductor.compile` | graphs without equal layers are not compiled |
 | `torch.UntypedStorage._cdata` | regions whose inputs share memory are not told, and compiled wrongly |
 | `torch.fx.experimental.symbolic_shapes.free_symbols`, `SymNode.shape_env` | regions of prompts are not told apart |
@@ -13,10 +14,10 @@
 
 from __future__ import annotations
 
-import os
-import time
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import CodeType
 from typing import Any
 from unittest import mock
@@ -24,8 +25,10 @@ from unittest import mock
 import torch
 from torch._dynamo.aot_compile_types import SerializableCallable
 from torch._dynamo.package import SourceInfo
-from torch._inductor import standalone_compile
+from torch._inductor import codecache, standalone_compile
+from torch._inductor.codecache import CppCodeCache
 from torch._inductor.cpu_vec_isa import VecISA
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.standalone_compile import AOTCompiledArtifact
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import free_symbols as symbols_in
@@ -76,18 +79,43 @@ def sources_once() -> Iterator[None]:
 
 
 @contextmanager
-def processor_known() -> Iterator[None]:
-    """A block that loads what was compiled, and takes the processor's vector instructions for tried where they were
-    tried by an earlier process: Inductor starts an interpreter for each set of them.
+def libraries_noted(found: set[Path]) -> Iterator[None]:
+    """A block in which Inductor's machine code is noted: the files of kernels that it loads, and those by which it
+    tries the processor.
     """
-    begin, probe = time.time(), VecISA._probe_load
+    load, probe = CppCodeCache.__dict__["load_async"].__func__, VecISA._probe_load
 
-    def probe_new(self: VecISA, path: str) -> bool:
-        # Built just now, or long since.
-        return os.path.getmtime(path) < begin or probe(self, path)
+    def load_noted(cls: type, *arguments: Any, **options: Any) -> Any:
+        loader = load(cls, *arguments, **options)
+        found.add(Path(inspect.getclosurevars(loader).nonlocals["binary_path"]))
+        return loader
 
-    with mock.patch.object(VecISA, "_probe_load", probe_new):
+    def probe_noted(self: VecISA, path: str) -> bool:
+        found.add(Path(path))
+        return probe(self, path)
+
+    with (
+        mock.patch.object(CppCodeCache, "load_async", classmethod(load_noted)),
+        mock.patch.object(VecISA, "_probe_load", probe_noted),
+    ):
         yield
+
+
+@contextmanager
+def processor_known() -> Iterator[None]:
+    """A block that loads what was compiled for this processor. Inductor would start an interpreter for each set of
+    vector instructions, to try it, and compile headers first that no kernel needs which is compiled.
+    """
+    with (
+        mock.patch.object(VecISA, "_probe_load", lambda self, path: True),
+        mock.patch.object(codecache, "_precompile_header", lambda *arguments, **options: ""),
+    ):
+        yield
+
+
+def code_folder() -> Path:
+    """Where Inductor keeps machine code."""
+    return Path(cache_dir())
 
 
 def compile_whole(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
