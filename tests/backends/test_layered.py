@@ -72,6 +72,7 @@ def test_the_ways_to_choose_share_the_layers() -> None:
     assert [key[0] for key in session.runner._calls] == ["prefill", "decode", "choice"]
 
 
+@pytest.mark.full
 def test_layers_of_two_kinds_are_compiled_once_each() -> None:
     types = ["sliding_attention", "full_attention"] * 2
     model = tiny_model("gemma3_text", num_hidden_layers=4, layer_types=types)
