@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import EncoderDecoderCache, PreTrainedModel
 
-from exportable_cache import ExportableCache, Session
+from exportable_cache import ExportableCache, Session, export
 from exportable_cache.errors import InputError, UnsupportedModelError
 from exportable_cache.models.cache_factory import ExportableEncoderDecoderCache
 from exportable_cache.program.program import Program
@@ -89,6 +89,23 @@ def test_executorch_programs_equal_the_model(family: str) -> None:
     model = tiny_seq2seq(family)
     session = lowered_session(model, "executorch", MAX_CACHE_LEN, max_encoder_len=sizes(family)[0])
     assert largest_difference(session, model, family, prompts=(4,)) <= TOLERANCE
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["t5", "marian", "whisper"])
+def test_quantised_layers_are_exported_whole_and_verified(family: str, tmp_path: Path) -> None:
+    pytest.importorskip("executorch", reason="the executorch extra is not installed")
+    encoder_len = sizes(family)[0]
+    bundle = export(
+        tiny_seq2seq(family),
+        "executorch",
+        MAX_CACHE_LEN,
+        tmp_path / "out",
+        max_encoder_len=encoder_len,
+        quantize="8da4w",
+    )
+    verification = bundle.manifest.verification
+    assert verification is not None and verification["passed"]
 
 
 @pytest.mark.slow
