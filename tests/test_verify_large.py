@@ -35,7 +35,7 @@ def test_the_reference_comes_first_and_a_program_of_other_weights_fails(
     monkeypatch.setattr(Bundle, "open_runner", open_runner)
     model = tiny_model("gemma3_text", hidden_size=64, head_dim=16)
     # Past the window of 8, and up to a full cache.
-    bundle = export(model, "pt2", 40, tmp_path / "out")
+    bundle = export(model, "executorch", 40, tmp_path / "out")
     recorded = bundle.manifest.verification
     assert recorded["at_once"] and recorded["passed"] and recorded["windows"] == [8]
     assert max(prompt["length"] for prompt in recorded["prompts"]) == 40
