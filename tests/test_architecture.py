@@ -18,6 +18,8 @@ def test_imports_point_downwards_and_go_in_no_circle(monkeypatch: pytest.MonkeyP
         "importlinter.cli", reason="import-linter is not installed: the extra `test` has it"
     )
     monkeypatch.chdir(ROOT)
+    # It configures logging, and would silence every logger that is there, for all tests after this one.
+    monkeypatch.setattr("logging.config.dictConfig", lambda config: None)
     assert importlinter.lint_imports(no_cache=True) == importlinter.EXIT_STATUS_SUCCESS
 
 
