@@ -1,9 +1,11 @@
 """Continuous batching: every request gets the tokens it would get alone, whoever its neighbours are."""
 
+from importlib import metadata
 from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from torch._dynamo.utils import counters
 
 from exportable_cache.decoding import ContinuousBatch, Sampling
@@ -61,6 +63,10 @@ def test_logits_of_a_row_do_not_depend_on_its_neighbours(model: Any) -> None:
     assert len(seen) == 11
 
 
+@pytest.mark.skipif(
+    Version(metadata.version("transformers")) < Version("5.23"),
+    reason="Mamba 2 of transformers 5.20 asks for one length of all rows, and is refused by name",
+)
 def test_linear_states_move_with_their_row() -> None:
     model = tiny_model("mamba2", num_heads=4, head_dim=16, state_size=8, n_groups=1, num_hidden_layers=2)
     batch = ContinuousBatch.from_model(model, 48, 2, prefill_chunk=16)
