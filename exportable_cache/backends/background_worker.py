@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 _DIFFERENT = "what was compiled does not fit this process"
 #: Seconds that a thread holds the interpreter while a graph is loaded, so that steps go on meanwhile.
 _SWITCH_INTERVAL = 0.0005
+#: Longest time that the end of a session waits for a graph that is being loaded, which takes two or three.
+_LOADING_SECONDS = 20.0
 _CHILD = "import sys; sys.path[:] = sys.argv[1:]; from exportable_cache.backends.background_process import main; main()"
 
 
@@ -70,21 +72,20 @@ class GraphWorker:
         self._folder = Path(str(options.graph_cache))
         self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._loading = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = os.getpid()
 
     def ask(self, number: int, graph: Graph, inputs: list[torch.Tensor], ahead: bool) -> None:
         """Have a graph brought; `ahead` if others go first."""
         self._mail.waiting[number] = graph
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, daemon=True, name="graphs asked for")
-            self._thread.start()
+        if not self._threads:
+            self._start(self._serve, name="graphs asked for")
         self._requests.put((number, graph.asked, inputs, ahead))
         self._tell(graph, number + 1)
 
     def stop(self) -> None:
-        """End the process, and what it has started."""
+        """End the process and what it has started, and wait for a graph that is being loaded."""
         if os.getpid() != self._owner:  # a fork, which has none of the threads
             return
         with self._mail.changed:
@@ -95,12 +96,21 @@ class GraphWorker:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+        # A thread that loads machine code while the interpreter ends takes the whole process down with it.
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(_LOADING_SECONDS)
+
+    def _start(self, work: Callable[..., None], *arguments: Any, name: str) -> None:
+        thread = threading.Thread(target=work, args=arguments, daemon=True, name=name)
+        self._threads.append(thread)
+        thread.start()
 
     def _serve(self) -> None:
         """Take what is asked for from the folder, or hand it over. A pipe holds less than a model's skeleton, and the
         other process starts slowly.
         """
-        while (item := self._requests.get()) is not None:
+        while (item := self._requests.get()) is not None and self._mail.over is None:
             graph = self._mail.waiting[item[0]]
             call = None
             # Looking for one takes seconds the first time: what it is named by comes with the compiler's import.
@@ -136,7 +146,7 @@ class GraphWorker:
             )
         requests, replies = self._process.stdin, self._process.stdout
         assert requests is not None and replies is not None
-        threading.Thread(target=self._receive, args=(replies,), daemon=True, name="graphs").start()
+        self._start(self._receive, replies, name="graphs")
         pickle.dump((str(self._folder), self._options.graph_cache_mb, torch_settings(), self._skeleton), requests)
         self._skeleton = b""
         return requests
