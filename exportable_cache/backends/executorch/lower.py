@@ -87,20 +87,25 @@ def _partitioned(
 ) -> EdgeProgramManager:
     partitioners = partitioners_for(delegate)
     methods = dict(constant_methods or {})
+    passes = [UnfoldLinears(), RemoveNeedlessCopies()] if delegate == "xnnpack" else []
     kept = partitioners[0].kept_operators(programs.values()) if delegate == "xnnpack" else None
     # Cache writes are not in the core operator set's validity list, and a dim order of the cache would be copied to.
     config = edge_config(skip_dim_order=True, kept=kept or ())
     if kept is None:
-        return exir.to_edge_transform_and_lower(
+        edge = exir.to_edge_transform_and_lower(
             programs,
-            transform_passes=[UnfoldLinears(), *([RemoveNeedlessCopies()] if delegate == "xnnpack" else [])],
+            transform_passes=[forget_histories, *passes],
             partitioner=partitioners,
             compile_config=config,
             constant_methods=methods,
         )
-    # The same with one decomposition in place of three, which find out call by call what is to be kept.
-    edge = exir.to_edge(programs, methods, config).transform([UnfoldLinears(), RemoveNeedlessCopies()])
-    return edge.to_backend(partitioners[0])
+    else:
+        # The same with one decomposition in place of three, which find out call by call what is to be kept.
+        edge = exir.to_edge(programs, methods, config).transform([forget_histories, *passes])
+        edge = edge.to_backend(partitioners[0])
+    for name in programs:
+        forget_histories(edge.exported_program(name).graph_module)
+    return edge
 
 
 def restore_sizes(program: ExportedProgram) -> None:
