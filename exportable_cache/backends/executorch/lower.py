@@ -61,6 +61,7 @@ def to_edge(
         constant_methods: Values that the file answers as methods of their own.
         delegate: See `delegates`.
     """
+    patch_exporter()
     segments = StampedSegments(_segment_to_edge)
     rewrites = (*REWRITES, *((segments.take, *XNNPACK_REWRITES) if delegate == "xnnpack" else ()))
     rewritten = {name: _rewritten(program, rewrites) for name, program in programs.items()}
@@ -132,7 +133,6 @@ def to_program(edge: EdgeProgramManager) -> ExecutorchProgramManager:
     garbage. `run_reinplace_pass`: a cache write stays in place; without it every write copies the whole buffer out and
     back, per tensor and token.
     """
-    patch_exporter()
     return edge.to_executorch(
         ExecutorchBackendConfig(
             memory_planning_pass=MemoryPlanningPass(
