@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ..common.files import atomic_path
 from ..common.own_files import home_folder
+from ..errors import InputError
 
 #: The oldest go first.
 MOST_RECORDS = 4096
@@ -83,7 +84,7 @@ class KnownDigests:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with atomic_path(path) as temporary:
                 temporary.write_text(json.dumps(kept), encoding="ascii")
-        except (OSError, RuntimeError):
+        except (OSError, RuntimeError, InputError):
             return
 
 
