@@ -30,16 +30,6 @@ CHUNK = 256
 Step = Callable[[int, int], object]  # (new tokens, position of the first)
 
 
-def processor() -> str:
-    """Name of the processor, with the model numbers where the name says little."""
-    fields: dict[str, str] = {}
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        key, _, value = line.partition(":")
-        fields.setdefault(key.strip(), value.strip())
-    numbers = ", ".join(f"{key} {fields[key]}" for key in ("cpu family", "model") if key in fields)
-    return f"{fields.get('model name', 'unknown')} ({numbers}), {os.cpu_count()} cores"
-
-
 def write_operators(folder: Path, slots: int) -> None:
     """Programs `decode.pte` and `prefill.pte` of nothing but the operators, over a cache [KEY_HEADS, slots, 1, DIM]."""
     import torch
@@ -208,6 +198,8 @@ def main(
     steps: Annotated[int, typer.Option(help="Decode steps a round.")] = 5,
 ) -> None:
     """Time the forms, and print a table."""
+    from exportable_cache.common.processor import processor_name
+
     with tempfile.TemporaryDirectory() as temporary:
         kind = "operators" if folder is None else "bundle"
         if folder is None:
@@ -226,7 +218,8 @@ def main(
         for worker in workers.values():
             worker.close()
     load = ", ".join(f"{one:.1f}" for one in os.getloadavg())
-    print(f"{processor()}; {threads or 'all'} threads; {slots} slots; load {load}; median (fastest), ms\n")
+    machine = f"{processor_name()}, {os.cpu_count()} cores"
+    print(f"{machine}; {threads or 'all'} threads; {slots} slots; load {load}; median (fastest), ms\n")
     print("| | " + " | ".join(titles) + " |\n" + "|---" * (len(titles) + 1) + "|")
     for request, of in times.items():
         cells = [f"{statistics.median(found):.2f} ({min(found):.2f})" for found in of.values()]

@@ -18,8 +18,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
-import re
 import resource
 import statistics
 import subprocess
@@ -200,14 +198,14 @@ def cells_of(runs: list[Run]) -> Iterator[list[str]]:
 
 def markdown_of(runs: list[Run], begin: float) -> str:
     """The table as the documentation has it, with what it was measured on."""
+    from exportable_cache.common.processor import processor_name
+
     rows = [list(COLUMNS), ["---"] * len(COLUMNS), *cells_of(runs)]
     lines = ["| " + " | ".join(row) + " |" for row in rows]
-    known = Path("/proc/cpuinfo")
-    found = dict(re.findall(r"(model name|cpu family|model)\s*: (.*)", known.read_text())) if known.exists() else {}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     load = f"load of the machine {begin:.1f} before and {os.getloadavg()[0]:.1f} in the end"
-    kind = ", ".join(f"{name} {value}" for name, value in found.items()) or platform.processor()
-    return "\n".join([*lines, "", f"{cores} cores ({kind}), torch {metadata.version('torch')}; {load}."]) + "\n"
+    measured = f"{cores} cores, {processor_name()}, torch {metadata.version('torch')}; {load}."
+    return "\n".join([*lines, "", measured]) + "\n"
 
 
 def draw(runs: list[Run], path: Path) -> None:

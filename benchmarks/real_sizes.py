@@ -14,7 +14,6 @@ and go as the system likes. The most resident memory of all, such pages included
 from __future__ import annotations
 
 import json
-import platform
 import resource
 import subprocess
 import sys
@@ -180,9 +179,9 @@ def run_one(bundle: Path) -> dict[str, Any]:
 
 def processor() -> str:
     """Its name, and whether it has AVX-512."""
-    text = Path("/proc/cpuinfo").read_text()
-    name = next((line.split(":")[1].strip() for line in text.splitlines() if "model name" in line), platform.machine())
-    return f"{name}, {'AVX-512' if 'avx512f' in text else 'no AVX-512'}"
+    from exportable_cache.common.processor import instructions, processor_name
+
+    return f"{processor_name()}, {'AVX-512' if 'avx512f' in instructions() else 'no AVX-512'}"
 
 
 def table(results: dict[str, Any]) -> Iterator[str]:

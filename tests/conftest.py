@@ -17,7 +17,9 @@ os.environ["EXPORTABLE_CACHE_HOME"] = os.path.join(os.path.dirname(__file__), ".
 for _name in ("EXPORTABLE_CACHE_DEBUG", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
     os.environ.pop(_name, None)
 
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -75,6 +77,17 @@ def pytest_collection_finish() -> None:
     """Let the garbage collector look no more at what is imported: it would go over all of it again and again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def fake_backend() -> Iterator[None]:
+    """Target "fake", whose programs stay in this process, among the package's own for the tests of a file."""
+    from exportable_cache.backends import TARGETS
+
+    from .support import fake_target
+
+    with mock.patch.dict(TARGETS, fake=fake_target.ENTRY):
+        yield
 
 
 @pytest.fixture(scope="session")

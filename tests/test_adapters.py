@@ -10,12 +10,10 @@ import pytest
 import torch
 
 from exportable_cache import export, load
-from exportable_cache.backends import TARGETS
 from exportable_cache.errors import InputError, MissingDependencyError, UnsupportedModelError
 from exportable_cache.models.loading import load_config, load_model
 from exportable_cache.verification.verify import verify
 
-from .support import fake_target
 from .support.models import tiny_model, tokens
 from .support.oracle import difference, reference_logits
 
@@ -23,9 +21,7 @@ CAPACITY = 48
 TARGETED = ["q_proj", "v_proj", "down_proj"]
 
 
-@pytest.fixture(autouse=True)
-def fake(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TARGETS, "fake", fake_target.ENTRY)
+pytestmark = pytest.mark.usefixtures("fake_backend")
 
 
 def adapted(seed: int = 0, model: Any = None, **options: Any) -> Any:

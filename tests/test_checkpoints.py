@@ -13,22 +13,19 @@ import torch
 from transformers import PreTrainedModel
 
 from exportable_cache import export, load
-from exportable_cache.backends import TARGETS
 from exportable_cache.errors import InputError, MissingDependencyError, UnsupportedModelError
 from exportable_cache.models import prequantized
 from exportable_cache.models.loading import load_config, load_model
 from exportable_cache.models.tokenizers import load_tokenizer
 from exportable_cache.pipeline.sizing import plan
 
-from .support import checkpoints, fake_target
+from .support import checkpoints
 from .support.models import tiny_model, tokens
 
 CAPACITY = 48
 
 
-@pytest.fixture(autouse=True)
-def fake(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TARGETS, "fake", fake_target.ENTRY)
+pytestmark = pytest.mark.usefixtures("fake_backend")
 
 
 def weight_gap(left: PreTrainedModel, right: PreTrainedModel) -> float:

@@ -11,7 +11,6 @@ import torch
 from typer.testing import CliRunner
 
 from exportable_cache import export
-from exportable_cache.backends import TARGETS
 from exportable_cache.cli.app import app
 from exportable_cache.errors import BundleError, InputError, UnsupportedModelError
 from exportable_cache.models.quantization import quantize
@@ -20,15 +19,13 @@ from exportable_cache.models.quantized_sizes import quantized_bytes
 from exportable_cache.models.without_weights import model_without_weights
 
 from .decoding.byte_tokenizer import SIZE, byte_tokenizer
-from .support import checkpoints, fake_target
+from .support import checkpoints
 from .support.models import tiny_model
 
 CAPACITY = 48
 
 
-@pytest.fixture(autouse=True)
-def fake(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TARGETS, "fake", fake_target.ENTRY)
+pytestmark = pytest.mark.usefixtures("fake_backend")
 
 
 @pytest.fixture

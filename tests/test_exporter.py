@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from exportable_cache import Session, export, load
-from exportable_cache.backends import TARGETS
 from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.decoding import PromptLookup
 from exportable_cache.errors import (
@@ -24,7 +23,6 @@ from exportable_cache.verification.report import VerifyReport
 from exportable_cache.verification.verify import verify
 
 from .decoding.byte_tokenizer import SIZE, byte_tokenizer
-from .support import fake_target
 from .support.models import VOCAB, tiny_model, tokens
 from .support.oracle import difference, reference_logits
 from .support.sessions import CAPACITY as BUNDLE_CAPACITY
@@ -36,9 +34,7 @@ CHUNK = 13
 HEADS = {"num_attention_heads": 16}
 
 
-@pytest.fixture(autouse=True)
-def fake(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TARGETS, "fake", fake_target.ENTRY)
+pytestmark = pytest.mark.usefixtures("fake_backend")
 
 
 @pytest.fixture(scope="module")

@@ -12,30 +12,20 @@ from typing import Any
 import pytest
 
 from exportable_cache import export
-from exportable_cache.backends import TARGETS
 from exportable_cache.bundle.bundle import Bundle
-from exportable_cache.errors import (
-    BundleError,
-    VerificationError,
-)
+from exportable_cache.errors import BundleError, VerificationError
 
-from .support import fake_target
 from .support.models import tiny_model
 
 CAPACITY = 64
-CHUNK = 13
-# Of the model of `folded_bundle`.
-HEADS = {"num_attention_heads": 16}
 
 
-@pytest.fixture(autouse=True)
-def fake(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TARGETS, "fake", fake_target.ENTRY)
+pytestmark = pytest.mark.usefixtures("fake_backend")
 
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return tiny_model("gemma3_text", **HEADS)
+    return tiny_model("gemma3_text")
 
 
 def test_failed_verification_leaves_nothing(model: Any, tmp_path: Path) -> None:

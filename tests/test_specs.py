@@ -15,7 +15,7 @@ import typer
 from typer.testing import CliRunner
 
 from exportable_cache import ExportableCache, export, load
-from exportable_cache.backends import TARGETS, backend_for
+from exportable_cache.backends import backend_for
 from exportable_cache.backends.executorch.options import ExecutorchOptions
 from exportable_cache.backends.options import TargetOptions
 from exportable_cache.backends.pt2.options import Pt2Options
@@ -36,10 +36,7 @@ from exportable_cache.verification.spec import VerifySpec
 from .support import fake_target
 from .support.models import tiny_model, tokens
 
-
-@pytest.fixture(autouse=True)
-def fake(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TARGETS, "fake", fake_target.ENTRY)
+pytestmark = pytest.mark.usefixtures("fake_backend")
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,14 +29,12 @@ from executorch.exir.backend.utils import get_delegates
 from exportable_cache.backends.executorch import lower, segment_calls, stamping
 from exportable_cache.backends.executorch.graph_edits import forget_histories
 from exportable_cache.backends.executorch.options import ExecutorchOptions
-from exportable_cache.backends.executorch.patches import PATCHES
 from exportable_cache.backends.executorch.quantized_linears import fold_linears
 from exportable_cache.backends.executorch.quantized_tracing import FoldedLinears
 from exportable_cache.backends.executorch.segment_calls import StampedSegments
 from exportable_cache.backends.executorch.state_order import traced_order
 from exportable_cache.backends.executorch.target import backend
 from exportable_cache.common.compat.executorch import load_program
-from exportable_cache.models.patches.patch import ORIGINAL
 
 QUANTIZED = Quantization("8da4w", 32, None)
 
@@ -284,28 +281,6 @@ def test_histories_are_forgotten_in_inner_graphs_too() -> None:
     assert len(graphs) == 3 and all(any("from_node" in node.meta for node in graph.nodes) for graph in graphs)
     forget_histories(graph_module)
     assert not any("from_node" in node.meta for graph in graphs for node in graph.nodes)
-
-
-def test_functional_writes_are_removed_once_for_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the patch, once for every graph inside it: where that is no longer so, the patch can go."""
-    (patch,) = PATCHES
-    assert patch.digest() in patch.digests, "upstream changed: read it, then renew the digest or drop the patch"
-    patch.apply()
-    replaced = getattr(import_module(patch.file), patch.name)
-    seen = []
-    original = getattr(replaced, ORIGINAL)
-    counted = original.__globals__["decompose_auto_functionalized"]
-    monkeypatch.setitem(
-        original.__globals__, "decompose_auto_functionalized", lambda graph: seen.append(graph) or counted(graph)
-    )
-
-    class Branches(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x + 1,))
-
-    program = torch.export.export(Branches(), (torch.randn(3),))
-    assert replaced(program) is program and len(seen) == 1
-    assert original(program) is program and len(seen) == 1 + 3
 
 
 class Block(torch.nn.Module):

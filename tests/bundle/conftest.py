@@ -17,9 +17,9 @@ from ..support.models import tiny_model
 from .editing import CAPACITY
 
 
-@pytest.fixture(autouse=True)
-def fake(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TARGETS, "fake", fake_target.ENTRY)
+@pytest.fixture(scope="module", autouse=True)
+def fake(fake_backend: None) -> None:
+    """Every file here opens bundles for it."""
 
 
 @pytest.fixture(scope="session")

@@ -10,21 +10,14 @@ import pytest
 import torch
 
 from exportable_cache import export
-from exportable_cache.backends.registry import TARGETS
 from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.bundle.manifest import SCHEMA_VERSION
 
-from ..support import fake_target
 from ..support.fake_target import FILE
 from ..support.models import WINDOW
 from .bundles import MAX_CACHE_LEN, edit_manifest, refused
 
-
-@pytest.fixture(scope="module", autouse=True)
-def fake():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(TARGETS, "fake", fake_target.ENTRY)
-        yield
+pytestmark = pytest.mark.usefixtures("fake_backend")
 
 
 # -- export ------------------------------------------------------------------------------------------------------------

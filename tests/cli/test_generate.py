@@ -7,10 +7,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from exportable_cache import export, load
-from exportable_cache.backends.registry import TARGETS
 from exportable_cache.bundle.bundle import Bundle
 
-from ..support import fake_target
 from ..support.letters import letter_tokenizer
 from ..support.models import VOCAB, tiny_model
 
@@ -18,12 +16,8 @@ MAX_CACHE_LEN = 48
 PROMPT = "abcdefgh"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def fake():
-    """The command is tested here; over programs of real targets it runs in test_bundle_commands.py and test_demo.py."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(TARGETS, "fake", fake_target.ENTRY)
-        yield
+# The command is tested here; over programs of real targets it runs in test_bundle_commands.py and test_demo.py.
+pytestmark = pytest.mark.usefixtures("fake_backend")
 
 
 @pytest.fixture(scope="module")

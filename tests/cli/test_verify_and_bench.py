@@ -9,18 +9,11 @@ import pytest
 import torch
 
 from exportable_cache import load
-from exportable_cache.backends.registry import TARGETS
 
-from ..support import fake_target
 from ..support.models import tiny_model, tokens
 from .bundles import MAX_CACHE_LEN, refused
 
-
-@pytest.fixture(scope="module", autouse=True)
-def fake():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(TARGETS, "fake", fake_target.ENTRY)
-        yield
+pytestmark = pytest.mark.usefixtures("fake_backend")
 
 
 # -- verify ------------------------------------------------------------------------------------------------------------

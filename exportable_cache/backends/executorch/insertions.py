@@ -12,7 +12,6 @@ from ...common.compat.executorch import call_delegate_operator, operator_of
 from ...common.compat.torch import OpOverload
 from .branches import AttentionBranches, is_choice
 from .delegate_shapes import with_known_shapes
-from .graph_edits import forget_histories
 from .segment_calls import is_segment
 
 if TYPE_CHECKING:
@@ -29,8 +28,6 @@ def insert_what_was_taken(edge: EdgeProgramManager, segments: StampedSegments) -
     targets = [node.target for name in edge.methods for node in edge.exported_program(name).graph.nodes]
     if not any(is_choice(target) or is_segment(target) for target in targets):
         return edge
-    for name in edge.methods:
-        forget_histories(edge.exported_program(name).graph_module)
     return edge.transform([_Insertions(segments)])
 
 

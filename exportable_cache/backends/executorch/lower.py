@@ -61,6 +61,7 @@ def to_edge(
         constant_methods: Values that the file answers as methods of their own.
         delegate: See `delegates`.
     """
+    patch_exporter()
     segments = StampedSegments(_segment_to_edge)
     rewrites = (*REWRITES, *((segments.take, *XNNPACK_REWRITES) if delegate == "xnnpack" else ()))
     rewritten = {name: _rewritten(program, rewrites) for name, program in programs.items()}
@@ -87,20 +88,25 @@ def _partitioned(
 ) -> EdgeProgramManager:
     partitioners = partitioners_for(delegate)
     methods = dict(constant_methods or {})
+    passes = [UnfoldLinears(), RemoveNeedlessCopies()] if delegate == "xnnpack" else []
     kept = partitioners[0].kept_operators(programs.values()) if delegate == "xnnpack" else None
     # Cache writes are not in the core operator set's validity list, and a dim order of the cache would be copied to.
     config = edge_config(skip_dim_order=True, kept=kept or ())
     if kept is None:
-        return exir.to_edge_transform_and_lower(
+        edge = exir.to_edge_transform_and_lower(
             programs,
-            transform_passes=[UnfoldLinears(), *([RemoveNeedlessCopies()] if delegate == "xnnpack" else [])],
+            transform_passes=[forget_histories, *passes],
             partitioner=partitioners,
             compile_config=config,
             constant_methods=methods,
         )
-    # The same with one decomposition in place of three, which find out call by call what is to be kept.
-    edge = exir.to_edge(programs, methods, config).transform([UnfoldLinears(), RemoveNeedlessCopies()])
-    return edge.to_backend(partitioners[0])
+    else:
+        # The same with one decomposition in place of three, which find out call by call what is to be kept.
+        edge = exir.to_edge(programs, methods, config).transform([forget_histories, *passes])
+        edge = edge.to_backend(partitioners[0])
+    for name in programs:
+        forget_histories(edge.exported_program(name).graph_module)
+    return edge
 
 
 def restore_sizes(program: ExportedProgram) -> None:
@@ -127,7 +133,6 @@ def to_program(edge: EdgeProgramManager) -> ExecutorchProgramManager:
     garbage. `run_reinplace_pass`: a cache write stays in place; without it every write copies the whole buffer out and
     back, per tensor and token.
     """
-    patch_exporter()
     return edge.to_executorch(
         ExecutorchBackendConfig(
             memory_planning_pass=MemoryPlanningPass(

@@ -24,7 +24,7 @@ _ATEN = (
     *("_softmax.default", "sigmoid.default", "tanh.default", "gelu.default"),
     *("add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "maximum.default", "minimum.default"),
     *("exp.default", "log.default", "sqrt.default", "rsqrt.default", "pow.Tensor_Scalar", "neg.default", "abs.default"),
-    *("sin.default", "cos.default"),
+    *("sin.default", "cos.default", "clamp.default"),
     *("permute_copy.default", "view_copy.default", "unsqueeze_copy.default", "slice_copy.Tensor"),
 )
 _TORCHAO = ("choose_qparams_affine.default", "quantize_affine.default", "dequantize_affine.default")

@@ -18,7 +18,7 @@ from torch.fx.node import map_aggregate
 from torch.fx.passes.infra.pass_base import PassBase, PassResult
 
 from ...common.compat.executorch import edge_operator, operator_of
-from .graph_edits import forget_histories, replace_call
+from .graph_edits import replace_call
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -104,13 +104,9 @@ def folded_call(node: Node) -> FoldedCall | None:
 
 
 class UnfoldLinears(PassBase):
-    """Put back, in the edge dialect, what `fold_linears` folded.
-
-    Histories of nodes have had their use by then: ExecuTorch numbers operators by them when it makes its dialect.
-    """
+    """Put back, in the edge dialect, what `fold_linears` folded."""
 
     def call(self, graph_module: GraphModule) -> PassResult:
-        forget_histories(graph_module)
         graph = graph_module.graph
         calls = [node for node in graph.nodes if operator_of(node.target) is _OPERATOR]
         for call in calls:

@@ -15,7 +15,7 @@ from executorch.backends.transforms.utils import delete_constant_placeholder
 from ...common.compat.executorch import operator_of
 from ...common.compat.torch import METADATA_ASSERTION
 from .delegate_shapes import described_size, size_of
-from .graph_edits import add_constant, forget_histories
+from .graph_edits import add_constant
 from .quantized_linears import fold_linears
 from .segment_programs import CONSTANT, WEIGHT, segment_program, tensor_of
 from .segments import Segment, Unexplained, may_repeat, repeated_segments
@@ -146,7 +146,6 @@ class StampedSegments:
 
     def _lowered(self, program: ExportedProgram, weights: int) -> SegmentTemplate:
         edge = self.lower(program)
-        forget_histories(edge.graph_module)
         signature = edge.graph_signature
         names = {
             **signature.inputs_to_parameters,

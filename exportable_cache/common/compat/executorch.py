@@ -187,7 +187,9 @@ def edge_config(skip_dim_order: bool = False, kept: Sequence[Any] = ()) -> Any:
 
 def operator_of(target: Any) -> Any:
     """The operator that one of the edge dialect wraps, or `target` itself."""
-    return getattr(target, "_op", target)
+    from torch._ops import OpOverload
+
+    return target if isinstance(target, OpOverload) else getattr(target, "_op", target)
 
 
 def edge_operator(target: Any) -> Any:

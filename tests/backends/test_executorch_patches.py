@@ -1,0 +1,104 @@
+"""What is replaced in ExecuTorch's exporter gives what the original gives, and the original is still slower."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+
+import pytest
+import torch
+
+pytest.importorskip("executorch", reason="the executorch extra is not installed")
+
+from executorch.exir import to_edge
+
+from exportable_cache.backends.executorch.patches import PATCHES
+from exportable_cache.common.compat.executorch import edge_config, operator_of
+from exportable_cache.models.patches.patch import ORIGINAL
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.label)
+def test_the_original_is_the_one_that_the_patch_was_written_for(patch) -> None:
+    assert patch.digest() in patch.digests, "upstream changed: read it, then renew the digest or drop the patch"
+
+
+def test_functional_writes_are_removed_once_for_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the patch, once for every graph inside it: where that is no longer so, the patch can go."""
+    patch = PATCHES[0]
+    patch.apply()
+    replaced = getattr(import_module(patch.file), patch.name)
+    seen = []
+    original = getattr(replaced, ORIGINAL)
+    counted = original.__globals__["decompose_auto_functionalized"]
+    monkeypatch.setitem(
+        original.__globals__, "decompose_auto_functionalized", lambda graph: seen.append(graph) or counted(graph)
+    )
+
+    class Branches(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x + 1,))
+
+    program = torch.export.export(Branches(), (torch.randn(3),))
+    assert replaced(program) is program and len(seen) == 1
+    assert original(program) is program and len(seen) == 1 + 3
+
+
+def of(call: Callable[..., torch.Tensor]) -> torch.nn.Module:
+    class Of(torch.nn.Module):
+        def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+            return call(*inputs)
+
+    return Of()
+
+
+def graph_of(call: Callable[..., torch.Tensor], *inputs: torch.Tensor, edge: bool = False) -> torch.fx.GraphModule:
+    lengths = {"inputs": tuple({0: torch.export.Dim.AUTO} for _ in inputs)}
+    program = torch.export.export(of(call), inputs, dynamic_shapes=lengths)
+    if edge:
+        program = to_edge(program, compile_config=edge_config(skip_dim_order=True)).exported_program()
+    return program.graph_module
+
+
+def operators(graph_module: torch.fx.GraphModule) -> list[str]:
+    return [
+        str(operator_of(node.target))
+        for module in graph_module.modules()
+        if isinstance(module, torch.fx.GraphModule)
+        for node in module.graph.nodes
+        if node.op == "call_function"
+    ]
+
+
+ROWS, NUMBERS = torch.randn(3, 4), torch.arange(3)
+LAST = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
+#: A program that the pass changes, by the name of the pass, and whether it is in the edge dialect by then.
+WORK = {
+    "NormalizeTransposePass": (torch.ops.aten.t.default, (ROWS,), False),
+    "ReplaceBrokenOpsWithFunctionalOpsPass": (lambda x: x.view(-1) + 1, (ROWS,), False),
+    "SymToTensorPass": (lambda x: torch.ops.aten.add.Tensor(x, x.shape[0]), (NUMBERS,), False),
+    "RemoveMixedTypeOperators": (lambda x, y: x + y, (torch.randn(3), NUMBERS), False),
+    "LegalizePortableDimOrderPass": (lambda x: x.mean(dim=(2, 3)), (LAST,), True),
+}
+
+
+@pytest.mark.parametrize("patch", PATCHES[1:], ids=lambda patch: patch.name.split(".")[0])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_pass_runs_where_it_has_work(patch, inside: bool) -> None:
+    patch.apply()
+    kind = getattr(import_module(patch.file), patch.name.split(".")[0])
+    original = getattr(kind.call, ORIGINAL)
+    call, inputs, edge = WORK[kind.__name__]
+
+    def branches(*inputs: torch.Tensor) -> torch.Tensor:
+        return torch.cond(inputs[0].sum() > 0, lambda *x: call(*x).neg(), lambda *x: call(*x).abs(), inputs)
+
+    graph = graph_of(branches if inside else call, *inputs, edge=edge)
+    before = operators(graph)
+    result = kind().call(graph)
+    assert operators(result.graph_module) == operators(original(kind(), graph).graph_module) != before
+
+    # Nothing to do: the very graph comes back, where the original traces another.
+    idle = graph_of(lambda x: torch.relu(x) + x, torch.randn(3, 4), edge=edge)
+    result = kind().call(idle)
+    assert result.graph_module is idle and not result.modified
+    assert original(kind(), idle).graph_module is not idle, "upstream has mended it: drop the patch"
