@@ -40,21 +40,24 @@ View rows_of(const Tensor& rows, int64_t heads) {
 }
 
 Stored stored_of(Tensors parts, int64_t heads) {
-  Stored stored{rows_of(parts[0], heads), rows_of(parts[1], heads), {}, {}};
+  Stored stored{rows_of(parts[0], heads), rows_of(parts.back(), heads), {}, {}};
+  if (parts.size() > 1) stored.value = rows_of(parts[1], heads);
   if (parts.size() == 4) stored.key_scale = rows_of(parts[2], heads), stored.value_scale = rows_of(parts[3], heads);
   return stored;
 }
 
-// Whether these are keys, values and, of whole numbers, the scales of both, [rows, tokens, 1, ...].
+// Whether these are keys, values and, of whole numbers, the scales of both, [rows, tokens, 1, ...]; or keys alone, of
+// floats, which are the values as well.
 bool are_parts(Tensors parts, int64_t rows, int64_t tokens) {
-  if (parts.size() != 2 && parts.size() != 4) return false;
+  if (parts.size() != 1 && parts.size() != 2 && parts.size() != 4) return false;
   for (size_t i = 0; i < parts.size(); ++i) {
     const Tensor& part = parts[i];
     if (!is_cache_shaped(part) || part.size(0) != rows || part.size(1) != tokens || part.size(2) != 1) return false;
     if (i >= 2 && (part.scalar_type() != ScalarType::Float || part.size(3) != 1)) return false;
   }
   const auto dtype = stored_dtype(parts[0].scalar_type());
-  return dtype && parts[1].scalar_type() == parts[0].scalar_type() && parts.size() == (is_whole(*dtype) ? 4 : 2);
+  if (!dtype || is_whole(*dtype) != (parts.size() == 4)) return false;
+  return parts.size() == 1 || parts[1].scalar_type() == parts[0].scalar_type();
 }
 
 bool are_alike(Tensors parts, Tensors others) {
@@ -102,7 +105,7 @@ Tensor& attention_out(KernelRuntimeContext& context, const Tensor& query, Tensor
                           are_alike(fresh, stored),
                       InvalidArgument, out, "new keys and values must be as those that are stored, of all queries");
   const Dtype dtype = *stored_dtype(stored[0].scalar_type());
-  const int64_t packed = dtype == Dtype::kInt4 ? 2 : 1, value_dim = stored[1].size(3) * packed;
+  const int64_t packed = dtype == Dtype::kInt4 ? 2 : 1, value_dim = stored[stored.size() > 1].size(3) * packed;
   ET_KERNEL_CHECK_MSG(context,
                       kv_heads > 0 && heads % kv_heads == 0 && stored[0].size(3) * packed == query.size(3) &&
                           kept >= 0 && kept <= slots && window >= 0 && chunk >= 0 && softcap >= 0.0,

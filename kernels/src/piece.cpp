@@ -247,6 +247,7 @@ void attend_stored(const Attention& a, const Piece& piece, const Sequence& seque
   const int64_t oldest = run.seen[0].begin, end = std::min(piece.end_key, run.seen[piece.rows - 1].end);
   int64_t base = 0;
   for (const Stretch& stretch : sequence.stretches) {
+    if (stretch.count == 0) continue;
     const bool kept = base < sequence.kept;
     const int64_t first = std::max({base, piece.first_key, kept ? int64_t{0} : oldest});
     attend_part<T>(a, piece, run, Part{stretch, base, first, std::min(end, base + stretch.count), kept});

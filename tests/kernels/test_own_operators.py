@@ -15,7 +15,7 @@ pytest.importorskip("executorch", reason="the executorch extra is not installed"
 from exportable_cache import ExportableCache
 from exportable_cache.backends import backend_for
 from exportable_cache.backends.executorch.fused import fusable_layers, fuse_layers
-from exportable_cache.backends.executorch.own_kernel import OwnKernel
+from exportable_cache.backends.executorch.own_kernel import OwnKernel, OwnLatentKernel
 from exportable_cache.backends.executorch.own_layers import own_kernels
 from exportable_cache.backends.executorch.own_operators import check_own_kernels
 from exportable_cache.cache.attention.functions import matmul_attention
@@ -155,6 +155,8 @@ def test_they_cannot_be_exported_without_the_kernels(monkeypatch: pytest.MonkeyP
         ("llama4_text", [OwnKernel(chunked=True), OwnKernel()]),
         ("gemma3n_text", [OwnKernel(readers=2)] * 2 + [None] * 2),
         ("falcon_h1", [OwnKernel()] * 2),
+        ("deepseek_v3", [OwnLatentKernel()] * 2),
+        ("deepseek_v32", [OwnLatentKernel(masked=True)] * 2),
         ("mamba2", [None] * 2),
         ("bloom", [OwnKernel()] * 2),
         ("falcon", [OwnKernel()] * 2),
@@ -166,20 +168,23 @@ def test_which_layers_are_fused(family: str, expected: list[OwnKernel | None]) -
     assert own_kernels(model, ExportableCache.from_model(model, CAPACITY, rollback_slots=2)) == expected
 
 
+ZOO = {"falcon": "FalconForCausalLM", "gpt_neox_japanese": "GPTNeoXJapaneseForCausalLM"}
+
+
 def _model(family: str) -> torch.nn.Module:
     sizes = {
         "bloom": {"n_layer": 2, "n_head": 4},
         "gptj": {"n_layer": 2, "n_head": 4, "n_embd": 32, "rotary_dim": 4},
     }
-    if family == "falcon":
+    if family in ZOO:
         from ..zoo.architectures import Architecture
         from ..zoo.build import tiny_model as zoo_model
 
-        return zoo_model(Architecture("falcon", "causal", "FalconForCausalLM"))
+        return zoo_model(Architecture(family, "causal", ZOO[family]))
     return kind_model(family) if family in KINDS else tiny_model(family, **sizes.get(family, {}))
 
 
-@pytest.mark.parametrize("family", ["bloom", "codegen", "falcon", "gptj"])
+@pytest.mark.parametrize("family", ["bloom", "codegen", "deepseek_v3", "falcon", "gptj"])
 def test_a_model_with_attention_of_its_own_is_whole_without_its_patch(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,10 +200,20 @@ def test_a_model_with_attention_of_its_own_is_whole_without_its_patch(
     assert not any(fusable_layers(model, cache))
 
 
-def test_several_rows_are_refused_where_a_layer_keeps_to_plain_operators() -> None:
+def test_latents_are_expanded_where_the_operator_cannot_take_them(monkeypatch: pytest.MonkeyPatch) -> None:
     model = kind_model("deepseek_v3")
+    assert own_kernels(model, ExportableCache.from_model(model, CAPACITY, kv_dtype="int8")) == [None] * 2
+    cache = ExportableCache.from_model(model, CAPACITY)
+    assert not any(fusable_layers(model, cache))
+    # Its weights are in fewer bits: their parts cannot be taken from them.
+    monkeypatch.setattr("exportable_cache.backends.executorch.own_layers.has_quantized_weights", lambda model: True)
+    assert own_kernels(model, cache) == [None] * 2
+
+
+def test_several_rows_are_refused_where_a_layer_keeps_to_plain_operators() -> None:
+    model = _model("gpt_neox_japanese")
     cache = ExportableCache.from_model(model, CAPACITY, 2)
-    with pytest.raises(UnsupportedModelError, match=r"batch_size is 2, but layers 0, 1 of DeepseekV3.*batch_size=1"):
+    with pytest.raises(UnsupportedModelError, match=r"batch_size is 2, but layers 0, 1 of GPTNeoX.*batch_size=1"):
         fuse_layers(model, cache, own=True)
 
 
@@ -217,4 +232,6 @@ def test_a_layer_is_described_by_its_kernel() -> None:
     layer = fuse_layers(model, cache, own=True).layers[0]
     assert layer.keys.shape == (6, CAPACITY, 1, 8) and layer.label == "full + states (own)"
     assert layer_from(layer.config(), {}).kernel == OwnKernel()
+    latents = ExportableCache.from_model(kind_model("deepseek_v3"), CAPACITY, 3).layers[0]
+    assert OwnLatentKernel().fused(latents).keys.shape == (3, CAPACITY, 1, 16 + 8)
     assert {name for name, _ in layer.named_state()} == {name for name, _ in cache.layers[0].named_state()}

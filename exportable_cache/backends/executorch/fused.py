@@ -23,7 +23,7 @@ from ...models.cache_factory import ExportableCache, ExportableEncoderDecoderCac
 from ...models.layout import layer_types_and_windows
 from ..probe import probe_attention
 from . import own_operators  # noqa: F401  registers torch.ops.exportable_cache.attention and write
-from .fused_kernels import FusedFullKernel, FusedKernel, FusedRingKernel, updated_just_now
+from .fused_kernels import FusedFullKernel, FusedKernel, FusedRingKernel, takes_latents, updated_just_now
 from .own_layers import own_kernels
 
 if TYPE_CHECKING:
@@ -64,6 +64,8 @@ def executorch_attention(
         return matmul_attention(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     extras = {name: kwargs[name] for name in (*EXTRAS, "indices") if kwargs.get(name) is not None}
+    if step.layer.kernel.attends_latents:
+        extras["module"] = module
     return step.layer.kernel.attend(step, query, attention_mask, scaling, **extras), None
 
 
@@ -159,5 +161,6 @@ def fusable_layers(model: PreTrainedModel, cache: ExportableCache) -> list[bool]
     ]
 
 
+executorch_attention.takes_latents = takes_latents  # type: ignore[attr-defined]
 AttentionInterface.register(EXECUTORCH_ATTENTION, executorch_attention)
 register_masks(EXECUTORCH_ATTENTION)

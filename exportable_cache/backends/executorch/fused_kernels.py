@@ -68,11 +68,18 @@ def updated_just_now(keys: torch.Tensor) -> FusedStep | None:
     return None
 
 
+def takes_latents(keys: torch.Tensor) -> bool:
+    """Whether these keys are of a layer whose kernel attends over latents."""
+    return any(step.layer.keys is keys and step.layer.kernel.attends_latents for step in _updated.get())
+
+
 class FusedKernel(Kernel):
     """What these kernels share. They exist in traced programs only, and attention must go through `attend`."""
 
     #: Times that a step attends over a layer.
     readers = 1
+    #: Whether keys and values are not expanded before attention.
+    attends_latents = False
 
     def fused(self, layer: CacheLayer) -> CacheLayer:
         """An empty layer of the same policy, storage and sizes, in this kernel's layout."""
@@ -86,13 +93,23 @@ class FusedKernel(Kernel):
         """Take the new tokens [batch_size, num_heads, query_length, head_dim], and return the buffers, which only
         `attend` reads.
         """
-        new = layer.storage.encode(heads_as_batch(key_states), heads_as_batch(value_states))
+        new = self.encoded(layer, key_states, value_states)
         self.write_before(layer, new)
         # Those of an earlier step are what a trace that failed has left.
         others = (step for step in _updated.get() if step.layer.context is layer.context)
         _updated.set((*others, FusedStep(layer, new)))
         layer.advance(key_states.shape[2])
-        return layer.keys, layer.values
+        return layer.keys, layer.keys if self.attends_latents else layer.values
+
+    def stored(self, layer: CacheLayer) -> tuple[torch.Tensor, ...]:
+        """The buffers, in the order of `encoded`."""
+        return stored_parts(layer)
+
+    def encoded(
+        self, layer: CacheLayer, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """What is kept of new tokens, [batch_size * num_heads, query_length, 1, ...]."""
+        return layer.storage.encode(heads_as_batch(key_states), heads_as_batch(value_states))
 
     def write_before(self, layer: CacheLayer, new: tuple[torch.Tensor, ...]) -> None:
         """Write the new rows, each [num_heads, query_length, 1, ...], as far as that is done before attention."""

@@ -10,8 +10,9 @@ import torch
 from ...cache.policies import FullPolicy, RingPolicy, SinkPolicy
 from ...cache.storage import FloatStorage, Int4Storage, Int8Storage
 from ...models.layout import layer_types_and_windows
+from ...models.quantized_rows import has_quantized_weights
 from ..probe import probe_attention
-from .own_kernel import OwnKernel
+from .own_kernel import OwnKernel, OwnLatentKernel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,19 +40,22 @@ def own_kernels(model: PreTrainedModel, cache: ExportableCache) -> list[OwnKerne
             return None
         is_causal = torch.equal((attention_mask == 0).expand(1, -1, -1, -1)[0], causal.expand(attention_mask.shape[1:]))
         masked = not is_causal or kwargs.get("indices") is not None
-        return _Needs(masked, masked or kwargs.get("position_bias") is not None)
+        return _Needs(masked, masked or kwargs.get("position_bias") is not None, hasattr(kwargs["module"], "expand_kv"))
 
-    calls = probe_attention(model, _PROBE_LENGTH, needs)
+    calls = probe_attention(model, _PROBE_LENGTH, needs, latents=not has_quantized_weights(model))
     types = [layer_type for layer_type, _ in layer_types_and_windows(model.config)]
     return [_kernel_for(layer, types[index], calls.get(index, [])) for index, layer in enumerate(cache.layers)]
 
 
 @dataclass(frozen=True)
 class _Needs:
-    """Of one call of attention: whether its mask is looked at, and whether something is added to the scores."""
+    """Of one call of attention: whether its mask is looked at, whether something is added to the scores, and whether
+    its keys are latents.
+    """
 
     masked: bool
     biased: bool
+    of_latents: bool
 
 
 def _kernel_for(layer: CacheLayer, layer_type: str, calls: list[Any]) -> OwnKernel | None:
@@ -65,4 +69,8 @@ def _kernel_for(layer: CacheLayer, layer_type: str, calls: list[Any]) -> OwnKern
     if not is_full and any(call.biased for call in calls):
         return None
     chunked = layer_type == "chunked_attention" and not is_full
-    return OwnKernel(chunked, any(call.masked for call in calls), len(calls))
+    form = (chunked, any(call.masked for call in calls), len(calls))
+    if any(call.of_latents for call in calls):
+        # Keys and values in fewer bits have scales of their own, which their sum in one product has no place for.
+        return OwnLatentKernel(*form) if isinstance(layer.storage, FloatStorage) else None
+    return OwnKernel(*form)

@@ -66,7 +66,8 @@ def attention(
     Args:
         query: [batch, heads, query_length, head_dim].
         stored: What the layer's storage keeps. Keys and values [batch * num_heads, slots, 1, dim]; of int8, and of
-            uint8 for two numbers a byte as `Int4Storage` packs them, also the scales of both, float32 [..., 1].
+            uint8 for two numbers a byte as `Int4Storage` packs them, also the scales of both, float32 [..., 1]. Or keys
+            alone, which are the values as well.
         fresh: The same of the new tokens, of which the queries are the last, [batch * num_heads, new_length, 1, dim].
             Where all slots are kept, these hold them already.
         length: Tokens of each row before the new ones, int64 [batch].
@@ -163,7 +164,9 @@ def _numbers(parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     rows = [
         Int4Storage(dtype="float32").unpack(part) if part.dtype == torch.uint8 else part.float() for part in parts[:2]
     ]
-    return [part * scales for part, scales in zip(rows, parts[2:], strict=True)] if len(parts) > 2 else rows
+    if len(parts) > 2:
+        return [part * scales for part, scales in zip(rows, parts[2:], strict=True)]
+    return rows if len(parts) == 2 else rows * 2
 
 
 def _nothing() -> torch.Tensor:
@@ -180,7 +183,7 @@ def _write_into(*arguments: object, out: torch.Tensor) -> torch.Tensor:
 
 def _attention_output(query: torch.Tensor, stored: Sequence[torch.Tensor], *further: object) -> torch.Tensor:
     batch, heads, query_length = query.shape[:3]
-    values = stored[1]
+    values = stored[1 if len(stored) > 1 else 0]
     packed = 2 if values.dtype == torch.uint8 else 1
     return query.new_empty(batch, query_length, heads, values.shape[3] * packed)
 

@@ -1,5 +1,5 @@
-"""Decoders that compute attention in code of their own (Bloom, CodeGen, Falcon, GPT-J): a target that fuses it is
-given it through the attention interface.
+"""Attention that a target can fuse only where it is handed it: decoders that compute it in code of their own (Bloom,
+CodeGen, Falcon, GPT-J), and those that expand latents before it (DeepSeek V2 and its kin).
 
 Any other implementation finds the original. None of them is wrong: where a source has changed, the model is as it was,
 and its attention in plain operators.
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import AttentionInterface
 
 from ...cache.attention.names import ATTENTION_NAMES
-from .patch import Patch
+from .patch import ORIGINAL, Patch
 
 if TYPE_CHECKING:
     import torch
@@ -108,6 +108,27 @@ def _falcon_attention(
     return self.dense(output.reshape(batch_size, query_length, self.hidden_size)), None
 
 
+def _latents(original: Callable) -> Callable:
+    """`expand_kv` that hands on the latents, where the attention function takes these."""
+
+    def expand_kv(self: nn.Module, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        takes_latents = getattr(fusing_attention(self), "takes_latents", None)
+        if takes_latents is not None and takes_latents(kv_nope):
+            return kv_nope, k_rot
+        return original(self, kv_nope, k_rot)
+
+    return expand_kv
+
+
+def expanded_latents(
+    module: nn.Module, kv_nope: torch.Tensor, k_rot: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [batch, heads, length, dim] of latents [batch, 1, length, kv_lora_rank] and of the rotated part
+    of the keys [batch, 1, length, qk_rope_head_dim], of a module whose patch has handed these on.
+    """
+    return getattr(type(module).expand_kv, ORIGINAL)(module, kv_nope, k_rot)
+
+
 def with_config(name: str) -> Callable[[nn.Module], None]:
     """Says to attention modules of a class what implementation they run with."""
 
@@ -125,6 +146,27 @@ PREPARATIONS = {
 }
 
 
+#: Model type, folder of its modeling file, class.
+_OF_LATENTS = (
+    ("axk1", "axk1", "AXK1Attention"),
+    ("axk2", "axk2", "AXK2Attention"),
+    ("bailing_hybrid", "bailing_hybrid", "BailingHybridAttention"),
+    ("deepseek_v2", "deepseek_v2", "DeepseekV2Attention"),
+    ("deepseek_v3", "deepseek_v3", "DeepseekV3Attention"),
+    ("deepseek_v32", "deepseek_v32", "DeepseekV32Attention"),
+    ("dots3_note_text", "dots3_note", "Dots3NoteTextAttention"),
+    ("glm4_moe_lite", "glm4_moe_lite", "Glm4MoeLiteAttention"),
+    ("glm_moe_dsa", "glm_moe_dsa", "GlmMoeDsaAttention"),
+    ("hy_v4", "hy_v4", "HYV4Attention"),
+    ("kimi_linear", "kimi_linear", "KimiLinearAttention"),
+    ("longcat_flash", "longcat_flash", "LongcatFlashMLA"),
+    ("minicpm3", "minicpm3", "MiniCPM3Attention"),
+    ("mistral4", "mistral4", "Mistral4Attention"),
+    ("mistral_large4_text", "mistral_large4", "MistralLarge4TextAttention"),
+    ("youtu", "youtu", "YoutuAttention"),
+)
+
+
 def _fused(file: str, name: str, replacement: Callable, *digests: str) -> tuple[Patch, ...]:
     return (Patch(file, name, _where_fused(replacement), _REASON, digests=digests, needed=False),)
 
@@ -134,4 +176,17 @@ PATCHES = {
     "codegen": _fused("codegen.modeling_codegen", "CodeGenAttention._attn", _attn, "3c46930c6963e8fb"),
     "falcon": _fused("falcon.modeling_falcon", "FalconAttention.forward", _falcon_attention, "e154487989606dcd"),
     "gptj": _fused("gptj.modeling_gptj", "GPTJAttention._attn", _attn, "98aa510051cdcd79"),
+    **{
+        model_type: (
+            Patch(
+                f"{file}.modeling_{file}",
+                f"{owner}.expand_kv",
+                _latents,
+                "it expands the latents of every slot in every step",
+                digests=("d64ff0c4b22ebe11",),
+                needed=False,
+            ),
+        )
+        for model_type, file, owner in _OF_LATENTS
+    },
 }
