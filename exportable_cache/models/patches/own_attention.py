@@ -25,7 +25,7 @@ _OURS = ATTENTION_NAMES[0]
 _REASON = "it computes attention in code of its own, which no target can fuse"
 
 
-def fusing_attention(module: nn.Module) -> Callable | None:
+def fusing_attention(module: Any) -> Callable | None:
     """The attention function of a target that fuses attention, None under any other implementation."""
     name = getattr(module.config, "_attn_implementation", None) or ""
     fuses = name.startswith(_OURS) and name not in ATTENTION_NAMES
@@ -52,7 +52,7 @@ def _where_fused(replacement: Callable) -> Callable[[Callable], Callable]:
 
 
 def _attn(
-    self: nn.Module,
+    self: Any,
     attend: Callable,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -64,7 +64,7 @@ def _attn(
 
 
 def _bloom_attention(
-    self: nn.Module,
+    self: Any,
     attend: Callable,
     hidden_states: torch.Tensor,
     residual: torch.Tensor,
@@ -85,7 +85,7 @@ def _bloom_attention(
 
 
 def _falcon_attention(
-    self: nn.Module,
+    self: Any,
     attend: Callable,
     hidden_states: torch.Tensor,
     alibi: torch.Tensor | None,
@@ -94,7 +94,7 @@ def _falcon_attention(
     layer_past: Any = None,
     use_cache: bool = False,
     output_attentions: bool = False,
-    position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+    position_embeddings: Any = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     # With alibi a model has no static cache at all.
@@ -111,7 +111,7 @@ def _falcon_attention(
 def _latents(original: Callable) -> Callable:
     """`expand_kv` that hands on the latents, where the attention function takes these."""
 
-    def expand_kv(self: nn.Module, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def expand_kv(self: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         takes_latents = getattr(fusing_attention(self), "takes_latents", None)
         if takes_latents is not None and takes_latents(kv_nope):
             return kv_nope, k_rot
@@ -120,9 +120,7 @@ def _latents(original: Callable) -> Callable:
     return expand_kv
 
 
-def expanded_latents(
-    module: nn.Module, kv_nope: torch.Tensor, k_rot: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def expanded_latents(module: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values [batch, heads, length, dim] of latents [batch, 1, length, kv_lora_rank] and of the rotated part
     of the keys [batch, 1, length, qk_rope_head_dim], of a module whose patch has handed these on.
     """
