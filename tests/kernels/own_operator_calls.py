@@ -1,5 +1,5 @@
-"""This package's operators on ExecuTorch's runtime beside the plain operators that say what they compute; run in a
-process of its own, which loads the compiled kernels.
+"""This package's operators on ExecuTorch's runtime beside the plain operators that say what they compute; see
+`own_programs`.
 
 One program holds a layer of every kind, each over buffers of its own. It takes steps of many lengths, on rows of
 different length, through all turns of its rings.
@@ -7,7 +7,6 @@ different length, through all turns of its rings.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,7 +100,8 @@ def inputs(count: int, lengths: list[int], seed: int) -> tuple[torch.Tensor, ...
 
 
 @torch.no_grad()
-def main(path: Path) -> None:
+def check_operators(path: Path) -> None:
+    """Lower the program to `path`, and compare every step of it."""
     check_own_kernels()
     length = Dim("length", min=1, max=LONGEST)
     sizes = {"query": {2: length}, "rows": {2: length}, "length": None}
@@ -129,7 +129,3 @@ def refused(method: object, lengths: list[int]) -> None:
         except RuntimeError:
             continue
         raise AssertionError(f"lengths {bad} were taken")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

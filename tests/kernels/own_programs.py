@@ -20,10 +20,13 @@ from ..support.kinds import KINDS, kind_model
 from ..support.models import WINDOW, tiny_model, tokens
 from ..support.oracle import difference, reference_logits
 from ..test_ragged import check_rows
+from .own_operator_calls import check_operators
 
 TOLERANCE = 1e-4
 CAPACITY, CHUNK = 64, 13
 
+#: Besides these, all kinds of calls in one program.
+OPERATORS = "operators"
 #: Model type, fields of its config, options of the export.
 PROGRAMS: Mapping[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     # Soft-capping, a ring that keeps more than its window, and rows of different length.
@@ -78,4 +81,8 @@ def check_taken_back(session: Session, model: Any) -> None:
 
 if __name__ == "__main__":
     for program in sys.argv[2:]:
-        check(program, Path(sys.argv[1]) / program.replace(" ", "-"))
+        place = Path(sys.argv[1]) / program.replace(" ", "-")
+        if program == OPERATORS:
+            check_operators(place)
+        else:
+            check(program, place)
