@@ -74,9 +74,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Let the garbage collector look no more at what is imported: it would go over all of it again and again."""
+    """Let the garbage collector look seldom, and no more at what is imported, which it would go over each time."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 20, 50)
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from exportable_cache import export
 from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.errors import BundleError, VerificationError
 
+from .support import fake_target
 from .support.models import tiny_model
 
 CAPACITY = 64
@@ -26,6 +28,28 @@ pytestmark = pytest.mark.usefixtures("fake_backend")
 @pytest.fixture(scope="module")
 def model() -> Any:
     return tiny_model("gemma3_text")
+
+
+def test_garbage_is_collected_seldom_while_a_program_is_lowered(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tenth of an export to ExecuTorch otherwise; after it, failed or not, as the user had set it."""
+    seen = []
+
+    def lower(*arguments: object) -> None:
+        seen.append(gc.get_threshold())
+        raise InterruptedError
+
+    monkeypatch.setattr(fake_target.FakeBackend, "lower", lower)
+    before = gc.get_threshold()
+    gc.set_threshold(701, 11, 12)
+    try:
+        with pytest.raises(InterruptedError):
+            export(model, "fake", CAPACITY, tmp_path / "bundle")
+        assert gc.get_threshold() == (701, 11, 12)
+    finally:
+        gc.set_threshold(*before)
+    assert seen[0][0] > 10 * 700
 
 
 def test_failed_verification_leaves_nothing(model: Any, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from ..bundle.builder import check_free, new_folder, write_bundle
 from ..bundle.describe import Provenance
 from ..bundle.entries import Quantized, RoundedCache
 from ..common.dtypes import dtype_name
+from ..common.garbage import few_collections
 from ..common.progress import silent
 from ..common.scratch import Scratch
 from ..errors import BundleError, InputError, VerificationError
@@ -238,7 +239,8 @@ def lower(resolved: Resolved, source: Source, made: Program, folder: Path, progr
     """
     spec = resolved.spec
     progress(f"lowering to {spec.target}", 0, None)
-    lowered = resolved.backend.lower(made, folder, spec.options)
+    with few_collections():
+        lowered = resolved.backend.lower(made, folder, spec.options)
     provenance = Provenance(source.loaded.source, spec.target, spec.cache.max_cache_len, spec.options.to_dict())
     bundle = write_bundle(folder, made, lowered, provenance=provenance, loaded=source.loaded, progress=progress)
     recorded = {"stored_dtype": dtype_name(source.dtype.stored), "remarks": list(source.loaded.remarks)}

@@ -36,6 +36,8 @@ from exportable_cache.backends.executorch.state_order import traced_order
 from exportable_cache.backends.executorch.target import backend
 from exportable_cache.common.compat.executorch import load_program
 
+#: What lies between the attention of one layer and that of the next is there three times.
+LAYERS = 4
 QUANTIZED = Quantization("8da4w", 32, None)
 
 
@@ -56,7 +58,7 @@ def stamped() -> tuple[object, list[int]]:
     """A quantised model of four layers, lowered by stamping, and how many operators went through each lowering."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         sizes = counted(monkeypatch)
-        return lower.to_edge(programs_of(model_of(4))), sizes
+        return lower.to_edge(programs_of(model_of(LAYERS))), sizes
 
 
 class _Counted(Exception):
@@ -90,7 +92,7 @@ def check_same_program(stamped: object, quantized: bool, path: Path, monkeypatch
     """The same as where every layer is lowered: names of data, delegates, logits to the bit."""
     inputs = (torch.randint(3, 100, (1, 7)), torch.zeros(1, dtype=torch.int64))
     monkeypatch.setattr(StampedSegments, "take", lambda self, program: program)
-    whole = lower.to_edge(programs_of(model_of(4, quantized)))
+    whole = lower.to_edge(programs_of(model_of(LAYERS, quantized)))
     names = [set(edge._named_data_store.pte_data) for edge in (stamped, whole)]
     assert names[0] == names[1]
     calls = [[call.backend_id for _, call, _ in get_delegates_of(edge)] for edge in (stamped, whole)]
@@ -107,7 +109,7 @@ def test_a_stamped_program_is_the_same_program(stamped, tmp_path: Path, monkeypa
 
 @pytest.mark.full
 def test_a_stamped_program_of_floats_is_the_same_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_same_program(lower.to_edge(programs_of(model_of(4, False))), False, tmp_path, monkeypatch)
+    check_same_program(lower.to_edge(programs_of(model_of(LAYERS, False))), False, tmp_path, monkeypatch)
 
 
 def get_delegates_of(edge: object) -> list:
@@ -116,13 +118,13 @@ def get_delegates_of(edge: object) -> list:
 
 
 def test_what_is_lowered_does_not_grow_with_the_layers(stamped, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, four = stamped
+    _, fewer = stamped
     sizes = counted(monkeypatch, stop_at=2)
     with suppress(_Counted):
-        lower.to_edge(programs_of(model_of(5)))
-    assert len(four) == len(sizes) == 2 and sizes[0] == four[0]
+        lower.to_edge(programs_of(model_of(LAYERS + 1)))
+    assert len(fewer) == len(sizes) == 2 and sizes[0] == fewer[0]
     # A layer more is its inputs and calls, not its operators.
-    assert sizes[1] - four[1] < four[0] / 2
+    assert sizes[1] - fewer[1] < fewer[0] / 2
 
 
 @pytest.mark.full

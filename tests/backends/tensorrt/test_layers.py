@@ -46,7 +46,7 @@ def test_which_layers_have_sinks(family: str, expected: set[int]) -> None:
 
 def test_only_layers_with_sinks_have_a_null_slot() -> None:
     for family, extra in (("gpt_oss", 1), ("llama", 0)):
-        _, program, _ = engine_program(family)
+        program = program_of(engine_model(family))
         for layer in program.cache.layers:
             assert (
                 layer.keys.shape[2]
