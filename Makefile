@@ -31,7 +31,7 @@ VERSION_TESTS ?= tests/compat tests/layers tests/patches/test_registry.py tests/
 	tests/backends/test_executorch_quantized.py tests/backends/test_executorch_stamping.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup kernels demo check test test-full test-canary test-versions zoo fuzz kills soak docs clean
+.PHONY: help setup kernels kernels-sanitized demo check test test-full test-canary test-versions zoo fuzz kills soak docs clean
 
 help:
 	@echo "make demo    set up $(VENV), export the demo model to ExecuTorch, verify it, and ask it for a fact"
@@ -49,6 +49,7 @@ help:
 	@echo "make docs    build the pages of docs/ into site/; a warning is an error"
 	@echo "make setup   only set up $(VENV), with the executorch extra"
 	@echo "make kernels also compile attention kernels for this processor (a C++ compiler and libhwy-dev)"
+	@echo "make kernels-sanitized  the tests of these kernels under the address and undefined-behaviour sanitizers"
 	@echo "make clean   remove $(VENV), $(OUTPUT) and caches"
 	@echo
 	@echo "Variables: PYTHON=$(PYTHON) (3.10 to 3.12)  VENV=$(VENV)  OUTPUT=$(OUTPUT)  MAX_CACHE_LEN=$(MAX_CACHE_LEN)  PROMPT='...'"
@@ -58,6 +59,14 @@ setup: $(VENV)/.installed
 
 kernels: $(VENV)/.installed
 	@$(BIN)/exportable-cache kernels build
+
+# Needs a C++ compiler with sanitizers, and Google Highway. The cmake of the test extra, where there is no other.
+kernels-sanitized: export PATH := $(PATH):$(abspath $(BIN))
+kernels-sanitized:
+	@cmake -S kernels -B build/kernels-sanitized -DEC_KERNELS_LIBRARY=OFF -DEC_KERNELS_TESTS=ON \
+		-DEC_KERNELS_SANITIZE=address,undefined
+	@cmake --build build/kernels-sanitized --parallel $(JOBS)
+	@build/kernels-sanitized/attention_test
 
 demo: $(VENV)/.installed
 	@$(BIN)/exportable-cache export demo --target executorch --max-cache-len $(MAX_CACHE_LEN) --output $(OUTPUT) --overwrite

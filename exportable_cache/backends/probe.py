@@ -14,6 +14,7 @@ from ..cache.attention.masks import register_masks
 from ..cache.policies import FullPolicy
 from ..models.cache_factory import ExportableCache
 from ..models.layout import cache_argument
+from ..models.patches.own_attention import expanded_latents
 from ..models.quantized_rows import QuantizedRows
 
 if TYPE_CHECKING:
@@ -22,33 +23,39 @@ if TYPE_CHECKING:
 _ATTENTION = "exportable_cache_probe"
 
 #: Of one call: query, key, value, attention mask, further arguments.
-Look = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, dict[str, Any]], bool]
+Look = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, dict[str, Any]], Any]
 
 
 @torch.no_grad()
-def probe_attention(model: PreTrainedModel, length: int, look: Look) -> dict[int, list[bool]]:
+def probe_attention(model: PreTrainedModel, length: int, look: Look, latents: bool = False) -> dict[int, list[Any]]:
     """What `look` says of each call of attention over the very keys and values that a full layer returned.
 
     Args:
         model: A causal language model; its attention implementation is as before afterwards.
         length: Tokens that go in at once. At most the shortest window, layers with keys of their own are full ones.
-        look: Given the inputs of a call as `AttentionInterface` functions get them.
+        look: Given the inputs of a call as `AttentionInterface` functions get them, the module among the last.
+        latents: Have models that keep latents hand on these, not the keys and values that they stand for.
 
     Returns:
         By layer, one entry for each call over its keys; false where the values were others than the layer's. Layers
         without keys, or whose keys were changed on the way, are left out.
     """
-    calls: dict[int, list[bool]] = {}
+    calls: dict[int, list[Any]] = {}
     probe = ExportableCache.from_model(model, length, attn_implementation=None)
 
     def record(module, query, key, value, attention_mask, **kwargs):
         for index, layer in enumerate(probe.layers):
             if isinstance(layer.policy, FullPolicy) and key is layer.keys:
+                given = {**kwargs, "module": module}
                 calls.setdefault(index, []).append(
-                    value is layer.values and look(query, key, value, attention_mask, kwargs)
+                    value is layer.values and look(query, key, value, attention_mask, given)
                 )
+                if latents and hasattr(module, "expand_kv"):
+                    key, value = expanded_latents(module, key, value)
+                    break
         return matmul_attention(module, query, key, value, attention_mask, **kwargs)
 
+    record.takes_latents = lambda keys: latents and any(keys is layer.keys for layer in probe.layers if layer.storage)
     AttentionInterface.register(_ATTENTION, record)
     register_masks(_ATTENTION)
     with attention_of(model, _ATTENTION), QuantizedRows():

@@ -123,11 +123,13 @@ class ExportSpec:
                 f"options are {type(options).__name__}, target {self.target!r} takes {backend.options.__name__}; "
                 "pass these"
             )
-        most, rows = backend.max_batch_size, self.cache.batch_size
+        # Options may lift a target's limit.
+        most, rows = getattr(options, "max_batch_size", backend.max_batch_size), self.cache.batch_size
         if most is not None and rows > most:
+            lifted = getattr(options, "rows_by", None)
             raise InputError(
                 f"batch_size is {rows}, target {self.target!r} takes at most {most}; "
-                "export with that, or for target 'pt2'"
+                f"export with that, {f'with {lifted}, ' if lifted else ''}or for target 'pt2'"
             )
         if self.quantization is not None:
             linear, embeddings = getattr(backend, "linear_schemes", ()), getattr(backend, "embedding_schemes", ())

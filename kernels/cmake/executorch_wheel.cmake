@@ -2,19 +2,21 @@
 # and the thread pool. The library refers to libtorch and libpython, which whoever loads ours has loaded.
 find_package(Python3 REQUIRED COMPONENTS Interpreter)
 set(_query [=[
-import importlib.util, pathlib, sysconfig
+import importlib.metadata, importlib.util, pathlib, sysconfig
 spec = importlib.util.find_spec("executorch")
 folder = pathlib.Path(list(spec.submodule_search_locations)[0]) if spec else None
 suffix = sysconfig.get_config_var("EXT_SUFFIX")
 # From release 1.5 on, and before it.
 names = [folder / "extension" / "pybindings" / (name + suffix) for name in ("_C", "_portable_lib")] if folder else []
 found = [path.as_posix() for path in names if path.is_file()]
-print(";".join([folder.as_posix() if folder else "", found[0] if found else ""]))
+release = importlib.metadata.version("executorch") if folder else ""
+print(";".join([folder.as_posix() if folder else "", found[0] if found else "", release]))
 ]=])
 execute_process(COMMAND "${Python3_EXECUTABLE}" -c "${_query}" OUTPUT_VARIABLE _found OUTPUT_STRIP_TRAILING_WHITESPACE
   COMMAND_ERROR_IS_FATAL ANY)
 list(GET _found 0 _executorch)
 list(GET _found 1 _runtime)
+list(GET _found 2 EC_EXECUTORCH_RELEASE)
 if(NOT _executorch OR NOT _runtime)
   message(FATAL_ERROR "${Python3_EXECUTABLE} has no executorch, or none with a Python runtime. Install it (pip install "
     "executorch==1.4.1), or name another Python with -DPython3_EXECUTABLE=...")
@@ -30,4 +32,7 @@ target_compile_definitions(ec_kernels_executorch INTERFACE C10_USING_CUSTOM_GENE
 target_link_libraries(ec_kernels_executorch INTERFACE "${_runtime}")
 target_link_options(ec_kernels_executorch INTERFACE "LINKER:--allow-shlib-undefined")
 cmake_path(GET _runtime PARENT_PATH _folder)
-target_link_options(ec_kernels_executorch INTERFACE "LINKER:-rpath,${_folder}")
+# A package finds it from where it is installed.
+if(NOT SKBUILD)
+  target_link_options(ec_kernels_executorch INTERFACE "LINKER:-rpath,${_folder}")
+endif()

@@ -10,6 +10,7 @@
 #include "hwy/aligned_allocator.h"
 #include "half.h"
 #include "piece.h"
+#include "sequence.h"
 
 namespace exportable_cache::kernels {
 namespace {
@@ -18,8 +19,8 @@ namespace {
 constexpr int64_t kSerialBytes = 96 * 1024;
 // Tasks a thread, so that one that starts late is helped by the others.
 constexpr int64_t kTasksPerThread = 4;
-// The least number of slots of a task: merging costs as much as a few.
-constexpr int64_t kLeastSlots = 4 * kBlock;
+// The least number of keys of a task: merging costs as much as a few.
+constexpr int64_t kLeastKeys = 4 * kBlock;
 
 int64_t ceiling(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -48,8 +49,9 @@ struct Plan {
   int64_t rows = 0;        // of a key head
   int64_t block_rows = 0;  // of a task
   int64_t row_blocks = 1;
+  int64_t keys = 0;  // of the batch row that has the most
   int64_t splits = 1;
-  int64_t split_keys = 0;  // slots of a split
+  int64_t split_keys = 0;  // keys of a split
   bool serial = false;
 };
 
@@ -60,15 +62,16 @@ Plan plan_of(const Attention& a, int64_t threads) {
   plan.block_rows = ceiling(plan.rows, plan.row_blocks);
   if (plan.row_blocks > 1) plan.block_rows = ceiling(plan.block_rows, kTileRows) * kTileRows;
   plan.row_blocks = std::max<int64_t>(1, ceiling(plan.rows, plan.block_rows));
+  for (int64_t row = 0; row < a.batch; ++row) plan.keys = std::max(plan.keys, sequence_of(a, row).keys);
   const int64_t heads = a.batch * a.kv_heads, tasks = heads * plan.row_blocks;
-  const int64_t bytes = heads * a.keys * (a.key_dim + a.value_dim) * bits_of(a.stored_dtype) / 8;
+  const int64_t bytes = heads * plan.keys * (a.key_dim + a.value_dim) * bits_of(a.stored_dtype) / 8;
   plan.serial = threads <= 1 || bytes * ceiling(plan.rows, kFewRows) < kSerialBytes;
   if (!plan.serial && tasks < kTasksPerThread * threads) {
     plan.splits =
-        std::clamp<int64_t>(ceiling(kTasksPerThread * threads, tasks), 1, std::max<int64_t>(1, a.keys / kLeastSlots));
+        std::clamp<int64_t>(ceiling(kTasksPerThread * threads, tasks), 1, std::max<int64_t>(1, plan.keys / kLeastKeys));
   }
-  plan.split_keys = ceiling(ceiling(a.keys, plan.splits), kBlock) * kBlock;
-  plan.splits = std::max<int64_t>(1, plan.split_keys ? ceiling(a.keys, plan.split_keys) : 1);
+  plan.split_keys = ceiling(ceiling(plan.keys, plan.splits), kBlock) * kBlock;
+  plan.splits = std::max<int64_t>(1, plan.split_keys ? ceiling(plan.keys, plan.split_keys) : 1);
   return plan;
 }
 
@@ -87,7 +90,7 @@ struct Work {
     piece.first_row = block * plan.block_rows;
     piece.rows = std::min(plan.block_rows, plan.rows - piece.first_row);
     piece.first_key = split * plan.split_keys;
-    piece.end_key = std::min(attention.keys, piece.first_key + plan.split_keys);
+    piece.end_key = std::min(plan.keys, piece.first_key + plan.split_keys);
     if (partials) piece.partial = partials + i * plan.block_rows * partial_stride(attention.value_dim);
     return piece;
   }

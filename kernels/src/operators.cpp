@@ -7,52 +7,19 @@
 //   update_cache_with_indices.out(Tensor value, Tensor(a!) cache, SymInt start_pos, Tensor indices, *, Tensor(b!) out)
 //                   -> Tensor(b!)
 // All tensors are [batch, tokens, heads, dim], contiguous; the mask is float32 [queries, slots].
-//
-// And one of ours, of which exportable_cache/backends/executorch/own_operators.py has the schema and the meaning:
-//   exportable_cache::causal_attention.out(Tensor query, Tensor[] stored, SymInt start, float scaling, *, Tensor(a!)
-//   out)
-//                   -> Tensor(a!)
 #include <executorch/extension/kernel_util/make_boxed_from_unboxed_functor.h>
-#include <executorch/runtime/core/exec_aten/exec_aten.h>
-#include <executorch/runtime/core/exec_aten/util/dim_order_util.h>
-#include <executorch/runtime/core/exec_aten/util/scalar_type_util.h>
-#include <executorch/runtime/core/exec_aten/util/tensor_util.h>
-#include <executorch/runtime/kernel/kernel_runtime_context.h>
 
-#include <atomic>
 #include <cinttypes>
 #include <cmath>
 #include <cstring>
-#include <optional>
 
-#include "attention.h"
+#include "own_operators.h"
 #include "registration.h"
+#include "tensors.h"
 #include "thread_pool.h"
 
 namespace exportable_cache::kernels {
 namespace {
-
-using executorch::aten::ScalarType;
-using executorch::aten::Tensor;
-using executorch::runtime::Error;
-using executorch::runtime::KernelRuntimeContext;
-
-std::atomic<int64_t> attention_calls{0};
-
-std::optional<Dtype> float_dtype(ScalarType type) {
-  switch (type) {
-    case ScalarType::Float: return Dtype::kFloat32;
-    case ScalarType::Half: return Dtype::kFloat16;
-    case ScalarType::BFloat16: return Dtype::kBFloat16;
-    default: return std::nullopt;
-  }
-}
-
-bool is_contiguous(const Tensor& tensor) {
-  return executorch::runtime::is_contiguous_dim_order(tensor.dim_order().data(), tensor.dim());
-}
-
-bool is_cache_shaped(const Tensor& tensor) { return tensor.dim() == 4 && is_contiguous(tensor); }
 
 View view_of(const Tensor& tensor) {
   const int64_t heads = tensor.size(2), dim = tensor.size(3);
@@ -90,89 +57,20 @@ Tensor& custom_sdpa_out(KernelRuntimeContext& context, const Tensor& query, cons
   ET_KERNEL_CHECK(context, out.scalar_type() == query.scalar_type() && is_contiguous(out), InvalidArgument, out);
 
   Attention a;
-  a.batch = query.size(0), a.queries = query.size(1), a.kv_heads = key.size(2), a.groups = query.size(2) / key.size(2);
+  a.batch = query.size(0), a.queries = a.tokens = query.size(1), a.kv_heads = key.size(2), a.groups = query.size(2) / key.size(2);
   a.key_dim = a.value_dim = query.size(3);
   a.query_dtype = a.stored_dtype = *dtype;
-  a.query = view_of(query), a.key = view_of(key), a.value = view_of(value);
+  a.query = view_of(query), a.stored.key = view_of(key), a.stored.value = view_of(value);
   const View at = view_of(out);
   a.out = {out.mutable_data_ptr(), at.batch_stride, at.token_stride, at.head_stride};
   a.scale = static_cast<float>(scale.has_value() ? *scale : 1.0 / std::sqrt(static_cast<double>(a.key_dim)));
-  a.keys = key.size(1);
-  if (mask.has_value()) {
-    a.mask = mask->const_data_ptr<float>(), a.mask_stride = a.keys;
-  } else {
-    a.keys = start_pos + a.queries, a.causal = is_causal, a.start = start_pos;
-  }
-  attend(a, runtime_threads());
-  attention_calls.fetch_add(1, std::memory_order_relaxed);
-  return out;
-}
-
-std::optional<Dtype> stored_dtype(ScalarType type) {
-  switch (type) {
-    case ScalarType::Char: return Dtype::kInt8;
-    case ScalarType::Byte: return Dtype::kInt4;
-    default: return float_dtype(type);
-  }
-}
-
-// Of [heads, slots, 1, dim], as one batch row.
-View slots_of(const Tensor& stored) {
-  const int64_t dim = stored.size(3);
-  return {stored.const_data_ptr(), 0, dim, stored.size(1) * dim};
-}
-
-Tensor& causal_attention_out(KernelRuntimeContext& context, const Tensor& query,
-                             const executorch::aten::ArrayRef<Tensor> parts, const int64_t start, const double scaling,
-                             Tensor& out) {
-  ET_KERNEL_CHECK_MSG(context, parts.size() == 2 || parts.size() == 4, InvalidArgument, out,
-                      "keys and values are needed, and the scales of both or of none");
-  const Tensor &keys = parts[0], &values = parts[1];
-  ET_KERNEL_CHECK_MSG(
-      context, is_cache_shaped(query) && is_cache_shaped(keys) && is_cache_shaped(values) && is_cache_shaped(out),
-      InvalidArgument, out, "query, keys, values and output must be contiguous and of four dimensions");
-  const auto dtype = float_dtype(query.scalar_type()), stored = stored_dtype(keys.scalar_type());
-  ET_KERNEL_CHECK_MSG(
-      context,
-      dtype && stored && values.scalar_type() == keys.scalar_type() && out.scalar_type() == query.scalar_type(),
-      InvalidArgument, out, "query must be a float tensor, and keys and values of one dtype: float, int8 or uint8");
-  const int64_t packed = *stored == Dtype::kInt4 ? 2 : 1, tokens = query.size(2);
-  ET_KERNEL_CHECK_MSG(context,
-                      query.size(0) == 1 && keys.size(2) == 1 && values.size(2) == 1 &&
-                          keys.size(0) == values.size(0) && keys.size(1) == values.size(1) &&
-                          keys.size(3) * packed == query.size(3) && keys.size(0) > 0 &&
-                          query.size(1) % keys.size(0) == 0,
-                      InvalidArgument, out, "the shapes of query, keys and values do not fit together");
-  const bool whole = *stored == Dtype::kInt8 || *stored == Dtype::kInt4;
-  ET_KERNEL_CHECK_MSG(context, parts.size() == (whole ? 4 : 2), InvalidArgument, out,
-                      "scales are for keys and values of whole numbers, and needed");
-  for (size_t i = 2; i < parts.size(); ++i) {
-    const Tensor& scales = parts[i];
-    ET_KERNEL_CHECK_MSG(context,
-                        is_cache_shaped(scales) && scales.scalar_type() == ScalarType::Float &&
-                            scales.size(0) == keys.size(0) && scales.size(1) == keys.size(1) && scales.size(2) == 1 &&
-                            scales.size(3) == 1,
-                        InvalidArgument, out, "scales must be float32 [heads, slots, 1, 1]");
-  }
-  ET_KERNEL_CHECK_MSG(context, start >= 0 && start + tokens <= keys.size(1), InvalidArgument, out,
-                      "%" PRId64 " tokens from position %" PRId64 " on do not fit %zd slots", tokens, start,
-                      keys.size(1));
-  const executorch::aten::SizesType sizes[] = {1, static_cast<executorch::aten::SizesType>(tokens),
-                                               static_cast<executorch::aten::SizesType>(query.size(1)),
-                                               static_cast<executorch::aten::SizesType>(values.size(3) * packed)};
-  ET_KERNEL_CHECK(context, executorch::runtime::resize_tensor(out, {sizes, 4}) == Error::Ok, InvalidArgument, out);
-
-  Attention a;
-  a.kv_heads = keys.size(0), a.groups = query.size(1) / a.kv_heads, a.queries = tokens, a.keys = start + tokens;
-  a.key_dim = query.size(3), a.value_dim = values.size(3) * packed;
-  a.query_dtype = *dtype, a.stored_dtype = *stored;
-  a.query = {query.const_data_ptr(), 0, a.key_dim, tokens * a.key_dim};
-  a.key = slots_of(keys), a.value = slots_of(values);
-  if (whole) a.key_scale = slots_of(parts[2]), a.value_scale = slots_of(parts[3]);
-  a.out = {out.mutable_data_ptr(), 0, query.size(1) * a.value_dim, a.value_dim};
-  a.scale = static_cast<float>(scaling), a.causal = true, a.start = start;
-  attend(a, runtime_threads());
-  attention_calls.fetch_add(1, std::memory_order_relaxed);
+  a.slots = a.kept = key.size(1);
+  // Under a mask all slots are read, whatever the queries' positions.
+  const int64_t length = mask.has_value() ? a.slots - a.queries : start_pos;
+  a.length = &length, a.length_stride = 0;
+  a.causal = is_causal && !mask.has_value();
+  if (mask.has_value()) a.bias = {mask->const_data_ptr<float>(), 0, 0, a.slots};
+  attend_in_runtime(a);
   return out;
 }
 
@@ -237,7 +135,6 @@ Tensor& update_cache_with_indices_out(KernelRuntimeContext& context, const Tenso
 
 constexpr const char kCustomSdpa[] = "llama::custom_sdpa.out";
 constexpr const char kUpdateCache[] = "llama::update_cache.out";
-constexpr const char kCausalAttention[] = "exportable_cache::causal_attention.out";
 constexpr const char kUpdateCacheWithIndices[] = "llama::update_cache_with_indices.out";
 
 bool register_operators() {
@@ -262,8 +159,7 @@ bool register_operators() {
       if (result == type) break;
     }
   }
-  (void)executorch::runtime::register_kernel(
-      make_boxed_kernel(kCausalAttention, EXECUTORCH_FN(causal_attention_out, kCausalAttention)));
+  register_own_operators();
   return true;
 }
 
@@ -292,6 +188,6 @@ __attribute__((visibility("default"))) int exportable_cache_kernels_threads() {
 
 // Calls of attention since the library was loaded.
 __attribute__((visibility("default"))) long long exportable_cache_kernels_attention_calls() {
-  return exportable_cache::kernels::attention_calls.load(std::memory_order_relaxed);
+  return exportable_cache::kernels::attention_calls();
 }
 }

@@ -15,6 +15,7 @@
 #include "hwy/contrib/math/math-inl.h"
 #include "hwy/highway.h"
 #include "rows-inl.h"
+#include "sequence.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace exportable_cache::kernels {
@@ -22,7 +23,7 @@ namespace HWY_NAMESPACE {
 
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
-// Rows of a piece while the slots are passed over; all memory is scratch.
+// Rows of a piece while the keys are passed over; all memory is scratch.
 struct Running {
   float* query;   // [rows, padded(key_dim)], scaled
   float* scores;  // [rows, kBlock]; weights after `weigh`
@@ -31,13 +32,24 @@ struct Running {
   float* values;  // [kBlock, padded(value_dim)]; room for keys as well
   float* top;     // [rows]
   float* total;   // [rows]
+  const Range* seen;  // [rows]
+};
+
+// Keys of a stretch that a piece reads.
+struct Part {
+  const Stretch& stretch;
+  int64_t base;   // index of the stretch's first key
+  int64_t first;  // indexes
+  int64_t end;
+  bool kept;
 };
 
 // Scores of one row to weights: what is below its greatest score so far. Earlier sums shrink if that has grown.
-HWY_INLINE void weigh(float* scores, int64_t seen, float* top, float* total, float* sums, int64_t dim) {
+HWY_INLINE void weigh(float* scores, Range seen, float* top, float* total, float* sums, int64_t dim) {
   const F d;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
-  for (int64_t t = seen; t < kBlock; ++t) scores[t] = kNothing;
+  for (int64_t t = 0; t < seen.begin; ++t) scores[t] = kNothing;
+  for (int64_t t = seen.end; t < kBlock; ++t) scores[t] = kNothing;
   V most = hn::Set(d, *top);
   for (int64_t t = 0; t < kBlock; t += lanes) most = hn::Max(most, hn::Load(d, scores + t));
   const float greatest = hn::GetLane(hn::MaxOfLanes(d, most));
@@ -71,12 +83,21 @@ HWY_INLINE void scale_slots(float* scores, const float* factors, int64_t stride,
   for (int64_t t = 0; t < n; ++t) scores[t] *= factors[t * stride];
 }
 
-HWY_INLINE void add_mask(float* scores, const float* mask, int64_t n) {
+HWY_INLINE void add_bias(float* scores, const float* bias, Range seen) {
+  for (int64_t t = seen.begin; t < seen.end; ++t) scores[t] += bias[t];
+}
+
+// Of a whole block: what is behind its last score is not looked at.
+HWY_INLINE void cap(float* scores, float softcap) {
   const F d;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
-  int64_t t = 0;
-  for (; t + lanes <= n; t += lanes) hn::Store(hn::Add(hn::Load(d, scores + t), hn::LoadU(d, mask + t)), d, scores + t);
-  for (; t < n; ++t) scores[t] += mask[t];
+  const V most = hn::Set(d, softcap), by = hn::Set(d, 1.0f / softcap);
+  for (int64_t t = 0; t < kBlock; t += lanes) {
+    const V x = hn::Load(d, scores + t);
+    // Highway's Tanh may lose a not-a-number.
+    const V capped = hn::Mul(hn::Tanh(d, hn::Mul(x, by)), most);
+    hn::Store(hn::IfThenElse(hn::IsNaN(x), x, capped), d, scores + t);
+  }
 }
 
 template <class T>
@@ -149,18 +170,45 @@ HWY_INLINE void widen_rows(const Rows<T>& rows, int64_t dim, float* to) {
   for (int64_t t = 0; t < rows.count; ++t) widen(rows.first + t * rows.stride, dim, 1.0f, to + t * padded(dim));
 }
 
+// Scores of a block to weights, row by row.
+void weigh_rows(const Attention& a, const Piece& piece, const Running& run, const Part& part, int64_t first,
+                int64_t n) {
+  const Stored& from = *part.stretch.from;
+  const int64_t offset = first - part.base, value_dim = padded(a.value_dim);
+  for (int64_t r = 0; r < piece.rows; ++r) {
+    float* scores = run.scores + r * kBlock;
+    const int64_t row = piece.first_row + r;
+    const Range seen{part.kept ? 0 : std::clamp<int64_t>(run.seen[r].begin - first, 0, n),
+                     std::clamp<int64_t>(run.seen[r].end - first, 0, n)};
+    const int64_t stored = part.stretch.first_row + offset;
+    if (from.key_scale.data) {
+      scale_slots(scores, at<float>(from.key_scale, piece, piece.kv_head, stored), from.key_scale.token_stride,
+                  seen.end);
+    }
+    if (a.softcap > 0.0f) cap(scores, a.softcap);
+    if (a.bias.data) {
+      const int64_t head = piece.kv_head * a.groups + row % a.groups;
+      add_bias(scores, a.bias.at(piece.batch, head, row / a.groups) + part.stretch.position + offset, seen);
+    }
+    weigh(scores, seen, run.top + r, run.total + r, run.sums + r * value_dim, value_dim);
+    if (from.value_scale.data) {
+      scale_slots(scores, at<float>(from.value_scale, piece, piece.kv_head, stored), from.value_scale.token_stride,
+                  seen.end);
+    }
+  }
+}
+
 template <class T>
-void attend_stored(const Attention& a, const Piece& piece, const Running& run) {
+void attend_part(const Attention& a, const Piece& piece, const Running& run, const Part& part) {
+  const Stored& from = *part.stretch.from;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(F()));
   const int64_t key_dim = padded(a.key_dim), value_dim = padded(a.value_dim);
   const bool few = piece.rows <= kFewRows, keys_fit = a.key_dim % lanes == 0, values_fit = a.value_dim % lanes == 0;
-  // The last row sees the most.
-  const int64_t end = std::min(piece.end_key, end_of_row(a, piece.first_row + piece.rows - 1));
-  for (int64_t first = piece.first_key; first < end; first += kBlock) {
-    const int64_t n = std::min(kBlock, end - first);
-    const Rows<T> keys{at<T>(a.key, piece, piece.kv_head, first), a.key.token_stride, n};
-    const Rows<T> values{at<T>(a.value, piece, piece.kv_head, first), a.value.token_stride, n};
-    const Rows<T> next{keys.first + n * keys.stride, keys.stride, std::min(kBlock, end - first - n)};
+  for (int64_t first = part.first; first < part.end; first += kBlock) {
+    const int64_t n = std::min(kBlock, part.end - first), stored = part.stretch.first_row + first - part.base;
+    const Rows<T> keys{at<T>(from.key, piece, piece.kv_head, stored), from.key.token_stride, n};
+    const Rows<T> values{at<T>(from.value, piece, piece.kv_head, stored), from.value.token_stride, n};
+    const Rows<T> next{keys.first + n * keys.stride, keys.stride, std::min(kBlock, part.end - first - n)};
     const Ahead values_ahead = Ahead::of(values, a.value_dim), keys_ahead = Ahead::of(next, a.key_dim);
     bool scored = false;
     if constexpr (kLoads<T>) {
@@ -176,19 +224,7 @@ void attend_stored(const Attention& a, const Piece& piece, const Running& run) {
       transpose(run.values, key_dim, n, key_dim, run.keys);
       scores_of_many(run, piece.rows, key_dim, a.key_dim);
     }
-    for (int64_t r = 0; r < piece.rows; ++r) {
-      float* scores = run.scores + r * kBlock;
-      const int64_t row = piece.first_row + r;
-      const int64_t seen = std::clamp<int64_t>(end_of_row(a, row) - first, 0, n);
-      if (a.key_scale.data) {
-        scale_slots(scores, at<float>(a.key_scale, piece, piece.kv_head, first), a.key_scale.token_stride, seen);
-      }
-      if (a.mask) add_mask(scores, a.mask + row / a.groups * a.mask_stride + first, seen);
-      weigh(scores, seen, run.top + r, run.total + r, run.sums + r * value_dim, value_dim);
-      if (a.value_scale.data) {
-        scale_slots(scores, at<float>(a.value_scale, piece, piece.kv_head, first), a.value_scale.token_stride, seen);
-      }
-    }
+    weigh_rows(a, piece, run, part, first, n);
     bool summed = false;
     if constexpr (kLoads<T>) {
       summed = few && values_fit;
@@ -202,6 +238,20 @@ void attend_stored(const Attention& a, const Piece& piece, const Running& run) {
         sums_of_many(run, piece.rows, n, value_dim);
       }
     }
+  }
+}
+
+template <class T>
+void attend_stored(const Attention& a, const Piece& piece, const Sequence& sequence, const Running& run) {
+  // The first row sees from the oldest key on, the last up to the newest.
+  const int64_t oldest = run.seen[0].begin, end = std::min(piece.end_key, run.seen[piece.rows - 1].end);
+  int64_t base = 0;
+  for (const Stretch& stretch : sequence.stretches) {
+    if (stretch.count == 0) continue;
+    const bool kept = base < sequence.kept;
+    const int64_t first = std::max({base, piece.first_key, kept ? int64_t{0} : oldest});
+    attend_part<T>(a, piece, run, Part{stretch, base, first, std::min(end, base + stretch.count), kept});
+    base += stretch.count;
   }
 }
 
@@ -228,14 +278,25 @@ void attend_piece(const Attention& a, const Piece& piece, float* scratch) {
     case Dtype::kBFloat16: widen_queries<hwy::bfloat16_t>(a, piece, run.query); break;
     default: widen_queries<float>(a, piece, run.query);
   }
-  for (int64_t r = 0; r < piece.rows; ++r) run.top[r] = kNothing, run.total[r] = 0.0f;
+  const Sequence sequence = sequence_of(a, piece.batch);
+  Range seen[kRows];
+  run.seen = seen;
+  for (int64_t r = 0; r < piece.rows; ++r) {
+    const int64_t row = piece.first_row + r;
+    seen[r] = seen_by(a, sequence, row / a.groups);
+    run.top[r] = kNothing, run.total[r] = 0.0f;
+    if (a.sink.data && piece.first_key == 0) {
+      run.top[r] = *a.sink.at(piece.batch, piece.kv_head * a.groups + row % a.groups, row / a.groups);
+      run.total[r] = 1.0f;
+    }
+  }
   std::memset(run.sums, 0, sizeof(float) * piece.rows * value_dim);
   switch (a.stored_dtype) {
-    case Dtype::kFloat32: attend_stored<float>(a, piece, run); break;
-    case Dtype::kFloat16: attend_stored<hwy::float16_t>(a, piece, run); break;
-    case Dtype::kBFloat16: attend_stored<hwy::bfloat16_t>(a, piece, run); break;
-    case Dtype::kInt8: attend_stored<int8_t>(a, piece, run); break;
-    case Dtype::kInt4: attend_stored<Int4Pair>(a, piece, run); break;
+    case Dtype::kFloat32: attend_stored<float>(a, piece, sequence, run); break;
+    case Dtype::kFloat16: attend_stored<hwy::float16_t>(a, piece, sequence, run); break;
+    case Dtype::kBFloat16: attend_stored<hwy::bfloat16_t>(a, piece, sequence, run); break;
+    case Dtype::kInt8: attend_stored<int8_t>(a, piece, sequence, run); break;
+    case Dtype::kInt4: attend_stored<Int4Pair>(a, piece, sequence, run); break;
   }
   for (int64_t r = 0; r < piece.rows; ++r) {
     const float* sums = run.sums + r * value_dim;

@@ -1,4 +1,4 @@
-// What one task computes: some rows of one key head, over some of its slots.
+// What one task computes: some rows of one key head, over some of its keys.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 
 namespace exportable_cache::kernels {
 
-// Slots that are scored, weighted and added up at a time: their keys and values stay in the first two caches.
+// Keys that are scored, weighted and added up at a time: they and their values stay in the first two caches.
 constexpr int64_t kBlock = 64;
 // Rows whose scores are dot products of keys as they are stored; more go through a transposed copy of the keys.
 constexpr int64_t kFewRows = 8;
@@ -28,18 +28,13 @@ struct Piece {
   int64_t kv_head = 0;
   int64_t first_row = 0;
   int64_t rows = 0;
-  int64_t first_key = 0;
+  int64_t first_key = 0;  // indexes, see sequence.h
   int64_t end_key = 0;
   float* partial =
       nullptr;  // [rows, partial_stride]: greatest score, sum of weights, weighted values; null: write the output
 };
 
 constexpr int64_t partial_stride(int64_t value_dim) { return kPad + padded(value_dim); }
-
-// One past the last slot that a row sees.
-inline int64_t end_of_row(const Attention& a, int64_t row) {
-  return a.causal ? std::clamp<int64_t>(a.start + row / a.groups + 1, 0, a.keys) : a.keys;
-}
 
 // Numbers of scratch memory that a piece needs, aligned to 64 bytes.
 inline size_t scratch_size(const Attention& a) {

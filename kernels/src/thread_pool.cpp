@@ -1,5 +1,7 @@
 #include "thread_pool.h"
 
+#include <atomic>
+
 #ifndef EXPORTABLE_CACHE_KERNELS_SERIAL
 #include <executorch/extension/threadpool/threadpool.h>
 #endif
@@ -22,5 +24,16 @@ Threads runtime_threads() {
   return pool == nullptr ? Threads{} : Threads{pool->get_thread_count(), run};
 }
 #endif
+
+namespace {
+std::atomic<int64_t> calls{0};
+}  // namespace
+
+void attend_in_runtime(const Attention& attention) {
+  attend(attention, runtime_threads());
+  calls.fetch_add(1, std::memory_order_relaxed);
+}
+
+int64_t attention_calls() { return calls.load(std::memory_order_relaxed); }
 
 }  // namespace exportable_cache::kernels

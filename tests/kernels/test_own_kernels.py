@@ -15,6 +15,8 @@ from exportable_cache.common import own_kernels
 from exportable_cache.common.own_kernels import TARGET_VARIABLE, VARIABLE, chosen_path, load_own_kernels
 from exportable_cache.errors import MissingDependencyError
 
+from .conftest import SOURCES
+
 #: Prompts past the windows of the demo model in one chunk and in several, a token at a time after them, and again from
 #: the start.
 RUN = """
@@ -103,3 +105,10 @@ def test_a_library_that_does_not_load_is_passed_over_with_a_warning(fresh: pytes
     fresh.setenv(VARIABLE, str(broken))
     with pytest.raises(MissingDependencyError, match="broken.so cannot be loaded"):
         load_own_kernels()
+
+
+def test_the_package_puts_the_library_where_it_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_kernels, "_release", lambda: "${EC_EXECUTORCH_RELEASE}")
+    folder, name = own_kernels.installed_path().parts[-3:-1], own_kernels.installed_path().name
+    assert f'LIBRARY DESTINATION "{"/".join(folder)}"' in (SOURCES / "CMakeLists.txt").read_text()
+    assert name == "libexportable_cache_kernels.so"

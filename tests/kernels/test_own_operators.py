@@ -1,4 +1,4 @@
-"""This package's operators: what they mean, and programs that call them."""
+"""This package's operators: what they mean, which layers they serve, and programs that call them."""
 
 from __future__ import annotations
 
@@ -12,71 +12,108 @@ import torch
 
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
 
+from exportable_cache import ExportableCache
+from exportable_cache.backends import backend_for
+from exportable_cache.backends.executorch.fused import fusable_layers, fuse_layers
+from exportable_cache.backends.executorch.own_kernel import OwnKernel, OwnLatentKernel
+from exportable_cache.backends.executorch.own_layers import own_kernels
 from exportable_cache.backends.executorch.own_operators import check_own_kernels
-from exportable_cache.cache.storage import Int4Storage, Int8Storage
+from exportable_cache.cache.attention.functions import matmul_attention
+from exportable_cache.cache.layers import layer_from
+from exportable_cache.cache.storage import FloatStorage, Int4Storage, Int8Storage
 from exportable_cache.common.own_kernels import VARIABLE
-from exportable_cache.errors import BundleError, MissingDependencyError
+from exportable_cache.errors import BundleError, InputError, MissingDependencyError, UnsupportedModelError
+from exportable_cache.models.patches.registry import PATCHES, patch_model
 
-STORAGES = {"int8": Int8Storage("float32"), "int4": Int4Storage("float32")}
+from ..support.kinds import KINDS, kind_model
+from ..support.models import among, tiny_model
+from .own_programs import CAPACITY, OPERATORS, PROGRAMS
+
+STORAGES = {"float32": FloatStorage("float32"), "int8": Int8Storage("float32"), "int4": Int4Storage("float32")}
+FAST = (OPERATORS, "rows")
+#: First slots, ring, window and chunk of a layer.
+REACH = {
+    "full": (40, 0, 0, 0),
+    "ring": (0, 8, 8, 0),
+    "ring with room": (0, 11, 8, 0),
+    "first tokens": (3, 7, 6, 0),
+    "chunks": (0, 8, 0, 8),
+}
 
 
-@pytest.mark.parametrize("stored", ["float32", "int8", "int4"])
-@pytest.mark.parametrize("query_length", [1, 5])
-def test_the_operator_is_causal_attention_over_what_is_stored(stored: str, query_length: int) -> None:
-    heads, kv_heads, capacity, dim, start = 6, 2, 16, 8, 7
-    query = torch.randn(1, heads, query_length, dim)
-    rows = torch.randn(2, kv_heads, capacity, 1, dim)
-    if stored == "float32":
-        stored_rows = (rows[0], rows[1])
-    else:
-        stored_rows = STORAGES[stored].encode(rows[0], rows[1])
-        rows = torch.stack(STORAGES[stored].decode(stored_rows))
-    filled = rows[:, None, :, : start + query_length, 0]
-    mask = torch.ones(query_length, start + query_length, dtype=torch.bool).tril(start)
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        query, filled[0], filled[1], attn_mask=mask, scale=0.3, enable_gqa=True
-    )
-    found = torch.ops.exportable_cache.causal_attention(query, stored_rows, start, 0.3)
-    torch.testing.assert_close(found, expected.transpose(1, 2), atol=1e-6, rtol=1e-5)
+@pytest.mark.parametrize("stored", STORAGES)
+@pytest.mark.parametrize("reach", REACH)
+def test_the_operator_is_attention_over_the_tokens_that_are_seen(reach: str, stored: str) -> None:
+    """Over tokens in the order of their positions, by torch's own products: nothing of slots."""
+    kept, ring, window, chunk = REACH[reach]
+    batch, heads, kv_heads, dim, new, queries = 2, 6, 2, 8, 5, 3
+    lengths, storage = torch.tensor([21, 2]), STORAGES[stored]
+    rows = torch.randn(2, batch * kv_heads, 26, 1, dim)
+    encoded = storage.encode(rows[0], rows[1])
+    keys, values = (part.view(batch, kv_heads, 26, dim) for part in storage.decode(encoded))
+    slots = [part.new_zeros(part.shape[0], kept + ring, *part.shape[2:]) for part in encoded]
+    fresh = [torch.zeros(batch * kv_heads, new, *part.shape[2:], dtype=part.dtype) for part in encoded]
+    for part, slot, one in zip(encoded, slots, fresh, strict=True):
+        for row, length in enumerate(lengths):
+            of_row = slice(row * kv_heads, (row + 1) * kv_heads)
+            for position in range(length):
+                place = position if position < kept else kept + (position - kept) % ring
+                slot[of_row, place] = part[of_row, position]
+            one[of_row] = part[of_row, length : length + new]
+            if not ring:
+                slot[of_row, length : length + new] = one[of_row]
+    query = torch.randn(batch, heads, queries, dim)
+    sinks, bias = torch.randn(1, heads, 1, 1), torch.randn(batch, heads, queries, 40)
+    given = (query, slots, fresh, lengths, 0.3, kept, window, chunk, 2.0, sinks, bias)
+    found = torch.ops.exportable_cache.attention(*given)
+    for row, length in enumerate(lengths):
+        at = length + new - queries + torch.arange(queries)[:, None]
+        key_at = torch.arange(length + new)
+        seen = (key_at > at - window) if window else (key_at // chunk == at // chunk) if chunk else key_at >= 0
+        seen = (seen | (key_at < kept)) & (key_at <= at)
+        end = int(length) + new
+        mask = torch.where(seen, 0.0, -torch.inf)[None, None]
+        expected, _ = matmul_attention(
+            torch.nn.Module(), query[row : row + 1], keys[row : row + 1, :, :end], values[row : row + 1, :, :end], mask,
+            scaling=0.3, softcap=2.0, s_aux=sinks.flatten(), position_bias=bias[row : row + 1, :, :, :end],
+        )  # fmt: skip
+        torch.testing.assert_close(found[row], expected[0], atol=1e-5, rtol=1e-5)
     out = torch.empty_like(found)
-    torch.ops.exportable_cache.causal_attention.out(query, stored_rows, start, 0.3, out=out)
-    assert torch.equal(out, found)
-
-
-EXPORT = """
-import sys
-from exportable_cache import export
-from exportable_cache.common.own_kernels import load_own_kernels
-from tests.support.models import tiny_model
-options = {} if sys.argv[1] == "float32" else {"kv_dtype": sys.argv[1]}
-# Verified against the eager model with a cache of the same storage, past one chunk and token by token.
-export(tiny_model("llama"), "executorch", 64, sys.argv[2], prefill_chunk=16, kernels="own", **options)
-assert load_own_kernels().attention_calls > 0
-"""
+    assert torch.equal(torch.ops.exportable_cache.attention.out(*given, out=out), found)
 
 
 @pytest.fixture(scope="session")
 def own_bundle(own_library: Path, tmp_path_factory: pytest.TempPathFactory):
-    """`own_bundle("int8")` -> folder of a verified bundle that calls our operators."""
+    """`own_bundle("rows")` -> folder of one of `PROGRAMS`, whose logits were found to be the model's."""
+    folder, made = tmp_path_factory.mktemp("own"), set()
 
-    def make(kv_dtype: str) -> Path:
-        folder = tmp_path_factory.mktemp("own") / kv_dtype
-        done = subprocess.run(
-            [sys.executable, "-c", EXPORT, kv_dtype, folder],
-            capture_output=True, text=True, timeout=600, env={**os.environ, VARIABLE: str(own_library)},
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-3000:]
-        return folder
+    def make(name: str) -> Path:
+        if name not in made:
+            # One process for both that always run: to import the exporter takes as long as to export.
+            names = FAST if name in FAST else (name,)
+            done = subprocess.run(
+                [sys.executable, "-m", "tests.kernels.own_programs", folder, *names],
+                capture_output=True, text=True, timeout=900, env={**os.environ, VARIABLE: str(own_library)},
+            )  # fmt: skip
+            assert done.returncode == 0, done.stderr[-3000:]
+            made.update(names)
+        return folder / name.replace(" ", "-")
 
     return make
 
 
-@pytest.mark.parametrize(
-    "kv_dtype", ["int8", *(pytest.param(name, marks=pytest.mark.full) for name in ("int4", "float32"))]
-)
-def test_a_program_with_our_operators_is_the_model_and_says_what_it_needs(own_bundle, kv_dtype: str) -> None:
-    folder = own_bundle(kv_dtype)
-    assert '"own_full"' in (folder / "manifest.json").read_text()
+def test_the_compiled_operators_are_the_plain_ones(own_bundle) -> None:
+    own_bundle(OPERATORS)
+
+
+@pytest.mark.parametrize("name", among(PROGRAMS, fast=["rows"]))
+def test_a_program_with_our_operators_is_the_model(own_bundle, name: str) -> None:
+    own_bundle(name)
+
+
+def test_a_program_says_what_it_needs_where_that_is_missing(own_bundle) -> None:
+    folder = own_bundle("rows")
+    assert '"kind": "own"' in (folder / "manifest.json").read_text()
     code = f"from exportable_cache import load; load({str(folder)!r})"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, VARIABLE: "executorch"}
@@ -84,7 +121,116 @@ def test_a_program_with_our_operators_is_the_model_and_says_what_it_needs(own_bu
     assert f"{BundleError.__name__}: " in done.stderr and "exportable-cache kernels build" in done.stderr
 
 
+EXPORT = """
+import sys
+from exportable_cache import export
+from tests.support.models import tiny_model
+# Verified against the eager model with a cache of the same storage, past one chunk and token by token.
+export(tiny_model("llama"), "executorch", 64, sys.argv[2], prefill_chunk=16, kernels="own", kv_dtype=sys.argv[1])
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+def test_a_program_over_fewer_bits_is_the_model_over_them(own_library: Path, tmp_path: Path, kv_dtype: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", EXPORT, kv_dtype, tmp_path / "bundle"],
+        capture_output=True, text=True, timeout=600, env={**os.environ, VARIABLE: str(own_library)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 def test_they_cannot_be_exported_without_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("exportable_cache.backends.executorch.own_operators.load_own_kernels", lambda: None)
     with pytest.raises(MissingDependencyError, match="kernels is 'own'.*exportable-cache kernels build"):
         check_own_kernels()
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        ("gemma2", [OwnKernel()] * 2),
+        ("gpt_oss", [OwnKernel()] * 2),
+        ("llama4_text", [OwnKernel(chunked=True), OwnKernel()]),
+        ("gemma3n_text", [OwnKernel(readers=2)] * 2 + [None] * 2),
+        ("falcon_h1", [OwnKernel()] * 2),
+        ("deepseek_v3", [OwnLatentKernel()] * 2),
+        ("deepseek_v32", [OwnLatentKernel(masked=True)] * 2),
+        ("mamba2", [None] * 2),
+        ("bloom", [OwnKernel()] * 2),
+        ("falcon", [OwnKernel()] * 2),
+        ("gptj", [OwnKernel()] * 2),
+    ],
+)
+def test_which_layers_are_fused(family: str, expected: list[OwnKernel | None]) -> None:
+    model = _model(family)
+    assert own_kernels(model, ExportableCache.from_model(model, CAPACITY, rollback_slots=2)) == expected
+
+
+ZOO = {"falcon": "FalconForCausalLM", "gpt_neox_japanese": "GPTNeoXJapaneseForCausalLM"}
+
+
+def _model(family: str) -> torch.nn.Module:
+    sizes = {
+        "bloom": {"n_layer": 2, "n_head": 4},
+        "gptj": {"n_layer": 2, "n_head": 4, "n_embd": 32, "rotary_dim": 4},
+    }
+    if family in ZOO:
+        from ..zoo.architectures import Architecture
+        from ..zoo.build import tiny_model as zoo_model
+
+        return zoo_model(Architecture(family, "causal", ZOO[family]))
+    return kind_model(family) if family in KINDS else tiny_model(family, **sizes.get(family, {}))
+
+
+@pytest.mark.parametrize("family", ["bloom", "codegen", "deepseek_v3", "falcon", "gptj"])
+def test_a_model_with_attention_of_its_own_is_whole_without_its_patch(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where transformers has another source, none of its layers is fused, and nothing else changes."""
+    (patch,) = (patch for patch in PATCHES[family] if not patch.needed)
+    monkeypatch.setattr(type(patch), "digest", lambda self: "another")
+    owner, name = patch._owner()
+    monkeypatch.setattr(owner, name, getattr(getattr(owner, name), "_exportable_cache_original", getattr(owner, name)))
+    model = tiny_model(family, n_layer=2, n_head=4, n_embd=32, rotary_dim=4) if family == "codegen" else _model(family)
+    assert patch.label not in patch_model(model)
+    cache = ExportableCache.from_model(model, CAPACITY)
+    assert own_kernels(model, cache) == [None] * len(cache.layers)
+    assert not any(fusable_layers(model, cache))
+
+
+def test_latents_are_expanded_where_the_operator_cannot_take_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = kind_model("deepseek_v3")
+    assert own_kernels(model, ExportableCache.from_model(model, CAPACITY, kv_dtype="int8")) == [None] * 2
+    cache = ExportableCache.from_model(model, CAPACITY)
+    assert not any(fusable_layers(model, cache))
+    # Its weights are in fewer bits: their parts cannot be taken from them.
+    monkeypatch.setattr("exportable_cache.backends.executorch.own_layers.has_quantized_weights", lambda model: True)
+    assert own_kernels(model, cache) == [None] * 2
+
+
+def test_several_rows_are_refused_where_a_layer_keeps_to_plain_operators() -> None:
+    model = _model("gpt_neox_japanese")
+    cache = ExportableCache.from_model(model, CAPACITY, 2)
+    with pytest.raises(UnsupportedModelError, match=r"batch_size is 2, but layers 0, 1 of GPTNeoX.*batch_size=1"):
+        fuse_layers(model, cache, own=True)
+
+
+def test_several_rows_need_our_operators(tmp_path: Path) -> None:
+    from exportable_cache import export
+
+    with pytest.raises(InputError, match="batch_size is 2, target 'executorch' takes at most 1.*with kernels='own'"):
+        export(tiny_model("llama"), "executorch", 64, tmp_path / "bundle", batch_size=2)
+    options = backend_for("executorch").options.parse({"kernels": "own"})
+    assert options.max_batch_size is None
+
+
+def test_a_layer_is_described_by_its_kernel() -> None:
+    model = kind_model("falcon_h1")
+    cache = ExportableCache.from_model(model, CAPACITY, 3)
+    layer = fuse_layers(model, cache, own=True).layers[0]
+    assert layer.keys.shape == (6, CAPACITY, 1, 8) and layer.label == "full + states (own)"
+    assert layer_from(layer.config(), {}).kernel == OwnKernel()
+    latents = ExportableCache.from_model(kind_model("deepseek_v3"), CAPACITY, 3).layers[0]
+    assert OwnLatentKernel().fused(latents).keys.shape == (3, CAPACITY, 1, 16 + 8)
+    assert {name for name, _ in layer.named_state()} == {name for name, _ in cache.layers[0].named_state()}

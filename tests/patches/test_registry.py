@@ -31,6 +31,8 @@ ALL = list({(patch.file, patch.name): patch for patches in PATCHES.values() for 
 @pytest.mark.parametrize("patch", ALL, ids=lambda patch: f"{patch.file}-{patch.label}")
 def test_every_patch_was_written_for_the_installed_source(patch: Patch) -> None:
     """Fails where transformers changed an original: read it, adapt the replacement, and add the digest."""
+    if not patch.needed and not (MODELS / patch.file.split(".")[0]).is_dir():
+        pytest.skip("this release of transformers has no such model")
     assert patch.digest() in patch.digests
     assert patch.reason and re.fullmatch(r"https://github.com/huggingface/.*\.py", patch.link)
 

@@ -1,7 +1,10 @@
 """What the C++ session opens: bundles of either set of methods; and what it refuses, before it runs anything."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +14,8 @@ import torch
 
 from exportable_cache import load
 
-from ..support.models import VOCAB
-from ..support.sessions import BOTH_PREFILL, bundle_of_both, folded_bundle, sinks_bundle
+from ..support.models import VOCAB, tiny_model
+from ..support.sessions import BOTH_PREFILL, bundle_of_both, exported_bundle, folded_bundle, sinks_bundle
 from .conftest import Probe, ids
 
 
@@ -139,3 +142,27 @@ def test_text_needs_a_tokenizer_and_ids_do_not(both, tmp_path, probe: Probe) -> 
     )
     assert "without a tokenizer" in replies[1].values[1] and "without a tokenizer" in replies[3].values[1]
     assert replies[2].ok
+
+
+def peak_mb(program: Path, bundle: Path) -> float:
+    """Most memory that a process has which answers a few tokens."""
+    arguments = [program, bundle, "--tokens", "5 6 7", "--max-new-tokens", "3"]
+    done = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    _, status, usage = os.wait4(done.pid, 0)
+    done.returncode = os.waitstatus_to_exitcode(status)
+    assert done.returncode == 0
+    return usage.ru_maxrss / 1024
+
+
+@pytest.mark.full
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak of a process is in KiB on Linux")
+def test_neither_packed_weights_nor_empty_slots_are_held_twice(demo_bundle, cpp_build: Path) -> None:
+    sizes = {"num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 16384, "head_dim": 64}
+    model = tiny_model("llama", **sizes, num_key_value_heads=4)
+    large = exported_bundle(model, "executorch", 50_000, verify=False)
+    weights = sum(parameter.nbytes for parameter in model.parameters()) / 2**20
+    cache = 50_000 * 2 * 4 * 64 * 4 / 2**20
+    assert weights > 45 and cache > 90
+    program = cpp_build / "exportable_cache_generate"
+    # Beside the file's pages, and with every slot, it is their sum and the weights once more.
+    assert peak_mb(program, large) - peak_mb(program, demo_bundle) < 1.3 * weights + 20

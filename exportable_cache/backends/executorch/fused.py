@@ -1,11 +1,12 @@
-"""Attention through ExecuTorch's own operators, for the layers they compute exactly.
+"""Attention through operators of one call, ExecuTorch's own or this package's, for the layers they compute exactly.
 
-They know causal attention and a mask, and nothing else, so each layer of a model is looked at first: see
-`fusable_layers`.
+ExecuTorch's know causal attention and a mask, and nothing else, so each layer of a model is looked at first: see
+`fusable_layers`; for this package's, `own_layers`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,13 +16,15 @@ from ...cache.attention.functions import EXTRAS, matmul_attention
 from ...cache.attention.masks import register_masks
 from ...cache.layers import CacheLayer
 from ...cache.policies import FullPolicy, RingPolicy
-from ...cache.storage import FloatStorage, Int4Storage, Int8Storage
+from ...cache.storage import FloatStorage, Int8Storage
 from ...common.compat.executorch import register_fused_operators, register_quantized_operators
+from ...errors import UnsupportedModelError
 from ...models.cache_factory import ExportableCache, ExportableEncoderDecoderCache
 from ...models.layout import layer_types_and_windows
 from ..probe import probe_attention
-from . import own_operators  # noqa: F401  registers torch.ops.exportable_cache.causal_attention
-from .fused_kernels import FusedFullKernel, FusedKernel, FusedRingKernel, OwnFullKernel, updated_just_now
+from . import own_operators  # noqa: F401  registers torch.ops.exportable_cache.attention and write
+from .fused_kernels import FusedFullKernel, FusedKernel, FusedRingKernel, takes_latents, updated_just_now
+from .own_layers import own_kernels
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,7 +37,6 @@ _PROBE_LENGTH = 3
 
 # Storages that the kernels' attention can read.
 _STORAGES = (FloatStorage, Int8Storage)
-_OWN_STORAGES = (*_STORAGES, Int4Storage)
 
 
 def executorch_attention(
@@ -61,7 +63,10 @@ def executorch_attention(
     if step is None:
         return matmul_attention(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return step.layer.kernel.attend(step, query, attention_mask, scaling), None
+    extras = {name: kwargs[name] for name in (*EXTRAS, "indices") if kwargs.get(name) is not None}
+    if step.layer.kernel.attends_latents:
+        extras["module"] = module
+    return step.layer.kernel.attend(step, query, attention_mask, scaling, **extras), None
 
 
 def fuse_layers(model: PreTrainedModel, cache: ExportableCache, own: bool = False) -> ExportableCache:
@@ -72,14 +77,30 @@ def fuse_layers(model: PreTrainedModel, cache: ExportableCache, own: bool = Fals
     """
     if isinstance(cache, ExportableEncoderDecoderCache):
         # The probe below feeds a text decoder, and T5's family has a position bias.
+        _refuse_rows(model, cache, range(len(cache.layers)))
         return cache
-    fusable = fusable_layers(model, cache, own)
+    if own:
+        kernels = own_kernels(model, cache)
+        plain = [index for index, layer in enumerate(cache.layers) if layer.storage and kernels[index] is None]
+        _refuse_rows(model, cache, plain)
+        layers = zip(cache.layers, kernels, strict=True)
+        return ExportableCache([layer if kernel is None else kernel.fused(layer) for layer, kernel in layers])
+    fusable = fusable_layers(model, cache)
     # Beside layers that need methods of their own (sinks; soft-capping over 8 bits) the branches of fused layers do not
     # lower.
     if not all(fuse or _is_plain(layer) for layer, fuse in zip(cache.layers, fusable, strict=True)):
         return cache
-    layers = zip(cache.layers, fusable, strict=True)
-    return ExportableCache([fused_kernel(layer, own).fused(layer) if fuse else layer for layer, fuse in layers])
+    fused = zip(cache.layers, fusable, strict=True)
+    return ExportableCache([fused_kernel(layer).fused(layer) if fuse else layer for layer, fuse in fused])
+
+
+def _refuse_rows(model: PreTrainedModel, cache: ExportableCache, plain: Sequence[int]) -> None:
+    if cache.batch_size > 1 and plain:
+        raise UnsupportedModelError(
+            f"batch_size is {cache.batch_size}, but layers {', '.join(map(str, plain))} of {type(model).__name__} keep "
+            "to plain operators on ExecuTorch, which copy the whole cache of several rows in every step; export with "
+            "batch_size=1, or for target 'pt2'"
+        )
 
 
 def one_method_suffices(cache: ExportableCache) -> bool:
@@ -94,13 +115,9 @@ def one_method_suffices(cache: ExportableCache) -> bool:
     )
 
 
-def fused_kernel(layer: CacheLayer, own: bool = False) -> FusedKernel | None:
-    """The kernel for a layer's policy and storage, or None where there is none; `own`: of this package's operators."""
-    if type(layer) is not CacheLayer:
-        return None
-    if own and isinstance(layer.policy, FullPolicy) and isinstance(layer.storage, _OWN_STORAGES):
-        return OwnFullKernel()
-    if not isinstance(layer.storage, _STORAGES):
+def fused_kernel(layer: CacheLayer) -> FusedKernel | None:
+    """The kernel of ExecuTorch's operators for a layer's policy and storage, or None where there is none."""
+    if type(layer) is not CacheLayer or not isinstance(layer.storage, _STORAGES):
         return None
     if isinstance(layer.policy, FullPolicy):
         return FusedFullKernel()
@@ -115,8 +132,8 @@ def _is_plain(layer: CacheLayer) -> bool:
     return type(layer) is CacheLayer and is_known
 
 
-def fusable_layers(model: PreTrainedModel, cache: ExportableCache, own: bool = False) -> list[bool]:
-    """Which layers the fused operators compute exactly, found by running a short prompt through the model.
+def fusable_layers(model: PreTrainedModel, cache: ExportableCache) -> list[bool]:
+    """Which layers ExecuTorch's operators compute exactly, found by running a short prompt through the model.
 
     Such a layer keeps every token of one row, or exactly its window, in float32, keys and values of one size, and its
     attention goes once through the attention interface with the very tensors the cache returned, under a purely causal
@@ -133,7 +150,7 @@ def fusable_layers(model: PreTrainedModel, cache: ExportableCache, own: bool = F
     calls = probe_attention(model, _PROBE_LENGTH, is_plain_and_causal)
     types = [layer_type for layer_type, _ in layer_types_and_windows(model.config)]
     return [
-        fused_kernel(layer, own) is not None
+        fused_kernel(layer) is not None
         # Of an attention chunk a query sees what came before it in the chunk, not all that the ring holds.
         and types[index] != "chunked_attention"
         and layer.keys.shape == layer.values.shape
@@ -144,5 +161,6 @@ def fusable_layers(model: PreTrainedModel, cache: ExportableCache, own: bool = F
     ]
 
 
+executorch_attention.takes_latents = takes_latents  # type: ignore[attr-defined]
 AttentionInterface.register(EXECUTORCH_ATTENTION, executorch_attention)
 register_masks(EXECUTORCH_ATTENTION)

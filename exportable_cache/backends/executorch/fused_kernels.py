@@ -17,7 +17,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -35,39 +35,51 @@ LEAST_PARALLEL_HEADS = 4
 _SEVERAL = 1 << 40
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class FusedStep:
     """A layer between its update and its attention.
 
     Attributes:
         layer: What was updated.
         new: What its new tokens add to each of the stored tensors, [num_heads, query_length, 1, ...].
+        asked: How often attention has asked for it.
     """
 
     layer: CacheLayer
     new: tuple[torch.Tensor, ...]
+    asked: int = 0
 
 
-# Transformers calls attention with tensors alone: this is where the update that comes right before it leaves what
-# attention needs.
-_updated: ContextVar[FusedStep | None] = ContextVar("_updated", default=None)
+# Transformers calls attention with tensors alone: this is where the updates that come before it leave what attention
+# needs.
+_updated: ContextVar[tuple[FusedStep, ...]] = ContextVar("_updated", default=())
 
 
 def updated_just_now(keys: torch.Tensor) -> FusedStep | None:
-    """The layer whose `update` has just returned these keys, or None where they are not of a fused layer; asked
-    once.
+    """The layer whose `update` has returned these keys in this step, or None where they are not of a fused layer; asked
+    as often as its kernel has readers.
     """
-    step = _updated.get()
-    if step is None or step.layer.keys is not keys:
-        return None
-    _updated.set(None)
-    return step
+    for step in _updated.get():
+        if step.layer.keys is keys:
+            step.asked += 1
+            if step.asked == step.layer.kernel.readers:
+                _updated.set(tuple(other for other in _updated.get() if other is not step))
+            return step
+    return None
+
+
+def takes_latents(keys: torch.Tensor) -> bool:
+    """Whether these keys are of a layer whose kernel attends over latents."""
+    return any(step.layer.keys is keys and step.layer.kernel.attends_latents for step in _updated.get())
 
 
 class FusedKernel(Kernel):
-    """What both kernels share. They exist in traced programs of one row only, and attention must go through
-    `attend`.
-    """
+    """What these kernels share. They exist in traced programs only, and attention must go through `attend`."""
+
+    #: Times that a step attends over a layer.
+    readers = 1
+    #: Whether keys and values are not expanded before attention.
+    attends_latents = False
 
     def fused(self, layer: CacheLayer) -> CacheLayer:
         """An empty layer of the same policy, storage and sizes, in this kernel's layout."""
@@ -78,21 +90,38 @@ class FusedKernel(Kernel):
     def update(
         self, layer: CacheLayer, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take the new tokens [1, num_heads, query_length, head_dim], and return the buffers, which only `attend`
-        reads.
+        """Take the new tokens [batch_size, num_heads, query_length, head_dim], and return the buffers, which only
+        `attend` reads.
         """
-        new = layer.storage.encode(heads_as_batch(key_states), heads_as_batch(value_states))
+        new = self.encoded(layer, key_states, value_states)
         self.write_before(layer, new)
-        _updated.set(FusedStep(layer, new))
+        # Those of an earlier step are what a trace that failed has left.
+        others = (step for step in _updated.get() if step.layer.context is layer.context)
+        _updated.set((*others, FusedStep(layer, new)))
         layer.advance(key_states.shape[2])
-        return layer.keys, layer.values
+        return layer.keys, layer.keys if self.attends_latents else layer.values
+
+    def stored(self, layer: CacheLayer) -> tuple[torch.Tensor, ...]:
+        """The buffers, in the order of `encoded`."""
+        return stored_parts(layer)
+
+    def encoded(
+        self, layer: CacheLayer, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """What is kept of new tokens, [batch_size * num_heads, query_length, 1, ...]."""
+        return layer.storage.encode(heads_as_batch(key_states), heads_as_batch(value_states))
 
     def write_before(self, layer: CacheLayer, new: tuple[torch.Tensor, ...]) -> None:
         """Write the new rows, each [num_heads, query_length, 1, ...], as far as that is done before attention."""
 
     @abstractmethod
     def attend(
-        self, step: FusedStep, query: torch.Tensor, attention_mask: torch.Tensor | None, scaling: float
+        self,
+        step: FusedStep,
+        query: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float,
+        **extras: Any,
     ) -> torch.Tensor:
         """Attention over what the layer holds after the step.
 
@@ -101,6 +130,7 @@ class FusedKernel(Kernel):
             query: [1, heads, query_length, head_dim].
             attention_mask: As the kernel's `mask_positions` make it, or None.
             scaling: Factor on the scores.
+            **extras: What attention is given besides; of `fusable_layers` there is nothing.
 
         Returns:
             [1, query_length, heads, head_dim].
@@ -117,31 +147,22 @@ class FusedFullKernel(FusedKernel, kind="executorch_full"):
 
     def write_before(self, layer: CacheLayer, new: tuple[torch.Tensor, ...]) -> None:
         start = _start(layer, new[0].shape[1])
-        for buffer, rows in zip(_stored(layer), new, strict=True):
+        for buffer, rows in zip(stored_parts(layer), new, strict=True):
             torch.ops.llama.update_cache(rows, buffer, start)
 
     def attend(
-        self, step: FusedStep, query: torch.Tensor, attention_mask: torch.Tensor | None, scaling: float
+        self,
+        step: FusedStep,
+        query: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float,
+        **extras: Any,
     ) -> torch.Tensor:
         layer, (heads, query_length) = step.layer, query.shape[1:3]
         fold = fold_of(heads, layer.keys.shape[0])
-        operands = [query, layer.cumulative_length, *_stored(layer)]
+        operands = [query, layer.cumulative_length, *stored_parts(layer)]
         single = _newest_if_single(_start(layer, query_length), query_length)
         return fused_attention(operands, single, "full", fold, layer.capacity, scaling)[0]
-
-
-@dataclass(frozen=True)
-class OwnFullKernel(FusedFullKernel, kind="own_full"):
-    """The same over this package's attention operator, which reads 8 and 4 bits as they are stored.
-
-    Programs with it run only where the compiled kernels of `kernels/` are loaded.
-    """
-
-    def attend(
-        self, step: FusedStep, query: torch.Tensor, attention_mask: torch.Tensor | None, scaling: float
-    ) -> torch.Tensor:
-        start = _start(step.layer, query.shape[2])
-        return torch.ops.exportable_cache.causal_attention(query, _stored(step.layer), start, scaling)
 
 
 @dataclass(frozen=True)
@@ -164,11 +185,16 @@ class FusedRingKernel(FusedKernel, kind="executorch_ring"):
         return layer.policy.positions_beside_new(layer.cumulative_length, query_length)
 
     def attend(
-        self, step: FusedStep, query: torch.Tensor, attention_mask: torch.Tensor | None, scaling: float
+        self,
+        step: FusedStep,
+        query: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float,
+        **extras: Any,
     ) -> torch.Tensor:
         """See `FusedKernel.attend`; the mask is additive, [1, 1, query_length, capacity + query_length]."""
         layer, (heads, query_length) = step.layer, query.shape[1:3]
-        stored = _stored(layer)
+        stored = stored_parts(layer)
         slot, reach, slots = _places(layer, query_length)
         for buffer, rows in zip(stored, step.new, strict=True):
             torch.ops.llama.update_cache(rows[:, :1], buffer, slot)
@@ -182,7 +208,7 @@ class FusedRingKernel(FusedKernel, kind="executorch_ring"):
         return output
 
 
-def _stored(layer: CacheLayer) -> tuple[torch.Tensor, ...]:
+def stored_parts(layer: CacheLayer) -> tuple[torch.Tensor, ...]:
     """The buffers, in the storage's order."""
     return tuple(getattr(layer, name) for name in layer.storage.parts)
 
@@ -220,8 +246,8 @@ def _places(layer: CacheLayer, query_length: int) -> tuple[int, int, torch.Tenso
 
 
 def heads_as_batch(states: torch.Tensor) -> torch.Tensor:
-    """[1, num_heads, length, dim] -> [num_heads, length, 1, dim]."""
-    return states.reshape(states.shape[1], states.shape[2], 1, states.shape[3])
+    """[batch_size, num_heads, length, dim] -> [batch_size * num_heads, length, 1, dim]."""
+    return states.reshape(states.shape[0] * states.shape[1], states.shape[2], 1, states.shape[3])
 
 
 def fold_of(heads: int, kv_heads: int) -> int:

@@ -21,8 +21,8 @@ def runner_metadata(program: Program, required: bool = True) -> dict[str, Any]:
         required: Refuse a program that the runner would reject; without it such a program gets no metadata.
 
     Raises:
-        InputError: If it is required, and `forward` takes more than the runner gives, or the cache has no limit to
-            state and the model has no longest position either.
+        InputError: If it is required, and `forward` takes more than the runner gives, or several rows, or the cache has
+            no limit to state and the model has no longest position either.
     """
     taken = program.methods["forward"].input_names
     if taken != ("input_ids", "input_pos"):
@@ -31,6 +31,10 @@ def runner_metadata(program: Program, required: bool = True) -> dict[str, Any]:
         raise InputError(
             f"the runner gives input_ids and input_pos, forward takes {', '.join(taken)}; export without llm_runner"
         )
+    if program.batch_size != 1:
+        if not required:
+            return {}
+        raise InputError(f"the runner feeds one row, the program has {program.batch_size}; export without llm_runner")
     config = program.model.config.get_text_config(decoder=True)
     context = program.cache.max_length or getattr(config, "max_position_embeddings", None)
     if context is None and not required:

@@ -21,6 +21,7 @@ from .graph_edits import forget_histories
 from .insertions import insert_what_was_taken
 from .masked_writes import masked_writes_to_where
 from .means import means_to_linear
+from .parts_of_weights import parts_to_weights
 from .patches import patch_exporter
 from .quantized import fuse_quantized_embeddings
 from .quantized_linears import UnfoldLinears
@@ -42,6 +43,7 @@ REWRITES: tuple[Rewrite, ...] = (
     fold_constants,
     masked_writes_to_where,
     spell_out_gelus,
+    parts_to_weights,
 )
 #: Other compilers take means and slices as they are, and coremltools 9.0 fails on a linear layer of one output.
 XNNPACK_REWRITES: tuple[Rewrite, ...] = (means_to_linear, rotations_to_linear)

@@ -36,8 +36,9 @@ class ExecutorchOptions(TensorRTOptions):
             models with rings that the fused operators cannot serve, which write in place only where the length is known
             to be one.
         kernels: `executorch`: the program calls operators that every build of ExecuTorch has; the compiled kernels of
-            this package serve them, too, where they are. `own`: it also calls operators of this package, and runs only
-            where those kernels are: attention over keys and values in 8 and 4 bits that are not made float32 first.
+            this package serve them, too, where they are. `own`: it calls operators of this package, and runs only where
+            those kernels are. They fuse what ExecuTorch's leave in plain operators: soft-capping, sinks, position
+            biases, chunks, rings that can be rolled back, 8 and 4 bits that are not made float32 first, several rows.
         llm_runner: Insist on `forward` and on the constant methods that the runner reads.
     """
 
@@ -53,6 +54,14 @@ class ExecutorchOptions(TensorRTOptions):
     methods: str = setting("auto", "Which methods the program has.", choices=METHODS)
     kernels: str = setting("executorch", "Operators that the program may call.", choices=KERNELS)
     llm_runner: bool = setting(False, "Have what ExecuTorch's text runner calls.", kind=bool)
+
+    #: What lifts the limit of the next, for messages.
+    rows_by: ClassVar[str] = "kernels='own'"
+
+    @property
+    def max_batch_size(self) -> int | None:
+        """Rows that a program can have: ExecuTorch's operators write all of them at one position."""
+        return None if self.kernels == "own" else 1
 
     @classmethod
     def known(cls, given: Mapping[str, Any]) -> tuple[tuple[str, ...], str]:

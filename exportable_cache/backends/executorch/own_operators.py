@@ -1,9 +1,13 @@
 """Operators of this package, for which only its compiled kernels have code on ExecuTorch's runtime; see `kernels/`.
 
-`exportable_cache::causal_attention` reads keys and values as they are stored: in float32, float16 and bfloat16, in 8
-and in 4 bits. It takes queries and gives its output in transformers' orders, for any number of tokens: what
-`attention_forms` does with ExecuTorch's operator in two forms, a branch between them, and copies around the one for
-several tokens, is one call here.
+`exportable_cache::attention` is one call for all that causal attention over a cache comes with: rows of different
+length, rings that have turned, windows and chunks, soft-capping, sinks, a bias; over keys and values as they are
+stored, in float32, float16 and bfloat16, in 8 and in 4 bits. `exportable_cache::write` puts new rows where it looks for
+them. Both take the lengths as a tensor, so that no number of a step is read into the program.
+
+Slots are of two kinds, as `SinkPolicy` has them: the first `kept` hold the tokens of their positions and are never
+written again, the others are a ring of the newest tokens behind those. A full layer keeps all of its slots, a ring
+none.
 """
 
 from __future__ import annotations
@@ -17,11 +21,17 @@ from ...common.compat.executorch import runtime
 from ...common.own_kernels import load_own_kernels
 from ...errors import MissingDependencyError
 
-_SCHEMA = "(Tensor query, Tensor[] stored, SymInt start, float scaling"
+_ATTENTION = (
+    "(Tensor query, Tensor[] stored, Tensor[] fresh, Tensor length, float scaling, int kept, int window, int chunk, "
+    "float softcap, Tensor? sinks, Tensor? bias"
+)
+_WRITE = "(Tensor rows, Tensor(a!) cache, Tensor length, int kept, Tensor? after"
 _library = torch.library.Library("exportable_cache", "FRAGMENT")
-_library.define(f"causal_attention{_SCHEMA}) -> Tensor")
-# ExecuTorch calls this one.
-_library.define(f"causal_attention.out{_SCHEMA}, *, Tensor(a!) out) -> Tensor(a!)")
+# ExecuTorch calls those that are named out.
+_library.define(f"attention{_ATTENTION}) -> Tensor")
+_library.define(f"attention.out{_ATTENTION}, *, Tensor(a!) out) -> Tensor(a!)")
+_library.define(f"write{_WRITE}) -> Tensor")
+_library.define(f"write.out{_WRITE}, *, Tensor(b!) out) -> Tensor(b!)")
 
 
 def check_own_kernels() -> None:
@@ -38,47 +48,154 @@ def check_own_kernels() -> None:
         )
 
 
-def causal_attention(query: torch.Tensor, stored: Sequence[torch.Tensor], start: int, scaling: float) -> torch.Tensor:
-    """Causal attention of one row over the filled slots of a full layer, in plain operators: what the kernel computes.
+def attention(
+    query: torch.Tensor,
+    stored: Sequence[torch.Tensor],
+    fresh: Sequence[torch.Tensor],
+    length: torch.Tensor,
+    scaling: float,
+    kept: int,
+    window: int,
+    chunk: int,
+    softcap: float,
+    sinks: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """Causal attention over a cache, in plain operators: what the kernel computes.
 
     Args:
-        query: [1, heads, query_length, head_dim].
-        stored: What the layer's storage keeps. Keys and values [num_heads, capacity, 1, dim]; of int8, and of uint8 for
-            two numbers a byte as `Int4Storage` packs them, also the scales of both, float32 [num_heads, capacity, 1,
-            1].
-        start: Position of the first query, whose key is stored already: it sees slots 0 to `start`.
+        query: [batch, heads, query_length, head_dim].
+        stored: What the layer's storage keeps. Keys and values [batch * num_heads, slots, 1, dim]; of int8, and of
+            uint8 for two numbers a byte as `Int4Storage` packs them, also the scales of both, float32 [..., 1]. Or keys
+            alone, which are the values as well.
+        fresh: The same of the new tokens, of which the queries are the last, [batch * num_heads, new_length, 1, dim].
+            Where all slots are kept, these hold them already.
+        length: Tokens of each row before the new ones, int64 [batch].
         scaling: Factor on the scores.
+        kept: See the module.
+        window: Newest tokens that a query sees of those that are not in kept slots, itself included; 0 for all.
+        chunk: A query sees those of its own chunk of this length; 0 for all.
+        softcap: Scores become `softcap * tanh(scores / softcap)`; 0 for none.
+        sinks: One more score under the softmax that carries no value, float32, to be broadcast to [batch, heads,
+            query_length, 1].
+        bias: Added to the scores after that, by the key's position: float32, to be broadcast to [batch, heads,
+            query_length, positions].
 
     Returns:
-        [1, query_length, heads, value_head_dim].
+        [batch, query_length, heads, value_head_dim].
     """
-    heads, query_length = query.shape[1:3]
-    end, groups = start + query_length, heads // stored[0].shape[0]
-    rows, scales = stored[:2], stored[2:] or (None, None)
-    pairs = zip(rows, scales, strict=True)
-    key, value = (_numbers(part[:, :end], scale).repeat_interleave(groups, dim=0) for part, scale in pairs)
-    scores = query[0].float() @ key.transpose(1, 2) * scaling
-    seen = torch.arange(end) <= start + torch.arange(query_length)[:, None]
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)
-    return (weights @ value).transpose(0, 1)[None].to(query.dtype).contiguous()
+    batch, heads, query_length = query.shape[:3]
+    tokens, beside = fresh[0].shape[1], kept < stored[0].shape[1]
+    outputs = []
+    for row in range(batch):
+        start = int(length[row])
+        at = start + torch.arange(tokens)
+        held = start if beside else start + tokens
+        keys, values, positions = _in_slots([_of_row(part, row, batch) for part in stored], held, kept)
+        if beside:
+            new_keys, new_values = _numbers([_of_row(part, row, batch) for part in fresh])
+            keys, values = torch.cat([keys, new_keys], dim=1), torch.cat([values, new_values], dim=1)
+            positions = torch.cat([positions, at])
+        groups = heads // keys.shape[0]
+        scores = query[row].float() @ keys.repeat_interleave(groups, dim=0).transpose(1, 2) * scaling
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        if bias is not None:
+            of_row = bias[row if bias.shape[0] > 1 else 0]
+            scores = scores + of_row[..., positions]
+        query_at = at[tokens - query_length :, None]
+        seen = positions > query_at - window if window else positions >= 0
+        if chunk:
+            seen = seen & (positions // chunk == query_at // chunk)
+        seen = (seen | (positions < kept)) & (positions <= query_at)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if sinks is not None:
+            of_row = sinks[row if sinks.shape[0] > 1 else 0].expand(heads, query_length, 1)
+            scores = torch.cat([scores, of_row], dim=-1)
+        weights = scores.softmax(dim=-1)[..., : len(positions)]
+        outputs.append((weights @ values.repeat_interleave(groups, dim=0)).transpose(0, 1))
+    return torch.stack(outputs).to(query.dtype).contiguous()
 
 
-def _numbers(rows: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-    """float32 [num_heads, length, dim] of what is stored."""
-    rows = Int4Storage(dtype="float32").unpack(rows) if rows.dtype == torch.uint8 else rows.float()
-    return (rows if scales is None else rows * scales[:, : rows.shape[1]]).squeeze(2)
+def write(
+    rows: torch.Tensor, cache: torch.Tensor, length: torch.Tensor, kept: int, after: torch.Tensor | None
+) -> torch.Tensor:
+    """Put rows into their slots, in place.
+
+    Args:
+        rows: Of new tokens, [batch * num_heads, query_length, 1, dim].
+        cache: [batch * num_heads, slots, 1, dim].
+        length: Tokens of each row before them, int64 [batch].
+        kept: See the module.
+        after: What is to be computed before: nothing else keeps a write behind the attention that reads what it writes
+            over.
+
+    Returns:
+        [1], which says nothing: an operator of ExecuTorch gives something.
+    """
+    heads, ring = rows.shape[0] // length.shape[0], max(cache.shape[1] - kept, 1)
+    starts, each = length.repeat_interleave(heads), torch.arange(rows.shape[0])
+    for token in range(rows.shape[1]):
+        position = starts + token
+        slot = torch.where(position < kept, position, kept + (position - kept) % ring)
+        cache[each, slot] = rows[:, token]
+    return _nothing()
 
 
-def _into(*arguments: object, out: torch.Tensor) -> torch.Tensor:
-    return out.copy_(causal_attention(*arguments))
+def _of_row(part: torch.Tensor, row: int, batch: int) -> torch.Tensor:
+    """[num_heads, length, dim] of one row of the batch."""
+    return part.reshape(batch, -1, *part.shape[1:])[row].squeeze(2)
 
 
-def _empty(query: torch.Tensor, stored: Sequence[torch.Tensor], start: int, scaling: float) -> torch.Tensor:
-    values = stored[1]
+def _in_slots(stored: Sequence[torch.Tensor], held: int, kept: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Keys and values of the tokens that slots hold, and their positions [length]."""
+    slots = stored[0].shape[1]
+    positions = torch.cat(
+        [torch.arange(min(held, kept)), torch.arange(max(kept, held - (slots - kept)), max(kept, held))]
+    )
+    ring = max(slots - kept, 1)
+    places = torch.where(positions < kept, positions, kept + (positions - kept) % ring)
+    keys, values = _numbers([part[:, places] for part in stored])
+    return keys, values, positions
+
+
+def _numbers(parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """float32 keys and values [num_heads, length, dim] of what is stored."""
+    rows = [
+        Int4Storage(dtype="float32").unpack(part) if part.dtype == torch.uint8 else part.float() for part in parts[:2]
+    ]
+    if len(parts) > 2:
+        return [part * scales for part, scales in zip(rows, parts[2:], strict=True)]
+    return rows if len(parts) == 2 else rows * 2
+
+
+def _nothing() -> torch.Tensor:
+    return torch.zeros(1)
+
+
+def _attention_into(*arguments: object, out: torch.Tensor) -> torch.Tensor:
+    return out.copy_(attention(*arguments))
+
+
+def _write_into(*arguments: object, out: torch.Tensor) -> torch.Tensor:
+    return out.copy_(write(*arguments))
+
+
+def _attention_output(query: torch.Tensor, stored: Sequence[torch.Tensor], *further: object) -> torch.Tensor:
+    batch, heads, query_length = query.shape[:3]
+    values = stored[1 if len(stored) > 1 else 0]
     packed = 2 if values.dtype == torch.uint8 else 1
-    return query.new_empty(1, query.shape[2], query.shape[1], values.shape[3] * packed)
+    return query.new_empty(batch, query_length, heads, values.shape[3] * packed)
 
 
-_library.impl("causal_attention", causal_attention, "CompositeExplicitAutograd")
-_library.impl("causal_attention.out", _into, "CompositeExplicitAutograd")
-torch.library.register_fake("exportable_cache::causal_attention", _empty, lib=_library)
+def _write_output(rows: torch.Tensor, *further: object) -> torch.Tensor:
+    return rows.new_empty(1, dtype=torch.float32)
+
+
+for _name, _plain, _into, _fake in (
+    ("attention", attention, _attention_into, _attention_output),
+    ("write", write, _write_into, _write_output),
+):
+    _library.impl(_name, _plain, "CompositeExplicitAutograd")
+    _library.impl(f"{_name}.out", _into, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"exportable_cache::{_name}", _fake, lib=_library)

@@ -1,4 +1,4 @@
-"""MPT: it slices its position bias by the tokens seen."""
+"""MPT: it slices its position bias by the tokens seen, and computes attention in code of its own."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from .conditions import only_traced
+from .own_attention import fusing_attention, with_config
 from .patch import Patch
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def _mpt_attention(
     *,
     original: Callable,
     **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     batch_size, query_length = hidden_states.shape[:2]
     mixed = self.Wqkv(hidden_states)
     if self.clip_qkv:
@@ -35,6 +36,13 @@ def _mpt_attention(
     )
     if past_key_values is not None:
         key, value = past_key_values.update(key, value, self.layer_idx)
+    attend = fusing_attention(self)
+    if attend is not None:
+        lowest = torch.finfo(query.dtype).min
+        mask = torch.where(attention_mask, lowest, 0.0)
+        bias = position_bias[None, :, :, position_bias.shape[2] - mask.shape[-1] :]
+        output, _ = attend(self, query, key, value, mask, scaling=self.softmax_scale, position_bias=bias)
+        return self.out_proj(output.reshape(batch_size, query_length, self.hidden_size)), None
     scores = torch.matmul(query, key.transpose(-1, -2)) * self.softmax_scale
     # One bias for every query, [heads, 1, slots]: relative to the last slot, which shifts a row of scores as a whole.
     scores = scores + position_bias[:, :, position_bias.shape[2] - key.shape[2] :]
@@ -45,12 +53,25 @@ def _mpt_attention(
     return self.out_proj(output), weights
 
 
+def _traced_or_fused(original: Callable) -> Callable:
+    traced = only_traced(_mpt_attention)(original)
+
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if fusing_attention(self) is None:
+            return traced(self, *args, **kwargs)
+        return _mpt_attention(self, *args, original=original, **kwargs)
+
+    return method
+
+
+PREPARATIONS = {"mpt": ("MptAttention.config", with_config("MptAttention"))}
+
 PATCHES = {
     "mpt": (
         Patch(
             "mpt.modeling_mpt",
             "MptAttention.forward",
-            only_traced(_mpt_attention),
+            _traced_or_fused,
             "it slices its position bias by the tokens seen",
             digests=("2c8c35aac07fbf2b",),
             source="MptAttention",

@@ -34,6 +34,7 @@ class Patch:
             several of its methods.
         package: Whose function it is.
         url: Of the original, where that is not a modeling file.
+        needed: Whether a model is wrong without it. Where it is not, an original that has changed is left alone.
     """
 
     file: str
@@ -44,6 +45,7 @@ class Patch:
     source: str | None = None
     package: str = "transformers"
     url: str | None = None
+    needed: bool = True
 
     @property
     def label(self) -> str:
@@ -63,12 +65,24 @@ class Patch:
         path = self.module_name.replace(".", "/")
         return f"https://github.com/huggingface/transformers/blob/v5.23.0/src/{path}.py"
 
-    def apply(self) -> None:
+    def apply(self) -> bool:
         """Replace it for the whole process, unless that was done before.
+
+        Returns:
+            Whether it is replaced: always, if that is needed.
 
         Raises:
             UnsupportedModelError: If there is no such function, or the replacement was written for another one.
         """
+        try:
+            self._apply()
+        except UnsupportedModelError:
+            if self.needed:
+                raise
+            return False
+        return True
+
+    def _apply(self) -> None:
         owner, attribute = self._owner()
         current = getattr(owner, attribute, None)
         if current is None:

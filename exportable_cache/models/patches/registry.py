@@ -24,6 +24,7 @@ from . import (
     led,
     minimax,
     mpt,
+    own_attention,
     position_tables,
     recurrent_gemma,
     rotary,
@@ -50,6 +51,7 @@ _FAMILIES = (
     led,
     minimax,
     mpt,
+    own_attention,
     position_tables,
     recurrent_gemma,
     rotary,
@@ -87,14 +89,14 @@ def patch_model(model: nn.Module) -> list[str]:
     files = {type(module).__module__ for module in model.modules()}
     for model_type in model_types(model):
         for patch in PATCHES.get(model_type, ()):
-            if patch.module_name not in files:
+            if patch.module_name not in files and patch.needed:
                 raise UnsupportedModelError(
                     f"a model of type {model_type!r} needs the patch of {patch.name} ({patch.reason}), and has no "
                     f"module of {patch.module_name}; use transformers' own class (trust_remote_code=False), or "
                     "DynamicCache"
                 )
-            patch.apply()
-            labels.add(patch.label)
+            if patch.module_name in files and patch.apply():
+                labels.add(patch.label)
     for name in files:
         for function in COPIED:
             copied = getattr(sys.modules.get(name), function, None)

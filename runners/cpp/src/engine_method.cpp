@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <map>
 
 #include <executorch/runtime/backend/backend_options_map.h>
@@ -52,7 +53,7 @@ class MappedFile final : public et::DataLoader {
 
   et::Result<et::FreeableBuffer> load(size_t offset, size_t size, const SegmentInfo&) const override {
     if (!contains(offset, size)) return et::Error::InvalidArgument;
-    return et::FreeableBuffer(data_ + offset, size, nullptr);
+    return et::FreeableBuffer(data_ + offset, size, give_back);
   }
 
   et::Error load_into(size_t offset, size_t size, const SegmentInfo&, void* buffer) const override {
@@ -64,10 +65,38 @@ class MappedFile final : public et::DataLoader {
   et::Result<size_t> size() const override { return size_; }
 
  private:
+  // Weights that a delegate has packed are not read again: their pages need not stay beside the packed ones.
+  static void give_back(void*, void* data, size_t size) {
+    const auto page = static_cast<uintptr_t>(::sysconf(_SC_PAGESIZE)), begin = reinterpret_cast<uintptr_t>(data);
+    const uintptr_t first = (begin + page - 1) / page * page, end = (begin + size) / page * page;
+    if (first < end) (void)::madvise(reinterpret_cast<void*>(first), end - first, MADV_DONTNEED);
+  }
+
   bool contains(size_t offset, size_t size) const { return offset <= size_ && size <= size_ - offset; }
 
   const char* data_ = nullptr;
   size_t size_ = 0;
+};
+
+// Zeros, which take memory once they are written to: what of a cache is not filled takes none.
+class Arena {
+ public:
+  explicit Arena(size_t size) : size_(std::max<size_t>(size, 1)) {
+    void* address = ::mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (address != MAP_FAILED) data_ = static_cast<uint8_t*>(address);
+  }
+  ~Arena() {
+    if (data_ != nullptr) ::munmap(data_, size_);
+  }
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+
+  uint8_t* data() const { return data_; }
+  size_t size() const { return size_; }
+
+ private:
+  uint8_t* data_ = nullptr;
+  size_t size_;
 };
 
 // Allocates as much as is asked for, and frees it all at once.
@@ -148,8 +177,14 @@ class MethodEngine final : public Engine {
         sizes[index] = std::max(sizes[index], static_cast<size_t>(size.get()));
       }
     }
-    for (const size_t size : sizes) arenas_.emplace_back(size);
-    for (std::vector<uint8_t>& arena : arenas_) spans_.emplace_back(arena.data(), arena.size());
+    for (const size_t size : sizes) {
+      const Arena& arena = arenas_.emplace_back(size);
+      if (arena.data() == nullptr) {
+        return fail(ErrorCode::kRuntime, "cannot allocate ", size, " bytes for the cache and what ", path_,
+                    " computes; export the model with a smaller max_cache_len or prefill_chunk");
+      }
+      spans_.emplace_back(arena.data(), arena.size());
+    }
     planned_ = std::make_unique<et::HierarchicalAllocator>(et::Span<et::Span<uint8_t>>(spans_.data(), spans_.size()));
     memory_ = std::make_unique<et::MemoryManager>(&allocator_, planned_.get(), &temporary_);
     return {};
@@ -159,7 +194,7 @@ class MethodEngine final : public Engine {
   std::string path_;
   MappedFile file_;
   std::unique_ptr<et::Program> program_;
-  std::vector<std::vector<uint8_t>> arenas_;
+  std::deque<Arena> arenas_;
   std::vector<et::Span<uint8_t>> spans_;
   std::unique_ptr<et::HierarchicalAllocator> planned_;
   HeapAllocator allocator_;

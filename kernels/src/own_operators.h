@@ -1,0 +1,8 @@
+#pragma once
+
+namespace exportable_cache::kernels {
+
+// Operators for which ExecuTorch has no kernel.
+void register_own_operators();
+
+}  // namespace exportable_cache::kernels

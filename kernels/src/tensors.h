@@ -1,0 +1,37 @@
+// ExecuTorch's tensors, as operators look at them.
+#pragma once
+
+#include <executorch/runtime/core/exec_aten/exec_aten.h>
+#include <executorch/runtime/core/exec_aten/util/dim_order_util.h>
+#include <executorch/runtime/core/exec_aten/util/scalar_type_util.h>
+#include <executorch/runtime/core/exec_aten/util/tensor_util.h>
+#include <executorch/runtime/kernel/kernel_runtime_context.h>
+
+#include <optional>
+
+#include "attention.h"
+
+namespace exportable_cache::kernels {
+
+using executorch::aten::ScalarType;
+using executorch::aten::Tensor;
+using executorch::runtime::Error;
+using executorch::runtime::KernelRuntimeContext;
+
+inline std::optional<Dtype> float_dtype(ScalarType type) {
+  switch (type) {
+    case ScalarType::Float: return Dtype::kFloat32;
+    case ScalarType::Half: return Dtype::kFloat16;
+    case ScalarType::BFloat16: return Dtype::kBFloat16;
+    default: return std::nullopt;
+  }
+}
+
+inline bool is_contiguous(const Tensor& tensor) {
+  return executorch::runtime::is_contiguous_dim_order(tensor.dim_order().data(), tensor.dim());
+}
+
+// Contiguous, and of four dimensions.
+inline bool is_cache_shaped(const Tensor& tensor) { return tensor.dim() == 4 && is_contiguous(tensor); }
+
+}  // namespace exportable_cache::kernels
