@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 
 # Before anything imports torch or huggingface_hub, which read them once. Tiny models are fastest on one thread.
@@ -29,6 +30,9 @@ from .support.store import drop_other_generations, stored
 
 torch.set_num_threads(1)
 torch.compiler.set_default_backend(DEFAULT_BACKEND)
+# pytest listens to loggers that do not propagate. To torch's structured trace nobody may listen: every trace and every
+# compilation then writes what it does, with graphs and stacks, which takes as long again.
+logging.getLogger("torch.__trace").propagate = True
 
 DEMO_MAX_CACHE_LEN = 512
 # Shorter than the longest prompts, so that these go through in several chunks.

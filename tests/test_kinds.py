@@ -26,7 +26,7 @@ PROMPTS = ((3,), (2, 1), (8,), (5, 4), (21,), (13, 8))
 STEPS = 30
 
 # States beside full layers; a ring and a full layer: test_equality.py. With --full all, one with states under Inductor.
-COMPILED = ("qwen3_next",)
+COMPILED = ("lfm2",)
 INDUCTOR = ("mamba2",)
 # Latent attention and chosen slots; a scan. The other scan, beside attention in one
 # layer, with the cache as an argument; chunks: patches/test_transformers_rotary.py.

@@ -29,9 +29,11 @@ PUBLIC = (
 
 #: Signatures that are decided elsewhere, and by whom.
 DICTATED = {
+    "backends/executorch/own_operators.py:attention": "the operator's schema, which files name",
     "cache/attention/functions.py:fused_attention": "transformers' AttentionInterface",
     "cache/attention/functions.py:matmul_attention": "transformers' AttentionInterface",
     "cache/attention/masks.py:position_mask": "transformers' AttentionMaskInterface",
+    "models/patches/own_attention.py:_falcon_attention": "the forward of transformers' FalconAttention",
     "models/patches/git.py:_git_text": "the forward of transformers' GitModel, and the original",
     "models/scans/delta_rule.py:delta_rule": "operands of transformers' torch_chunk_gated_delta_rule",
     "models/scans/selective.py:selective_scan": "operands of transformers' mamba_selective_scan",

@@ -26,6 +26,7 @@ from .. import __version__
 from ..common.compat.torch import inductor_config, unwritable_guards
 from ..common.files import PARTIAL, atomic_path
 from ..common.own_files import is_own_file, own_folder, sealed, unsealed
+from ..common.own_key import own_key
 from ..common.processor import instructions, processor_name
 
 if TYPE_CHECKING:
@@ -53,7 +54,8 @@ class GraphCache:
     used only if versions, processor, torch's settings, the model's structure and the cache's layout are those it was
     compiled for, if the source of every function in the graph is unchanged, and if TorchDynamo's guards on the model
     and the inputs hold; otherwise the step is compiled again and the file replaced. Like torch's own, such files are
-    pickled, which runs code: a folder that others can write to is refused, and a file of somebody else's is not read.
+    pickled, which runs code: a folder that others can write to is refused, and a file that is somebody else's, or was
+    not written with this user's key, is not read.
 
     Args:
         folder: Made when the first graph is kept.
@@ -63,13 +65,15 @@ class GraphCache:
             are of, but for those that this object has kept or loaded.
 
     Raises:
-        InputError: If others than this user and root can write to the folder, or to one above it.
+        InputError: If others than this user and root can write to the folder, or to one above it, or there is no
+            key, see `own_key`.
     """
 
     def __init__(
         self, folder: str | Path, model: nn.Module, cache: ExportableCache, limit: int = GRAPH_CACHE_MB
     ) -> None:
         self.folder = own_folder(Path(folder))
+        self._key = own_key()
         self._limit = limit * 10**6
         self._used: set[Path] = set()
         # Regions are shared by graphs, so each graph has the machine code of all.
@@ -122,7 +126,8 @@ class GraphCache:
             own_folder(self.folder, make=True)
             with atomic_path(self._path(key)) as temporary:
                 call.save_compiled_function(str(temporary), external_data=external)
-                temporary.write_bytes(sealed(packed(temporary.read_bytes(), self._libraries, code_folder())))
+                written = packed(temporary.read_bytes(), self._libraries, code_folder())
+                temporary.write_bytes(sealed(written, self._key, self._path(key).name))
             self._used.add(self._path(key))
             self._trim()
         except (
@@ -183,7 +188,7 @@ class GraphCache:
                 if not is_own_file(file.fileno()):
                     log.warning("%s is not read: it is not yours, or others can write to it", path)
                     return None
-                written = unsealed(file.read())
+                written = unsealed(file.read(), self._key, path.name)
             # Here, as it imports the compiler, which takes long.
             from ..common.compat.torch_compile import code_folder, libraries_noted, processor_known
 

@@ -126,7 +126,7 @@ class Bundle:
         backend_for(self.manifest.target)
         layers = []
         for index, layer in enumerate(self.manifest.layers):
-            if layer.kernel.get("kind") not in Kernel.kinds:
+            if not Kernel.has_kind(layer.kernel.get("kind")):
                 raise BundleError(
                     f"layer {index} of {self.path} has the kernel {layer.kernel.get('kind')!r}, this release has "
                     f"{', '.join(Kernel.kinds)}; install the release that wrote it, or export the model again"

@@ -15,9 +15,9 @@ import time
 from pathlib import Path
 
 from ..common.files import atomic_path
+from ..common.own_files import home_folder
+from ..errors import InputError
 
-#: Folder of the record; by default `exportable_cache` in XDG_CACHE_HOME, or ~/.cache.
-HOME_VARIABLE = "EXPORTABLE_CACHE_HOME"
 #: The oldest go first.
 MOST_RECORDS = 4096
 #: Seconds: a file that changed so lately can change again and keep its time stamp, which has the clock's steps.
@@ -34,10 +34,7 @@ def version_of(status: os.stat_result) -> tuple[int, int, int, int, int]:
 
 def record_path() -> Path:
     """Where the record is."""
-    named = os.environ.get(HOME_VARIABLE)
-    if named:
-        return Path(named) / _FILE
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "exportable_cache" / _FILE
+    return home_folder() / _FILE
 
 
 class KnownDigests:
@@ -87,7 +84,7 @@ class KnownDigests:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with atomic_path(path) as temporary:
                 temporary.write_text(json.dumps(kept), encoding="ascii")
-        except (OSError, RuntimeError):
+        except (OSError, RuntimeError, InputError):
             return
 
 

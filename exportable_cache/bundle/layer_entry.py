@@ -62,7 +62,7 @@ class Layer(Entry):
         A kernel that no one has imported yet is not judged: a target may bring it, so ask again when the target is
         there.
         """
-        if self.kernel.get("kind") not in Kernel.kinds:
+        if not Kernel.has_kind(self.kernel.get("kind")):
             return None
         try:
             layer = layer_from(self.config, {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -246,8 +247,12 @@ class LayeredCache(Cache):
             tokens_to_remove: Zero, or minus the number of tokens (transformers' convention).
 
         Raises:
-            InputError: If a layer cannot; nothing has changed then.
+            InputError: If a layer cannot, or it is no such number; nothing has changed then.
         """
+        try:
+            tokens_to_remove = operator.index(tokens_to_remove)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InputError(f"crop takes minus the number of tokens to remove, got {tokens_to_remove!r}") from error
         if tokens_to_remove < 0:
             for layer in self.layers:
                 if not layer.is_dummy:
@@ -270,7 +275,11 @@ class LayeredCache(Cache):
         return cache
 
     def save(self, path: str | Path) -> None:
-        """Write all state to a safetensors file, atomically."""
+        """Write all state to a safetensors file, atomically.
+
+        Raises:
+            InputError: If there is something else than a file at `path`.
+        """
         tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in self.named_state()}
         layers = [
             {"config": layer.config(), "tensors": list(layer.state), "high_water": layer._max_len_ever}

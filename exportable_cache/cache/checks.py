@@ -198,6 +198,6 @@ def check_rollback(layer: CacheLayer, tokens: int) -> int:
     if tokens > allowed:
         raise InputError(
             f"{layer!r} can take back at most {allowed} tokens here, not {tokens}: {layer.forgetting}; "
-            "reset the cache and feed the tokens to keep, or allocate rings with more slack"
+            "reset the cache and feed the tokens to keep, or allocate rings with more rollback_slots"
         )
     return max_len_ever

@@ -38,6 +38,11 @@ class Component:
         return {"kind": self.kind, **{name: getattr(self, name) for name in self.field_names}}
 
     @classmethod
+    def has_kind(cls, kind: Any) -> bool:
+        """Whether the family has a member of this kind. A file may say anything, of any type."""
+        return isinstance(kind, str) and kind in cls.kinds
+
+    @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
         """The member that `to_config` described.
 
@@ -46,7 +51,7 @@ class Component:
         """
         given = dict(config)
         kind = given.pop("kind", None)
-        member = cls.kinds.get(kind)
+        member = cls.kinds[kind] if cls.has_kind(kind) else None
         if member is None:
             raise InputError(f"{cls.family} is of kind {kind!r}, known are {names(cls.kinds)}")
         expected = member.field_names

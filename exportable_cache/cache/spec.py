@@ -147,7 +147,23 @@ class CacheSpec:
     def __post_init__(self) -> None:
         check_settings(self)
         object.__setattr__(self, "sinks", Sinks.within(self.max_cache_len, self.attention_sinks, self.attention_window))
+        if self.device is not None:
+            _check_device(self.device)
         if self.dtype is not None:
             from ..common.dtypes import parse_dtype
 
             object.__setattr__(self, "dtype", parse_dtype(self.dtype))
+
+
+def _check_device(device: torch.device | str) -> None:
+    """Refuse what is no device.
+
+    Raises:
+        InputError: Then.
+    """
+    import torch
+
+    try:
+        torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InputError(f"device is {device!r}; it must be one of torch's, such as 'cpu' or 'cuda:0'") from error

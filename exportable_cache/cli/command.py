@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import sys
 import traceback
-from contextlib import ExitStack, redirect_stdout, suppress
+from contextlib import ExitStack, redirect_stdout
 from typing import Any
 
 import typer
 from typer.core import TyperCommand
 
-from ..common.quiet import everything_shown
+from ..common.quiet import everything_shown, forget
 from ..errors import ExportableCacheError, VerificationError
 from .quiet import quiet_third_parties
+from .streams import EXIT_INPUT, is_of_a_stream, unwritable
 from .terminal import Terminal
 
 EXIT_MISMATCH = 1
-EXIT_INPUT = 2
 EXIT_UNEXPECTED = 70
 EXIT_INTERRUPTED = 130
 
@@ -49,9 +47,9 @@ class Command(TyperCommand):
             except Exception as error:
                 if _is_ours_to_pass(error):
                     raise
-                if isinstance(error, OSError) and error.errno in _OF_STREAMS and error.filename is None:
-                    terminal.error(f"error: cannot write the output: {error.strerror}; send it somewhere else")
-                    _forget_output()
+                if isinstance(error, OSError) and is_of_a_stream(error):
+                    terminal.error(unwritable(error))
+                    forget(sys.__stdout__)
                     raise typer.Exit(EXIT_INPUT) from error
                 if debug:
                     traceback.print_exc()
@@ -61,17 +59,6 @@ class Command(TyperCommand):
                     terminal.error(f"error: unexpected {type(error).__name__}: {reason}")
                     terminal.error("for the traceback, run it again with EXPORTABLE_CACHE_DEBUG=1")
                 raise typer.Exit(EXIT_UNEXPECTED) from error
-
-
-#: Of a stream that takes no more: a full disk, a broken one, a closed one, one whose reader is gone.
-_OF_STREAMS = (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EDQUOT, errno.EPIPE)
-
-
-def _forget_output() -> None:
-    """Let nothing be written to stdout when Python ends, which would fail again."""
-    with suppress(OSError, ValueError):
-        if sys.__stdout__ is not None:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())
 
 
 def _is_ours_to_pass(error: Exception) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import typer
 
 from .options import BundleArgument, CheckOption, IgnoreVersionsOption, JsonOption, KeyOption, TrustOption
 from .settings import at_least
+from .streams import prompt_from_stdin
 from .terminal import Terminal
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def generate(
     terminal: Terminal = ctx.obj
     if prompt is None and not (image or audio):
         raise typer.BadParameter("pass the prompt", param_hint="'--prompt' / '-p'")
-    text = sys.stdin.read() if prompt == "-" else prompt or ""
+    text = prompt_from_stdin() if prompt == "-" else prompt or ""
     with terminal.progress(f"opening {folder}"):
         from ..bundle.bundle import Bundle
         from ..generation.speculative import PromptLookup

@@ -17,7 +17,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from ..common.quiet import without_chatter
+from ..common.quiet import forget, without_chatter
 
 # Wider than any table: where the terminal is narrower it continues on the next line, and nothing is lost.
 _WIDTH = 1000
@@ -37,6 +37,13 @@ class _Results(Console):
 
 class _Remarks(Console):
     """A stream that the command goes on without."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        try:
+            super().print(*objects, **options)
+        except OSError:
+            self.quiet = True
+            forget(sys.__stderr__)
 
     def on_broken_pipe(self) -> None:
         self.quiet = True

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 
-from ..errors import BundleError, ExportableCacheError, first_line
+from ..errors import BundleError, ExportableCacheError, InputError, first_line
 
 try:
     import fcntl
@@ -47,8 +47,10 @@ def read_tensors(
     Raises:
         BundleError: If the file is missing, damaged or has another format.
     """
+    from .ordinary_tensors import ordinary_tensors
+
     try:
-        with safe_open(path, framework="pt", device=str(device)) as file:
+        with ordinary_tensors(), safe_open(path, framework="pt", device=str(device)) as file:
             metadata = file.metadata() or {}
             # Copied, as a tensor's place in the file is not aligned as torch's own are, and kernels then round
             # otherwise.
@@ -81,7 +83,15 @@ def damaged_if_malformed(path: Path | str, what: str) -> Iterator[None]:
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path`, moved onto it when the block ends well and removed when it does not."""
+    """A temporary path beside `path`, moved onto it when the block ends well and removed when it does not.
+
+    Raises:
+        InputError: If `path` is a folder, a device or anything else than a file: it would be replaced, and /dev/null is
+            needed.
+        OSError: If it cannot be written.
+    """
+    if path.exists() and not path.is_file():
+        raise InputError(f"{path} is no file, so nothing is written over it; name a file, or one that is to be made")
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=PARTIAL, dir=path.parent)
     os.close(handle)

@@ -8,14 +8,29 @@ place of a user's own there.
 from __future__ import annotations
 
 import hashlib
+import hmac
 import os
 import stat
 from pathlib import Path
 
 from ..errors import InputError
 
-#: Whether the system says who a file belongs to. Windows does not in this form: nothing is checked there.
+#: Whether the system says who a file belongs to. Windows does not in this form: no owner is checked there.
 HAS_OWNERS = hasattr(os, "geteuid")
+#: Folder of what this package notes for a user; by default `exportable_cache` in XDG_CACHE_HOME, or ~/.cache.
+HOME_VARIABLE = "EXPORTABLE_CACHE_HOME"
+
+
+def home_folder() -> Path:
+    """Where this package keeps what it notes for the user, and the user's key.
+
+    Raises:
+        RuntimeError: If the user has no home.
+    """
+    named = os.environ.get(HOME_VARIABLE)
+    if named:
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "exportable_cache"
 
 
 def own_folder(path: Path, make: bool = False) -> Path:
@@ -50,21 +65,38 @@ def is_own_file(descriptor: int) -> bool:
     return not HAS_OWNERS or (stat.S_ISREG(status.st_mode) and _reason(status, sticky_is_safe=False) is None)
 
 
-def sealed(content: bytes) -> bytes:
-    """With a digest before it, so that damage is found before anything is read. It says nothing of who wrote it."""
-    return hashlib.sha256(content).digest() + content
+def is_private_file(descriptor: int) -> bool:
+    """Whether an open file is a regular one that is this user's and that nobody else can read or write."""
+    status = os.fstat(descriptor)
+    return not HAS_OWNERS or (
+        stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
+    )
 
 
-def unsealed(written: bytes) -> bytes:
+def sealed(content: bytes, key: bytes, name: str) -> bytes:
+    """With a digest before it that only the holder of a key can make.
+
+    Args:
+        key: See `own_key.own_key`.
+        name: Of the file: one file is not taken for another.
+    """
+    return _mark(content, key, name) + content
+
+
+def unsealed(written: bytes, key: bytes, name: str) -> bytes:
     """What `sealed` was given.
 
     Raises:
-        ValueError: If a byte of it has changed.
+        ValueError: If a byte of it has changed, or it was sealed with another key or under another name.
     """
     size = hashlib.sha256().digest_size
-    if hashlib.sha256(written[size:]).digest() != written[:size]:
-        raise ValueError("the file is damaged")
+    if not hmac.compare_digest(_mark(written[size:], key, name), written[:size]):
+        raise ValueError("the file was damaged, or not written with this user's key")
     return written[size:]
+
+
+def _mark(content: bytes, key: bytes, name: str) -> bytes:
+    return hmac.digest(key, hashlib.sha256(name.encode()).digest() + content, "sha256")
 
 
 def _reason(status: os.stat_result, sticky_is_safe: bool) -> str | None:

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, redirect_stderr
+from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
 from contextvars import ContextVar
 from functools import wraps
 from typing import Any, TextIO, TypeVar
@@ -97,6 +98,15 @@ def without_chatter() -> Iterator[None]:
         stream.finish()
 
 
+def forget(stream: TextIO | None) -> None:
+    """Let what is written to a stream go nowhere: one that takes no more would fail again when Python ends."""
+    with suppress(OSError, ValueError):
+        if stream is not None:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
+
+
 @contextmanager
 def _filtered(logger: logging.Logger, pattern: re.Pattern[str]) -> Iterator[None]:
     def passes(record: logging.LogRecord) -> bool:
@@ -110,7 +120,10 @@ def _filtered(logger: logging.Logger, pattern: re.Pattern[str]) -> Iterator[None
 
 
 class _ChatterFilter(io.TextIOBase):
-    """Passes text on at once, but for lines that begin like chatter: those wait until they are complete."""
+    """Passes text on at once, but for lines that begin like chatter: those wait until they are complete.
+
+    What stderr does not take is no reason to stop.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -130,15 +143,24 @@ class _ChatterFilter(io.TextIOBase):
             if not piece.endswith("\n") and (piece.startswith(_CHATTER_START) or _CHATTER_START.startswith(piece)):
                 self._held = piece
                 return
-        self._stream.write(piece)
+        self._pass(piece)
         self._at_line_start = piece.endswith("\n")
 
+    def _pass(self, text: str) -> None:
+        try:
+            self._stream.write(text)
+        except OSError:
+            forget(self._stream)
+
     def flush(self) -> None:
-        self._stream.flush()
+        try:
+            self._stream.flush()
+        except OSError:
+            forget(self._stream)
 
     def finish(self) -> None:
         """Write what still waits."""
-        self._stream.write(self._held)
+        self._pass(self._held)
         self._held = ""
 
     def isatty(self) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from transformers import PreTrainedConfig
 
 from ..cache.attention.functions import ATTENTION, register_attention
 from ..cache.attention.implementation import set_attention
@@ -25,7 +26,7 @@ from .patches.registry import config_types, model_types, patch_imported, patch_m
 from .quantized_rows import QuantizedRows, has_quantized_weights
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
     from ..cache.layout import LayerLayout
 
@@ -177,6 +178,8 @@ class ExportableCache(LayeredCache):
         cls, model: PreTrainedModel, spec: CacheSpec, attn_implementation: str | None = ATTENTION
     ) -> ExportableCache:
         """`from_model`, of options that are one value."""
+        if not isinstance(getattr(model, "config", None), PreTrainedConfig):
+            raise InputError(f"expected a transformers model, got {type(model).__name__}; load one, or use from_config")
         check_model_type(model.config)
         patch_model(model)
         encoder = None

@@ -83,6 +83,8 @@ def check_ids(name: str, ids: torch.Tensor, dims: tuple[str, ...], limits: Progr
         )
     if ids.dtype != torch.int64:
         raise InputError(f"{name} is {ids.dtype}; it must be torch.int64: pass {name}.to(torch.int64)")
+    if ids.layout is not torch.strided:
+        raise InputError(f"{name} is {ids.layout}; it must be dense: pass {name}.to_dense()")
     if ids.device != device:
         raise InputError(f"{name} is on {ids.device}, the session runs on {device}; pass {name}.to({str(device)!r})")
     if ids.numel() == 0:

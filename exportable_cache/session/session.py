@@ -16,6 +16,7 @@ from transformers import GenerationConfig
 from ..backends.base import HasDevice, WaitsForGraphs
 from ..backends.fork import ForkedRunner
 from ..backends.graph_cache import GRAPH_CACHE_MB
+from ..common.ordinary_tensors import ordinary_tensors
 from ..common.progress import silent
 from ..common.settings import renamed
 from ..errors import InputError
@@ -135,7 +136,8 @@ class Session(SteppedSession):
             runner: What runs the steps instead of the bundle's own program.
         """
         if runner is None:
-            runner, layers = bundle.open_runner()
+            with ordinary_tensors():
+                runner, layers = bundle.open_runner()
         else:
             layers = bundle.layers()
         manifest = bundle.manifest
@@ -276,6 +278,9 @@ class Session(SteppedSession):
             InputError: If it is of another model, other layers, another batch size or dtype, or does not fit.
         """
         persistence.load_state(self, Path(path))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Session:
+        raise InputError("a session cannot be copied; fork() it, or save_state() and load_state() into another")
 
     def fork(self) -> Session:
         """A second session that goes on from here by itself, over the same weights and compiled graphs.

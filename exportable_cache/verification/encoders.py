@@ -4,7 +4,6 @@ the model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +11,7 @@ import torch
 from ..cache.attention.implementation import attention_of
 from ..program.inputs.grid import grid_constants
 from ..program.inputs.modality import AUDIO, IMAGE, features_of
+from .report import VerifiedEncoder
 from .tolerance import default_tolerance
 
 if TYPE_CHECKING:
@@ -20,28 +20,6 @@ if TYPE_CHECKING:
     from ..session.session import Session
 
 _ITEMS = 2
-
-
-@dataclass(frozen=True)
-class VerifiedEncoder:
-    """One method, on items of random numbers.
-
-    Attributes:
-        method: `encode_image` or `encode_audio`.
-        max_difference: Largest |difference| of an embedding's values; not a number if either side produced one.
-        tolerance: The limit.
-    """
-
-    method: str
-    max_difference: float
-    tolerance: float
-
-    @property
-    def passed(self) -> bool:
-        return self.max_difference <= self.tolerance
-
-    def __str__(self) -> str:
-        return f"{self.method} {self.max_difference:.1e} {'<=' if self.passed else 'exceeds'} {self.tolerance:.0e}"
 
 
 @torch.no_grad()

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from .encoders import VerifiedEncoder
 from .stored import StoredDistance
 
 
@@ -33,6 +32,28 @@ class VerifiedPrompt:
     max_difference: float
     argmax_agreement: float
     rms_difference: float | None = None
+
+
+@dataclass(frozen=True)
+class VerifiedEncoder:
+    """One method, on items of random numbers.
+
+    Attributes:
+        method: `encode_image` or `encode_audio`.
+        max_difference: Largest |difference| of an embedding's values; not a number if either side produced one.
+        tolerance: The limit.
+    """
+
+    method: str
+    max_difference: float
+    tolerance: float
+
+    @property
+    def passed(self) -> bool:
+        return self.max_difference <= self.tolerance
+
+    def __str__(self) -> str:
+        return f"{self.method} {self.max_difference:.1e} {'<=' if self.passed else 'exceeds'} {self.tolerance:.0e}"
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ def test_what_the_file_name_does_not_know_is_guarded(folder) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", among(["source", "file", "threads", "layout", "hook"], fast=["source", "file", "hook"])
+    "change", among(["source", "file", "threads", "layout", "hook"], fast=["source", "hook"])
 )
 def test_graphs_of_something_else_are_compiled_again(change: str, model, folder, monkeypatch) -> None:
     options = {"buckets": False}

@@ -33,6 +33,7 @@ from exportable_cache import ExportableCache, Session, export, load
 from exportable_cache.bundle.known_digests import record_path
 from exportable_cache.bundle.manifest import MANIFEST_FILE, checksum_of
 from exportable_cache.common import own_files
+from exportable_cache.common.own_key import own_key
 from exportable_cache.errors import ExportableCacheError, InputError
 
 from ..support.models import tiny_model, tokens
@@ -267,7 +268,7 @@ GRAPHS = "graphs"
 
 
 def _graph_attacks(work: Path) -> list[Attack]:
-    """On a folder of compiled graphs: damaged, and one that somebody else could have planted, whole or not."""
+    """On a folder of compiled graphs: damaged, and one that somebody else has planted, whole or not."""
     model = tiny_model("llama", num_hidden_layers=1)
     source = work / GRAPHS
     child = os.fork()
@@ -288,15 +289,19 @@ def _graph_attacks(work: Path) -> list[Attack]:
 
     def planted(folder: Path, choose: random.Random) -> None:
         path = next(folder.iterdir())
-        content = path.read_bytes()
+        content = own_files.unsealed(path.read_bytes(), own_key(), path.name)
         if choose.random() < 0.5:
-            content = own_files.sealed(choose.choice(MUTATIONS)(own_files.unsealed(content), choose))
-        path.write_bytes(content)
-        choose.choice((path, folder)).chmod(choose.choice((0o777, 0o766, 0o722)))
+            content = choose.choice(MUTATIONS)(content, choose)
+        # By somebody who does not know the key, or can write there, too.
+        if choose.random() < 0.5:
+            path.write_bytes(own_files.sealed(content, choose.randbytes(32), path.name))
+        else:
+            path.write_bytes(own_files.sealed(content, own_key(), path.name))
+            choose.choice((path, folder)).chmod(choose.choice((0o777, 0o766, 0o722)))
 
     return [
         Attack("graph cache, damaged", source, opened, _only_file),
-        Attack("graph cache, writable by others, sealed", source, opened, planted),
+        Attack("graph cache, planted by others, sealed", source, opened, planted),
     ]
 
 

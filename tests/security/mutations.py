@@ -89,9 +89,11 @@ MUTATIONS = (flip, cut, repeat, number, value)
 
 def mutate(path: Path, choose: random.Random, head: int | None) -> None:
     """Change a file in place, its first `head` bytes where that is given."""
-    data = path.read_bytes()
+    data = changed = path.read_bytes()
     head = len(data) if head is None else min(head, len(data))
-    changed = choose.choice(MUTATIONS)(data[:head], choose) + data[head:]
+    # Now and then a byte is replaced by itself.
+    while changed == data:
+        changed = choose.choice(MUTATIONS)(data[:head], choose) + data[head:]
     path.write_bytes(changed)
 
 

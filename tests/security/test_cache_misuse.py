@@ -135,6 +135,70 @@ def test_autocast_around_a_session(pt2_bundle: Path) -> None:
         assert torch.equal(session.prefill(tokens(5)), before)
 
 
+def test_a_cache_made_in_inference_mode_is_used_outside_of_it(tmp_path: Path, pt2_bundle: Path) -> None:
+    model = tiny_model("llama")
+    with torch.inference_mode():
+        cache = ExportableCache.from_model(model, 32)
+        session = Session.from_model(model, ExportableCache.from_model(model, 32))
+        opened = load(pt2_bundle)
+        expected = model(tokens(5), past_key_values=cache).logits.clone()
+        assert torch.allclose(session.prefill(tokens(5)), expected[:, -1], atol=1e-5)
+        opened.prefill(tokens(5))
+        session.save_state(tmp_path / "state")
+        cache.save(tmp_path / "cache")
+        loaded = ExportableCache.load(tmp_path / "cache")
+    model(tokens(1), past_key_values=cache)
+    model(tokens(1), past_key_values=loaded)
+    assert all(torch.equal(tensor, dict(loaded.named_state())[name]) for name, tensor in cache.named_state())
+    for one in (session, opened):
+        one.decode(torch.tensor([5]))
+        one.reset()
+        list(one.generate(tokens(3), 3))
+    with torch.inference_mode():
+        session.load_state(tmp_path / "state")
+    session.decode(torch.tensor([5]))
+
+
+@pytest.mark.parametrize("given", [None, 3, "llama", tiny_model("llama").config, torch.nn.Linear(2, 2)])
+def test_what_is_no_model(given) -> None:
+    with pytest.raises(InputError, match=f"expected a transformers model, got {type(given).__name__}"):
+        ExportableCache.from_model(given, 32)
+
+
+def test_what_is_no_device() -> None:
+    model = tiny_model("llama")
+    for device in ("nonsense", "cpu:x", 3.5, ["cpu"]):
+        with pytest.raises(InputError, match="device is .* it must be one of torch's"):
+            ExportableCache.from_model(model, 32, device=device)
+    if not torch.cuda.is_available():
+        with pytest.raises(InputError, match="on cuda; pass a smaller max_cache_len or batch_size, or another device"):
+            ExportableCache.from_model(model, 32, device="cuda")
+
+
+@pytest.mark.parametrize("given", [(1, 0), None, "1", 1.5, torch.tensor([]), torch.tensor([1.0]), torch.tensor([1, 2])])
+def test_numbers_that_are_none(given) -> None:
+    model = tiny_model("llama")
+    cache = ExportableCache.from_model(model, 32)
+    with torch.no_grad():
+        model(tokens(5), past_key_values=cache)
+    with pytest.raises(InputError, match="crop takes minus the number of tokens to remove, got"):
+        cache.crop(given)
+    with pytest.raises(InputError, match="a static cache cannot be repeated"):
+        cache.batch_repeat_interleave(given)
+    assert cache.cumulative_length.tolist() == [5]
+    cache.crop(torch.tensor(-2))
+    assert cache.cumulative_length.tolist() == [3]
+
+
+def test_ids_that_are_not_dense() -> None:
+    model = tiny_model("llama")
+    session = Session.from_model(model, ExportableCache.from_model(model, 32))
+    with pytest.raises(InputError, match=r"it must be dense: pass input_ids.to_dense\(\)"):
+        session.prefill(torch.tensor([[1, 2]]).to_sparse())
+    with pytest.raises(InputError, match=r"cannot be copied; fork\(\) it"):
+        copy.deepcopy(session)
+
+
 def test_a_sliding_layer_without_a_window() -> None:
     config = copy.deepcopy(tiny_model("mistral").config)
     config.sliding_window = None

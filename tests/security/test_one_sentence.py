@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 from pathlib import Path
@@ -14,6 +16,7 @@ from typer.testing import CliRunner
 
 from exportable_cache import ExportableCache, Session, export, load
 from exportable_cache.cli.app import app
+from exportable_cache.cli.streams import prompt_from_stdin
 from exportable_cache.errors import BundleError, CacheFullError, InputError
 
 from ..support.models import tiny_model, tokens
@@ -83,6 +86,55 @@ def test_a_reader_that_is_gone(pt2_bundle: Path, option: str) -> None:
     assert "Qwen3ForCausalLM" in ran.stdout
 
 
+def test_stderr_that_takes_nothing_is_no_reason_to_stop(pt2_bundle: Path) -> None:
+    import subprocess
+    import sys
+
+    command = f"{sys.executable} -m exportable_cache.cli inspect {pt2_bundle}"
+    for redirected in ("2>&-", "2>/dev/full"):
+        ran = subprocess.run(f"{command} {redirected}", shell=True, stdout=subprocess.PIPE, text=True)
+        assert ran.returncode == 0, redirected
+        assert "Qwen3ForCausalLM" in ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        ("--help >/dev/full", 2),
+        ("--version >/dev/full", 2),
+        ("--help 2>/dev/full | true; exit ${PIPESTATUS[0]}", 2),
+        ("export --help | sleep 0.01; exit ${PIPESTATUS[0]}", 2),
+        ("generate --nonsense 2>/dev/full", 2),
+        ("--version 2>&- >&-", 2),
+    ],
+)
+def test_help_and_usage_that_nobody_can_read(arguments: str, code: int) -> None:
+    import subprocess
+    import sys
+
+    ran = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m exportable_cache.cli {arguments}"], capture_output=True, text=True
+    )
+    assert ran.returncode == code
+    assert "Traceback" not in ran.stderr and "Exception ignored" not in ran.stderr
+
+
+def test_a_prompt_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(io.StringIO):
+        def read(self, size: int | None = None) -> str:
+            raise OSError(errno.EIO, "Input/output error")
+
+    for stream, said in (
+        (None, "stdin is closed.*pass it by --prompt"),
+        (io.TextIOWrapper(io.BytesIO(b"ab\xff"), encoding="utf-8"), "no utf-8: byte 2 is 0xff; save it as UTF-8"),
+        (io.TextIOWrapper(io.BytesIO(b"ab\xff"), encoding="ascii"), "no ascii: byte 2 is 0xff"),
+        (Broken(), "cannot read the prompt from stdin: Input/output error"),
+    ):
+        monkeypatch.setattr("sys.stdin", stream)
+        with pytest.raises(InputError, match=said):
+            prompt_from_stdin()
+
+
 def test_a_folder_without_a_config(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="has no config.json"):
         export(tmp_path, "pt2", 32, tmp_path / "out")
@@ -133,6 +185,8 @@ def test_a_changed_state_is_refused_and_changes_nothing(change, tmp_path: Path) 
         lambda layers: layers[0]["tensors"].append("missing"),
         lambda layers: layers.clear(),
         lambda layers: layers[0]["config"]["policy"].update(kind="unknown"),
+        lambda layers: layers[0]["config"]["policy"].update(kind=[]),
+        lambda layers: layers[0].update(config=[]),
     ],
 )
 def test_a_changed_cache_is_refused(change, tmp_path: Path) -> None:
@@ -160,6 +214,19 @@ def test_a_length_that_no_cache_holds_is_refused(tmp_path: Path) -> None:
         ExportableCache.load(_changed(tmp_path / "cache", changed))
 
 
+@pytest.mark.parametrize("kind", [[], {}, None, 3, True, "unknown"])
+@pytest.mark.parametrize("part", ["policy", "storage", "kernel"])
+def test_a_manifest_whose_layers_are_of_no_kind(bundle: Path, part: str, kind) -> None:
+    path = bundle / "manifest.json"
+    fields = json.loads(path.read_text())
+    fields["layers"][0][part]["kind"] = kind
+    path.write_text(json.dumps(fields))
+    reseal(bundle)
+    with pytest.raises((BundleError, InputError)) as caught:
+        load(bundle)
+    assert "\n" not in str(caught.value)
+
+
 def test_a_manifest_whose_vocabulary_or_capacity_is_not_the_programs(bundle: Path) -> None:
     path = bundle / "manifest.json"
     fields = json.loads(path.read_text())
@@ -176,3 +243,19 @@ def test_a_manifest_whose_vocabulary_or_capacity_is_not_the_programs(bundle: Pat
     reseal(bundle)
     with pytest.raises(BundleError, match="in the program's file and"):
         load(bundle)
+
+
+@pytest.mark.parametrize("path", ["", "/", "folder", "pipe", "link"])
+def test_only_files_are_written_over(path: str, tmp_path: Path) -> None:
+    """As root, even /dev/null could be replaced."""
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "pipe")
+    model = tiny_model("llama")
+    session = Session.from_model(model, ExportableCache.from_model(model, 32))
+    place = tmp_path / path if path.isalpha() else path
+    for save in (session.save_state, session.cache.save):
+        with pytest.raises(InputError, match="is no file, so nothing is written over it"):
+            save(place)
+    assert (tmp_path / "pipe").is_fifo() and (tmp_path / "link").is_symlink()
+    assert sorted(found.name for found in tmp_path.iterdir()) == ["folder", "link", "pipe"]

@@ -145,5 +145,21 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path: Path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="there is no /dev/full")
+def test_a_disk_that_fills_up_while_a_pte_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its repeated weights."""
+
+    class Program:
+        def write_to_file(self, file: Any) -> None:
+            file.write(bytes(100_000))
+
+    tied = pytest.importorskip("exportable_cache.backends.executorch.tied")
+    halves = lambda data: [memoryview(data)[:50_000], memoryview(data)[50_000:]]  # noqa: E731
+    monkeypatch.setattr(tied, "tied_pieces", halves)
+    (tmp_path / "program.pte.tied").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device"):
+        tied.write_pte(Program(), tmp_path / "program.pte")
+
+
 class _Usage:
     free = 10

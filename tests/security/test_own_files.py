@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import logging
 import os
@@ -15,6 +16,7 @@ import torch
 from exportable_cache import ExportableCache, Session
 from exportable_cache.backends.graph_cache import GraphCache, packed, unpacked
 from exportable_cache.common import own_files
+from exportable_cache.common.own_key import own_key
 from exportable_cache.errors import InputError
 
 from ..support.models import tiny_model
@@ -128,26 +130,130 @@ def test_a_graph_writes_machine_code_to_inductors_folder_only(tmp_path: Path) ->
     assert found == {"code/ab/there.so": "there", "code/ab/new.main.so": "planted"}
 
 
-def test_a_planted_graph_is_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """And the same file, were it the user's own, would run its code: the check is what stops it."""
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's own cache folder, new."""
+    folder = tmp_path / "home"
+    monkeypatch.setenv(own_files.HOME_VARIABLE, str(folder))
+    return folder
+
+
+def test_a_planted_graph_is_not_read(tmp_path: Path, home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """And the same file, were it written with the user's key in a folder of the user's own, would run its code: the
+    checks are what stops it.
+    """
     model = tiny_model("llama")
-    cache = GraphCache(tmp_path, model, ExportableCache.from_model(model, 32))
-    path, made = tmp_path / "x.graph", tmp_path / "made"
-    path.write_bytes(own_files.sealed(packed(pickle.dumps(Evil(made)), (), tmp_path)))
-    path.chmod(0o666)
-    with caplog.at_level(logging.WARNING):
-        assert cache._load(path, _step, {}, []) is None
-    assert "is not read" in caplog.text
+    folder = tmp_path / "graphs"
+    folder.mkdir()
+    cache = GraphCache(folder, model, ExportableCache.from_model(model, 32))
+    path, made = folder / "x.graph", tmp_path / "made"
+    planted = packed(pickle.dumps(Evil(made)), (), tmp_path)
+
+    def read(key: bytes, name: str = path.name, mode: int = 0o600, folder_mode: int = 0o700) -> str:
+        caplog.clear()
+        path.write_bytes(own_files.sealed(planted, key, name))
+        path.chmod(mode)
+        folder.chmod(folder_mode)
+        with caplog.at_level(logging.INFO):
+            assert cache._load(path, _step, {}, []) is None
+        return caplog.text
+
+    ours = own_key()
+    for stranger in (b"", bytes(32), os.urandom(32), ours[:-1]):
+        assert "not written with this user's key" in read(stranger)
+    # A digest without a key, as files had that earlier versions wrote.
+    assert "not written with this user's key" in _read_as_it_is(
+        cache, path, hashlib.sha256(planted).digest() + planted, caplog
+    )
+    # What was written for another place.
+    assert "not written with this user's key" in read(ours, name="y.graph")
+    assert "is not read" in read(ours, mode=0o666)
+    assert "can be written by others" in read(ours, folder_mode=0o777)
     assert not made.exists()
-    path.chmod(0o600)
-    tmp_path.chmod(0o777)
-    assert cache._load(path, _step, {}, []) is None
-    assert not made.exists()
-    tmp_path.chmod(0o700)
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-1] + b"x")
-    assert cache._load(path, _step, {}, []) is None
-    assert not made.exists()
-    path.write_bytes(whole)
-    cache._load(path, _step, {}, [])
+    read(ours)
     assert made.exists()
+
+
+def _read_as_it_is(cache: GraphCache, path: Path, written: bytes, caplog: pytest.LogCaptureFixture) -> str:
+    caplog.clear()
+    path.write_bytes(written)
+    with caplog.at_level(logging.INFO):
+        assert cache._load(path, _step, {}, []) is None
+    return caplog.text
+
+
+def test_a_byte_of_a_sealed_file() -> None:
+    whole = own_files.sealed(b"content", bytes(32), "name")
+    assert own_files.unsealed(whole, bytes(32), "name") == b"content"
+    for index in range(len(whole)):
+        changed = bytearray(whole)
+        changed[index] ^= 1
+        with pytest.raises(ValueError, match="damaged, or not written"):
+            own_files.unsealed(bytes(changed), bytes(32), "name")
+    for short in (b"", whole[:16], whole[:32]):
+        with pytest.raises(ValueError, match="damaged, or not written"):
+            own_files.unsealed(short, bytes(32), "name")
+
+
+# -- the key ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_key_is_made_once_for_the_user_alone(home: Path) -> None:
+    key = own_key()
+    assert len(key) == 32 and len(set(key)) > 10
+    assert own_key() == key
+    assert [path.name for path in home.iterdir()] == ["key"]
+    assert home.stat().st_mode & 0o777 == 0o700 and (home / "key").stat().st_mode & 0o777 == 0o600
+    (home / "key").unlink()
+    assert own_key() != key
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_the_first_of_two_keys_counts(home: Path, links: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two processes that find none."""
+    link = os.link
+
+    def late(source: str, path: Path) -> None:
+        if links:
+            path.write_bytes(bytes(range(32)))
+            path.chmod(0o600)
+            link(source, path)
+        raise OSError("no links here")
+
+    monkeypatch.setattr(os, "link", late)
+    key = own_key()
+    assert (key == bytes(range(32))) is links
+    assert [path.name for path in home.iterdir()] == ["key"]
+
+
+def test_a_key_that_is_none_is_refused(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own_key()
+    path = home / "key"
+    for mode in (0o644, 0o640, 0o620, 0o602):
+        path.chmod(mode)
+        with pytest.raises(InputError, match=f"{path} is a key that others may know or have put there; remove it"):
+            own_key()
+    path.chmod(0o600)
+    path.write_bytes(b"short")
+    with pytest.raises(InputError, match="has 5 bytes, a key has 32; remove it"):
+        own_key()
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(InputError, match="cannot be read or made.*name a folder"):
+        own_key()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(own_files.HOME_VARIABLE, str(tmp_path / "file" / "home"))
+    model = tiny_model("llama")
+    with pytest.raises(InputError, match=f"cannot be read or made.*name a folder.*{own_files.HOME_VARIABLE}"):
+        GraphCache(tmp_path / "graphs", model, ExportableCache.from_model(model, 32))
+
+
+def test_somebody_elses_key_is_refused(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own_key()
+    user = os.geteuid()
+    if user == 0:
+        os.chown(home / "key", 1234, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    with pytest.raises(InputError, match="others may know or have put there"):
+        own_key()

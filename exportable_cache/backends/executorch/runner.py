@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ...common.compat.executorch import load_program
 from ...errors import BundleError
 from .blas_threads import one_blas_thread
+from .instructions import check_instructions
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +35,7 @@ class ExecutorchRunner:
         try:
             # Held as well as its methods: they point into it.
             self._program = load_program(path)
+            check_instructions(path)
             self._methods = {name: self._program.load_method(name) for name in description.methods}
         except (OSError, RuntimeError) as error:
             calls_own = _NO_OPERATOR in str(error) and _calls_own_operators(path)

@@ -40,10 +40,13 @@ def write_pte(program: ExecutorchProgramManager, path: Path) -> None:
         if pieces is None:
             return
         tied = path.with_name(f"{path.name}.tied")
-        with tied.open("wb") as written:
-            while pieces:
-                # A view of the data keeps it from being closed.
-                written.write(pieces.pop(0))
+        try:
+            with tied.open("wb") as written:
+                while pieces:
+                    written.write(pieces.pop(0))
+        finally:
+            # A view of the data that is left keeps it from being closed, and would hide that the disk is full.
+            pieces.clear()
     tied.replace(path)
 
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 
-from ...errors import InputError
+from ...common.ordinary_tensors import ordinary_tensors
+from ...errors import InputError, first_line
 from ..component import check_count
 from ..kernel import PORTABLE, Kernel, StateTensor
 from ..policies import SlotPolicy
@@ -129,13 +130,16 @@ class ComposedLayer:
         for name, declared in self.state.items():
             shape = [sizes[dim] for dim in declared.dims]
             try:
-                setattr(self, name, torch.zeros(shape, dtype=declared.dtype, device=device))
-            except (RuntimeError, TypeError, OverflowError) as error:
-                # What an allocator raises for too much memory, and what torch raises for sizes past 64 bits.
+                with ordinary_tensors():
+                    setattr(self, name, torch.zeros(shape, dtype=declared.dtype, device=device))
+            except (RuntimeError, TypeError, OverflowError, AssertionError) as error:
+                # What an allocator raises for too much memory, what torch raises for sizes past 64 bits, and for a
+                # device that it was built without.
                 needed = math.prod(shape) * declared.dtype.itemsize
+                other = "" if str(device) == "cpu" else f", or another device ({first_line(error)})"
                 raise InputError(
                     f"cannot allocate {name} of a cache layer, {shape} or {needed:,} bytes on {device}; "
-                    "pass a smaller max_cache_len or batch_size"
+                    f"pass a smaller max_cache_len or batch_size{other}"
                 ) from error
         self.begin(PLAIN, max_len_ever=0)
 

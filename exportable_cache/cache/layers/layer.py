@@ -258,9 +258,9 @@ class CacheLayer(ComposedLayer, CacheLayerMixin):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Refused: the batch size of a static cache is fixed."""
-        if repeats != 1:
+        if not isinstance(repeats, int) or repeats != 1:
             raise InputError(
-                f"a static cache cannot be repeated {repeats} times; allocate it with the larger batch_size"
+                f"a static cache cannot be repeated {repeats!r} times; allocate it with the larger batch_size"
             )
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:

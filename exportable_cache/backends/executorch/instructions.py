@@ -1,0 +1,196 @@
+"""Whether the instructions of a `.pte` are of what the file has, which ExecuTorch's own verification does not look at.
+
+The runtime (1.4.1, 1.5.0) ends the process where an instruction names an operator that there is not, and where a name
+that goes into one of its messages is no UTF-8. This looks at every instruction and name, those of weights in XNNPACK's
+payloads too, by the fields of ExecuTorch's `program.fbs` and of XNNPACK's `schema.fbs`, with the library that such
+files are written with.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ...errors import BundleError
+
+# Fields of the schema's tables, by their place in it.
+_PLANS, _SEGMENTS, _NAMED_DATA = 1, 4, 7
+_NAME, _VALUES, _INPUTS, _OUTPUTS, _CHAINS, _OPERATORS, _DELEGATES = 0, 2, 3, 4, 5, 6, 7
+_INSTRUCTIONS = 2
+_PROCESSED, _COMPILE_SPECS = 1, 2
+#: The union of values: a tensor, a text, lists of values. Of a tensor, its name; of lists, whether -1 stands for none.
+_TENSOR, _STRING, _LISTS = 5, 6, {10: 0, 11: -1}
+_TENSOR_INFO, _TENSOR_NAME = 9, 1
+#: The union of instructions.
+_KERNEL_CALL, _DELEGATE_CALL, _MOVE, _JUMP, _FREE = 1, 2, 3, 4, 5
+#: Where the file's own header says that segments begin, and XNNPACK's where its tables do; names of weights in these.
+_SEGMENT_BASE, _XNNPACK_TABLES = 24, 10
+_XNNPACK, _XNNPACK_MAGIC = "XnnpackBackend", b"XH00"
+_CONSTANTS, _CONSTANT_NAME = 8, 2
+
+
+def check_instructions(path: Path) -> None:
+    """Refuse a program whose instructions or names would take the process down with them.
+
+    Args:
+        path: A file whose tables were verified.
+
+    Raises:
+        BundleError: If an instruction names an operator, a delegate, a value or an instruction that there is not, or a
+            name is no UTF-8.
+        OSError: If it cannot be read.
+    """
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        try:
+            _check(data, _root(data, 0))
+        # The last three: of places that are none.
+        except (ValueError, IndexError, TypeError, struct.error) as error:
+            raise BundleError(
+                f"{path.name} is damaged, or made to do harm: {error}; get it again, or export the model again"
+            ) from None
+
+
+def _check(data: mmap.mmap, program: _Table) -> None:
+    for named in program.tables(_NAMED_DATA):
+        named.text(0)
+    segments = program.tables(_SEGMENTS)
+    for plan in program.tables(_PLANS):
+        name = plan.text(_NAME)
+        operators, delegates, values = (plan.tables(field) for field in (_OPERATORS, _DELEGATES, _VALUES))
+        for operator in operators:
+            operator.text(0), operator.text(1)
+        for delegate in delegates:
+            if delegate.text(0) == _XNNPACK:
+                _check_payload(data, segments, delegate.table(_PROCESSED))
+            for spec in delegate.tables(_COMPILE_SPECS):
+                spec.text(0)
+        _check_values(values, name)
+        _within(plan.numbers(_INPUTS), len(values), f"inputs of {name!r}")
+        _within(plan.numbers(_OUTPUTS), len(values), f"outputs of {name!r}")
+        for chain in plan.tables(_CHAINS):
+            instructions = chain.tables(_INSTRUCTIONS)
+            sizes = {_KERNEL_CALL: len(operators), _DELEGATE_CALL: len(delegates)}
+            for instruction in instructions:
+                _check_instruction(instruction, sizes, len(values), len(instructions), f"an instruction of {name!r}")
+
+
+def _check_payload(data: mmap.mmap, segments: list[_Table], processed: _Table | None) -> None:
+    """Names of the weights that XNNPACK looks for, of a payload in a segment."""
+    if processed is None or processed.number(0, "<b") == 0:
+        return
+    start = struct.unpack_from("<Q", data, _SEGMENT_BASE)[0] + segments[processed.number(1)].number(0, "<Q")
+    if data[start + 4 : start + 8] != _XNNPACK_MAGIC:
+        return
+    tables = _root(data, start + struct.unpack_from("<I", data, start + _XNNPACK_TABLES)[0])
+    for constant in tables.tables(_CONSTANTS):
+        constant.text(_CONSTANT_NAME)
+
+
+def _check_values(values: list[_Table], name: str) -> None:
+    for value in values:
+        kind, held = value.union(0)
+        if held is None:
+            continue
+        if kind == _STRING:
+            held.text(0)
+        elif kind == _TENSOR:
+            info = held.table(_TENSOR_INFO)
+            if info is not None:
+                info.text(_TENSOR_NAME)
+        elif kind in _LISTS:
+            _within(held.numbers(0), len(values), f"a list of {name!r}", least=_LISTS[kind])
+
+
+def _check_instruction(instruction: _Table, sizes: dict[int, int], values: int, instructions: int, what: str) -> None:
+    kind, call = instruction.union(0)
+    if call is None:
+        raise ValueError(f"{what} does nothing")
+    if kind in sizes:
+        _within([call.number(0)], sizes[kind], what)
+        _within(call.numbers(1), values, what)
+    elif kind == _MOVE:
+        _within([call.number(0), call.number(1)], values, what)
+    elif kind == _JUMP:
+        _within([call.number(0)], values, what)
+        # One past the last ends the method.
+        _within([call.number(1)], instructions + 1, what)
+    elif kind == _FREE:
+        _within([call.number(0)], values, what)
+    else:
+        raise ValueError(f"{what} is of kind {kind}, which there is not")
+
+
+def _within(indices: Any, size: int, what: str, least: int = 0) -> None:
+    wrong = next((int(index) for index in indices if not least <= index < size), None)
+    if wrong is not None:
+        raise ValueError(f"{what} names number {wrong} of {size}")
+
+
+class _Table:
+    """A table in a flatbuffer; `flatbuffers.Table` finds its fields.
+
+    Args:
+        table: That.
+    """
+
+    def __init__(self, table: Any) -> None:
+        self._table = table
+
+    def _at(self, field: int) -> int:
+        """Where a field is from the table's own place, 0 for one that is not stored."""
+        return self._table.Offset(4 + 2 * field)
+
+    def table(self, field: int) -> _Table | None:
+        at = self._at(field)
+        return _table(self._table.Bytes, self._table.Indirect(at + self._table.Pos)) if at else None
+
+    def tables(self, field: int) -> list[_Table]:
+        return list(self._tables(field))
+
+    def _tables(self, field: int) -> Iterator[_Table]:
+        at = self._at(field)
+        if at:
+            start, count = self._table.Vector(at), self._table.VectorLen(at)
+            if start + 4 * count > len(self._table.Bytes):
+                raise ValueError(f"a list of {count} goes past the end")
+            for index in range(count):
+                yield _table(self._table.Bytes, self._table.Indirect(start + 4 * index))
+
+    def union(self, field: int) -> tuple[int, _Table | None]:
+        """Which table a union is, and that table."""
+        at = self._at(field)
+        kind = self._table.Bytes[self._table.Pos + at] if at else 0
+        return kind, self.table(field + 1) if kind else None
+
+    def number(self, field: int, form: str = "<i") -> int:
+        """An integer, of 32 bits unless another form is given."""
+        at = self._at(field)
+        return struct.unpack_from(form, self._table.Bytes, self._table.Pos + at)[0] if at else 0
+
+    def numbers(self, field: int) -> tuple[int, ...]:
+        """A vector of int32."""
+        at = self._at(field)
+        if not at:
+            return ()
+        return struct.unpack_from(f"<{self._table.VectorLen(at)}i", self._table.Bytes, self._table.Vector(at))
+
+    def text(self, field: int) -> str:
+        """A text, "" for one that is not stored."""
+        at = self._at(field)
+        try:
+            return self._table.String(self._table.Pos + at).decode() if at else ""
+        except UnicodeDecodeError as error:
+            raise ValueError(f"a name is no UTF-8: {error.object[:40]!r}") from None
+
+
+def _table(data: Any, position: int) -> _Table:
+    from flatbuffers.table import Table
+
+    return _Table(Table(data, position))
+
+
+def _root(data: Any, start: int) -> _Table:
+    return _table(data, start + struct.unpack_from("<I", data, start)[0])
