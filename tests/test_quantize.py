@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, FalconConfig
 
 from exportable_cache import ExportableCache, Session, export
+from exportable_cache.backends.probe import probe_attention
 from exportable_cache.bundle.manifest import Manifest
 from exportable_cache.errors import InputError, UnsupportedModelError
 from exportable_cache.models import quantized_rows
@@ -82,6 +83,18 @@ def test_a_few_rows_at_a_time_compute_what_torchao_computes(monkeypatch: pytest.
     assert len(parts) > 15 and any(isinstance(index, torch.Tensor) and len(index) == 6 for _, index in parts)
     with torch.no_grad():
         torch.testing.assert_close(logits, model(ids).logits, rtol=0, atol=1e-5)
+
+
+def test_who_looks_at_shapes_and_masks_makes_no_weight_float(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = model_of(tied=False)
+    quantized = quantize(original, Quantization("8da4w", 32, "8w")).model
+
+    def look(query, key, value, attention_mask, kwargs):
+        return query.shape, attention_mask.tolist(), sorted(kwargs)
+
+    expected = probe_attention(original, 3, look)
+    monkeypatch.setattr(quantized_rows, "_parts", None)
+    assert probe_attention(quantized, 3, look) == expected and len(expected) == 2
 
 
 def test_layers_that_transpose_their_weights_are_run_as_linear_layers() -> None:

@@ -348,3 +348,18 @@ def test_position_tables_limit_the_cache_wherever_they_are_kept(family: str) -> 
     Session.from_model(model, ExportableCache.from_model(model, 32))
     with pytest.raises(InputError, match="the cache can hold 64 tokens, but .* has positions for 32"):
         Session.from_model(model, ExportableCache.from_model(model, 64))
+
+
+def test_a_model_that_gives_fewer_ids_than_it_looks_up() -> None:
+    """As Llama 3.2 Vision and Molmo 2 do, for their images."""
+    model = tiny_model("llama")
+    expected = list(Session.from_model(model, ExportableCache.from_model(model, 32)).generate(tokens(5), 4))
+    model.resize_token_embeddings(136)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight[:128])
+    session = Session.from_model(model, ExportableCache.from_model(model, 32))
+    assert session.prefill(tokens(5)).shape == (1, 128)
+    session.reset()
+    assert list(session.generate(tokens(5), 4)) == expected
+    session.reset()
+    assert list(session.generate(tokens(5), 4, temperature=1.0, seed=0))
+    assert session.prefill(torch.tensor([[130, 3]])).shape == (1, 128)

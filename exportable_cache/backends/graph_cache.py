@@ -106,6 +106,9 @@ class GraphCache:
             external: Modules that `step` closes over, by name; they are not written.
             inputs: Examples of its inputs, dynamic sizes marked.
             options: Of torch.compile.
+
+        Raises:
+            InputError: If others can write to Inductor's own folder, from which machine code is taken as it is.
         """
         self.last_error = ""
         call = self.load(key, step, external, inputs)
@@ -114,6 +117,7 @@ class GraphCache:
         # Here, as it imports the compiler, which takes long.
         from ..common.compat.torch_compile import code_folder, libraries_noted, sources_once
 
+        own_folder(code_folder())
         options["options"] = {**(options.get("options") or {}), "guard_filter_fn": _keepable}
         try:
             with sources_once(), libraries_noted(self._libraries):
@@ -192,7 +196,7 @@ class GraphCache:
             # Here, as it imports the compiler, which takes long.
             from ..common.compat.torch_compile import code_folder, libraries_noted, processor_known
 
-            graph = io.BytesIO(unpacked(written, code_folder()))
+            graph = io.BytesIO(unpacked(written, own_folder(code_folder())))
             with processor_known(), libraries_noted(self._libraries):
                 call = torch.compiler.load_compiled_function(graph, f_globals=step.__globals__, external_data=external)
             if _sources_unchanged(call) and call.guard_check(*inputs):

@@ -15,7 +15,7 @@ from ..cache.policies import FullPolicy
 from ..models.cache_factory import ExportableCache
 from ..models.layout import cache_argument
 from ..models.patches.own_attention import expanded_latents
-from ..models.quantized_rows import QuantizedRows
+from ..models.quantized_rows import QuantizedRows, QuantizedZeros
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,7 +33,8 @@ def probe_attention(model: PreTrainedModel, length: int, look: Look, latents: bo
     Args:
         model: A causal language model; its attention implementation is as before afterwards.
         length: Tokens that go in at once. At most the shortest window, layers with keys of their own are full ones.
-        look: Given the inputs of a call as `AttentionInterface` functions get them, the module among the last.
+        look: Given the inputs of a call as `AttentionInterface` functions get them, the module among the last. Of
+            quantised models only shapes and masks are what they would be.
         latents: Have models that keep latents hand on these, not the keys and values that they stand for.
 
     Returns:
@@ -58,7 +59,8 @@ def probe_attention(model: PreTrainedModel, length: int, look: Look, latents: bo
     record.takes_latents = lambda keys: latents and any(keys is layer.keys for layer in probe.layers if layer.storage)
     AttentionInterface.register(_ATTENTION, record)
     register_masks(_ATTENTION)
-    with attention_of(model, _ATTENTION), QuantizedRows():
+    # Of embeddings a few rows are read.
+    with attention_of(model, _ATTENTION), QuantizedRows(), QuantizedZeros():
         ids = torch.zeros(1, length, dtype=torch.int64, device=model.device)
         model(input_ids=ids, use_cache=True, **{cache_argument(model): probe})
     return calls

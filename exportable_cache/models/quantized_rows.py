@@ -51,6 +51,20 @@ class QuantizedRows(TorchFunctionMode):
         return self._rounded
 
 
+class QuantizedZeros(TorchFunctionMode):
+    """A block in which linear layers over such weights give zeros: for who looks at shapes and masks, and at no number.
+
+    Making the weights of a large model float32 takes a minute.
+    """
+
+    def __torch_function__(
+        self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is functional.linear and is_quantized(args[1]):
+            return args[0].new_zeros(*args[0].shape[:-1], args[1].shape[0])
+        return func(*args, **(kwargs or {}))
+
+
 def is_quantized(weight: Any) -> bool:
     """Whether a weight is one of torchao's, of integers and their scales."""
     return hasattr(weight, "qdata") and hasattr(weight, "zero_point")

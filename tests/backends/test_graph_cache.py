@@ -130,9 +130,7 @@ def test_what_the_file_name_does_not_know_is_guarded(folder) -> None:
     session_of(ring_model(), folder, buckets=False).prefill(tokens(3))
 
 
-@pytest.mark.parametrize(
-    "change", among(["source", "file", "threads", "layout", "hook"], fast=["source", "hook"])
-)
+@pytest.mark.parametrize("change", among(["source", "file", "threads", "layout", "hook"], fast=["source", "hook"]))
 def test_graphs_of_something_else_are_compiled_again(change: str, model, folder, monkeypatch) -> None:
     options = {"buckets": False}
     if change == "source":

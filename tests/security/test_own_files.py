@@ -130,6 +130,18 @@ def test_a_graph_writes_machine_code_to_inductors_folder_only(tmp_path: Path) ->
     assert found == {"code/ab/there.so": "there", "code/ab/new.main.so": "planted"}
 
 
+def test_inductors_own_folder_is_looked_at_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machine code that is there already is taken as it is."""
+    model = tiny_model("llama")
+    cache = GraphCache(tmp_path / "graphs", model, ExportableCache.from_model(model, 32))
+    code = tmp_path / "torchinductor"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(code))
+    code.mkdir()
+    code.chmod(0o777)
+    with pytest.raises(InputError, match=f"{code} is no place for files that run code"):
+        cache.get("step", _step, {}, [torch.tensor([1])])
+
+
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A user's own cache folder, new."""

@@ -16,7 +16,7 @@ _REFUSED = """
     quantize_per_tensor.default dequantize.self mkldnn_linear.default to_mkldnn.default quantized_lstm.input
     add.out add.str sort.int index.list_int save.default warn.default manual_seed.default set_grad_enabled.default
     resize_.default set_.source_Tensor as_strided_.default _unsafe_index.Tensor _index_put_impl_.default
-    _reshape_alias.default _reshape_alias_copy.default _native_batch_norm_legit.default _weight_norm.default
+    _reshape_alias.default _reshape_alias_copy.default _native_batch_norm_legit.default
     _fft_r2c.default _fft_c2c.default _cdist_forward.default _embedding_bag.default embedding_bag.default
     __class__.__init__ __dict__.items
 """.split()
@@ -28,7 +28,8 @@ _TAKEN = """
     conv1d.default
     cumsum.default masked_fill_.Scalar bitwise_not.default __and__.Tensor __or__.Tensor _assert_scalar.default
     _assert_tensor_metadata.default sym_size.int histc.default floor_divide.default lift_fresh_copy.default
-    sym_constrain_range_for_size.default fft_rfft.default repeat_interleave.self_int batch_norm.default
+    _weight_norm.default sym_constrain_range_for_size.default fft_rfft.default
+    repeat_interleave.self_int batch_norm.default
 """.split()
 
 
@@ -68,3 +69,14 @@ def test_checks_that_torch_leaves_out() -> None:
     with pytest.raises(ValueError, match="padding"):
         checked(aten.pad.default)(torch.zeros(1, 4, 4), [-4000, 9000], "replicate")
     assert checked(aten.pad.default)(torch.zeros(1, 4, 4), [-1, 1]).shape == (1, 4, 4)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, -1])
+def test_a_weight_norm_is_torchs_and_takes_no_sizes_on_trust(dim: int) -> None:
+    """SpeechT5 has one."""
+    weight_norm = torch.ops.aten._weight_norm.default
+    direction = torch.randn(4, 3, 5)
+    length = torch.rand([size if one == dim % 3 else 1 for one, size in enumerate(direction.shape)])
+    assert torch.allclose(checked(weight_norm)(direction, length, dim), weight_norm(direction, length, dim))
+    with pytest.raises(RuntimeError):
+        checked(weight_norm)(direction, torch.rand(2), dim)

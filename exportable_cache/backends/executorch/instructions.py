@@ -1,6 +1,6 @@
 """Whether the instructions of a `.pte` are of what the file has, which ExecuTorch's own verification does not look at.
 
-The runtime (1.4.1, 1.5.0) ends the process where an instruction names an operator that there is not, and where a name
+The runtime (seen in 1.4.1) ends the process where an instruction names an operator that there is not, and where a name
 that goes into one of its messages is no UTF-8. This looks at every instruction and name, those of weights in XNNPACK's
 payloads too, by the fields of ExecuTorch's `program.fbs` and of XNNPACK's `schema.fbs`, with the library that such
 files are written with.

@@ -52,9 +52,17 @@ def _check_pad(padding: Sequence[int]) -> None:
         raise ValueError(f"padding by {list(padding)} with values of the tensor")
 
 
+def _weight_norm(direction: torch.Tensor, length: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    """Of these operators, as torch's kernel takes as many lengths as there are directions on trust."""
+    # -1 is no dimension there: the length of the whole.
+    others = None if dim == -1 else [one for one in range(direction.ndim) if one != dim]
+    return direction * (length / torch.linalg.vector_norm(direction, dim=others, keepdim=True))
+
+
 _CHECKED: dict[OpOverload, Callable[..., torch.Tensor]] = {
     _ATTENTION: _attention,
     _ATEN.pad.default: _pad,
+    _ATEN._weight_norm.default: _weight_norm,
     _ATEN.replication_pad1d.default: _replication_pad1d,
     _ATEN.replication_pad2d.default: _replication_pad2d,
     _ATEN.replication_pad3d.default: _replication_pad3d,

@@ -74,8 +74,8 @@ _OF_PACKAGES = {
 _INTERNAL = frozenset(
     "_adaptive_avg_pool2d _assert_async _assert_scalar _assert_tensor_metadata _conj _grouped_mm _int_mm _is_all_true "
     "_is_any_true _local_scalar_dense _log_softmax _pad_circular _prelu_kernel _safe_softmax _scaled_mm "
-    "_shape_as_tensor _softmax _to_copy _unsafe_view _weight_int8pack_mm __and__ __or__ __xor__ __iand__ __ior__ "
-    "__ixor__ __lshift__ __rshift__ __ilshift__ __irshift__".split()
+    "_shape_as_tensor _softmax _to_copy _unsafe_view _weight_int8pack_mm _weight_norm __and__ __or__ __xor__ "
+    "__iand__ __ior__ __ixor__ __lshift__ __rshift__ __ilshift__ __irshift__".split()
 )
 
 #: What a graph asserts of sizes: operators without a tensor.
