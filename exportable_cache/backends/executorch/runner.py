@@ -38,13 +38,15 @@ class ExecutorchRunner:
             check_instructions(path)
             self._methods = {name: self._program.load_method(name) for name in description.methods}
         except (OSError, RuntimeError) as error:
-            _check_runs_here(path)
+            calls_own = _NO_OPERATOR in str(error) and _calls_own_operators(path)
+            if not calls_own:
+                _check_runs_here(path)
             remedy = "export the model again"
             if _NO_MEMORY in str(error):
                 remedy = (
                     "memory is planned for the longest input: export with a smaller max_encoder_len or prefill_chunk"
                 )
-            if _NO_OPERATOR in str(error) and _calls_own_operators(path):
+            if calls_own:
                 remedy = (
                     "it was exported with kernels='own' and needs the compiled kernels of this package: "
                     "exportable-cache kernels build; or export the model again without that option"

@@ -64,7 +64,7 @@ def _traced_or_fused(original: Callable) -> Callable:
     return method
 
 
-PREPARATIONS = {"mpt": ("MptAttention.config", with_config("MptAttention"))}
+PREPARATIONS = {"mpt": ("", with_config("MptAttention"))}
 
 PATCHES = {
     "mpt": (

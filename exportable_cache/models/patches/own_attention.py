@@ -139,8 +139,8 @@ def with_config(name: str) -> Callable[[nn.Module], None]:
 
 
 PREPARATIONS = {
-    "bloom": ("BloomAttention.config", with_config("BloomAttention")),
-    "codegen": ("CodeGenAttention.config", with_config("CodeGenAttention")),
+    "bloom": ("", with_config("BloomAttention")),
+    "codegen": ("", with_config("CodeGenAttention")),
 }
 
 

@@ -63,7 +63,7 @@ _FAMILIES = (
 
 #: Model type -> its patches.
 PATCHES: dict[str, tuple[Patch, ...]] = {}
-#: Model type -> what is set on the modules of each model, and the name of that in reports.
+#: Model type -> what is set on the modules of each model, and the name of that in reports; "" to leave it out.
 PREPARATIONS: dict[str, tuple[str, Callable[[nn.Module], None]]] = {}
 for _family in _FAMILIES:
     for _model_type, _patches in getattr(_family, "PATCHES", {}).items():
@@ -79,7 +79,7 @@ def patch_model(model: nn.Module) -> list[str]:
     """Apply the patches that a model needs. Calling it again changes nothing.
 
     Returns:
-        Labels of the patches, sorted.
+        Labels of the patches without which it would be wrong, sorted.
 
     Raises:
         UnsupportedModelError: If an original is missing or changed; if the model is of a type with patches, and not
@@ -95,7 +95,7 @@ def patch_model(model: nn.Module) -> list[str]:
                     f"module of {patch.module_name}; use transformers' own class (trust_remote_code=False), or "
                     "DynamicCache"
                 )
-            if patch.module_name in files and patch.apply():
+            if patch.module_name in files and patch.apply() and patch.needed:
                 labels.add(patch.label)
     for name in files:
         for function in COPIED:
@@ -110,7 +110,7 @@ def patch_model(model: nn.Module) -> list[str]:
             label, prepare = PREPARATIONS[module.config.model_type]
             prepare(module)
             labels.add(label)
-    return sorted(labels)
+    return sorted(labels - {""})
 
 
 def patch_types(types: Iterable[str]) -> None:
