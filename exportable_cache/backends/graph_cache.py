@@ -115,9 +115,11 @@ class GraphCache:
         if call is not None:
             return call
         # Here, as it imports the compiler, which takes long.
-        from ..common.compat.torch_compile import code_folder, libraries_noted, sources_once
+        from ..common.compat.torch_compile import code_folder, forget_processor, libraries_noted, sources_once
 
         own_folder(code_folder())
+        if not self._libraries:
+            forget_processor()
         options["options"] = {**(options.get("options") or {}), "guard_filter_fn": _keepable}
         try:
             with sources_once(), libraries_noted(self._libraries):

@@ -7,6 +7,7 @@
 | `torch._dynamo.package.SourceInfo.add_code` | a graph that is kept takes a tenth longer to compile |
 | `torch._inductor.codecache.CppCodeCache.load_async`, `runtime.cache_dir_utils.cache_dir` | graphs lack their code |
 | `torch._inductor.cpu_vec_isa.VecISA._probe_load`, `codecache._precompile_header` | a graph from disk takes longer |
+| `VecISA.__bool__impl.cache_clear`, `cpu_vec_isa.valid_vec_isa_list` | so does one of a process that compiled before |
 | `torch._inductor.compile` | graphs without equal layers are not compiled |
 | `torch.UntypedStorage._cdata` | regions whose inputs share memory are not told, and compiled wrongly |
 | `torch.fx.experimental.symbolic_shapes.free_symbols`, `SymNode.shape_env` | regions of prompts are not told apart |
@@ -27,7 +28,7 @@ from torch._dynamo.aot_compile_types import SerializableCallable
 from torch._dynamo.package import SourceInfo
 from torch._inductor import codecache, standalone_compile
 from torch._inductor.codecache import CppCodeCache
-from torch._inductor.cpu_vec_isa import VecISA
+from torch._inductor.cpu_vec_isa import VecISA, valid_vec_isa_list
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.standalone_compile import AOTCompiledArtifact
 from torch._subclasses.fake_tensor import FakeTensor
@@ -99,6 +100,15 @@ def libraries_noted(found: set[Path]) -> Iterator[None]:
         mock.patch.object(VecISA, "_probe_load", probe_noted),
     ):
         yield
+
+
+def forget_processor() -> None:
+    """Have Inductor try the processor again when it compiles next, from its files where they are there.
+
+    That it has tried it keeps in memory, where `libraries_noted` does not see by which files.
+    """
+    valid_vec_isa_list.cache_clear()
+    VecISA._VecISA__bool__impl.cache_clear()  # type: ignore[attr-defined]
 
 
 @contextmanager
