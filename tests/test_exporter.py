@@ -202,6 +202,17 @@ def test_model_is_left_as_it_was(tmp_path: Path) -> None:
     assert not [name for name, _ in model.named_buffers() if "layers_0" in name]
 
 
+def test_a_model_that_gives_fewer_ids_than_it_looks_up_says_how_many(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    model.resize_token_embeddings(VOCAB + 8)
+    model.lm_head = torch.nn.Linear(model.config.hidden_size, VOCAB, bias=False)
+    bundle = export(model, "fake", 48, tmp_path / "out")
+    manifest = bundle.manifest
+    assert (manifest.vocab_size, manifest.logits_size) == (VOCAB + 8, VOCAB)
+    assert {method.outputs[0].shape[-1] for method in manifest.program.methods.values()} == {VOCAB}
+    assert load(bundle.path).prefill(torch.tensor([[VOCAB + 3, 5]])).shape == (1, VOCAB)
+
+
 def test_unverified_export_says_so(model: Any, tmp_path: Path) -> None:
     bundle = export(model, "fake", CAPACITY, tmp_path / "out", verify=False, spoil=1.0)
     assert bundle.manifest.verification is None

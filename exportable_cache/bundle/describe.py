@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 from ..common.dtypes import dtype_name
 from ..common.tensor_spec import TensorSpec
 from ..models.fingerprint import fingerprint
-from ..models.layout import layer_types_and_windows, vocab_size_of
+from ..models.layout import layer_types_and_windows, logits_size_of, vocab_size_of
 from ..program.row_lengths import needs_equal_rows
 from ..program.spec import Form, Logits
 from .layer_entry import Layer, Tensor
@@ -83,7 +83,7 @@ def describe(
         )
         for layer_type, layer in zip(layer_types, cache.layers, strict=True)
     ]
-    vocab_size = vocab_size_of(model)
+    vocab_size, logits_size = vocab_size_of(model), logits_size_of(model)
     return Manifest(
         schema_version=SCHEMA_VERSION,
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -96,10 +96,11 @@ def describe(
             logits=program.logits,
             batch_size=program.batch_size,
             max_cache_len=provenance.max_cache_len,
-            methods={name: _method(program, method, vocab_size) for name, method in program.methods.items()},
+            methods={name: _method(program, method, logits_size) for name, method in program.methods.items()},
             equal_rows=needs_equal_rows(model, cache),
         ),
         vocab_size=vocab_size,
+        logits_size=None if logits_size == vocab_size else logits_size,
         dtype=dtype_name(model.dtype),
         layers=layers,
         cache_bytes=cache.nbytes,
@@ -132,12 +133,12 @@ def weights_bytes(model: torch.nn.Module) -> int:
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
-def _method(program: Program, method: ProgramMethod, vocab_size: int) -> MethodEntry:
+def _method(program: Program, method: ProgramMethod, logits_size: int) -> MethodEntry:
     inputs, outputs = [_signature(spec) for spec in method.inputs], [_signature(spec) for spec in method.outputs]
     if method.is_step:
         length = method.inputs[0].shape[1]
         gives_all = method.scores or program.logits is Logits.ALL
-        shape = ("batch", length, vocab_size) if gives_all else ("batch", vocab_size)
+        shape = ("batch", length, logits_size) if gives_all else ("batch", logits_size)
         outputs = [_signature(TensorSpec(LOGITS, dtype_name(program.model.dtype), shape))]
     if method.is_step and program.form is Form.EXPLICIT:
         state = [

@@ -38,6 +38,8 @@ class Manifest(Entry):
     architecture: str
     program: ProgramEntry
     vocab_size: int = Field(ge=1)
+    #: Tokens that have a logit, where that is another number.
+    logits_size: int | None = Field(default=None, ge=1)
     dtype: str
     layers: list[Layer] = Field(min_length=1)
     cache_bytes: int

@@ -265,6 +265,15 @@ def vocab_size_of(model: PreTrainedModel) -> int:
         return model.config.get_text_config(decoder=True).vocab_size
 
 
+def logits_size_of(model: PreTrainedModel) -> int:
+    """Tokens that have a logit: fewer than are looked up where images have ids of their own (Llama 3.2 Vision)."""
+    try:
+        head = model.get_output_embeddings()
+    except NotImplementedError:
+        head = None
+    return getattr(head, "out_features", vocab_size_of(model))
+
+
 def cache_argument(model: PreTrainedModel) -> str:
     """Name of the argument of `model.forward` that takes the cache: Mamba's family calls it `cache_params`."""
     parameters = inspect.signature(model.forward).parameters

@@ -42,6 +42,7 @@ class ProgramStepper:
     Attributes:
         state: Where each row is.
         needs_equal_rows: Finds out whether all rows have to hold as many tokens; asked when it is first of interest.
+        logits_size: Tokens that each step's logits are of, None if no file says it.
         moves: Counts what took it to another place or wrote its cache, but for `shift`.
         steps_per_launch: Decode steps that the loops take at once.
         max_length: Tokens a row can hold in all, or None where only rings keep state.
@@ -60,6 +61,7 @@ class ProgramStepper:
         self.moves = 0
         self.guard = StepGuard()
         self.needs_equal_rows: Callable[[], bool] = lambda: False
+        self.logits_size: int | None = None
         self.steps_per_launch = 1
         self.max_length = min((layer.max_length for layer in layers if layer.max_length is not None), default=None)
         far = 2**40
@@ -188,10 +190,9 @@ class ProgramStepper:
             logits = self.runner.run(method, *inputs)
             self.state = self.state.fed(size, rows)
             self.guard.is_broken = False
-        # Fewer are right: some models look up ids that they never give, such as those of images (Llama 3.2 Vision).
-        if logits.shape[-1] > self.vocab_size:
+        if self.logits_size not in (None, logits.shape[-1]):
             raise BundleError(
-                f"the program gives logits of {logits.shape[-1]} tokens, the manifest says {self.vocab_size}; "
+                f"the program gives logits of {logits.shape[-1]} tokens, the manifest says {self.logits_size}; "
                 "export the model again"
             )
         return logits

@@ -154,6 +154,7 @@ class Session(SteppedSession):
             placeholders=recorded_placeholders(manifest.program.methods, manifest.config),
         )
         session._stepper.needs_equal_rows = lambda: manifest.program.equal_rows
+        session._stepper.logits_size = manifest.logits_size or manifest.vocab_size
         return session
 
     def warm_up(self, progress: Progress = silent) -> None:

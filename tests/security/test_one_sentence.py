@@ -230,9 +230,9 @@ def test_a_manifest_whose_layers_are_of_no_kind(bundle: Path, part: str, kind) -
 def test_a_manifest_whose_vocabulary_or_capacity_is_not_the_programs(bundle: Path) -> None:
     path = bundle / "manifest.json"
     fields = json.loads(path.read_text())
-    path.write_text(json.dumps({**fields, "vocab_size": fields["vocab_size"] - 1}))
+    path.write_text(json.dumps({**fields, "vocab_size": fields["vocab_size"] + 1}))
     reseal(bundle)
-    with pytest.raises(BundleError, match="logits of 394 tokens, the manifest says 393"):
+    with pytest.raises(BundleError, match="logits of 394 tokens, the manifest says 395"):
         load(bundle).prefill(torch.tensor([[5, 6]]))
     for layer in fields["layers"]:
         if layer["policy"]["kind"] == "full":
