@@ -25,6 +25,8 @@ from unittest import mock
 import pytest
 import torch
 
+from exportable_cache.common.garbage import RARELY
+
 from .support.compiling import DEFAULT_BACKEND
 from .support.store import drop_other_generations, stored
 
@@ -81,7 +83,7 @@ def pytest_collection_finish() -> None:
     """Let the garbage collector look seldom, and no more at what is imported, which it would go over each time."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(10_000, 20, 50)
+    gc.set_threshold(*RARELY)
 
 
 @pytest.fixture(scope="module")

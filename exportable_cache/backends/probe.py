@@ -15,7 +15,7 @@ from ..cache.policies import FullPolicy
 from ..models.cache_factory import ExportableCache
 from ..models.layout import cache_argument
 from ..models.patches.own_attention import expanded_latents
-from ..models.quantized_rows import QuantizedRows, QuantizedZeros
+from ..models.quantized_rows import QuantizedZeros
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -59,8 +59,7 @@ def probe_attention(model: PreTrainedModel, length: int, look: Look, latents: bo
     record.takes_latents = lambda keys: latents and any(keys is layer.keys for layer in probe.layers if layer.storage)
     AttentionInterface.register(_ATTENTION, record)
     register_masks(_ATTENTION)
-    # Of embeddings a few rows are read.
-    with attention_of(model, _ATTENTION), QuantizedRows(), QuantizedZeros():
+    with attention_of(model, _ATTENTION), QuantizedZeros():
         ids = torch.zeros(1, length, dtype=torch.int64, device=model.device)
         model(input_ids=ids, use_cache=True, **{cache_argument(model): probe})
     return calls

@@ -30,8 +30,9 @@ class Component:
             cls.kind = kind
             cls.kinds[kind] = cls  # type: ignore[assignment]
             # Members annotate their fields and nothing else. Not by `dataclasses.fields`: strict export puts layers
-            # together inside # TorchDynamo, which cannot ask a class for them.
-            cls.field_names = tuple(cls.__dict__.get("__annotations__", ()))
+            # together inside TorchDynamo, which cannot ask a class for them.
+            own = cls.__dict__.get("__annotations__", ())
+            cls.field_names = tuple(dict.fromkeys((*getattr(cls, "field_names", ()), *own)))
 
     def to_config(self) -> dict[str, Any]:
         """The kind and the fields, as JSON."""

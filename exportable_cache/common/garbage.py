@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 #: Objects between two collections, and collections of each generation between two of the next.
-_RARELY = (10_000, 20, 50)
+RARELY = (10_000, 20, 50)
 
 
 @contextmanager
@@ -18,7 +18,7 @@ def few_collections() -> Iterator[None]:
     thresholds a tenth of an export to ExecuTorch goes into looking through them again and again.
     """
     thresholds = gc.get_threshold()
-    gc.set_threshold(*_RARELY)
+    gc.set_threshold(*RARELY)
     try:
         yield
     finally:

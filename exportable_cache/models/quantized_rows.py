@@ -51,8 +51,8 @@ class QuantizedRows(TorchFunctionMode):
         return self._rounded
 
 
-class QuantizedZeros(TorchFunctionMode):
-    """A block in which linear layers over such weights give zeros: for who looks at shapes and masks, and at no number.
+class QuantizedZeros(QuantizedRows):
+    """The same, but that linear layers give zeros: for who looks at shapes and masks, and at no number.
 
     Making the weights of a large model float32 takes a minute.
     """
@@ -62,7 +62,7 @@ class QuantizedZeros(TorchFunctionMode):
     ) -> Any:
         if func is functional.linear and is_quantized(args[1]):
             return args[0].new_zeros(*args[0].shape[:-1], args[1].shape[0])
-        return func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def is_quantized(weight: Any) -> bool:

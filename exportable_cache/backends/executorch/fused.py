@@ -80,18 +80,18 @@ def fuse_layers(model: PreTrainedModel, cache: ExportableCache, own: bool = Fals
         _refuse_rows(model, cache, range(len(cache.layers)))
         return cache
     if own:
-        kernels = own_kernels(model, cache)
+        kernels: Sequence[FusedKernel | None] = own_kernels(model, cache)
         plain = [index for index, layer in enumerate(cache.layers) if layer.storage and kernels[index] is None]
         _refuse_rows(model, cache, plain)
-        layers = zip(cache.layers, kernels, strict=True)
-        return ExportableCache([layer if kernel is None else kernel.fused(layer) for layer, kernel in layers])
-    fusable = fusable_layers(model, cache)
-    # Beside layers that need methods of their own (sinks; soft-capping over 8 bits) the branches of fused layers do not
-    # lower.
-    if not all(fuse or _is_plain(layer) for layer, fuse in zip(cache.layers, fusable, strict=True)):
-        return cache
-    fused = zip(cache.layers, fusable, strict=True)
-    return ExportableCache([fused_kernel(layer).fused(layer) if fuse else layer for layer, fuse in fused])
+    else:
+        fusable = fusable_layers(model, cache)
+        kernels = [fused_kernel(layer) if fuse else None for layer, fuse in zip(cache.layers, fusable, strict=True)]
+        # Beside layers that need methods of their own (sinks; soft-capping over 8 bits) the branches of fused layers do
+        # not lower.
+        if not all(kernel or _is_plain(layer) for layer, kernel in zip(cache.layers, kernels, strict=True)):
+            return cache
+    layers = zip(cache.layers, kernels, strict=True)
+    return ExportableCache([layer if kernel is None else kernel.fused(layer) for layer, kernel in layers])
 
 
 def _refuse_rows(model: PreTrainedModel, cache: ExportableCache, plain: Sequence[int]) -> None:

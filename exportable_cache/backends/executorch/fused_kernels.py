@@ -103,7 +103,7 @@ class FusedKernel(Kernel):
 
     def stored(self, layer: CacheLayer) -> tuple[torch.Tensor, ...]:
         """The buffers, in the order of `encoded`."""
-        return stored_parts(layer)
+        return tuple(getattr(layer, name) for name in layer.storage.parts)
 
     def encoded(
         self, layer: CacheLayer, key_states: torch.Tensor, value_states: torch.Tensor
@@ -147,7 +147,7 @@ class FusedFullKernel(FusedKernel, kind="executorch_full"):
 
     def write_before(self, layer: CacheLayer, new: tuple[torch.Tensor, ...]) -> None:
         start = _start(layer, new[0].shape[1])
-        for buffer, rows in zip(stored_parts(layer), new, strict=True):
+        for buffer, rows in zip(self.stored(layer), new, strict=True):
             torch.ops.llama.update_cache(rows, buffer, start)
 
     def attend(
@@ -160,7 +160,7 @@ class FusedFullKernel(FusedKernel, kind="executorch_full"):
     ) -> torch.Tensor:
         layer, (heads, query_length) = step.layer, query.shape[1:3]
         fold = fold_of(heads, layer.keys.shape[0])
-        operands = [query, layer.cumulative_length, *stored_parts(layer)]
+        operands = [query, layer.cumulative_length, *self.stored(layer)]
         single = _newest_if_single(_start(layer, query_length), query_length)
         return fused_attention(operands, single, "full", fold, layer.capacity, scaling)[0]
 
@@ -194,7 +194,7 @@ class FusedRingKernel(FusedKernel, kind="executorch_ring"):
     ) -> torch.Tensor:
         """See `FusedKernel.attend`; the mask is additive, [1, 1, query_length, capacity + query_length]."""
         layer, (heads, query_length) = step.layer, query.shape[1:3]
-        stored = stored_parts(layer)
+        stored = self.stored(layer)
         slot, reach, slots = _places(layer, query_length)
         for buffer, rows in zip(stored, step.new, strict=True):
             torch.ops.llama.update_cache(rows[:, :1], buffer, slot)
@@ -206,11 +206,6 @@ class FusedRingKernel(FusedKernel, kind="executorch_ring"):
         for buffer, rows in zip(stored, step.new, strict=True):
             torch.ops.llama.update_cache_with_indices(rows, buffer, 0, slots)
         return output
-
-
-def stored_parts(layer: CacheLayer) -> tuple[torch.Tensor, ...]:
-    """The buffers, in the storage's order."""
-    return tuple(getattr(layer, name) for name in layer.storage.parts)
 
 
 def _start(layer: CacheLayer, query_length: int) -> int:

@@ -107,10 +107,6 @@ class OwnLatentKernel(OwnKernel, kind="own_latents"):
     keys, and what comes out is expanded by the part that makes values. Without that, every step expands every slot.
     """
 
-    chunked: bool = False
-    masked: bool = False
-    readers: int = 1
-
     attends_latents = True
 
     def declare(self, layer: ComposedLayer) -> dict[str, StateTensor]:
