@@ -16,7 +16,7 @@ from exportable_cache.demo.task import make_questions
 from exportable_cache.errors import CacheFullError, InputError
 
 from ..support.sessions import exported_bundle
-from .conftest import Probe, Program, Reply, hexed, ids
+from .conftest import TOLERANCE, Probe, Program, Reply, hexed, ids
 
 WINDOW, CAPACITY, VOCAB = 16, 512, 394
 # Shorter than the window, as long, longer, and longer than one chunk of 48 and than several.
@@ -58,7 +58,7 @@ def test_logits_are_the_sessions_past_the_window(demo_bundle, session, probe: Pr
     for reply, logits in zip(replies, expected, strict=True):
         assert reply.ok
         if logits is not None:
-            assert (torch.tensor(reply.numbers()) - logits[0]).abs().max() <= 1e-5
+            assert (torch.tensor(reply.numbers()) - logits[0]).abs().max() <= TOLERANCE
 
 
 def test_greedy_tokens_are_the_sessions(demo_bundle, session, probe: Probe) -> None:
@@ -120,7 +120,7 @@ def test_after_a_rewind_it_is_as_if_never_fed(demo_bundle, probe: Probe, by: str
     rewound = probe(("open", demo_bundle), ("prefill", ids(tokens)), *back, ("decode", 7), ("length",))[-2:]
     fresh = probe(("open", demo_bundle), ("prefill", ids(tokens[:9] + other)), ("decode", 7), ("length",))[-2:]
     assert rewound[1].values == fresh[1].values == ["16", str(CAPACITY - 16)]
-    assert torch.tensor(rewound[0].numbers()).allclose(torch.tensor(fresh[0].numbers()), atol=1e-5, rtol=0)
+    assert torch.tensor(rewound[0].numbers()).allclose(torch.tensor(fresh[0].numbers()), atol=TOLERANCE, rtol=0)
 
 
 def test_rewind_has_the_sessions_limits(demo_bundle, session, probe: Probe) -> None:

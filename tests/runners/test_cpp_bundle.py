@@ -17,7 +17,7 @@ from exportable_cache import load
 from ..support.kinds import kind_model
 from ..support.models import VOCAB, among, tiny_model
 from ..support.sessions import BOTH_PREFILL, PREFILL, bundle_of_both, exported_bundle, folded_bundle, sinks_bundle
-from .conftest import Probe, Program, ids
+from .conftest import TOLERANCE, Probe, Program, ids
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def test_any_set_of_methods_gives_the_same(both, tmp_path, probe: Probe, names: 
     commands = [("prefill", ids(prompt[0])), *(("decode", token) for token in range(20, 30))]
     replies = probe(("open", bundle), *commands)[1:]
     for reply, logits in zip(replies, expected, strict=True):
-        assert (torch.tensor(reply.numbers()) - logits[0]).abs().max() <= 1e-5
+        assert (torch.tensor(reply.numbers()) - logits[0]).abs().max() <= TOLERANCE
 
 
 def wider_than_its_logits() -> Path:
@@ -84,7 +84,7 @@ def test_other_caches_give_the_sessions_logits(probe: Probe, kind: str) -> None:
     commands = [("prefill", ids(tokens[0, :prompt])), *(("decode", int(token)) for token in tokens[0, prompt:])]
     replies = probe(("open", bundle), *commands)[1:]
     for reply, logits in zip(replies, expected, strict=True):
-        assert (torch.tensor(reply.numbers()) - logits[0]).abs().max() <= 1e-5
+        assert (torch.tensor(reply.numbers()) - logits[0]).abs().max() <= TOLERANCE
 
 
 def _set(*path: str | int, value: Any) -> Callable[[dict[str, Any]], None]:

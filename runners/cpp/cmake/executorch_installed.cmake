@@ -9,7 +9,7 @@ set(CMAKE_MESSAGE_LOG_LEVEL WARNING)  # The package names every library that was
 find_package(executorch CONFIG)
 unset(CMAKE_MESSAGE_LOG_LEVEL)
 set(_whole optimized_native_cpu_ops_lib quantized_ops_lib custom_ops ${EC_DELEGATES})
-foreach(_target executorch extension_llm_runner extension_tensor extension_threadpool ${_whole})
+foreach(_target executorch extension_tensor extension_threadpool tokenizers::tokenizers ${_whole})
   if(NOT TARGET ${_target})
     message(FATAL_ERROR "there is no installed ExecuTorch with ${_target}. Build ExecuTorch 1.4.1 with its preset llm and install "
       "it, then name where: -DCMAKE_PREFIX_PATH=... (now '${CMAKE_PREFIX_PATH}')")
@@ -17,9 +17,10 @@ foreach(_target executorch extension_llm_runner extension_tensor extension_threa
 endforeach()
 
 add_library(ec_executorch INTERFACE)
-target_link_libraries(ec_executorch INTERFACE executorch extension_llm_runner extension_tensor ${_whole})
+target_link_libraries(ec_executorch INTERFACE executorch extension_tensor tokenizers::tokenizers ${_whole})
 target_include_directories(ec_executorch SYSTEM INTERFACE ${EXECUTORCH_INCLUDE_DIRS})
-target_compile_definitions(ec_executorch INTERFACE C10_USING_CUSTOM_GENERATED_MACROS)
+# Its headers are all there, which those of the wheel are not.
+target_compile_definitions(ec_executorch INTERFACE C10_USING_CUSTOM_GENERATED_MACROS EC_HF_TOKENIZER)
 if(ANDROID)
   target_link_libraries(ec_executorch INTERFACE log)
 endif()
