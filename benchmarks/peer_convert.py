@@ -13,9 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from peer_forms import CHECKED_PROMPT, CHECKED_STEPS, FORMS, VOCABULARY, Form, token_ids
-
-CHUNK = 256
+from peer_forms import CHECKED_PROMPT, CHECKED_STEPS, CHUNK, FORMS, VOCABULARY, Form, token_ids
 
 
 def random_model(folder: Path, slots: int) -> None:

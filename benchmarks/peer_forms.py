@@ -13,6 +13,8 @@ from typing import Any
 VOCABULARY = 32000
 #: Of the check for equal logits: a prompt, then single tokens.
 CHECKED_PROMPT, CHECKED_STEPS = 40, 16
+#: Longest chunk of a prompt in ours and in ExecuTorch's own export; the others choose for themselves.
+CHUNK = 256
 
 
 def token_ids(count: int) -> list[int]:
@@ -76,6 +78,7 @@ class Form:
         return self.runtime == "ours"
 
 
+_SMALL, _OWN = {"quantize": "8da4w", "quantize_embeddings": "8w"}, {"kernels": "own"}
 _F32_KEYS = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 FORMS = {
     "ours": Form("**ours, float32**", "here", "ours", 32),
@@ -89,13 +92,14 @@ FORMS = {
         {"weights": ["fp32"], "properties": _F32_KEYS},
     ),
     "llama.cpp": Form("llama.cpp, float32 (float32 keys)", "llama.cpp", "llama_cpp", 32, {"type": "F32", "keys": 0}),
-    "ours-8da4w": Form("**ours, 8da4w**", "here", "ours", 4, {"export": {"quantize": "8da4w"}}),
+    "ours-8da4w": Form("**ours, 8da4w**", "here", "ours", 4, {"export": _SMALL}),
+    "ours-8da4w-own": Form("**ours, 8da4w, `kernels=own`**", "here", "ours", 4, {"export": {**_SMALL, **_OWN}}),
     "ours-8da4w-int8": Form(
-        "**ours, 8da4w, int8 keys**",
+        "**ours, 8da4w, `kernels=own`, 8-bit keys**",
         "here",
         "ours",
         4,
-        {"export": {"quantize": "8da4w", "kv_dtype": "int8", "kernels": "own"}},
+        {"export": {**_SMALL, **_OWN, "kv_dtype": "int8"}},
     ),
     "executorch-8da4w": Form(
         "ExecuTorch's own export, 8da4w",

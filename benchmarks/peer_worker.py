@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from peer_forms import CHECKED_PROMPT, CHECKED_STEPS, FORMS, Form, token_ids
+from peer_forms import CHECKED_PROMPT, CHECKED_STEPS, CHUNK, FORMS, Form, token_ids
 
 
 def limit_threads(count: int) -> None:
@@ -111,15 +111,14 @@ class ExecuTorch(Runtime):
 
         limit_threads(plan["threads"])
         self._torch, self._method = torch, load_method(folder / "program.pte")
-        self._chunk = json.loads((folder / "run.json").read_text())["chunk"]
         self._position = 0
 
     def reset(self) -> None:
         self._position = 0
 
     def feed(self, ids: list[int]) -> None:
-        for start in range(0, len(ids), self._chunk):
-            self._run(ids[start : start + self._chunk])
+        for start in range(0, len(ids), CHUNK):
+            self._run(ids[start : start + CHUNK])
 
     def _run(self, ids: list[int]) -> None:
         torch = self._torch

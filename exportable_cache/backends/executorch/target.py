@@ -70,7 +70,8 @@ class ExecutorchBackend:
             return lower_to_plans(program, folder, FILE, options)
         from .program_file import write_program
 
-        return [LoweredFile(FILE, write_program(program, folder / FILE, options.delegate, options.llm_runner))]
+        own = options.kernels == "own"
+        return [LoweredFile(FILE, write_program(program, folder / FILE, options.delegate, options.llm_runner, own))]
 
     def open(self, folder: Path, description: ProgramDescription) -> Runner:
         if description.form is Form.EXPLICIT:
