@@ -78,7 +78,7 @@ class Form:
         return self.runtime == "ours"
 
 
-_SMALL, _OWN = {"quantize": "8da4w", "quantize_embeddings": "8w"}, {"kernels": "own"}
+_SMALL, _OWN = {"quantize": "8da4w", "quantize_embeddings": "8w"}, {"kernels": "own", "linears": "own"}
 _F32_KEYS = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 FORMS = {
     "ours": Form("**ours, float32**", "here", "ours", 32),
@@ -93,9 +93,9 @@ FORMS = {
     ),
     "llama.cpp": Form("llama.cpp, float32 (float32 keys)", "llama.cpp", "llama_cpp", 32, {"type": "F32", "keys": 0}),
     "ours-8da4w": Form("**ours, 8da4w**", "here", "ours", 4, {"export": _SMALL}),
-    "ours-8da4w-own": Form("**ours, 8da4w, `kernels=own`**", "here", "ours", 4, {"export": {**_SMALL, **_OWN}}),
+    "ours-8da4w-own": Form("**ours, 8da4w, own linear layers**", "here", "ours", 4, {"export": {**_SMALL, **_OWN}}),
     "ours-8da4w-int8": Form(
-        "**ours, 8da4w, `kernels=own`, 8-bit keys**",
+        "**ours, 8da4w, own linear layers, 8-bit keys**",
         "here",
         "ours",
         4,

@@ -64,7 +64,7 @@ def to_edge(
         programs: By method name.
         constant_methods: Values that the file answers as methods of their own.
         delegate: See `delegates`.
-        own: May call operators of this package.
+        own: Linear layers of 4-bit weights are operators of this package.
     """
     patch_exporter()
     segments = StampedSegments(_segment_to_edge)

@@ -1,7 +1,8 @@
 """Linear layers of 4-bit weights through this package's own operator, `exportable_cache::linear_4bit`; see `kernels/`.
 
-XNNPACK 1.4.1 of ExecuTorch has no kernel for them that uses more than AVX2, and packs a second copy of the weights as a
-program is loaded. Here they are packed as they are exported, and read where the file is mapped.
+For a processor with AVX2 and no AVX-512, XNNPACK (of ExecuTorch 1.4.1) multiplies them in 16 bits, half as fast. It
+also packs a second copy of the weights as a program is loaded. Here they are packed as they are exported, and read
+where the file is mapped.
 
 Activations are rounded to 8 bits, each token by itself, as torchao's `8da4w` says.
 """
@@ -119,8 +120,10 @@ def linear_4bit(source: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor 
     return torch.nn.functional.linear((rounded - zero) * scale, plain, bias)
 
 
-def _into(*arguments: object, out: torch.Tensor) -> torch.Tensor:
-    return out.copy_(linear_4bit(*arguments))
+def _into(
+    source: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None, outputs: int, *, out: torch.Tensor
+) -> torch.Tensor:
+    return out.copy_(linear_4bit(source, weights, bias, outputs))
 
 
 def _output(source: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None, outputs: int) -> torch.Tensor:

@@ -31,7 +31,7 @@ def write_program(
 
     Args:
         for_llm_runner: Insist on what ExecuTorch's own `TextLLMRunner` reads.
-        own: The program may call operators of this package.
+        own: Linear layers of 4-bit weights are operators of this package.
 
     Returns:
         What the file holds, for people.
