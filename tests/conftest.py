@@ -65,6 +65,14 @@ _LONG_FIRST = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help=f"run what is marked {' or '.join(_IN_FULL)}, too")
+    parser.addoption(
+        "--executorch", metavar="PREFIX",
+        help="build the C++ runner against ExecuTorch installed there, in place of the wheel's (several with ;)",
+    )  # fmt: skip
+    parser.addoption(
+        "--toolchain", metavar="FILE", help="CMake's toolchain file of the C++ runner, for another processor"
+    )
+    parser.addoption("--emulator", metavar="COMMAND", default="", help="what runs programs of that processor")
 
 
 def pytest_configure(config: pytest.Config) -> None:
