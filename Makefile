@@ -31,13 +31,14 @@ VERSION_TESTS ?= tests/compat tests/layers tests/patches/test_registry.py tests/
 	tests/backends/test_executorch_quantized.py tests/backends/test_executorch_stamping.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup kernels kernels-sanitized demo check test test-full test-canary test-versions zoo fuzz kills soak docs clean
+.PHONY: help setup kernels kernels-sanitized demo check test test-full test-device test-canary test-versions zoo fuzz kills soak docs clean
 
 help:
 	@echo "make demo    set up $(VENV), export the demo model to ExecuTorch, verify it, and ask it for a fact"
 	@echo "make check   set up $(VENV) and run the formatter, the linter, the type checker and the import contract"
 	@echo "make test    set up $(VENV) and run the tests (PYTEST_ARGS='-k ring' to choose)"
 	@echo "make test-full    with every pair of family and target, and the canaries"
+	@echo "make test-device  the C++ runner without libtorch and Python (EXECUTORCH=where ExecuTorch is installed; docs/device.md)"
 	@echo "make test-canary  only the canaries: workarounds that upstream may need no longer"
 	@echo "make test-versions  the tests of what others provide, at both ends of the ranges of torch, transformers, executorch"
 	@echo "             (downloads both; VERSIONS=newest to choose)"
@@ -89,6 +90,11 @@ test: $(VENV)/.installed-test
 
 test-full: $(VENV)/.installed-test
 	@$(PYTEST) --full $(PYTEST_ARGS)
+
+# The C++ runner as on a device. For another processor: PYTEST_ARGS='--toolchain FILE --emulator COMMAND'.
+test-device: $(VENV)/.installed-test
+	@test -n "$(EXECUTORCH)" || { echo "make: name an installed ExecuTorch, as docs/device.md says: make test-device EXECUTORCH=PREFIX" >&2; exit 1; }
+	@$(PYTEST) --full --executorch "$(EXECUTORCH)" tests/runners $(PYTEST_ARGS)
 
 test-canary: $(VENV)/.installed-test
 	@$(PYTEST) -m canary $(PYTEST_ARGS)

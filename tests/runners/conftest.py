@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,9 @@ from pathlib import Path
 import pytest
 
 from ..support.store import stored
+
+#: Of logits: kernels of attention that are linked in may add up in another order than the wheel's.
+TOLERANCE = 5e-5
 
 SOURCES = Path(__file__).parent.parent.parent / "runners" / "cpp"
 
@@ -36,12 +40,37 @@ class Reply:
 
 
 Probe = Callable[..., list[Reply]]
+Program = Callable[[str], list[str]]
 
 
 @pytest.fixture(scope="session")
-def cpp_build() -> Path:
-    """Folder with the programs, built against the executorch wheel of this interpreter."""
+def installed_executorch(request: pytest.FixtureRequest) -> str:
+    """What `--executorch` names, for tests of what only an installed ExecuTorch gives."""
+    prefix = request.config.getoption("--executorch")
+    if prefix is None:
+        pytest.skip("no installed ExecuTorch is named: make test-device EXECUTORCH=PREFIX")
+    return prefix
+
+
+def _over_wheel() -> list[str]:
+    """CMake's options for the executorch wheel of this interpreter."""
+    library = Path(sysconfig.get_config_var("LIBDIR") or "", sysconfig.get_config_var("INSTSONAME") or "")
+    if not sysconfig.get_config_var("Py_ENABLE_SHARED") or not library.is_file():
+        pytest.skip("this Python has no shared libpython, which the executorch wheel's libraries refer to")
+    return [f"-DPython3_EXECUTABLE={sys.executable}"]
+
+
+def _over_installed(prefix: str, toolchain: str | None) -> list[str]:
+    """CMake's options for an installed ExecuTorch."""
+    options = ["-DEC_EXECUTORCH=installed", f"-DCMAKE_PREFIX_PATH={prefix}"]
+    return options if toolchain is None else [*options, f"-DCMAKE_TOOLCHAIN_FILE={Path(toolchain).resolve()}"]
+
+
+@pytest.fixture(scope="session")
+def cpp_build(request: pytest.FixtureRequest) -> Path:
+    """Folder with the programs, built against this interpreter's executorch wheel, or what `--executorch` names."""
     pytest.importorskip("executorch", reason="the executorch extra is not installed")
+    prefix, toolchain = request.config.getoption("--executorch"), request.config.getoption("--toolchain")
     beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     cmake = shutil.which("cmake", path=beside)
     if cmake is None:
@@ -52,17 +81,17 @@ def cpp_build() -> Path:
         input="#include <span>\n#include <version>\n", text=True, capture_output=True,
     ).returncode:  # fmt: skip
         pytest.skip("there is no C++20 compiler (g++ 10 or clang 13 on)")
-    library = Path(sysconfig.get_config_var("LIBDIR") or "", sysconfig.get_config_var("INSTSONAME") or "")
-    if not sysconfig.get_config_var("Py_ENABLE_SHARED") or not library.is_file():
-        pytest.skip("this Python has no shared libpython, which the executorch wheel's libraries refer to")
     # Headers are most of the work, and a token takes no time: read once, and not optimised.
     quick = ["-DCMAKE_UNITY_BUILD=ON", "-DCMAKE_UNITY_BUILD_BATCH_SIZE=0", "-DCMAKE_CXX_FLAGS_RELEASE=-O0"]
     options = [
-        f"-DPython3_EXECUTABLE={sys.executable}",
-        f"-DCMAKE_CXX_COMPILER={compiler}",
+        *(_over_wheel() if prefix is None else _over_installed(prefix, toolchain)),
+        *([] if toolchain else [f"-DCMAKE_CXX_COMPILER={compiler}"]),
         "-DEC_BUILD_TESTS=ON",
         *quick,
     ]
+    # A program holds the static libraries as they were.
+    libraries = [path for place in (prefix or "").split(";") if place for path in Path(place, "lib").glob("*.a")]
+    newest = max((path.stat().st_mtime_ns for path in libraries), default=0)
 
     def build(folder: Path) -> None:
         for command in (
@@ -72,17 +101,24 @@ def cpp_build() -> Path:
             done = subprocess.run(command, capture_output=True, text=True, timeout=600)
             assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
-    return stored({"cpp": "executorch", "options": options}, build)
+    return stored({"cpp": "executorch", "options": options, "libraries": newest}, build)
 
 
 @pytest.fixture(scope="session")
-def probe(cpp_build: Path) -> Probe:
+def program(request: pytest.FixtureRequest, cpp_build: Path) -> Program:
+    """`program("exportable_cache_generate")` -> the command that runs it."""
+    emulator = shlex.split(request.config.getoption("--emulator"))
+    return lambda name: [*emulator, str(cpp_build / name)]
+
+
+@pytest.fixture(scope="session")
+def probe(program: Program) -> Probe:
     """`probe(("prefill", "5 6 7"), ("length",))` -> one `Reply` each, of a process of its own."""
 
     def run(*commands: Sequence[object]) -> list[Reply]:
         lines = "".join("\t".join(str(field) for field in command) + "\n" for command in commands)
         done = subprocess.run(
-            [cpp_build / "exportable_cache_probe"], input=lines, capture_output=True, text=True, timeout=300,
+            program("exportable_cache_probe"), input=lines, capture_output=True, text=True, timeout=300,
             env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-2000:]

@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from exportable_cache import Session, load
 from exportable_cache.cache.policies import FullPolicy, NoPolicy, RecurrentPolicy, RingPolicy, SinkPolicy
+from exportable_cache.demo import demo_path
 from exportable_cache.demo.task import make_questions
 from exportable_cache.errors import CacheFullError, InputError
 
-from .conftest import Probe, Reply, hexed, ids
+from ..support.sessions import exported_bundle
+from .conftest import TOLERANCE, Probe, Program, Reply, hexed, ids
 
 WINDOW, CAPACITY, VOCAB = 16, 512, 394
 # Shorter than the window, as long, longer, and longer than one chunk of 48 and than several.
@@ -55,7 +58,7 @@ def test_logits_are_the_sessions_past_the_window(demo_bundle, session, probe: Pr
     for reply, logits in zip(replies, expected, strict=True):
         assert reply.ok
         if logits is not None:
-            assert (torch.tensor(reply.numbers()) - logits[0]).abs().max() <= 1e-5
+            assert (torch.tensor(reply.numbers()) - logits[0]).abs().max() <= TOLERANCE
 
 
 def test_greedy_tokens_are_the_sessions(demo_bundle, session, probe: Probe) -> None:
@@ -70,6 +73,19 @@ def test_greedy_tokens_are_the_sessions(demo_bundle, session, probe: Probe) -> N
     for reply, tokens in zip(replies, expected, strict=True):
         assert reply.values[1] == ("max_new_tokens" if len(tokens) == 24 else "end_token")
         assert reply.tokens(2) == tokens  # what the callback saw
+
+
+@pytest.mark.full
+def test_a_quantised_demo_gives_the_same_tokens(probe: Probe) -> None:
+    model = AutoModelForCausalLM.from_pretrained(demo_path()).eval()
+    bundle = exported_bundle(model, "executorch", CAPACITY, quantize="8da4w", verify=False)
+    session = load(bundle)
+    commands, expected = [], []
+    for count in PROMPTS:
+        session.reset()
+        expected.append(list(session.generate(torch.tensor([prompt_of(count, seed=1)]), max_new_tokens=24)))
+        commands += [("reset",), ("generate", ids(prompt_of(count, seed=1)), "max_new_tokens=24")]
+    assert [reply.tokens() for reply in probe(("open", bundle), *commands)[2::2]] == expected
 
 
 def test_questions_are_answered_from_beyond_the_window(demo_bundle, session, probe: Probe) -> None:
@@ -104,7 +120,7 @@ def test_after_a_rewind_it_is_as_if_never_fed(demo_bundle, probe: Probe, by: str
     rewound = probe(("open", demo_bundle), ("prefill", ids(tokens)), *back, ("decode", 7), ("length",))[-2:]
     fresh = probe(("open", demo_bundle), ("prefill", ids(tokens[:9] + other)), ("decode", 7), ("length",))[-2:]
     assert rewound[1].values == fresh[1].values == ["16", str(CAPACITY - 16)]
-    assert torch.tensor(rewound[0].numbers()).allclose(torch.tensor(fresh[0].numbers()), atol=1e-5, rtol=0)
+    assert torch.tensor(rewound[0].numbers()).allclose(torch.tensor(fresh[0].numbers()), atol=TOLERANCE, rtol=0)
 
 
 def test_rewind_has_the_sessions_limits(demo_bundle, session, probe: Probe) -> None:
@@ -261,22 +277,22 @@ def test_statistics_are_there(demo_bundle, probe: Probe) -> None:
 # -- the program -------------------------------------------------------------------------------------------------------
 
 
-def run(cpp_build: Path, *arguments: object) -> subprocess.CompletedProcess:
-    command = [cpp_build / "exportable_cache_generate", *(str(argument) for argument in arguments)]
+def run(program: Program, *arguments: object) -> subprocess.CompletedProcess:
+    command = [*program("exportable_cache_generate"), *(str(argument) for argument in arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
-def test_program_answers(demo_bundle, cpp_build: Path) -> None:
-    done = run(cpp_build, demo_bundle, "--prompt", "the code of amber is 4821. it took about 12 days. amber?")
+def test_program_answers(demo_bundle, program: Program) -> None:
+    done = run(program, demo_bundle, "--prompt", "the code of amber is 4821. it took about 12 days. amber?")
     assert (done.returncode, done.stdout) == (0, " 4821.\n")
     last = done.stderr.splitlines()[-1]
     assert "prompt tokens, 6 new, ended by end_token; first token after" in last and last.endswith("tokens/s")
 
 
-def test_program_takes_token_ids(demo_bundle, session, cpp_build: Path) -> None:
+def test_program_takes_token_ids(demo_bundle, session, program: Program) -> None:
     session.reset()
     expected = list(session.generate(torch.tensor([prompt_of(20)]), max_new_tokens=5))
-    done = run(cpp_build, demo_bundle, "--tokens", ids(prompt_of(20)), "--max-new-tokens", 5)
+    done = run(program, demo_bundle, "--tokens", ids(prompt_of(20)), "--max-new-tokens", 5)
     assert [int(token) for token in done.stdout.split()] == expected
 
 
@@ -291,6 +307,6 @@ def test_program_takes_token_ids(demo_bundle, session, cpp_build: Path) -> None:
         (["/nowhere", "--tokens", "5"], "cannot read /nowhere/manifest.json"),
     ],
 )
-def test_program_refuses_with_code_2(demo_bundle, cpp_build: Path, arguments: list[str], message: str) -> None:
-    done = run(cpp_build, *(demo_bundle if argument == "BUNDLE" else argument for argument in arguments))
+def test_program_refuses_with_code_2(demo_bundle, program: Program, arguments: list[str], message: str) -> None:
+    done = run(program, *(demo_bundle if argument == "BUNDLE" else argument for argument in arguments))
     assert done.returncode == 2 and message in done.stderr

@@ -14,9 +14,10 @@ import torch
 
 from exportable_cache import load
 
-from ..support.models import VOCAB, tiny_model
-from ..support.sessions import BOTH_PREFILL, bundle_of_both, exported_bundle, folded_bundle, sinks_bundle
-from .conftest import Probe, ids
+from ..support.kinds import kind_model
+from ..support.models import VOCAB, among, tiny_model
+from ..support.sessions import BOTH_PREFILL, PREFILL, bundle_of_both, exported_bundle, folded_bundle, sinks_bundle
+from .conftest import TOLERANCE, Probe, Program, ids
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +50,29 @@ def test_any_set_of_methods_gives_the_same(both, tmp_path, probe: Probe, names: 
     commands = [("prefill", ids(prompt[0])), *(("decode", token) for token in range(20, 30))]
     replies = probe(("open", bundle), *commands)[1:]
     for reply, logits in zip(replies, expected, strict=True):
-        assert (torch.tensor(reply.numbers()) - logits[0]).abs().max() <= 1e-5
+        assert (torch.tensor(reply.numbers()) - logits[0]).abs().max() <= TOLERANCE
 
 
-@pytest.mark.parametrize("kind", ["int8", "sinks"])
+def wider_than_its_logits() -> Path:
+    """A model that looks up more ids than it gives logits of."""
+    model = tiny_model("llama", num_hidden_layers=1)
+    model.resize_token_embeddings(VOCAB + 8)
+    model.lm_head = torch.nn.Linear(model.config.hidden_size, VOCAB, bias=False)
+    return exported_bundle(model, "executorch", prefill_chunk=PREFILL, verify=False)
+
+
+_BUNDLES: dict[str, Callable[[], Path]] = {
+    "int8": lambda: folded_bundle(kv_dtype="int8", verify=False)[1],
+    "sinks": lambda: sinks_bundle()[1],
+    "mamba2": lambda: exported_bundle(kind_model("mamba2"), "executorch", prefill_chunk=PREFILL, verify=False),
+    "lfm2": lambda: exported_bundle(kind_model("lfm2"), "executorch", prefill_chunk=PREFILL, verify=False),
+    "wide": wider_than_its_logits,
+}
+
+
+@pytest.mark.parametrize("kind", among(_BUNDLES, ["int8", "sinks", "mamba2", "wide"]))
 def test_other_caches_give_the_sessions_logits(probe: Probe, kind: str) -> None:
-    _, bundle = folded_bundle(kv_dtype="int8", verify=False) if kind == "int8" else sinks_bundle()
+    bundle = _BUNDLES[kind]()
     session = load(bundle)
     # Past the window of the rings, a whole chunk and more; with sinks also past what the full layers have slots for.
     tokens = torch.randint(2, VOCAB, (1, 80), generator=torch.Generator().manual_seed(1))
@@ -66,7 +84,7 @@ def test_other_caches_give_the_sessions_logits(probe: Probe, kind: str) -> None:
     commands = [("prefill", ids(tokens[0, :prompt])), *(("decode", int(token)) for token in tokens[0, prompt:])]
     replies = probe(("open", bundle), *commands)[1:]
     for reply, logits in zip(replies, expected, strict=True):
-        assert (torch.tensor(reply.numbers()) - logits[0]).abs().max() <= 1e-5
+        assert (torch.tensor(reply.numbers()) - logits[0]).abs().max() <= TOLERANCE
 
 
 def _set(*path: str | int, value: Any) -> Callable[[dict[str, Any]], None]:
@@ -110,6 +128,8 @@ def _rename(old: str, new: str) -> Callable[[dict[str, Any]], None]:
         # Another program than the one described.
         (_rename("prefill", "fill"), "has no method 'fill' but"),
         (_set("vocab_size", value=400), "returns [1, 4096], not floating [1, 400]"),
+        (_set("logits_size", value=400), "returns [1, 4096], not floating [1, 400]"),
+        (_set("logits_size", value=0), "logits_size is no integer of at least 1"),
         (
             _set("program", "methods", "prefill", "max_length", value=BOTH_PREFILL + 1),
             f"takes tokens [1, {BOTH_PREFILL}], not int64 [1, {BOTH_PREFILL + 1}]",
@@ -144,9 +164,9 @@ def test_text_needs_a_tokenizer_and_ids_do_not(both, tmp_path, probe: Probe) -> 
     assert replies[2].ok
 
 
-def peak_mb(program: Path, bundle: Path) -> float:
+def peak_mb(program: list[str], bundle: Path) -> float:
     """Most memory that a process has which answers a few tokens."""
-    arguments = [program, bundle, "--tokens", "5 6 7", "--max-new-tokens", "3"]
+    arguments = [*program, bundle, "--tokens", "5 6 7", "--max-new-tokens", "3"]
     done = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     _, status, usage = os.wait4(done.pid, 0)
     done.returncode = os.waitstatus_to_exitcode(status)
@@ -156,13 +176,13 @@ def peak_mb(program: Path, bundle: Path) -> float:
 
 @pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak of a process is in KiB on Linux")
-def test_neither_packed_weights_nor_empty_slots_are_held_twice(demo_bundle, cpp_build: Path) -> None:
+def test_neither_packed_weights_nor_empty_slots_are_held_twice(demo_bundle, program: Program) -> None:
     sizes = {"num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 16384, "head_dim": 64}
     model = tiny_model("llama", **sizes, num_key_value_heads=4)
     large = exported_bundle(model, "executorch", 50_000, verify=False)
     weights = sum(parameter.nbytes for parameter in model.parameters()) / 2**20
     cache = 50_000 * 2 * 4 * 64 * 4 / 2**20
     assert weights > 45 and cache > 90
-    program = cpp_build / "exportable_cache_generate"
+    command = program("exportable_cache_generate")
     # Beside the file's pages, and with every slot, it is their sum and the weights once more.
-    assert peak_mb(program, large) - peak_mb(program, demo_bundle) < 1.3 * weights + 20
+    assert peak_mb(command, large) - peak_mb(command, demo_bundle) < 1.3 * weights + 20

@@ -198,6 +198,24 @@ def test_json_is_read(probe: Probe, document: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("document", "expected"),
+    [
+        # What is under the key is not looked at, but for where it ends.
+        ('{"merges": [["a]", "\\"]\\\\"], [[]], {"x": [+]}], "key": [1]}', "array 1"),
+        # A piece of a vocabulary is called so.
+        ('{"key": 7, "vocab": {"merges": 5, "key": 6}}', "integer 7"),
+        ('{"key": {"merges": 5}}', "object 1"),
+        ('{"merges": [[1, 2}', None),
+        ('{"merges": ["a', None),
+        ('{"merges": ["\\', None),
+    ],
+)
+def test_merges_are_passed_over(probe: Probe, document: str, expected: str | None) -> None:
+    reply = probe(("json", hexed(document), hexed("merges")))[0]
+    assert reply.values == [expected] if expected else "no JSON: at byte" in reply.values[1]
+
+
+@pytest.mark.parametrize(
     "document",
     [
         "",

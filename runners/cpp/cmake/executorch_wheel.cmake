@@ -22,7 +22,8 @@ list(GET _found 3 _suffix)
 list(GET _found 4 _python)
 if(NOT _executorch OR NOT _tokenizers OR NOT _torch)
   message(FATAL_ERROR "${Python3_EXECUTABLE} has no executorch, or not all it depends on. Install it (pip install "
-    "executorch==1.4.1), name another Python with -DPython3_EXECUTABLE=..., or build against sources with -DEXECUTORCH_ROOT=...")
+    "executorch==1.4.1), name another Python with -DPython3_EXECUTABLE=..., or build against an "
+    "installed ExecuTorch with -DEC_EXECUTORCH=installed")
 endif()
 if(NOT _python)
   message(FATAL_ERROR "${Python3_EXECUTABLE} has no shared libpython, which the wheel's libraries refer to. Install it "
@@ -59,10 +60,3 @@ foreach(_library IN LISTS _libraries)
   target_link_options(ec_executorch INTERFACE "LINKER:-rpath,${_folder}")
 endforeach()
 target_link_options(ec_executorch INTERFACE "LINKER:-rpath,${_torch}/lib:${_python_folder}")
-
-# Later wheels ship Module's header.
-if(EXISTS "${_executorch}/include/executorch/extension/module/module.h")
-  set(EC_DEFAULT_ENGINE module)
-else()
-  set(EC_DEFAULT_ENGINE method)
-endif()

@@ -1,10 +1,10 @@
 #include <exportable_cache/detokenizer.h>
 
+#include <array>
 #include <charconv>
 #include <fstream>
 #include <iterator>
 #include <optional>
-#include <unordered_map>
 
 #include "json.h"
 #include "utf8.h"
@@ -62,17 +62,16 @@ bool add_decoder(const Json& fields, Decoder& decoder) {
   return false;
 }
 
-// The byte that each character of a byte-level vocabulary stands for: printable Latin-1 stands for itself, every other byte
-// for U+0100 and on, in order (GPT 2, Radford et al. 2019).
-const std::unordered_map<std::string, char>& byte_level_table() {
-  static const std::unordered_map<std::string, char> table = [] {
-    std::unordered_map<std::string, char> bytes;
-    uint32_t next = 0x100;
-    for (uint32_t byte = 0; byte < 0x100; ++byte) {
+// The byte that each character of a byte-level vocabulary stands for, or -1: printable Latin-1 stands for itself, every other
+// byte for U+0100 and on, in order (GPT 2, Radford et al. 2019).
+const std::array<int16_t, 0x200>& byte_level_table() {
+  static const std::array<int16_t, 0x200> table = [] {
+    std::array<int16_t, 0x200> bytes;
+    bytes.fill(-1);
+    size_t next = 0x100;
+    for (int16_t byte = 0; byte < 0x100; ++byte) {
       const bool printable = (byte > 0x20 && byte < 0x7F) || (byte > 0xA0 && byte != 0xAD);
-      std::string character;
-      append_utf8(character, printable ? byte : next++);
-      bytes.emplace(std::move(character), static_cast<char>(byte));
+      bytes[printable ? static_cast<size_t>(byte) : next++] = byte;
     }
     return bytes;
   }();
@@ -80,14 +79,19 @@ const std::unordered_map<std::string, char>& byte_level_table() {
 }
 
 std::string byte_level_bytes(std::string_view piece) {
+  const auto& table = byte_level_table();
   std::string bytes;
-  for (std::string_view rest = piece; !rest.empty();) {
-    const std::string character(rest.substr(0, utf8_prefix(rest).size));
-    const auto found = byte_level_table().find(character);
+  for (size_t index = 0; index < piece.size(); ++index) {
+    // Below U+0200 characters are one or two bytes of UTF-8.
+    size_t code = static_cast<unsigned char>(piece[index]);
+    if (code >= 0xC0 && index + 1 < piece.size()) {
+      code = ((code & 0x3F) << 6) | (static_cast<unsigned char>(piece[++index]) & 0x3F);
+    } else if (code >= 0x80) {
+      return std::string(piece);
+    }
     // Pieces with other characters, as added tokens have, stand for themselves.
-    if (found == byte_level_table().end()) return std::string(piece);
-    bytes += found->second;
-    rest.remove_prefix(character.size());
+    if (code >= table.size() || table[code] < 0) return std::string(piece);
+    bytes += static_cast<char>(table[code]);
   }
   return bytes;
 }
@@ -121,7 +125,8 @@ Result<Detokenizer> Detokenizer::open(const std::string& path) {
   std::ifstream stream(path, std::ios::binary);
   const std::string text{std::istreambuf_iterator<char>(stream), std::istreambuf_iterator<char>()};
   if (!stream) return fail(ErrorCode::kBundle, "cannot read ", path, "; copy the bundle again, or pass token ids");
-  Result<Json> parsed = Json::parse(text);
+  // Merges are most of the file, and tell how text becomes tokens.
+  Result<Json> parsed = Json::parse(text, "merges");
   if (!parsed.ok()) return fail(ErrorCode::kBundle, path, " is ", parsed.error().message, "; copy the bundle again");
   const Json& fields = *parsed;
 

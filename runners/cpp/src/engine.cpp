@@ -1,8 +1,209 @@
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <map>
+
+#include <executorch/runtime/backend/backend_options_map.h>
+#include <executorch/runtime/backend/options.h>
+#include <executorch/runtime/core/data_loader.h>
+#include <executorch/runtime/core/error.h>
+#include <executorch/runtime/core/hierarchical_allocator.h>
+#include <executorch/runtime/core/memory_allocator.h>
+#include <executorch/runtime/executor/memory_manager.h>
+#include <executorch/runtime/executor/method.h>
+#include <executorch/runtime/executor/program.h>
+#include <executorch/runtime/platform/runtime.h>
+
 #include "engine.h"
 
-#include <executorch/runtime/core/error.h>
-
 namespace exportable_cache {
+namespace {
+
+namespace et = executorch::runtime;
+
+// A mapped file that lets go of what was packed. ExecuTorch has a loader of mapped files, of which the wheel ships no header.
+class MappedFile final : public et::DataLoader {
+ public:
+  explicit MappedFile(const std::string& path) {
+    const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    if (file < 0) return;
+    struct stat status;
+    if (::fstat(file, &status) == 0 && status.st_size > 0) {
+      void* address = ::mmap(nullptr, static_cast<size_t>(status.st_size), PROT_READ, MAP_PRIVATE, file, 0);
+      if (address != MAP_FAILED) {
+        data_ = static_cast<const char*>(address);
+        size_ = static_cast<size_t>(status.st_size);
+      }
+    }
+    ::close(file);
+  }
+  ~MappedFile() override {
+    if (data_ != nullptr) ::munmap(const_cast<char*>(data_), size_);
+  }
+  MappedFile(const MappedFile&) = delete;
+  MappedFile& operator=(const MappedFile&) = delete;
+
+  bool is_open() const { return data_ != nullptr; }
+
+  et::Result<et::FreeableBuffer> load(size_t offset, size_t size, const SegmentInfo&) const override {
+    if (!contains(offset, size)) return et::Error::InvalidArgument;
+    return et::FreeableBuffer(data_ + offset, size, give_back);
+  }
+
+  et::Error load_into(size_t offset, size_t size, const SegmentInfo&, void* buffer) const override {
+    if (!contains(offset, size)) return et::Error::InvalidArgument;
+    std::memcpy(buffer, data_ + offset, size);
+    return et::Error::Ok;
+  }
+
+  et::Result<size_t> size() const override { return size_; }
+
+ private:
+  // Weights that a delegate has packed are not read again: their pages need not stay beside the packed ones.
+  static void give_back(void*, void* data, size_t size) {
+    const auto page = static_cast<uintptr_t>(::sysconf(_SC_PAGESIZE)), begin = reinterpret_cast<uintptr_t>(data);
+    const uintptr_t first = (begin + page - 1) / page * page, end = (begin + size) / page * page;
+    if (first < end) (void)::madvise(reinterpret_cast<void*>(first), end - first, MADV_DONTNEED);
+  }
+
+  bool contains(size_t offset, size_t size) const { return offset <= size_ && size <= size_ - offset; }
+
+  const char* data_ = nullptr;
+  size_t size_ = 0;
+};
+
+// Zeros, which take memory once they are written to: what of a cache is not filled takes none.
+class Arena {
+ public:
+  explicit Arena(size_t size) : size_(std::max<size_t>(size, 1)) {
+    void* address = ::mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (address != MAP_FAILED) data_ = static_cast<uint8_t*>(address);
+  }
+  ~Arena() {
+    if (data_ != nullptr) ::munmap(data_, size_);
+  }
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+
+  uint8_t* data() const { return data_; }
+  size_t size() const { return size_; }
+
+ private:
+  uint8_t* data_ = nullptr;
+  size_t size_;
+};
+
+// Allocates as much as is asked for, and frees it all at once.
+class HeapAllocator final : public et::MemoryAllocator {
+ public:
+  HeapAllocator() : MemoryAllocator(0, nullptr) {}
+  ~HeapAllocator() override { reset(); }
+
+  void* allocate(size_t size, size_t alignment = kDefaultAlignment) override {
+    void* block = nullptr;
+    if (::posix_memalign(&block, std::max(alignment, sizeof(void*)), std::max<size_t>(size, 1)) != 0) return nullptr;
+    blocks_.push_back(block);
+    return block;
+  }
+
+  void reset() override {
+    for (void* block : blocks_) std::free(block);
+    blocks_.clear();
+  }
+
+ private:
+  std::vector<void*> blocks_;
+};
+
+class MethodEngine final : public Engine {
+ public:
+  explicit MethodEngine(const std::string& path) : path_(path), file_(path) {}
+
+  Status load(const std::vector<std::string>& names) {
+    et::runtime_init();
+    if (!file_.is_open()) return fail(ErrorCode::kBundle, "cannot read ", path_, "; copy the bundle again");
+    et::Result<et::Program> program = et::Program::load(&file_);
+    if (!program.ok()) return cannot_load(path_, program.error());
+    program_ = std::make_unique<et::Program>(std::move(program.get()));
+
+    if (const Status status = plan_arenas(names); !status.ok()) return status;
+    // Without it each method packs its own copy of the weights: XNNPACK then keeps one for all.
+    et::BackendOptions<1> share_weights;
+    et::LoadBackendOptionsMap options;
+    if (share_weights.set_option("weight_cache_enabled", true) != et::Error::Ok ||
+        options.set_options("XnnpackBackend", share_weights.view()) != et::Error::Ok) {
+      return fail(ErrorCode::kRuntime, "cannot set an option of XnnpackBackend");
+    }
+    for (const std::string& name : names) {
+      auto method = program_->load_method(name.c_str(), memory_.get(), nullptr, nullptr, names.size() > 1 ? &options : nullptr);
+      if (!method.ok()) return cannot_load("method '" + name + "' of " + path_, method.error());
+      methods_.emplace(name, std::move(method.get()));
+    }
+    return {};
+  }
+
+  et::Result<et::MethodMeta> meta(const std::string& method) override { return program_->method_meta(method.c_str()); }
+
+  et::Result<et::EValue> execute(const std::string& name, const et::EValue& tokens, const et::EValue& position) override {
+    et::Method& method = methods_.find(name)->second;
+    if (const et::Error error = method.set_input(tokens, 0); error != et::Error::Ok) return error;
+    if (const et::Error error = method.set_input(position, 1); error != et::Error::Ok) return error;
+    if (const et::Error error = method.execute(); error != et::Error::Ok) return error;
+    return method.get_output(0);
+  }
+
+ private:
+  // One set of arenas for all methods, each as large as the largest asks for: that is how they share the cache.
+  Status plan_arenas(const std::vector<std::string>& names) {
+    std::vector<std::string> found;
+    for (size_t index = 0; index < program_->num_methods(); ++index) {
+      if (const auto name = program_->get_method_name(index); name.ok()) found.emplace_back(name.get());
+    }
+    std::vector<size_t> sizes;
+    for (const std::string& name : names) {
+      if (std::find(found.begin(), found.end(), name) == found.end()) return no_such_method(path_, name, found);
+      const auto meta = program_->method_meta(name.c_str());
+      if (!meta.ok()) return cannot_load("method '" + name + "' of " + path_, meta.error());
+      sizes.resize(std::max(sizes.size(), meta->num_memory_planned_buffers()));
+      for (size_t index = 0; index < meta->num_memory_planned_buffers(); ++index) {
+        const auto size = meta->memory_planned_buffer_size(index);
+        if (!size.ok()) return cannot_load("method '" + name + "' of " + path_, size.error());
+        sizes[index] = std::max(sizes[index], static_cast<size_t>(size.get()));
+      }
+    }
+    for (const size_t size : sizes) {
+      const Arena& arena = arenas_.emplace_back(size);
+      if (arena.data() == nullptr) {
+        return fail(ErrorCode::kRuntime, "cannot allocate ", size, " bytes for the cache and what ", path_,
+                    " computes; export the model with a smaller max_cache_len or prefill_chunk");
+      }
+      spans_.emplace_back(arena.data(), arena.size());
+    }
+    planned_ = std::make_unique<et::HierarchicalAllocator>(et::Span<et::Span<uint8_t>>(spans_.data(), spans_.size()));
+    memory_ = std::make_unique<et::MemoryManager>(&allocator_, planned_.get(), &temporary_);
+    return {};
+  }
+
+  // In the order in which each needs those before it, so that destruction goes the other way round.
+  std::string path_;
+  MappedFile file_;
+  std::unique_ptr<et::Program> program_;
+  std::deque<Arena> arenas_;
+  std::vector<et::Span<uint8_t>> spans_;
+  std::unique_ptr<et::HierarchicalAllocator> planned_;
+  HeapAllocator allocator_;
+  HeapAllocator temporary_;
+  std::unique_ptr<et::MemoryManager> memory_;
+  std::map<std::string, et::Method> methods_;
+};
+
+}  // namespace
 
 std::string describe(executorch::runtime::Error error) {
   std::ostringstream text;
@@ -20,6 +221,12 @@ Error no_such_method(const std::string& path, const std::string& method, const s
 Error cannot_load(const std::string& what, executorch::runtime::Error error) {
   return fail(ErrorCode::kBundle, "ExecuTorch cannot load ", what, ": ", describe(error),
               "; link the kernels and backends it was exported for, or export the model again");
+}
+
+Result<std::unique_ptr<Engine>> Engine::open(const std::string& path, const std::vector<std::string>& methods) {
+  auto engine = std::make_unique<MethodEngine>(path);
+  if (const Status status = engine->load(methods); !status.ok()) return status.error();
+  return std::unique_ptr<Engine>(std::move(engine));
 }
 
 }  // namespace exportable_cache

@@ -1,7 +1,6 @@
-// The seam to ExecuTorch: the two things asked of it, by either of its APIs.
+// The seam to ExecuTorch: what is asked of it.
 //
-// engine_method.cpp uses Program and Method, whose headers the Python wheel ships; engine_module.cpp uses
-// executorch::extension::Module, as applications built from ExecuTorch's sources do. CMake takes one (EC_ENGINE).
+// By Program and Method, not by its Module, which writes zeros over a whole cache when it opens.
 #pragma once
 
 #include <memory>

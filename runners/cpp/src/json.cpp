@@ -1,5 +1,6 @@
 #include "json.h"
 
+#include <algorithm>
 #include <charconv>
 #include <cstdlib>
 
@@ -12,7 +13,7 @@ constexpr int kMaxDepth = 64;
 
 class Parser {
  public:
-  explicit Parser(std::string_view text) : text_(text) {}
+  Parser(std::string_view text, std::string_view without) : text_(text), without_(without) {}
 
   Result<Json> document() {
     Json value;
@@ -82,12 +83,17 @@ class Parser {
         if (position_ >= text_.size() || text_[position_] != '"') return expect("a key");
         if (!parse_string(key)) return false;
         if (!take(':')) return expect("a colon");
-        Json member;
-        if (!parse_value(member, depth + 1)) return false;
-        if (!members.emplace(std::move(key), std::move(member)).second) return expect("a key that is not there yet");
+        auto& member = members.emplace_back(std::move(key), Json());
+        skip_space();
+        const bool passed = !without_.empty() && member.first == without_ && text_.substr(position_).starts_with('[');
+        if (passed ? !pass_array() : !parse_value(member.second, depth + 1)) return false;
       } while (take(','));
       if (!take('}')) return expect("a closing brace");
     }
+    const auto before = [](const auto& one, const auto& other) { return one.first < other.first; };
+    std::sort(members.begin(), members.end(), before);
+    const auto same = [](const auto& one, const auto& other) { return one.first == other.first; };
+    if (std::adjacent_find(members.begin(), members.end(), same) != members.end()) return expect("no key twice");
     value = Json(std::move(members));
     return true;
   }
@@ -125,9 +131,35 @@ class Parser {
     return true;
   }
 
+  // From the bracket that opens an array past the one that closes it.
+  bool pass_array() {
+    int depth = 0;
+    do {
+      position_ = text_.find_first_of("\"[]", position_);
+      if (position_ == std::string_view::npos) {
+        position_ = text_.size();
+        return expect("a closing bracket");
+      }
+      if (text_[position_] == '"') {
+        do {
+          position_ += text_[position_] == '\\' ? 2 : 1;
+        } while (position_ < text_.size() && text_[position_] != '"');
+      } else {
+        depth += text_[position_] == '[' ? 1 : -1;
+      }
+      ++position_;
+    } while (depth > 0);
+    return true;
+  }
+
   bool parse_string(std::string& content) {
     ++position_;
     while (position_ < text_.size()) {
+      size_t plain = position_;
+      while (plain < text_.size() && text_[plain] != '"' && text_[plain] != '\\' && static_cast<unsigned char>(text_[plain]) >= 0x20) ++plain;
+      content.append(text_, position_, plain - position_);
+      position_ = plain;
+      if (position_ >= text_.size()) break;
       const char character = text_[position_];
       if (character == '"') {
         ++position_;
@@ -135,11 +167,7 @@ class Parser {
       }
       if (static_cast<unsigned char>(character) < 0x20) return expect("an escape instead of a control character");
       ++position_;
-      if (character != '\\') {
-        content += character;
-      } else if (!parse_escape(content)) {
-        return false;
-      }
+      if (!parse_escape(content)) return false;
     }
     return expect("a closing quote");
   }
@@ -175,20 +203,21 @@ class Parser {
   }
 
   std::string_view text_;
+  std::string_view without_;
   size_t position_ = 0;
   const char* expected_ = "a value";
 };
 
 }  // namespace
 
-Result<Json> Json::parse(std::string_view text) { return Parser(text).document(); }
+Result<Json> Json::parse(std::string_view text, std::string_view without) { return Parser(text, without).document(); }
 
 const Json& Json::operator[](std::string_view key) const {
   static const Json kNull;
   const Object* members = object();
   if (members == nullptr) return kNull;
-  const auto found = members->find(key);
-  return found == members->end() ? kNull : found->second;
+  const auto found = std::lower_bound(members->begin(), members->end(), key, [](const auto& one, auto other) { return one.first < other; });
+  return found == members->end() || found->first != key ? kNull : found->second;
 }
 
 }  // namespace exportable_cache

@@ -2,9 +2,9 @@
 #pragma once
 
 #include <cstdint>
-#include <map>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -16,7 +16,7 @@ namespace exportable_cache {
 class Json {
  public:
   using Array = std::vector<Json>;
-  using Object = std::map<std::string, Json, std::less<>>;
+  using Object = std::vector<std::pair<std::string, Json>>;  // by key, ascending
 
   using Value = std::variant<std::monostate, bool, int64_t, double, std::string, Array, Object>;
 
@@ -24,7 +24,9 @@ class Json {
   explicit Json(Value value) : value_(std::move(value)) {}
 
   /// Parse a whole document. Objects that name a key twice, other text after the value, or more than 64 levels are refused.
-  static Result<Json> parse(std::string_view text);
+  ///
+  /// Arrays under a key `without`, wherever it is, are passed over as far as brackets and quotes go, and become null.
+  static Result<Json> parse(std::string_view text, std::string_view without = {});
 
   bool is_null() const { return std::holds_alternative<std::monostate>(value_); }
   const bool* boolean() const { return std::get_if<bool>(&value_); }

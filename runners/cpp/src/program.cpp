@@ -27,7 +27,7 @@ bool is_floating(ScalarType type) {
 }
 
 // What is not as `Program::open` says, or nothing. Dynamic sizes are given at their upper bound.
-std::string signature_problem(const et::MethodMeta& meta, const MethodSpec& method, int64_t vocab_size) {
+std::string signature_problem(const et::MethodMeta& meta, const MethodSpec& method, int64_t logits_size) {
   if (meta.num_inputs() != 2 || meta.num_outputs() != 1) {
     return "takes " + std::to_string(meta.num_inputs()) + " inputs and returns " + std::to_string(meta.num_outputs()) +
            " outputs, not 2 and 1";
@@ -48,9 +48,9 @@ std::string signature_problem(const et::MethodMeta& meta, const MethodSpec& meth
   const auto logits_sizes = logits->sizes();
   int64_t count = 1;
   for (const int32_t size : logits_sizes) count *= size;
-  const bool of_one_token = logits_sizes.size() > 0 && count == vocab_size && logits_sizes[logits_sizes.size() - 1] == vocab_size;
+  const bool of_one_token = logits_sizes.size() > 0 && count == logits_size && logits_sizes[logits_sizes.size() - 1] == logits_size;
   if (!is_floating(logits->scalar_type()) || !of_one_token) {
-    return "returns " + shape_text(logits_sizes) + ", not floating [1, " + std::to_string(vocab_size) + "]";
+    return "returns " + shape_text(logits_sizes) + ", not floating [1, " + std::to_string(logits_size) + "]";
   }
   return {};
 }
@@ -78,7 +78,7 @@ Result<Program> Program::open(const Manifest& manifest) {
   for (const MethodSpec& method : manifest.methods) {
     const auto meta = (*engine)->meta(method.name);
     if (!meta.ok()) return cannot_load("method '" + method.name + "' of " + manifest.program_path(), meta.error());
-    const std::string problem = signature_problem(meta.get(), method, manifest.vocab_size);
+    const std::string problem = signature_problem(meta.get(), method, manifest.logits_size);
     if (!problem.empty()) {
       return fail(ErrorCode::kBundle, "method '", method.name, "' of ", manifest.program_path(), " ", problem,
                   "; it is not the program of this manifest: copy the bundle again");

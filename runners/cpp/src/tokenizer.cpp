@@ -7,7 +7,9 @@
 #include <fstream>
 #include <optional>
 
-#if __has_include(<executorch/extension/llm/runner/llm_runner_helper.h>)
+#if defined(EC_HF_TOKENIZER)
+#include <pytorch/tokenizers/hf_tokenizer.h>
+#elif __has_include(<executorch/extension/llm/runner/llm_runner_helper.h>)
 #include <executorch/extension/llm/runner/llm_runner_helper.h>
 #else
 // The wheel has the function (in _llm_runner) without its header, which is extension/llm/runner/llm_runner_helper.h.
@@ -23,6 +25,17 @@ std::unique_ptr<tokenizers::Tokenizer> load_tokenizer(
 
 namespace exportable_cache {
 namespace {
+
+// The reader of a tokenizer.json, or nothing if it is none that ExecuTorch reads.
+std::unique_ptr<tokenizers::Tokenizer> read(const std::string& path) {
+#if defined(EC_HF_TOKENIZER)
+  auto reader = std::make_unique<tokenizers::HFTokenizer>();
+  return reader->load(path) == tokenizers::Error::Ok ? std::move(reader) : nullptr;
+#else
+  // It tries other formats, too. Of the wheel, which lacks headers that the reader of this one includes, no more can be called.
+  return executorch::extension::llm::load_tokenizer(path);
+#endif
+}
 
 // Runs `call`, with an exception as an error.
 template <class T, class Call>
@@ -47,10 +60,9 @@ Tokenizer& Tokenizer::operator=(Tokenizer&&) noexcept = default;
 Tokenizer::~Tokenizer() = default;
 
 Result<Tokenizer> Tokenizer::open(const std::string& path) {
-  // Looked at first: for want of a file the reader tries four other formats.
   if (!std::ifstream(path)) return fail(ErrorCode::kBundle, "cannot read ", path, "; copy the bundle again, or pass token ids");
   return guarded<Tokenizer>("load", [&path]() -> Result<Tokenizer> {
-    std::unique_ptr<tokenizers::Tokenizer> reader = executorch::extension::llm::load_tokenizer(path);
+    std::unique_ptr<tokenizers::Tokenizer> reader = read(path);
     if (reader == nullptr) {
       return fail(ErrorCode::kBundle, "ExecuTorch's reader does not know the kind of tokenizer in ", path,
                   "; pass token ids, made in Python");

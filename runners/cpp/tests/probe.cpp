@@ -192,7 +192,7 @@ const std::map<std::string, std::function<void(const Fields&)>> kCommands = {
        reply({join(tokens)});
      }},
     {"json", [](const Fields& fields) {
-       const Result<Json> parsed = Json::parse(from_hex(fields[1]));
+       const Result<Json> parsed = Json::parse(from_hex(fields[1]), fields.size() > 2 ? from_hex(fields[2]) : "");
        if (!parsed.ok()) return reply(parsed.error());
        const Json& value = (*parsed)["key"];
        reply({value.string() != nullptr    ? "string " + to_hex(*value.string())

@@ -34,6 +34,7 @@ struct Manifest {
   std::string folder;
   std::string source;   // where the model came from
   int64_t vocab_size;   // token ids run from 0 to vocab_size - 1
+  int64_t logits_size;  // ids that can come out: 0 to logits_size - 1, mostly all of them
   std::vector<MethodSpec> methods;  // those that give the last token's logits
   std::vector<LayerSpec> layers;
   std::vector<int64_t> end_tokens;  // eos_token_id of the generation config; may be empty

@@ -1,0 +1,63 @@
+"""The C++ runner over an installed ExecuTorch, as a device has it: `make test-device EXECUTORCH=PREFIX`.
+
+With that option all of tests/runners drive programs that are linked so; here is what only they can do.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from exportable_cache.common.own_kernels import VARIABLE
+
+from ..kernels.conftest import kernels_build, own_library  # noqa: F401
+from ..support.models import WINDOW, tiny_model, tokens
+from ..support.oracle import reference_logits
+from .conftest import Probe, ids
+
+
+def test_programs_load_nothing_but_what_every_system_has(installed_executorch: str, cpp_build: Path) -> None:
+    readelf = shutil.which("readelf")
+    if readelf is None:
+        pytest.skip("there is no readelf, which binutils has")
+    done = subprocess.run(
+        [readelf, "--dynamic", "--wide", cpp_build / "exportable_cache_generate"], capture_output=True
+    )
+    assert done.returncode == 0
+    names = [line.split("[")[1].rstrip("]") for line in done.stdout.decode().splitlines() if "(NEEDED)" in line]
+    system = ("libc.", "libm.", "libstdc++.", "libgcc_s.", "libdl.", "libpthread.", "librt.", "ld-linux", "libhwy.")
+    assert names and [name for name in names if not name.startswith(system)] == []
+
+
+EXPORT = """
+import sys
+from exportable_cache import export
+from tests.support.models import tiny_model
+export(tiny_model(sys.argv[1]), "executorch", 64, sys.argv[2], prefill_chunk=16, kernels="own", verify=False)
+"""
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_own_operators_are_linked_in(
+    installed_executorch: str,
+    own_library: Path,  # noqa: F811
+    probe: Probe,
+    tmp_path: Path,
+    family: str,
+) -> None:
+    # In a process of its own, which loads the kernels that are compiled for the wheel.
+    done = subprocess.run(
+        [sys.executable, "-c", EXPORT, family, tmp_path / "bundle"],
+        capture_output=True, text=True, timeout=600, env={**os.environ, VARIABLE: str(own_library)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    fed, prompt = tokens(40), 3 * WINDOW
+    expected = reference_logits(tiny_model(family), fed, prompt)[0]
+    decodes = [("decode", int(token)) for token in fed[0, prompt:]]
+    replies = probe(("open", tmp_path / "bundle"), ("prefill", ids(fed[0, :prompt])), *decodes)[1:]
+    for reply, logits in zip(replies, expected, strict=True):
+        assert (torch.tensor(reply.numbers()) - logits).abs().max() <= 1e-4
