@@ -68,6 +68,7 @@ kernels-sanitized:
 		-DEC_KERNELS_SANITIZE=address,undefined
 	@cmake --build build/kernels-sanitized --parallel $(JOBS)
 	@build/kernels-sanitized/attention_test
+	@build/kernels-sanitized/linear_test
 
 demo: $(VENV)/.installed
 	@$(BIN)/exportable-cache export demo --target executorch --max-cache-len $(MAX_CACHE_LEN) --output $(OUTPUT) --overwrite

@@ -11,6 +11,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
 # What AOTInductor writes around its kernels takes longer to compile than to run; the kernels are as users have them.
 os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
+# Tests run side by side already: workers of the compiler would only be started, and import torch, for each process.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Whether the compiler knows the processor's instructions is tried in `test_graph_cache` alone: it takes six
+# compilations and as many processes that import torch, in each folder and each process.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # Tables and help as wide as the assertions about them expect, whatever terminal the tests run in.
 os.environ["COLUMNS"] = "160"
 # What was checked before is noted beside pytest's own cache, not in the user's.

@@ -95,6 +95,8 @@ export(tiny_model("llama"), "fake", 64, sys.argv[1], sleep=600)
 """
 
 
+# At each call to the file system: security/test_kills.py.
+@pytest.mark.full
 def test_killed_export_leaves_nothing_that_loads(model: Any, tmp_path: Path) -> None:
     output = tmp_path / "out"
     root = Path(__file__).parents[1]

@@ -86,3 +86,15 @@ def test_an_interrupted_file_leaves_the_earlier_one(tmp_path: Path) -> None:
         assert path.read_text() == "earlier"
         raise KeyboardInterrupt
     assert path.read_text() == "earlier" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_comes_into_its_place_as_a_whole(tmp_path: Path) -> None:
+    """By its name alone: whoever has the old one open reads that to its end."""
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    with path.open("rb") as reader:
+        with atomic_path(path) as temporary:
+            temporary.write_bytes(b"new")
+            written = temporary.stat().st_ino
+        assert path.stat().st_ino == written
+        assert reader.read() == b"old" and path.read_bytes() == b"new"

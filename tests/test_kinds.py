@@ -28,9 +28,9 @@ STEPS = 30
 # States beside full layers; a ring and a full layer: test_equality.py. With --full all, one with states under Inductor.
 COMPILED = ("lfm2",)
 INDUCTOR = ("mamba2",)
-# Latent attention and chosen slots; a scan. The other scan, beside attention in one
-# layer, with the cache as an argument; chunks: patches/test_transformers_rotary.py.
-EXPORTED = ("deepseek_v32", "mamba")
+# A scan. The other one, beside attention in one layer, with the cache as an argument; with --full latent attention and
+# chosen slots; chunks: patches/test_transformers_rotary.py.
+EXPORTED = ("mamba",)
 
 
 @torch.no_grad()

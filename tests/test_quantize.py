@@ -92,9 +92,9 @@ def test_who_looks_at_shapes_and_masks_makes_no_weight_float(monkeypatch: pytest
     def look(query, key, value, attention_mask, kwargs):
         return query.shape, attention_mask.tolist(), sorted(kwargs)
 
-    expected = probe_attention(original, 3, look)
+    expected = probe_attention(original, look)
     monkeypatch.setattr(quantized_rows, "_parts", None)
-    assert probe_attention(quantized, 3, look) == expected and len(expected) == 2
+    assert probe_attention(quantized, look) == expected and len(expected) == 2
 
 
 def test_layers_that_transpose_their_weights_are_run_as_linear_layers() -> None:

@@ -78,12 +78,14 @@ def main() -> None:
 
 def _runner(folder: str, limit: int, settings: dict[str, Any], written: bytes) -> Any:
     from ..cache.attention.functions import register_attention
+    from ..common.compat.torch import set_inductor_config
     from .compiling import CompileOptions
     from .module import ModuleRunner
 
     torch.set_num_threads(settings["threads"])
     torch.set_float32_matmul_precision(settings["precision"])
     torch.use_deterministic_algorithms(settings["deterministic"])
+    set_inductor_config(settings["inductor"])
     register_attention()
     model, cache, spec = from_skeleton(written)
     return ModuleRunner(model, cache, spec, CompileOptions("wait", graph_cache=folder, graph_cache_mb=limit))

@@ -7,6 +7,7 @@ with every operator of a step.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import logging
 import os
 import pickle
@@ -22,6 +23,7 @@ from typing import IO, Any
 
 import torch
 
+from ..common.compat.torch import inductor_config
 from .compiling import CompileOptions, StepCompiler
 from .graph_cache import GRAPH
 from .graphs import Graph
@@ -73,6 +75,8 @@ class GraphWorker:
         self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._loading = threading.Lock()
         self._threads: list[threading.Thread] = []
+        # torch's settings are those of a context, and a thread begins with an empty one.
+        self._context = contextvars.copy_context()
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = os.getpid()
 
@@ -102,7 +106,8 @@ class GraphWorker:
                 thread.join(_LOADING_SECONDS)
 
     def _start(self, work: Callable[..., None], *arguments: Any, name: str) -> None:
-        thread = threading.Thread(target=work, args=arguments, daemon=True, name=name)
+        within = self._context.copy()
+        thread = threading.Thread(target=within.run, args=(work, *arguments), daemon=True, name=name)
         self._threads.append(thread)
         thread.start()
 
@@ -209,4 +214,5 @@ def torch_settings() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "precision": torch.get_float32_matmul_precision(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "inductor": inductor_config(),
     }

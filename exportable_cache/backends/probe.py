@@ -21,18 +21,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _ATTENTION = "exportable_cache_probe"
+#: Tokens that go in at once: enough for a causal mask to be told from others. Windows are not reached.
+_LENGTH = 3
 
 #: Of one call: query, key, value, attention mask, further arguments.
 Look = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, dict[str, Any]], Any]
 
 
 @torch.no_grad()
-def probe_attention(model: PreTrainedModel, length: int, look: Look, latents: bool = False) -> dict[int, list[Any]]:
+def probe_attention(model: PreTrainedModel, look: Look, latents: bool = False) -> dict[int, list[Any]]:
     """What `look` says of each call of attention over the very keys and values that a full layer returned.
 
     Args:
         model: A causal language model; its attention implementation is as before afterwards.
-        length: Tokens that go in at once. At most the shortest window, layers with keys of their own are full ones.
         look: Given the inputs of a call as `AttentionInterface` functions get them, the module among the last. Of
             quantised models only shapes and masks are what they would be.
         latents: Have models that keep latents hand on these, not the keys and values that they stand for.
@@ -42,7 +43,7 @@ def probe_attention(model: PreTrainedModel, length: int, look: Look, latents: bo
         without keys, or whose keys were changed on the way, are left out.
     """
     calls: dict[int, list[Any]] = {}
-    probe = ExportableCache.from_model(model, length, attn_implementation=None)
+    probe = ExportableCache.from_model(model, _LENGTH, attn_implementation=None)
 
     def record(module, query, key, value, attention_mask, **kwargs):
         for index, layer in enumerate(probe.layers):
@@ -60,6 +61,14 @@ def probe_attention(model: PreTrainedModel, length: int, look: Look, latents: bo
     AttentionInterface.register(_ATTENTION, record)
     register_masks(_ATTENTION)
     with attention_of(model, _ATTENTION), QuantizedZeros():
-        ids = torch.zeros(1, length, dtype=torch.int64, device=model.device)
+        ids = torch.zeros(1, _LENGTH, dtype=torch.int64, device=model.device)
         model(input_ids=ids, use_cache=True, **{cache_argument(model): probe})
     return calls
+
+
+def is_causal(attention_mask: torch.Tensor) -> bool:
+    """Whether the mask that a probe met, additive [1, 1 or heads, query_length, key_length], hides what comes later and
+    nothing else.
+    """
+    causal = torch.ones(attention_mask.shape[-2:], dtype=torch.bool).tril()
+    return bool(((attention_mask == 0) == causal).all())

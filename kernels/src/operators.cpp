@@ -160,6 +160,7 @@ bool register_operators() {
     }
   }
   register_own_operators();
+  register_linear_operator();
   return true;
 }
 

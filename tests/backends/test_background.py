@@ -5,6 +5,7 @@ What that process compiles takes long, so most tests have another program in its
 
 from __future__ import annotations
 
+import contextvars
 import gc
 import os
 import pickle
@@ -18,11 +19,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._inductor import config as inductor
 
 from exportable_cache import ExportableCache, Session
 from exportable_cache.backends import background_worker
-from exportable_cache.backends.background_process import _Requests
+from exportable_cache.backends.background_process import _Requests, _runner
 from exportable_cache.backends.skeleton import from_skeleton, skeleton
+from exportable_cache.common.compat.torch import inductor_config
 from exportable_cache.decoding import ContinuousBatch
 from exportable_cache.errors import InputError
 
@@ -111,6 +114,40 @@ def test_tokens_are_the_same_before_and_after_the_graphs_are_there(tmp_path: Pat
     later = session_of(model, True, graph_cache=tmp_path)
     later.warm_up()
     assert later.runner.graph_cache.loaded == 3 and later.runner.background._worker._process is None
+
+
+#: Writes the settings that it is sent to the file that they are of.
+NOTES = """
+import json, pickle, sys, time
+folder, _, settings, _ = pickle.load(sys.stdin.buffer)
+open(f"{folder}/settings.part", "w").write(json.dumps(settings["inductor"]["cpp.min_chunk_size"]))
+__import__("os").rename(f"{folder}/settings.part", f"{folder}/settings")
+time.sleep(600)
+"""
+
+
+def test_settings_of_the_compiler_go_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are those of the thread that made the session, which no other thread and no other process has."""
+    in_its_place(monkeypatch, NOTES)
+    with inductor.patch({"cpp.min_chunk_size": 777}), session_of(model_of(), graph_cache=tmp_path) as session:
+        written = session.runner.background._worker._skeleton
+        settings = background_worker.torch_settings()
+        session.prefill(tokens(3))
+        wait_until(lambda: (tmp_path / "settings").exists())
+    assert (tmp_path / "settings").read_text() == "777"
+    assert inductor_config()["cpp.min_chunk_size"] != 777
+
+    def taken_over() -> dict:
+        _runner(str(tmp_path), 1, settings, written)
+        return inductor_config()
+
+    assert contextvars.copy_context().run(taken_over) == settings["inductor"]
+
+
+def test_what_aotinductor_notes_in_its_settings_makes_no_other_graphs() -> None:
+    before = inductor_config()
+    with inductor.patch({"aot_inductor.metadata": {"AOTI_CPU_ISA": "AVX2"}}):
+        assert inductor_config() == before
 
 
 @pytest.mark.full

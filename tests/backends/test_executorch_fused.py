@@ -2,9 +2,11 @@
 
 from collections import Counter
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from transformers.models.llama import modeling_llama
 
 from exportable_cache import ExportableCache, load
 from exportable_cache.backends import backend_for
@@ -25,6 +27,8 @@ from executorch.exir._serialize._program import deserialize_pte_binary
 from exportable_cache.backends.executorch.fused import fusable_layers
 from exportable_cache.backends.executorch.fused_kernels import FusedFullKernel, FusedRingKernel, fold_of
 from exportable_cache.backends.executorch.needed_passes import LINEAR_ONLY
+from exportable_cache.backends.executorch.own_kernel import OwnKernel
+from exportable_cache.backends.executorch.own_layers import own_kernels
 from exportable_cache.cache.layers import layer_from
 
 from .test_executorch import instructions
@@ -63,6 +67,23 @@ def test_other_dtypes_and_batches_are_not_fused(change: str) -> None:
     model = tiny_model("llama", dtype=torch.bfloat16 if change == "dtype" else torch.float32)
     cache = ExportableCache.from_model(model, CAPACITY, batch_size=2 if change == "batch" else 1)
     assert fusable_layers(model, cache) == [False, False]
+
+
+def test_a_mask_that_is_not_causal_is_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operators have causality of their own, and no mask."""
+    model = tiny_model("llama")
+    cache = ExportableCache.from_model(model, CAPACITY)
+    make = modeling_llama.create_causal_mask
+    assert fusable_layers(model, cache) == [True, True] and own_kernels(model, cache) == [OwnKernel()] * 2
+
+    def seen_by_all(*arguments: Any, **options: Any) -> torch.Tensor:
+        mask = make(*arguments, **options)
+        # The last token is seen by the first as well.
+        return torch.cat([mask[..., :-1], torch.zeros_like(mask[..., -1:])], dim=-1)
+
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", seen_by_all)
+    assert fusable_layers(model, cache) == [False, False]
+    assert own_kernels(model, cache) == [OwnKernel(masked=True)] * 2
 
 
 def test_a_window_that_is_never_reached_is_fused() -> None:

@@ -63,6 +63,15 @@ def test_logits_of_a_row_do_not_depend_on_its_neighbours(model: Any) -> None:
     assert len(seen) == 11
 
 
+def test_a_row_without_a_request_takes_no_room(model: Any) -> None:
+    """It is fed beside the others: for longer than the cache is."""
+    batch = ContinuousBatch.from_model(model, 16, 2, prefill_chunk=16)
+    for _ in range(3):
+        request = batch.submit(tokens(4), 8)
+        list(batch.run())
+        assert request.finished and batch.decode.length.tolist() == [0, 0]
+
+
 @pytest.mark.skipif(
     Version(metadata.version("transformers")) < Version("5.23"),
     reason="Mamba 2 of transformers 5.20 asks for one length of all rows, and is refused by name",

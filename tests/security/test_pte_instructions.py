@@ -65,6 +65,19 @@ def test_values_that_there_are_not(program: bytes, tmp_path: Path) -> None:
         assert "names number 1000000 of" in _refused(spoiled, tmp_path)
 
 
+def test_the_last_value_there_is_and_one_past_it(program: bytes, tmp_path: Path) -> None:
+    call = next(call for call in _calls(program, instructions._KERNEL_CALL) if call.numbers(1))
+    at = call._table.Vector(call._at(1))
+    spoiled = bytearray(program)
+    struct.pack_into("<i", spoiled, at, 10**6)
+    size = int(re.search(r"names number 1000000 of (\d+)", _refused(spoiled, tmp_path))[1])
+    struct.pack_into("<i", spoiled, at, size)
+    assert f"names number {size} of {size}" in _refused(spoiled, tmp_path)
+    struct.pack_into("<i", spoiled, at, size - 1)
+    (tmp_path / "program.pte").write_bytes(spoiled)
+    check_instructions(tmp_path / "program.pte")
+
+
 # An operator's; the method's; what XNNPACK calls its weights.
 @pytest.mark.parametrize("name", [rb"aten::\w+", rb"forward", rb"[0-9a-f]{64}", rb"XnnpackBackend"])
 def test_names_that_are_no_text(program: bytes, tmp_path: Path, name: bytes) -> None:

@@ -21,7 +21,7 @@ from ...common.compat.executorch import register_fused_operators, register_quant
 from ...errors import UnsupportedModelError
 from ...models.cache_factory import ExportableCache, ExportableEncoderDecoderCache
 from ...models.layout import layer_types_and_windows
-from ..probe import probe_attention
+from ..probe import is_causal, probe_attention
 from . import own_operators  # noqa: F401  registers torch.ops.exportable_cache.attention and write
 from .fused_kernels import FusedFullKernel, FusedKernel, FusedRingKernel, takes_latents, updated_just_now
 from .own_layers import own_kernels
@@ -33,7 +33,6 @@ register_fused_operators()
 register_quantized_operators()
 
 EXECUTORCH_ATTENTION = "exportable_cache_executorch"
-_PROBE_LENGTH = 3
 
 # Storages that the kernels' attention can read.
 _STORAGES = (FloatStorage, Int8Storage)
@@ -140,14 +139,13 @@ def fusable_layers(model: PreTrainedModel, cache: ExportableCache) -> list[bool]
     mask as long as the window is not reached, with neither soft-capping, nor sinks, nor a position bias. (The kernel
     gives not-a-number in bfloat16.)
     """
-    causal = torch.ones(_PROBE_LENGTH, _PROBE_LENGTH, dtype=torch.bool).tril()
 
     def is_plain_and_causal(query, key, value, attention_mask, kwargs):
         if attention_mask is None or any(kwargs.get(name) is not None for name in (*EXTRAS, "indices")):
             return False
-        return torch.equal((attention_mask == 0).reshape(-1, _PROBE_LENGTH), causal.repeat(attention_mask.shape[0], 1))
+        return is_causal(attention_mask)
 
-    calls = probe_attention(model, _PROBE_LENGTH, is_plain_and_causal)
+    calls = probe_attention(model, is_plain_and_causal)
     types = [layer_type for layer_type, _ in layer_types_and_windows(model.config)]
     return [
         fused_kernel(layer) is not None

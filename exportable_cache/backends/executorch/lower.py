@@ -21,6 +21,7 @@ from .graph_edits import forget_histories
 from .insertions import insert_what_was_taken
 from .masked_writes import masked_writes_to_where
 from .means import means_to_linear
+from .own_linears import linears_to_own
 from .parts_of_weights import parts_to_weights
 from .patches import patch_exporter
 from .quantized import fuse_quantized_embeddings
@@ -55,6 +56,7 @@ def to_edge(
     programs: Mapping[str, ExportedProgram],
     constant_methods: Mapping[str, Any] | None = None,
     delegate: str = "xnnpack",
+    own: bool = False,
 ) -> EdgeProgramManager:
     """Partition for a delegate, all methods together, so that weights they share are stored once.
 
@@ -62,10 +64,12 @@ def to_edge(
         programs: By method name.
         constant_methods: Values that the file answers as methods of their own.
         delegate: See `delegates`.
+        own: Linear layers of 4-bit weights are operators of this package.
     """
     patch_exporter()
     segments = StampedSegments(_segment_to_edge)
-    rewrites = (*REWRITES, *((segments.take, *XNNPACK_REWRITES) if delegate == "xnnpack" else ()))
+    rewrites = (*REWRITES, *((linears_to_own,) if own else ()))
+    rewrites = (*rewrites, *((segments.take, *XNNPACK_REWRITES) if delegate == "xnnpack" else ()))
     rewritten = {name: _rewritten(program, rewrites) for name, program in programs.items()}
     edge = insert_what_was_taken(_partitioned(rewritten, delegate, constant_methods), segments)
     for name in programs:
@@ -149,6 +153,7 @@ def lower_programs(
     programs: Mapping[str, ExportedProgram],
     constant_methods: Mapping[str, Any] | None = None,
     delegate: str = "xnnpack",
+    own: bool = False,
 ) -> ExecutorchProgramManager:
     """`to_edge`, then `to_program`."""
-    return to_program(to_edge(programs, constant_methods, delegate))
+    return to_program(to_edge(programs, constant_methods, delegate, own))

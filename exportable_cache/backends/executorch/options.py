@@ -12,7 +12,7 @@ from ..tensorrt.options import TensorRTOptions
 
 #: Options by delegate.
 DELEGATES = {
-    "xnnpack": ("kernels", "llm_runner", "methods"),
+    "xnnpack": ("kernels", "linears", "llm_runner", "methods"),
     "vulkan": (),
     "coreml": (),
     "tensorrt": ("opt_length", "sm"),
@@ -21,6 +21,7 @@ DELEGATES = {
 ELSEWHERE = ("vulkan", "coreml")
 METHODS = ("auto", "forward", "split", "both")
 KERNELS = ("executorch", "own")
+LINEARS = ("delegate", "own")
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,9 @@ class ExecutorchOptions(TensorRTOptions):
             this package serve them, too, where they are. `own`: it calls operators of this package, and runs only where
             those kernels are. They fuse what ExecuTorch's leave in plain operators: soft-capping, sinks, position
             biases, chunks, rings that can be rolled back, 8 and 4 bits that are not made float32 first, several rows.
+        linears: `delegate`: XNNPACK has the linear layers. `own`: layers in 8da4w are operators of this package, which
+            run only where its compiled kernels are. Twice as fast where a processor has AVX2 and no AVX-512, for which
+            XNNPACK's kernels are made; about the same or slower on one with AVX-512.
         llm_runner: Insist on `forward` and on the constant methods that the runner reads.
     """
 
@@ -53,6 +57,7 @@ class ExecutorchOptions(TensorRTOptions):
     )
     methods: str = setting("auto", "Which methods the program has.", choices=METHODS)
     kernels: str = setting("executorch", "Operators that the program may call.", choices=KERNELS)
+    linears: str = setting("delegate", "What computes linear layers in 8da4w.", choices=LINEARS)
     llm_runner: bool = setting(False, "Have what ExecuTorch's text runner calls.", kind=bool)
 
     #: What lifts the limit of the next, for messages.

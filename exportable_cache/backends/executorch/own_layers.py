@@ -11,7 +11,7 @@ from ...cache.policies import FullPolicy, RingPolicy, SinkPolicy
 from ...cache.storage import FloatStorage, Int4Storage, Int8Storage
 from ...models.layout import layer_types_and_windows
 from ...models.quantized_rows import has_quantized_weights
-from ..probe import probe_attention
+from ..probe import is_causal, probe_attention
 from .own_kernel import OwnKernel, OwnLatentKernel
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 _POLICIES = (FullPolicy, RingPolicy, SinkPolicy)
 _STORAGES = (FloatStorage, Int8Storage, Int4Storage)
-_PROBE_LENGTH = 3
 
 
 def own_kernels(model: PreTrainedModel, cache: ExportableCache) -> list[OwnKernel | None]:
@@ -33,16 +32,14 @@ def own_kernels(model: PreTrainedModel, cache: ExportableCache) -> list[OwnKerne
     with the very tensors that the cache returned. A mask that is not causal, and what is added to the scores by the
     key's position, need a layer that keeps every token.
     """
-    causal = torch.ones(_PROBE_LENGTH, _PROBE_LENGTH, dtype=torch.bool).tril()
 
     def needs(query, key, value, attention_mask, kwargs):
         if attention_mask is None:
             return None
-        is_causal = torch.equal((attention_mask == 0).expand(1, -1, -1, -1)[0], causal.expand(attention_mask.shape[1:]))
-        masked = not is_causal or kwargs.get("indices") is not None
+        masked = not is_causal(attention_mask) or kwargs.get("indices") is not None
         return _Needs(masked, masked or kwargs.get("position_bias") is not None, hasattr(kwargs["module"], "expand_kv"))
 
-    calls = probe_attention(model, _PROBE_LENGTH, needs, latents=not has_quantized_weights(model))
+    calls = probe_attention(model, needs, latents=not has_quantized_weights(model))
     types = [layer_type for layer_type, _ in layer_types_and_windows(model.config)]
     return [_kernel_for(layer, types[index], calls.get(index, [])) for index, layer in enumerate(cache.layers)]
 

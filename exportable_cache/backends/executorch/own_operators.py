@@ -43,8 +43,8 @@ def check_own_kernels() -> None:
     runtime()
     if load_own_kernels() is None:
         raise MissingDependencyError(
-            "kernels is 'own', but the compiled kernels of this package are not in use here; build them with "
-            "`exportable-cache kernels build`, or pass kernels='executorch'"
+            "kernels or linears is 'own', but the compiled kernels of this package are not in use here; build them "
+            "with `exportable-cache kernels build`, or pass kernels='executorch' and linears='delegate'"
         )
 
 

@@ -24,11 +24,14 @@ if TYPE_CHECKING:
     from ...program.program import Program
 
 
-def write_program(program: Program, path: Path, delegate: str = "xnnpack", for_llm_runner: bool = False) -> str:
+def write_program(
+    program: Program, path: Path, delegate: str = "xnnpack", for_llm_runner: bool = False, own: bool = False
+) -> str:
     """Lower a program for a delegate and write it.
 
     Args:
         for_llm_runner: Insist on what ExecuTorch's own `TextLLMRunner` reads.
+        own: Linear layers of 4-bit weights are operators of this package.
 
     Returns:
         What the file holds, for people.
@@ -37,7 +40,7 @@ def write_program(program: Program, path: Path, delegate: str = "xnnpack", for_l
         UnsupportedModelError: If ExecuTorch cannot lower the model, or has no kernel for an operator of it.
     """
     check_methods(delegate, program)
-    lowered = _lowered(program, delegate, for_llm_runner)
+    lowered = _lowered(program, delegate, for_llm_runner, own)
     holds = f"methods {', '.join(program.methods)}, weights, one cache"
     if delegate != "xnnpack":
         check_cache(delegate, program, lowered)
@@ -51,7 +54,7 @@ def write_program(program: Program, path: Path, delegate: str = "xnnpack", for_l
     return holds
 
 
-def _lowered(program: Program, delegate: str, for_llm_runner: bool) -> ExecutorchProgramManager:
+def _lowered(program: Program, delegate: str, for_llm_runner: bool, own: bool) -> ExecutorchProgramManager:
     with warnings.catch_warnings():
         # Deprecations inside executorch's own operators and passes, hundreds per export, none of the caller's making.
         warnings.simplefilter("ignore", FutureWarning)
@@ -59,7 +62,7 @@ def _lowered(program: Program, delegate: str, for_llm_runner: bool) -> Executorc
             exported = {name: program.export(name) for name in program.methods}
         metadata = runner_metadata(program, required=for_llm_runner) if "forward" in exported else None
         try:
-            lowered = lower_programs(exported, metadata, delegate)
+            lowered = lower_programs(exported, metadata, delegate, own)
         except ExportableCacheError:
             raise
         except Exception as error:  # passes and compilers of ExecuTorch, each with errors of its own

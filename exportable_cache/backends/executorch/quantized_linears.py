@@ -103,6 +103,48 @@ def folded_call(node: Node) -> FoldedCall | None:
     return FoldedCall(*node.args) if node.target is _OPERATOR else None
 
 
+class Int4Layer(NamedTuple):
+    """A linear layer over weights of 4 bits in groups, its input rounded to 8 bits, each token by itself.
+
+    Attributes:
+        source: [..., inputs].
+        integers: [outputs, inputs], of -8 to 7.
+        scale: [outputs, groups].
+        zero_point: [outputs, groups], or None.
+        bias: [outputs], or None.
+        group: Weights that share a scale.
+    """
+
+    source: Node
+    integers: Node
+    scale: Node
+    zero_point: Node | None
+    bias: Node | None
+    group: int
+
+
+def int4_layer(node: Node) -> Int4Layer | None:
+    """What a call of the operator stands for, if it is such a layer."""
+    call = folded_call(node)
+    if call is None:
+        return None
+    steps = _RECIPES[call.recipe]
+    if [target for target, _ in steps if target is not operator.getitem] != [
+        _CHOOSE, _QUANTIZE, _DEQUANTIZE, _DEQUANTIZE, _LINEAR
+    ]:  # fmt: skip
+        return None
+    chosen, weight, linear = steps[0][1], steps[-2][1], steps[-1][1]
+    inputs = call.source.meta["val"].shape[-1]
+    *tokens, block = chosen[2]
+    of_tokens = chosen[1] == "ASYMMETRIC" and chosen[3:6] == (torch.int8, -128, 127) and set(tokens) <= {1}
+    (one, group), (integers, scale, zero_point), limits = weight[1], (weight[0], *weight[2:4]), weight[4:7]
+    if not of_tokens or block != inputs or one != 1 or limits != (torch.int8, -8, 7):
+        return None
+    names = (integers, scale, zero_point, linear[2] if len(linear) > 2 else None)
+    parts = [call.weights[name.index] if isinstance(name, _Weight) else None for name in names]
+    return Int4Layer(call.source, *parts, group)
+
+
 class UnfoldLinears(PassBase):
     """Put back, in the edge dialect, what `fold_linears` folded."""
 

@@ -48,8 +48,8 @@ class ExecutorchRunner:
                 )
             if calls_own:
                 remedy = (
-                    "it was exported with kernels='own' and needs the compiled kernels of this package: "
-                    "exportable-cache kernels build; or export the model again without that option"
+                    "it was exported with kernels='own' or linears='own' and needs the compiled kernels of this "
+                    "package: exportable-cache kernels build; or export the model again without that option"
                 )
             raise BundleError(f"the ExecuTorch runtime cannot load {path.name}: {error}; {remedy}") from error
 

@@ -30,8 +30,8 @@ _FEWEST_OPERATORS = 12
 #: Of fewer equal ones, lowering them where they are takes no longer.
 _FEWEST_TIMES = 3
 _LIBRARIES = ("aten", "exportable_cache", "torchao", "quantized_decomposed")
-#: Stay where they are: see `attention_forms`.
-_IN_PLACE = ("exportable_cache::fused_attention",)
+#: Stay where they are: see `attention_forms`, and `own_linears`, whose weights no delegate has.
+_IN_PLACE = ("exportable_cache::fused_attention", "exportable_cache::linear_4bit")
 
 
 class Unexplained(Exception):

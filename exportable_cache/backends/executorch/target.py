@@ -52,7 +52,7 @@ class ExecutorchBackend:
         if options.delegate in ELSEWHERE:
             # Without the fused operators, which would cut the delegate's graph at every layer.
             return replace(asked, attention=MATMUL_ATTENTION)
-        if options.kernels == "own":
+        if "own" in (options.kernels, options.linears):
             check_own_kernels()
         methods, auto = options.methods, options.methods == "auto"
         return replace(
@@ -70,7 +70,8 @@ class ExecutorchBackend:
             return lower_to_plans(program, folder, FILE, options)
         from .program_file import write_program
 
-        return [LoweredFile(FILE, write_program(program, folder / FILE, options.delegate, options.llm_runner))]
+        own = options.linears == "own"
+        return [LoweredFile(FILE, write_program(program, folder / FILE, options.delegate, options.llm_runner, own))]
 
     def open(self, folder: Path, description: ProgramDescription) -> Runner:
         if description.form is Form.EXPLICIT:

@@ -14,9 +14,6 @@ from .kernel import EngineKernel
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# No window is as short, so that every layer with keys of its own is a full one.
-_PROBE_LENGTH = 2
-
 
 def engine_layers(model: PreTrainedModel, cache: ExportableCache) -> ExportableCache:
     """The cache with its layers as TensorRT programs keep them; what they hold is the same.
@@ -55,11 +52,11 @@ def _keeps_tokens_alone(layer: CacheLayer) -> bool:
 def layers_with_sinks(model: PreTrainedModel) -> set[int]:
     """Layers whose keys and values go as they are, each time, to attention with sinks and nothing else of its own.
 
-    Found by running two tokens through the model.
+    Found by running a few tokens through the model.
     """
 
     def is_sunk(query, key, value, attention_mask, kwargs):
         return sinks_of(query, kwargs) is not None and is_expressible(query, key, value, attention_mask, kwargs)
 
-    calls = probe_attention(model, _PROBE_LENGTH, is_sunk)
+    calls = probe_attention(model, is_sunk)
     return {index for index, found in calls.items() if all(found)}

@@ -16,7 +16,7 @@
 | `torch.ops.aten._assert_tensor_metadata` | equal layers are lowered one by one |
 | `torch._C._dispatch_get_all_op_names` | functions of TorchScript are not told from operators that a file may call |
 | `torch._dynamo.mark_dynamic`, `maybe_mark_dynamic`, `exc.TorchDynamoException` | each length of a prompt is a graph |
-| `torch._inductor.list_mode_options`, `config.save_config_portable` | compiled graphs cannot be kept on disk |
+| `torch._inductor.list_mode_options`, `config.save_config_portable`, `load_config` | no compiled graphs on disk |
 | `torch._dynamo.guards.CheckFunctionManager.UNSUPPORTED_SERIALIZATION_GUARD_TYPES` | the same |
 | `torch.fx.Graph._codegen` | a graph keeps the signature of the module that it was traced from |
 | `torch._C._CudaDeviceProperties`, `torch._library.register_fake_class` | torch_tensorrt needs CUDA |
@@ -152,8 +152,15 @@ def mode_options(mode: str) -> dict[str, Any]:
 
 
 def inductor_config() -> dict[str, Any]:
-    """Inductor's settings, as far as they decide what is compiled."""
-    return torch._inductor.config.save_config_portable()
+    """Inductor's settings, as far as they decide what a session compiles; those of the thread's context."""
+    settings = torch._inductor.config.save_config_portable()
+    # AOTInductor notes there what it compiled last.
+    return {name: value for name, value in settings.items() if not name.startswith("aot_inductor.")}
+
+
+def set_inductor_config(settings: dict[str, Any]) -> None:
+    """Take over what `inductor_config` gave in another process."""
+    torch._inductor.config.load_config(settings)
 
 
 def unwritable_guards() -> frozenset[str]:

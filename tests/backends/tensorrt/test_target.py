@@ -88,6 +88,7 @@ def test_inspect_shows_the_engines(bundle: Bundle) -> None:
 
 
 @no_gpu
+@pytest.mark.full
 def test_verify_rebuilds_the_network_from_the_model(bundle: Bundle) -> None:
     report = verify(bundle, engine_model("gemma3_text"), prompts=[3, 20])
     assert report.passed and report.remark == REMARK

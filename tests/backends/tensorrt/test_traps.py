@@ -161,6 +161,7 @@ def test_the_import_leaves_nothing_patched() -> None:
     assert upstream.trt.Builder and upstream.torch_tensorrt.__version__.startswith("2.13.")
 
 
+@pytest.mark.canary
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_torch_tensorrt_still_cannot_be_imported_without_a_gpu() -> None:
     # When this fails, upstream.py need not answer for torch.cuda any longer.

@@ -18,7 +18,6 @@ from exportable_cache.backends.tensorrt.evaluator import NetworkEvaluator
 from exportable_cache.backends.tensorrt.evaluator.layer import KINDS, NetworkLayer
 from exportable_cache.errors import VerificationError
 
-from ....support.models import among
 from ..programs import engine_program
 
 Fault = Callable[[NetworkLayer], "NetworkLayer | None"]
@@ -158,7 +157,8 @@ def shows(
     return not all((outputs[name].double() - tensor.double()).abs().max() <= 1e-3 for name, tensor in expected.items())
 
 
-@pytest.mark.parametrize("family", among(["gemma3_text", "mixtral", "deepseek_v3"], fast=["gemma3_text"]))
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["gemma3_text", "mixtral", "deepseek_v3"])
 def test_faults_in_a_decode_step_show(family: str) -> None:
     _, _, networks = engine_program(family)
     evaluator = NetworkEvaluator(networks["decode"].definition, networks["decode"].constants)

@@ -1,0 +1,122 @@
+"""What benchmarks/peers.py compares: forms of one model, the environment that each runs in, and how it is made and run.
+
+Only names and settings stand here, for the script of every environment reads them: benchmarks/peer_convert.py makes a
+form's files, benchmarks/peer_worker.py runs them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+#: The token ids that every form is fed: spread over the vocabulary, the same everywhere.
+VOCABULARY = 32000
+#: Of the check for equal logits: a prompt, then single tokens.
+CHECKED_PROMPT, CHECKED_STEPS = 40, 16
+#: Longest chunk of a prompt in ours and in ExecuTorch's own export; the others choose for themselves.
+CHUNK = 256
+
+
+def token_ids(count: int) -> list[int]:
+    """The first `count` of them."""
+    return [(7919 * index + 13) % (VOCABULARY - 16) + 8 for index in range(count)]
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A virtual environment that the script makes, or with no packages the one that it runs in.
+
+    Attributes:
+        first: What pip installs by itself first, so that a build of torch that is configured locally is taken.
+        packages: What it installs then.
+        without: What these bring along and nothing here needs, but that fails to load beside another build of torch.
+        releases: Distributions whose releases are printed with the figures.
+    """
+
+    first: tuple[str, ...] = ()
+    packages: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+    releases: tuple[str, ...] = ()
+
+
+_TORCH = ("torch==2.13.0",)
+ENVIRONMENTS = {
+    "here": Environment(releases=("exportable-cache", "executorch", "torch")),
+    "onnxruntime": Environment(
+        _TORCH,
+        ("onnxruntime-genai", "onnx", "onnx-ir", "transformers"),
+        releases=("onnxruntime-genai", "onnxruntime"),
+    ),
+    "openvino": Environment(
+        _TORCH, ("openvino-genai", "nncf", "optimum-intel"), ("torchvision",), ("openvino-genai", "openvino")
+    ),
+    "llama.cpp": Environment((), ("llama-cpp-python", "gguf", "safetensors"), releases=("llama-cpp-python",)),
+}
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way to run the model.
+
+    Attributes:
+        title: Of its row.
+        environment: One of `ENVIRONMENTS`.
+        runtime: The function of benchmarks/peer_convert.py that makes it, and the class of peer_worker.py that runs it.
+        bits: Of its weights, 32 or 4.
+        options: What both get.
+    """
+
+    title: str
+    environment: str
+    runtime: str
+    bits: int
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the form is what the others are compared with."""
+        return self.runtime == "ours"
+
+
+_SMALL, _OWN = {"quantize": "8da4w", "quantize_embeddings": "8w"}, {"kernels": "own", "linears": "own"}
+_F32_KEYS = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+FORMS = {
+    "ours": Form("**ours, float32**", "here", "ours", 32),
+    "executorch": Form("ExecuTorch's own export", "here", "executorch", 32),
+    "onnxruntime": Form("ONNX Runtime GenAI, float32", "onnxruntime", "onnxruntime", 32, {"precision": "fp32"}),
+    "openvino": Form(
+        "OpenVINO GenAI, float32 (float32 keys)",
+        "openvino",
+        "openvino",
+        32,
+        {"weights": ["fp32"], "properties": _F32_KEYS},
+    ),
+    "llama.cpp": Form("llama.cpp, float32 (float32 keys)", "llama.cpp", "llama_cpp", 32, {"type": "F32", "keys": 0}),
+    "ours-8da4w": Form("**ours, 8da4w**", "here", "ours", 4, {"export": _SMALL}),
+    "ours-8da4w-own": Form("**ours, 8da4w, own linear layers**", "here", "ours", 4, {"export": {**_SMALL, **_OWN}}),
+    "ours-8da4w-int8": Form(
+        "**ours, 8da4w, own linear layers, 8-bit keys**",
+        "here",
+        "ours",
+        4,
+        {"export": {**_SMALL, **_OWN, "kv_dtype": "int8"}},
+    ),
+    "executorch-8da4w": Form(
+        "ExecuTorch's own export, 8da4w",
+        "here",
+        "executorch",
+        4,
+        {"settings": ["quantization.qmode=8da4w", "quantization.group_size=32"]},
+    ),
+    "onnxruntime-int4": Form("ONNX Runtime GenAI, int4", "onnxruntime", "onnxruntime", 4, {"precision": "int4"}),
+    "openvino-int4": Form(
+        "OpenVINO GenAI, int4 (its defaults: 8-bit keys)",
+        "openvino",
+        "openvino",
+        4,
+        {"weights": ["int4", "--group-size", "32", "--sym", "--ratio", "1.0"], "properties": {}},
+    ),
+    "llama.cpp-q4_0": Form(
+        "llama.cpp, Q4_0 (its defaults: float16 keys)", "llama.cpp", "llama_cpp", 4, {"type": "Q4_0", "keys": 1}
+    ),
+}

@@ -1,0 +1,135 @@
+"""Linear layers of 4-bit weights through this package's own operator, `exportable_cache::linear_4bit`; see `kernels/`.
+
+For a processor with AVX2 and no AVX-512, XNNPACK (of ExecuTorch 1.4.1) multiplies them in 16 bits, half as fast. It
+also packs a second copy of the weights as a program is loaded. Here they are packed as they are exported, and read
+where the file is mapped.
+
+Activations are rounded to 8 bits, each token by itself, as torchao's `8da4w` says.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from executorch.backends.transforms.utils import get_param_tensor
+
+from .graph_edits import add_constant, insert_call, replace_call
+from .quantized_linears import fold_linears, int4_layer
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
+#: Outputs of a block, and what the weights of a group are a multiple of: `kernels/src/linear.h` has the same.
+BLOCK, GROUP_MULTIPLE = 16, 32
+#: A bfloat16 scale for each group, a float32 sum for each output, in bytes.
+_SCALE, _SUM = 2, 4
+_QUADS = 8
+
+_library = torch.library.Library("exportable_cache", "FRAGMENT")
+_LINEAR = "(Tensor source, Tensor weights, Tensor? bias, int outputs"
+# ExecuTorch calls the one that is named out.
+_library.define(f"linear_4bit{_LINEAR}) -> Tensor")
+_library.define(f"linear_4bit.out{_LINEAR}, *, Tensor(a!) out) -> Tensor(a!)")
+
+
+def linears_to_own(program: ExportedProgram) -> ExportedProgram:
+    """Rewrite each quantised linear layer that the operator can be, in place; others are left as they are."""
+    graph = fold_linears(program).graph
+    rewritten = False
+    for node in list(graph.nodes):
+        layer = int4_layer(node)
+        if layer is None or layer.group % GROUP_MULTIPLE:
+            continue
+        zero_point = None if layer.zero_point is None else get_param_tensor(program, layer.zero_point)
+        if zero_point is not None and bool(zero_point.any()):
+            continue
+        integers, scales = (get_param_tensor(program, part) for part in (layer.integers, layer.scale))
+        packed = add_constant(program, f"{layer.integers.name}_packed", pack(integers, scales), persistent=True)
+        with graph.inserting_before(node):
+            operator = torch.ops.exportable_cache.linear_4bit.default
+            call = insert_call(graph, operator, layer.source, packed, layer.bias, integers.shape[0])
+        call.meta = {**node.meta, "val": call.meta["val"]}
+        replace_call(node, call)
+        rewritten = True
+    if rewritten:
+        graph.eliminate_dead_code()
+        program.graph_module.recompile()
+    return program
+
+
+def pack(integers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Weights as the kernel reads them, blocks of `BLOCK` outputs: for each the sum of its weights in float32, for each
+    of its groups a scale in bfloat16, and the integers plus 8, two a byte.
+
+    Args:
+        integers: int8 [outputs, inputs], of -8 to 7; inputs a multiple of `GROUP_MULTIPLE`.
+        scales: float [outputs, groups].
+
+    Returns:
+        uint8 [blocks, bytes]; outputs that are not there are zeros.
+    """
+    (outputs, inputs), groups = integers.shape, scales.shape[1]
+    blocks = -(-outputs // BLOCK)
+    missing = blocks * BLOCK - outputs
+    scales = scales.to(torch.bfloat16)
+    grouped = integers.view(outputs, groups, inputs // groups).sum(-1, dtype=torch.int32)
+    sums = (scales.double() * grouped).sum(-1).float()
+    # Zero is stored as 8.
+    whole = torch.nn.functional.pad((integers + 8).to(torch.uint8), (0, 0, 0, missing), value=8)
+    whole = whole.view(blocks, BLOCK, inputs // _QUADS, 2, _QUADS // 2)
+    halves = (whole[..., 0, :] | (whole[..., 1, :] << 4)).transpose(1, 2)
+    parts = (
+        torch.nn.functional.pad(sums, (0, missing)).view(blocks, BLOCK),
+        torch.nn.functional.pad(scales, (0, 0, 0, missing)).view(blocks, BLOCK, groups).transpose(1, 2),
+        halves,
+    )
+    return torch.cat([part.contiguous().view(torch.uint8).reshape(blocks, -1) for part in parts], dim=1)
+
+
+def unpack(weights: torch.Tensor, inputs: int, outputs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `pack` was given: int8 [outputs, inputs] and bfloat16 [outputs, groups]."""
+    blocks, size = weights.shape
+    groups = (size // BLOCK - _SUM - inputs // 2) // _SCALE
+    scales, halves = weights[:, BLOCK * _SUM :].split([BLOCK * _SCALE * groups, BLOCK * inputs // 2], dim=1)
+    halves = halves.reshape(blocks, inputs // _QUADS, BLOCK, _QUADS // 2)
+    whole = torch.stack([halves & 15, halves >> 4], dim=3).permute(0, 2, 1, 3, 4).reshape(blocks * BLOCK, inputs)
+    scales = scales.contiguous().view(torch.bfloat16).view(blocks, groups, BLOCK).transpose(1, 2)
+    return whole[:outputs].to(torch.int8) - 8, scales.reshape(blocks * BLOCK, groups)[:outputs]
+
+
+def linear_4bit(source: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None, outputs: int) -> torch.Tensor:
+    """A linear layer over weights of 4 bits, its input rounded to 8, in plain operators: what the kernel computes.
+
+    Args:
+        source: float32 [..., inputs].
+        weights: uint8 [blocks, bytes], of `pack`.
+        bias: float32 [outputs], or None.
+        outputs: How many there are.
+
+    Returns:
+        float32 [..., outputs].
+    """
+    integers, scales = unpack(weights, source.shape[-1], outputs)
+    groups = scales.shape[1]
+    plain = (integers.view(outputs, groups, -1) * scales.float()[..., None]).view(outputs, -1)
+    lowest, highest = source.amin(-1, keepdim=True).clamp(max=0), source.amax(-1, keepdim=True).clamp(min=0)
+    scale = ((highest - lowest) / 255).clamp(min=torch.finfo(torch.float32).eps)
+    zero = (-128 - torch.round(lowest / scale)).clamp(-128, 127)
+    rounded = (torch.round(source * (1 / scale)) + zero).clamp(-128, 127)
+    return torch.nn.functional.linear((rounded - zero) * scale, plain, bias)
+
+
+def _into(
+    source: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None, outputs: int, *, out: torch.Tensor
+) -> torch.Tensor:
+    return out.copy_(linear_4bit(source, weights, bias, outputs))
+
+
+def _output(source: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None, outputs: int) -> torch.Tensor:
+    return source.new_empty(*source.shape[:-1], outputs)
+
+
+_library.impl("linear_4bit", linear_4bit, "CompositeExplicitAutograd")
+_library.impl("linear_4bit.out", _into, "CompositeExplicitAutograd")
+torch.library.register_fake("exportable_cache::linear_4bit", _output, lib=_library)

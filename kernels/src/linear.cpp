@@ -1,0 +1,347 @@
+// Linear layers over weights of 4 bits, compiled once for every instruction set and chosen at run time.
+#include "linear.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#undef HWY_DISABLED_TARGETS
+#define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV)
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "linear.cpp"
+#include "hwy/foreach_target.h"  // IWYU pragma: keep
+// After foreach_target.h.
+#include "hwy/cache_control.h"
+#include "hwy/highway.h"
+
+#ifndef EXPORTABLE_CACHE_LINEAR_TYPES
+#define EXPORTABLE_CACHE_LINEAR_TYPES
+namespace exportable_cache::kernels {
+
+// Rows of activations as they are multiplied.
+struct Rounded {
+  int8_t* numbers;  // [rows, inputs]
+  int32_t* sums;    // [rows, groups]: what the 8 that is added to weights makes of a group, to be taken off
+  float* scale;     // [rows]
+  float* zero;      // [rows]: the number that stands for 0
+};
+
+// The layers of one task: blocks of outputs, and rows.
+struct Tile {
+  int64_t first_block, last_block, first_row, last_row;
+};
+
+}  // namespace exportable_cache::kernels
+#endif
+
+HWY_BEFORE_NAMESPACE();
+namespace exportable_cache::kernels {
+namespace HWY_NAMESPACE {
+namespace hn = hwy::HWY_NAMESPACE;
+
+using F = hn::ScalableTag<float>;
+using I32 = hn::RebindToSigned<F>;
+using I16 = hn::RepartitionToNarrow<I32>;
+using U16 = hn::RebindToUnsigned<I16>;
+using I8 = hn::Repartition<int8_t, I32>;
+using U8 = hn::RebindToUnsigned<I8>;
+using VF = hn::Vec<F>;
+using VI32 = hn::Vec<I32>;
+using VI16 = hn::Vec<I16>;
+using VI8 = hn::Vec<I8>;
+using VU8 = hn::Vec<U8>;
+
+// Unrolled, so that arrays of rows are registers.
+#if defined(__clang__)
+#define EC_EACH_ROW _Pragma("unroll") for (int64_t r = 0; r < kRows; ++r)
+#else
+#define EC_EACH_ROW _Pragma("GCC unroll 8") for (int64_t r = 0; r < kRows; ++r)
+#endif
+
+// Rows that go through a block together: so many sums stay in registers.
+constexpr int64_t kRowsTogether = 4;
+
+// Bytes that are asked for before they are multiplied: with one row the memory is what is waited for, and what a
+// processor itself looks ahead is too little (twice the time, AMD EPYC with AVX-512).
+constexpr int64_t kAhead = 8192;
+
+// Sums of two products of neighbours, of weights below 16 and of numbers of 8 bits.
+HWY_INLINE VI16 pairs(VU8 weights, VI8 numbers) {
+#if HWY_TARGET == HWY_SSE4
+  return VI16{_mm_maddubs_epi16(weights.raw, numbers.raw)};
+#elif HWY_TARGET == HWY_AVX2
+  return VI16{_mm256_maddubs_epi16(weights.raw, numbers.raw)};
+#elif HWY_TARGET == HWY_AVX3
+  return VI16{_mm512_maddubs_epi16(weights.raw, numbers.raw)};
+#elif HWY_TARGET == HWY_NEON && HWY_ARCH_ARM_A64
+  const int8x16_t whole = vreinterpretq_s8_u8(weights.raw);
+  return VI16{vpaddq_s16(vmull_s8(vget_low_s8(whole), vget_low_s8(numbers.raw)), vmull_high_s8(whole, numbers.raw))};
+#else
+  const I16 d;
+  const VI16 w = hn::BitCast(d, weights), n = hn::BitCast(d, numbers);
+  const VI16 even = hn::Mul(hn::And(w, hn::Set(d, 0xFF)), hn::ShiftRight<8>(hn::ShiftLeft<8>(n)));
+  return hn::Add(even, hn::Mul(hn::ShiftRight<8>(w), hn::ShiftRight<8>(n)));
+#endif
+}
+
+// Four sums of products in each lane.
+HWY_INLINE VI32 fours(VI16 pairs) {
+  const I32 d;
+  const VI32 both = hn::BitCast(d, pairs);
+  return hn::Add(hn::ShiftRight<16>(hn::ShiftLeft<16>(both)), hn::ShiftRight<16>(both));
+}
+
+HWY_INLINE VI8 four_numbers(const int8_t* numbers) {
+  int32_t four;
+  std::memcpy(&four, numbers, sizeof(four));
+  return hn::BitCast(I8(), hn::Set(I32(), four));
+}
+
+HWY_INLINE VF scales_at(const uint8_t* scales) {
+  const hn::Rebind<hwy::bfloat16_t, F> d;
+  return hn::PromoteTo(F(), hn::LoadU(d, reinterpret_cast<const hwy::bfloat16_t*>(scales)));
+}
+
+// kRows rows of one block.
+template <int64_t kRows>
+HWY_NOINLINE void multiply(const Linear& linear, const Rounded& rounded, int64_t block, int64_t row) {
+  const F d;
+  const U8 bytes;
+  const I32 whole;
+  const I16 halves;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d)), inputs = linear.inputs, groups = linear.groups;
+  const int64_t runs = inputs / groups / kGroupMultiple;
+  const uint8_t* const start = linear.weights + block * bytes_of_block(inputs, groups);
+  const VU8 low = hn::Set(bytes, 15);
+  float results[kRows][kBlockOutputs];
+  for (int64_t lane = 0; lane < kBlockOutputs; lane += lanes) {
+    const uint8_t* scales = start + kBlockOutputs * 4 + 2 * lane;
+    const uint8_t* weights = start + kBlockOutputs * (4 + 2 * groups) + 4 * lane;
+    const int8_t* numbers = rounded.numbers + row * inputs;
+    VF sums[kRows];
+    EC_EACH_ROW sums[r] = hn::Zero(d);
+    for (int64_t group = 0; group < groups; ++group) {
+      VI32 of_group[kRows];
+      EC_EACH_ROW of_group[r] = hn::Set(whole, rounded.sums[(row + r) * groups + group]);
+      for (int64_t run = 0; run < runs; ++run) {
+        // The sums of 32 products of at most 15 * 128, two in each lane at a time, stay within 16 bits.
+        VI16 of_run[kRows];
+        EC_EACH_ROW of_run[r] = hn::Zero(halves);
+        for (int64_t eight = 0; eight < kGroupMultiple / 8; ++eight) {
+          if (kRows == 1) hwy::Prefetch(weights + kAhead);
+          const VU8 both = hn::LoadU(bytes, weights);
+          const VU8 first = hn::And(both, low), second = hn::ShiftRight<4>(both);
+          EC_EACH_ROW {
+            of_run[r] = hn::Add(of_run[r], pairs(first, four_numbers(numbers + r * inputs)));
+            of_run[r] = hn::Add(of_run[r], pairs(second, four_numbers(numbers + r * inputs + 4)));
+          }
+          weights += 4 * kBlockOutputs, numbers += 8;
+        }
+        EC_EACH_ROW of_group[r] = hn::Add(of_group[r], fours(of_run[r]));
+      }
+      const VF scale = scales_at(scales);
+      EC_EACH_ROW sums[r] = hn::MulAdd(hn::ConvertTo(d, of_group[r]), scale, sums[r]);
+      scales += 2 * kBlockOutputs;
+    }
+    EC_EACH_ROW hn::StoreU(sums[r], d, results[r] + lane);
+  }
+  const int64_t output = block * kBlockOutputs, count = std::min(kBlockOutputs, linear.outputs - output);
+  float of_weights[kBlockOutputs];
+  std::memcpy(of_weights, start, sizeof(of_weights));
+  EC_EACH_ROW {
+    const float scale = rounded.scale[row + r], zero = rounded.zero[row + r];
+    float* const out = linear.out + (row + r) * linear.outputs + output;
+    for (int64_t i = 0; i < count; ++i) {
+      out[i] = scale * (results[r][i] - zero * of_weights[i]) + (linear.bias ? linear.bias[output + i] : 0.0f);
+    }
+  }
+}
+
+#if HWY_TARGET == HWY_AVX3
+#define EC_VNNI __attribute__((target("avx512vnni")))
+
+constexpr int64_t kRowsWithVnni = 8;
+
+// The same with the instruction for it, which not all processors with AVX-512 have.
+template <int64_t kRows>
+EC_VNNI HWY_NOINLINE void multiply_vnni(const Linear& linear, const Rounded& rounded, int64_t block, int64_t row) {
+  const int64_t inputs = linear.inputs, groups = linear.groups, eights = inputs / groups / 8;
+  const uint8_t* const start = linear.weights + block * bytes_of_block(inputs, groups);
+  const uint8_t* scales = start + kBlockOutputs * 4;
+  const uint8_t* weights = start + kBlockOutputs * (4 + 2 * groups);
+  const int8_t* numbers = rounded.numbers + row * inputs;
+  const int32_t* of_groups = rounded.sums + row * groups;
+  const __m512i low = _mm512_set1_epi8(15);
+  __m512 sums[kRows];
+  EC_EACH_ROW sums[r] = _mm512_setzero_ps();
+  for (int64_t group = 0; group < groups; ++group) {
+    __m512i of_group[kRows];
+    EC_EACH_ROW of_group[r] = _mm512_set1_epi32(of_groups[r * groups + group]);
+    for (int64_t eight = 0; eight < eights; ++eight) {
+      if (kRows == 1) hwy::Prefetch(weights + kAhead);
+      const __m512i both = _mm512_loadu_si512(weights);
+      const __m512i first = _mm512_and_si512(both, low);
+      const __m512i second = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
+      EC_EACH_ROW {
+        // Two loads of four bytes: what is loaded as eight is taken apart in other registers first.
+        int32_t four;
+        std::memcpy(&four, numbers + r * inputs, sizeof(four));
+        of_group[r] = _mm512_dpbusd_epi32(of_group[r], first, _mm512_set1_epi32(four));
+        std::memcpy(&four, numbers + r * inputs + 4, sizeof(four));
+        of_group[r] = _mm512_dpbusd_epi32(of_group[r], second, _mm512_set1_epi32(four));
+      }
+      weights += 4 * kBlockOutputs, numbers += 8;
+    }
+    const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales));
+    const __m512 scale = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+    EC_EACH_ROW sums[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(of_group[r]), scale, sums[r]);
+    scales += 2 * kBlockOutputs;
+  }
+  const int64_t output = block * kBlockOutputs, count = std::min(kBlockOutputs, linear.outputs - output);
+  const __mmask16 valid = static_cast<__mmask16>((1u << count) - 1);
+  const __m512 of_weights = _mm512_loadu_ps(start);
+  const __m512 bias = linear.bias ? _mm512_maskz_loadu_ps(valid, linear.bias + output) : _mm512_setzero_ps();
+  EC_EACH_ROW {
+    const __m512 sum = _mm512_fnmadd_ps(_mm512_set1_ps(rounded.zero[row + r]), of_weights, sums[r]);
+    const __m512 out = _mm512_fmadd_ps(_mm512_set1_ps(rounded.scale[row + r]), sum, bias);
+    _mm512_mask_storeu_ps(linear.out + (row + r) * linear.outputs + output, valid, out);
+  }
+}
+
+bool has_vnni() {
+  static const bool has = __builtin_cpu_supports("avx512vnni");
+  return has;
+}
+#endif
+
+void multiply_tile(const Linear& linear, const Rounded& rounded, const Tile& tile) {
+#if HWY_TARGET == HWY_AVX3
+  if (has_vnni()) {
+    for (int64_t block = tile.first_block; block < tile.last_block; ++block) {
+      int64_t row = tile.first_row;
+      for (; row + kRowsWithVnni <= tile.last_row; row += kRowsWithVnni) {
+        multiply_vnni<kRowsWithVnni>(linear, rounded, block, row);
+      }
+      for (; row + 2 <= tile.last_row; row += 2) multiply_vnni<2>(linear, rounded, block, row);
+      for (; row < tile.last_row; ++row) multiply_vnni<1>(linear, rounded, block, row);
+    }
+    return;
+  }
+#endif
+  for (int64_t block = tile.first_block; block < tile.last_block; ++block) {
+    int64_t row = tile.first_row;
+    for (; row + kRowsTogether <= tile.last_row; row += kRowsTogether) {
+      multiply<kRowsTogether>(linear, rounded, block, row);
+    }
+    for (; row < tile.last_row; ++row) multiply<1>(linear, rounded, block, row);
+  }
+}
+
+// One row to 8 bits, as torchao's dynamic activations are: from the least to the greatest, 0 among them.
+void round_row(const Linear& linear, const Rounded& rounded, int64_t row) {
+  const F d;
+  const I32 whole;
+  const hn::Rebind<int16_t, F> narrow;
+  const hn::Rebind<int8_t, F> narrowest;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d)), inputs = linear.inputs;
+  const int64_t size = inputs / linear.groups;
+  const float* const source = linear.source + row * inputs;
+  VF least = hn::Zero(d), most = hn::Zero(d);
+  for (int64_t i = 0; i < inputs; i += lanes) {
+    const VF values = hn::LoadU(d, source + i);
+    least = hn::Min(least, values), most = hn::Max(most, values);
+  }
+  const float lowest = hn::GetLane(hn::MinOfLanes(d, least)), highest = hn::GetLane(hn::MaxOfLanes(d, most));
+  const float scale = std::max((highest - lowest) / 255.0f, 1.1920929e-7f);
+  const float zero = std::min(127.0f, std::max(-128.0f, -128.0f - std::nearbyint(lowest / scale)));
+  rounded.scale[row] = scale, rounded.zero[row] = zero;
+  const VF inverse = hn::Set(d, 1.0f / scale);
+  const VI32 offset = hn::Set(whole, static_cast<int32_t>(zero));
+  const VI32 floor = hn::Set(whole, -128), ceiling = hn::Set(whole, 127);
+  int8_t* const numbers = rounded.numbers + row * inputs;
+  for (int64_t group = 0; group < linear.groups; ++group) {
+    VI32 sum = hn::Zero(whole);
+    for (int64_t i = group * size; i < (group + 1) * size; i += lanes) {
+      const VI32 nearest = hn::Add(hn::NearestInt(hn::Mul(hn::LoadU(d, source + i), inverse)), offset);
+      const VI32 number = hn::Min(hn::Max(nearest, floor), ceiling);
+      sum = hn::Add(sum, number);
+      hn::StoreU(hn::DemoteTo(narrowest, hn::DemoteTo(narrow, number)), narrowest, numbers + i);
+    }
+    rounded.sums[row * linear.groups + group] = -8 * hn::GetLane(hn::SumOfLanes(whole, sum));
+  }
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace exportable_cache::kernels
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace exportable_cache::kernels {
+HWY_EXPORT(multiply_tile);
+HWY_EXPORT(round_row);
+
+namespace {
+
+// Rows of a task: their activations stay in a core's own memory while its blocks pass over them.
+constexpr int64_t kTaskRows = 128;
+// What one thread computes in the time that others take to wake.
+constexpr int64_t kWorthAThread = 1 << 17;
+constexpr int64_t kTasksOfThread = 4;
+
+constexpr size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+Rounded rounded_in(const Linear& linear, void* scratch) {
+  char* const start = static_cast<char*>(scratch);
+  const size_t numbers = aligned(linear.rows * linear.inputs), sums = aligned(4 * linear.rows * linear.groups);
+  float* const scale = reinterpret_cast<float*>(start + numbers + sums);
+  return {reinterpret_cast<int8_t*>(start), reinterpret_cast<int32_t*>(start + numbers), scale, scale + linear.rows};
+}
+
+struct Work {
+  const Linear& linear;
+  Rounded rounded;
+  int64_t blocks, blocks_of_task, row_tasks;
+};
+
+void round_one(void* context, size_t index) {
+  const Work& work = *static_cast<Work*>(context);
+  HWY_DYNAMIC_DISPATCH(round_row)(work.linear, work.rounded, static_cast<int64_t>(index));
+}
+
+void multiply_one(void* context, size_t index) {
+  const Work& work = *static_cast<Work*>(context);
+  const int64_t block = static_cast<int64_t>(index) / work.row_tasks * work.blocks_of_task;
+  const int64_t row = static_cast<int64_t>(index) % work.row_tasks * kTaskRows;
+  const Tile tile{block, std::min(block + work.blocks_of_task, work.blocks), row,
+                  std::min(row + kTaskRows, work.linear.rows)};
+  HWY_DYNAMIC_DISPATCH(multiply_tile)(work.linear, work.rounded, tile);
+}
+
+void run(const Threads& threads, int64_t count, void (*task)(void*, size_t), Work& work, bool worth_it) {
+  if (worth_it && threads.run != nullptr && threads.count > 1 && count > 1) {
+    threads.run(static_cast<size_t>(count), task, &work);
+    return;
+  }
+  for (int64_t i = 0; i < count; ++i) task(&work, static_cast<size_t>(i));
+}
+
+}  // namespace
+
+size_t linear_scratch(const Linear& linear) {
+  return aligned(linear.rows * linear.inputs) + aligned(4 * linear.rows * linear.groups) + 8 * linear.rows;
+}
+
+void apply_linear(const Linear& linear, const Threads& threads, void* scratch) {
+  if (linear.rows == 0) return;
+  const int64_t blocks = (linear.outputs + kBlockOutputs - 1) / kBlockOutputs;
+  const int64_t row_tasks = (linear.rows + kTaskRows - 1) / kTaskRows;
+  const int64_t wanted = std::max<int64_t>(1, static_cast<int64_t>(threads.count) * kTasksOfThread / row_tasks);
+  const int64_t blocks_of_task = std::max<int64_t>(1, (blocks + wanted - 1) / wanted);
+  Work work{linear, rounded_in(linear, scratch), blocks, blocks_of_task, row_tasks};
+  run(threads, linear.rows, round_one, work, linear.rows * linear.inputs > kWorthAThread);
+  const int64_t tasks = (blocks + blocks_of_task - 1) / blocks_of_task * row_tasks;
+  run(threads, tasks, multiply_one, work, linear.rows * linear.inputs * linear.outputs > kWorthAThread);
+}
+
+}  // namespace exportable_cache::kernels
+#endif  // HWY_ONCE

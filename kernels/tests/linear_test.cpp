@@ -1,0 +1,143 @@
+// apply_linear() against double precision, over shapes, groups, rows, thread counts and every instruction set here.
+//
+// The oracle rounds activations as torchao says and multiplies plain numbers: nothing of how weights are packed. Buffers
+// end with the last byte, so that the address sanitizer sees a read behind it.
+#include "../src/linear.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <random>
+#include <thread>
+#include <vector>
+
+using namespace exportable_cache::kernels;
+
+namespace {
+
+struct Case {
+  int64_t rows, inputs, outputs, group;
+  bool bias, positive;
+  size_t threads;
+};
+
+size_t thread_count = 1;
+
+void run_threads(size_t count, void (*task)(void*, size_t), void* context) {
+  std::vector<std::thread> threads;
+  for (size_t first = 0; first < thread_count; ++first) {
+    threads.emplace_back([=] {
+      for (size_t i = first; i < count; i += thread_count) task(context, i);
+    });
+  }
+  for (auto& thread : threads) thread.join();
+}
+
+// The nearest bfloat16 below.
+float cut(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  bits &= 0xFFFF0000u;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+// The greatest difference, as a share of what the products sum up to.
+double difference(const Case& c, std::mt19937& random) {
+  std::uniform_int_distribution<int> whole(-8, 7);
+  std::normal_distribution<float> normal;
+  const int64_t groups = c.inputs / c.group, blocks = (c.outputs + kBlockOutputs - 1) / kBlockOutputs;
+  std::vector<int8_t> weights(c.outputs * c.inputs);
+  std::vector<float> scales(c.outputs * groups), bias(c.outputs), source(c.rows * c.inputs);
+  for (auto& weight : weights) weight = static_cast<int8_t>(whole(random));
+  for (auto& scale : scales) scale = cut(std::fabs(normal(random)) * 0.1f + 1e-3f);
+  for (auto& value : bias) value = normal(random);
+  for (auto& value : source) value = c.positive ? std::fabs(normal(random)) + 3.0f : normal(random);
+  // One row of zeros: a scale of nothing.
+  if (c.rows > 2) std::fill_n(source.begin() + c.inputs, c.inputs, 0.0f);
+
+  const int64_t bytes = bytes_of_block(c.inputs, groups);
+  std::vector<uint8_t> packed(blocks * bytes, 0);
+  for (int64_t output = 0; output < c.outputs; ++output) {
+    uint8_t* block = packed.data() + output / kBlockOutputs * bytes;
+    const int64_t lane = output % kBlockOutputs;
+    double sum = 0;
+    for (int64_t i = 0; i < c.inputs; ++i) {
+      const int weight = weights[output * c.inputs + i];
+      sum += double(scales[output * groups + i / c.group]) * weight;
+      uint8_t* at = block + kBlockOutputs * (4 + 2 * groups) + i / 8 * 4 * kBlockOutputs + 4 * lane + i % 4;
+      *at = static_cast<uint8_t>(*at | (weight + 8) << (i % 8 < 4 ? 0 : 4));
+    }
+    const float of_weights = static_cast<float>(sum);
+    std::memcpy(block + 4 * lane, &of_weights, 4);
+    for (int64_t group = 0; group < groups; ++group) {
+      uint32_t bits;
+      std::memcpy(&bits, &scales[output * groups + group], 4);
+      const uint16_t half = static_cast<uint16_t>(bits >> 16);
+      std::memcpy(block + 4 * kBlockOutputs + 2 * (group * kBlockOutputs + lane), &half, 2);
+    }
+  }
+  std::vector<float> out(c.rows * c.outputs, NAN);
+  Linear linear{c.rows, c.inputs, c.outputs, groups, source.data(), packed.data(), c.bias ? bias.data() : nullptr,
+                out.data()};
+  std::vector<char> scratch(linear_scratch(linear) + 64);
+  thread_count = c.threads;
+  void* aligned = scratch.data() + (64 - reinterpret_cast<uintptr_t>(scratch.data()) % 64) % 64;
+  apply_linear(linear, Threads{c.threads, run_threads}, aligned);
+
+  double worst = 0;
+  for (int64_t row = 0; row < c.rows; ++row) {
+    const float* values = source.data() + row * c.inputs;
+    const float lowest = std::min(0.0f, *std::min_element(values, values + c.inputs));
+    const float highest = std::max(0.0f, *std::max_element(values, values + c.inputs));
+    const float scale = std::max((highest - lowest) / 255.0f, 1.1920929e-7f), inverse = 1.0f / scale;
+    const float zero = std::min(127.0f, std::max(-128.0f, -128.0f - std::nearbyint(lowest / scale)));
+    for (int64_t output = 0; output < c.outputs; ++output) {
+      double sum = c.bias ? bias[output] : 0.0, size = 1e-6;
+      for (int64_t i = 0; i < c.inputs; ++i) {
+        const float number = std::min(127.0f, std::max(-128.0f, std::nearbyint(values[i] * inverse) + zero));
+        const double product = double(scale) * (number - zero) * scales[output * groups + i / c.group] *
+                               weights[output * c.inputs + i];
+        sum += product, size += std::fabs(product);
+      }
+      const double found = std::fabs(sum - out[row * c.outputs + output]) / size;
+      worst = std::isnan(found) ? INFINITY : std::max(worst, found);
+    }
+  }
+  return worst;
+}
+
+}  // namespace
+
+int main() {
+  const char* names[] = {"AVX3", "AVX2", "SSE4", "NEON"};
+  int failures = 0, cases = 0;
+  if (!is_supported()) return 2;
+  for (const char* name : names) {
+    if (!limit_target(name)) continue;
+    std::mt19937 random(7);
+    double worst = 0;
+    for (int64_t rows : {1, 2, 3, 5, 8, 11, 130}) {
+      for (int64_t inputs : {32, 96, 256, 768}) {
+        for (int64_t group : {32, 64, 256}) {
+          if (inputs % group) continue;
+          for (int64_t outputs : {1, 16, 40, 257}) {
+            if (rows > 100 && outputs > 40) continue;
+            const Case c{rows, inputs, outputs, group, cases % 2 == 0, cases % 3 == 0, size_t(1 + cases % 3)};
+            const double found = difference(c, random);
+            worst = std::max(worst, found), ++cases;
+            if (!(found < 1e-5)) {
+              std::printf("%s: rows %ld inputs %ld outputs %ld group %ld: %g\n", target_name(), long(rows),
+                          long(inputs), long(outputs), long(group), found);
+              ++failures;
+            }
+          }
+        }
+      }
+    }
+    std::printf("%s: the greatest difference is %.1e of what is summed up\n", target_name(), worst);
+  }
+  std::printf("%d cases, %d failures\n", cases, failures);
+  return failures ? 1 : 0;
+}

@@ -1,0 +1,101 @@
+"""Linear layers of 4-bit weights as our operator: how weights are packed, which layers it takes, programs with it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("executorch", reason="the executorch extra is not installed")
+
+from exportable_cache.backends.executorch.own_linears import BLOCK, linears_to_own, pack, unpack
+from exportable_cache.backends.executorch.quantized_linears import int4_layer
+from exportable_cache.backends.executorch.quantized_tracing import FoldedLinears
+from exportable_cache.common.own_kernels import VARIABLE
+from exportable_cache.models.quantization import quantize
+from exportable_cache.models.quantization_spec import Quantization
+
+from ..support.models import tiny_model
+from .conftest import Build
+from .test_attention import run
+
+OPERATOR = "exportable_cache::linear_4bit"
+
+
+@pytest.mark.parametrize(("outputs", "inputs", "group"), [(16, 32, 32), (40, 96, 32), (1, 128, 64), (33, 64, 64)])
+def test_weights_are_packed_without_loss(outputs: int, inputs: int, group: int) -> None:
+    integers = torch.randint(-8, 8, (outputs, inputs), dtype=torch.int8)
+    scales = torch.rand(outputs, inputs // group).to(torch.bfloat16)
+    packed = pack(integers, scales)
+    assert packed.shape == (-(-outputs // BLOCK), BLOCK * (4 + 2 * inputs // group + inputs // 2))
+    found = unpack(packed, inputs, outputs)
+    assert torch.equal(found[0], integers) and torch.equal(found[1], scales)
+    # Each block begins with the sums of what its outputs are multiplied by.
+    sums = packed[:, : 4 * BLOCK].contiguous().view(torch.float32).flatten()[:outputs]
+    plain = integers.view(outputs, -1, group) * scales.float()[..., None]
+    torch.testing.assert_close(sums, plain.sum((1, 2)))
+
+
+def exported(linear: str, group: int | None = None) -> tuple[nn.Module, torch.export.ExportedProgram]:
+    """A quantised layer with a bias behind one without, and its program as an export traces it."""
+
+    class Layers(nn.Module):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.mlp = model.model.layers[0].mlp
+
+        def forward(self, source: torch.Tensor) -> torch.Tensor:
+            return self.mlp(source)
+
+    model = tiny_model("llama", hidden_size=64, intermediate_size=96, mlp_bias=True)
+    layers = Layers(quantize(model, Quantization(linear, group, None)).model)
+    with torch.no_grad(), FoldedLinears(layers):
+        return layers, torch.export.export(layers, (torch.randn(1, 5, 64),))
+
+
+def test_the_operator_is_the_layer_that_torchao_has() -> None:
+    layers, program = exported("8da4w")
+    rewritten = linears_to_own(program)
+    assert [str(node.target) for node in rewritten.graph.nodes].count(f"{OPERATOR.replace('::', '.')}.default") == 3
+    assert not any(int4_layer(node) for node in rewritten.graph.nodes)
+    source = torch.randn(1, 5, 64) * torch.tensor([1e-3, 1.0, 30.0, 0.0, 2.0])[:, None]
+    with torch.no_grad():
+        torch.testing.assert_close(rewritten.module()(source), layers(source), atol=1e-5, rtol=1e-5)
+
+
+def test_layers_of_other_kinds_are_left_to_the_delegate() -> None:
+    _, program = exported("8da8w")
+    before = [node.target for node in program.graph.nodes]
+    assert [node.target for node in linears_to_own(program).graph.nodes] == before
+
+
+def test_the_operator_gives_what_out_is_filled_with() -> None:
+    packed = pack(torch.randint(-8, 8, (20, 32), dtype=torch.int8), torch.rand(20, 1))
+    given = (torch.randn(2, 3, 32), packed, torch.randn(20), 20)
+    found, out = torch.ops.exportable_cache.linear_4bit(*given), torch.empty(2, 3, 20)
+    assert torch.equal(torch.ops.exportable_cache.linear_4bit.out(*given, out=out), found)
+
+
+def test_linears_are_exact_on_every_instruction_set(kernels_build: Build) -> None:
+    said = run(kernels_build("-DEC_KERNELS_TESTS=ON") / "linear_test")
+    assert "0 failures" in said.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_linears_under_the_sanitizers(kernels_build: Build) -> None:
+    options = ("-DEC_KERNELS_LIBRARY=OFF", "-DEC_KERNELS_TESTS=ON", "-DEC_KERNELS_SANITIZE=address,undefined")
+    run(kernels_build(*options) / "linear_test")
+
+
+def test_a_program_of_4_bits_is_the_model(own_library: Path, tmp_path: Path) -> None:
+    """In a process of its own, which loads the compiled kernels; compared with torchao's model by the export itself."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.own_linear_programs", tmp_path / "bundle"],
+        capture_output=True, text=True, timeout=900, env={**os.environ, VARIABLE: str(own_library)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
