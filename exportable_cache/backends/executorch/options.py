@@ -41,8 +41,8 @@ class ExecutorchOptions(TensorRTOptions):
             those kernels are. They fuse what ExecuTorch's leave in plain operators: soft-capping, sinks, position
             biases, chunks, rings that can be rolled back, 8 and 4 bits that are not made float32 first, several rows.
         linears: `delegate`: XNNPACK has the linear layers. `own`: layers in 8da4w are operators of this package, which
-            run only where its compiled kernels are. Twice as fast where a processor has AVX2 and no AVX-512, for which
-            XNNPACK's kernels are made; about the same or slower on one with AVX-512.
+            run only where its compiled kernels are. 1.4 to 2 times as fast where a processor is held to AVX2; about the
+            same or slower with AVX-512 VNNI, for which XNNPACK's kernels are made (docs/benchmarks.md).
         llm_runner: Insist on `forward` and on the constant methods that the runner reads.
     """
 
