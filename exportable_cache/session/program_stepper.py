@@ -94,8 +94,8 @@ class ProgramStepper:
 
     @property
     def score_length(self) -> int:
-        """Most tokens that `score` takes, or 0 if the program has no such method."""
-        return max((method.max_length for method in self.runner.methods.values() if method.scores), default=0)
+        """Most tokens that `score` takes, or 0 if no method of the program does that."""
+        return max((method.scored_tokens for method in self.runner.methods.values()), default=0)
 
     def chunk_sizes(self, length: int, by_ids: bool = True) -> list[int]:
         """How many tokens of a prompt of `length` go through each step."""
@@ -188,6 +188,8 @@ class ProgramStepper:
             method, inputs = self._call(fed, size, further, scores)
             self._reach(size, rows)
             logits = self.runner.run(method, *inputs)
+            if self.runner.methods[method].scored_tokens and not scores:
+                logits = logits[:, -1]
             self.state = self.state.fed(size, rows)
             self.guard.is_broken = False
         if self.logits_size not in (None, logits.shape[-1]):

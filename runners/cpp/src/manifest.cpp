@@ -60,11 +60,10 @@ std::vector<int64_t> token_ids(const Json& ids, Reader& reader) {
   return tokens;
 }
 
-// Whether a method gives the last token's logits. Others, such as an encoder, or one that scores every token, are not needed.
+// Whether a method is a step. Others, such as an encoder, are not needed.
 bool gives_logits(const Json& method) {
   const Json::Array* outputs = method["outputs"].array();
-  const bool* scores = method["scores"].boolean();
-  if (outputs == nullptr || (scores != nullptr && *scores)) return false;
+  if (outputs == nullptr) return false;
   for (const Json& output : *outputs) {
     if (output["name"].string() != nullptr && *output["name"].string() == "logits") return true;
   }
@@ -116,6 +115,7 @@ Result<Manifest> Manifest::read(const std::string& folder) {
     const int64_t least = reader.integer(method["min_length"], where + ".min_length", 1);
     MethodSpec spec{name, least, reader.integer(method["max_length"], where + ".max_length", least)};
     if (!method["read_length"].is_null()) spec.kv_read_len = reader.integer(method["read_length"], where + ".read_length", 1);
+    if (!method["scored_tokens"].is_null()) spec.scored_tokens = reader.integer(method["scored_tokens"], where + ".scored_tokens", 0);
     manifest.methods.push_back(std::move(spec));
   }
 

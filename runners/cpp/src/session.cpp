@@ -1,6 +1,9 @@
 #include <exportable_cache/session.h>
 
 #include <algorithm>
+#include <limits>
+
+#include "prompt_lookup.h"
 
 namespace exportable_cache {
 
@@ -83,12 +86,31 @@ Result<std::span<const float>> Session::feed(std::span<const int64_t> tokens) {
     }
     // Before the run: should it fail halfway, slots may have been written.
     max_len_ever_ = std::max(max_len_ever_, length_ + size);
-    const Status status = program_.run(*method, tokens.first(static_cast<size_t>(size)), length_, logits_);
+    const Status status = program_.run(*method, tokens.first(static_cast<size_t>(size)), length_, 1, logits_);
     if (!status.ok()) return status.error();
     length_ += size;
     tokens = tokens.subspan(static_cast<size_t>(size));
   }
   return std::span<const float>(logits_);
+}
+
+Result<std::span<const float>> Session::score(std::span<const int64_t> tokens) {
+  if (tokens.size() == 1) return feed(tokens);
+  pending_.reset();
+  const auto size = static_cast<int64_t>(tokens.size());
+  const MethodSpec* method = program_.method_for(size, length_ + size, true);
+  max_len_ever_ = std::max(max_len_ever_, length_ + size);
+  if (const Status status = program_.run(*method, tokens, length_, tokens.size(), logits_); !status.ok()) return status.error();
+  length_ += size;
+  return std::span<const float>(logits_);
+}
+
+std::span<const int64_t> Session::propose(std::span<const int64_t> context, const GenerateOptions& options, int64_t given) const {
+  int64_t count = std::min(options.prompt_lookup, program_.scored_tokens() - 1);
+  // The newest token is fed with them.
+  if (room()) count = std::min(count, *room() - 1);
+  if (options.max_new_tokens) count = std::min(count, *options.max_new_tokens - given - 1);
+  return count > 0 ? look_up(context, static_cast<size_t>(count)) : std::span<const int64_t>();
 }
 
 Result<std::vector<int64_t>> Session::encode(const std::string& text, bool starts) {
@@ -176,6 +198,22 @@ Status Session::check_options(const GenerateOptions& options) const {
   }
   for (const std::string& string : options.stop_strings) {
     if (string.empty()) return fail(ErrorCode::kInput, "a stop string is empty; pass strings of at least one character");
+  }
+  if (options.prompt_lookup < 0) {
+    return fail(ErrorCode::kInput, "prompt_lookup is ", options.prompt_lookup, "; it must be at least 1, or 0 for none");
+  }
+  if (options.prompt_lookup > 0) {
+    if (program_.scored_tokens() < 2) {
+      return fail(ErrorCode::kInput, "the program gives the logits of the last token alone, and prompt lookup needs those of several; "
+                  "export with -O score_length=", options.prompt_lookup + 1, ", or leave it out");
+    }
+    constexpr int64_t kFar = int64_t{1} << 40;
+    const int64_t back = std::min(options.prompt_lookup, program_.scored_tokens() - 1);
+    const auto [allowed, reason] = limits_.max_rollback(kFar, kFar);
+    if (allowed < back) {
+      return fail(ErrorCode::kInput, "prompt lookup takes back up to ", back, " tokens, but ", reason, ": at most ", allowed,
+                  " can be; export with rollback_slots of at least ", back - 1, " where the layers have a window, or leave it out");
+    }
   }
   return {};
 }

@@ -23,6 +23,9 @@ struct GenerateOptions {
   Sampling sampling{};
   std::vector<int64_t> stop_tokens{};       // besides the model's end tokens
   std::vector<std::string> stop_strings{};
+  /// Most tokens that are proposed a step from the text itself (prompt lookup, Saxena 2023) and judged together; the tokens are
+  /// the same as without, to rounding. Needs a bundle that was exported with `score_length`. 0 for none.
+  int64_t prompt_lookup = 0;
 };
 
 enum class StopReason { kEndToken, kStopString, kMaxNewTokens, kCacheFull, kCallback };
@@ -36,6 +39,8 @@ struct Statistics {
   int64_t generated_tokens = 0;
   double time_to_first_token = 0;  // from the call to the first token chosen
   double decode_seconds = 0;       // from then to the last
+  int64_t proposed_tokens = 0;     // by prompt lookup
+  int64_t accepted_tokens = 0;     // of these
 
   /// Prompt tokens by time_to_first_token.
   double prefill_tokens_per_second() const;
@@ -127,6 +132,10 @@ class Session {
   Status check_options(const GenerateOptions& options) const;
   Status check_rewind(int64_t tokens) const;
   Result<std::span<const float>> feed(std::span<const int64_t> tokens);
+  // Feeds a few tokens in one step: logits [tokens, vocab_size] after each.
+  Result<std::span<const float>> score(std::span<const int64_t> tokens);
+  // What may follow `context`, whose newest token was not fed yet: at most as many as fit and can be taken back.
+  std::span<const int64_t> propose(std::span<const int64_t> context, const GenerateOptions& options, int64_t given) const;
   bool is_end(int64_t token, const GenerateOptions& options) const;
   Result<Generation> run(std::vector<int64_t> prompt, const GenerateOptions& options,
                          const std::function<std::optional<StopReason>(int64_t token)>& on_token);
