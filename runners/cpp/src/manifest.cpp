@@ -104,6 +104,7 @@ Result<Manifest> Manifest::read(const std::string& folder) {
   manifest.vocab_size = reader.integer(fields["vocab_size"], "vocab_size", 1);
   const Json& logits_size = fields["logits_size"];
   manifest.logits_size = logits_size.is_null() ? manifest.vocab_size : reader.integer(logits_size, "logits_size", 1);
+  manifest.program_sha256 = reader.text(fields["files"]["program.pte"]["sha256"], "files.program.pte.sha256");
   manifest.has_tokenizer = fields["tokenizer"].string() != nullptr;
   manifest.end_tokens = token_ids(fields["generation_config"]["eos_token_id"], reader);
 

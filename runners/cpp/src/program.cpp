@@ -49,7 +49,8 @@ std::string signature_problem(const et::MethodMeta& meta, const MethodSpec& meth
   int64_t count = 1;
   for (const int32_t size : logits_sizes) count *= size;
   const int64_t tokens_judged = std::max<int64_t>(1, method.scored_tokens);
-  const bool of_these = logits_sizes.size() > 0 && count == tokens_judged * logits_size && logits_sizes[logits_sizes.size() - 1] == logits_size;
+  const bool of_these = logits_sizes.size() > 0 && count == tokens_judged * logits_size &&
+                        logits_sizes[logits_sizes.size() - 1] == logits_size;
   if (!is_floating(logits->scalar_type()) || !of_these) {
     const std::string several = method.scored_tokens > 0 ? std::to_string(tokens_judged) + ", " : "";
     return "returns " + shape_text(logits_sizes) + ", not floating [1, " + several + std::to_string(logits_size) + "]";
@@ -119,6 +120,10 @@ int64_t Program::scored_tokens() const {
   for (const MethodSpec& method : methods_) most = std::max(most, method.scored_tokens);
   return most;
 }
+
+std::span<uint8_t> Program::cache() const { return engine_->cache(); }
+
+void Program::clear_cache() const { engine_->clear_cache(); }
 
 Status Program::run(const MethodSpec& method, std::span<const int64_t> tokens, int64_t position, size_t scored,
                     std::vector<float>& logits) {

@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "prompt_lookup.h"
+#include "state_file.h"
 
 namespace exportable_cache {
 
@@ -75,9 +76,9 @@ Result<std::span<const float>> Session::decode(int64_t token, std::optional<int6
   return prefill(std::span<const int64_t>(&token, 1), position);
 }
 
-Result<std::span<const float>> Session::feed(std::span<const int64_t> tokens) {
+Result<std::span<const float>> Session::feed(std::span<const int64_t> tokens, bool may_stop) {
   pending_.reset();
-  while (!tokens.empty()) {
+  while (!tokens.empty() && !(may_stop && cancelled_->load(std::memory_order_relaxed))) {
     int64_t size = std::min<int64_t>(static_cast<int64_t>(tokens.size()), program_.max_step());
     const MethodSpec* method = program_.method_for(size, length_ + size);
     if (method == nullptr) {
@@ -111,6 +112,28 @@ std::span<const int64_t> Session::propose(std::span<const int64_t> context, cons
   if (room()) count = std::min(count, *room() - 1);
   if (options.max_new_tokens) count = std::min(count, *options.max_new_tokens - given - 1);
   return count > 0 ? look_up(context, static_cast<size_t>(count)) : std::span<const int64_t>();
+}
+
+Status Session::save_state(const std::string& path) const {
+  const auto cache = program_.cache();
+  if (cache.empty()) {
+    return fail(ErrorCode::kBundle, manifest_.program_path(), " does not keep its cache apart from what it computes; export it again");
+  }
+  return write_state(path, manifest_.program_sha256, {length_, max_len_ever_, pending_}, cache);
+}
+
+Status Session::load_state(const std::string& path) {
+  const auto accepts = [this](const Place& place) {
+    const int64_t most = max_length().value_or(std::numeric_limits<int64_t>::max());
+    return place.max_len_ever <= most && place.pending.value_or(0) < manifest_.vocab_size;
+  };
+  Result<Place> place =
+      read_state(path, manifest_.program_sha256, program_.cache(), accepts, [this] { program_.clear_cache(); });
+  if (!place.ok()) return place.error();
+  length_ = place->length;
+  max_len_ever_ = place->max_len_ever;
+  pending_ = place->pending;
+  return {};
 }
 
 Result<std::vector<int64_t>> Session::encode(const std::string& text, bool starts) {

@@ -43,6 +43,7 @@ struct Manifest {
   std::vector<LayerSpec> layers;
   std::vector<int64_t> end_tokens;  // eos_token_id of the generation config; may be empty
   bool has_tokenizer;
+  std::string program_sha256;  // of program.pte, by which a saved state knows its program
 
   /// Path of program.pte and of tokenizer.json.
   std::string program_path() const;

@@ -44,6 +44,10 @@ class Program {
   /// vocab_size] receives those of the last `scored` tokens, as float32 whatever the program computes in.
   Status run(const MethodSpec& method, std::span<const int64_t> tokens, int64_t position, size_t scored, std::vector<float>& logits);
 
+  /// The memory that holds the cache; see `Engine::cache`.
+  std::span<uint8_t> cache() const;
+  void clear_cache() const;
+
  private:
   Program(std::vector<MethodSpec> methods, std::unique_ptr<Engine> engine);
 

@@ -1,8 +1,10 @@
 // One running program and its position: prefill, decode, rewind, generate.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
@@ -28,9 +30,9 @@ struct GenerateOptions {
   int64_t prompt_lookup = 0;
 };
 
-enum class StopReason { kEndToken, kStopString, kMaxNewTokens, kCacheFull, kCallback };
+enum class StopReason { kEndToken, kStopString, kMaxNewTokens, kCacheFull, kCallback, kCancelled };
 
-/// "end_token", "stop_string", "max_new_tokens", "cache_full" or "callback".
+/// "end_token", "stop_string", "max_new_tokens", "cache_full", "callback" or "cancelled".
 const char* to_string(StopReason reason);
 
 /// How long a generation took, in seconds and tokens.
@@ -118,6 +120,21 @@ class Session {
   /// Error as of `generate`; kBundle if the bundle has no tokenizer that is known here.
   Result<Generation> generate_text(const std::string& prompt, const GenerateOptions& options, const OnText& on_text);
 
+  /// End the generation that is running, before its next step; from any thread, or a signal handler. Without one it does
+  /// nothing. What was fed stays in the cache.
+  void cancel() { cancelled_->store(true, std::memory_order_relaxed); }
+
+  /// Write where the session is, and what of its cache is not zeros, to a file: a prefix that is computed once, or a
+  /// conversation to be continued by another process. Of the same bundle only, and not for `Session` in Python.
+  ///
+  /// Error kInput if the file cannot be written; kBundle if the program does not keep its cache apart.
+  Status save_state(const std::string& path) const;
+
+  /// Go to where a session of this bundle was.
+  ///
+  /// Error kInput if the file cannot be read, is damaged, or is of another program; nothing changes then.
+  Status load_state(const std::string& path);
+
   /// Token ids of a text; with `starts`, as the first of a sequence. Opens the tokenizer at the first call.
   Result<std::vector<int64_t>> encode(const std::string& text, bool starts);
 
@@ -131,7 +148,8 @@ class Session {
   Status check_room(int64_t held, int64_t tokens, std::optional<int64_t> max_new_tokens) const;
   Status check_options(const GenerateOptions& options) const;
   Status check_rewind(int64_t tokens) const;
-  Result<std::span<const float>> feed(std::span<const int64_t> tokens);
+  // With `may_stop` it ends early when the session is cancelled.
+  Result<std::span<const float>> feed(std::span<const int64_t> tokens, bool may_stop = false);
   // Feeds a few tokens in one step: logits [tokens, vocab_size] after each.
   Result<std::span<const float>> score(std::span<const int64_t> tokens);
   // What may follow `context`, whose newest token was not fed yet: at most as many as fit and can be taken back.
@@ -146,6 +164,7 @@ class Session {
   std::optional<Tokenizer> tokenizer_;
   std::optional<Detokenizer> detokenizer_;
   std::vector<float> logits_;
+  std::unique_ptr<std::atomic<bool>> cancelled_ = std::make_unique<std::atomic<bool>>(false);
   int64_t length_ = 0;
   int64_t max_len_ever_ = 0;          // the most tokens held since position 0: a rewind's limit depends on it
   std::optional<int64_t> pending_;  // the newest token given out, while nothing was fed since and it ended nothing
