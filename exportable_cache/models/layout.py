@@ -23,7 +23,7 @@ from ..cache.layout import (
 from ..cache.policies import CrossPolicy, RingPolicy
 from ..errors import InputError, UnsupportedModelError
 from .config_sizes import check_sizes
-from .support import BIASED_BY_SLOT, LONGEST, REFUSED_MODELS, REFUSED_OPTIONS, WITHOUT_CACHE
+from .support import BIASED_BY_SLOT, LONGEST, NEEDED_OPTIONS, REFUSED_MODELS, REFUSED_OPTIONS, WITHOUT_CACHE
 from .without_weights import ask_without_weights, model_without_weights
 
 if TYPE_CHECKING:
@@ -52,6 +52,11 @@ def check_model_type(config: PreTrainedConfig) -> None:
     for field, (types, reason) in REFUSED_OPTIONS.items():
         if config.model_type in types and getattr(config.get_text_config(decoder=True), field, False):
             raise UnsupportedModelError(f"{config.model_type!r} with {field}=True cannot have a static cache: {reason}")
+    for field, (types, reason) in NEEDED_OPTIONS.items():
+        if config.model_type in types and not getattr(config, field, False):
+            raise UnsupportedModelError(
+                f"{config.model_type!r} with {field}=False cannot have a static cache: {reason}"
+            )
 
 
 def layer_types_and_windows(config: PreTrainedConfig) -> list[tuple[str, int | None]]:

@@ -28,7 +28,6 @@ WITHOUT_CACHE = {
     "musicgen_decoder": "it takes a token of each codebook at every step, where a session feeds one",
     "musicgen_melody": "it takes a token of each codebook at every step, where a session feeds one",
     "musicgen_melody_decoder": "it takes a token of each codebook at every step, where a session feeds one",
-    "openai-gpt": "it keeps nothing between steps and takes every token at every step",
     "reformer": "it keeps hashed buckets and hidden states, ReformerDynamicCache",
     "rwkv": "it keeps its state in a list of its own, the argument `state`",
     "dia": "it takes a token of each codebook at every step, where a session feeds one",
@@ -43,7 +42,6 @@ WITHOUT_CACHE = {
         "the prompt ended"
     ),
     "voxtral_realtime": "it takes a piece of sound beside every token",
-    "xlm": "it keeps its keys and values in a dict of its own, the argument `cache`",
     "xlnet": "it keeps hidden states, the argument `mems`, and takes a dummy token with each step",
     "xlstm": "it keeps its state in a cache class of its own, xLSTMCache",
 }
@@ -53,6 +51,14 @@ REFUSED_OPTIONS = {
     "alibi": (("falcon",), "its position bias is sized by the tokens seen, not by the cache's slots"),
     "use_bidirectional_attention": (
         ("gemma3", "gemma3_text"),
+        "its tokens see later ones, so it does not generate step by step",
+    ),
+}
+
+#: Config fields without which no static cache fits a model: field -> (model types, reason).
+NEEDED_OPTIONS = {
+    "causal": (
+        ("xlm",),
         "its tokens see later ones, so it does not generate step by step",
     ),
 }

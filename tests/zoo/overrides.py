@@ -62,6 +62,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10_000.0, "clip_qkv": 8.0},
         "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    # Its default is a masked language model; those that generate are causal.
+    "xlm": {"causal": True},
     "xlstm": {"chunk_size": 64},
     "qwen4_exp_text": {
         "indexer_n_heads": 16,

@@ -6,13 +6,18 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import AttentionInterface
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
+from ...cache.attention.functions import matmul_attention
 from ...cache.attention.masks import position_mask
+from ...cache.attention.names import ATTENTION_NAMES
+from ...common.compat.transformers import attention_implementation
 from ...cache.layers import CacheLayer
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import PreTrainedConfig
 
 
 def over_our_cache(replacement: Callable) -> Callable[[Callable], Callable]:
@@ -79,3 +84,12 @@ def step_mask(layer: Any, hidden_states: torch.Tensor, window: int | None = None
         dtype=hidden_states.dtype,
         device=hidden_states.device,
     )
+
+
+def attention_function(config: PreTrainedConfig) -> Callable:
+    """The attention function of ours or of a target that a model is switched to, the portable one under any other name.
+
+    For models whose own code knows no attention functions.
+    """
+    name = attention_implementation(config) or ""
+    return AttentionInterface()[name] if name.startswith(ATTENTION_NAMES[0]) else matmul_attention
