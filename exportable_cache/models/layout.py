@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import get_layer_types_and_kwargs
+from transformers.cache_utils import LinearAttentionLayer, get_layer_types_and_kwargs
 
 from ..cache.layers import LinearLayer, StateShape
 from ..cache.layout import (
@@ -23,7 +23,15 @@ from ..cache.layout import (
 from ..cache.policies import CrossPolicy, RingPolicy
 from ..errors import InputError, UnsupportedModelError
 from .config_sizes import check_sizes
-from .support import BIASED_BY_SLOT, LONGEST, NEEDED_OPTIONS, REFUSED_MODELS, REFUSED_OPTIONS, WITHOUT_CACHE
+from .support import (
+    BIASED_BY_SLOT,
+    LONGEST,
+    NEEDED_OPTIONS,
+    REFUSED_MODELS,
+    REFUSED_OPTIONS,
+    STATES_OF_LAYERS,
+    WITHOUT_CACHE,
+)
 from .without_weights import ask_without_weights, model_without_weights
 
 if TYPE_CHECKING:
@@ -69,6 +77,8 @@ def layer_types_and_windows(config: PreTrainedConfig) -> list[tuple[str, int | N
     if getattr(config, "is_encoder_decoder", False):
         return _decoder_layer_types(config)
     types, options = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+    if config.model_type in STATES_OF_LAYERS:
+        types = ["linear_attention"] * len(types)
     for index, layer_type in enumerate(types):
         if layer_type not in SUPPORTED_LAYER_TYPES:
             raise UnsupportedModelError(
@@ -185,6 +195,12 @@ class ProbeCache(DynamicCache):
     """What a model is given to see what it keeps. Patched layers that know no cache upstream write to it as well."""
 
     is_probe = True
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config=config)
+        states = STATES_OF_LAYERS.get(config.model_type)
+        if states is not None:
+            self.layers = [LinearAttentionLayer(number_of_states=states) for _ in self.layers]
 
 
 def layout_from_model(model: PreTrainedModel) -> tuple[list[LayerLayout], torch.dtype, torch.device]:

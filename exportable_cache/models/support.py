@@ -4,12 +4,7 @@ from __future__ import annotations
 
 #: Models whose own code is wrong with any cache of fixed size, so that ours would be silently wrong with them.
 REFUSED_MODELS = {
-    "gemma4_unified": (
-        "it looks up pictures in its mask by an offset that it takes for a number; its text model, "
-        "gemma4_unified_text, has one"
-    ),
     "kosmos_2_text_model": "its attention mask covers the tokens of a step, not the cache's slots",
-    "moshi": "its attention mask leaves out the sliding window",
     "prophetnet": "its attention sizes its own position bias",
     "qwen4_exp_text": "its indexer looks at as many blocks of keys as are complete",
     "qwen4_exp": "its indexer looks at as many blocks of keys as are complete",
@@ -29,7 +24,6 @@ WITHOUT_CACHE = {
     "musicgen_melody": "it takes a token of each codebook at every step, where a session feeds one",
     "musicgen_melody_decoder": "it takes a token of each codebook at every step, where a session feeds one",
     "reformer": "it keeps hashed buckets and hidden states, ReformerDynamicCache",
-    "rwkv": "it keeps its state in a list of its own, the argument `state`",
     "dia": "it takes a token of each codebook at every step, where a session feeds one",
     "fsmt": "it makes its causal mask for training alone, and its position table grows with what was seen",
     "kyutai_speech_to_text": "it takes a token of each codebook at every step, where a session feeds one",
@@ -43,8 +37,13 @@ WITHOUT_CACHE = {
     ),
     "voxtral_realtime": "it takes a piece of sound beside every token",
     "xlnet": "it keeps hidden states, the argument `mems`, and takes a dummy token with each step",
-    "xlstm": "it keeps its state in a cache class of its own, xLSTMCache",
 }
+
+#: Models whose configs do not say that their layers keep states: model type -> states of each layer.
+STATES_OF_LAYERS = {"rwkv": 2, "xlstm": 3}
+
+#: Models that take no cache of transformers: without one of ours they take every token at every step.
+WITHOUT_DYNAMIC_CACHE = ("minimax", "openai-gpt", "rwkv", "xlm", "xlstm")
 
 #: Config fields that make a model one that no static cache fits: field -> (model types, reason).
 REFUSED_OPTIONS = {

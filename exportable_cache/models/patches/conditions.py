@@ -29,7 +29,7 @@ def over_our_cache(replacement: Callable) -> Callable[[Callable], Callable]:
 
     def patch(original: Callable) -> Callable:
         def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            cache = kwargs.get("past_key_values", kwargs.get("layer_past"))
+            cache = kwargs.get("past_key_values", kwargs.get("layer_past", kwargs.get("cache_params")))
             if getattr(cache, "is_probe", False) or any(
                 isinstance(layer, CacheLayer) for layer in getattr(cache, "layers", ())
             ):
@@ -93,3 +93,11 @@ def attention_function(config: PreTrainedConfig) -> Callable:
     """
     name = attention_implementation(config) or ""
     return AttentionInterface()[name] if name.startswith(ATTENTION_NAMES[0]) else matmul_attention
+
+
+def kept_hidden_states(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
+    """What of [batch, length, hidden] the head is for: the last `logits_to_keep`, all for 0, or those at its indices."""
+    if isinstance(logits_to_keep, torch.Tensor):
+        return hidden_states[:, logits_to_keep]
+    # A step may be shorter than any number but 1.
+    return hidden_states[:, -logits_to_keep:] if logits_to_keep else hidden_states

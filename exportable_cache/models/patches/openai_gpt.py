@@ -12,7 +12,7 @@ import torch
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import CausalLMOutput
 
-from .conditions import attention_function, over_our_cache
+from .conditions import attention_function, kept_hidden_states, over_our_cache
 from .patch import Patch
 
 if TYPE_CHECKING:
@@ -32,14 +32,6 @@ def _step(
     positions = torch.arange(hidden_states.shape[1], device=hidden_states.device) + start
     positions = positions.reshape(-1, hidden_states.shape[1])
     return positions, create_causal_mask(self.config, hidden_states, attention_mask, cache, positions)
-
-
-def _kept(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
-    """What of [batch, length, hidden] the head is for: the last `logits_to_keep`, all for 0, or those at its indices."""
-    if isinstance(logits_to_keep, torch.Tensor):
-        return hidden_states[:, logits_to_keep]
-    # A step may be shorter than any number but 1.
-    return hidden_states[:, -logits_to_keep:] if logits_to_keep else hidden_states
 
 
 def _split_heads(heads: int, *mixed: torch.Tensor) -> list[torch.Tensor]:
@@ -77,7 +69,7 @@ def _gpt(
         output = attention.c_proj(output.reshape(hidden_states.shape))
         hidden_states = block.ln_1(hidden_states + output)
         hidden_states = block.ln_2(hidden_states + block.mlp(hidden_states))
-    return CausalLMOutput(logits=self.lm_head(_kept(hidden_states, logits_to_keep)))
+    return CausalLMOutput(logits=self.lm_head(kept_hidden_states(hidden_states, logits_to_keep)))
 
 
 def _xlm(
@@ -107,14 +99,15 @@ def _xlm(
     attend = attention_function(self.config)
     for index, attention in enumerate(model.attentions):
         query, key, value = _split_heads(
-            attention.n_heads, *(linear(hidden_states) for linear in (attention.q_lin, attention.k_lin, attention.v_lin))
+            attention.n_heads,
+            *(linear(hidden_states) for linear in (attention.q_lin, attention.k_lin, attention.v_lin)),
         )
         key, value = past_key_values.update(key, value, index)
         output, _ = attend(attention, query, key, value, mask, scaling=attention.head_dim**-0.5)
         output = attention.out_lin(output.reshape(hidden_states.shape))
         hidden_states = model.layer_norm1[index](hidden_states + output)
         hidden_states = model.layer_norm2[index](hidden_states + model.ffns[index](hidden_states))
-    return CausalLMOutput(logits=self.pred_layer(_kept(hidden_states, logits_to_keep))[0])
+    return CausalLMOutput(logits=self.pred_layer(kept_hidden_states(hidden_states, logits_to_keep))[0])
 
 
 PATCHES = {
@@ -124,7 +117,10 @@ PATCHES = {
             "OpenAIGPTLMHeadModel.forward",
             over_our_cache(_gpt),
             "it takes every token at every step",
-            digests=("30d908d83c52daf9", "83d1290d0b315add",),
+            digests=(
+                "30d908d83c52daf9",
+                "83d1290d0b315add",
+            ),
             source="OpenAIGPTLMHeadModel OpenAIGPTModel Block MLP Attention",
         ),
     ),
@@ -134,7 +130,10 @@ PATCHES = {
             "XLMWithLMHeadModel.forward",
             over_our_cache(_xlm),
             "it takes every token at every step, and a cache as another argument",
-            digests=("9154282c41355d80", "3f864dd028bdefd5",),
+            digests=(
+                "9154282c41355d80",
+                "3f864dd028bdefd5",
+            ),
             source="XLMWithLMHeadModel XLMModel MultiHeadAttention",
         ),
     ),

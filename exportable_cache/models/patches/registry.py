@@ -27,11 +27,14 @@ from . import (
     openai_gpt,
     own_attention,
     position_tables,
+    prepared_masks,
     recurrent_gemma,
     rotary,
+    rwkv,
     selective_scan,
     speech,
     state_space,
+    xlstm,
     xmod,
 )
 from .patch import ORIGINAL
@@ -55,11 +58,14 @@ _FAMILIES = (
     openai_gpt,
     own_attention,
     position_tables,
+    prepared_masks,
     recurrent_gemma,
     rotary,
+    rwkv,
     selective_scan,
     speech,
     state_space,
+    xlstm,
     xmod,
 )
 
