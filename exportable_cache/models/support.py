@@ -42,8 +42,19 @@ WITHOUT_CACHE = {
 #: Models whose configs do not say that their layers keep states: model type -> states of each layer.
 STATES_OF_LAYERS = {"rwkv": 2, "xlstm": 3}
 
-#: Models that take no cache of transformers: without one of ours they take every token at every step.
-WITHOUT_DYNAMIC_CACHE = ("minimax", "openai-gpt", "rwkv", "xlm", "xlstm")
+#: Models that take no cache of transformers, and what their own state is called, as an argument and in an output; None
+#: of one that takes every token at every step.
+WITHOUT_DYNAMIC_CACHE = {
+    "minimax": "past_key_values",
+    "openai-gpt": None,
+    "rwkv": "state",
+    "xlm": None,
+    "xlstm": "cache_params",
+}
+
+#: Models whose tokens see past their window as long as they come in one call: another length, another model. Over a
+#: cache of ours a window is a window, as it is upstream token by token.
+SEEING_PAST_WINDOW = ("moshi",)
 
 #: Config fields that make a model one that no static cache fits: field -> (model types, reason).
 REFUSED_OPTIONS = {

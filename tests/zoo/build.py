@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from exportable_cache.models.encoder import encoder_of
+from exportable_cache.models.support import SEEING_PAST_WINDOW
 from exportable_cache.program.inputs.encoder import encode_method
 from exportable_cache.verification.references.encoder_decoder import random_inputs
 
@@ -120,11 +121,12 @@ def cached_logits(
     if not names:
         raise TypeError(f"{type(model).__name__} takes no transformers cache")
     start, rows = 0, []
-    for count in (prompt, *[1] * STEPS):
+    first = [1] * prompt if model.config.model_type in SEEING_PAST_WINDOW else [prompt]
+    for count in (*first, *[1] * STEPS):
         given = {names[0]: cache, **positions_of(model, start, count)}
         rows.append(forward(model, ids[:, start : start + count], encoding, use_cache=True, **given)[-1])
         start += count
-    return torch.stack(rows)
+    return torch.stack(rows[len(first) - 1 :])
 
 
 @torch.no_grad()

@@ -64,7 +64,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     # Its default is a masked language model; those that generate are causal.
     "xlm": {"causal": True},
-    "xlstm": {"chunk_size": 64},
+    # Of 64 it would make its own cache for heads that it does not have.
+    "xlstm": {"chunk_size": 64, "hidden_size": 128, "embedding_dim": 128},
     "qwen4_exp_text": {
         "indexer_n_heads": 16,
         "indexer_kv_heads": 1,

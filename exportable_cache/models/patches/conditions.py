@@ -12,8 +12,8 @@ from transformers.masking_utils import causal_mask_function, sliding_window_caus
 from ...cache.attention.functions import matmul_attention
 from ...cache.attention.masks import position_mask
 from ...cache.attention.names import ATTENTION_NAMES
-from ...common.compat.transformers import attention_implementation
 from ...cache.layers import CacheLayer
+from ...common.compat.transformers import attention_implementation
 
 if TYPE_CHECKING:
     from torch import nn
@@ -96,7 +96,7 @@ def attention_function(config: PreTrainedConfig) -> Callable:
 
 
 def kept_hidden_states(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
-    """What of [batch, length, hidden] the head is for: the last `logits_to_keep`, all for 0, or those at its indices."""
+    """What of [batch, length, hidden] the head is for: the last `logits_to_keep`, all for 0, or those it names."""
     if isinstance(logits_to_keep, torch.Tensor):
         return hidden_states[:, logits_to_keep]
     # A step may be shorter than any number but 1.

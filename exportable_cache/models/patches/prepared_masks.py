@@ -89,7 +89,10 @@ PATCHES = {
             "Gemma4UnifiedModel.forward",
             over_our_cache(_masks_of_text),
             "it looks up pictures in its mask by an offset that it takes for a number",
-            digests=("57d696e75d14b3cd", "726fdf5de4ce009d",),
+            digests=(
+                "57d696e75d14b3cd",
+                "726fdf5de4ce009d",
+            ),
         ),
     ),
     "moshi": (
@@ -98,7 +101,10 @@ PATCHES = {
             "MoshiModel.forward",
             over_our_cache(_mask_with_window),
             "its attention mask leaves out the sliding window",
-            digests=("f7fccb74c229ebd8", "f803dd08c01a124c",),
+            digests=(
+                "f7fccb74c229ebd8",
+                "f803dd08c01a124c",
+            ),
         ),
     ),
 }

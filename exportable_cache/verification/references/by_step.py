@@ -11,8 +11,10 @@ from transformers import DynamicCache
 
 from ...cache.attention.implementation import attention_of
 from ...models.layout import cache_argument, vocab_size_of
+from ...models.support import SEEING_PAST_WINDOW
 from ...program.program import takes_positions
 from .encoder_decoder import decoder_of
+from .own_state import check_plain_cache, logits_of_itself, takes_no_cache
 from .rounding import RoundingCache
 from .sinks import evicting_cache
 
@@ -44,9 +46,14 @@ def logits_by_step(
             for position in range(prompt, ids.shape[1]):
                 yield decoder(ids[:, position : position + 1])
         return
+    if takes_no_cache(model):
+        check_plain_cache(model, attention_sinks=sinks, kv_dtype=storage)
+        yield from logits_of_itself(model, ids, prompt)
+        return
     plain = DynamicCache if storage is None else partial(RoundingCache, storage)
     cache = plain(config=model.config) if sinks is None else evicting_cache(model.config, sinks, plain)
-    chunk = _REFERENCE_CHUNK if sinks is None else 1
+    one_by_one = sinks is not None or model.config.model_type in SEEING_PAST_WINDOW
+    chunk = 1 if one_by_one else _REFERENCE_CHUNK
     argument, explicit = cache_argument(model), takes_positions(model)
 
     def logits(start: int, end: int) -> torch.Tensor:
