@@ -6,8 +6,6 @@ from __future__ import annotations
 REFUSED_MODELS = {
     "kosmos_2_text_model": "its attention mask covers the tokens of a step, not the cache's slots",
     "prophetnet": "its attention sizes its own position bias",
-    "qwen4_exp_text": "its indexer looks at as many blocks of keys as are complete",
-    "qwen4_exp": "its indexer looks at as many blocks of keys as are complete",
 }
 
 #: Models that leave no room for a cache of ours, and what they do instead.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AttentionInterface
+from transformers import AttentionInterface, Cache
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 from ...cache.attention.functions import matmul_attention
@@ -30,6 +30,8 @@ def over_our_cache(replacement: Callable) -> Callable[[Callable], Callable]:
     def patch(original: Callable) -> Callable:
         def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             cache = kwargs.get("past_key_values", kwargs.get("layer_past", kwargs.get("cache_params")))
+            if cache is None:
+                cache = next((one for one in args if isinstance(one, Cache)), None)
             if getattr(cache, "is_probe", False) or any(
                 isinstance(layer, CacheLayer) for layer in getattr(cache, "layers", ())
             ):
