@@ -5,7 +5,6 @@ from __future__ import annotations
 #: Models whose own code is wrong with any cache of fixed size, so that ours would be silently wrong with them.
 REFUSED_MODELS = {
     "kosmos_2_text_model": "its attention mask covers the tokens of a step, not the cache's slots",
-    "prophetnet": "its attention sizes its own position bias",
 }
 
 #: Models that leave no room for a cache of ours, and what they do instead.
@@ -50,9 +49,12 @@ WITHOUT_DYNAMIC_CACHE = {
     "xlstm": "cache_params",
 }
 
-#: Models whose tokens see past their window as long as they come in one call: another length, another model. Over a
-#: cache of ours a window is a window, as it is upstream token by token.
-SEEING_PAST_WINDOW = ("moshi",)
+#: Models whose original is right where tokens come one by one, and another model where several come in one call, and
+#: what that does. Over a cache of ours they are what they are token by token, however many come.
+RIGHT_BY_TOKEN = {
+    "moshi": "tokens of one call see past the window",
+    "prophetnet": "position biases of the predicting stream are mixed up among the tokens of one call",
+}
 
 #: Config fields that make a model one that no static cache fits: field -> (model types, reason).
 REFUSED_OPTIONS = {

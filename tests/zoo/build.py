@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from exportable_cache.models.encoder import encoder_of
-from exportable_cache.models.support import SEEING_PAST_WINDOW
+from exportable_cache.models.support import RIGHT_BY_TOKEN
 from exportable_cache.program.inputs.encoder import encode_method
 from exportable_cache.verification.references.encoder_decoder import random_inputs
 
@@ -121,7 +121,7 @@ def cached_logits(
     if not names:
         raise TypeError(f"{type(model).__name__} takes no transformers cache")
     start, rows = 0, []
-    first = [1] * prompt if model.config.model_type in SEEING_PAST_WINDOW else [prompt]
+    first = [1] * prompt if model.config.model_type in RIGHT_BY_TOKEN else [prompt]
     for count in (*first, *[1] * STEPS):
         given = {names[0]: cache, **positions_of(model, start, count)}
         rows.append(forward(model, ids[:, start : start + count], encoding, use_cache=True, **given)[-1])

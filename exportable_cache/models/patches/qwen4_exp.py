@@ -1,8 +1,8 @@
 """Qwen4 Exp: its indexer looks at as many blocks of keys as are complete, and its n-grams at tokens seen before.
 
-Slots are positions, so block `b` is the slots from `b * ratio` on. An indexer key is kept with the cosines and sines of
-its token, as a block is rotated by those of its first one. Tokens are kept as their distance from the end-of-text token,
-which stands for what comes before the first: zeros, as every state begins with.
+Slots are positions, so block `b` is the slots from `b * ratio` on. An indexer key is kept with the cosines and sines
+of its token, as a block is rotated by those of its first one. Tokens are kept as their distance from the end-of-text
+token, which stands for what comes before the first: zeros, as every state begins with.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def _indexer(
     visible = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
     complete = visible[:, 0].sum(dim=-1, dtype=torch.int64)[..., None] // ratio
     is_complete = torch.arange(blocks, device=scores.device) < complete
-    # More columns, so that there are always enough to choose from.
-    scores = F.pad(scores.masked_fill(~is_complete, float("-inf")), (0, self.block_topk), value=float("-inf"))
+    # Scores are not negative. More columns, so that there are always enough to choose from.
+    scores = F.pad(torch.where(is_complete, scores, -1.0), (0, self.block_topk), value=-1.0)
     chosen = scores.topk(self.block_topk, dim=-1).indices
     is_chosen = torch.zeros_like(scores).scatter(-1, chosen, 1.0).narrow(-1, 0, blocks)
     # What lies behind the complete blocks is seen, as far as the mask lets it.
@@ -71,7 +71,7 @@ def _indexer(
 
 
 def _ngrams(self: nn.Module, input_ids: torch.Tensor, past_key_values: Any, *, original: Callable) -> torch.Tensor:
-    """Embeddings of the hashed n-grams that end at each token, [batch, length, dim]; none reaches over an end of text."""
+    """Embeddings of the hashed n-grams that end at each token, [batch, length, dim]; none spans an end of text."""
     length, end = input_ids.shape[1], self.eos_token_id
     history = past_key_values.update_conv_state(
         input_ids.long() - end, self.layer_idx, state_idx=_TOKENS, conv_kernel_size=self.context_len

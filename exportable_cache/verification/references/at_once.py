@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from ...cache.attention.implementation import attention_of
 from ...models.layout import cache_argument
 from ...models.quantized_rows import QuantizedRows
-from ...models.support import SEEING_PAST_WINDOW
+from ...models.support import RIGHT_BY_TOKEN
 from ...program.program import takes_positions
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def logits_of_beginnings(
     found: dict[int, torch.Tensor] = {}
     ids = ids.to(model.device)
     with attention_of(model, "eager"), QuantizedRows():
-        chunk = 1 if model.config.model_type in SEEING_PAST_WINDOW else _CHUNK
+        chunk = 1 if model.config.model_type in RIGHT_BY_TOKEN else _CHUNK
         for start in range(0, ids.shape[1], chunk):
             end = min(start + chunk, ids.shape[1])
             positions = [position for position in kept if start <= position < end]

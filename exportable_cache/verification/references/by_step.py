@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from ...cache.attention.implementation import attention_of
 from ...models.layout import cache_argument, vocab_size_of
-from ...models.support import SEEING_PAST_WINDOW
+from ...models.support import RIGHT_BY_TOKEN
 from ...program.program import takes_positions
 from .encoder_decoder import decoder_of
 from .own_state import check_plain_cache, logits_of_itself, takes_no_cache
@@ -42,7 +42,9 @@ def logits_by_step(
     if encoder_inputs is not None:
         with attention_of(model, "eager"):
             decoder = decoder_of(model, encoder_inputs)
-            yield decoder(ids[:, :prompt]).clone()
+            for piece in ids[:, :prompt].split(1 if model.config.model_type in RIGHT_BY_TOKEN else prompt, dim=1):
+                logits = decoder(piece)
+            yield logits.clone()
             for position in range(prompt, ids.shape[1]):
                 yield decoder(ids[:, position : position + 1])
         return
@@ -52,11 +54,11 @@ def logits_by_step(
         return
     plain = DynamicCache if storage is None else partial(RoundingCache, storage)
     cache = plain(config=model.config) if sinks is None else evicting_cache(model.config, sinks, plain)
-    one_by_one = sinks is not None or model.config.model_type in SEEING_PAST_WINDOW
+    one_by_one = sinks is not None or model.config.model_type in RIGHT_BY_TOKEN
     chunk = 1 if one_by_one else _REFERENCE_CHUNK
     argument, explicit = cache_argument(model), takes_positions(model)
 
-    def logits(start: int, end: int) -> torch.Tensor:
+    def logits_of(start: int, end: int) -> torch.Tensor:
         options: dict[str, Any] = {argument: cache}
         if explicit:
             options["position_ids"] = torch.arange(start, end, device=ids.device).expand(ids.shape[0], -1)
@@ -64,10 +66,10 @@ def logits_by_step(
 
     with attention_of(model, "eager"):
         for start in range(0, prompt, chunk):
-            last = logits(start, min(start + chunk, prompt))
+            last = logits_of(start, min(start + chunk, prompt))
         yield last.clone()
         for position in range(prompt, ids.shape[1]):
-            yield logits(position, position + 1)
+            yield logits_of(position, position + 1)
 
 
 @torch.no_grad()
