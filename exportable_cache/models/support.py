@@ -22,7 +22,6 @@ WITHOUT_CACHE = {
     "musicgen_melody_decoder": "it takes a token of each codebook at every step, where a session feeds one",
     "reformer": "it keeps hashed buckets and hidden states, ReformerDynamicCache",
     "dia": "it takes a token of each codebook at every step, where a session feeds one",
-    "fsmt": "it makes its causal mask for training alone, and its position table grows with what was seen",
     "kyutai_speech_to_text": "it takes a token of each codebook at every step, where a session feeds one",
     "udop": (
         "its encoder takes the place of every token on a page, `bbox`, beside the token, where a session's takes "
@@ -52,6 +51,7 @@ WITHOUT_DYNAMIC_CACHE = {
 #: Models whose original is right where tokens come one by one, and another model where several come in one call, and
 #: what that does. Over a cache of ours they are what they are token by token, however many come.
 RIGHT_BY_TOKEN = {
+    "fsmt": "tokens of one call see each other in both directions",
     "moshi": "tokens of one call see past the window",
     "prophetnet": "position biases of the predicting stream are mixed up among the tokens of one call",
 }
