@@ -84,39 +84,36 @@ def _encoder(
 def _local_attention(self: nn.Module, hidden_states: torch.Tensor, is_real: torch.Tensor) -> torch.Tensor:
     """Blocks of half a window, each over itself and its two neighbours.
 
+    Rows are looked up, not cut out: a tracer would ask how many of them are left.
+
     Args:
         hidden_states: [batch, length, hidden].
         is_real: bool [batch, length], False on padding.
     """
     reach, length = self.one_sided_attn_window_size, hidden_states.shape[1]
-    blocks = (length + reach - 1) // reach
+    # One more than are needed: never a single one, which tracers take for a size of its own.
+    blocks = length // reach + 2
     # [batch, heads, length, dim]
     query, key, value = (
         linear(hidden_states).reshape(*hidden_states.shape[:2], self.num_heads, self.head_dim).transpose(1, 2)
         for linear in (self.query, self.key, self.value)
     )
-    query = F.pad(query, (0, 0, 0, reach)).narrow(2, 0, blocks * reach)
-    query = query.reshape(*query.shape[:2], blocks, reach, self.head_dim) / self.head_dim**0.5
-    key, value = (_with_neighbours(one, blocks, reach) for one in (key, value))
-    is_key = _with_neighbours(is_real.to(query.dtype)[:, None, :, None], blocks, reach)[..., 0] > 0
-    at = torch.arange(3 * reach, device=query.device)
-    distance = at[None, :] - reach - at[:reach, None]
-    seen = is_key[:, :, :, None, :] & (distance.abs() <= reach)
-    mask = torch.where(seen, 0.0, torch.finfo(query.dtype).min)
-    weights = torch.softmax((torch.matmul(query, key.transpose(-1, -2)) + mask).float(), dim=-1).to(query.dtype)
-    output = torch.matmul(weights, value).reshape(*query.shape[:2], blocks * reach, self.head_dim)
-    output = output.narrow(2, 0, length).transpose(1, 2).reshape(hidden_states.shape)
-    return output * is_real[:, :, None].to(output.dtype)
-
-
-def _with_neighbours(rows: torch.Tensor, blocks: int, size: int) -> torch.Tensor:
-    """[batch, heads, length, dim] -> [batch, heads, blocks, 3 * size, dim], zeros beyond both ends."""
-    padded = F.pad(rows, (0, 0, size, 2 * size))
-    pieces = [
-        padded.narrow(2, shift * size, blocks * size).reshape(*rows.shape[:2], blocks, size, rows.shape[3])
-        for shift in range(3)
-    ]
-    return torch.cat(pieces, dim=3)
+    within = torch.arange(3 * reach, device=query.device) - reach
+    token = torch.arange(blocks, device=query.device)[:, None] * reach + within[None, reach : 2 * reach]
+    other = torch.arange(blocks, device=query.device)[:, None] * reach + within
+    query, key, value = (
+        one.index_select(2, at.reshape(-1).clamp(0, length - 1)).reshape(*one.shape[:2], blocks, -1, self.head_dim)
+        for one, at in ((query, token), (key, other), (value, other))
+    )
+    is_key = is_real.index_select(1, other.reshape(-1).clamp(0, length - 1)).reshape(-1, blocks, 3 * reach)
+    is_key = is_key & (other >= 0) & (other < length)
+    seen = is_key[:, :, None] & ((token[:, :, None] - other[:, None]).abs() <= reach)
+    mask = torch.where(seen, 0.0, torch.finfo(query.dtype).min)[:, None]
+    scores = torch.matmul(query / self.head_dim**0.5, key.transpose(-1, -2)) + mask
+    output = torch.matmul(torch.softmax(scores.float(), dim=-1).to(query.dtype), value)
+    output = output.reshape(*query.shape[:2], -1, self.head_dim)
+    output = output.index_select(2, torch.arange(length, device=query.device)).transpose(1, 2)
+    return output.reshape(hidden_states.shape) * is_real[:, :, None].to(output.dtype)
 
 
 PATCHES = {
