@@ -102,17 +102,15 @@ def _local_attention(self: nn.Module, hidden_states: torch.Tensor, is_real: torc
     token = torch.arange(blocks, device=query.device)[:, None] * reach + within[None, reach : 2 * reach]
     other = torch.arange(blocks, device=query.device)[:, None] * reach + within
     query, key, value = (
-        one.index_select(2, at.reshape(-1).clamp(0, length - 1)).reshape(*one.shape[:2], blocks, -1, self.head_dim)
-        for one, at in ((query, token), (key, other), (value, other))
+        one[:, :, at.clamp(0, length - 1)] for one, at in ((query, token), (key, other), (value, other))
     )
-    is_key = is_real.index_select(1, other.reshape(-1).clamp(0, length - 1)).reshape(-1, blocks, 3 * reach)
-    is_key = is_key & (other >= 0) & (other < length)
+    is_key = is_real[:, other.clamp(0, length - 1)] & (other >= 0) & (other < length)
     seen = is_key[:, :, None] & ((token[:, :, None] - other[:, None]).abs() <= reach)
     mask = torch.where(seen, 0.0, torch.finfo(query.dtype).min)[:, None]
     scores = torch.matmul(query / self.head_dim**0.5, key.transpose(-1, -2)) + mask
     output = torch.matmul(torch.softmax(scores.float(), dim=-1).to(query.dtype), value)
-    output = output.reshape(*query.shape[:2], -1, self.head_dim)
-    output = output.index_select(2, torch.arange(length, device=query.device)).transpose(1, 2)
+    at = torch.arange(length, device=query.device)
+    output = output[:, :, at // reach, at % reach].transpose(1, 2)
     return output.reshape(hidden_states.shape) * is_real[:, :, None].to(output.dtype)
 
 

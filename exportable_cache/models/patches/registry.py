@@ -40,6 +40,7 @@ from . import (
     state_space,
     xlstm,
     xmod,
+    zaya,
 )
 from .patch import ORIGINAL
 
@@ -75,6 +76,7 @@ _FAMILIES = (
     state_space,
     xlstm,
     xmod,
+    zaya,
 )
 
 #: Model type -> its patches.
