@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 #: Models whose own code is wrong with any cache of fixed size, so that ours would be silently wrong with them.
-REFUSED_MODELS = {
-    "kosmos_2_text_model": "its attention mask covers the tokens of a step, not the cache's slots",
-}
+REFUSED_MODELS = {}
 
 #: Models that leave no room for a cache of ours, and what they do instead.
 WITHOUT_CACHE = {

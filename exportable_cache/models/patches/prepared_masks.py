@@ -1,4 +1,4 @@
-"""Gemma 4 unified and Moshi: they make masks that a static cache cannot use, or leave the window out of one."""
+"""Gemma 4 unified, Kosmos-2 and Moshi: they make masks that a static cache cannot use, or leave the window out."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from ...errors import UnsupportedModelError
 from .conditions import over_our_cache
@@ -82,6 +83,40 @@ def _mask_with_window(
     )
 
 
+def _kosmos_text(
+    self: nn.Module,
+    input_ids: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
+    image_embeds: torch.Tensor | None = None,
+    image_embeds_position_mask: torch.Tensor | None = None,
+    *,
+    past_key_values: Any,
+    inputs_embeds: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+    original: Callable,
+    **kwargs: Any,
+) -> BaseModelOutputWithPastAndCrossAttentions:
+    """Positions count from behind the padding index, tokens of padding left out; the mask covers the slots."""
+    table, past = self.embed_positions, past_key_values.get_seq_length()
+    if position_ids is None and inputs_embeds is None:
+        position_ids = table.create_position_ids_from_input_ids(input_ids, table.padding_idx, past)
+    elif position_ids is None:
+        position_ids = table.create_position_ids_from_inputs_embeds(inputs_embeds, past, table.padding_idx)
+    hidden_states = self.forward_embedding(
+        input_ids=input_ids,
+        inputs_embeds=inputs_embeds,
+        image_embeds=image_embeds,
+        img_input_mask=image_embeds_position_mask,
+        position_ids=position_ids,
+    )
+    mask = create_causal_mask(self.config, hidden_states, attention_mask, past_key_values)
+    for layer in self.layers:
+        hidden_states = layer(hidden_states, mask, past_key_values=past_key_values, use_cache=True)
+    return BaseModelOutputWithPastAndCrossAttentions(
+        last_hidden_state=self.layer_norm(hidden_states), past_key_values=past_key_values
+    )
+
+
 PATCHES = {
     "gemma4_unified": (
         Patch(
@@ -92,6 +127,18 @@ PATCHES = {
             digests=(
                 "57d696e75d14b3cd",
                 "726fdf5de4ce009d",
+            ),
+        ),
+    ),
+    "kosmos_2_text_model": (
+        Patch(
+            "kosmos2.modeling_kosmos2",
+            "Kosmos2TextTransformer.forward",
+            over_our_cache(_kosmos_text),
+            "its attention mask covers the tokens of a step, not the cache's slots",
+            digests=(
+                "29ece5e06bfbf7e0",
+                "2c332000029f17b9",
             ),
         ),
     ),
