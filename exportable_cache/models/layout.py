@@ -27,7 +27,6 @@ from .support import (
     BIASED_BY_SLOT,
     LONGEST,
     NEEDED_OPTIONS,
-    REFUSED_MODELS,
     REFUSED_OPTIONS,
     STATES_OF_LAYERS,
     WITHOUT_CACHE,
@@ -43,16 +42,11 @@ _UNLIKE_FIELDS = ("kv_lora_rank", "kv_channels", "attn_config")
 
 
 def check_model_type(config: PreTrainedConfig) -> None:
-    """Refuse the models of `refusals`, before anything of theirs runs.
+    """Refuse the models of `support`, before anything of theirs runs.
 
     Raises:
         UnsupportedModelError: With what the model does that no cache here fits.
     """
-    if config.model_type in REFUSED_MODELS:
-        raise UnsupportedModelError(
-            f"{config.model_type!r} is wrong with any static cache: {REFUSED_MODELS[config.model_type]}; use "
-            "DynamicCache"
-        )
     if config.model_type in WITHOUT_CACHE:
         raise UnsupportedModelError(
             f"{config.model_type!r} has no place for a static cache: {WITHOUT_CACHE[config.model_type]}"

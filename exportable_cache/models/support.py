@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-#: Models whose own code is wrong with any cache of fixed size, so that ours would be silently wrong with them.
-REFUSED_MODELS = {}
-
 #: Models that leave no room for a cache of ours, and what they do instead.
 WITHOUT_CACHE = {
     "blip": "it takes a picture at every step, which its text decoder attends to by cross-attention",
