@@ -230,7 +230,8 @@ def layout_from_model(model: PreTrainedModel) -> tuple[list[LayerLayout], torch.
 
 def _layout_of(index: int, model: PreTrainedModel, layer: Any, layer_type: str, window: int | None) -> LayerLayout:
     """What one layer of a `DynamicCache` holds after a token."""
-    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+    # Unlimited OCR keeps its prompt apart.
+    keys, values = (getattr(layer, f"prefill_{name}", getattr(layer, name, None)) for name in ("keys", "values"))
     conv, recurrent = _state_shapes(layer, "conv_states", model.dtype), _state_shapes(layer, "recurrent_states", None)
     if layer_type in KEY_TYPES + HYBRID_TYPES and not isinstance(keys, torch.Tensor):
         raise UnsupportedModelError(

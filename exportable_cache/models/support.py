@@ -22,10 +22,6 @@ WITHOUT_CACHE = {
         "its encoder takes the place of every token on a page, `bbox`, beside the token, where a session's takes "
         "one input"
     ),
-    "unlimited_ocr": (
-        "it keeps every token of the prompt and a window of what follows, and a step does not know where "
-        "the prompt ended"
-    ),
     "voxtral_realtime": "it takes a piece of sound beside every token",
     "xlnet": "it keeps hidden states, the argument `mems`, and takes a dummy token with each step",
 }

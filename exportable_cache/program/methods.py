@@ -189,10 +189,13 @@ def method_for(methods: Mapping[str, ProgramMethod], size: int, end: int, scores
     return min(able, key=lambda method: (method.kv_read_len or math.inf, method.max_length)).name
 
 
-def chunk_sizes(methods: Mapping[str, ProgramMethod], length: int) -> list[int]:
+def chunk_sizes(methods: Mapping[str, ProgramMethod], length: int, keeps_prompt: bool = False) -> list[int]:
     """How many tokens of a prompt of `length` go through each step.
 
     Long prompts go through in chunks of the longest method; what is left and too short for any goes token by token.
+
+    Args:
+        keeps_prompt: Whether a token that comes alone ends the prompt, see `SlotPolicy.keeps_prompt`.
     """
     anywhere = [
         method for method in methods.values() if method.is_step and not method.scores and method.kv_read_len is None
@@ -200,6 +203,8 @@ def chunk_sizes(methods: Mapping[str, ProgramMethod], length: int) -> list[int]:
     longest = max(method.max_length for method in anywhere)
     whole, rest = divmod(length, longest)
     chunks = [longest] * whole
+    if rest == 1 and whole and keeps_prompt:
+        return [*chunks[1:], longest - 1, 2]
     if rest:
         chunks += [rest] if any(method.serves(rest, length) for method in anywhere) else [1] * rest
     return chunks

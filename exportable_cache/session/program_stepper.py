@@ -100,7 +100,8 @@ class ProgramStepper:
     def chunk_sizes(self, length: int, by_ids: bool = True) -> list[int]:
         """How many tokens of a prompt of `length` go through each step."""
         methods = self.runner.methods
-        return chunk_sizes({name: methods[name] for name in methods if methods[name].takes_ids is by_ids}, length)
+        methods = {name: methods[name] for name in methods if methods[name].takes_ids is by_ids}
+        return chunk_sizes(methods, length, any(layer.policy.keeps_prompt for layer in self.layers))
 
     def check_room(self, rows: TokenRows, max_new_tokens: int | None = None, anew: bool = False) -> None:
         """Refuse a prompt that does not fit, or not with what is to be generated after it.

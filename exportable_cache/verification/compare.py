@@ -77,7 +77,8 @@ def compare(
     encode = session.runner.methods.get("encode")
     seen = _Seen(progress, 2 * sum(1 + steps for _, steps in plan))
     # Of the others, a reference is one of single steps.
-    alone = sinks is None and storage is None and encode is None
+    of_prompt = any(layer.policy.keeps_prompt for layer in session.layers)
+    alone = sinks is None and storage is None and encode is None and not of_prompt
     at_once = alone and is_large(model) and not takes_no_cache(model)
     if at_once:
         sequence = random_text(session, max(length + steps for length, steps in plan), generator)

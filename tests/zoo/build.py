@@ -153,7 +153,12 @@ def spread(
         moved["encoder input"] = _gap(expected, uncached_logits(model, ids[:, :6], turned)[-1])
     if _has_window(model.config.get_text_config(decoder=True)):
         wide = tiny_model(architecture, window=4 * WINDOW)
-        moved["window"] = _gap(uncached_logits(model, ids, inputs)[-1], uncached_logits(wide, ids, inputs)[-1])
+        if "reference_sliding_attention" in model.config.get_text_config(decoder=True).layer_types:
+            # No window hides a prompt, which all tokens of one call are.
+            last = [cached_logits(one, ids, 6, inputs)[-1] for one in (model, wide)]
+        else:
+            last = [uncached_logits(one, ids, inputs)[-1] for one in (model, wide)]
+        moved["window"] = _gap(*last)
     return moved
 
 

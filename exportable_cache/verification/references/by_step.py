@@ -54,6 +54,10 @@ def logits_by_step(
         return
     plain = DynamicCache if storage is None else partial(RoundingCache, storage)
     cache = plain(config=model.config) if sinks is None else evicting_cache(model.config, sinks, plain)
+    for layer in cache.layers:
+        if hasattr(layer, "set_prefill_length"):
+            # The prompt comes in pieces (Unlimited OCR).
+            layer.set_prefill_length(prompt)
     one_by_one = sinks is not None or model.config.model_type in RIGHT_BY_TOKEN
     chunk = 1 if one_by_one else _REFERENCE_CHUNK
     argument, explicit = cache_argument(model), takes_positions(model)
