@@ -159,7 +159,7 @@ def checked_prefill_chunk(cache: ExportableCache, prefill_chunk: int | None) -> 
     """The longest chunk of a prompt: the given one, or the default.
 
     Raises:
-        InputError: If it is not positive or exceeds what the cache holds.
+        InputError: If it is not positive or exceeds what the cache holds, or the model cannot do with so few.
     """
     limit = cache.max_length
     if prefill_chunk is None:
@@ -167,6 +167,11 @@ def checked_prefill_chunk(cache: ExportableCache, prefill_chunk: int | None) -> 
     if prefill_chunk < 1 or (limit is not None and prefill_chunk > limit):
         allowed = "at least 1" if limit is None else f"1 to {limit}, the tokens the cache holds"
         raise InputError(f"prefill_chunk is {prefill_chunk}; it must be {allowed}")
+    if prefill_chunk < 3 and any(layer.policy.keeps_prompt for layer in cache.layers):
+        raise InputError(
+            f"prefill_chunk is {prefill_chunk}; this model keeps its prompt whole, and a step of one token ends it, so "
+            "it must be at least 3"
+        )
     return prefill_chunk
 
 
@@ -203,7 +208,8 @@ def chunk_sizes(methods: Mapping[str, ProgramMethod], length: int, keeps_prompt:
     longest = max(method.max_length for method in anywhere)
     whole, rest = divmod(length, longest)
     chunks = [longest] * whole
-    if rest == 1 and whole and keeps_prompt:
+    if rest == 1 and whole and keeps_prompt and any(method.serves(2, length) for method in anywhere):
+        # Of 3 tokens at least, see `checked_prefill_chunk`.
         return [*chunks[1:], longest - 1, 2]
     if rest:
         chunks += [rest] if any(method.serves(rest, length) for method in anywhere) else [1] * rest

@@ -62,6 +62,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10_000.0, "clip_qkv": 8.0},
         "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    # Its weights are halved once more for each so many layers.
+    "rwkv": {"rescale_every": 1},
     # Its default is a masked language model; those that generate are causal.
     "xlm": {"causal": True},
     # Of 64 it would make its own cache for heads that it does not have.

@@ -15,10 +15,16 @@ class PromptLayer(CacheLayer):
     """Keys and values under a `PromptPolicy`, and the length of the prompt, int64 [batch_size].
 
     A prompt is what a row begins with: its first step, and those of several tokens that go on from there. A step of one
-    token ends it, so that no graph has to be told. Zero is the right start, and a row at position 0 begins anew.
+    token ends it, so that no graph has to be told. Zero is the right start, and a row at position 0 begins anew. So
+    sessions feed no part of a prompt as one token (`program.methods.chunk_sizes`), keep rows equally long
+    (`program.row_lengths`) and take nothing back (`PromptPolicy.max_rollback`).
     """
 
     prompt_length: torch.Tensor
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]
+        return False
 
     def declare(self) -> dict[str, StateTensor]:
         return {**super().declare(), "prompt_length": StateTensor("batch_size", dtype=torch.int64)}

@@ -27,6 +27,7 @@ class PromptPolicy(SlotPolicy, kind="prompt"):
 
     is_sliding = False
     keeps_prompt = True
+    forgetting = "where the prompt ended is not kept for shorter texts"
 
     def __post_init__(self) -> None:
         check_count(self.capacity, "capacity of a prompt policy", 1)
@@ -37,4 +38,5 @@ class PromptPolicy(SlotPolicy, kind="prompt"):
         return self.capacity
 
     def max_rollback(self, length: int, max_len_ever: int) -> int:
-        return length
+        # The end of the prompt would stand behind what is left of it.
+        return 0

@@ -127,12 +127,23 @@ def patch_model(model: nn.Module) -> list[str]:
                     f"{name} has a function {function!r}, which is wrong with a static cache, and no patch for the "
                     f"types {', '.join(sorted(model_types(model)))}; add one to models/patches, or use DynamicCache"
                 )
+    labels |= prepare_model(model)
+    return sorted(labels - {""})
+
+
+def prepare_model(model: nn.Module) -> set[str]:
+    """Set on the modules of a model what they need. Calling it again changes nothing.
+
+    Returns:
+        Labels of what was set.
+    """
+    labels = set()
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and module.config.model_type in PREPARATIONS:
             label, prepare = PREPARATIONS[module.config.model_type]
             prepare(module)
             labels.add(label)
-    return sorted(labels - {""})
+    return labels
 
 
 def patch_types(types: Iterable[str]) -> None:

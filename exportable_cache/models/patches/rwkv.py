@@ -33,8 +33,6 @@ def _rwkv(
 ) -> Any:
     """RWKV-4 (arXiv:2305.13048): per layer two token shifts and the sums of its weighted mean."""
     model = self.rwkv
-    if model.training == model.layers_are_rescaled:
-        model._rescale_layers()
     hidden_states = model.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
     rescale_every = self.config.rescale_every if model.layers_are_rescaled else 0
     for index, block in enumerate(model.blocks):
@@ -81,6 +79,13 @@ def _before(hidden_states: torch.Tensor, cache: Any, layer: int, shift: int) -> 
     return F.pad(joined, (1 + length - joined.shape[2], 0)).narrow(2, 0, length).transpose(1, 2)
 
 
+def _rescaled(model: nn.Module) -> None:
+    """Halve its weights as its own first step in eval mode does, before a step is traced or weights are rounded."""
+    for module in model.modules():
+        if hasattr(module, "layers_are_rescaled") and module.training == module.layers_are_rescaled:
+            module._rescale_layers()
+
+
 PATCHES = {
     "rwkv": (
         Patch(
@@ -99,3 +104,4 @@ PATCHES = {
         ),
     )
 }
+PREPARATIONS = {"rwkv": ("", _rescaled)}
