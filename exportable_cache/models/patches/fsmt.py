@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -12,12 +12,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 from .conditions import over_our_cache, step_mask
 from .patch import Patch
 
-if TYPE_CHECKING:
-    from torch import nn
-
 
 def _decoder(
-    self: nn.Module,
+    self: Any,
     input_ids: torch.Tensor,
     encoder_hidden_states: torch.Tensor,
     encoder_padding_mask: torch.Tensor | None,

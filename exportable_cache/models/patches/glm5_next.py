@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from .conditions import only_traced
 from .patch import Patch
 
-if TYPE_CHECKING:
-    from torch import nn
-
 
 def _all_pools(
-    self: nn.Module, packed_states: torch.Tensor, *, original: Callable
+    self: Any, packed_states: torch.Tensor, *, original: Callable
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Every pool of the slots, whether its tokens are there or not: what is asked of them takes the valid ones alone.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -12,11 +12,8 @@ from .conditions import only_traced
 from .experts import mix_experts
 from .patch import Patch
 
-if TYPE_CHECKING:
-    from torch import nn
 
-
-def _routed(router: nn.Module, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _routed(router: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Which experts each token chose, one-hot [tokens, k, experts], the weight of each choice [tokens, k], and logits.
 
     Args:
@@ -28,7 +25,7 @@ def _routed(router: nn.Module, tokens: torch.Tensor) -> tuple[torch.Tensor, torc
     return F.one_hot(indices, router.num_experts).to(gates.dtype), gates, logits
 
 
-def _feed_forward(self: nn.Module, layer_input: torch.Tensor, *, original: Callable) -> torch.Tensor:
+def _feed_forward(self: Any, layer_input: torch.Tensor, *, original: Callable) -> torch.Tensor:
     tokens = layer_input.reshape(-1, layer_input.shape[-1])
     chosen, gates, _ = _routed(self.router, tokens)
 
@@ -42,7 +39,7 @@ def _feed_forward(self: nn.Module, layer_input: torch.Tensor, *, original: Calla
 
 
 def _queries(
-    self: nn.Module, layer_input: torch.Tensor, *, original: Callable
+    self: Any, layer_input: torch.Tensor, *, original: Callable
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
     """A query of each chosen expert, [batch, length, k, hidden], the router's logits, and the choice."""
     tokens = layer_input.reshape(-1, layer_input.shape[-1])
@@ -55,7 +52,7 @@ def _queries(
 
 
 def _outputs(
-    self: nn.Module,
+    self: Any,
     layer_input: torch.Tensor,
     topo_info: tuple[torch.Tensor, torch.Tensor],
     *,

@@ -6,7 +6,7 @@ Over a cache of ours both are run layer by layer: positions and masks from the c
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers.masking_utils import create_causal_mask
@@ -15,13 +15,10 @@ from transformers.modeling_outputs import CausalLMOutput
 from .conditions import attention_function, kept_hidden_states, over_our_cache
 from .patch import Patch
 
-if TYPE_CHECKING:
-    from torch import nn
-
 
 def _step(
-    self: nn.Module, hidden_states: torch.Tensor, cache: Any, attention_mask: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    self: Any, hidden_states: torch.Tensor, cache: Any, attention_mask: torch.Tensor | None
+) -> tuple[torch.Tensor, Any]:
     """Positions [batch, length] of a step's tokens and their mask [batch, 1, length, slots].
 
     Args:
@@ -40,7 +37,7 @@ def _split_heads(heads: int, *mixed: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _gpt(
-    self: nn.Module,
+    self: Any,
     input_ids: torch.Tensor | None = None,
     attention_mask: torch.Tensor | None = None,
     token_type_ids: torch.Tensor | None = None,
@@ -73,7 +70,7 @@ def _gpt(
 
 
 def _xlm(
-    self: nn.Module,
+    self: Any,
     input_ids: torch.Tensor | None = None,
     attention_mask: torch.Tensor | None = None,
     langs: torch.Tensor | None = None,

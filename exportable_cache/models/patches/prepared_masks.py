@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
@@ -13,18 +13,15 @@ from ...errors import UnsupportedModelError
 from .conditions import over_our_cache
 from .patch import Patch
 
-if TYPE_CHECKING:
-    from torch import nn
 
-
-def _like(self: nn.Module, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> torch.Tensor:
+def _like(self: Any, input_ids: Any, inputs_embeds: torch.Tensor | None) -> torch.Tensor:
     """[batch, length, 0]: of embeddings a mask has the first two sizes, the dtype and the device."""
     tokens = input_ids if inputs_embeds is None else inputs_embeds
     return torch.empty(*tokens.shape[:2], 0, dtype=self.dtype, device=tokens.device)
 
 
 def _masks_of_text(
-    self: nn.Module,
+    self: Any,
     input_ids: torch.Tensor | None = None,
     *args: Any,
     attention_mask: Any = None,
@@ -64,9 +61,9 @@ def _masks_of_text(
 
 
 def _mask_with_window(
-    self: nn.Module,
+    self: Any,
     input_ids: torch.Tensor | None = None,
-    attention_mask: torch.Tensor | None = None,
+    attention_mask: Any = None,
     *args: Any,
     inputs_embeds: torch.Tensor | None = None,
     past_key_values: Any = None,
@@ -84,7 +81,7 @@ def _mask_with_window(
 
 
 def _kosmos_text(
-    self: nn.Module,
+    self: Any,
     input_ids: torch.Tensor | None = None,
     attention_mask: torch.Tensor | None = None,
     image_embeds: torch.Tensor | None = None,

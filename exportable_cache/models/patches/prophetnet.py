@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import EncoderDecoderCache
@@ -12,9 +12,6 @@ from transformers.masking_utils import create_causal_mask
 
 from .conditions import over_our_cache
 from .patch import Patch
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 class _Bias(NamedTuple):
@@ -31,7 +28,7 @@ class _Bias(NamedTuple):
 
 
 def _decoder(
-    self: nn.Module,
+    self: Any,
     input_ids: torch.Tensor | None = None,
     attention_mask: torch.Tensor | None = None,
     encoder_hidden_states: torch.Tensor | None = None,
@@ -88,7 +85,7 @@ def _decoder(
     )
 
 
-def _bias(self: nn.Module, embeds: torch.Tensor, cache: Any, positions: torch.Tensor, mask: torch.Tensor) -> _Bias:
+def _bias(self: Any, embeds: torch.Tensor, cache: Any, positions: torch.Tensor, mask: Any) -> _Bias:
     """Args: mask: Causal, additive, [batch, 1, length, slots]."""
     slots, offset = cache.get_mask_sizes(positions.shape[1], 0)
     keys = torch.arange(slots, device=embeds.device) + offset
@@ -114,7 +111,7 @@ def _bias(self: nn.Module, embeds: torch.Tensor, cache: Any, positions: torch.Te
     return _Bias(torch.stack(buckets, dim=1)[:, None], torch.stack(masks, dim=2))
 
 
-def _attention(self: nn.Module, hidden_states: torch.Tensor, cache: Any, bias: _Bias) -> torch.Tensor:
+def _attention(self: Any, hidden_states: torch.Tensor, cache: Any, bias: _Bias) -> torch.Tensor:
     batch_size, streams = hidden_states.shape[0], 1 + self.ngram
     # [batch, heads, streams, length, dim]
     query, key, value = (

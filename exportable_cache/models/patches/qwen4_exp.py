@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -18,15 +18,12 @@ from torch.nn import functional as F
 from .conditions import over_our_cache
 from .patch import Patch
 
-if TYPE_CHECKING:
-    from torch import nn
-
 # Numbers of the convolution states of a layer, as upstream has them.
 _TOKENS = 2
 
 
 def _indexer(
-    self: nn.Module,
+    self: Any,
     hidden_states: torch.Tensor,
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
     attention_mask: torch.Tensor,
@@ -70,7 +67,7 @@ def _indexer(
     return (F.pad(seen, (0, 1), value=1.0).index_select(-1, slot // ratio) > 0)[:, None]
 
 
-def _ngrams(self: nn.Module, input_ids: torch.Tensor, past_key_values: Any, *, original: Callable) -> torch.Tensor:
+def _ngrams(self: Any, input_ids: torch.Tensor, past_key_values: Any, *, original: Callable) -> torch.Tensor:
     """Embeddings of the hashed n-grams that end at each token, [batch, length, dim]; none spans an end of text."""
     length, end = input_ids.shape[1], self.eos_token_id
     history = past_key_values.update_conv_state(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -13,15 +13,12 @@ from ..scans import weighted_values
 from .conditions import kept_hidden_states, over_our_cache
 from .patch import Patch
 
-if TYPE_CHECKING:
-    from torch import nn
-
 # Numbers of the token shifts in the cache: inputs of the newest token, as a convolution of two takes them.
 _ATTENTION, _FEED_FORWARD = 0, 1
 
 
 def _rwkv(
-    self: nn.Module,
+    self: Any,
     input_ids: torch.Tensor | None = None,
     attention_mask: torch.Tensor | None = None,
     inputs_embeds: torch.Tensor | None = None,
@@ -46,7 +43,7 @@ def _rwkv(
     return sys.modules[type(self).__module__].RwkvCausalLMOutput(logits=logits)
 
 
-def _time_mixing(self: nn.Module, hidden_states: torch.Tensor, cache: Any) -> torch.Tensor:
+def _time_mixing(self: Any, hidden_states: torch.Tensor, cache: Any) -> torch.Tensor:
     before = _before(hidden_states, cache, self.layer_id, _ATTENTION)
     key, value, receptance = (
         linear(hidden_states * mix + before * (1 - mix))
@@ -64,7 +61,7 @@ def _time_mixing(self: nn.Module, hidden_states: torch.Tensor, cache: Any) -> to
     return self.output(torch.sigmoid(receptance) * mean.to(key.dtype))
 
 
-def _channel_mixing(self: nn.Module, hidden_states: torch.Tensor, cache: Any) -> torch.Tensor:
+def _channel_mixing(self: Any, hidden_states: torch.Tensor, cache: Any) -> torch.Tensor:
     before = _before(hidden_states, cache, self.layer_id, _FEED_FORWARD)
     key = self.key(hidden_states * self.time_mix_key + before * (1 - self.time_mix_key))
     receptance = self.receptance(hidden_states * self.time_mix_receptance + before * (1 - self.time_mix_receptance))
@@ -79,7 +76,7 @@ def _before(hidden_states: torch.Tensor, cache: Any, layer: int, shift: int) -> 
     return F.pad(joined, (1 + length - joined.shape[2], 0)).narrow(2, 0, length).transpose(1, 2)
 
 
-def _rescaled(model: nn.Module) -> None:
+def _rescaled(model: Any) -> None:
     """Halve its weights as its own first step in eval mode does, before a step is traced or weights are rounded."""
     for module in model.modules():
         if hasattr(module, "layers_are_rescaled") and module.training == module.layers_are_rescaled:

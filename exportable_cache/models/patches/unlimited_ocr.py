@@ -9,22 +9,24 @@ import torch
 from transformers.masking_utils import create_causal_mask
 
 from ...cache.layers import PromptLayer
+from ...cache.policies import PromptPolicy
 from .patch import Patch
 
 
 def _reference_mask(original: Callable) -> Callable:
     def create_reference_sliding_window_causal_mask(*args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get("past_key_values")
-        layers = [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, PromptLayer)]
-        if not layers:
+        numbered = enumerate(getattr(cache, "layers", ()))
+        index, layer = next((one for one in numbered if isinstance(one[1], PromptLayer)), (0, None))
+        if layer is None:
             return original(*args, **kwargs)
-        prompt = layers[0].prompt_after(kwargs["inputs_embeds"].shape[1])
-        window = layers[0].policy.window
+        prompt, policy = layer.prompt_after(kwargs["inputs_embeds"].shape[1]), layer.policy
+        assert isinstance(policy, PromptPolicy)
 
         def seen(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-            return (key < prompt[batch]) | (key > query - window)
+            return (key < prompt[batch]) | (key > query - policy.window)
 
-        return create_causal_mask(**kwargs, and_mask_function=seen, layer_idx=cache.layers.index(layers[0]))
+        return create_causal_mask(**kwargs, and_mask_function=seen, layer_idx=index)
 
     return create_reference_sliding_window_causal_mask
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -13,12 +13,9 @@ from ..scans.matrix_memory import MemoryState
 from .conditions import over_our_cache
 from .patch import Patch
 
-if TYPE_CHECKING:
-    from torch import nn
-
 
 def _xlstm(
-    self: nn.Module,
+    self: Any,
     input_ids: torch.Tensor | None = None,
     inputs_embeds: torch.Tensor | None = None,
     cache_params: Any = None,
@@ -37,7 +34,7 @@ def _xlstm(
     return output(last_hidden_state=self.out_norm(hidden_states), cache_params=cache_params)
 
 
-def _memory_layer(self: nn.Module, hidden_states: torch.Tensor, index: int, cache: Any) -> torch.Tensor:
+def _memory_layer(self: Any, hidden_states: torch.Tensor, index: int, cache: Any) -> torch.Tensor:
     """Upstream's `xLSTMLayer`, in float32 where its chunks are computed in `autocast_kernel_dtype`."""
     config = self.config
     length = hidden_states.shape[1]
@@ -58,8 +55,8 @@ def _memory_layer(self: nn.Module, hidden_states: torch.Tensor, index: int, cach
         shape = (*query.shape[:2], query.shape[3])
         zeros = query.new_zeros(shape, dtype=torch.float32)
         states = [zeros[..., None].repeat(1, 1, 1, value.shape[3]), zeros, zeros[..., :1]]
-    output, states = matrix_memory(query, key, value, (gates[0], gates[1]), MemoryState(*states), config.eps)
-    for number, state in enumerate(states):
+    output, after = matrix_memory(query, key, value, (gates[0], gates[1]), MemoryState(*states), config.eps)
+    for number, state in enumerate(after):
         cache.update_recurrent_state(state, index, number, tokens=length)
     output = self.multihead_norm(output.to(hidden_states.dtype).transpose(1, 2))
     return self.out_proj(self.ogate_act_fn(gate) * output.reshape(gate.shape))

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .conditions import only_traced
 from .patch import Patch
 
-if TYPE_CHECKING:
-    from torch import nn
-
 
 def _convolved(
-    self: nn.Module,
+    self: Any,
     hidden_states: torch.Tensor,
     past_key_values: Any,
     conv_mask: torch.Tensor | None = None,
