@@ -167,7 +167,7 @@ def checked_prefill_chunk(cache: ExportableCache, prefill_chunk: int | None) -> 
     """The longest chunk of a prompt: the given one, or the default.
 
     Raises:
-        InputError: If it is not positive or exceeds what the cache holds.
+        InputError: If it is not positive or exceeds what the cache holds, or the model cannot do with so few.
     """
     limit = cache.max_length
     if prefill_chunk is None:
@@ -175,6 +175,11 @@ def checked_prefill_chunk(cache: ExportableCache, prefill_chunk: int | None) -> 
     if prefill_chunk < 1 or (limit is not None and prefill_chunk > limit):
         allowed = "at least 1" if limit is None else f"1 to {limit}, the tokens the cache holds"
         raise InputError(f"prefill_chunk is {prefill_chunk}; it must be {allowed}")
+    if prefill_chunk < 3 and any(layer.policy.keeps_prompt for layer in cache.layers):
+        raise InputError(
+            f"prefill_chunk is {prefill_chunk}; this model keeps its prompt whole, and a step of one token ends it, so "
+            "it must be at least 3"
+        )
     return prefill_chunk
 
 
@@ -201,10 +206,13 @@ def method_for(methods: Mapping[str, ProgramMethod], size: int, end: int, scores
     return min(able, key=lambda method: (method.kv_read_len or math.inf, method.max_length)).name
 
 
-def chunk_sizes(methods: Mapping[str, ProgramMethod], length: int) -> list[int]:
+def chunk_sizes(methods: Mapping[str, ProgramMethod], length: int, keeps_prompt: bool = False) -> list[int]:
     """How many tokens of a prompt of `length` go through each step.
 
     Long prompts go through in chunks of the longest method; what is left and too short for any goes token by token.
+
+    Args:
+        keeps_prompt: Whether a token that comes alone ends the prompt, see `SlotPolicy.keeps_prompt`.
     """
     anywhere = [
         method
@@ -214,6 +222,9 @@ def chunk_sizes(methods: Mapping[str, ProgramMethod], length: int) -> list[int]:
     longest = max(method.max_length for method in anywhere)
     whole, rest = divmod(length, longest)
     chunks = [longest] * whole
+    if rest == 1 and whole and keeps_prompt and any(method.serves(2, length) for method in anywhere):
+        # Of 3 tokens at least, see `checked_prefill_chunk`.
+        return [*chunks[1:], longest - 1, 2]
     if rest:
         chunks += [rest] if any(method.serves(rest, length) for method in anywhere) else [1] * rest
     return chunks

@@ -12,7 +12,7 @@ import torch
 from ..backends.base import ChoosesInGraph, state_of
 from ..errors import BundleError
 from ..program.methods import ROPE_DELTAS, chunk_sizes, method_for
-from .checks import check_no_autocast, check_room, check_rows_may_differ
+from .checks import check_no_autocast, check_pieces, check_room, check_rows_may_differ
 from .guard import StepGuard
 from .inputs.image_places import shifted
 from .inputs.stage import Steps
@@ -100,7 +100,13 @@ class ProgramStepper:
     def chunk_sizes(self, length: int, by_ids: bool = True) -> list[int]:
         """How many tokens of a prompt of `length` go through each step."""
         methods = self.runner.methods
-        return chunk_sizes({name: methods[name] for name in methods if methods[name].takes_ids is by_ids}, length)
+        methods = {name: methods[name] for name in methods if methods[name].takes_ids is by_ids}
+        return chunk_sizes(methods, length, self.keeps_prompt)
+
+    @property
+    def keeps_prompt(self) -> bool:
+        """Whether a step of one token ends the prompt, see `SlotPolicy.keeps_prompt`."""
+        return any(layer.policy.keeps_prompt for layer in self.layers)
 
     def check_room(self, rows: TokenRows, max_new_tokens: int | None = None, anew: bool = False) -> None:
         """Refuse a prompt that does not fit, or not with what is to be generated after it.
@@ -141,7 +147,10 @@ class ProgramStepper:
         if placed is not None:
             placed = shifted(placed, before.length, before.images.deltas(before.length))
         start = 0
-        for size in steps.sizes or self.chunk_sizes(steps.fed.shape[1], not steps.fed.is_floating_point()):
+        sizes = steps.sizes or self.chunk_sizes(steps.fed.shape[1], not steps.fed.is_floating_point())
+        if self.keeps_prompt:
+            check_pieces(sizes)
+        for size in sizes:
             chunk = slice(start, start + size)
             further = {name: tensor[..., chunk].contiguous() for name, tensor in steps.further.items()}
             logits = self.step(steps.fed[:, chunk].contiguous(), further, rows)
