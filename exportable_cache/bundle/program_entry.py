@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, field_validator, model_validator
 
 from ..common.tensor_spec import TensorSpec
+from ..program.items import FixedInput, ItemFacts
 from ..program.methods import ProgramMethod
 from ..program.spec import Form, Logits
 from .entries import Entry, names_of
@@ -26,6 +29,29 @@ class Signature(Entry):
     shape: list[int | str]
 
 
+class FixedEntry(Entry):
+    """See `FixedInput`."""
+
+    dtype: str
+    shape: list[int]
+    values: list[int | bool | float]
+
+
+class ItemEntry(Entry):
+    """What a session has to know of the items that a method encodes, see `ItemFacts`."""
+
+    token_id: int
+    fixed: dict[str, FixedEntry] = {}
+    positions: list[list[int]] = []
+    advance: int = 0
+    sees: Literal["", "item", "prompt"] = ""
+
+    def described(self) -> ItemFacts:
+        """The same as a program knows it."""
+        fixed = {name: FixedInput(one.dtype, tuple(one.shape), tuple(one.values)) for name, one in self.fixed.items()}
+        return ItemFacts(self.token_id, fixed, tuple(map(tuple, self.positions)), self.advance, self.sees)
+
+
 class MethodEntry(Entry):
     """One method of the program, see `ProgramMethod`."""
 
@@ -40,6 +66,8 @@ class MethodEntry(Entry):
     outputs: list[Signature]
     # image_grid_thw of every image that it takes.
     grid: tuple[int, int, int] | None = None
+    # Of the items that it encodes; bundles from before have a grid alone.
+    item: ItemEntry | None = None
     # Of what "length" is a multiple.
     multiple: int = Field(default=1, ge=1)
 
@@ -86,6 +114,7 @@ class MethodEntry(Entry):
             self.scores,
             self.grid,
             self.multiple,
+            None if self.item is None else self.item.described(),
         )
 
     @property

@@ -16,6 +16,8 @@ from .spec import ProgramSpec
 
 if TYPE_CHECKING:
     from ..models.cache_factory import ExportableCache
+    from .inputs.probe import Travelling
+    from .items import ItemFacts
 
 DEFAULT_PREFILL_CHUNK = 256
 #: Below this, attention over the slots costs too little beside the weights for a bucket of its own.
@@ -46,6 +48,8 @@ class ProgramMethod:
         multiple: What every size named "length" is a multiple of.
         grid: The `image_grid_thw` (time, height, width, in patches) of every image it takes, where its encoder needs
             one.
+        item: What is to be known of the items that it encodes, where it does.
+        travels: Features beside the embeddings that it takes, where there are any.
     """
 
     name: str
@@ -58,6 +62,8 @@ class ProgramMethod:
     scores: bool = False
     grid: tuple[int, int, int] | None = None
     multiple: int = 1
+    item: ItemFacts | None = None
+    travels: tuple[Travelling, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.inputs:

@@ -22,7 +22,7 @@ from ..models.layout import cache_argument
 from ..models.patches.registry import patch_model
 from ..models.patches.speech import short_masks
 from ..models.scans import longest_step
-from .inputs.deepstack import deepstack_logits, is_stacked
+from .inputs.deepstack import travelling_beside
 from .inputs.encoder import EncodeModule
 from .inputs.encoder_decoder import decoder_arguments, seq2seq_methods
 from .inputs.image_masks import image_masks
@@ -116,10 +116,8 @@ class ProgramModule(nn.Module):
             )
         options[self.cache_argument] = cache
         with longest_step(self.method.max_length), short_masks():
-            if inputs_embeds is not None and is_stacked(self.model, inputs_embeds):
-                logits = deepstack_logits(self.model, options.pop("inputs_embeds"), self.keeps_last, **options)
-            else:
-                kept = {"logits_to_keep": 1} if self.keeps_last else {}
+            kept = {"logits_to_keep": 1} if self.keeps_last else {}
+            with travelling_beside(self.model, self.method.travels, options):
                 logits = self.model(use_cache=True, **options, **kept).logits
         return logits[:, -1] if self.logits is Logits.LAST else logits
 
@@ -240,7 +238,7 @@ class Program:
         # Before the model is run to adapt the cache to it.
         checked_prefill_chunk(cache, spec.prefill_chunk)
         # A target's own operators know causal attention, not images that see themselves.
-        if spec.adapt is not None and not any(modality.sees_itself for modality in self.modalities):
+        if spec.adapt is not None and not any(modality.facts.sees for modality in self.modalities):
             cache = spec.adapt(model, cache)
         self.methods = program_methods(cache, spec.decided(cache))
         zeros = {name: torch.zeros_like(tensor) for name, tensor in cache.named_state()}

@@ -1,18 +1,22 @@
-"""Images that a decoder sees in several layers (Qwen3-VL): features of the vision encoder added behind its first
-layers.
+"""Features that a decoder takes beside the embeddings, such as those that Qwen3-VL adds behind its first layers.
 
-They travel with the embeddings, in one tensor [batch, length, (1 + layers) * hidden_size]: first the embedding, then
-what is added behind each of the first layers, zeros for text. So every chunk of a prompt has its own, and no size
-depends on data.
+They travel with the embeddings, in one tensor [batch, length, hidden_size + further sizes]: first the embedding, then what
+goes beside it, zeros for text. So every chunk of a prompt has its own, and no size depends on data.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from .front import decoder_of
+
 if TYPE_CHECKING:
-    import torch
+    from torch import nn
     from transformers import PreTrainedModel
+
+    from .probe import Travelling
 
 
 class EveryToken:
@@ -24,23 +28,30 @@ class EveryToken:
         return slice(None)
 
 
-def is_stacked(model: PreTrainedModel, embeds: torch.Tensor) -> bool:
-    """Whether `embeds` [..., size] hold features for further layers behind the embedding."""
-    return embeds.shape[-1] != model.config.get_text_config().hidden_size
-
-
-def deepstack_logits(model: PreTrainedModel, embeds: torch.Tensor, keeps_last: bool, **options: Any) -> torch.Tensor:
-    """Logits [batch, 1 or length, vocab] of a decoder's step. The whole model takes no features from outside, its
-    decoder does.
-
-    Args:
-        embeds: [batch, length, (1 + layers) * hidden_size].
-        keeps_last: Of the last token only.
-        **options: Of the decoder, such as position_ids and past_key_values.
+@contextmanager
+def travelling_beside(model: PreTrainedModel, travels: Sequence[Travelling], options: dict[str, Any]) -> Iterator[None]:
+    """Run a block in which the decoder is handed what `options["inputs_embeds"]` holds behind the embeddings; they alone
+    are left there.
     """
-    first, *further = embeds.split(model.config.get_text_config().hidden_size, dim=-1)
-    decoder = model.get_decoder()
-    hidden = decoder(
-        inputs_embeds=first, visual_pos_masks=EveryToken(), deepstack_visual_embeds=further, use_cache=True, **options
-    ).last_hidden_state
-    return model.get_output_embeddings()(hidden[:, -1:] if keeps_last else hidden)
+    if not travels:
+        yield
+        return
+    embeds = options["inputs_embeds"]
+    size = embeds.shape[-1] - sum(each.size for each in travels)
+    options["inputs_embeds"], *further = embeds.split([size, *(each.size for each in travels)], dim=-1)
+    beside: dict[str, Any] = {}
+    for each, features in zip(travels, further, strict=True):
+        if each.layers:
+            beside[each.name] = list(features.chunk(each.layers, dim=-1))
+            beside["visual_pos_masks"] = EveryToken()
+        else:
+            beside[each.name] = features
+
+    def hand_over(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return arguments, {**keywords, **beside}
+
+    handle = decoder_of(model).register_forward_pre_hook(hand_over, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -1,0 +1,154 @@
+"""One picture or sound as an encoder takes it, where the model's config says its shape."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...errors import InputError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+IMAGE, VIDEO, AUDIO = "image", "video", "audio"
+KINDS = (IMAGE, VIDEO, AUDIO)
+#: Arguments of models that hold pixels or samples, of each kind.
+MAIN_INPUTS = {
+    IMAGE: ("pixel_values", "pixel_values_images", "image_pixel_values", "flattened_patches", "image_patches"),
+    VIDEO: ("pixel_values_videos",),
+    AUDIO: ("input_features", "input_values", "audio_input_features", "audio_input_ids"),
+}
+_GRID = "image_grid_thw"
+
+
+def example_of(
+    model: PreTrainedModel, kind: str, image_size: int | Sequence[int] | None = None
+) -> dict[str, torch.Tensor]:
+    """What a processor would give for one item of zeros, by name of the argument.
+
+    Args:
+        kind: One of `KINDS`.
+        image_size: Height and width of every image in pixels, or one number for both, where the config leaves it open.
+
+    Raises:
+        InputError: If the model takes no such items, or `image_size` does not fit.
+        UnsupportedModelError: If the config does not say the shape of an item.
+    """
+    config, names = model.config, inspect.signature(model.forward).parameters
+    if not any(name in names for name in MAIN_INPUTS[kind]):
+        raise InputError(f"{config.model_type!r} takes no {kind}; leave it out of modalities")
+    zeros = {"dtype": model.dtype, "device": model.device}
+    if kind == IMAGE and _GRID in names and hasattr(config, "vision_config"):
+        vision = config.vision_config
+        if hasattr(vision, "patch_size") and hasattr(vision, "spatial_merge_size"):
+            grid = grid_for(config, image_size)
+            patches = grid[0] * grid[1] * grid[2]
+            return {
+                "pixel_values": torch.zeros(patches, patch_values(config), **zeros),
+                _GRID: torch.tensor([grid], device=model.device),
+            }
+    vision, audio = getattr(config, "vision_config", None), getattr(config, "audio_config", None)
+    side = getattr(vision, "image_size", None)
+    if kind == IMAGE and "pixel_values" in names and side is not None:
+        height, width = side if isinstance(side, (list, tuple)) else (side, side)
+        if image_size is not None:
+            raise InputError(
+                f"image_size is {image_size!r}, but {config.model_type!r} takes images of {height} x {width} pixels; "
+                "leave it out"
+            )
+        return {"pixel_values": torch.zeros(1, getattr(vision, "num_channels", 3), height, width, **zeros)}
+    frames, bins = getattr(audio, "max_source_positions", None), getattr(audio, "num_mel_bins", None)
+    if kind == AUDIO and "input_features" in names and frames is not None and bins is not None:
+        given = {"input_features": torch.zeros(1, bins, 2 * frames, **zeros)}
+        for name in ("input_features_mask", "feature_attention_mask"):
+            if name in names:
+                given[name] = torch.ones(1, 2 * frames, dtype=torch.int64, device=model.device)
+        return given
+    raise UnsupportedModelError(
+        f"the config of {config.model_type!r} does not say what its {kind} encoder takes; pass what its processor gives "
+        f"for one item: modalities={{{kind!r}: {{...}}}}"
+    )
+
+
+def checked_example(
+    model: PreTrainedModel, kind: str, given: Mapping[str, Any]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The tensors of an item that differ from one to the next, which are floats, and those that go with every one.
+
+    Args:
+        given: By name, as a processor gives it; what is about text is left out.
+
+    Raises:
+        InputError: If there is no tensor of floats, or the model does not take one of them.
+    """
+    names = inspect.signature(model.forward).parameters
+    tensors = {
+        name: value.to(model.device)
+        for name, value in given.items()
+        if isinstance(value, torch.Tensor)
+        and name not in ("input_ids", "attention_mask")
+        and "token_type_ids" not in name
+    }
+    unknown = [name for name in tensors if name not in names]
+    if unknown:
+        raise InputError(
+            f"{type(model).__name__} takes no {unknown[0]!r}, which the example of {kind} has; leave it out"
+        )
+    floats = {name: value.to(model.dtype) for name, value in tensors.items() if value.is_floating_point()}
+    if not floats:
+        raise InputError(
+            f"the example of {kind} has no pixels or samples; pass what the processor gives (return_tensors='pt')"
+        )
+    return floats, {name: value for name, value in tensors.items() if name not in floats}
+
+
+def grid_for(config: PreTrainedConfig, image_size: int | Sequence[int] | None) -> tuple[int, int, int]:
+    """The grid (time, height, width) in patches of an image of `image_size`: `(1, 32, 32)` for 448 at patches of 14.
+
+    Args:
+        image_size: Height and width in pixels, or one number for both.
+
+    Raises:
+        InputError: If it is missing, or not a multiple of the pixels behind one embedding.
+    """
+    vision = config.vision_config
+    unit = vision.patch_size * vision.spatial_merge_size
+    what = f"a multiple of {unit}, the pixels behind one token of {config.model_type!r}"
+    if image_size is None:
+        raise InputError(
+            f"{config.model_type!r} takes images of any size, a program those of one: pass image_size, height and "
+            f"width in pixels, each {what}, such as image_size=({16 * unit}, {16 * unit})"
+        )
+    sides = (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
+    if len(sides) != 2 or any(
+        not isinstance(side, int) or isinstance(side, bool) or side < 1 or side % unit for side in sides
+    ):
+        raise InputError(f"image_size is {image_size!r}; it must be height and width in pixels, each {what}")
+    return 1, sides[0] // vision.patch_size, sides[1] // vision.patch_size
+
+
+def patch_values(config: PreTrainedConfig) -> int:
+    """Values of one patch in pixel_values [patches, values]."""
+    vision = config.vision_config
+    channels = getattr(vision, "in_channels", getattr(vision, "num_channels", 3))
+    return int(channels * getattr(vision, "temporal_patch_size", 1) * vision.patch_size**2)
+
+
+def placeholder_of(config: PreTrainedConfig, kind: str) -> int:
+    """Id of the token that stands for one embedding in a prompt.
+
+    Raises:
+        UnsupportedModelError: If the config names none.
+    """
+    names = (f"{kind}_token_id", f"{kind}_token_index", "media_placeholder_token_id", f"{kind}_patch_id")
+    for name in names:
+        token = getattr(config, name, None)
+        if isinstance(token, int):
+            return token
+    raise UnsupportedModelError(
+        f"the config of {config.model_type!r} names no token that stands for {kind} in a prompt ({', '.join(names)}): its "
+        "mechanism is another one; leave out modalities to run its text decoder"
+    )

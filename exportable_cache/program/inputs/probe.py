@@ -1,0 +1,286 @@
+"""What pictures or sound do to a model: seen in what it hands its decoder for prompts with one item and with two.
+
+No family is known here. What a prompt with items hands the decoder has to follow, to the number, from embeddings at the
+places of placeholders, positions that are the same for every item, masks of a known kind and features that travel beside
+the embeddings. What does not is refused, with the name of what was not understood.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...errors import UnsupportedModelError
+from .front import handed_to_decoder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+#: What marks a token of each kind where a processor tells them apart.
+MARKS = {"image": 1, "video": 2, "audio": 3}
+# Of the decoder's arguments, those that are no feature of an item, or are looked at by themselves.
+_OWN = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "past_key_values", "use_cache", "labels")
+_PLACES = "visual_pos_masks"
+_TEXT = (61, 83, 71, 97)
+
+
+@dataclass(frozen=True)
+class Travelling:
+    """Features that a decoder takes beside the embeddings, for each token.
+
+    Attributes:
+        name: Of the decoder's argument.
+        layers: Of how many tensors it is a list; 0 for one tensor.
+        size: Numbers per token of all of them.
+    """
+
+    name: str
+    layers: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What follows for a program.
+
+    Attributes:
+        travels: Features beside the embeddings.
+        positions, advance, sees: See `ItemFacts`.
+    """
+
+    travels: tuple[Travelling, ...]
+    positions: tuple[tuple[int, ...], ...]
+    advance: int
+    sees: str
+
+
+def prompt_with(
+    model: PreTrainedModel, kind: str, pieces: Sequence[int], tokens: int, token_id: int, **given: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Arguments of a model for text with items between: `pieces` tokens of text, an item between one and the next."""
+    ids: list[int] = []
+    for index, piece in enumerate(pieces):
+        ids += [token_id] * tokens if index else []
+        ids += [_text_token(model, token_id, len(ids) + offset) for offset in range(piece)]
+    input_ids = torch.tensor([ids], device=model.device)
+    marks = (input_ids == token_id).to(torch.int64)
+    names = inspect.signature(model.forward).parameters
+    found = {"input_ids": input_ids, **given}
+    if "attention_mask" in names:
+        # As a processor gives it: without it some count positions otherwise.
+        found["attention_mask"] = torch.ones_like(input_ids)
+    for name in ("mm_token_type_ids", "token_type_ids"):
+        if name in names:
+            found[name] = marks * (MARKS[kind] if name.startswith("mm") else 1)
+    return found
+
+
+def _text_token(model: PreTrainedModel, token_id: int, index: int) -> int:
+    token = _TEXT[index % len(_TEXT)] + index
+    return token % max(2, model.config.get_text_config().vocab_size) if token != token_id else token_id + 1
+
+
+def probe(
+    model: PreTrainedModel, kind: str, tokens: int, token_id: int, items: Sequence[Mapping[str, torch.Tensor]]
+) -> Probed:
+    """What items of `kind` do to `model`.
+
+    Args:
+        model: In eager attention.
+        tokens: Embeddings of an item.
+        token_id: Of its placeholder.
+        items: What its encoder takes of one, of another, and of both together.
+
+    Raises:
+        UnsupportedModelError: If something is not understood.
+    """
+    single, pair = (2, 3), (3, 2, 4)
+    one = handed_to_decoder(model, **prompt_with(model, kind, single, tokens, token_id, **items[0]))
+    two = handed_to_decoder(model, **prompt_with(model, kind, pair, tokens, token_id, **items[2]))
+    text = handed_to_decoder(model, **prompt_with(model, kind, (5,), tokens, token_id))
+    other = handed_to_decoder(model, **prompt_with(model, kind, single, tokens, token_id, **items[1]))
+    refuse = _Refusal(model.config.model_type, kind)
+    _check_embeddings(model, refuse, [(single, one), (pair, two)], tokens, token_id)
+    travels = _travelling(refuse, one, text, items[0], tokens, single)
+    for name, offset in (("inputs_embeds", None), *((each.name, each) for each in travels)):
+        features = [_features(given, name, offset)[2 : 2 + tokens] for given in (one, other)]
+        both = _features(two, name, offset)
+        found = [both[3 : 3 + tokens], both[5 + tokens : 5 + 2 * tokens]]
+        if not all(torch.allclose(a, b, atol=1e-3, rtol=1e-3) for a, b in zip(features, found)):
+            refuse(f"the {name} of an item depend on what else is in the prompt")
+    positions, advance = _positions(model, refuse, one, two, tokens, (single, pair))
+    sees = {_seen(refuse, given, pieces, tokens, model) for pieces, given in ((single, one), (pair, two))}
+    if len(sees) > 1:
+        refuse("its attention mask changes its rule with the prompt")
+    return Probed(travels, positions, advance, sees.pop())
+
+
+class _Refusal:
+    def __init__(self, model_type: str, kind: str) -> None:
+        self.model_type, self.kind = model_type, kind
+
+    def __call__(self, why: str) -> None:
+        raise UnsupportedModelError(
+            f"{self.model_type!r} does more with {self.kind} than a program knows: {why}; leave out modalities to run its "
+            "text decoder"
+        )
+
+
+def _spans(pieces: Sequence[int], tokens: int) -> list[tuple[int, int]]:
+    found, at = [], pieces[0]
+    for piece in pieces[1:]:
+        found.append((at, at + tokens))
+        at += tokens + piece
+    return found
+
+
+def _check_embeddings(
+    model: PreTrainedModel, refuse: _Refusal, runs: Sequence[tuple[Any, Any]], tokens: int, token_id: int
+) -> None:
+    for pieces, given in runs:
+        ids = prompt_with(model, refuse.kind, pieces, tokens, token_id)["input_ids"]
+        expected = model.get_input_embeddings()(ids)
+        found = given.get("inputs_embeds")
+        if found is None or found.shape[:2] != ids.shape:
+            refuse("its decoder is not given one embedding per token")
+        is_text = ids[0] != token_id
+        if found.shape[-1] != expected.shape[-1] or not torch.allclose(found[0, is_text], expected[0, is_text]):
+            refuse("it changes the embeddings of text")
+
+
+def _features(given: Mapping[str, Any], name: str, travelling: Travelling | None) -> torch.Tensor:
+    """[length, size] of a prompt, zeros for text where only placeholders have them."""
+    value = given[name]
+    if travelling is None or not travelling.layers:
+        return value[0].flatten(1).float()
+    joined = torch.cat([each.reshape(-1, each.shape[-1]) for each in value], dim=-1).float()
+    places = given[_PLACES].reshape(-1)
+    full = joined.new_zeros(places.shape[0], joined.shape[-1])
+    full[places] = joined
+    return full
+
+
+def _travelling(
+    refuse: _Refusal,
+    one: Mapping[str, Any],
+    text: Mapping[str, Any],
+    item: Mapping[str, Any],
+    tokens: int,
+    pieces: Sequence[int],
+) -> tuple[Travelling, ...]:
+    found = []
+    length = sum(pieces) + tokens
+    for name, value in one.items():
+        if name in _OWN or name in item or name == _PLACES:
+            continue
+        if isinstance(value, (list, tuple)) and all(isinstance(each, torch.Tensor) for each in value):
+            if not value:
+                continue
+            if _PLACES not in one or any(each.reshape(-1, each.shape[-1]).shape[0] != tokens for each in value):
+                refuse(f"its decoder takes {name} at no places that are known")
+            found.append(Travelling(name, len(value), sum(each.shape[-1] for each in value)))
+        elif isinstance(value, torch.Tensor):
+            if not value.is_floating_point() or value.shape[:2] != (1, length):
+                refuse(f"its decoder takes {name} {list(value.shape)}")
+            size = value[0, 0].numel()
+            rest = torch.cat([value[0, : pieces[0]], value[0, pieces[0] + tokens :]])
+            if bool((rest != 0).any()):
+                refuse(f"its decoder takes {name} of text too")
+            found.append(Travelling(name, 0, size))
+        elif not isinstance(value, (bool, int, float, str)) or text.get(name) != value:
+            refuse(f"its decoder takes {name}, a {type(value).__name__}")
+    return tuple(found)
+
+
+def _positions(
+    model: PreTrainedModel,
+    refuse: _Refusal,
+    one: Mapping[str, Any],
+    two: Mapping[str, Any],
+    tokens: int,
+    pieces: tuple[Sequence[int], Sequence[int]],
+) -> tuple[tuple[tuple[int, ...], ...], int]:
+    given = one.get("position_ids")
+    if given is None or "position_ids" not in inspect.signature(model.forward).parameters:
+        if given is not None and not _counts_on(given):
+            refuse("it numbers positions of tokens itself")
+        return (), 0
+    if given.dim() == 2:
+        if not _counts_on(given):
+            refuse("its positions do not count on by one")
+        return (), 0
+    start = pieces[0][0]
+    axes = given[:, 0]
+    pattern = axes[:, start : start + tokens] - start
+    advances = axes[:, start + tokens] - start
+    if len(set(advances.tolist())) != 1:
+        refuse("its positions go on differently on each axis")
+    advance = int(advances[0])
+    for split, run in zip(pieces, (one, two)):
+        if not torch.equal(run["position_ids"][:, 0], composed(pattern, advance, split)):
+            refuse("the positions of its tokens depend on more than where an item starts")
+    if advance == tokens and torch.equal(pattern, torch.arange(tokens, device=pattern.device).expand_as(pattern)):
+        # As text counts: every axis alike.
+        return (), 0
+    return tuple(tuple(axis) for axis in pattern.tolist()), advance
+
+
+def composed(pattern: torch.Tensor, advance: int, pieces: Sequence[int]) -> torch.Tensor:
+    """Positions [axes, length] of text with items between, each with positions `pattern` [axes, tokens] from its start."""
+    axes = pattern.shape[0]
+    parts, at = [], 0
+    for index, piece in enumerate(pieces):
+        if index:
+            parts.append(pattern + at)
+            at += advance
+        parts.append(torch.arange(at, at + piece, device=pattern.device).expand(axes, piece))
+        at += piece
+    return torch.cat(parts, dim=1)
+
+
+def _counts_on(positions: torch.Tensor) -> bool:
+    # From 0 or 1: rotary positions are compared with each other only.
+    first = positions[..., :1]
+    steps = torch.arange(positions.shape[-1], device=positions.device)
+    return bool((first <= 1).all()) and bool((positions - first == steps).all())
+
+
+def _seen(
+    refuse: _Refusal, given: Mapping[str, Any], pieces: Sequence[int], tokens: int, model: PreTrainedModel
+) -> str:
+    masks = given.get("attention_mask")
+    if masks is None:
+        return ""
+    config = model.config.get_text_config()
+    by_type = masks if isinstance(masks, Mapping) else {"full_attention": masks}
+    found = set()
+    for kind, mask in by_type.items():
+        if mask is None or (isinstance(mask, torch.Tensor) and mask.dim() == 2 and bool((mask == 1).all())):
+            found.add("")
+            continue
+        if not isinstance(mask, torch.Tensor) or mask.dim() != 4:
+            refuse(f"its decoder takes an attention mask of a kind {type(mask).__name__}")
+        seen = mask[0, 0] if mask.dtype == torch.bool else mask[0, 0] == 0
+        window = getattr(config, "sliding_window", None) if kind == "sliding_attention" else None
+        rules = {name: rule for name, rule in _rules(seen.shape[0], _spans(pieces, tokens), window).items()}
+        name = next((name for name, rule in rules.items() if torch.equal(rule, seen.cpu())), None)
+        if name is None:
+            refuse(f"its mask of {kind} follows no rule that is known")
+        found.add(name)
+    if len(found) > 1:
+        refuse(f"its masks of {', '.join(by_type)} follow different rules")
+    return str(found.pop() or "")
+
+
+def _rules(length: int, spans: Sequence[tuple[int, int]], window: int | None) -> dict[str, torch.Tensor]:
+    query, key = torch.arange(length)[:, None], torch.arange(length)[None]
+    near = torch.ones(length, length, dtype=torch.bool) if window is None else query - key < window
+    causal = key <= query
+    same = torch.zeros(length, length, dtype=torch.bool)
+    for start, end in spans:
+        same[start:end, start:end] = True
+    return {"": causal & near, "item": (causal | same) & near, "prompt": near}
