@@ -206,7 +206,7 @@ def front_module(
 ) -> nn.Module:
     """The module of a method that is no step: an encoder, or the embedding table."""
     if method.name == "embed":
-        return EmbedModule(model, method.outputs[0].shape[-1])
+        return EmbedModule(model, method.outputs[0].shape[-1], modalities[0].travels)
     for modality in modalities:
         if method.name == modality.method.name:
             return FeaturesModule(model, modality)

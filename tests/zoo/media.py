@@ -33,7 +33,7 @@ from transformers import DynamicCache, PreTrainedModel
 from exportable_cache import ExportableCache, Session
 from exportable_cache.backends import backend_for
 from exportable_cache.models.layout import vocab_size_of
-from exportable_cache.program.inputs.modality import Modality, modalities_of
+from exportable_cache.program.inputs.modality import Modality, joined_items, modalities_of
 from exportable_cache.program.inputs.probe import prompt_with
 from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
@@ -42,7 +42,7 @@ from ..support.sessions import describe
 from .architectures import Architecture, architectures
 from .build import tiny_model
 from .check import TOLERANCE, Outcome, _outcome_of, write_json
-from .media_items import TOWERS, item, kinds_of, joined
+from .media_items import TOWERS, axis_of, item, kinds_of
 from .media_table import write_media_table
 from .overrides import OVERRIDES
 from .shrink import FIRST_TOKEN, VOCAB
@@ -53,7 +53,6 @@ TARGETS = ("eager", "pt2", "executorch")
 LIMITS = {"eager": 200, "pt2": 400, "executorch": 600}
 STEPS = 12
 #: Text tokens around items: one item, two, and one behind a chunk of text.
-_MASKED_STEPS = ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")
 PROMPTS = ((2, 3), (3, 2, 5), (18, 2))
 
 
@@ -130,11 +129,15 @@ def _prompt(
     model: PreTrainedModel, modality: Modality, example: dict[str, torch.Tensor], pieces: tuple[int, ...]
 ) -> dict[str, torch.Tensor]:
     items = [item(model, modality.kind, seed) for seed in range(1, len(pieces))]
-    given = prompt_with(model, modality.kind, pieces, modality.tokens, modality.token_id, **joined(model, items))
+    together = joined_items(items, axis_of(model))
+    given = prompt_with(model, modality.kind, pieces, modality.tokens, modality.token_id, **together)
     random = torch.randint(
         FIRST_TOKEN, VOCAB, given["input_ids"].shape, generator=torch.Generator().manual_seed(sum(pieces))
     )
-    given["input_ids"] = torch.where(given["input_ids"] == modality.token_id, given["input_ids"], random)
+    # Special tokens stay: placeholders, and what stands around items.
+    given["input_ids"] = torch.where(given["input_ids"] < FIRST_TOKEN, given["input_ids"], random)
+    if modality.facts.sees == "prompt":
+        given["token_type_ids"] = torch.zeros_like(given["input_ids"])
     return given
 
 
@@ -147,11 +150,8 @@ def reference(model: PreTrainedModel, inputs: dict[str, torch.Tensor], following
             module.rope_deltas = None
     cache = DynamicCache(config=model.config.get_text_config())
     rows = [model(**inputs, past_key_values=cache, use_cache=True).logits[:, -1]]
-    length = inputs["input_ids"].shape[1]
     for position in range(following.shape[1]):
         given = {"input_ids": following[:, position : position + 1]}
-        if model.config.model_type in _MASKED_STEPS:
-            given["attention_mask"] = torch.ones(1, length + position + 1, dtype=torch.int64)
         rows.append(model(**given, past_key_values=cache, use_cache=True).logits[:, -1])
     return torch.stack(rows, dim=1)
 

@@ -139,6 +139,12 @@ def _merged(kind: str) -> Callable[[PreTrainedModel], Item]:
 
 _SIZED = ("mistral3", "mistral_large4", "lighton_ocr", "emu3")
 _APART = "cohere_compass cosmos3_edge cosmos3_omni qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe qwen4_exp".split()
+
+
+def _timed(model: PreTrainedModel) -> Item:
+    return {**_patches(model, "video"), "video_second_per_grid": torch.tensor([1.0])}
+
+
 _GRID_POSITIONS = [[[x, y] for y in range(4) for x in range(6)]]
 _OWN: dict[tuple[str, str], Callable[[PreTrainedModel], Item]] = {
     ("deepseek_vl_hybrid", "image"): _by_two_sizes,
@@ -152,35 +158,54 @@ _OWN: dict[tuple[str, str], Callable[[PreTrainedModel], Item]] = {
     ("inkling2", "image"): _unit(6, 40, 40, 3, image_grid_thw=[[1, 2, 3]]),
     ("inkling_mm_model", "image"): _unit(6, 2, 4, 4, 3),
     ("fuyu", "image"): _unit(1, 4, 2700),
-    ("gemma4", "image"): _unit(1, 24, 768, image_position_ids=_GRID_POSITIONS),
-    ("gemma4_unified", "image"): _unit(1, 24, 768, image_position_ids=_GRID_POSITIONS),
+    ("gemma4", "image"): _unit(1, 24, 48, image_position_ids=_GRID_POSITIONS),
+    ("gemma4_unified", "image"): _unit(1, 24, 192, image_position_ids=_GRID_POSITIONS),
     ("llama4", "image"): _unit(1, 3, 32, 32),
     ("mistral3", "image"): _unit(1, 3, 64, 64, image_sizes=[[64, 64]]),
     ("mistral_large4", "image"): _unit(1, 3, 64, 64, image_sizes=[[64, 64]]),
     ("lighton_ocr", "image"): _unit(1, 3, 64, 64, image_sizes=[[64, 64]]),
     **{("video_llama_3", kind): _merged(kind) for kind in ("image", "video")},
     **{
-        (name, "image"): _unit(1, 3, 16, 24 * 16, target_sizes=[[4, 6]])
+        (name, "image"): _unit(1, 3, 16, 32 * 16, target_sizes=[[4, 8]])
         for name in "minicpm_ocr minicpmv4_6 minicpmv4_7".split()
     },
+    ("nemotron_h_omni", "image"): _unit(24, 768, image_grid_hw=[[4, 6]]),
+    ("qwen2_5_omni_thinker", "video"): _timed,
+    ("qwen3_omni_moe_thinker", "video"): _timed,
     ("fun_asr_nano", "audio"): _audio((1, 12, 112), 12),
-    ("granite_speech", "audio"): _audio((1, 40, 160), 12),
-    ("granite_speech_plus", "audio"): _audio((1, 40, 160), 12),
+    **{
+        (name, "audio"): lambda _: {
+            "input_features": torch.randn(1, 60, 40),
+            "input_features_mask": torch.ones(1, 12, dtype=torch.bool),
+        }
+        for name in ("granite_speech", "granite_speech_plus")
+    },
     ("nemo_speechlm", "audio"): _audio((1, 64, 80), 64),
     ("qwen3_asr", "audio"): _audio((1, 16, 100), 100),
 }
 
 
-def joined(model: PreTrainedModel, items: list[Item]) -> Item:
-    """Several items as a processor gives them: behind one another, or beside one another in a batch of one prompt."""
-    axis = 1 if model.config.model_type in _BY_PROMPT else 0
-    return {name: torch.cat([one[name] for one in items], dim=axis) for name in items[0]}
+def axis_of(model: PreTrainedModel) -> int:
+    """Along which several items are joined, see `joined_items`."""
+    return 1 if model.config.model_type in _BY_PROMPT else -1 if "minicpm" in model.config.model_type else 0
 
 
 _BY_PROMPT = ("idefics2", "idefics3", "smolvlm", "granite_docling", "fuyu")
 _WINDOWED = {"window_size": 56, "fullatt_block_indexes": [0]}
 _TILED = {"image_grid_pinpoints": [[64, 64]]}
 _SHORT = {"max_source_positions": 24}
+_GEMMA4 = {
+    "model_type": "gemma4_vision",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "pooling_kernel_size": 2,
+    "patch_size": 4,
+    "position_embedding_size": 64,
+}
 #: Fields of towers, by model type, which are shrunk apart from what they have to fit.
 TOWERS: dict[str, dict[str, Any]] = {
     "aria": {"projector_patch_to_query_dict": {4: 2}, "max_value_projector_patch_to_query_dict": 2},
@@ -201,10 +226,23 @@ TOWERS: dict[str, dict[str, Any]] = {
         }
     },
     "emu3_vqgan": {"base_channels": 32, "channel_multiplier": (1, 2), "hidden_size": 64, "attn_resolutions": []},
-    **{
-        name: _WINDOWED
-        for name in "qwen2_5_vl_vision qwen2_5_omni_vision_encoder exaone4_5_vision hyperclovax_vision".split()
-    },
+    **{name: _WINDOWED for name in "qwen2_5_vl_vision qwen2_5_omni_vision_encoder".split()},
+    "exaone4_5_vision": {**_WINDOWED, "num_key_value_heads": 4},
+    **{name: {"input_dim": 40} for name in ("granite_speech_encoder", "granite_speech_plus_encoder")},
+    "deepseek_vl_hybrid": {},
+    "sam_vision_model": {"global_attn_indexes": [0, 1], "output_channels": 64, "patch_size": 8, "image_size": 32},
+    "granite_docling_vision": {"scale_factor": 2},
+    "granite_docling": {"scale_factor": 2},
+    "kimi_k25": {"projection_hidden_size": 64},
+    "qwen2_5_omni_thinker": {"vision_start_token_id": 40, "vision_end_token_id": 41},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 40, "vision_end_token_id": 41},
+    "muse_glimmer": {"out_hidden_size": 256},
+    "muse_spark": {"out_hidden_size": 256},
+    "gemma4": {"vision_config": _GEMMA4},
+    "gemma4_unified": {"vision_config": {**_GEMMA4, "model_type": "gemma4_unified_vision"}},
+    "granite_speech": {"window_size": 15},
+    "granite_speech_plus": {"window_size": 15},
+    "qwen3_omni_moe_audio_encoder": {"output_dim": 64, "n_window": 12, "n_window_infer": 24},
     "gemma3": {"mm_tokens_per_image": 4},
     "llava_next": _TILED,
     "llava_next_video": _TILED,
@@ -241,7 +279,7 @@ TOWERS: dict[str, dict[str, Any]] = {
     "voxtral": {"audio_token_id": 9},
     "voxtral_encoder": _SHORT,
     "qwen2_audio_encoder": _SHORT,
-    "qwen2_5_omni_audio_encoder": {"n_window": 12},
+    "qwen2_5_omni_audio_encoder": {"n_window": 12, "output_dim": 64},
     "moss_transcribe_diarize_audio": _SHORT,
     "audioflamingo3_encoder": _SHORT,
     "nemotron3_5_transcribe_audio": {},

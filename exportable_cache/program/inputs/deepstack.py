@@ -6,10 +6,14 @@ goes beside it, zeros for text. So every chunk of a prompt has its own, and no s
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from ...errors import UnsupportedModelError
 from .front import decoder_of
 
 if TYPE_CHECKING:
@@ -20,12 +24,27 @@ if TYPE_CHECKING:
 
 
 class EveryToken:
-    """Stands for the mask `visual_pos_masks`, by which the decoder picks tokens with a size that depends on data: picks
-    all.
+    """Stands for a mask by which a decoder picks tokens with a size that depends on data: picks all.
+
+    Args:
+        stays: Whether it is used as a mask once more after it was moved.
     """
 
-    def to(self, *_: Any) -> slice:
+    def __init__(self, stays: bool) -> None:
+        self.stays = stays
+
+    def to(self, *_: Any) -> EveryToken | slice:
+        return self if self.stays else slice(None)
+
+    def squeeze(self, _: int) -> slice:
         return slice(None)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> torch.Tensor:
+        if function.__name__ != "masked_scatter":
+            raise UnsupportedModelError(f"a decoder uses the places of features in {function.__name__}; run it on text")
+        target, _, source = args
+        return source.view(target.shape)
 
 
 @contextmanager
@@ -41,11 +60,15 @@ def travelling_beside(model: PreTrainedModel, travels: Sequence[Travelling], opt
     options["inputs_embeds"], *further = embeds.split([size, *(each.size for each in travels)], dim=-1)
     beside: dict[str, Any] = {}
     for each, features in zip(travels, further, strict=True):
-        if each.layers:
-            beside[each.name] = list(features.chunk(each.layers, dim=-1))
-            beside["visual_pos_masks"] = EveryToken()
-        else:
-            beside[each.name] = features
+        if not each.keys:
+            # Some models hand on what they are given, and would compute it of the embeddings otherwise (Gemma 4).
+            target = options if each.name in inspect.signature(model.forward).parameters else beside
+            target[each.name] = features.unflatten(-1, each.shape) if len(each.shape) > 1 else features
+            continue
+        parts = features.chunk(len(each.keys), dim=-1)
+        is_list = each.keys == tuple(range(len(parts))) and each.places != "vision_mask"
+        beside[each.name] = list(parts) if is_list else dict(zip(each.keys, parts, strict=True))
+        beside[each.places] = EveryToken(stays=each.places == "vision_mask")
 
     def hand_over(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return arguments, {**keywords, **beside}

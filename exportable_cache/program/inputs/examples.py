@@ -97,7 +97,13 @@ def checked_example(
         raise InputError(
             f"{type(model).__name__} takes no {unknown[0]!r}, which the example of {kind} has; leave it out"
         )
-    floats = {name: value.to(model.dtype) for name, value in tensors.items() if value.is_floating_point()}
+    main = [name for each in MAIN_INPUTS.values() for name in each]
+    # A rate of frames is a float, too, and goes with every film.
+    floats = {
+        name: value.to(model.dtype)
+        for name, value in tensors.items()
+        if value.is_floating_point() and (name in main or "pixel_values" in name)
+    }
     if not floats:
         raise InputError(
             f"the example of {kind} has no pixels or samples; pass what the processor gives (return_tensors='pt')"

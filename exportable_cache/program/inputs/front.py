@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _KEPT = ("rope_deltas",)
 
 
-_TOLD = re.compile(r"features?:? (\d+)")
+_TOLD = re.compile(r"features?:? (?P<behind>\d+)|(?P<before>\d+) feature")
 
 
 class _Reached(Exception):  # noqa: N818, it reports no error
@@ -158,8 +158,10 @@ def count_tokens(model: PreTrainedModel, prompt: Callable[[int], Mapping[str, An
                 stack.enter_context(_counting(module))
         stack.enter_context(_CountsScattered((*one["input_ids"].shape, size)))
         try:
-            with _unchanged(model):
-                model(**one, use_cache=False)
+            embeds = handed_to_decoder(model, **one).get("inputs_embeds")
+            # Some put all of an item where they find one placeholder.
+            if embeds is not None and embeds.shape[1] >= one["input_ids"].shape[1]:
+                return int(embeds.shape[1] - one["input_ids"].shape[1] + 1)
         except _Counted as counted:
             return counted.tokens
         except ValueError as error:
@@ -167,7 +169,7 @@ def count_tokens(model: PreTrainedModel, prompt: Callable[[int], Mapping[str, An
             told = _TOLD.search(str(error))
             if told is None:
                 raise
-            return int(told[1])
+            return int(told["behind"] or told["before"])
     raise UnsupportedModelError(
         f"{model.config.model_type!r} does not put embeddings at the places of placeholders; leave out modalities to run its "
         "text decoder"

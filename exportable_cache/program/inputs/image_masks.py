@@ -20,7 +20,7 @@ def image_masks(
     cache: ExportableCache,
     image_ids: torch.Tensor,
     input_pos: torch.Tensor,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, torch.Tensor] | torch.Tensor:
     """Masks of one step by layer type, as the decoder takes them in place of an `attention_mask`.
 
     The rules are those of transformers' `create_masks_for_vision_model` (gemma3/modeling_gemma3.py, 5.23): full
@@ -38,7 +38,7 @@ def image_masks(
     arguments = {"config": config, "inputs_embeds": inputs_embeds, "attention_mask": None, "past_key_values": cache}
     same = _of_same_image(image_ids, input_pos)
     masks = {"full_attention": create_causal_mask(**arguments, position_ids=None, or_mask_function=same)}
-    if "sliding_attention" in config.layer_types:
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         masks["sliding_attention"] = create_causal_mask(
             **arguments,
             position_ids=None,
@@ -46,7 +46,8 @@ def image_masks(
             and_mask_function=sliding_window_overlay(config.sliding_window),
             layer_idx=config.layer_types.index("sliding_attention"),
         )
-    return masks
+    # Those of one kind of layers take the mask by itself.
+    return masks if getattr(config, "layer_types", None) else masks["full_attention"]
 
 
 def _of_same_image(image_ids: torch.Tensor, input_pos: torch.Tensor) -> Callable[..., torch.Tensor]:

@@ -23,6 +23,10 @@ _CHECKS = "transformers/utils/import_utils.py"
 _VALUES = "item __bool__ __int__ __index__ __float__ equal allclose is_nonzero numpy".split()
 _TENSORS = "nonzero unique unique_consecutive bincount argwhere".split()
 _FACTORIES = "arange zeros ones full empty linspace tensor as_tensor".split()
+_SIZED = (
+    "view reshape expand repeat tile unflatten narrow split tensor_split chunk new_zeros new_ones new_full new_empty "
+    "interpolate pad roll unfold"
+).split()
 
 
 class KnownValues:
@@ -101,6 +105,9 @@ class _Asked(TorchFunctionMode):
             return None
         if name in _FACTORIES:
             args = tuple(self._number(value) for value in args)
+            kwargs = {key: self._number(value) for key, value in kwargs.items()}
+        elif name in _SIZED:
+            args = (*args[:1], *(self._number(value) for value in args[1:]))
             kwargs = {key: self._number(value) for key, value in kwargs.items()}
         elif name in ("masked_scatter", "masked_scatter_"):
             return self._scatter(*args, **kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -108,17 +109,27 @@ class EmbedModule(nn.Module):
 
     Args:
         model: The model.
-        size: Of an embedding with the features for further layers, which text has none of.
+        size: Of an embedding with the features that travel beside it.
+        travels: Those features; text has zeros where it has none.
     """
 
-    def __init__(self, model: PreTrainedModel, size: int) -> None:
+    def __init__(self, model: PreTrainedModel, size: int, travels: Sequence[Travelling] = ()) -> None:
         super().__init__()
         self.model = model
         self.size = size
+        self.travels = travels
 
     def forward(self, input_ids: torch.Tensor) -> tuple[torch.Tensor]:
         """int64 [batch, length] to embeddings [batch, length, size]."""
         embeds = self.model.get_input_embeddings()(input_ids)
+        if any(each.of_text for each in self.travels):
+            handed = handed_to_decoder(self.model, input_ids=input_ids)
+            zeros = embeds.new_zeros(*embeds.shape[:2], 1)
+            beside = [
+                handed[each.name].flatten(2) if each.of_text else zeros.expand(-1, -1, each.size)
+                for each in self.travels
+            ]
+            return (torch.cat([embeds, *(part.to(embeds.dtype) for part in beside)], dim=-1),)
         return (embeds if embeds.shape[-1] == self.size else F.pad(embeds, (0, self.size - embeds.shape[-1])),)
 
 
@@ -127,11 +138,7 @@ def _encoded(model: PreTrainedModel, travels: Sequence[Travelling], given: Mappi
     handed = handed_to_decoder(model, **given)
     parts = [handed["inputs_embeds"][0]]
     for each in travels:
-        values = handed[each.name]
-        if each.layers:
-            parts.extend(value.reshape(-1, value.shape[-1]) for value in values)
-        else:
-            parts.append(values[0].flatten(1))
+        parts.extend(each.tensors(handed))
     return torch.cat([part.to(parts[0].dtype) for part in parts], dim=-1) if travels else parts[0]
 
 
@@ -233,23 +240,38 @@ def _tokens(
 def _probed(
     model: PreTrainedModel, kind: str, tokens: int, token_id: int, items: Sequence[Mapping[str, torch.Tensor]]
 ) -> Probed:
-    """What two items do, joined along their first axis, or along the second of a batch of one."""
+    """What two items do, joined in the way that the model takes, see `joined_items`."""
     problem: Exception | None = None
-    for axis in (0, 1):
-        if axis and any(
-            value.shape[0] != 1 or value.dim() < 3 for value in items[0].values() if value.is_floating_point()
-        ):
-            break
-        pair = {
-            name: torch.cat([items[0][name], items[1][name]], dim=axis if value.dim() > 1 else 0)
-            for name, value in items[0].items()
-        }
+    # Of a prefix of the prompt some say that it is one (PaliGemma), where others mark the tokens of items.
+    marked = [{}]
+    if "token_type_ids" in inspect.signature(model.forward).parameters:
+        marked.append({"token_type_ids": None})
+    for axis, marks in itertools.product((0, 1, -1), marked):
+        pair = joined_items(items, axis)
+        if pair is None:
+            continue
         try:
-            return probe(model, kind, tokens, token_id, [*items, pair])
+            return probe(model, kind, tokens, token_id, [{**given, **marks} for given in (*items, pair)])
         except Exception as error:  # any model's code runs here
             problem = problem or error
     assert problem is not None
     raise problem
+
+
+def joined_items(items: Sequence[Mapping[str, torch.Tensor]], axis: int) -> dict[str, torch.Tensor] | None:
+    """Several items: behind one another (axis 0), beside one another in a batch of one prompt (axis 1), or in one long
+    sequence (axis -1); what goes with them behind one another but for the second. None where they have no such axis.
+    """
+    mains = [value for value in items[0].values() if value.is_floating_point()]
+    if axis and any(value.shape[0] != 1 or value.dim() < 3 for value in mains):
+        return None
+    return {
+        name: torch.cat(
+            [item[name] for item in items],
+            dim=axis if value.dim() > 1 and (axis == 1 or value.is_floating_point()) else 0,
+        )
+        for name, value in items[0].items()
+    }
 
 
 def _features(

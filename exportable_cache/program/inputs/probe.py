@@ -24,7 +24,13 @@ if TYPE_CHECKING:
 MARKS = {"image": 1, "video": 2, "audio": 3}
 # Of the decoder's arguments, those that are no feature of an item, or are looked at by themselves.
 _OWN = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "past_key_values", "use_cache", "labels")
-_PLACES = "visual_pos_masks"
+_PLACES = ("visual_pos_masks", "vision_mask")
+_VISION = (("vision_start_token_id", "boi_token_id"), ("vision_end_token_id", "eoi_token_id"))
+_AROUND = {
+    "image": (("image_start_token_id", *_VISION[0]), ("image_end_token_id", *_VISION[1])),
+    "video": (("video_start_token_id", *_VISION[0]), ("video_end_token_id", *_VISION[1])),
+    "audio": (("audio_start_token_id", "boa_token_id"), ("audio_end_token_id", "eoa_token_id", "eoa_token_index")),
+}
 _TEXT = (61, 83, 71, 97)
 
 
@@ -34,13 +40,26 @@ class Travelling:
 
     Attributes:
         name: Of the decoder's argument.
-        layers: Of how many tensors it is a list; 0 for one tensor.
+        keys: Of its tensors, where it is a list, or a dict by layer; empty for one tensor.
         size: Numbers per token of all of them.
+        places: The argument that says which tokens have them, where not all do.
+        shape: Of one token's, where it is one tensor.
+        of_text: Whether text has them, too.
     """
 
     name: str
-    layers: int
+    keys: tuple[int, ...]
     size: int
+    places: str = ""
+    shape: tuple[int, ...] = ()
+    of_text: bool = False
+
+    def tensors(self, given: Mapping[str, Any]) -> list[torch.Tensor]:
+        """Its tensors [tokens, size] in what a decoder was given for one prompt."""
+        value = given[self.name]
+        if not self.keys:
+            return [value[0].flatten(1)]
+        return [value[key].reshape(-1, value[key].shape[-1]) for key in self.keys]
 
 
 @dataclass(frozen=True)
@@ -61,11 +80,25 @@ class Probed:
 def prompt_with(
     model: PreTrainedModel, kind: str, pieces: Sequence[int], tokens: int, token_id: int, **given: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Arguments of a model for text with items between: `pieces` tokens of text, an item between one and the next."""
+    """Arguments of a model for text with items between: `pieces` tokens of text, an item between one and the next.
+
+    The text before and behind an item ends and begins with the tokens that the config has for that, as some find items by
+    them.
+    """
+    config = model.config
+    before, behind = (
+        next((token for name in _AROUND[kind][end] if isinstance(token := getattr(config, name, None), int)), None)
+        for end in (0, 1)
+    )
     ids: list[int] = []
     for index, piece in enumerate(pieces):
         ids += [token_id] * tokens if index else []
-        ids += [_text_token(model, token_id, len(ids) + offset) for offset in range(piece)]
+        text = [_text_token(model, token_id, len(ids) + offset) for offset in range(piece)]
+        if behind is not None and index and text:
+            text[0] = behind
+        if before is not None and index < len(pieces) - 1 and text:
+            text[-1] = before
+        ids += text
     input_ids = torch.tensor([ids], device=model.device)
     marks = (input_ids == token_id).to(torch.int64)
     names = inspect.signature(model.forward).parameters
@@ -75,7 +108,7 @@ def prompt_with(
         found["attention_mask"] = torch.ones_like(input_ids)
     for name in ("mm_token_type_ids", "token_type_ids"):
         if name in names:
-            found[name] = marks * (MARKS[kind] if name.startswith("mm") else 1)
+            found[name] = marks * (MARKS[kind] if name.startswith("mm") else name not in given)
     return found
 
 
@@ -154,11 +187,12 @@ def _check_embeddings(
 
 def _features(given: Mapping[str, Any], name: str, travelling: Travelling | None) -> torch.Tensor:
     """[length, size] of a prompt, zeros for text where only placeholders have them."""
-    value = given[name]
-    if travelling is None or not travelling.layers:
-        return value[0].flatten(1).float()
-    joined = torch.cat([each.reshape(-1, each.shape[-1]) for each in value], dim=-1).float()
-    places = given[_PLACES].reshape(-1)
+    if travelling is None:
+        return given[name][0].float()
+    joined = torch.cat(travelling.tensors(given), dim=-1).float()
+    if not travelling.places:
+        return joined
+    places = given[travelling.places].reshape(-1)
     full = joined.new_zeros(places.shape[0], joined.shape[-1])
     full[places] = joined
     return full
@@ -175,22 +209,26 @@ def _travelling(
     found = []
     length = sum(pieces) + tokens
     for name, value in one.items():
-        if name in _OWN or name in item or name == _PLACES:
+        if name in _OWN or name in item or name in _PLACES:
             continue
-        if isinstance(value, (list, tuple)) and all(isinstance(each, torch.Tensor) for each in value):
-            if not value:
+        places = next((each for each in _PLACES if each in one), "")
+        tensors = dict(value) if isinstance(value, Mapping) else {}
+        tensors = dict(enumerate(value)) if isinstance(value, (list, tuple)) else tensors
+        if isinstance(value, (list, tuple, Mapping)) and all(
+            isinstance(each, torch.Tensor) for each in tensors.values()
+        ):
+            if not tensors:
                 continue
-            if _PLACES not in one or any(each.reshape(-1, each.shape[-1]).shape[0] != tokens for each in value):
+            if not places or any(each.reshape(-1, each.shape[-1]).shape[0] != tokens for each in tensors.values()):
                 refuse(f"its decoder takes {name} at no places that are known")
-            found.append(Travelling(name, len(value), sum(each.shape[-1] for each in value)))
+            sizes = sum(each.shape[-1] for each in tensors.values())
+            found.append(Travelling(name, tuple(tensors), sizes, places))
         elif isinstance(value, torch.Tensor):
             if not value.is_floating_point() or value.shape[:2] != (1, length):
                 refuse(f"its decoder takes {name} {list(value.shape)}")
-            size = value[0, 0].numel()
             rest = torch.cat([value[0, : pieces[0]], value[0, pieces[0] + tokens :]])
-            if bool((rest != 0).any()):
-                refuse(f"its decoder takes {name} of text too")
-            found.append(Travelling(name, 0, size))
+            of_text = bool((rest != 0).any())
+            found.append(Travelling(name, (), value[0, 0].numel(), "", tuple(value.shape[2:]), of_text))
         elif not isinstance(value, (bool, int, float, str)) or text.get(name) != value:
             refuse(f"its decoder takes {name}, a {type(value).__name__}")
     return tuple(found)

@@ -84,7 +84,7 @@ class ItemStage:
         return replace(steps, fed=embeds.masked_scatter(places, torch.cat(parts).to(embeds.dtype)))
 
     def _checked(self, index: int, given: Mapping[str, Any]) -> list[torch.Tensor]:
-        """One tensor per item, from those of all items joined along the first axis, or along the second of a batch."""
+        """One tensor per item, from those of all items joined as `modality.joined_items` does."""
         spec = self.method.inputs[index]
         shape = [int(size) for size in spec.shape]
         if spec.name not in given:
@@ -103,6 +103,8 @@ class ItemStage:
             elif shape[0] == 1 and len(shape) > 1 and list(tensor.shape[2:]) == shape[2:]:
                 flat, rest = tensor.flatten(0, 1), tensor.shape[1] % shape[1]
                 found = [part[None] for part in flat.split(shape[1])] if not rest else None
+            elif len(shape) > 2 and list(tensor.shape[:-1]) == shape[:-1] and tensor.shape[-1] % shape[-1] == 0:
+                found = list(tensor.split(shape[-1], dim=-1))
         if found is None:
             rows = "items" if shape[0] == 1 else f"items * {shape[0]}"
             raise InputError(

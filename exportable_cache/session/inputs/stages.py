@@ -92,7 +92,8 @@ class InputStages:
         names = [name for stage in self._stages for name in stage.names]
         for name in given:
             if name in _KINDS:
-                if rows.are_even and not torch.equal(given[name] != 0, is_item):
+                # Zeros say nothing: they mark a prefix that sees itself.
+                if rows.are_even and bool((given[name] != 0).any()) and not torch.equal(given[name] != 0, is_item):
                     raise InputError(
                         f"{name} marks other tokens than the prompt's placeholders; pass what the processor gave"
                     )
