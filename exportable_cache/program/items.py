@@ -50,8 +50,8 @@ class ItemFacts:
     Attributes:
         token_id: Of the placeholders in a prompt, one per embedding.
         fixed: What goes with the item, by the name that the processor gives it.
-        positions: Rotary positions of its tokens on each axis, [axes][tokens], counted from where it starts; empty where
-            they count on by one as text does.
+        positions: Rotary positions of its tokens on each axis, [axes][tokens], counted from where it starts; empty
+            where they count on by one as text does.
         advance: Positions from where it starts to the token behind it, where `positions` are given.
         sees: What tokens see beyond what came before: "item" for the tokens of their item, "prompt" for those of the
             whole prompt, "" for nothing.

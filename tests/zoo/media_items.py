@@ -226,7 +226,7 @@ TOWERS: dict[str, dict[str, Any]] = {
         }
     },
     "emu3_vqgan": {"base_channels": 32, "channel_multiplier": (1, 2), "hidden_size": 64, "attn_resolutions": []},
-    **{name: _WINDOWED for name in "qwen2_5_vl_vision qwen2_5_omni_vision_encoder".split()},
+    **dict.fromkeys("qwen2_5_vl_vision qwen2_5_omni_vision_encoder".split(), _WINDOWED),
     "exaone4_5_vision": {**_WINDOWED, "num_key_value_heads": 4},
     **{name: {"input_dim": 40} for name in ("granite_speech_encoder", "granite_speech_plus_encoder")},
     "deepseek_vl_hybrid": {},

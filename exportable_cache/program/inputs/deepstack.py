@@ -1,7 +1,7 @@
 """Features that a decoder takes beside the embeddings, such as those that Qwen3-VL adds behind its first layers.
 
-They travel with the embeddings, in one tensor [batch, length, hidden_size + further sizes]: first the embedding, then what
-goes beside it, zeros for text. So every chunk of a prompt has its own, and no size depends on data.
+They travel with the embeddings, in one tensor [batch, length, hidden_size + further sizes]: first the embedding, then
+what goes beside it, zeros for text. So every chunk of a prompt has its own, and no size depends on data.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class EveryToken:
 
 @contextmanager
 def travelling_beside(model: PreTrainedModel, travels: Sequence[Travelling], options: dict[str, Any]) -> Iterator[None]:
-    """Run a block in which the decoder is handed what `options["inputs_embeds"]` holds behind the embeddings; they alone
-    are left there.
+    """Run a block in which the decoder is handed what `options["inputs_embeds"]` holds behind the embeddings; they
+    alone are left there.
     """
     if not travels:
         yield

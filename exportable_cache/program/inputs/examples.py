@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -40,14 +41,14 @@ def example_of(
     config, names = model.config, inspect.signature(model.forward).parameters
     if not any(name in names for name in MAIN_INPUTS[kind]):
         raise InputError(f"{config.model_type!r} takes no {kind}; leave it out of modalities")
-    zeros = {"dtype": model.dtype, "device": model.device}
+    zeros = functools.partial(torch.zeros, dtype=model.dtype, device=model.device)
     if kind == IMAGE and _GRID in names and hasattr(config, "vision_config"):
         vision = config.vision_config
         if hasattr(vision, "patch_size") and hasattr(vision, "spatial_merge_size"):
             grid = grid_for(config, image_size)
             patches = grid[0] * grid[1] * grid[2]
             return {
-                "pixel_values": torch.zeros(patches, patch_values(config), **zeros),
+                "pixel_values": zeros(patches, patch_values(config)),
                 _GRID: torch.tensor([grid], device=model.device),
             }
     vision, audio = getattr(config, "vision_config", None), getattr(config, "audio_config", None)
@@ -59,17 +60,17 @@ def example_of(
                 f"image_size is {image_size!r}, but {config.model_type!r} takes images of {height} x {width} pixels; "
                 "leave it out"
             )
-        return {"pixel_values": torch.zeros(1, getattr(vision, "num_channels", 3), height, width, **zeros)}
+        return {"pixel_values": zeros(1, getattr(vision, "num_channels", 3), height, width)}
     frames, bins = getattr(audio, "max_source_positions", None), getattr(audio, "num_mel_bins", None)
     if kind == AUDIO and "input_features" in names and frames is not None and bins is not None:
-        given = {"input_features": torch.zeros(1, bins, 2 * frames, **zeros)}
+        given = {"input_features": zeros(1, bins, 2 * frames)}
         for name in ("input_features_mask", "feature_attention_mask"):
             if name in names:
                 given[name] = torch.ones(1, 2 * frames, dtype=torch.int64, device=model.device)
         return given
     raise UnsupportedModelError(
-        f"the config of {config.model_type!r} does not say what its {kind} encoder takes; pass what its processor gives "
-        f"for one item: modalities={{{kind!r}: {{...}}}}"
+        f"the config of {config.model_type!r} does not say what its {kind} encoder takes; pass what its "
+        f"processor gives for one item: modalities={{{kind!r}: {{...}}}}"
     )
 
 
@@ -155,6 +156,6 @@ def placeholder_of(config: PreTrainedConfig, kind: str) -> int:
         if isinstance(token, int):
             return token
     raise UnsupportedModelError(
-        f"the config of {config.model_type!r} names no token that stands for {kind} in a prompt ({', '.join(names)}): its "
-        "mechanism is another one; leave out modalities to run its text decoder"
+        f"the config of {config.model_type!r} names no token that stands for {kind} in a prompt ({', '.join(names)}): "
+        "its mechanism is another one; leave out modalities to run its text decoder"
     )

@@ -1,4 +1,4 @@
-"""What a model hands its text decoder: found by running the model up to there, so it needs no knowledge of the family."""
+"""What a model hands its text decoder: found by running the model up to there, whatever its family."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _KEPT = ("rope_deltas",)
 _TOLD = re.compile(r"features?:? (?P<behind>\d+)|(?P<before>\d+) feature")
 
 
-class _Reached(Exception):  # noqa: N818, it reports no error
+class _Reached(Exception):
     """Ends a run where the decoder would begin."""
 
 
@@ -171,14 +171,14 @@ def count_tokens(model: PreTrainedModel, prompt: Callable[[int], Mapping[str, An
                 raise
             return int(told["behind"] or told["before"])
     raise UnsupportedModelError(
-        f"{model.config.model_type!r} does not put embeddings at the places of placeholders; leave out modalities to run its "
-        "text decoder"
+        f"{model.config.model_type!r} does not put embeddings at the places of placeholders; leave out modalities to "
+        "run its text decoder"
     )
 
 
 @contextmanager
 def _counting(module: nn.Module) -> Iterator[None]:
-    original = module.get_placeholder_mask
+    original: Callable[..., Any] = module.get_placeholder_mask  # type: ignore[assignment]
     parameters = list(inspect.signature(original).parameters)
 
     def count(*args: Any, **kwargs: Any) -> Any:

@@ -1,12 +1,13 @@
-"""Values of tensors that a model's code asks for while it encodes: found in a run beforehand, handed out under a tracer.
+"""Values of tensors that a model's code asks for while it encodes: found beforehand, handed out under a tracer.
 
-The code of an encoder loops over grids and sizes, picks by masks, splits by lengths. A tracer has no values of tensors. But
-all of that depends on the size of an item only, for which a program is made, so the answers are the same in every run. Two
-runs over different pixels show that: an answer that differs is refused.
+The code of an encoder loops over grids and sizes, picks by masks, splits by lengths. A tracer has no values of tensors.
+But all of that depends on the size of an item only, for which a program is made, so the answers are the same in every
+run. Two runs over different pixels show that: an answer that differs is refused.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -72,8 +73,8 @@ class KnownValues:
             if not _same(values, other.found.get(site)):
                 raise UnsupportedModelError(
                     f"the encoder of {model_type!r} decides by the values of pixels or samples at "
-                    f"{site[0].rpartition('/')[2]}:{site[1]} ({site[2]}), which no program of fixed shapes can; leave out "
-                    "modalities"
+                    f"{site[0].rpartition('/')[2]}:{site[1]} ({site[2]}), which no program of fixed shapes can; leave "
+                    "out modalities"
                 )
 
     def _record(self, site: _Site, compute: Callable[[], Any]) -> Any:
@@ -144,7 +145,7 @@ class _Asked(TorchFunctionMode):
         found: list[Any] = []
         for part in parts:
             if isinstance(part, torch.Tensor) and part.dtype == torch.bool and part.dim():
-                found.extend(self._ask("mask", lambda part=part: part.nonzero(as_tuple=True)))
+                found.extend(self._ask("mask", functools.partial(part.nonzero, as_tuple=True)))
             elif isinstance(part, torch.Tensor) and part.dim() == 0 and part.dtype != torch.bool:
                 found.append(self._number(part))
             else:

@@ -88,7 +88,8 @@ class FeaturesModule(nn.Module):
         self.model = model
         self.modality = modality
         self.buffers_of: dict[str, str] = {}
-        prompt = prompt_with(model, modality.kind, (0, 0), modality.tokens, modality.token_id)
+        axes = len(modality.facts.positions)
+        prompt = _placeholders(model, modality.kind, modality.tokens, modality.token_id, axes)
         fixed = {name: one.tensor().to(model.device) for name, one in modality.facts.fixed.items()}
         for name, tensor in {**prompt, **fixed}.items():
             self.buffers_of[name] = f"{modality.kind}_{name}"
@@ -133,6 +134,15 @@ class EmbedModule(nn.Module):
         return (embeds if embeds.shape[-1] == self.size else F.pad(embeds, (0, self.size - embeds.shape[-1])),)
 
 
+def _placeholders(model: PreTrainedModel, kind: str, tokens: int, token_id: int, axes: int) -> dict[str, torch.Tensor]:
+    """A prompt of an item alone. Positions are given, so that none are computed, which a graph would keep."""
+    prompt = prompt_with(model, kind, (0, 0), tokens, token_id)
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        positions = torch.arange(tokens, device=model.device)[None]
+        prompt["position_ids"] = positions.expand(axes, 1, tokens).contiguous() if axes else positions
+    return prompt
+
+
 def _encoded(model: PreTrainedModel, travels: Sequence[Travelling], given: Mapping[str, Any]) -> torch.Tensor:
     """What the decoder is handed for a prompt of placeholders: embeddings, and what travels beside them."""
     handed = handed_to_decoder(model, **given)
@@ -156,8 +166,8 @@ def modalities_of(
     """What of `kinds` a model takes, from running it up to its decoder on items of random numbers.
 
     Args:
-        kinds: Any of `image`, `video` and `audio`; or by kind what the model's processor gives for one item, whose sizes
-            the program is made for. Without it the sizes come from the config.
+        kinds: Any of `image`, `video` and `audio`; or by kind what the model's processor gives for one item, whose
+            sizes the program is made for. Without it the sizes come from the config.
         image_size: Height and width of every image in pixels, or one number for both, where the model's config leaves
             it open (Qwen2-VL).
 
@@ -284,7 +294,7 @@ def _features(
 ) -> tuple[torch.Tensor, KnownValues]:
     """Embeddings of one item by itself, which are those that it has in a prompt, and the values that this asks for."""
     known = (KnownValues(), KnownValues())
-    prompt = prompt_with(model, kind, (0, 0), tokens, token_id)
+    prompt = _placeholders(model, kind, tokens, token_id, len(probed.positions))
     for item, values in zip(items, known):
         with values.recording():
             features = _encoded(model, probed.travels, {**prompt, **item})

@@ -61,13 +61,13 @@ def multimodal_methods(
     first = modalities[0]
     if any((one.hidden_size, one.travels) != (first.hidden_size, first.travels) for one in modalities):
         raise UnsupportedModelError(
-            f"{' and '.join(one.kind for one in modalities)} have different features beside their embeddings; choose one "
-            "of them"
+            f"{' and '.join(one.kind for one in modalities)} have different features beside their embeddings; choose "
+            "one of them"
         )
     embeds = TensorSpec("inputs_embeds", first.dtype, ("batch", "length", first.hidden_size))
     ids, position = text_inputs(1, max(2, longest))
     added["embed"] = ProgramMethod("embed", 1, max(2, longest), inputs=(ids,), outputs=(embeds,))
-    further = (TensorSpec(POSITIONS, "int64", (axes, "batch", "length")),) if axes else ()
+    further: tuple[TensorSpec, ...] = (TensorSpec(POSITIONS, "int64", (axes, "batch", "length")),) if axes else ()
     further += (IMAGE_IDS,) if any(modality.facts.sees for modality in modalities) else ()
     for name, method in methods.items():
         if name.startswith("prefill"):

@@ -1,8 +1,8 @@
 """What pictures or sound do to a model: seen in what it hands its decoder for prompts with one item and with two.
 
 No family is known here. What a prompt with items hands the decoder has to follow, to the number, from embeddings at the
-places of placeholders, positions that are the same for every item, masks of a known kind and features that travel beside
-the embeddings. What does not is refused, with the name of what was not understood.
+places of placeholders, positions that are the same for every item, masks of a known kind and features that travel
+beside the embeddings. What does not is refused, with the name of what was not understood.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -18,7 +18,7 @@ from ...errors import UnsupportedModelError
 from .front import handed_to_decoder
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 #: What marks a token of each kind where a processor tells them apart.
 MARKS = {"image": 1, "video": 2, "audio": 3}
@@ -82,14 +82,10 @@ def prompt_with(
 ) -> dict[str, torch.Tensor]:
     """Arguments of a model for text with items between: `pieces` tokens of text, an item between one and the next.
 
-    The text before and behind an item ends and begins with the tokens that the config has for that, as some find items by
-    them.
+    The text before and behind an item ends and begins with the tokens that the config has for that, as some find items
+    by them.
     """
-    config = model.config
-    before, behind = (
-        next((token for name in _AROUND[kind][end] if isinstance(token := getattr(config, name, None), int)), None)
-        for end in (0, 1)
-    )
+    before, behind = (_around(model.config, names) for names in _AROUND[kind])
     ids: list[int] = []
     for index, piece in enumerate(pieces):
         ids += [token_id] * tokens if index else []
@@ -110,6 +106,12 @@ def prompt_with(
         if name in names:
             found[name] = marks * (MARKS[kind] if name.startswith("mm") else name not in given)
     return found
+
+
+def _around(config: PreTrainedConfig, names: Sequence[str]) -> int | None:
+    tokens = (getattr(config, name, None) for name in names)
+    words = config.get_text_config().vocab_size
+    return next((token for token in tokens if isinstance(token, int) and 0 <= token < words), None)
 
 
 def _text_token(model: PreTrainedModel, token_id: int, index: int) -> int:
@@ -156,10 +158,10 @@ class _Refusal:
     def __init__(self, model_type: str, kind: str) -> None:
         self.model_type, self.kind = model_type, kind
 
-    def __call__(self, why: str) -> None:
+    def __call__(self, why: str) -> NoReturn:
         raise UnsupportedModelError(
-            f"{self.model_type!r} does more with {self.kind} than a program knows: {why}; leave out modalities to run its "
-            "text decoder"
+            f"{self.model_type!r} does more with {self.kind} than a program knows: {why}; leave out modalities to run "
+            "its text decoder"
         )
 
 
@@ -268,7 +270,7 @@ def _positions(
 
 
 def composed(pattern: torch.Tensor, advance: int, pieces: Sequence[int]) -> torch.Tensor:
-    """Positions [axes, length] of text with items between, each with positions `pattern` [axes, tokens] from its start."""
+    """Positions [axes, length] of text with items between, each with `pattern` [axes, tokens] from its start."""
     axes = pattern.shape[0]
     parts, at = [], 0
     for index, piece in enumerate(pieces):
@@ -304,11 +306,11 @@ def _seen(
             refuse(f"its decoder takes an attention mask of a kind {type(mask).__name__}")
         seen = mask[0, 0] if mask.dtype == torch.bool else mask[0, 0] == 0
         window = getattr(config, "sliding_window", None) if kind == "sliding_attention" else None
-        rules = {name: rule for name, rule in _rules(seen.shape[0], _spans(pieces, tokens), window).items()}
+        rules = _rules(seen.shape[0], _spans(pieces, tokens), window)
         name = next((name for name, rule in rules.items() if torch.equal(rule, seen.cpu())), None)
         if name is None:
             refuse(f"its mask of {kind} follows no rule that is known")
-        found.add(name)
+        found.add(name or "")
     if len(found) > 1:
         refuse(f"its masks of {', '.join(by_type)} follow different rules")
     return str(found.pop() or "")

@@ -1,4 +1,4 @@
-"""Where the items of a prompt lie, and what its steps take for that: positions of several axes, items that see themselves.
+"""Where the items of a prompt lie, and what its steps take for that: positions of several axes, items that stay whole.
 
 Every kind of item counts, so this comes behind the stages of all of them.
 """
