@@ -55,12 +55,16 @@ _IN_FULL = ("full", "canary")
 
 # Files that take longest, the longest first: a worker that is given one late works on when the others are done.
 _LONG_FIRST = (
-    "test_aoti_cpp test_kinds test_cpp_bundle test_equality test_exporter test_seq2seq test_cpp test_program "
-    "test_multimodal test_methods test_graph_cache test_executorch test_aoti test_rounding test_bundle_commands "
-    "test_generate_files test_encoder_inputs test_seq2seq_bundle test_executorch_fused test_executorch_delegates "
-    "test_speculative test_stand_in test_executorch_fused_quantized test_full_cache test_executorch_quantized "
-    "test_demo test_session_state test_sinks test_pt2 test_module test_choosing_steps test_transformers_methods"
+    "test_aoti_cpp test_own_operators test_kinds test_cpp_bundle test_equality test_exporter test_seq2seq test_cpp "
+    "test_program test_multimodal test_methods test_graph_cache test_executorch test_aoti test_rounding "
+    "test_bundle_commands test_generate_files test_encoder_inputs test_seq2seq_bundle test_executorch_fused "
+    "test_executorch_delegates test_speculative test_stand_in test_executorch_fused_quantized test_full_cache "
+    "test_executorch_quantized test_demo test_session_state test_sinks test_pt2 test_module test_choosing_steps "
+    "test_transformers_methods"
 ).split()
+
+#: Networks that several files ask for are made once for a process.
+_ON_ONE_WORKER = ("tests/backends/tensorrt/",)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -118,3 +122,18 @@ def demo_bundle() -> Path:
 
     options = {"target": "executorch", "max_cache_len": DEMO_MAX_CACHE_LEN, "prefill_chunk": DEMO_PREFILL}
     return stored({"demo": options}, lambda folder: export("demo", output_dir=folder, **options))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """With `--dist loadfile`, files of a folder that shares what is slow to make go to one worker, too."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFileOrFolder(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return next((folder for folder in _ON_ONE_WORKER if file.startswith(folder)), file)
+
+    return ByFileOrFolder(config, log)

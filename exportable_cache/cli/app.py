@@ -8,6 +8,7 @@ import typer
 
 from .. import __version__
 from .bench import bench
+from .chat import chat
 from .command import Command
 from .doctor import doctor
 from .export import export
@@ -15,6 +16,7 @@ from .generate import generate
 from .inspect import inspect
 from .kernels import kernels
 from .plan import plan
+from .serve import serve
 from .verify import verify
 
 _HELP = (
@@ -64,7 +66,7 @@ def root(
     ctx.obj = {"debug": debug}
 
 
-for _command in (plan, export, inspect, verify, generate, bench):
+for _command in (plan, export, inspect, verify, generate, chat, serve, bench):
     app.command(cls=Command, no_args_is_help=True)(_command)
 app.command(cls=Command)(doctor)
 app.add_typer(kernels, name="kernels")

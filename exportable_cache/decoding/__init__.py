@@ -19,12 +19,17 @@ from ..generation.speculative import (
 from ..generation.text import StopStrings, TextStream, encode_prompt, stream_text
 from .batching import ContinuousBatch, Request
 from .beam import Hypothesis, beam_search
+from .completion import Completer, Completion, CompletionOptions, Piece
 
 __all__ = [
+    "Completer",
+    "Completion",
+    "CompletionOptions",
     "ContinuousBatch",
     "Draft",
     "DraftModel",
     "Hypothesis",
+    "Piece",
     "PromptLookup",
     "Proposal",
     "Request",

@@ -6,7 +6,8 @@
 #include <limits>
 #include <stdexcept>
 
-#include <ATen/ATen.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/csrc/jit/serialization/pickle.h>
 

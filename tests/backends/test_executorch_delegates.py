@@ -22,9 +22,11 @@ def plans(path: Path) -> dict:
     return {plan.name: plan for plan in program.execution_plan}
 
 
+# In the fast lane delegate "tensorrt" stands for programs that are not run here: test_executorch_tensorrt.
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("delegate", "backend", "calls", "cache_outside"),
-    [("coreml", "CoreMLBackend", 1, False), pytest.param("vulkan", "VulkanBackend", 3, True, marks=pytest.mark.full)],
+    [("coreml", "CoreMLBackend", 1, False), ("vulkan", "VulkanBackend", 3, True)],
 )
 def test_programs_for_devices_are_compiled_and_not_claimed_to_have_run(
     delegate: str, backend: str, calls: int, cache_outside: bool, tmp_path: Path

@@ -1,12 +1,8 @@
-"""A program whose linear layers have 4 bits, on the compiled kernels; run in a process of its own.
-
-`python -m tests.kernels.own_linear_programs FOLDER`
-"""
+"""A program whose linear layers have 4 bits, on the compiled kernels; run by `own_programs`."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import torch
@@ -58,11 +54,7 @@ def check_bundle(folder: Path) -> None:
 
 
 @torch.no_grad()
-def main() -> None:
-    folder = Path(sys.argv[1])
+def check_linears(folder: Path) -> None:
+    """The operator by itself, and a model of it."""
     check_operator(folder.with_name("linear.pte"))
     check_bundle(folder)
-
-
-if __name__ == "__main__":
-    main()

@@ -20,13 +20,15 @@ from ..support.kinds import KINDS, kind_model
 from ..support.models import WINDOW, tiny_model, tokens
 from ..support.oracle import difference, reference_logits
 from ..test_ragged import check_rows
+from .own_linear_programs import check_linears
 from .own_operator_calls import check_operators
 
 TOLERANCE = 1e-4
 CAPACITY, CHUNK = 64, 13
 
-#: Besides these, all kinds of calls in one program.
-OPERATORS = "operators"
+#: Besides these, all kinds of calls in one program, and linear layers of 4 bits.
+OPERATORS, LINEARS = "operators", "linears"
+_CHECKS = {OPERATORS: check_operators, LINEARS: check_linears}
 #: Model type, fields of its config, options of the export.
 PROGRAMS: Mapping[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     # Soft-capping, a ring that keeps more than its window, and rows of different length.
@@ -82,7 +84,7 @@ def check_taken_back(session: Session, model: Any) -> None:
 if __name__ == "__main__":
     for program in sys.argv[2:]:
         place = Path(sys.argv[1]) / program.replace(" ", "-")
-        if program == OPERATORS:
-            check_operators(place)
+        if program in _CHECKS:
+            _CHECKS[program](place)
         else:
             check(program, place)

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -16,7 +11,6 @@ pytest.importorskip("executorch", reason="the executorch extra is not installed"
 from exportable_cache.backends.executorch.own_linears import BLOCK, linears_to_own, pack, unpack
 from exportable_cache.backends.executorch.quantized_linears import int4_layer
 from exportable_cache.backends.executorch.quantized_tracing import FoldedLinears
-from exportable_cache.common.own_kernels import VARIABLE
 from exportable_cache.models.quantization import quantize
 from exportable_cache.models.quantization_spec import Quantization
 
@@ -90,12 +84,3 @@ def test_linears_are_exact_on_every_instruction_set(kernels_build: Build) -> Non
 def test_linears_under_the_sanitizers(kernels_build: Build) -> None:
     options = ("-DEC_KERNELS_LIBRARY=OFF", "-DEC_KERNELS_TESTS=ON", "-DEC_KERNELS_SANITIZE=address,undefined")
     run(kernels_build(*options) / "linear_test")
-
-
-def test_a_program_of_4_bits_is_the_model(own_library: Path, tmp_path: Path) -> None:
-    """In a process of its own, which loads the compiled kernels; compared with torchao's model by the export itself."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.own_linear_programs", tmp_path / "bundle"],
-        capture_output=True, text=True, timeout=900, env={**os.environ, VARIABLE: str(own_library)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]

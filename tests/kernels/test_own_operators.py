@@ -27,10 +27,10 @@ from exportable_cache.models.patches.registry import PATCHES, patch_model
 
 from ..support.kinds import KINDS, kind_model
 from ..support.models import among, tiny_model
-from .own_programs import CAPACITY, OPERATORS, PROGRAMS
+from .own_programs import CAPACITY, LINEARS, OPERATORS, PROGRAMS
 
 STORAGES = {"float32": FloatStorage("float32"), "int8": Int8Storage("float32"), "int4": Int4Storage("float32")}
-FAST = (OPERATORS, "rows")
+FAST = (OPERATORS, LINEARS, "rows")
 #: First slots, ring, window and chunk of a layer.
 REACH = {
     "full": (40, 0, 0, 0),
@@ -89,7 +89,7 @@ def own_bundle(own_library: Path, tmp_path_factory: pytest.TempPathFactory):
 
     def make(name: str) -> Path:
         if name not in made:
-            # One process for both that always run: to import the exporter takes as long as to export.
+            # One process for those that always run: to import the exporter takes as long as to export.
             names = FAST if name in FAST else (name,)
             done = subprocess.run(
                 [sys.executable, "-m", "tests.kernels.own_programs", folder, *names],
@@ -104,6 +104,11 @@ def own_bundle(own_library: Path, tmp_path_factory: pytest.TempPathFactory):
 
 def test_the_compiled_operators_are_the_plain_ones(own_bundle) -> None:
     own_bundle(OPERATORS)
+
+
+def test_a_program_of_4_bits_is_the_model(own_bundle) -> None:
+    """Compared with torchao's model by the export itself."""
+    own_bundle(LINEARS)
 
 
 @pytest.mark.parametrize("name", among(PROGRAMS, fast=["rows"]))

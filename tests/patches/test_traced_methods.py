@@ -11,6 +11,7 @@ from exportable_cache.models.patches.registry import patch_model
 from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
 
+from ..support.models import among
 from ..zoo.architectures import architectures
 from ..zoo.build import STEPS, cached_logits, tiny_model, tokens
 
@@ -44,7 +45,8 @@ def program_of(model) -> Program:
     return Program(model, ExportableCache.from_model(model, 64, attn_implementation=None), ProgramSpec(16))
 
 
-@pytest.mark.parametrize("model_type", SHOWN)
+# Of the experts one is in the fast lane.
+@pytest.mark.parametrize("model_type", among(SHOWN, fast=["mvp", "trocr", "dbrx", "mpt", "git"]))
 @torch.no_grad()
 def test_the_patched_program_is_the_model(model_type: str) -> None:
     model, ids = model_of(model_type), tokens()

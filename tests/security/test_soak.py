@@ -32,7 +32,7 @@ def test_it_would_see_positions_that_drift(monkeypatch: pytest.MonkeyPatch) -> N
 def test_sessions_in_threads() -> None:
     threads = torch.get_num_threads()
     try:
-        found = soak.soak(2, sessions=4, threads=2, targets=["eager", "pt2"])
+        found = soak.soak(1, sessions=4, threads=2, targets=["eager", "pt2"])
     finally:
         torch.set_num_threads(threads)
     assert found.errors == []

@@ -1,0 +1,199 @@
+"""`exportable-cache chat`"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import CacheFullError, InputError
+from .options import BundleArgument, CheckOption, IgnoreVersionsOption, KeyOption, TrustOption
+from .settings import at_least
+from .terminal import Terminal
+
+if TYPE_CHECKING:
+    from ..decoding.completion import Completer, CompletionOptions
+
+_HELP = """\
+/undo         take back the last question and its answer
+/reset        begin anew; the system prompt stays
+/save FILE    write the conversation as JSON
+/load FILE    go on with one that was saved
+/help         this list
+/quit         end, as does the end of the input"""
+
+
+def chat(
+    ctx: typer.Context,
+    folder: BundleArgument,
+    system: Annotated[
+        str | None, typer.Option("--system", metavar="TEXT", help="What the model is told before the first question.")
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-new-tokens",
+            metavar="N",
+            callback=at_least(1),
+            help="Most tokens an answer.",
+            show_default="what fits",
+        ),
+    ] = None,
+    temperature: Annotated[
+        float,
+        typer.Option("--temperature", metavar="T", callback=at_least(0), help="0 always takes the likeliest token."),
+    ] = 0.0,
+    top_p: Annotated[
+        float | None,
+        typer.Option("--top-p", metavar="P", help="Draw from the likeliest tokens of total probability P only."),
+    ] = None,
+    seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Draws the same tokens every time.")] = None,
+    trust: TrustOption = False,
+    key: KeyOption = None,
+    ignore_versions: IgnoreVersionsOption = False,
+    check: CheckOption = False,
+) -> None:
+    """Talk with a model: each line of the input is a question, lines that begin with / are commands (/help)."""
+    terminal: Terminal = ctx.obj
+    with terminal.progress(f"opening {folder}"):
+        from ..bundle.bundle import Bundle
+        from ..decoding.completion import Completer, CompletionOptions
+        from ..generation.sampling import Sampling
+        from ..session.session import Session
+
+        options = CompletionOptions(Sampling(temperature, top_p=top_p, seed=seed), max_new_tokens)
+        bundle = Bundle.open(folder, check_versions=not ignore_versions, trust=trust, key=key, known=not check)
+        completer = Completer(Session.from_bundle(bundle))
+    if not completer.takes_messages:
+        raise InputError(
+            "the tokenizer has no chat template, so this model answers no messages; use generate, or set "
+            "tokenizer.chat_template before exporting"
+        )
+    talk = _Talk(terminal, completer, options, system)
+    terminal.note("/help lists commands")
+    while (line := _line(terminal)) is not None:
+        try:
+            if not talk.take(line):
+                return
+        except (InputError, CacheFullError) as error:
+            terminal.error(f"error: {error}")
+
+
+def _line(terminal: Terminal) -> str | None:
+    """The next line of the input, None at its end."""
+    if sys.stdin is None:
+        raise InputError("stdin is closed; chat reads questions from it")
+    if sys.stdin.isatty():
+        terminal.write("> ")
+    try:
+        line = sys.stdin.readline()
+    except UnicodeDecodeError as error:
+        raise InputError(f"the input is no UTF-8: {error.reason} at byte {error.start}") from error
+    return line.rstrip("\n") if line else None
+
+
+@dataclass
+class _Talk:
+    """A conversation.
+
+    Attributes:
+        messages: Of the user and the assistant in turn; the last is the assistant's.
+    """
+
+    terminal: Terminal
+    completer: Completer
+    options: CompletionOptions
+    system: str | None
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    def take(self, line: str) -> bool:
+        """Do what a line says; False if it ends the conversation.
+
+        Raises:
+            InputError: If it cannot be done; the conversation is as it was.
+        """
+        if not line.strip():
+            return True
+        if not line.startswith("/"):
+            self._ask(line)
+            return True
+        command, _, argument = line.strip().partition(" ")
+        if command in ("/quit", "/exit"):
+            return False
+        commands: dict[str, Any] = {"/undo": self._undo, "/reset": self.messages.clear, "/help": self._help}
+        files: dict[str, Any] = {"/save": self._save, "/load": self._load}
+        if command in files:
+            if not argument:
+                raise InputError(f"{command} needs a file: {command} FILE")
+            files[command](Path(argument.strip()))
+        elif command in commands:
+            commands[command]()
+        else:
+            raise InputError(f"there is no command {command!r}; /help lists them")
+        return True
+
+    def _ask(self, question: str) -> None:
+        """An answer as it comes. Interrupted, it stays as far as it is there."""
+        told = [{"role": "system", "content": self.system}] if self.system else []
+        asked = {"role": "user", "content": question}
+        ids = self.completer.encode([*told, *self.messages, asked])
+        answer, completion = "", self.completer.complete(ids, self.options)
+        try:
+            for piece in completion:
+                answer += piece.text
+                self.terminal.write(piece.text)
+        except KeyboardInterrupt:
+            self.terminal.note(" interrupted")
+        finally:
+            completion.close()
+            self.terminal.write("\n")
+        self.messages += [asked, {"role": "assistant", "content": answer}]
+        if completion.finish_reason == "length" and self.options.max_new_tokens is None:
+            self.terminal.note("the cache is full: /undo or /reset, or export with a larger --max-cache-len")
+
+    def _undo(self) -> None:
+        if not self.messages:
+            raise InputError("there is nothing to take back")
+        del self.messages[-2:]
+
+    def _help(self) -> None:
+        self.terminal.note(_HELP)
+
+    def _save(self, path: Path) -> None:
+        document = {"system": self.system, "messages": self.messages}
+        try:
+            path.write_text(json.dumps(document, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"cannot write {path}: {error.strerror}") from error
+
+    def _load(self, path: Path) -> None:
+        try:
+            document = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise InputError(f"cannot read {path}: {error.strerror}") from error
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{path} is no JSON: {str(error)[:200]}") from error
+        system = document.get("system") if isinstance(document, dict) else None
+        messages = document.get("messages") if isinstance(document, dict) else None
+        if (system is not None and not isinstance(system, str)) or not _is_conversation(messages):
+            raise InputError(f"{path} holds no conversation; /save writes one")
+        self.system, self.messages = system, list(messages or ())
+
+
+def _is_conversation(messages: Any) -> bool:
+    """Whether it is messages of the user and the assistant in turn."""
+    return (
+        isinstance(messages, list)
+        and len(messages) % 2 == 0
+        and all(
+            isinstance(message, dict)
+            and set(message) == {"role", "content"}
+            and message["role"] == ("user", "assistant")[index % 2]
+            and isinstance(message["content"], str)
+            for index, message in enumerate(messages)
+        )
+    )

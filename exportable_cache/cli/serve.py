@@ -1,0 +1,75 @@
+"""`exportable-cache serve`"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import BundleArgument, CheckOption, IgnoreVersionsOption, KeyOption, TrustOption
+from .settings import at_least
+from .terminal import Terminal
+
+
+def serve(
+    ctx: typer.Context,
+    folder: BundleArgument,
+    host: Annotated[
+        str, typer.Option("--host", metavar="ADDRESS", help="Where to listen; 0.0.0.0 takes requests from anywhere.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option("--port", metavar="N", min=0, max=65535, help="Where to listen; 0 takes a free one.")
+    ] = 8000,
+    name: Annotated[
+        str | None,
+        typer.Option("--name", metavar="NAME", help="Model name of requests.", show_default="the folder's name"),
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            "--api-key", metavar="KEY", envvar="EXPORTABLE_CACHE_API_KEY", help="Refuse requests without this key."
+        ),
+    ] = None,
+    most_waiting: Annotated[
+        int,
+        typer.Option(
+            "--most-waiting",
+            metavar="N",
+            callback=at_least(0),
+            help="Requests that wait while another is answered; more are told to come again.",
+        ),
+    ] = 64,
+    trust: TrustOption = False,
+    key: KeyOption = None,
+    ignore_versions: IgnoreVersionsOption = False,
+    check: CheckOption = False,
+) -> None:
+    """Answer requests in the form of OpenAI's API, and show a page with a chat; until interrupted."""
+    from ..errors import MissingDependencyError
+
+    terminal: Terminal = ctx.obj
+    missing = [package for package in ("fastapi", "uvicorn") if find_spec(package) is None]
+    if missing:
+        raise MissingDependencyError(
+            f"serve needs {' and '.join(missing)}; install the extra: pip install 'exportable-cache[serve]'"
+        )
+    with terminal.progress(f"opening {folder}"):
+        from ..bundle.bundle import Bundle
+        from ..decoding.completion import Completer
+        from ..session.session import Session
+        from .server.app import ServerOptions, make_app
+        from .server.run import run
+
+        bundle = Bundle.open(folder, check_versions=not ignore_versions, trust=trust, key=key, known=not check)
+        completer = Completer(Session.from_bundle(bundle))
+    options = ServerOptions(name or Path(folder).resolve().name, most_waiting, api_key)
+    run(
+        make_app(completer, options),
+        host,
+        port,
+        lambda address: terminal.note(
+            f"{options.model_name} at {address} (page) and {address}/v1 (API); Ctrl+C ends it"
+        ),
+    )

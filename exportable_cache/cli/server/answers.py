@@ -1,0 +1,120 @@
+"""Answers in the form of OpenAI's API: whole, and as chunks of a stream."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...decoding.completion import Completion, Piece
+
+
+@dataclass
+class Answer:
+    """One request's answer as it comes.
+
+    Args:
+        model: Its name.
+        chat: Whether it is a message; else text.
+        decode: Text of one token.
+    """
+
+    model: str
+    chat: bool
+    decode: Callable[[list[int]], str]
+    pieces: list[Piece] = field(default_factory=list)
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        self._id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+
+    def add(self, piece: Piece) -> None:
+        """One more piece."""
+        self.pieces.append(piece)
+        self.text += piece.text
+
+    def whole(self, completion: Completion) -> dict[str, Any]:
+        """The answer."""
+        said = {"message": {"role": "assistant", "content": self.text}} if self.chat else {"text": self.text}
+        choice = {
+            "index": 0,
+            **said,
+            "logprobs": self._logprobs(self.pieces, 0),
+            "finish_reason": completion.finish_reason,
+        }
+        return self._head("chat.completion" if self.chat else "text_completion", [choice]) | {
+            "usage": usage_of(completion)
+        }
+
+    def first(self) -> dict[str, Any] | None:
+        """What comes before any text of a stream: whose message it is."""
+        if not self.chat:
+            return None
+        return self._chunk({"delta": {"role": "assistant", "content": ""}}, None)
+
+    def chunk(self, completion: Completion, piece: Piece) -> dict[str, Any]:
+        """Of a stream, one piece, which was not added yet."""
+        said: dict[str, Any] = {"delta": {"content": piece.text}} if self.chat else {"text": piece.text}
+        said["logprobs"] = self._logprobs([piece], len(self.text))
+        self.text += piece.text
+        return self._chunk(said, completion.finish_reason)
+
+    def last(self, completion: Completion) -> dict[str, Any]:
+        """Of a stream, the chunk that has the usage and no choice."""
+        return self._head("chat.completion.chunk" if self.chat else "text_completion", []) | {
+            "usage": usage_of(completion)
+        }
+
+    def _chunk(self, said: Mapping[str, Any], reason: str | None) -> dict[str, Any]:
+        choice = {"index": 0, "logprobs": None, **said, "finish_reason": reason}
+        return self._head("chat.completion.chunk" if self.chat else "text_completion", [choice])
+
+    def _head(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": self._id, "object": kind, "created": self._created, "model": self.model, "choices": choices}
+
+    def _logprobs(self, pieces: Sequence[Piece], offset: int) -> dict[str, Any] | None:
+        if not pieces or pieces[0].logprob is None:
+            return None
+        if self.chat:
+            content = [
+                {
+                    **self._token(piece.token, piece.logprob),
+                    "top_logprobs": [self._token(token, logprob) for token, logprob in piece.alternatives],
+                }
+                for piece in pieces
+            ]
+            return {"content": content, "refusal": None}
+        offsets = []
+        for piece in pieces:
+            offsets.append(offset)
+            offset += len(piece.text)
+        return {
+            "tokens": [self.decode([piece.token]) for piece in pieces],
+            "token_logprobs": [piece.logprob for piece in pieces],
+            "top_logprobs": [
+                {self.decode([token]): logprob for token, logprob in piece.alternatives} for piece in pieces
+            ],
+            "text_offset": offsets,
+        }
+
+    def _token(self, token: int, logprob: float | None) -> dict[str, Any]:
+        text = self.decode([token])
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", "replace"))}
+
+
+def usage_of(completion: Completion) -> dict[str, Any]:
+    """Counts of tokens; `cached_tokens` were in the cache already."""
+    return {
+        "prompt_tokens": completion.prompt_tokens,
+        "completion_tokens": completion.new_tokens,
+        "total_tokens": completion.prompt_tokens + completion.new_tokens,
+        "prompt_tokens_details": {"cached_tokens": completion.reused_tokens},
+    }
+
+
+def error_of(message: str, kind: str = "invalid_request_error", **more: str | None) -> dict[str, Any]:
+    """An error in the API's form."""
+    return {"error": {"message": message, "type": kind, "param": None, "code": None, **more}}

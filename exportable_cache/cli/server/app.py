@@ -1,0 +1,240 @@
+"""The routes, and what is said of requests that are refused."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
+from starlette.exceptions import HTTPException
+
+from ...decoding.completion import Completer, Completion, CompletionOptions, Piece
+from ...errors import CacheFullError, ExportableCacheError, InputError
+from .answers import Answer, error_of
+from .engine import Busy, Engine
+from .schema import ChatRequest, CompletionRequest
+
+Result = TypeVar("Result")
+
+#: Seconds after which a request that was refused for a full queue may try again.
+_RETRY_AFTER = 1
+_GONE = 499
+_DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """How requests are taken.
+
+    Attributes:
+        model_name: That requests name, and answers.
+        most_waiting: Requests that wait while another is answered; more are told to come again.
+        api_key: That requests have to carry; None for none.
+        most_bytes: Of a request's body.
+    """
+
+    model_name: str
+    most_waiting: int = 64
+    api_key: str | None = None
+    most_bytes: int = 8 * 2**20
+
+
+class ClientGone(Exception):
+    """Nobody waits for the answer any more."""
+
+
+def make_app(completer: Completer, options: ServerOptions) -> FastAPI:
+    """The application over one session; any ASGI server runs it, in one process.
+
+    Args:
+        completer: Over the session. Nobody else uses it meanwhile.
+        options: How requests are taken.
+    """
+    engine = Engine(completer, options.most_waiting)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        engine.close()
+
+    async def with_key(request: Request) -> None:
+        given = request.headers.get("authorization", "").encode()
+        if options.api_key is not None and not hmac.compare_digest(given, f"Bearer {options.api_key}".encode()):
+            raise HTTPException(401, "the API key is missing or wrong; send Authorization: Bearer KEY")
+
+    app = FastAPI(title="exportable-cache", lifespan=lifespan, openapi_url=None, max_body_size=options.most_bytes)
+    api = APIRouter(prefix="/v1", dependencies=[Depends(with_key)])
+    _refuse_in_the_form_of_the_api(app)
+
+    @app.get("/", response_class=HTMLResponse, include_in_schema=False)
+    async def page() -> str:
+        return (files(__package__) / "page.html").read_text(encoding="utf-8")
+
+    @app.get("/health")
+    async def health() -> dict[str, Any]:
+        return {"status": "ok", "waiting": engine.waiting, "answered": engine.answered}
+
+    @api.get("/models")
+    async def models() -> dict[str, Any]:
+        held = completer.session.max_length
+        about = {"id": options.model_name, "object": "model", "created": 0, "owned_by": "exportable-cache"}
+        return {"object": "list", "data": [{**about, "max_model_len": held, "chat": completer.takes_messages}]}
+
+    @api.get("/cache")
+    async def cache() -> dict[str, Any]:
+        return await engine.call(fill_of, completer)
+
+    @api.post("/chat/completions")
+    async def chat(request: Request, asked: ChatRequest) -> Any:
+        named(asked.model)
+        return await answered(request, asked, lambda: completer.encode(asked.prompt()))
+
+    @api.post("/completions")
+    async def complete(request: Request, asked: CompletionRequest) -> Any:
+        named(asked.model)
+        text = asked.text()
+        return await answered(request, asked, lambda: completer.encode(text) if isinstance(text, str) else text)
+
+    def text_of(tokens: list[int]) -> str:
+        return str(completer.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def named(model: str) -> None:
+        if model != options.model_name:
+            raise HTTPException(404, f"there is no model {model!r:.100}; this server has {options.model_name!r}")
+
+    async def answered(request: Request, asked: ChatRequest | CompletionRequest, ids: Callable[[], list[int]]) -> Any:
+        how: CompletionOptions = asked.options()
+        answer = Answer(options.model_name, isinstance(asked, ChatRequest), text_of)
+        pieces = engine.run(lambda: completer.complete(ids(), how))
+        # What is refused is refused with the first piece: before that no status was sent.
+        first = await _unless_gone(request, anext(pieces))
+        if asked.stream:
+            usage = asked.stream_options is not None and asked.stream_options.include_usage
+            stream = _events(answer, first, pieces, usage)
+            return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        return await _unless_gone(request, _whole(answer, first, pieces))
+
+    app.include_router(api)
+    return app
+
+
+async def _whole(
+    answer: Answer, first: tuple[Completion, Piece], pieces: AsyncIterator[tuple[Completion, Piece]]
+) -> dict[str, Any]:
+    completion, piece = first
+    answer.add(piece)
+    async with aclosing(pieces):  # type: ignore[type-var]
+        async for _, piece in pieces:
+            answer.add(piece)
+    return answer.whole(completion)
+
+
+async def _events(
+    answer: Answer, first: tuple[Completion, Piece], pieces: AsyncIterator[tuple[Completion, Piece]], usage: bool
+) -> AsyncIterator[bytes]:
+    completion, piece = first
+    async with aclosing(pieces):  # type: ignore[type-var]
+        try:
+            head = answer.first()
+            if head is not None:
+                yield _event(head)
+            yield _event(answer.chunk(completion, piece))
+            async for completion, piece in pieces:
+                yield _event(answer.chunk(completion, piece))
+        except ExportableCacheError as error:
+            # The status is sent; an error is an event of its own, as in the API.
+            yield _event(error_of(str(error), "server_error"))
+            return
+    if usage:
+        yield _event(answer.last(completion))
+    yield _DONE
+
+
+def _event(document: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+async def _unless_gone(request: Request, work: Awaitable[Result]) -> Result:
+    """A result, unless the client goes away before it is there: then the work is given up.
+
+    Raises:
+        ClientGone: Then.
+    """
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        for one in (task, gone):
+            one.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def fill_of(completer: Completer) -> dict[str, Any]:
+    """How far the cache is filled, layer by layer. Slots are None where a layer keeps one state for any number of
+    tokens.
+    """
+    length = int(completer.session.length[0])
+    layers = []
+    for layer in completer.session.layers:
+        slots = getattr(layer.policy, "capacity", None)
+        layers.append(
+            {"kind": layer.label, "slots": slots, "filled": None if slots is None else min(length, int(slots))}
+        )
+    return {"length": length, "max_length": completer.session.max_length, "layers": layers}
+
+
+def _refuse_in_the_form_of_the_api(app: FastAPI) -> None:
+    def refuse(status: int, message: str, kind: str = "invalid_request_error", **more: Any) -> JSONResponse:
+        headers = {"Retry-After": str(_RETRY_AFTER)} if status == 503 else None
+        return JSONResponse(error_of(message, kind, **more), status, headers=headers)
+
+    @app.exception_handler(HTTPException)
+    async def of_http(request: Request, error: HTTPException) -> JSONResponse:
+        return refuse(error.status_code, str(error.detail))
+
+    @app.exception_handler(RequestValidationError)
+    async def of_fields(request: Request, error: RequestValidationError) -> JSONResponse:
+        wrong = error.errors()[0]
+        if wrong["type"] == "json_invalid":
+            return refuse(400, f"the body is no JSON: {wrong.get('ctx', {}).get('error', '')}"[:200])
+        if "json" not in request.headers.get("content-type", ""):
+            return refuse(400, "the body is not said to be JSON; send Content-Type: application/json")
+        # The first is "body".
+        place = ".".join(str(part) for part in wrong["loc"][1:]) or "the request"
+        return refuse(400, f"{place}: {wrong['msg']}"[:500], param=place)
+
+    @app.exception_handler(CacheFullError)
+    async def of_room(request: Request, error: CacheFullError) -> JSONResponse:
+        return refuse(400, str(error), code="context_length_exceeded")
+
+    @app.exception_handler(InputError)
+    async def of_input(request: Request, error: InputError) -> JSONResponse:
+        return refuse(400, str(error))
+
+    @app.exception_handler(Busy)
+    async def of_queue(request: Request, error: Busy) -> JSONResponse:
+        return refuse(503, "as many requests wait as may; try again", "overloaded_error")
+
+    @app.exception_handler(ClientGone)
+    async def of_client(request: Request, error: ClientGone) -> JSONResponse:
+        return refuse(_GONE, "the client closed the connection")
+
+    @app.exception_handler(Exception)
+    async def of_anything(request: Request, error: Exception) -> JSONResponse:
+        return refuse(500, f"unexpected {type(error).__name__}; the server's log has more", "server_error")

@@ -1,0 +1,80 @@
+"""One session answers requests in the order in which they come, in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from ...decoding.completion import Completer, Completion, Piece
+
+Result = TypeVar("Result")
+
+
+class Busy(Exception):
+    """As many requests wait as may."""
+
+
+class Engine:
+    """Runs completions one after another.
+
+    A request that is given up, while it waits or amid its answer, makes place for the next one at once: the step that
+    is running ends, and no other is taken.
+
+    Args:
+        completer: Over the session.
+        most_waiting: Requests that wait while another one is answered.
+
+    Attributes:
+        answered: Requests that were answered, or given up amid an answer.
+    """
+
+    def __init__(self, completer: Completer, most_waiting: int) -> None:
+        self.completer = completer
+        self.answered = 0
+        self._most_waiting = most_waiting
+        self._waiting = 0
+        self._turn = asyncio.Lock()
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="session")
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for their turn."""
+        return self._waiting
+
+    async def call(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Something done in the session's thread, between steps."""
+        return await asyncio.get_running_loop().run_in_executor(self._worker, function, *arguments)
+
+    async def run(self, begin: Callable[[], Completion]) -> AsyncIterator[tuple[Completion, Piece]]:
+        """The pieces of an answer, each with the answer as far as it is there.
+
+        Args:
+            begin: Makes it; tokenising is done there, too.
+
+        Raises:
+            Busy: If too many wait.
+        """
+        if self._turn.locked() and self._waiting >= self._most_waiting:
+            raise Busy
+        self._waiting += 1
+        try:
+            await self._turn.acquire()
+        finally:
+            self._waiting -= 1
+        completion = None
+        try:
+            completion = await self.call(begin)
+            while (piece := await self.call(next, completion, None)) is not None:
+                yield completion, piece
+        finally:
+            # Behind the step that may be running; the next request's first one comes behind this.
+            if completion is not None:
+                self.answered += 1
+                self._worker.submit(completion.close)
+            self._turn.release()
+
+    def close(self) -> None:
+        """End the thread, after the step that is running."""
+        self._worker.shutdown(wait=True, cancel_futures=True)

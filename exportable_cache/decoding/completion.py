@@ -1,0 +1,245 @@
+"""Answers to one prompt after another over one session, which is fed only what it does not hold yet."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from ..errors import CacheFullError, InputError
+from ..generation.sampler import Sampler
+from ..generation.sampling import Sampling
+from ..generation.text import TextPieces, encode_prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ..models.text_tokenizer import TextTokenizer
+    from ..session.session import Session
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One token of an answer.
+
+    Attributes:
+        text: What it completes; a character of several tokens comes with its last.
+        token: Its id.
+        logprob: Its log probability under the model, before temperature and the like; None unless asked for.
+        alternatives: The most probable tokens at its place, each with its log probability.
+    """
+
+    text: str
+    token: int
+    logprob: float | None = None
+    alternatives: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class CompletionOptions:
+    """How a prompt is answered; checked when it is made.
+
+    Attributes:
+        sampling: How tokens are chosen.
+        max_new_tokens: Most tokens; None for as many as fit.
+        stop: Texts that end the answer, and are not part of it.
+        alternatives: How many of the most probable tokens are given at each place; None for no log probabilities.
+
+    Raises:
+        InputError: If a value is out of range.
+    """
+
+    sampling: Sampling = Sampling()
+    max_new_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    alternatives: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_new_tokens", 1), ("alternatives", 0)):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+                raise InputError(f"{name} is {value!r}; it must be an int of at least {least}, or None")
+        if any(not isinstance(text, str) or not text for text in self.stop):
+            raise InputError(f"stop is {list(self.stop)!r:.80}; it must be texts of at least one character")
+
+
+class Completion(Iterator[Piece]):
+    """An answer as it comes; steps run as it is consumed.
+
+    Attributes:
+        prompt_tokens: Of the prompt.
+        reused_tokens: Of them, those that the session held already.
+        new_tokens: Given so far.
+        finish_reason: "stop" for an end token or a text of `stop`, "length" for the most tokens; None before the end.
+    """
+
+    def __init__(self, completer: Completer, ids: Sequence[int], options: CompletionOptions) -> None:
+        self.prompt_tokens, self.reused_tokens, self.new_tokens = len(ids), 0, 0
+        self.finish_reason: FinishReason | None = None
+        self._pieces = self._run(completer, list(ids), options)
+
+    def __next__(self) -> Piece:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """Give it up; the session keeps what it holds."""
+        self._pieces.close()
+
+    def _run(self, completer: Completer, ids: list[int], options: CompletionOptions) -> Generator[Piece]:
+        session = completer.session
+        limit = completer.limit(len(ids), options.max_new_tokens)
+        self.reused_tokens, logits = completer.feed(ids)
+        sampler = Sampler(options.sampling, torch.tensor([ids], device=session.device), session.vocab_size)
+        pieces = TextPieces(completer.tokenizer, completer.end_tokens, options.stop)
+        while True:
+            token = int(sampler.choose(logits)[0])
+            self.new_tokens += 1
+            text = pieces.push(token)
+            if pieces.ended:
+                self.finish_reason = "stop"
+            elif self.new_tokens == limit:
+                self.finish_reason, text = "length", text + pieces.finish()
+            yield Piece(text, token, *_judged(logits[0], token, options.alternatives))
+            if self.finish_reason is not None:
+                return
+            logits = completer.step(token)
+
+
+class Completer:
+    """Answers prompts over one session, from one thread, one after another.
+
+    What a prompt has in common with what the session holds is not fed again: a conversation that goes on costs its new
+    turn only. Where a layer cannot take back what is behind that (a ring past its window, a state), the prompt is fed
+    whole.
+
+    Args:
+        session: A text decoder at batch size 1 with a tokenizer. It is used by nobody else meanwhile.
+
+    Raises:
+        InputError: If it is another.
+    """
+
+    def __init__(self, session: Session) -> None:
+        if session.has_encoder:
+            raise InputError("this is an encoder-decoder, which answers one input; completions are for text decoders")
+        if session.batch_size != 1:
+            raise InputError(
+                f"completions run at batch size 1, this session has {session.batch_size}; export it with batch_size=1"
+            )
+        if session.text_tokenizer is None:
+            raise InputError("completions need a tokenizer and this session has none; export the model with its own")
+        self.session = session
+        # Tokens that the session holds; None while that is not known.
+        self._held: list[int] | None = None
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | TextTokenizer:
+        """Of the session."""
+        tokenizer = self.session.text_tokenizer
+        assert tokenizer is not None
+        return tokenizer
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Tokens that end an answer, by the model's generation config."""
+        from ..session.generate import end_tokens
+
+        return frozenset(end_tokens(self.session.generation_config))
+
+    @property
+    def takes_messages(self) -> bool:
+        """Whether the tokenizer has a chat template."""
+        return bool(getattr(self.tokenizer, "chat_template", None))
+
+    def encode(self, prompt: str | Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of text or of chat messages.
+
+        Raises:
+            InputError: See `encode_prompt`.
+        """
+        return encode_prompt(self.tokenizer, prompt)[0].tolist()
+
+    def complete(self, ids: Sequence[int], options: CompletionOptions = CompletionOptions()) -> Completion:
+        """The answer to a prompt. An answer that was not taken to its end is given up.
+
+        Args:
+            ids: Token ids of the whole prompt.
+            options: How it is answered.
+
+        Raises:
+            InputError: If it is empty, or an id is out of the vocabulary.
+            CacheFullError: If it does not fit, or not with `max_new_tokens`.
+        """
+        if not ids:
+            raise InputError("the prompt is empty; pass at least one token")
+        wrong = next((token for token in ids if not 0 <= token < self.session.vocab_size), None)
+        if wrong is not None:
+            raise InputError(f"token id {wrong} is outside the vocabulary of 0 to {self.session.vocab_size - 1}")
+        self.limit(len(ids), options.max_new_tokens)
+        return Completion(self, ids, options)
+
+    def limit(self, prompt: int, asked: int | None) -> int | None:
+        """Most tokens after a prompt of so many, None for any number. The newest token takes no slot.
+
+        Raises:
+            CacheFullError: If there is no room for it.
+        """
+        most = self.session.max_length
+        if most is None:
+            return asked
+        if prompt > most:
+            raise CacheFullError(
+                f"the prompt has {prompt} tokens, but the cache holds {most}; shorten it, or export with a larger "
+                "max_cache_len"
+            )
+        if asked is not None and prompt + asked > most + 1:
+            raise CacheFullError(
+                f"the prompt has {prompt} tokens and {asked} new ones were asked for, but the cache holds {most}; ask "
+                f"for at most {most + 1 - prompt}, or shorten the prompt"
+            )
+        return most + 1 - prompt if asked is None else asked
+
+    def feed(self, ids: list[int]) -> tuple[int, torch.Tensor]:
+        """Bring the session to a prompt: how many of its tokens were there, and logits [1, vocab] after it."""
+        session = self.session
+        held = self._held if self._held is not None and len(self._held) == int(session.length[0]) else None
+        common = 0
+        if held is not None:
+            # The last token is fed in any case, as its logits are wanted.
+            most = min(len(held), len(ids) - 1)
+            common = next((index for index in range(most) if held[index] != ids[index]), most)
+            try:
+                session.rewind(len(held) - common)
+            except InputError:  # a layer has overwritten, or mixed, what would be needed again
+                held = None
+        if held is None or common == 0:
+            common = 0
+            session.reset()
+        self._held = None
+        logits = session.prefill(torch.tensor([ids[common:]], device=session.device))
+        self._held = list(ids)
+        return common, logits
+
+    def step(self, token: int) -> torch.Tensor:
+        """Logits [1, vocab] after one more token."""
+        held, self._held = self._held, None
+        logits = self.session.decode(torch.tensor([token], device=self.session.device))
+        if held is not None:
+            held.append(token)
+        self._held = held
+        return logits
+
+
+def _judged(
+    logits: torch.Tensor, token: int, alternatives: int | None
+) -> tuple[float | None, tuple[tuple[int, float], ...]]:
+    """Log probability of a token, and of the most probable ones, under logits [vocab]."""
+    if alternatives is None:
+        return None, ()
+    logprobs = logits.float().log_softmax(dim=-1)
+    values, tokens = logprobs.topk(min(alternatives, len(logprobs)))
+    return float(logprobs[token]), tuple(zip(tokens.tolist(), values.tolist(), strict=True))

@@ -1,0 +1,92 @@
+"""`exportable-cache chat`: a conversation on stdin."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from exportable_cache import export, load
+
+from ..support.letters import letter_tokenizer
+from ..support.models import tiny_model
+
+QUESTION = "the code of amber is 4821. amber?"
+
+pytestmark = pytest.mark.usefixtures("fake_backend")
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bundles") / "demo"
+    return export("demo", "fake", 128, folder, prefill_chunk=16, verify=False).path
+
+
+def answers(bundle: Path, *turns: str, system: str | None = None) -> list[str]:
+    """Greedy answers to questions of one conversation, from the Python API."""
+    session, found = load(bundle), []
+    messages = [{"role": "system", "content": system}] if system else []
+    for turn in turns:
+        messages.append({"role": "user", "content": turn})
+        found.append("".join(session.generate_text(messages)))
+        messages.append({"role": "assistant", "content": found[-1]})
+    return found
+
+
+def test_questions_are_answered_in_turn(run, bundle: Path) -> None:
+    result = run("chat", bundle, input=f"{QUESTION}\n\namber?\n/quit\nnever\n")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.splitlines() == answers(bundle, QUESTION, "amber?")
+    told = run("chat", bundle, "--system", "the code of amber is 7.", input="amber?\n")
+    assert told.stdout.splitlines() == answers(bundle, "amber?", system="the code of amber is 7.")
+
+
+def test_undo_reset_save_and_load(run, bundle: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "talk.json"
+    lines = [
+        QUESTION,
+        "amber?",
+        "/undo",
+        "amber?",
+        f"/save {saved}",
+        "/reset",
+        "amber?",
+        f"/load {saved}",
+        "/undo",
+        "amber?",
+    ]
+    result = run("chat", bundle, input="\n".join(lines))
+    assert result.exit_code == 0, result.stderr
+    first, second = answers(bundle, QUESTION, "amber?")
+    (alone,) = answers(bundle, "amber?")
+    assert result.stdout.splitlines() == [first, second, second, alone, second]
+    messages = json.loads(saved.read_text())["messages"]
+    assert [message["content"] for message in messages] == [QUESTION, first, "amber?", second]
+
+
+def test_what_cannot_be_done_is_said_and_the_conversation_goes_on(run, bundle: Path, tmp_path: Path) -> None:
+    for name, text in (("no.json", "{"), ("other.json", '{"messages": [{"role": "user", "content": "x"}]}')):
+        (tmp_path / name).write_text(text)
+    lines = [
+        "/undo", "/nonsense", "/save", f"/save {tmp_path}/none/file", f"/load {tmp_path}/none",
+        f"/load {tmp_path}/no.json", f"/load {tmp_path}/other.json", "the " * 300, QUESTION,
+    ]  # fmt: skip
+    result = run("chat", bundle, input="\n".join(lines) + "\n")
+    assert result.exit_code == 0, result.stderr
+    said = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    expected = [
+        "there is nothing to take back", "there is no command '/nonsense'", "/save needs a file", "cannot write",
+        "cannot read", "is no JSON", "holds no conversation", "the cache holds 128; shorten it",
+    ]  # fmt: skip
+    assert len(said) == len(expected)
+    assert all(part in line for part, line in zip(expected, said, strict=True)), said
+    assert result.stdout.splitlines()[-1:] == answers(bundle, QUESTION)
+
+
+def test_a_model_without_a_template_is_refused(run, tmp_path: Path) -> None:
+    tokenizer = letter_tokenizer()
+    tokenizer.chat_template = None
+    bundle = export(tiny_model("llama"), "fake", 32, tmp_path / "letters", verify=False, tokenizer=tokenizer).path
+    result = run("chat", bundle, input="x\n")
+    assert result.exit_code == 2 and "the tokenizer has no chat template" in result.stderr
