@@ -168,7 +168,9 @@ def test_generation_from_what_a_processor_gives() -> None:
     with pytest.raises(InputError, match=r"pixel_values has shape \[24, 96\]"):
         other.generate(**inputs)
     with pytest.raises(InputError, match="a draft takes token ids, got pixel_values"):
-        session.generate(inputs["input_ids"], pixel_values=inputs["pixel_values"], draft=PromptLookup())
+        session.generate(**inputs, draft=PromptLookup())
+    with pytest.raises(InputError, match="encode_image takes image_grid_thw with pixel_values; pass it too"):
+        session.generate(inputs["input_ids"], pixel_values=inputs["pixel_values"])
 
 
 def test_refused_inputs() -> None:

@@ -44,7 +44,7 @@ class ItemEntry(Entry):
     fixed: dict[str, FixedEntry] = {}
     positions: list[list[int]] = []
     advance: int = 0
-    sees: Literal["", "item", "prompt"] = ""
+    sees: Literal["", "item", "sliding item", "prompt"] = ""
 
     def described(self) -> ItemFacts:
         """The same as a program knows it."""

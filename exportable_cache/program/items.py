@@ -53,8 +53,8 @@ class ItemFacts:
         positions: Rotary positions of its tokens on each axis, [axes][tokens], counted from where it starts; empty
             where they count on by one as text does.
         advance: Positions from where it starts to the token behind it, where `positions` are given.
-        sees: What tokens see beyond what came before: "item" for the tokens of their item, "prompt" for those of the
-            whole prompt, "" for nothing.
+        sees: What tokens see beyond what came before: "item" for the tokens of their item, "sliding item" for these in
+            layers of sliding attention only, "prompt" for those of the whole prompt, "" for nothing.
     """
 
     token_id: int

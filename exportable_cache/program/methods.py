@@ -50,6 +50,7 @@ class ProgramMethod:
             one.
         item: What is to be known of the items that it encodes, where it does.
         travels: Features beside the embeddings that it takes, where there are any.
+        sees: See `ItemFacts.sees`, of the items that it takes.
     """
 
     name: str
@@ -64,6 +65,7 @@ class ProgramMethod:
     multiple: int = 1
     item: ItemFacts | None = None
     travels: tuple[Travelling, ...] = ()
+    sees: str = ""
 
     def __post_init__(self) -> None:
         if not self.inputs:

@@ -112,7 +112,7 @@ class ProgramModule(nn.Module):
             options[self.positions_name] = position_ids
         if image_ids is not None:
             options["attention_mask"] = image_masks(
-                self.model.config.get_text_config(), tokens, cache, image_ids, input_pos
+                self.model.config.get_text_config(), tokens, cache, image_ids, input_pos, self.method.sees
             )
         options[self.cache_argument] = cache
         with longest_step(self.method.max_length), short_masks():

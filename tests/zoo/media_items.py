@@ -146,6 +146,16 @@ def _timed(model: PreTrainedModel) -> Item:
 
 
 _GRID_POSITIONS = [[[x, y] for y in range(4) for x in range(6)]]
+
+
+def _framed(model: PreTrainedModel) -> Item:
+    return {
+        "pixel_values_videos": torch.randn(2, 24, 48),
+        "video_position_ids": torch.tensor(_GRID_POSITIONS * 2),
+        "num_frames_per_video": torch.tensor([2]),
+    }
+
+
 _OWN: dict[tuple[str, str], Callable[[PreTrainedModel], Item]] = {
     ("deepseek_vl_hybrid", "image"): _by_two_sizes,
     **{(name, "image"): _anyres for name in "llava_next llava_next_video llava_onevision granite4_vision".split()},
@@ -159,6 +169,7 @@ _OWN: dict[tuple[str, str], Callable[[PreTrainedModel], Item]] = {
     ("inkling_mm_model", "image"): _unit(6, 2, 4, 4, 3),
     ("fuyu", "image"): _unit(1, 4, 2700),
     ("gemma4", "image"): _unit(1, 24, 48, image_position_ids=_GRID_POSITIONS),
+    ("gemma4", "video"): _framed,
     ("gemma4_unified", "image"): _unit(1, 24, 192, image_position_ids=_GRID_POSITIONS),
     ("llama4", "image"): _unit(1, 3, 32, 32),
     ("mistral3", "image"): _unit(1, 3, 64, 64, image_sizes=[[64, 64]]),

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from unittest import mock
 
 import pytest
+import torch
 
-from .media import check_media, media_rows
+from .media import check_media, media_rows, tiny_media_model
+from .media_items import TOWERS
 from .media_table import DOCUMENT
 
 #: By what items reach the decoder, one of each; grids and images that see themselves are in tests/test_multimodal.py.
@@ -48,6 +51,16 @@ def test_items_equal_the_whole_model(model_type: str, kind: str) -> None:
     (row,) = (row for row in media_rows() if row.model_type == model_type)
     outcome = check_media(row, kind, "eager")
     assert outcome.status == "pass", outcome
+
+
+@torch.no_grad()
+def test_tokens_of_an_item_that_see_each_other_in_some_layers() -> None:
+    """As in the larger models of Gemma 4."""
+    (row,) = (row for row in media_rows() if row.model_type == "gemma4")
+    with mock.patch.dict(TOWERS, {"gemma4_text": {"use_bidirectional_attention": "vision"}}):
+        model = tiny_media_model(row)
+    outcome = check_media(row, "image", "eager", model)
+    assert outcome.status == "pass" and "sees sliding item" in outcome.reason, outcome
 
 
 @pytest.mark.parametrize("model_type, kind", REFUSED)

@@ -93,10 +93,16 @@ def _fold_all(program: ExportedProgram) -> None:
 
 
 def _is_pure(node: Node) -> bool:
-    """Whether a call gives the same for the same, and changes nothing."""
+    """Whether a call gives the same for the same, and changes nothing. Others' operators are none: weights would be
+    stored as what they stand for.
+    """
     if not isinstance(node.target, OpOverload):
         return node.target is operator.getitem
-    return not node.target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in node.target.tags
+    return (
+        node.target.namespace == "aten"
+        and not node.target._schema.is_mutable
+        and torch.Tag.nondeterministic_seeded not in node.target.tags
+    )
 
 
 def _is_over_one_patch(node: Node) -> bool:

@@ -144,17 +144,19 @@ def patch_values(config: PreTrainedConfig) -> int:
     return int(channels * getattr(vision, "temporal_patch_size", 1) * vision.patch_size**2)
 
 
-def placeholder_of(config: PreTrainedConfig, kind: str) -> int:
-    """Id of the token that stands for one embedding in a prompt.
+def placeholders_of(config: PreTrainedConfig, kind: str) -> list[int]:
+    """Ids of tokens that may stand for one embedding in a prompt, the likeliest first.
 
     Raises:
         UnsupportedModelError: If the config names none.
     """
-    names = (f"{kind}_token_id", f"{kind}_token_index", "media_placeholder_token_id", f"{kind}_patch_id")
-    for name in names:
-        token = getattr(config, name, None)
-        if isinstance(token, int):
-            return token
+    names = [f"{kind}_token_id", f"{kind}_token_index", "media_placeholder_token_id", f"{kind}_patch_id"]
+    # GLM-4V marks frames of videos as images between two tokens of their own.
+    names += ["image_token_id"] if kind == VIDEO else []
+    found = [getattr(config, name, None) for name in names]
+    tokens = list(dict.fromkeys(token for token in found if isinstance(token, int)))
+    if tokens:
+        return tokens
     raise UnsupportedModelError(
         f"the config of {config.model_type!r} names no token that stands for {kind} in a prompt ({', '.join(names)}): "
         "its mechanism is another one; leave out modalities to run its text decoder"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -46,22 +47,30 @@ class KnownValues:
     @contextmanager
     def handed_out(self) -> Iterator[None]:
         """Run a block that gets the answers of the recorded one, in the same order at each place."""
-        left = {site: iter(values) for site, values in self.found.items()}
+        asked: Counter[_Site] = Counter()
 
         def answer(site: _Site, _: Callable[[], Any]) -> Any:
-            if site[0].endswith(_CHECKS) and site not in left:
+            values = self.found.get(site, [])
+            if site[0].endswith(_CHECKS) and not values:
                 # transformers' checks ask differently under a tracer; the recorded run has passed them.
                 return True
-            try:
-                return next(left[site])
-            except (KeyError, StopIteration):
+            asked[site] += 1
+            if asked[site] > len(values):
                 raise UnsupportedModelError(
-                    f"the encoder asks for a value of a tensor at {site[0].rpartition('/')[2]}:{site[1]} ({site[2]}) "
-                    "under the tracer only; leave out modalities, or run an eager session"
-                ) from None
+                    f"the encoder asks for a value of a tensor at {_place(site)} under the tracer only; leave out "
+                    "modalities, or run an eager session"
+                )
+            return values[asked[site] - 1]
 
         with _Asked(answer):
             yield
+        for site, times in asked.items():
+            if times < len(self.found.get(site, ())) and not site[0].endswith(_CHECKS):
+                raise UnsupportedModelError(
+                    f"the encoder asks for a value of a tensor at {_place(site)} {times} times under the tracer, "
+                    f"{len(self.found[site])} times elsewhere, so which is which is unknown; leave out modalities, or "
+                    "run an eager session"
+                )
 
     def check_same(self, other: KnownValues, model_type: str) -> None:
         """Refuse an encoder whose answers depend on pixels or samples.
@@ -69,12 +78,11 @@ class KnownValues:
         Raises:
             UnsupportedModelError: If so.
         """
-        for site, values in self.found.items():
-            if not _same(values, other.found.get(site)):
+        for site in {**self.found, **other.found}:
+            if not _same(self.found.get(site), other.found.get(site)):
                 raise UnsupportedModelError(
-                    f"the encoder of {model_type!r} decides by the values of pixels or samples at "
-                    f"{site[0].rpartition('/')[2]}:{site[1]} ({site[2]}), which no program of fixed shapes can; leave "
-                    "out modalities"
+                    f"the encoder of {model_type!r} decides by the values of pixels or samples at {_place(site)}, "
+                    "which no program of fixed shapes can; leave out modalities"
                 )
 
     def _record(self, site: _Site, compute: Callable[[], Any]) -> Any:
@@ -165,6 +173,11 @@ class _Asked(TorchFunctionMode):
         size = tensor.shape[dim]
         index = self._ask("repeats", lambda: torch.repeat_interleave(repeats.expand(size)))
         return tensor.index_select(dim, index)
+
+
+def _place(site: _Site) -> str:
+    file, line, what = site
+    return f"{file.rpartition('/')[2]}:{line} ({what})"
 
 
 def _same(left: Any, right: Any) -> bool:

@@ -18,7 +18,7 @@ from ...common.tensor_spec import TensorSpec
 from ...errors import InputError, UnsupportedModelError, first_line
 from ..items import FixedInput, ItemFacts
 from ..methods import ProgramMethod
-from .examples import AUDIO, IMAGE, KINDS, VIDEO, checked_example, example_of, placeholder_of
+from .examples import AUDIO, IMAGE, KINDS, VIDEO, checked_example, example_of, placeholders_of
 from .front import count_tokens, handed_to_decoder
 from .known_values import KnownValues
 from .probe import Probed, Travelling, probe, prompt_with
@@ -200,25 +200,25 @@ def modalities_of(
 
 def _modality(model: PreTrainedModel, kind: str, example: Mapping[str, Any]) -> Modality:
     floats, fixed = checked_example(model, kind, example)
-    token_id = placeholder_of(model.config, kind)
+    token_ids = placeholders_of(model.config, kind)
     generator = torch.Generator().manual_seed(0)
     items = [
         {**{name: torch.randn(value.shape, generator=generator).to(value) for name, value in floats.items()}, **fixed}
         for _ in range(2)
     ]
+    problem: Exception | None = None
     with attention_of(model, "eager"):
-        try:
-            tokens = _tokens(model, kind, token_id, example, items[0])
-            probed = _probed(model, kind, tokens, token_id, items)
-            features, known = _features(model, kind, tokens, token_id, items, probed)
-        except (UnsupportedModelError, InputError):
-            raise
-        except Exception as error:  # any model's code runs here
-            raise UnsupportedModelError(
-                f"{model.config.model_type!r} does not encode {kind} of these shapes by itself "
-                f"({type(error).__name__}: {first_line(error)}); pass what its processor gives for one item, "
-                f"modalities={{{kind!r}: {{...}}}}, or leave them out"
-            ) from error
+        for token_id in token_ids:
+            try:
+                tokens = _tokens(model, kind, token_id, example, items[0])
+                probed = _probed(model, kind, tokens, token_id, items)
+                features, known = _features(model, kind, tokens, token_id, items, probed)
+                break
+            except Exception as error:  # any model's code runs here
+                problem = problem or error
+        else:
+            assert problem is not None
+            raise _not_understood(model, kind, problem) from problem
     name = str(model.dtype).removeprefix("torch.")
     return Modality(
         kind,
@@ -235,6 +235,16 @@ def _modality(model: PreTrainedModel, kind: str, example: Mapping[str, Any]) -> 
         ),
         probed.travels,
         known,
+    )
+
+
+def _not_understood(model: PreTrainedModel, kind: str, problem: Exception) -> Exception:
+    if isinstance(problem, (UnsupportedModelError, InputError)):
+        return problem
+    return UnsupportedModelError(
+        f"{model.config.model_type!r} does not encode {kind} of these shapes by itself "
+        f"({type(problem).__name__}: {first_line(problem)}); pass what its processor gives for one item, "
+        f"modalities={{{kind!r}: {{...}}}}, or leave them out"
     )
 
 

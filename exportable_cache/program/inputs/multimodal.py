@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -48,6 +49,7 @@ def multimodal_methods(
 
     Raises:
         InputError: If a step takes fewer tokens than an item that has to go through as a whole.
+        UnsupportedModelError: If a prompt would not say which kind of item is meant, or they need different steps.
     """
     added = {modality.method.name: modality.method for modality in modalities}
     longest = max(method.max_length for method in methods.values() if method.is_step)
@@ -64,11 +66,22 @@ def multimodal_methods(
             f"{' and '.join(one.kind for one in modalities)} have different features beside their embeddings; choose "
             "one of them"
         )
+    for one, other in itertools.combinations(modalities, 2):
+        if one.token_id == other.token_id:
+            raise UnsupportedModelError(
+                f"the token of id {one.token_id} stands for {one.kind} and for {other.kind}; choose one of them"
+            )
+    sees = {one.facts.sees for one in modalities if one.facts.sees}
+    if len(sees) > 1:
+        raise UnsupportedModelError(
+            f"the tokens of {' and '.join(one.kind for one in modalities)} see each other by different rules; choose "
+            "one of them"
+        )
     embeds = TensorSpec("inputs_embeds", first.dtype, ("batch", "length", first.hidden_size))
     ids, position = text_inputs(1, max(2, longest))
     added["embed"] = ProgramMethod("embed", 1, max(2, longest), inputs=(ids,), outputs=(embeds,))
     further: tuple[TensorSpec, ...] = (TensorSpec(POSITIONS, "int64", (axes, "batch", "length")),) if axes else ()
-    further += (IMAGE_IDS,) if any(modality.facts.sees for modality in modalities) else ()
+    further += (IMAGE_IDS,) if sees else ()
     for name, method in methods.items():
         if name.startswith("prefill"):
             added[name.replace("prefill", "prefill_embeds")] = replace(
@@ -77,6 +90,7 @@ def multimodal_methods(
                 min_length=1,
                 inputs=(embeds, position, *further),
                 travels=first.travels,
+                sees="".join(sees),
             )
     if axes:
         methods = {name: replace(method, inputs=(*method.inputs, ROPE_DELTAS)) for name, method in methods.items()}

@@ -14,7 +14,7 @@ import torch
 
 from ...errors import InputError
 from ...program.inputs.multimodal import IMAGE_IDS, POSITIONS
-from .image_places import Pattern, grid_pattern, image_ids, placed_images, rope_positions, whole_chunks
+from .image_places import Pattern, grid_pattern, image_ids, placed_images, rope_positions, runs, whole_chunks
 from .items import placeholders
 
 if TYPE_CHECKING:
@@ -47,6 +47,9 @@ class ItemPlaces:
         self.sees_prompt = any(one.method.item is not None and one.method.item.sees == "prompt" for one in stages)
         axes = int(further[POSITIONS].shape[0]) if self.has_axes else 0
         self.patterns = [_pattern(stage, axes) for stage in stages]
+        # Bundles from before say by an input of their steps alone that items are seen.
+        seen = [stage.method.item is None or stage.method.item.sees for stage in stages]
+        self.seen = torch.tensor([index for index, sees in enumerate(seen) if sees])
 
     def check(self, rows: TokenRows) -> None:
         """Refuse prompts whose items cannot go through whole.
@@ -54,7 +57,9 @@ class ItemPlaces:
         Raises:
             InputError: If an item is longer than a step, or rows differ where that is not possible.
         """
-        if not self.stays_whole or not self._kinds(rows).ge(0).any():
+        if self.has_axes:
+            self._check_contiguous(rows)
+        if not self.stays_whole or not self._is_seen(rows).any():
             return
         if not rows.are_even:
             raise InputError(
@@ -81,6 +86,17 @@ class ItemPlaces:
             further[POSITIONS] = positions.to(self.device)
         return replace(steps, sizes=sizes, further=further, placed=placed)
 
+    def _check_contiguous(self, rows: TokenRows) -> None:
+        for index, (stage, pattern) in enumerate(zip(self.stages, self.patterns)):
+            for row in (self._kinds(rows) == index).tolist():
+                for start, end in runs(row):
+                    if (end - start) % pattern.tokens:
+                        raise InputError(
+                            f"{end - start} tokens of id {stage.token} follow each other, {stage.method.name} gives "
+                            f"{pattern.tokens} embeddings of one item, whose positions belong together: build the "
+                            "prompt with the model's own processor"
+                        )
+
     def _kinds(self, rows: TokenRows) -> torch.Tensor:
         """Which stage's item each token is of, -1 on text: int64 [batch, length] on the host."""
         kinds = torch.full(rows.ids.shape, -1, dtype=torch.int64)
@@ -88,9 +104,12 @@ class ItemPlaces:
             kinds[placeholders(rows, stage.token).cpu()] = index
         return kinds
 
+    def _is_seen(self, rows: TokenRows) -> torch.Tensor:
+        return torch.isin(self._kinds(rows), self.seen)
+
     def _ids(self, rows: TokenRows) -> torch.Tensor:
-        kinds = self._kinds(rows)
-        return torch.zeros_like(kinds) if self.sees_prompt else image_ids(kinds >= 0)
+        seen = self._is_seen(rows)
+        return torch.zeros_like(rows.ids) if self.sees_prompt and seen.any() else image_ids(seen)
 
 
 def _pattern(stage: ItemStage, axes: int) -> Pattern:

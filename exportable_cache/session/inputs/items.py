@@ -65,6 +65,8 @@ class ItemStage:
         for name, fixed in self.fixed.items():
             if name in given:
                 self._check_fixed(name, given[name], fixed, len(items))
+            elif items and not bool((fixed == 1).all()):
+                raise InputError(f"{self.method.name} takes {name} with {self.names[0]}; pass it too")
         places = int(placeholders(rows, self.token).sum())
         embeddings = self.tokens_per_item * len(items)
         if places != embeddings:

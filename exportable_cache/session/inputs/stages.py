@@ -89,6 +89,11 @@ class InputStages:
             items |= stage.check(rows, {name: given[name] for name in given if name in stage.names})
             is_item |= placeholders(rows, stage.token)
         self._places.check(rows)
+        if self._places.sees_prompt and not items and any(name in given for name in _KINDS):
+            raise InputError(
+                "the tokens of a prompt see each other where it has items, and this one has none; leave out token "
+                "types for one whose tokens see what came before"
+            )
         names = [name for stage in self._stages for name in stage.names]
         for name in given:
             if name in _KINDS:
