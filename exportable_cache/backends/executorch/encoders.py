@@ -8,7 +8,7 @@ import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.fx.node import map_arg
+from torch.fx.node import Node, map_arg
 
 from ...common.compat.torch import OpOverload
 from ...errors import UnsupportedModelError
@@ -16,7 +16,6 @@ from .graph_edits import add_constant, add_weight, constant_of, insert_call, rep
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
-    from torch.fx import Node
 
 _WITHOUT_KERNEL = (torch.ops.aten.argsort.default, torch.ops.aten.bucketize.Tensor, torch.ops.aten.erfinv.default)
 
@@ -73,7 +72,10 @@ def _fold_all(program: ExportedProgram) -> None:
     known = {**signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
     stored = {**program.state_dict, **program.constants}
     values: dict[Node, Any] = {}
+    written = _behind_writes(program)
     for node in program.graph.nodes:
+        if node in written:
+            continue
         if node.op == "placeholder" and isinstance(stored.get(known.get(node.name)), torch.Tensor):
             values[node] = stored[known[node.name]]
         elif node.op == "call_function" and _is_pure(node) and all(each in values for each in node.all_input_nodes):
@@ -84,12 +86,33 @@ def _fold_all(program: ExportedProgram) -> None:
         if node.op == "call_function" and is_used and isinstance(value, torch.Tensor):
             constant = value.detach().clone().contiguous()
             node.replace_all_uses_with(add_constant(program, f"{node.name}_value", constant))
+    for node in reversed(values):
+        # Assertions, too, which held.
+        if node.op == "call_function" and not node.users:
+            program.graph.erase_node(node)
     program.graph.eliminate_dead_code()
     for node in [node for node in values if node.op == "placeholder" and not node.users]:
         # Passes of ExecuTorch look for the input of every constant that there is.
         program.graph.erase_node(node)
-        program.constants.pop(known[node.name], None)
         signature.input_specs[:] = [spec for spec in signature.input_specs if spec.arg.name != node.name]
+        program.constants.pop(known[node.name], None)
+
+
+def _behind_writes(program: ExportedProgram) -> set[Node]:
+    """What a call writes to, and all that this was made of, as it may be a view of it."""
+    waiting: list[Any] = []
+    for node in program.graph.nodes:
+        if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
+            for index, argument in enumerate(node.target._schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    waiting.append(node.args[index] if index < len(node.args) else node.kwargs.get(argument.name))
+    found: set[Node] = set()
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, Node) and node not in found:
+            found.add(node)
+            waiting.extend(node.all_input_nodes)
+    return found
 
 
 def _is_pure(node: Node) -> bool:

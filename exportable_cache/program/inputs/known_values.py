@@ -110,7 +110,12 @@ class _Asked(TorchFunctionMode):
         if name == "__getitem__":
             return args[0][self._index(args[1])]
         if name == "__setitem__":
-            args[0][self._index(args[1])] = args[2]
+            target, index, value = args
+            if _is_mask(index) and not (isinstance(value, torch.Tensor) and value.dim()):
+                # Asks for nothing.
+                target.masked_fill_(index.reshape(*index.shape, *[1] * (target.dim() - index.dim())), value)
+            else:
+                target[self._index(index)] = value
             return None
         if name in _FACTORIES:
             args = tuple(self._number(value) for value in args)
@@ -152,7 +157,7 @@ class _Asked(TorchFunctionMode):
         parts = index if isinstance(index, tuple) else (index,)
         found: list[Any] = []
         for part in parts:
-            if isinstance(part, torch.Tensor) and part.dtype == torch.bool and part.dim():
+            if _is_mask(part):
                 found.extend(self._ask("mask", functools.partial(part.nonzero, as_tuple=True)))
             elif isinstance(part, torch.Tensor) and part.dim() == 0 and part.dtype != torch.bool:
                 found.append(self._number(part))
@@ -173,6 +178,10 @@ class _Asked(TorchFunctionMode):
         size = tensor.shape[dim]
         index = self._ask("repeats", lambda: torch.repeat_interleave(repeats.expand(size)))
         return tensor.index_select(dim, index)
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, torch.Tensor) and index.dtype == torch.bool and index.dim() > 0
 
 
 def _place(site: _Site) -> str:
