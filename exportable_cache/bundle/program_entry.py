@@ -45,11 +45,13 @@ class ItemEntry(Entry):
     positions: list[list[int]] = []
     advance: int = 0
     sees: Literal["", "item", "sliding item", "prompt"] = ""
+    apart: bool = False
 
     def described(self) -> ItemFacts:
         """The same as a program knows it."""
         fixed = {name: FixedInput(one.dtype, tuple(one.shape), tuple(one.values)) for name, one in self.fixed.items()}
-        return ItemFacts(self.token_id, fixed, tuple(map(tuple, self.positions)), self.advance, self.sees)
+        positions = tuple(map(tuple, self.positions))
+        return ItemFacts(self.token_id, fixed, positions, self.advance, self.sees, self.apart)
 
 
 class MethodEntry(Entry):

@@ -55,6 +55,7 @@ class ItemFacts:
         advance: Positions from where it starts to the token behind it, where `positions` are given.
         sees: What tokens see beyond what came before: "item" for the tokens of their item, "sliding item" for these in
             layers of sliding attention only, "prompt" for those of the whole prompt, "" for nothing.
+        apart: Whether frames of a video lie apart in a prompt: a grid of several frames is so many items of one.
     """
 
     token_id: int
@@ -62,6 +63,7 @@ class ItemFacts:
     positions: tuple[tuple[int, ...], ...] = ()
     advance: int = 0
     sees: str = ""
+    apart: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """JSON."""
@@ -74,4 +76,5 @@ class ItemFacts:
             "positions": [list(axis) for axis in self.positions],
             "advance": self.advance,
             "sees": self.sees,
+            "apart": self.apart,
         }

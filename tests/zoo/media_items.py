@@ -138,7 +138,10 @@ def _merged(kind: str) -> Callable[[PreTrainedModel], Item]:
 
 
 _SIZED = ("mistral3", "mistral_large4", "lighton_ocr", "emu3")
-_APART = "cohere_compass cosmos3_edge cosmos3_omni qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe qwen4_exp".split()
+_APART = (
+    "cohere_compass cosmos3_edge cosmos3_omni qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe qwen4_exp "
+    "glm46v glm4v glm4v_moe glm5_next glm_ocr"
+).split()
 
 
 def _timed(model: PreTrainedModel) -> Item:

@@ -8,9 +8,14 @@ from unittest import mock
 import pytest
 import torch
 
-from .media import check_media, media_rows, tiny_media_model
-from .media_items import TOWERS
+from exportable_cache import ExportableCache, Session
+from exportable_cache.program.inputs.modality import joined_items, modalities_of
+from exportable_cache.program.inputs.probe import prompt_with
+
+from .media import STEPS, check_media, media_rows, reference, tiny_media_model
+from .media_items import TOWERS, item
 from .media_table import DOCUMENT
+from .shrink import FIRST_TOKEN, VOCAB
 
 #: By what items reach the decoder, one of each; grids and images that see themselves are in tests/test_multimodal.py.
 MECHANISMS = {
@@ -61,6 +66,23 @@ def test_tokens_of_an_item_that_see_each_other_in_some_layers() -> None:
         model = tiny_media_model(row)
     outcome = check_media(row, "image", "eager", model)
     assert outcome.status == "pass" and "sees sliding item" in outcome.reason, outcome
+
+
+@torch.no_grad()
+def test_frames_that_lie_apart_are_items_of_their_own() -> None:
+    """As a processor gives them: one grid for a video, each frame behind its time."""
+    (row,) = (row for row in media_rows() if row.model_type == "qwen3_vl")
+    model = tiny_media_model(row)
+    video = item(model, "video")
+    (modality,) = modalities_of(model, {"video": video})
+    frames = joined_items([video, item(model, "video", 1)], 0)
+    frames["video_grid_thw"] = torch.tensor([[2, *video["video_grid_thw"][0, 1:].tolist()]])
+    prompt = prompt_with(model, "video", (3, 2, 4), modality.tokens, modality.token_id, **frames)
+    following = torch.randint(FIRST_TOKEN, VOCAB, (1, STEPS), generator=torch.Generator().manual_seed(5))
+    expected = reference(model, prompt, following)
+    session = Session.from_model(model, ExportableCache.from_model(model, 64), modalities={"video": video})
+    rows = [session.prefill(**prompt)] + [session.decode(following[:, step]) for step in range(STEPS)]
+    assert (torch.stack(rows, dim=1) - expected).abs().max() <= 1e-4
 
 
 @pytest.mark.parametrize("model_type, kind", REFUSED)

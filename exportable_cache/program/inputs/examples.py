@@ -23,6 +23,8 @@ MAIN_INPUTS = {
     AUDIO: ("input_features", "input_values", "audio_input_features", "audio_input_ids"),
 }
 _GRID = "image_grid_thw"
+#: Frames, rows and columns of patches of each video.
+VIDEO_GRID = "video_grid_thw"
 
 
 def example_of(

@@ -18,10 +18,10 @@ from ...common.tensor_spec import TensorSpec
 from ...errors import InputError, UnsupportedModelError, first_line
 from ..items import FixedInput, ItemFacts
 from ..methods import ProgramMethod
-from .examples import AUDIO, IMAGE, KINDS, VIDEO, checked_example, example_of, placeholders_of
+from .examples import AUDIO, IMAGE, KINDS, VIDEO, VIDEO_GRID, checked_example, example_of, placeholders_of
 from .front import count_tokens, handed_to_decoder
 from .known_values import KnownValues
-from .probe import Probed, Travelling, probe, prompt_with
+from .probe import Probed, Travelling, frames_lie_apart, probe, prompt_with
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -213,6 +213,7 @@ def _modality(model: PreTrainedModel, kind: str, example: Mapping[str, Any]) -> 
                 tokens = _tokens(model, kind, token_id, example, items[0])
                 probed = _probed(model, kind, tokens, token_id, items)
                 features, known = _features(model, kind, tokens, token_id, items, probed)
+                apart = _frames_apart(model, kind, tokens, token_id, items)
                 break
             except Exception as error:  # any model's code runs here
                 problem = problem or error
@@ -232,6 +233,7 @@ def _modality(model: PreTrainedModel, kind: str, example: Mapping[str, Any]) -> 
             probed.positions,
             probed.advance,
             probed.sees,
+            apart,
         ),
         probed.travels,
         known,
@@ -276,6 +278,17 @@ def _probed(
             problem = problem or error
     assert problem is not None
     raise problem
+
+
+def _frames_apart(
+    model: PreTrainedModel, kind: str, tokens: int, token_id: int, items: Sequence[Mapping[str, torch.Tensor]]
+) -> bool:
+    grid = items[0].get(VIDEO_GRID)
+    two = joined_items(items, 0)
+    if two is None or grid is None or grid.shape != (1, 3) or int(grid[0, 0]) != 1:
+        return False
+    one = {**two, VIDEO_GRID: grid.new_tensor([[2, *grid[0, 1:].tolist()]])}
+    return frames_lie_apart(model, kind, tokens, token_id, (two, one))
 
 
 def joined_items(items: Sequence[Mapping[str, torch.Tensor]], axis: int) -> dict[str, torch.Tensor] | None:

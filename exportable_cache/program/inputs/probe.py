@@ -162,6 +162,33 @@ def probe(
     return Probed(travels, positions, advance, sees.pop())
 
 
+def frames_lie_apart(
+    model: PreTrainedModel, kind: str, tokens: int, token_id: int, items: Sequence[Mapping[str, torch.Tensor]]
+) -> bool:
+    """Whether a video of two frames is to the model what two videos of one frame are, in a prompt with text between.
+
+    Args:
+        items: Two videos of one frame, and one of two.
+    """
+    try:
+        two, one = (
+            handed_to_decoder(model, **prompt_with(model, kind, (3, 2, 4), tokens, token_id, **item)) for item in items
+        )
+    except Exception:  # any model's code runs here
+        return False
+    return two.keys() == one.keys() and all(_same(two[name], one[name], model.dtype) for name in two)
+
+
+def _same(one: Any, other: Any, dtype: torch.dtype) -> bool:
+    if isinstance(one, Mapping):
+        one, other = list(one.values()), list(other.values())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(_same(*each, dtype) for each in zip(one, other))
+    if isinstance(one, torch.Tensor):
+        return one.shape == other.shape and _alike(one.float(), other.float(), dtype)
+    return bool(one == other)
+
+
 class _Refusal:
     def __init__(self, model_type: str, kind: str) -> None:
         self.model_type, self.kind = model_type, kind

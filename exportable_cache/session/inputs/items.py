@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import BundleError, InputError
+from ...program.inputs.examples import VIDEO_GRID
 
 if TYPE_CHECKING:
     from ...program.methods import ProgramMethod
@@ -121,6 +122,9 @@ class ItemStage:
 
     def _check_fixed(self, name: str, value: Any, fixed: torch.Tensor, items: int) -> None:
         tensor = torch.as_tensor(value).cpu()
+        if name == VIDEO_GRID and self.method.item is not None and self.method.item.apart:
+            frames = torch.cat([torch.ones_like(tensor[:, :1]), tensor[:, 1:]], dim=1)
+            tensor = frames.repeat_interleave(tensor[:, 0], dim=0)
         wanted = fixed.flatten().repeat(items)
         if tensor.numel() == wanted.numel() and bool((tensor.flatten() == wanted).all()):
             return
