@@ -16,6 +16,8 @@ from .spec import ProgramSpec
 
 if TYPE_CHECKING:
     from ..models.cache_factory import ExportableCache
+    from .inputs.probe import Travelling
+    from .items import ItemFacts
 
 DEFAULT_PREFILL_CHUNK = 256
 #: Below this, attention over the slots costs too little beside the weights for a bucket of its own.
@@ -47,6 +49,9 @@ class ProgramMethod:
         multiple: What every size named "length" is a multiple of.
         grid: The `image_grid_thw` (time, height, width, in patches) of every image it takes, where its encoder needs
             one.
+        item: What is to be known of the items that it encodes, where it does.
+        travels: Features beside the embeddings that it takes, where there are any.
+        sees: See `ItemFacts.sees`, of the items that it takes.
     """
 
     name: str
@@ -59,6 +64,9 @@ class ProgramMethod:
     scored_tokens: int = 0
     grid: tuple[int, int, int] | None = None
     multiple: int = 1
+    item: ItemFacts | None = None
+    travels: tuple[Travelling, ...] = ()
+    sees: str = ""
 
     def __post_init__(self) -> None:
         if not self.inputs:

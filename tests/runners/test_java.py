@@ -8,13 +8,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
-
-from exportable_cache import load
 
 from .conftest import SOURCES, ids
 from .test_c_api import PROMPT, QUESTION, shared_library  # noqa: F401  a fixture
-from .test_cpp import CAPACITY, VOCAB
 
 pytestmark = pytest.mark.full
 
