@@ -37,7 +37,7 @@ DICTATED = {
     "models/patches/git.py:_git_text": "the forward of transformers' GitModel, and the original",
     "models/patches/openai_gpt.py:_gpt": "the forward of transformers' OpenAIGPTModel, and the original",
     "models/patches/openai_gpt.py:_xlm": "the forward of transformers' XLMModel, and the original",
-    "models/patches/prepared_masks.py:_kosmos_text": "the forward of transformers' Kosmos2TextTransformer, and the original",
+    "models/patches/prepared_masks.py:_kosmos_text": "the forward of transformers' Kosmos-2 text model",
     "models/patches/prophetnet.py:_decoder": "the forward of transformers' ProphetNetDecoder, and the original",
     "models/scans/delta_rule.py:delta_rule": "operands of transformers' torch_chunk_gated_delta_rule",
     "models/scans/selective.py:selective_scan": "operands of transformers' mamba_selective_scan",

@@ -15,7 +15,8 @@ from ..support.models import among
 from ..zoo.architectures import architectures
 from ..zoo.build import STEPS, cached_logits, tiny_model, tokens
 
-#: Model type -> the patched class it shows, and a method whose tracing needs it; NLLB-MoE, Pix2Struct and Switch are in the zoo.
+#: Model type -> the patched class it shows, and a method whose tracing needs it. NLLB-MoE, Pix2Struct and Switch are in
+#: the zoo.
 SHOWN = {
     "mvp": ("MvpLearnedPositionalEmbedding", "decode"),
     "trocr": ("TrOCRLearnedPositionalEmbedding", "decode"),
