@@ -29,6 +29,9 @@ WITHOUT_CACHE = {
 #: Models whose configs do not say that their layers keep states: model type -> states of each layer.
 STATES_OF_LAYERS = {"rwkv": 2, "xlstm": 3}
 
+#: Layer types of DeepSeek V4 that keep what every token gives for compressed entries, as an indexer's keys.
+COMPRESSED_TYPES = ("compressed_sparse_attention", "heavily_compressed_attention")
+
 #: Models that take no cache of transformers, and what their own state is called, as an argument and in an output; None
 #: of one that takes every token at every step.
 WITHOUT_DYNAMIC_CACHE = {
