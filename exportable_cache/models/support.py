@@ -49,8 +49,8 @@ WITHOUT_CACHE = {
     ),
     "xlnet": (
         "it keeps hidden states, the argument `mems`, and predicts from a dummy token behind those of a step, which "
-        "sees them by `perm_mask`; the tokens themselves see later ones of their call. Upstream would have to keep keys and "
-        "values in a cache, and give the stream of queries for the next position by itself"
+        "sees them by `perm_mask`; the tokens themselves see later ones of their call. Upstream would have to keep "
+        "keys and values in a cache, and give the stream of queries for the next position by itself"
     ),
 }
 
