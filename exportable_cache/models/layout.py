@@ -203,7 +203,8 @@ class ProbeCache(DynamicCache):
         if states is not None:
             self.layers = [LinearAttentionLayer(number_of_states=states) for _ in self.layers]
         self.layers = [
-            DynamicIndexedLayer() if layer._layer_type in COMPRESSED_TYPES else layer for layer in self.layers
+            DynamicIndexedLayer() if getattr(layer, "_layer_type", None) in COMPRESSED_TYPES else layer
+            for layer in self.layers
         ]
 
 
