@@ -35,11 +35,17 @@ DICTATED = {
     "cache/attention/masks.py:position_mask": "transformers' AttentionMaskInterface",
     "models/patches/own_attention.py:_falcon_attention": "the forward of transformers' FalconAttention",
     "models/patches/git.py:_git_text": "the forward of transformers' GitModel, and the original",
+    "models/patches/openai_gpt.py:_gpt": "the forward of transformers' OpenAIGPTModel, and the original",
+    "models/patches/openai_gpt.py:_xlm": "the forward of transformers' XLMModel, and the original",
+    "models/patches/prepared_masks.py:_kosmos_text": "the forward of transformers' Kosmos-2 text model",
+    "models/patches/prophetnet.py:_decoder": "the forward of transformers' ProphetNetDecoder, and the original",
     "models/scans/delta_rule.py:delta_rule": "operands of transformers' torch_chunk_gated_delta_rule",
     "models/scans/selective.py:selective_scan": "operands of transformers' mamba_selective_scan",
     "models/scans/state_space.py:state_space_scan": "operands of transformers' mamba_chunk_scan_combined",
     "cli/bench.py:bench": "typer: its parameters are the command's options",
+    "cli/chat.py:chat": "typer: its parameters are the command's options",
     "cli/generate.py:generate": "typer: its parameters are the command's options",
+    "cli/serve.py:serve": "typer: its parameters are the command's options",
 }
 
 

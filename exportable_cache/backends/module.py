@@ -80,6 +80,13 @@ class ModuleRunner:
         self._shared_modules = {method.name: ResidentModule(model, cache, method) for method in self._shared.values()}
         self._slots = torch.empty(max((one.kv_read_len for one in self._shared.values()), default=0), dtype=torch.bool)
         self._calls: dict[tuple, Callable[..., torch.Tensor]] = {}
+        # TorchDynamo does not follow a model that is left before its decoder, or whose decoder is handed more than the
+        # model hands it.
+        self._as_they_are = {
+            name
+            for name, method in self.methods.items()
+            if method.item is not None or method.travels or (name == "embed" and self.modules[name].travels)
+        }
 
     @property
     def graph_cache(self) -> GraphCache | None:
@@ -155,7 +162,7 @@ class ModuleRunner:
     def _call(self, key: tuple, inputs: Sequence[torch.Tensor], *further: torch.Tensor) -> Any:
         if not self.is_open:
             raise InputError("this session is closed, and its model has its own attention again; make another session")
-        if self.compiler is None:
+        if self.compiler is None or key[0] in self._as_they_are:
             return choosing(self.modules[key[0]], key)(*inputs, *further)
         graph = self.graph(key, inputs, further)
         if graph is None:
@@ -250,7 +257,7 @@ def _raised(method: ProgramMethod, error: Exception) -> ProgramMethod:
         UnsupportedModelError: If that is not why it could not be compiled.
     """
     found = _GUARD.search(str(error))
-    if found is not None and method.takes_ids and method.is_step and not method.scores and method.min_length > 1:
+    if found is not None and method.takes_ids and method.is_step and not method.only_scores and method.min_length > 1:
         lowest, highest = int(found[1]), int(found[2])
         least = lowest if highest == method.max_length else highest + 1
         if method.min_length < least <= min(LONGEST_LEAST, method.max_length):

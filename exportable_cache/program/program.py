@@ -22,7 +22,7 @@ from ..models.layout import cache_argument
 from ..models.patches.registry import patch_model
 from ..models.patches.speech import short_masks
 from ..models.scans import longest_step
-from .inputs.deepstack import deepstack_logits, is_stacked
+from .inputs.deepstack import travelling_beside
 from .inputs.encoder import EncodeModule
 from .inputs.encoder_decoder import decoder_arguments, seq2seq_methods
 from .inputs.image_masks import image_masks
@@ -69,7 +69,8 @@ class ProgramModule(nn.Module):
         self.layout = cache
         patch_model(model)
         self.method = method
-        self.logits = Logits.ALL if method.scores else logits
+        self.logits = Logits.ALL if method.only_scores else logits
+        self.scored = method.scored_tokens if self.logits is Logits.LAST else 0
         name_forward(self, (*method.input_names, *self.further_arguments))
         # Most models can leave out the head's work for all but the last token; the others are sliced after it.
         parameters = inspect.signature(model.forward).parameters
@@ -91,7 +92,8 @@ class ProgramModule(nn.Module):
         inputs_embeds: torch.Tensor | None = None,
         **further: torch.Tensor,
     ) -> torch.Tensor:
-        """Logits [batch, vocab] or [batch, length, vocab] of tokens at `input_pos` [batch].
+        """Logits [batch, vocab] or [batch, length, vocab] of tokens at `input_pos` [batch], or of the last few, see
+        `ProgramMethod.scored_tokens`.
 
         They come as `input_ids` [batch, length], or as `inputs_embeds` [batch, length, hidden_size], wider where
         features for further layers go with them (`multimodal.deepstack`). Their rotary positions are those in the
@@ -112,16 +114,24 @@ class ProgramModule(nn.Module):
             options[self.positions_name] = position_ids
         if image_ids is not None:
             options["attention_mask"] = image_masks(
-                self.model.config.get_text_config(), tokens, cache, image_ids, input_pos
+                self.model.config.get_text_config(), tokens, cache, image_ids, input_pos, self.method.sees
             )
         options[self.cache_argument] = cache
         with longest_step(self.method.max_length), short_masks():
-            if inputs_embeds is not None and is_stacked(self.model, inputs_embeds):
-                logits = deepstack_logits(self.model, options.pop("inputs_embeds"), self.keeps_last, **options)
-            else:
-                kept = {"logits_to_keep": 1} if self.keeps_last else {}
+            kept = {"logits_to_keep": self._kept(tokens)} if self.keeps_last else {}
+            with travelling_beside(self.model, self.method.travels, options):
                 logits = self.model(use_cache=True, **options, **kept).logits
+        if self.scored:
+            return logits if self.keeps_last else logits[:, self._kept(tokens)]
         return logits[:, -1] if self.logits is Logits.LAST else logits
+
+    def _kept(self, tokens: torch.Tensor) -> int | torch.Tensor:
+        """Which tokens logits are wanted of, as `logits_to_keep` takes it: how many of the last, or their indices."""
+        if not self.scored:
+            return 1
+        length = tokens.shape[1]
+        number = torch.sym_min(length, self.scored)
+        return torch.arange(number, device=tokens.device) + (length - number)
 
 
 class ResidentModule(ProgramModule):
@@ -208,7 +218,7 @@ def front_module(
 ) -> nn.Module:
     """The module of a method that is no step: an encoder, or the embedding table."""
     if method.name == "embed":
-        return EmbedModule(model, method.outputs[0].shape[-1])
+        return EmbedModule(model, method.outputs[0].shape[-1], modalities[0].travels)
     for modality in modalities:
         if method.name == modality.method.name:
             return FeaturesModule(model, modality)
@@ -240,7 +250,7 @@ class Program:
         # Before the model is run to adapt the cache to it.
         checked_prefill_chunk(cache, spec.prefill_chunk)
         # A target's own operators know causal attention, not images that see themselves.
-        if spec.adapt is not None and not any(modality.sees_itself for modality in self.modalities):
+        if spec.adapt is not None and not any(modality.facts.sees for modality in self.modalities):
             cache = spec.adapt(model, cache)
         self.methods = program_methods(cache, spec.decided(cache))
         zeros = {name: torch.zeros_like(tensor) for name, tensor in cache.named_state()}

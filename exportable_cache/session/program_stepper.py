@@ -94,8 +94,8 @@ class ProgramStepper:
 
     @property
     def score_length(self) -> int:
-        """Most tokens that `score` takes, or 0 if the program has no such method."""
-        return max((method.max_length for method in self.runner.methods.values() if method.scores), default=0)
+        """Most tokens that `score` takes, or 0 if no method of the program does that."""
+        return max((method.scored_tokens for method in self.runner.methods.values()), default=0)
 
     def chunk_sizes(self, length: int, by_ids: bool = True) -> list[int]:
         """How many tokens of a prompt of `length` go through each step."""
@@ -141,11 +141,17 @@ class ProgramStepper:
         Returns:
             Logits [batch, vocab] of each row's last token.
         """
-        if not steps.rows.are_even:
-            return self._feed_apart(steps)
         before, placed = self.state, steps.placed
         if placed is not None:
             placed = shifted(placed, before.length, before.images.deltas(before.length))
+        if not steps.rows.are_even:
+            return self._feed_apart(steps, placed)
+        return self._feed_even(steps, rows, before.images, placed)
+
+    def _feed_even(
+        self, steps: Steps, rows: torch.Tensor | None, before: PlacedImages, placed: PlacedImages | None
+    ) -> torch.Tensor:
+        """The same for rows of equal length; `placed` are the items of the whole prompt, behind those of `before`."""
         start = 0
         sizes = steps.sizes or self.chunk_sizes(steps.fed.shape[1], not steps.fed.is_floating_point())
         if self.keeps_prompt:
@@ -156,15 +162,18 @@ class ProgramStepper:
             logits = self.step(steps.fed[:, chunk].contiguous(), further, rows)
             start += size
             if placed is not None:
-                self._place(before.images, placed)
+                self._place(before, placed)
         return logits
 
-    def _feed_apart(self, steps: Steps) -> torch.Tensor:
+    def _feed_apart(self, steps: Steps, placed: PlacedImages | None) -> torch.Tensor:
+        before = self.state.images
         with set_aside(self, rows_to_set_aside(self, steps.rows)) as aside:
             for segment in steps.rows.segments():
                 aside.restore(segment.rows)
-                ids = steps.fed[:, segment.start : segment.end]
-                logits = self.feed(Steps(ids, TokenRows.whole(ids)), segment.rows)
+                columns = slice(segment.start, segment.end)
+                further = {name: tensor[..., columns] for name, tensor in steps.further.items()}
+                part = Steps(steps.fed[:, columns], TokenRows.whole(steps.rows.ids[:, columns]), further=further)
+                logits = self._feed_even(part, segment.rows, before, placed)
         return logits
 
     def _place(self, before: PlacedImages, placed: PlacedImages) -> None:
@@ -197,6 +206,8 @@ class ProgramStepper:
             method, inputs = self._call(fed, size, further, scores)
             self._reach(size, rows)
             logits = self.runner.run(method, *inputs)
+            if self.runner.methods[method].scored_tokens and not scores:
+                logits = logits[:, -1]
             self.state = self.state.fed(size, rows)
             self.guard.is_broken = False
         if self.logits_size not in (None, logits.shape[-1]):
