@@ -21,7 +21,6 @@ NEEDED = {
 
 
 @pytest.mark.canary
-@pytest.mark.slow
 @pytest.mark.parametrize("name", NEEDED)
 def test_without_its_patches_a_target_refuses_the_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     row = next(one for one in architectures() if one.name == name)
