@@ -150,6 +150,8 @@ def probe(
         refuse(f"its decoder takes {later[0]} where there are several")
     for name, offset in (("inputs_embeds", None), *((each.name, each) for each in travels)):
         features = [_features(given, name, offset)[2 : 2 + tokens] for given in (one, other)]
+        if name == "inputs_embeds" and torch.equal(*features):
+            refuse("its decoder is given the same for two items of other numbers")
         both = _features(two, name, offset)
         found = [both[3 : 3 + tokens], both[5 + tokens : 5 + 2 * tokens]]
         if not all(_alike(a, b, model.dtype) for a, b in zip(features, found)):
