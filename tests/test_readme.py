@@ -33,7 +33,7 @@ BY_NAME = [pytest.param(path, id=path.relative_to(ROOT).as_posix()) for path in 
 
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 #: Programs of others that the guides call.
-_FOREIGN = {"cmake", "git", "adb", "openssl"}
+_FOREIGN = {"cmake", "git", "adb", "openssl", "curl"}
 _CLI = typer.main.get_command(app)
 
 
@@ -77,7 +77,7 @@ def test_nothing_is_left_to_fill_in(path: Path) -> None:
 def test_every_block_says_what_it_is(path: Path) -> None:
     """An unmarked block would go unchecked."""
     marks = re.findall(r"^```(.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
-    assert set(marks[::2]) <= {"python", "sh", "text", "cpp"}
+    assert set(marks[::2]) <= {"python", "sh", "text", "cpp", "c"}
     assert set(marks[1::2]) <= {""}
 
 
@@ -285,7 +285,7 @@ def test_wrong_python_is_found(code: str) -> None:
         "pip install -e '.[executorch,tensorflow]'",
         "build/generate_cakes x",
         "cmake -S runners/rust -B build",
-        "curl x",
+        "wget x",
     ],
 )
 def test_a_wrong_command_is_found(command: str) -> None:

@@ -39,7 +39,9 @@ DICTATED = {
     "models/scans/selective.py:selective_scan": "operands of transformers' mamba_selective_scan",
     "models/scans/state_space.py:state_space_scan": "operands of transformers' mamba_chunk_scan_combined",
     "cli/bench.py:bench": "typer: its parameters are the command's options",
+    "cli/chat.py:chat": "typer: its parameters are the command's options",
     "cli/generate.py:generate": "typer: its parameters are the command's options",
+    "cli/serve.py:serve": "typer: its parameters are the command's options",
 }
 
 

@@ -257,7 +257,7 @@ def _raised(method: ProgramMethod, error: Exception) -> ProgramMethod:
         UnsupportedModelError: If that is not why it could not be compiled.
     """
     found = _GUARD.search(str(error))
-    if found is not None and method.takes_ids and method.is_step and not method.scores and method.min_length > 1:
+    if found is not None and method.takes_ids and method.is_step and not method.only_scores and method.min_length > 1:
         lowest, highest = int(found[1]), int(found[2])
         least = lowest if highest == method.max_length else highest + 1
         if method.min_length < least <= min(LONGEST_LEAST, method.max_length):

@@ -137,8 +137,10 @@ def _method(program: Program, method: ProgramMethod, logits_size: int) -> Method
     inputs, outputs = [_signature(spec) for spec in method.inputs], [_signature(spec) for spec in method.outputs]
     if method.is_step:
         length = method.inputs[0].shape[1]
-        gives_all = method.scores or program.logits is Logits.ALL
-        shape = ("batch", length, logits_size) if gives_all else ("batch", logits_size)
+        gives_all = method.only_scores or program.logits is Logits.ALL
+        shape: tuple[int | str, ...] = ("batch", logits_size)
+        if gives_all or method.scored_tokens:
+            shape = ("batch", length if gives_all else "scored", logits_size)
         outputs = [_signature(TensorSpec(LOGITS, dtype_name(program.model.dtype), shape))]
     if method.is_step and program.form is Form.EXPLICIT:
         state = [
@@ -150,7 +152,7 @@ def _method(program: Program, method: ProgramMethod, logits_size: int) -> Method
         min_length=method.min_length,
         max_length=method.max_length,
         read_length=method.kv_read_len,
-        scores=method.scores,
+        scored_tokens=method.scored_tokens,
         ranges=dict(method.ranges),
         inputs=inputs,
         outputs=outputs,

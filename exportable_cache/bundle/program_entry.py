@@ -61,7 +61,9 @@ class MethodEntry(Entry):
     max_length: int = Field(ge=1)
     # `ProgramMethod.kv_read_len`, under the name that the format has had from the start.
     read_length: int | None = Field(default=None, ge=1)
+    # Of files that were written before `scored_tokens`: it is max_length then.
     scores: bool = False
+    scored_tokens: int = Field(default=0, ge=0)
     # Least and most of every size named in a shape, besides "batch" and "length".
     ranges: dict[str, tuple[int, int]] = {}
     inputs: list[Signature]
@@ -95,6 +97,11 @@ class MethodEntry(Entry):
         """Whether it feeds tokens over the cache and gives logits."""
         return any(signature.name == LOGITS for signature in self.outputs)
 
+    @property
+    def only_scores(self) -> bool:
+        """See `ProgramMethod.only_scores`."""
+        return self.described("").only_scores
+
     def described(self, name: str) -> ProgramMethod:
         """The same as a runner knows it: without the state tensors."""
         inputs, outputs = (
@@ -113,7 +120,7 @@ class MethodEntry(Entry):
             inputs,
             dict(self.ranges),
             outputs,
-            self.scores,
+            self.max_length if self.scores else self.scored_tokens,
             self.grid,
             self.multiple,
             None if self.item is None else self.item.described(),

@@ -43,7 +43,8 @@ class ProgramMethod:
         kv_read_len: Serves steps that leave no row longer than this, and reads the cache no further; None for all.
         inputs: What it takes, in order; `text_inputs` by default.
         ranges: Least and most of every other named size but "batch".
-        scores: Gives logits after every token, [batch, length, vocab], instead of after the last.
+        scored_tokens: Gives logits after each of the last so many tokens, or all if there are fewer: [batch,
+            min(length, scored_tokens), vocab]. 0 for those after the last token alone, [batch, vocab].
         outputs: What it gives, if that is not the logits of a step: then it takes no part in steps and has no cache.
         multiple: What every size named "length" is a multiple of.
         grid: The `image_grid_thw` (time, height, width, in patches) of every image it takes, where its encoder needs
@@ -60,7 +61,7 @@ class ProgramMethod:
     inputs: tuple[TensorSpec, ...] = ()
     ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     outputs: tuple[TensorSpec, ...] = ()
-    scores: bool = False
+    scored_tokens: int = 0
     grid: tuple[int, int, int] | None = None
     multiple: int = 1
     item: ItemFacts | None = None
@@ -75,6 +76,11 @@ class ProgramMethod:
     def is_step(self) -> bool:
         """Whether it feeds tokens over the cache and gives logits."""
         return not self.outputs
+
+    @property
+    def only_scores(self) -> bool:
+        """Whether it is there to score a few tokens, and others feed prompts."""
+        return self.scored_tokens > 0 and self.min_length > 1
 
     @property
     def takes_ids(self) -> bool:
@@ -145,11 +151,12 @@ def methods_for(cache: ExportableCache, spec: ProgramSpec | None = None) -> dict
     if split and prefill_chunk > 1:
         methods.append(ProgramMethod("prefill", 2, prefill_chunk))
     if spec.forward or not split:
-        methods.append(ProgramMethod("forward", 1, prefill_chunk))
+        # Logits of a few tokens more cost it little; a method more costs a runtime that packs weights all of them.
+        methods.append(ProgramMethod("forward", 1, prefill_chunk, scored_tokens=min(score_length, prefill_chunk)))
     if cache.max_length is not None and score_length > cache.max_length:
         raise InputError(f"score_length is {score_length}, a row holds {cache.max_length} tokens; pass at most that")
-    if score_length:
-        methods.append(ProgramMethod("score", 2, score_length, scores=True))
+    if score_length and not spec.forward:
+        methods.append(ProgramMethod("score", 2, score_length, scored_tokens=score_length))
     for bucket in spec.buckets:
         if cache.max_length is not None and bucket > cache.max_length:
             raise InputError(
@@ -159,7 +166,8 @@ def methods_for(cache: ExportableCache, spec: ProgramSpec | None = None) -> dict
         if prefill_chunk > 1 and bucket > 1:
             methods.append(ProgramMethod(f"prefill_{bucket}", 2, min(prefill_chunk, bucket), bucket))
         if score_length and bucket > 1:
-            methods.append(ProgramMethod(f"score_{bucket}", 2, min(score_length, bucket), bucket, scores=True))
+            most = min(score_length, bucket)
+            methods.append(ProgramMethod(f"score_{bucket}", 2, most, bucket, scored_tokens=most))
     return {method.name: method for method in methods}
 
 
@@ -167,7 +175,7 @@ def checked_prefill_chunk(cache: ExportableCache, prefill_chunk: int | None) -> 
     """The longest chunk of a prompt: the given one, or the default.
 
     Raises:
-        InputError: If it is not positive or exceeds what the cache holds.
+        InputError: If it is not positive or exceeds what the cache holds, or the model cannot do with so few.
     """
     limit = cache.max_length
     if prefill_chunk is None:
@@ -175,6 +183,11 @@ def checked_prefill_chunk(cache: ExportableCache, prefill_chunk: int | None) -> 
     if prefill_chunk < 1 or (limit is not None and prefill_chunk > limit):
         allowed = "at least 1" if limit is None else f"1 to {limit}, the tokens the cache holds"
         raise InputError(f"prefill_chunk is {prefill_chunk}; it must be {allowed}")
+    if prefill_chunk < 3 and any(layer.policy.keeps_prompt for layer in cache.layers):
+        raise InputError(
+            f"prefill_chunk is {prefill_chunk}; this model keeps its prompt whole, and a step of one token ends it, so "
+            "it must be at least 3"
+        )
     return prefill_chunk
 
 
@@ -193,21 +206,33 @@ def method_for(methods: Mapping[str, ProgramMethod], size: int, end: int, scores
         end: Tokens that the longest row holds after the step.
         scores: Whether logits after every token are wanted.
     """
-    able = [method for method in methods.values() if method.scores is scores and method.serves(size, end)]
+    able = [
+        method
+        for method in methods.values()
+        if method.serves(size, end) and (method.scored_tokens >= size if scores else not method.only_scores)
+    ]
     return min(able, key=lambda method: (method.kv_read_len or math.inf, method.max_length)).name
 
 
-def chunk_sizes(methods: Mapping[str, ProgramMethod], length: int) -> list[int]:
+def chunk_sizes(methods: Mapping[str, ProgramMethod], length: int, keeps_prompt: bool = False) -> list[int]:
     """How many tokens of a prompt of `length` go through each step.
 
     Long prompts go through in chunks of the longest method; what is left and too short for any goes token by token.
+
+    Args:
+        keeps_prompt: Whether a token that comes alone ends the prompt, see `SlotPolicy.keeps_prompt`.
     """
     anywhere = [
-        method for method in methods.values() if method.is_step and not method.scores and method.kv_read_len is None
+        method
+        for method in methods.values()
+        if method.is_step and not method.only_scores and method.kv_read_len is None
     ]
     longest = max(method.max_length for method in anywhere)
     whole, rest = divmod(length, longest)
     chunks = [longest] * whole
+    if rest == 1 and whole and keeps_prompt and any(method.serves(2, length) for method in anywhere):
+        # Of 3 tokens at least, see `checked_prefill_chunk`.
+        return [*chunks[1:], longest - 1, 2]
     if rest:
         chunks += [rest] if any(method.serves(rest, length) for method in anywhere) else [1] * rest
     return chunks

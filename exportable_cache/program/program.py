@@ -69,7 +69,8 @@ class ProgramModule(nn.Module):
         self.layout = cache
         patch_model(model)
         self.method = method
-        self.logits = Logits.ALL if method.scores else logits
+        self.logits = Logits.ALL if method.only_scores else logits
+        self.scored = method.scored_tokens if self.logits is Logits.LAST else 0
         name_forward(self, (*method.input_names, *self.further_arguments))
         # Most models can leave out the head's work for all but the last token; the others are sliced after it.
         parameters = inspect.signature(model.forward).parameters
@@ -91,7 +92,8 @@ class ProgramModule(nn.Module):
         inputs_embeds: torch.Tensor | None = None,
         **further: torch.Tensor,
     ) -> torch.Tensor:
-        """Logits [batch, vocab] or [batch, length, vocab] of tokens at `input_pos` [batch].
+        """Logits [batch, vocab] or [batch, length, vocab] of tokens at `input_pos` [batch], or of the last few, see
+        `ProgramMethod.scored_tokens`.
 
         They come as `input_ids` [batch, length], or as `inputs_embeds` [batch, length, hidden_size], wider where
         features for further layers go with them (`multimodal.deepstack`). Their rotary positions are those in the
@@ -116,10 +118,20 @@ class ProgramModule(nn.Module):
             )
         options[self.cache_argument] = cache
         with longest_step(self.method.max_length), short_masks():
-            kept = {"logits_to_keep": 1} if self.keeps_last else {}
+            kept = {"logits_to_keep": self._kept(tokens)} if self.keeps_last else {}
             with travelling_beside(self.model, self.method.travels, options):
                 logits = self.model(use_cache=True, **options, **kept).logits
+        if self.scored:
+            return logits if self.keeps_last else logits[:, self._kept(tokens)]
         return logits[:, -1] if self.logits is Logits.LAST else logits
+
+    def _kept(self, tokens: torch.Tensor) -> int | torch.Tensor:
+        """Which tokens logits are wanted of, as `logits_to_keep` takes it: how many of the last, or their indices."""
+        if not self.scored:
+            return 1
+        length = tokens.shape[1]
+        number = torch.sym_min(length, self.scored)
+        return torch.arange(number, device=tokens.device) + (length - number)
 
 
 class ResidentModule(ProgramModule):

@@ -36,7 +36,13 @@ def shared_methods(cache: ExportableCache, methods: Mapping[str, ProgramMethod])
             continue
         kinds = tuple((policy.wraps(read), policy.reads_up_to(read)) for policy in policies)
         if any(reads for _, reads in kinds):
-            same = (method.inputs, method.min_length, tuple(method.ranges.items()), method.scores, method.multiple)
+            same = (
+                method.inputs,
+                method.min_length,
+                tuple(method.ranges.items()),
+                method.scored_tokens > 0,
+                method.multiple,
+            )
             groups.setdefault((kinds, same), []).append((read, method))
     shared: dict[str, ProgramMethod] = {}
     for members in groups.values():

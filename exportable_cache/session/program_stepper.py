@@ -12,7 +12,7 @@ import torch
 from ..backends.base import ChoosesInGraph, state_of
 from ..errors import BundleError
 from ..program.methods import ROPE_DELTAS, chunk_sizes, method_for
-from .checks import check_no_autocast, check_room, check_rows_may_differ
+from .checks import check_no_autocast, check_pieces, check_room, check_rows_may_differ
 from .guard import StepGuard
 from .inputs.image_places import shifted
 from .inputs.stage import Steps
@@ -94,13 +94,19 @@ class ProgramStepper:
 
     @property
     def score_length(self) -> int:
-        """Most tokens that `score` takes, or 0 if the program has no such method."""
-        return max((method.max_length for method in self.runner.methods.values() if method.scores), default=0)
+        """Most tokens that `score` takes, or 0 if no method of the program does that."""
+        return max((method.scored_tokens for method in self.runner.methods.values()), default=0)
 
     def chunk_sizes(self, length: int, by_ids: bool = True) -> list[int]:
         """How many tokens of a prompt of `length` go through each step."""
         methods = self.runner.methods
-        return chunk_sizes({name: methods[name] for name in methods if methods[name].takes_ids is by_ids}, length)
+        methods = {name: methods[name] for name in methods if methods[name].takes_ids is by_ids}
+        return chunk_sizes(methods, length, self.keeps_prompt)
+
+    @property
+    def keeps_prompt(self) -> bool:
+        """Whether a step of one token ends the prompt, see `SlotPolicy.keeps_prompt`."""
+        return any(layer.policy.keeps_prompt for layer in self.layers)
 
     def check_room(self, rows: TokenRows, max_new_tokens: int | None = None, anew: bool = False) -> None:
         """Refuse a prompt that does not fit, or not with what is to be generated after it.
@@ -147,7 +153,10 @@ class ProgramStepper:
     ) -> torch.Tensor:
         """The same for rows of equal length; `placed` are the items of the whole prompt, behind those of `before`."""
         start = 0
-        for size in steps.sizes or self.chunk_sizes(steps.fed.shape[1], not steps.fed.is_floating_point()):
+        sizes = steps.sizes or self.chunk_sizes(steps.fed.shape[1], not steps.fed.is_floating_point())
+        if self.keeps_prompt:
+            check_pieces(sizes)
+        for size in sizes:
             chunk = slice(start, start + size)
             further = {name: tensor[..., chunk].contiguous() for name, tensor in steps.further.items()}
             logits = self.step(steps.fed[:, chunk].contiguous(), further, rows)
@@ -197,6 +206,8 @@ class ProgramStepper:
             method, inputs = self._call(fed, size, further, scores)
             self._reach(size, rows)
             logits = self.runner.run(method, *inputs)
+            if self.runner.methods[method].scored_tokens and not scores:
+                logits = logits[:, -1]
             self.state = self.state.fed(size, rows)
             self.guard.is_broken = False
         if self.logits_size not in (None, logits.shape[-1]):

@@ -239,7 +239,7 @@ class SteppedSession:
 
     @property
     def score_length(self) -> int:
-        """Most tokens that `score` takes, or 0 if the program has no such method."""
+        """Most tokens that `score` takes, or 0 if no method of the program does that."""
         return self._stepper.score_length
 
     def score(self, input_ids: torch.Tensor) -> torch.Tensor:

@@ -80,7 +80,9 @@ def program_of(manifest: Manifest, model: PreTrainedModel) -> Program:
     """
     methods = manifest.program.methods
     anywhere = [
-        method for method in methods.values() if method.is_step and method.kv_read_len is None and not method.scores
+        method
+        for method in methods.values()
+        if method.is_step and method.kv_read_len is None and not method.only_scores
     ]
     backend = backend_for(manifest.target)
     spec = backend.program_spec(

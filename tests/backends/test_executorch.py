@@ -145,7 +145,7 @@ def test_a_damaged_file_is_refused(tmp_path) -> None:
 
 
 def test_unknown_options_are_refused() -> None:
-    known = "delegate, kernels, linears, llm_runner, methods"
+    known = "delegate, kernels, linears, llm_runner, methods, score_length"
     with pytest.raises(InputError, match=f"no option 'quantize'; it knows {known}"):
         backend_for("executorch").options.parse({"quantize": True})
 

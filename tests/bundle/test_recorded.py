@@ -39,6 +39,7 @@ def test_manifest_records_the_program(original: Path, model: Any) -> None:
         "ranges": {},
         "multiple": 1,
         "scores": False,
+        "scored_tokens": 0,
         "grid": None,
         "inputs": [
             {"name": "input_ids", "dtype": "int64", "shape": ["batch", "length"]},

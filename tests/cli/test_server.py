@@ -193,8 +193,8 @@ TEXT = {"model": "demo", "prompt": "x"}
         ("completions", {**TEXT, "top_p": 3}, 400, "top_p is 3"),
         ("completions", {**TEXT, "seed": 2**70}, 400, "seed is"),
         ("completions", b"{", 400, "the body is no JSON"),
-        ("completions", b"\xff\xfe", 400, "error parsing the body"),
-        ("completions", b"[" * 100_000, 400, "the body is no JSON"),
+        ("completions", b"\xff\xfe", 400, "the body is no JSON"),
+        ("completions", b"[" * 100_000, 400, "error parsing the body"),
         ("completions", b" " * (9 * 2**20), 413, "Too Large"),
         ("embeddings", TEXT, 404, "Not Found"),
     ],
@@ -357,9 +357,11 @@ def test_the_command_says_where_it_listens_and_ends_when_interrupted(demo_bundle
             assert answer.usage.completion_tokens == 3
         finally:
             process.send_signal(signal.SIGINT)
+            # As somebody who is in a hurry.
+            process.send_signal(signal.SIGINT)
             out, errors = process.communicate(timeout=30)
     assert out == "" and "Traceback" not in errors, errors
-    assert process.returncode in (0, 130), (process.returncode, errors)
+    assert process.returncode == 0, (process.returncode, errors)
 
 
 def test_a_place_that_is_taken_and_an_extra_that_is_missing(run, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -214,6 +214,30 @@ def test_compiled_and_exported_programs_judge_too(model: Any, tmp_path: Path) ->
     assert list(session.generate(prompt, 20, draft=draft)) == expected
 
 
+@pytest.mark.parametrize("methods", ["forward", pytest.param("split", marks=pytest.mark.full)])
+def test_executorch_programs_judge_too(methods: str) -> None:
+    """`forward` gives the logits of the last few tokens, and is the only method; split, there is one for it."""
+    model = tiny_model("llama")
+    length = 40  # more than a chunk
+    prompt = torch.cat([tokens(8, seed=1)] * (length // 8), dim=1)
+    expected = list(Session.from_model(model, ExportableCache.from_model(model, 96)).generate(prompt, 30))
+    session = lowered_session(model, "executorch", 96, score_length=6, prefill_chunk=16, methods=methods)
+    statistics = SpeculationStatistics()
+    chooser = Sampler(Sampling(), prompt, session.vocab_size)
+    draft = Scripted(length, expected, 4)
+    assert list(generate_speculative(session, prompt, 30, chooser, (), draft, statistics)) == expected
+    assert statistics.accepted > 15
+    session.reset()
+    # Lengths of one token, of fewer and of more than are scored.
+    logits = Session.from_model(model, ExportableCache.from_model(model, 96)).prefill(prompt)
+    for size in (1, 3, 6, 16):
+        session.reset()
+        session.prefill(prompt[:, :-size])
+        assert (session.prefill(prompt[:, -size:]) - logits).abs().max() <= 1e-4
+    with pytest.raises(InputError, match="score takes up to 6 tokens at once, got 7"):
+        session.score(tokens(7))
+
+
 def test_what_cannot_work_is_refused_before_a_step(model: Any) -> None:
     prompt = tokens(4)
     draft = PromptLookup(6)

@@ -54,11 +54,11 @@ def test_any_set_of_methods_gives_the_same(both, tmp_path, probe: Probe, names: 
 
 
 def wider_than_its_logits() -> Path:
-    """A model that looks up more ids than it gives logits of."""
+    """A model that looks up more ids than it gives logits of, and gives those of several tokens."""
     model = tiny_model("llama", num_hidden_layers=1)
     model.resize_token_embeddings(VOCAB + 8)
     model.lm_head = torch.nn.Linear(model.config.hidden_size, VOCAB, bias=False)
-    return exported_bundle(model, "executorch", prefill_chunk=PREFILL, verify=False)
+    return exported_bundle(model, "executorch", prefill_chunk=PREFILL, score_length=5, verify=False)
 
 
 _BUNDLES: dict[str, Callable[[], Path]] = {
@@ -70,7 +70,7 @@ _BUNDLES: dict[str, Callable[[], Path]] = {
 }
 
 
-@pytest.mark.parametrize("kind", among(_BUNDLES, ["int8", "sinks", "mamba2", "wide"]))
+@pytest.mark.parametrize("kind", among(_BUNDLES, ["sinks", "mamba2", "wide"]))
 def test_other_caches_give_the_sessions_logits(probe: Probe, kind: str) -> None:
     bundle = _BUNDLES[kind]()
     session = load(bundle)
@@ -85,6 +85,34 @@ def test_other_caches_give_the_sessions_logits(probe: Probe, kind: str) -> None:
     replies = probe(("open", bundle), *commands)[1:]
     for reply, logits in zip(replies, expected, strict=True):
         assert (torch.tensor(reply.numbers()) - logits[0]).abs().max() <= TOLERANCE
+
+
+def test_prompt_lookup_gives_the_same_tokens_in_fewer_steps(probe: Probe) -> None:
+    bundle = wider_than_its_logits()
+    prompt = torch.randint(2, VOCAB, (1, 6), generator=torch.Generator().manual_seed(2)).repeat(1, 5)
+    asked = ("generate", ids(prompt[0]), "max_new_tokens=50")
+    drawn = (*asked, "temperature=1.1", "seed=3")
+    greedy, length, *_, looked_up, length_then, _, sampled, _, looked_up_sampled, refused = probe(
+        ("open", bundle), asked, ("length",), ("reset",), (*asked, "prompt_lookup=4"), ("length",), ("reset",), drawn,
+        ("reset",), (*drawn, "prompt_lookup=2"), (*asked, "prompt_lookup=-1"),
+    )[1:]  # fmt: skip
+    assert greedy.tokens() == list(load(bundle).generate(prompt, 50)) == looked_up.tokens()
+    # The newest token was not fed, with either.
+    assert length.values == length_then.values and length.tokens() == [prompt.shape[1] + 49]
+    proposed, accepted = looked_up.tokens(5)
+    assert greedy.tokens(5) == [0, 0] and 10 < accepted <= proposed
+    assert looked_up_sampled.tokens() == sampled.tokens() != greedy.tokens()
+    assert not refused.ok and "prompt_lookup is -1" in refused.values[1]
+
+
+def test_prompt_lookup_that_cannot_be_is_refused(both, tmp_path, probe: Probe) -> None:
+    asked = ("generate", "5 6 7", "max_new_tokens=5", "prompt_lookup=3")
+    (reply,) = probe(("open", both), asked)[1:]
+    assert not reply.ok and "export with -O score_length=4" in reply.values[1]
+    ring = _set("layers", 0, "policy", value={"kind": "ring", "window": 16})
+    window = edited(wider_than_its_logits(), tmp_path / "bundle", ring)
+    (reply,) = probe(("open", window), asked)[1:]
+    assert not reply.ok and "rollback_slots of at least 2" in reply.values[1]
 
 
 def _set(*path: str | int, value: Any) -> Callable[[dict[str, Any]], None]:

@@ -8,11 +8,12 @@ from typing import Any, ClassVar
 
 from ...common.settings import check_choice, setting
 from ...errors import InputError
+from ...program.spec import ProgramSpec
 from ..tensorrt.options import TensorRTOptions
 
 #: Options by delegate.
 DELEGATES = {
-    "xnnpack": ("kernels", "linears", "llm_runner", "methods"),
+    "xnnpack": ("kernels", "linears", "llm_runner", "methods", "score_length"),
     "vulkan": (),
     "coreml": (),
     "tensorrt": ("opt_length", "sm"),
@@ -43,6 +44,8 @@ class ExecutorchOptions(TensorRTOptions):
         linears: `delegate`: XNNPACK has the linear layers. `own`: layers in 8da4w are operators of this package, which
             run only where its compiled kernels are. 1.4 to 2 times as fast where a processor is held to AVX2; about the
             same or slower with AVX-512 VNNI, for which XNNPACK's kernels are made (docs/benchmarks.md).
+        score_length: Give logits after each of the last so many tokens of a call, for speculative decoding: by
+            `forward`, or, where the program is split, by a method `score`, which packs the weights once more.
         llm_runner: Insist on `forward` and on the constant methods that the runner reads.
     """
 
@@ -58,6 +61,7 @@ class ExecutorchOptions(TensorRTOptions):
     methods: str = setting("auto", "Which methods the program has.", choices=METHODS)
     kernels: str = setting("executorch", "Operators that the program may call.", choices=KERNELS)
     linears: str = setting("delegate", "What computes linear layers in 8da4w.", choices=LINEARS)
+    score_length: int = 0
     llm_runner: bool = setting(False, "Have what ExecuTorch's text runner calls.", kind=bool)
 
     #: What lifts the limit of the next, for messages.
@@ -76,6 +80,7 @@ class ExecutorchOptions(TensorRTOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        ProgramSpec(score_length=self.score_length)
         if self.methods == "split" and self.llm_runner:
             raise InputError(
                 "methods is 'split', but the llm_runner calls 'forward'; pass methods='both', or leave one of them out"

@@ -57,6 +57,7 @@ class ExecutorchBackend:
         methods, auto = options.methods, options.methods == "auto"
         return replace(
             asked,
+            score_length=options.score_length,
             attention=EXECUTORCH_ATTENTION,
             adapt=partial(fuse_layers, own=options.kernels == "own"),
             forward=options.llm_runner or (one_method_suffices if auto else methods != "split"),

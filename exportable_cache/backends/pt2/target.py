@@ -41,7 +41,7 @@ class Pt2Backend:
         exported = {name: program.export(name, strict=options.strict) for name in program.methods}
         longest = max(
             program.methods.values(),
-            key=lambda one: (one.is_step, one.kv_read_len is None, not one.scores, one.max_length),
+            key=lambda one: (one.is_step, one.kv_read_len is None, not one.only_scores, one.max_length),
         )
         write_archive(folder / FILE, exported, longest.name)
         return [LoweredFile(FILE, f"methods {', '.join(exported)}, weights")]

@@ -72,6 +72,7 @@ def make_app(completer: Completer, options: ServerOptions) -> FastAPI:
 
     app = FastAPI(title="exportable-cache", lifespan=lifespan, openapi_url=None, max_body_size=options.most_bytes)
     api = APIRouter(prefix="/v1", dependencies=[Depends(with_key)])
+    app.state.engine = engine
     _refuse_in_the_form_of_the_api(app)
 
     @app.get("/", response_class=HTMLResponse, include_in_schema=False)

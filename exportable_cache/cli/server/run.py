@@ -17,7 +17,7 @@ _GRACE = 5
 
 
 def run(app: FastAPI, host: str, port: int, started: Callable[[str], None]) -> None:
-    """Serve until interrupted.
+    """Serve until interrupted, which ends it well.
 
     Args:
         app: What answers.
@@ -37,8 +37,15 @@ def run(app: FastAPI, host: str, port: int, started: Callable[[str], None]) -> N
         limit_concurrency=_MOST_CONNECTIONS,
         timeout_graceful_shutdown=_GRACE,
         server_header=False,
+        # A second interrupt cancels the messages by which a server tells that it ends, with a traceback.
+        lifespan="off",
     )
-    uvicorn.Server(config).run(sockets=[listening])
+    try:
+        uvicorn.Server(config).run(sockets=[listening])
+    except KeyboardInterrupt:
+        pass
+    finally:
+        app.state.engine.close()
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -26,7 +26,8 @@ constexpr const char* kUsage =
     "  --top-k K, --top-p P    draw from the K most probable, from the fewest that reach P\n"
     "  --seed N                the same draws every time\n"
     "  --stop TEXT             end before this text; may be given several times\n"
-    "  --stop-token N          end with this token; may be given several times\n";
+    "  --stop-token N          end with this token; may be given several times\n"
+    "  --prompt-lookup N       propose up to N tokens a step from the text itself; needs an export with score_length\n";
 
 struct Arguments {
   std::string bundle;
@@ -58,7 +59,7 @@ bool parse_list(const char* text, std::vector<int64_t>& values) {
 
 // Fills `arguments`, or returns what is wrong with them.
 std::optional<std::string> parse_arguments(int argc, char** argv, Arguments& arguments) {
-  enum { kPrompt = 1, kTokens, kMaxNewTokens, kTemperature, kTopK, kTopP, kSeed, kStop, kStopToken, kHelp };
+  enum { kPrompt = 1, kTokens, kMaxNewTokens, kTemperature, kTopK, kTopP, kSeed, kStop, kStopToken, kPromptLookup, kHelp };
   static const option kOptions[] = {
       {"prompt", required_argument, nullptr, kPrompt},
       {"tokens", required_argument, nullptr, kTokens},
@@ -69,6 +70,7 @@ std::optional<std::string> parse_arguments(int argc, char** argv, Arguments& arg
       {"seed", required_argument, nullptr, kSeed},
       {"stop", required_argument, nullptr, kStop},
       {"stop-token", required_argument, nullptr, kStopToken},
+      {"prompt-lookup", required_argument, nullptr, kPromptLookup},
       {"help", no_argument, nullptr, kHelp},
       {nullptr, 0, nullptr, 0},
   };
@@ -86,6 +88,7 @@ std::optional<std::string> parse_arguments(int argc, char** argv, Arguments& arg
       case kSeed: good = parse(optarg, options.sampling.seed.emplace()); break;
       case kStop: options.stop_strings.emplace_back(optarg); break;
       case kStopToken: good = parse(optarg, options.stop_tokens.emplace_back()); break;
+      case kPromptLookup: good = parse(optarg, options.prompt_lookup); break;
       case kHelp: std::cout << kUsage; std::exit(0);
       default: return "see --help";
     }
@@ -127,5 +130,9 @@ int main(int argc, char** argv) {
                static_cast<long long>(statistics.prompt_tokens), static_cast<long long>(statistics.generated_tokens),
                to_string(generation->reason), statistics.time_to_first_token, statistics.prefill_tokens_per_second(),
                statistics.decode_tokens_per_second());
+  if (statistics.proposed_tokens > 0) {
+    std::fprintf(stderr, "%lld tokens proposed, %lld accepted\n", static_cast<long long>(statistics.proposed_tokens),
+                 static_cast<long long>(statistics.accepted_tokens));
+  }
   return 0;
 }

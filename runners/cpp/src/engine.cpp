@@ -91,6 +91,9 @@ class Arena {
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
+  // Zeros again, without writing them.
+  void clear() const { (void)::madvise(data_, size_, MADV_DONTNEED); }
+
   uint8_t* data() const { return data_; }
   size_t size() const { return size_; }
 
@@ -158,7 +161,19 @@ class MethodEngine final : public Engine {
     return method.get_output(0);
   }
 
+  std::span<uint8_t> cache() override {
+    if (arenas_.size() <= kCacheArena) return {};
+    return {arenas_[kCacheArena].data(), arenas_[kCacheArena].size()};
+  }
+
+  void clear_cache() override {
+    if (arenas_.size() > kCacheArena) arenas_[kCacheArena].clear();
+  }
+
  private:
+  // Memory planning with `share_mutable_buffers`, as the exporter asks for it, puts what is kept between calls here.
+  static constexpr size_t kCacheArena = 1;
+
   // One set of arenas for all methods, each as large as the largest asks for: that is how they share the cache.
   Status plan_arenas(const std::vector<std::string>& names) {
     std::vector<std::string> found;

@@ -27,6 +27,7 @@ const char* to_string(StopReason reason) {
     case StopReason::kMaxNewTokens: return "max_new_tokens";
     case StopReason::kCacheFull: return "cache_full";
     case StopReason::kCallback: return "callback";
+    case StopReason::kCancelled: return "cancelled";
   }
   return "unknown";
 }
@@ -50,26 +51,47 @@ Result<Generation> Session::run(std::vector<int64_t> prompt, const GenerateOptio
 
   const Clock::time_point start = Clock::now();
   Clock::time_point first = start;
-  Result<std::span<const float>> logits = feed(prompt);
+  cancelled_->store(false, std::memory_order_relaxed);
+  Result<std::span<const float>> logits = feed(prompt, true);
+  if (!logits.ok()) return logits.error();
   Generation generation;
+  std::vector<int64_t> context = std::move(prompt);
+  int64_t proposed = 0, accepted = 0;
+  std::vector<int64_t> judged;  // the tokens that `logits` are of: the newest one, and what was proposed to follow it
   std::optional<StopReason> reason;
+  // A prompt that was not fed to its end has no logits to go on from.
+  if (cancelled_->load(std::memory_order_relaxed)) reason = StopReason::kCancelled;
   while (!reason) {
-    if (!logits.ok()) return logits.error();
-    const int64_t token = sampler->choose(*logits);
-    if (generation.tokens.empty()) first = Clock::now();
-    generation.tokens.push_back(token);
-    pending_ = is_end(token, options) ? std::nullopt : std::optional(token);
-    reason = on_token(token);
-    if (reason) break;
-    if (is_end(token, options)) {
-      reason = StopReason::kEndToken;
-    } else if (static_cast<int64_t>(generation.tokens.size()) == options.max_new_tokens) {
-      reason = StopReason::kMaxNewTokens;
-    } else if (room() == 0) {
-      reason = StopReason::kCacheFull;
-    } else {
-      logits = feed(std::span<const int64_t>(&token, 1));
+    // Of a prompt there are the last token's logits alone.
+    const size_t rows = std::max<size_t>(1, judged.size());
+    const size_t vocabulary = logits->size() / rows;
+    size_t used = 0;
+    while (!reason && used < rows) {
+      const int64_t token = sampler->choose(logits->subspan(used * vocabulary, vocabulary));
+      ++used;
+      if (generation.tokens.empty()) first = Clock::now();
+      generation.tokens.push_back(token);
+      context.push_back(token);
+      reason = on_token(token);
+      if (!reason && is_end(token, options)) reason = StopReason::kEndToken;
+      if (!reason && static_cast<int64_t>(generation.tokens.size()) == options.max_new_tokens) reason = StopReason::kMaxNewTokens;
+      // A token that is not the one proposed makes those behind it worthless.
+      if (used < rows && token != judged[used]) break;
     }
+    accepted += static_cast<int64_t>(used) - 1;
+    // What nobody gave out is taken back; the newest token was not fed.
+    length_ -= static_cast<int64_t>(rows - used);
+    const int64_t token = context.back();
+    pending_ = is_end(token, options) ? std::nullopt : std::optional(token);
+    if (!reason && room() == 0) reason = StopReason::kCacheFull;
+    if (!reason && cancelled_->load(std::memory_order_relaxed)) reason = StopReason::kCancelled;
+    if (reason) break;
+    judged.assign(1, token);
+    const auto proposal = propose(context, options, static_cast<int64_t>(generation.tokens.size()));
+    judged.insert(judged.end(), proposal.begin(), proposal.end());
+    proposed += static_cast<int64_t>(proposal.size());
+    logits = score(judged);
+    if (!logits.ok()) return logits.error();
   }
   generation.reason = *reason;
   generation.statistics = {
@@ -77,6 +99,8 @@ Result<Generation> Session::run(std::vector<int64_t> prompt, const GenerateOptio
       .generated_tokens = static_cast<int64_t>(generation.tokens.size()),
       .time_to_first_token = seconds(first - start),
       .decode_seconds = seconds(Clock::now() - first),
+      .proposed_tokens = proposed,
+      .accepted_tokens = accepted,
   };
   return generation;
 }

@@ -60,11 +60,10 @@ std::vector<int64_t> token_ids(const Json& ids, Reader& reader) {
   return tokens;
 }
 
-// Whether a method gives the last token's logits. Others, such as an encoder, or one that scores every token, are not needed.
+// Whether a method is a step. Others, such as an encoder, are not needed.
 bool gives_logits(const Json& method) {
   const Json::Array* outputs = method["outputs"].array();
-  const bool* scores = method["scores"].boolean();
-  if (outputs == nullptr || (scores != nullptr && *scores)) return false;
+  if (outputs == nullptr) return false;
   for (const Json& output : *outputs) {
     if (output["name"].string() != nullptr && *output["name"].string() == "logits") return true;
   }
@@ -105,6 +104,7 @@ Result<Manifest> Manifest::read(const std::string& folder) {
   manifest.vocab_size = reader.integer(fields["vocab_size"], "vocab_size", 1);
   const Json& logits_size = fields["logits_size"];
   manifest.logits_size = logits_size.is_null() ? manifest.vocab_size : reader.integer(logits_size, "logits_size", 1);
+  manifest.program_sha256 = reader.text(fields["files"]["program.pte"]["sha256"], "files.program.pte.sha256");
   manifest.has_tokenizer = fields["tokenizer"].string() != nullptr;
   manifest.end_tokens = token_ids(fields["generation_config"]["eos_token_id"], reader);
 
@@ -116,6 +116,7 @@ Result<Manifest> Manifest::read(const std::string& folder) {
     const int64_t least = reader.integer(method["min_length"], where + ".min_length", 1);
     MethodSpec spec{name, least, reader.integer(method["max_length"], where + ".max_length", least)};
     if (!method["read_length"].is_null()) spec.kv_read_len = reader.integer(method["read_length"], where + ".read_length", 1);
+    if (!method["scored_tokens"].is_null()) spec.scored_tokens = reader.integer(method["scored_tokens"], where + ".scored_tokens", 0);
     manifest.methods.push_back(std::move(spec));
   }
 

@@ -48,18 +48,22 @@ std::string signature_problem(const et::MethodMeta& meta, const MethodSpec& meth
   const auto logits_sizes = logits->sizes();
   int64_t count = 1;
   for (const int32_t size : logits_sizes) count *= size;
-  const bool of_one_token = logits_sizes.size() > 0 && count == logits_size && logits_sizes[logits_sizes.size() - 1] == logits_size;
-  if (!is_floating(logits->scalar_type()) || !of_one_token) {
-    return "returns " + shape_text(logits_sizes) + ", not floating [1, " + std::to_string(logits_size) + "]";
+  const int64_t tokens_judged = std::max<int64_t>(1, method.scored_tokens);
+  const bool of_these = logits_sizes.size() > 0 && count == tokens_judged * logits_size &&
+                        logits_sizes[logits_sizes.size() - 1] == logits_size;
+  if (!is_floating(logits->scalar_type()) || !of_these) {
+    const std::string several = method.scored_tokens > 0 ? std::to_string(tokens_judged) + ", " : "";
+    return "returns " + shape_text(logits_sizes) + ", not floating [1, " + several + std::to_string(logits_size) + "]";
   }
   return {};
 }
 
+// The last `count` values.
 template <class T>
-void copy_floats(const executorch::aten::Tensor& tensor, std::vector<float>& values) {
-  const T* data = tensor.const_data_ptr<T>();
-  values.resize(static_cast<size_t>(tensor.numel()));
-  std::transform(data, data + tensor.numel(), values.begin(), [](T value) { return static_cast<float>(value); });
+void copy_floats(const executorch::aten::Tensor& tensor, size_t count, std::vector<float>& values) {
+  const T* end = tensor.const_data_ptr<T>() + tensor.numel();
+  values.resize(count);
+  std::transform(end - count, end, values.begin(), [](T value) { return static_cast<float>(value); });
 }
 
 }  // namespace
@@ -92,9 +96,10 @@ Result<Program> Program::open(const Manifest& manifest) {
   return program;
 }
 
-const MethodSpec* Program::method_for(int64_t length, int64_t end) const {
+const MethodSpec* Program::method_for(int64_t length, int64_t end, bool scores) const {
   const MethodSpec* best = nullptr;
   for (const MethodSpec& method : methods_) {
+    if (scores ? method.scored_tokens < length : method.only_scores()) continue;
     if (length < method.min_length || length > method.max_length || end > reads(method)) continue;
     // Of those that serve, the one that reads and takes least.
     if (best == nullptr || std::pair(reads(method), method.max_length) < std::pair(reads(*best), best->max_length)) best = &method;
@@ -105,12 +110,23 @@ const MethodSpec* Program::method_for(int64_t length, int64_t end) const {
 int64_t Program::max_step() const {
   int64_t longest = 1;
   for (const MethodSpec& method : methods_) {
-    if (!method.kv_read_len) longest = std::max(longest, method.max_length);
+    if (!method.kv_read_len && !method.only_scores()) longest = std::max(longest, method.max_length);
   }
   return longest;
 }
 
-Status Program::run(const MethodSpec& method, std::span<const int64_t> tokens, int64_t position, std::vector<float>& logits) {
+int64_t Program::scored_tokens() const {
+  int64_t most = 0;
+  for (const MethodSpec& method : methods_) most = std::max(most, method.scored_tokens);
+  return most;
+}
+
+std::span<uint8_t> Program::cache() const { return engine_->cache(); }
+
+void Program::clear_cache() const { engine_->clear_cache(); }
+
+Status Program::run(const MethodSpec& method, std::span<const int64_t> tokens, int64_t position, size_t scored,
+                    std::vector<float>& logits) {
   // The runtime's tensors have no const view; a method does not write to its inputs.
   auto input_ids = executorch::extension::from_blob(
       const_cast<int64_t*>(tokens.data()), {1, static_cast<int32_t>(tokens.size())}, ScalarType::Long);
@@ -121,10 +137,14 @@ Status Program::run(const MethodSpec& method, std::span<const int64_t> tokens, i
                 position, ": ", describe(output.error()), "; reset() the session");
   }
   const executorch::aten::Tensor& tensor = output->toTensor();
+  const size_t count = scored * static_cast<size_t>(tensor.size(tensor.dim() - 1));
+  if (count > static_cast<size_t>(tensor.numel())) {
+    return fail(ErrorCode::kRuntime, "method '", method.name, "' gave ", tensor.numel(), " logits, not ", count, "; reset() the session");
+  }
   switch (tensor.scalar_type()) {
-    case ScalarType::Half: copy_floats<executorch::aten::Half>(tensor, logits); break;
-    case ScalarType::BFloat16: copy_floats<executorch::aten::BFloat16>(tensor, logits); break;
-    default: copy_floats<float>(tensor, logits); break;
+    case ScalarType::Half: copy_floats<executorch::aten::Half>(tensor, count, logits); break;
+    case ScalarType::BFloat16: copy_floats<executorch::aten::BFloat16>(tensor, count, logits); break;
+    default: copy_floats<float>(tensor, count, logits); break;
   }
   return {};
 }

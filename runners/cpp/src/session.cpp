@@ -1,6 +1,10 @@
 #include <exportable_cache/session.h>
 
 #include <algorithm>
+#include <limits>
+
+#include "prompt_lookup.h"
+#include "state_file.h"
 
 namespace exportable_cache {
 
@@ -72,9 +76,9 @@ Result<std::span<const float>> Session::decode(int64_t token, std::optional<int6
   return prefill(std::span<const int64_t>(&token, 1), position);
 }
 
-Result<std::span<const float>> Session::feed(std::span<const int64_t> tokens) {
+Result<std::span<const float>> Session::feed(std::span<const int64_t> tokens, bool may_stop) {
   pending_.reset();
-  while (!tokens.empty()) {
+  while (!tokens.empty() && !(may_stop && cancelled_->load(std::memory_order_relaxed))) {
     int64_t size = std::min<int64_t>(static_cast<int64_t>(tokens.size()), program_.max_step());
     const MethodSpec* method = program_.method_for(size, length_ + size);
     if (method == nullptr) {
@@ -83,12 +87,53 @@ Result<std::span<const float>> Session::feed(std::span<const int64_t> tokens) {
     }
     // Before the run: should it fail halfway, slots may have been written.
     max_len_ever_ = std::max(max_len_ever_, length_ + size);
-    const Status status = program_.run(*method, tokens.first(static_cast<size_t>(size)), length_, logits_);
+    const Status status = program_.run(*method, tokens.first(static_cast<size_t>(size)), length_, 1, logits_);
     if (!status.ok()) return status.error();
     length_ += size;
     tokens = tokens.subspan(static_cast<size_t>(size));
   }
   return std::span<const float>(logits_);
+}
+
+Result<std::span<const float>> Session::score(std::span<const int64_t> tokens) {
+  if (tokens.size() == 1) return feed(tokens);
+  pending_.reset();
+  const auto size = static_cast<int64_t>(tokens.size());
+  const MethodSpec* method = program_.method_for(size, length_ + size, true);
+  max_len_ever_ = std::max(max_len_ever_, length_ + size);
+  if (const Status status = program_.run(*method, tokens, length_, tokens.size(), logits_); !status.ok()) return status.error();
+  length_ += size;
+  return std::span<const float>(logits_);
+}
+
+std::span<const int64_t> Session::propose(std::span<const int64_t> context, const GenerateOptions& options, int64_t given) const {
+  int64_t count = std::min(options.prompt_lookup, program_.scored_tokens() - 1);
+  // The newest token is fed with them.
+  if (room()) count = std::min(count, *room() - 1);
+  if (options.max_new_tokens) count = std::min(count, *options.max_new_tokens - given - 1);
+  return count > 0 ? look_up(context, static_cast<size_t>(count)) : std::span<const int64_t>();
+}
+
+Status Session::save_state(const std::string& path) const {
+  const auto cache = program_.cache();
+  if (cache.empty()) {
+    return fail(ErrorCode::kBundle, manifest_.program_path(), " does not keep its cache apart from what it computes; export it again");
+  }
+  return write_state(path, manifest_.program_sha256, {length_, max_len_ever_, pending_}, cache);
+}
+
+Status Session::load_state(const std::string& path) {
+  const auto accepts = [this](const Place& place) {
+    const int64_t most = max_length().value_or(std::numeric_limits<int64_t>::max());
+    return place.max_len_ever <= most && place.pending.value_or(0) < manifest_.vocab_size;
+  };
+  Result<Place> place =
+      read_state(path, manifest_.program_sha256, program_.cache(), accepts, [this] { program_.clear_cache(); });
+  if (!place.ok()) return place.error();
+  length_ = place->length;
+  max_len_ever_ = place->max_len_ever;
+  pending_ = place->pending;
+  return {};
 }
 
 Result<std::vector<int64_t>> Session::encode(const std::string& text, bool starts) {
@@ -176,6 +221,22 @@ Status Session::check_options(const GenerateOptions& options) const {
   }
   for (const std::string& string : options.stop_strings) {
     if (string.empty()) return fail(ErrorCode::kInput, "a stop string is empty; pass strings of at least one character");
+  }
+  if (options.prompt_lookup < 0) {
+    return fail(ErrorCode::kInput, "prompt_lookup is ", options.prompt_lookup, "; it must be at least 1, or 0 for none");
+  }
+  if (options.prompt_lookup > 0) {
+    if (program_.scored_tokens() < 2) {
+      return fail(ErrorCode::kInput, "the program gives the logits of the last token alone, and prompt lookup needs those of several; "
+                  "export with -O score_length=", options.prompt_lookup + 1, ", or leave it out");
+    }
+    constexpr int64_t kFar = int64_t{1} << 40;
+    const int64_t back = std::min(options.prompt_lookup, program_.scored_tokens() - 1);
+    const auto [allowed, reason] = limits_.max_rollback(kFar, kFar);
+    if (allowed < back) {
+      return fail(ErrorCode::kInput, "prompt lookup takes back up to ", back, " tokens, but ", reason, ": at most ", allowed,
+                  " can be; export with rollback_slots of at least ", back - 1, " where the layers have a window, or leave it out");
+    }
   }
   return {};
 }

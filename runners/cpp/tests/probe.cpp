@@ -77,6 +77,7 @@ GenerateOptions options_of(const Fields& fields, size_t first) {
     const std::string name = fields[index].substr(0, equals);
     const std::string value = fields[index].substr(equals + 1);
     if (name == "max_new_tokens") options.max_new_tokens = integer(value);
+    if (name == "prompt_lookup") options.prompt_lookup = integer(value);
     if (name == "temperature") options.sampling.temperature = std::stod(value);
     if (name == "top_k") options.sampling.top_k = integer(value);
     if (name == "top_p") options.sampling.top_p = std::stod(value);
@@ -92,7 +93,8 @@ void reply(const Generation& generation, const std::string& pieces) {
   reply({join(generation.tokens), to_string(generation.reason), pieces,
          join(std::vector<int64_t>{statistics.prompt_tokens, statistics.generated_tokens}),
          join(std::vector<double>{statistics.time_to_first_token, statistics.decode_seconds, statistics.prefill_tokens_per_second(),
-                                  statistics.decode_tokens_per_second()})});
+                                  statistics.decode_tokens_per_second()}),
+         join(std::vector<int64_t>{statistics.proposed_tokens, statistics.accepted_tokens})});
 }
 
 void reply(const Result<std::span<const float>>& logits) { logits.ok() ? reply({join(*logits)}) : reply(logits.error()); }
@@ -111,6 +113,16 @@ const std::map<std::string, std::function<void(const Fields&)>> kCommands = {
     {"prefill", [](const Fields& fields) { reply(session->prefill(integers(fields[1]), position_of(fields))); }},
     {"decode", [](const Fields& fields) { reply(session->decode(integer(fields[1]), position_of(fields))); }},
     {"rewind", [](const Fields& fields) { reply(session->rewind(integer(fields[1]))); }},
+    {"save", [](const Fields& fields) { reply(session->save_state(fields[1])); }},
+    {"load", [](const Fields& fields) { reply(session->load_state(fields[1])); }},
+    {"cancelled", [](const Fields& fields) {  // after so many tokens
+       int64_t left = integer(fields[2]);
+       const auto generation = session->generate(integers(fields[1]), options_of(fields, 3), [&left](int64_t) {
+         if (--left == 0) session->cancel();
+         return true;
+       });
+       generation.ok() ? reply(*generation, "") : reply(generation.error());
+     }},
     {"reset", [](const Fields&) { session->reset(), reply(Fields()); }},
     {"length", [](const Fields&) { reply({std::to_string(session->length()), std::to_string(session->room().value_or(-1))}); }},
     {"generate", [](const Fields& fields) {

@@ -16,6 +16,10 @@ struct MethodSpec {
   int64_t min_length;
   int64_t max_length;
   std::optional<int64_t> kv_read_len{};  // reads only so many tokens of the cache, so it serves no later position
+  int64_t scored_tokens = 0;             // gives logits of so many of the last tokens; 0 for those of the last alone
+
+  /// Whether it is there to score a few tokens, and others feed prompts.
+  bool only_scores() const { return scored_tokens > 0 && min_length > 1; }
 };
 
 /// One cache layer: its slot policy (exportable_cache/cache/policies), with the fields of it that limit the layer, as far as it
@@ -35,10 +39,11 @@ struct Manifest {
   std::string source;   // where the model came from
   int64_t vocab_size;   // token ids run from 0 to vocab_size - 1
   int64_t logits_size;  // ids that can come out: 0 to logits_size - 1, mostly all of them
-  std::vector<MethodSpec> methods;  // those that give the last token's logits
+  std::vector<MethodSpec> methods;  // those that give logits
   std::vector<LayerSpec> layers;
   std::vector<int64_t> end_tokens;  // eos_token_id of the generation config; may be empty
   bool has_tokenizer;
+  std::string program_sha256;  // of program.pte, by which a saved state knows its program
 
   /// Path of program.pte and of tokenizer.json.
   std::string program_path() const;

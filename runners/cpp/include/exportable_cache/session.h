@@ -1,8 +1,10 @@
 // One running program and its position: prefill, decode, rewind, generate.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
@@ -23,11 +25,14 @@ struct GenerateOptions {
   Sampling sampling{};
   std::vector<int64_t> stop_tokens{};       // besides the model's end tokens
   std::vector<std::string> stop_strings{};
+  /// Most tokens that are proposed a step from the text itself (prompt lookup, Saxena 2023) and judged together; the tokens are
+  /// the same as without, to rounding. Needs a bundle that was exported with `score_length`. 0 for none.
+  int64_t prompt_lookup = 0;
 };
 
-enum class StopReason { kEndToken, kStopString, kMaxNewTokens, kCacheFull, kCallback };
+enum class StopReason { kEndToken, kStopString, kMaxNewTokens, kCacheFull, kCallback, kCancelled };
 
-/// "end_token", "stop_string", "max_new_tokens", "cache_full" or "callback".
+/// "end_token", "stop_string", "max_new_tokens", "cache_full", "callback" or "cancelled".
 const char* to_string(StopReason reason);
 
 /// How long a generation took, in seconds and tokens.
@@ -36,6 +41,8 @@ struct Statistics {
   int64_t generated_tokens = 0;
   double time_to_first_token = 0;  // from the call to the first token chosen
   double decode_seconds = 0;       // from then to the last
+  int64_t proposed_tokens = 0;     // by prompt lookup
+  int64_t accepted_tokens = 0;     // of these
 
   /// Prompt tokens by time_to_first_token.
   double prefill_tokens_per_second() const;
@@ -113,6 +120,21 @@ class Session {
   /// Error as of `generate`; kBundle if the bundle has no tokenizer that is known here.
   Result<Generation> generate_text(const std::string& prompt, const GenerateOptions& options, const OnText& on_text);
 
+  /// End the generation that is running, before its next step; from any thread, or a signal handler. Without one it does
+  /// nothing. What was fed stays in the cache.
+  void cancel() { cancelled_->store(true, std::memory_order_relaxed); }
+
+  /// Write where the session is, and what of its cache is not zeros, to a file: a prefix that is computed once, or a
+  /// conversation to be continued by another process. Of the same bundle only, and not for `Session` in Python.
+  ///
+  /// Error kInput if the file cannot be written; kBundle if the program does not keep its cache apart.
+  Status save_state(const std::string& path) const;
+
+  /// Go to where a session of this bundle was.
+  ///
+  /// Error kInput if the file cannot be read, is damaged, or is of another program; nothing changes then.
+  Status load_state(const std::string& path);
+
   /// Token ids of a text; with `starts`, as the first of a sequence. Opens the tokenizer at the first call.
   Result<std::vector<int64_t>> encode(const std::string& text, bool starts);
 
@@ -126,7 +148,12 @@ class Session {
   Status check_room(int64_t held, int64_t tokens, std::optional<int64_t> max_new_tokens) const;
   Status check_options(const GenerateOptions& options) const;
   Status check_rewind(int64_t tokens) const;
-  Result<std::span<const float>> feed(std::span<const int64_t> tokens);
+  // With `may_stop` it ends early when the session is cancelled.
+  Result<std::span<const float>> feed(std::span<const int64_t> tokens, bool may_stop = false);
+  // Feeds a few tokens in one step: logits [tokens, vocab_size] after each.
+  Result<std::span<const float>> score(std::span<const int64_t> tokens);
+  // What may follow `context`, whose newest token was not fed yet: at most as many as fit and can be taken back.
+  std::span<const int64_t> propose(std::span<const int64_t> context, const GenerateOptions& options, int64_t given) const;
   bool is_end(int64_t token, const GenerateOptions& options) const;
   Result<Generation> run(std::vector<int64_t> prompt, const GenerateOptions& options,
                          const std::function<std::optional<StopReason>(int64_t token)>& on_token);
@@ -137,6 +164,7 @@ class Session {
   std::optional<Tokenizer> tokenizer_;
   std::optional<Detokenizer> detokenizer_;
   std::vector<float> logits_;
+  std::unique_ptr<std::atomic<bool>> cancelled_ = std::make_unique<std::atomic<bool>>(false);
   int64_t length_ = 0;
   int64_t max_len_ever_ = 0;          // the most tokens held since position 0: a rewind's limit depends on it
   std::optional<int64_t> pending_;  // the newest token given out, while nothing was fed since and it ended nothing

@@ -1,0 +1,92 @@
+"""The server's page in a browser: a chat, and the cache's fill layer by layer."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from exportable_cache import export, load
+
+pytest.importorskip("fastapi", reason="the serve extra is not installed")
+pytest.importorskip("selenium", reason="no selenium: pip install selenium, and Chromium with its driver, run the page")
+
+from .test_server import MAX_CACHE_LEN, QUESTION, served
+
+pytestmark = [pytest.mark.usefixtures("fake_backend"), pytest.mark.full]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("bundles") / "demo"
+    return export("demo", "fake", MAX_CACHE_LEN, path, prefill_chunk=16, verify=False).path
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from selenium import webdriver
+
+    driver = shutil.which("chromedriver")
+    if driver is None:
+        pytest.skip("there is no chromedriver (Debian and Ubuntu: chromium-driver)")
+    options = webdriver.ChromeOptions()
+    for option in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking"):
+        options.add_argument(option)
+    found = webdriver.Chrome(options, webdriver.ChromeService(driver))
+    yield found
+    found.quit()
+
+
+#: The page knows the model.
+READY = "document.getElementById('model').textContent === 'demo'"
+
+
+def wait_for(browser: Any, script: str, seconds: float = 20) -> Any:
+    """What a script returns, once that is something."""
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    return WebDriverWait(browser, seconds).until(lambda driver: driver.execute_script(f"return {script}"))
+
+
+def ask(browser: Any, question: str) -> str:
+    """What is answered, when the answer has ended."""
+    from selenium.webdriver.common.by import By
+
+    browser.find_element(By.ID, "prompt").send_keys(question)
+    browser.find_element(By.ID, "send").click()
+    wait_for(browser, "!document.getElementById('send').disabled")
+    return browser.find_elements(By.CSS_SELECTOR, "#turns > *")[-1].text
+
+
+def test_a_chat_in_the_page(browser: Any, folder: Path) -> None:
+    expected = "".join(load(folder).generate_text([{"role": "user", "content": QUESTION}]))
+    with served(load(folder), api_key="secret") as address:
+        browser.get(f"{address}/#key=secret")
+        wait_for(browser, READY)
+        assert ask(browser, QUESTION).strip() == expected.strip()
+        layers = wait_for(browser, "[...document.querySelectorAll('#cache .layer')].map(row => row.textContent)")
+        filled = wait_for(browser, "[...document.querySelectorAll('#cache .bar > div')].map(bar => bar.style.width)")
+        assert len(layers) == 4 and f"of {MAX_CACHE_LEN}" in layers[1] and layers[0].endswith("16 of 16")
+        assert filled[0] == "100%" and 0 < float(filled[1].rstrip("%")) < 100
+        # What a page writes of a model is text, whatever it looks like.
+        ask(browser, "<img src=x onerror=document.title='run'>")
+        assert browser.title == "exportable-cache"
+        assert [entry["message"] for entry in browser.get_log("browser") if "favicon" not in entry["message"]] == []
+
+
+def test_a_refusal_is_shown_in_the_page(browser: Any, folder: Path) -> None:
+    with served(load(folder)) as address:
+        browser.get(f"{address}/#again")
+        wait_for(browser, READY)
+        assert f"the cache holds {MAX_CACHE_LEN}" in ask(browser, "the code of amber " * 60)
+    browser.get("about:blank")
+
+
+def test_without_its_key_the_page_says_so(browser: Any, folder: Path) -> None:
+    with served(load(folder), api_key="secret") as address:
+        browser.get(address)
+        found = wait_for(browser, "document.getElementById('turns').textContent")
+        assert "API key is missing" in found
