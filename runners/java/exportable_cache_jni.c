@@ -74,6 +74,25 @@ JNIEXPORT jfloatArray JNICALL Java_exportablecache_Session_prefill(JNIEnv* env, 
   return found;
 }
 
+JNIEXPORT void JNICALL Java_exportablecache_Session_encodeTokens(JNIEnv* env, jclass kind, jlong session, jlongArray tokens) {
+  (void)kind;
+  int64_t* ids = copy_of(env, tokens, sizeof(jlong));
+  if (ids == NULL) return;
+  const ec_status status = ec_encode_tokens(session_of(session), ids, (size_t)(*env)->GetArrayLength(env, tokens));
+  free(ids);
+  if (status != EC_OK) throw_failure(env, status);
+}
+
+JNIEXPORT void JNICALL Java_exportablecache_Session_encodeValues(JNIEnv* env, jclass kind, jlong session, jfloatArray values) {
+  (void)kind;
+  const jsize count = (*env)->GetArrayLength(env, values);
+  jfloat* numbers = (*env)->GetFloatArrayElements(env, values, NULL);
+  if (numbers == NULL) return;
+  const ec_status status = ec_encode_values(session_of(session), numbers, (size_t)count);
+  (*env)->ReleaseFloatArrayElements(env, values, numbers, JNI_ABORT);
+  if (status != EC_OK) throw_failure(env, status);
+}
+
 JNIEXPORT void JNICALL Java_exportablecache_Session_rewind(JNIEnv* env, jclass kind, jlong session, jlong tokens) {
   (void)kind;
   const ec_status status = ec_rewind(session_of(session), tokens);
@@ -209,19 +228,19 @@ JNIEXPORT jlongArray JNICALL Java_exportablecache_Session_generate(JNIEnv* env, 
   return found;
 }
 
-JNIEXPORT jlongArray JNICALL Java_exportablecache_Session_encode(JNIEnv* env, jclass kind, jlong session, jbyteArray text,
-                                                                 jboolean starts) {
+JNIEXPORT jlongArray JNICALL Java_exportablecache_Session_tokenize(JNIEnv* env, jclass kind, jlong session, jbyteArray text,
+                                                                   jboolean starts) {
   (void)kind;
   char* bytes = copy_of(env, text, 1);
   if (bytes == NULL) return NULL;
   size_t capacity = strlen(bytes) + 16, count = 0;
   int64_t* ids = malloc(capacity * sizeof(int64_t));
-  ec_status status = ec_encode(session_of(session), bytes, starts, ids, ids == NULL ? 0 : capacity, &count);
+  ec_status status = ec_tokenize(session_of(session), bytes, starts, ids, ids == NULL ? 0 : capacity, &count);
   if (status == EC_OK && count > capacity) { /* a tokenizer that writes more tokens than there are bytes */
     free(ids);
     capacity = count;
     ids = malloc(capacity * sizeof(int64_t));
-    status = ec_encode(session_of(session), bytes, starts, ids, ids == NULL ? 0 : capacity, &count);
+    status = ec_tokenize(session_of(session), bytes, starts, ids, ids == NULL ? 0 : capacity, &count);
   }
   jlongArray found = NULL;
   if (status != EC_OK) {

@@ -51,7 +51,7 @@ final class SessionCalls {
       StringBuilder text = new StringBuilder();
       session.generateText(question, new Session.Options(), piece -> text.append(piece) != null);
       System.out.println(text);
-      System.out.println(joined(Arrays.stream(session.encode(question, true)).boxed().collect(Collectors.toList())));
+      System.out.println(joined(Arrays.stream(session.tokenize(question, true)).boxed().collect(Collectors.toList())));
 
       session.reset();
       tokens.clear();
@@ -74,6 +74,8 @@ final class SessionCalls {
         System.out.println(failure.getMessage());
       }
       System.out.println(refused(() -> session.prefill(new long[] {1000000})));
+      System.out.println(refused(() -> session.encodeInput(new long[] {1})));
+      System.out.println(refused(() -> session.encodeInput(new float[] {1})));
       System.out.println(refused(() -> session.loadState(bundle)));
       System.out.println(refused(() -> new Session(state)));
       try {

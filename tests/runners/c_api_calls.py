@@ -80,7 +80,9 @@ class Library:
             c_void_p, POINTER(c_int64), c_size_t, c_void_p, ON_TOKEN, c_void_p, POINTER(Statistics)
         ]  # fmt: skip
         self.c.ec_generate_text.argtypes = [c_void_p, c_char_p, c_void_p, ON_TEXT, c_void_p, POINTER(Statistics)]
-        self.c.ec_encode.argtypes = [c_void_p, c_char_p, c_int, POINTER(c_int64), c_size_t, POINTER(c_size_t)]
+        self.c.ec_tokenize.argtypes = [c_void_p, c_char_p, c_int, POINTER(c_int64), c_size_t, POINTER(c_size_t)]
+        self.c.ec_encode_tokens.argtypes = [c_void_p, POINTER(c_int64), c_size_t]
+        self.c.ec_encode_values.argtypes = [c_void_p, POINTER(c_float), c_size_t]
         self.c.ec_save_state.argtypes = self.c.ec_load_state.argtypes = [c_void_p, c_char_p]
 
     def outcome(self, status: int) -> tuple[int, str]:
@@ -172,7 +174,7 @@ def calls(library: Library, bundle: str, folder: Path, asked: dict[str, Any]) ->
         found["drawn"].append(library.generate(session, prompt, library.options(**drawn))["tokens"])
     count = c_size_t()
     ids = (c_int64 * 3)()
-    status = library.c.ec_encode(session, question.encode(), 1, ids, 3, byref(count))
+    status = library.c.ec_tokenize(session, question.encode(), 1, ids, 3, byref(count))
     found["encode"] = [library.outcome(status), list(ids), count.value]
 
     library.c.ec_reset(session)
@@ -203,7 +205,9 @@ def calls(library: Library, bundle: str, folder: Path, asked: dict[str, Any]) ->
         library.generate(null, prompt)["outcome"],
         library.outcome(library.c.ec_prefill(session, None, 3, None, None)),
         library.outcome(library.c.ec_load_state(session, None)),
-        library.outcome(library.c.ec_encode(session, b"x", 1, None, 4, byref(count))),
+        library.outcome(library.c.ec_encode_tokens(session, (c_int64 * 2)(5, 6), 2)),
+        library.outcome(library.c.ec_encode_values(session, None, 2)),
+        library.outcome(library.c.ec_tokenize(session, b"x", 1, None, 4, byref(count))),
     ]
     found["after refusals"] = library.prefill(session, prompt)
     library.c.ec_close(session)

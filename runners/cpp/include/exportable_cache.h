@@ -94,6 +94,11 @@ EC_API void ec_close(ec_session* session);
 /* Feed tokens after those that are held. `logits` [vocab], if not null, are valid until the session's next call. */
 EC_API ec_status ec_prefill(ec_session* session, const int64_t* tokens, size_t count, const float** logits, size_t* vocab);
 
+/* Give an encoder-decoder its input: token ids, or the numbers that a speech model's processor makes, the last dimension
+ * innermost. The decoder begins anew. */
+EC_API ec_status ec_encode_tokens(ec_session* session, const int64_t* tokens, size_t count);
+EC_API ec_status ec_encode_values(ec_session* session, const float* values, size_t count);
+
 /* Take back the newest tokens. */
 EC_API ec_status ec_rewind(ec_session* session, int64_t tokens);
 
@@ -114,9 +119,9 @@ EC_API ec_status ec_generate(ec_session* session, const int64_t* prompt, size_t 
 EC_API ec_status ec_generate_text(ec_session* session, const char* prompt, const ec_options* options, ec_on_text on_text,
                                   void* user, ec_statistics* statistics);
 
-/* Token ids of a text; `starts` if it is the first of a sequence. `count` is set to how many there are; at most `capacity` are
+/* Token ids of a text, which are not fed; `starts` if it is the first of a sequence. `count` is set to how many there are; at most `capacity` are
  * written. */
-EC_API ec_status ec_encode(ec_session* session, const char* text, int starts, int64_t* tokens, size_t capacity, size_t* count);
+EC_API ec_status ec_tokenize(ec_session* session, const char* text, int starts, int64_t* tokens, size_t capacity, size_t* count);
 
 /* End the generation that is running, from any thread; without one it does nothing. */
 EC_API void ec_cancel(ec_session* session);

@@ -105,6 +105,16 @@ ec_status ec_prefill(ec_session* session, const int64_t* tokens, size_t count, c
   return EC_OK;
 }
 
+ec_status ec_encode_tokens(ec_session* session, const int64_t* tokens, size_t count) {
+  if (session == nullptr || tokens == nullptr) return missing(session == nullptr ? "session" : "tokens");
+  return result_of(session->session.encode_input(std::span<const int64_t>(tokens, count)));
+}
+
+ec_status ec_encode_values(ec_session* session, const float* values, size_t count) {
+  if (session == nullptr || values == nullptr) return missing(session == nullptr ? "session" : "values");
+  return result_of(session->session.encode_input(std::span<const float>(values, count)));
+}
+
 ec_status ec_rewind(ec_session* session, int64_t tokens) {
   return session == nullptr ? missing("session") : result_of(session->session.rewind(tokens));
 }
@@ -152,7 +162,7 @@ ec_status ec_generate_text(ec_session* session, const char* prompt, const ec_opt
   return done(session->session.generate_text(prompt, *how, give), statistics);
 }
 
-ec_status ec_encode(ec_session* session, const char* text, int starts, int64_t* tokens, size_t capacity, size_t* count) {
+ec_status ec_tokenize(ec_session* session, const char* text, int starts, int64_t* tokens, size_t capacity, size_t* count) {
   if (session == nullptr || text == nullptr) return missing(session == nullptr ? "session" : "text");
   if (count == nullptr) return missing("count");
   if (tokens == nullptr && capacity > 0) return missing("tokens");

@@ -153,12 +153,15 @@ class MethodEngine final : public Engine {
 
   et::Result<et::MethodMeta> meta(const std::string& method) override { return program_->method_meta(method.c_str()); }
 
-  et::Result<et::EValue> execute(const std::string& name, const et::EValue& tokens, const et::EValue& position) override {
+  et::Result<std::vector<et::EValue>> execute(const std::string& name, std::span<const et::EValue> inputs) override {
     et::Method& method = methods_.find(name)->second;
-    if (const et::Error error = method.set_input(tokens, 0); error != et::Error::Ok) return error;
-    if (const et::Error error = method.set_input(position, 1); error != et::Error::Ok) return error;
+    for (size_t index = 0; index < inputs.size(); ++index) {
+      if (const et::Error error = method.set_input(inputs[index], index); error != et::Error::Ok) return error;
+    }
     if (const et::Error error = method.execute(); error != et::Error::Ok) return error;
-    return method.get_output(0);
+    std::vector<et::EValue> outputs;
+    for (size_t index = 0; index < method.outputs_size(); ++index) outputs.push_back(method.get_output(index));
+    return outputs;
   }
 
   std::span<uint8_t> cache() override {

@@ -46,6 +46,7 @@ Result<Generation> Session::run(std::vector<int64_t> prompt, const GenerateOptio
   if (const Status status = check_tokens(prompt); !status.ok()) return status.error();
   const auto prompt_size = static_cast<int64_t>(prompt.size());
   if (const Status status = check_room(length_, prompt_size, options.max_new_tokens); !status.ok()) return status.error();
+  if (const Status status = check_encoded(length_); !status.ok()) return status.error();
   Result<Sampler> sampler = Sampler::make(options.sampling);
   if (!sampler.ok()) return sampler.error();
 
@@ -124,9 +125,15 @@ Result<Generation> Session::generate(std::span<const int64_t> prompt, const Gene
 Result<Generation> Session::generate_text(const std::string& prompt, const GenerateOptions& options, const OnText& on_text) {
   Result<const Detokenizer*> vocabulary = detokenizer();
   if (!vocabulary.ok()) return vocabulary.error();
-  Result<std::vector<int64_t>> ids = encode(prompt, length_ == 0);
+  Result<std::vector<int64_t>> ids = encode(prompt, manifest_.encoder || length_ == 0);
   if (!ids.ok()) return ids.error();
-  if (pending_) ids->insert(ids->begin(), *pending_);
+  if (manifest_.encoder) {
+    if (!manifest_.start_token) return fail(ErrorCode::kBundle, "the model says no decoder_start_token_id; generate from token ids");
+    if (const Status status = encode_input(*ids); !status.ok()) return status.error();
+    ids->assign(1, *manifest_.start_token);
+  } else if (pending_) {
+    ids->insert(ids->begin(), *pending_);
+  }
 
   TextStream text(**vocabulary);
   StopStrings stops(options.stop_strings);

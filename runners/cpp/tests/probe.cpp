@@ -113,6 +113,13 @@ const std::map<std::string, std::function<void(const Fields&)>> kCommands = {
     {"prefill", [](const Fields& fields) { reply(session->prefill(integers(fields[1]), position_of(fields))); }},
     {"decode", [](const Fields& fields) { reply(session->decode(integer(fields[1]), position_of(fields))); }},
     {"rewind", [](const Fields& fields) { reply(session->rewind(integer(fields[1]))); }},
+    {"encode_ids", [](const Fields& fields) { reply(session->encode_input(std::span<const int64_t>(integers(fields[1])))); }},
+    {"encode_numbers", [](const Fields& fields) {
+       std::vector<float> values;
+       std::istringstream text(fields[1]);
+       for (float value; text >> value;) values.push_back(value);
+       reply(session->encode_input(std::span<const float>(values)));
+     }},
     {"save", [](const Fields& fields) { reply(session->save_state(fields[1])); }},
     {"load", [](const Fields& fields) { reply(session->load_state(fields[1])); }},
     {"cancelled", [](const Fields& fields) {  // after so many tokens

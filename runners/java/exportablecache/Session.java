@@ -77,6 +77,16 @@ public final class Session implements AutoCloseable {
     return prefill(open(), tokens);
   }
 
+  /** Give an encoder-decoder its input; the decoder begins anew. */
+  public void encodeInput(long[] tokens) {
+    encodeTokens(open(), tokens);
+  }
+
+  /** Give a speech model's encoder the numbers that its processor makes; the decoder begins anew. */
+  public void encodeInput(float[] values) {
+    encodeValues(open(), java.util.Objects.requireNonNull(values));
+  }
+
   /** Take back the newest tokens. */
   public void rewind(long tokens) {
     rewind(open(), tokens);
@@ -111,8 +121,8 @@ public final class Session implements AutoCloseable {
   }
 
   /** Token ids of a text. */
-  public long[] encode(String text, boolean starts) {
-    return encode(open(), bytes(text), starts);
+  public long[] tokenize(String text, boolean starts) {
+    return tokenize(open(), bytes(text), starts);
   }
 
   /** End the generation that is running, from any thread. */
@@ -163,7 +173,11 @@ public final class Session implements AutoCloseable {
   private static native long[] generate(
       long session, long[] tokens, byte[] text, Options options, byte[][] stops, Object callback, double[] seconds);
 
-  private static native long[] encode(long session, byte[] text, boolean starts);
+  private static native void encodeTokens(long session, long[] tokens);
+
+  private static native void encodeValues(long session, float[] values);
+
+  private static native long[] tokenize(long session, byte[] text, boolean starts);
 
   private static native void cancel(long session);
 
