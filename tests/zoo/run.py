@@ -14,6 +14,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import argparse
 import functools
 import gc
+import importlib
 import json
 import multiprocessing
 import resource
@@ -110,7 +111,7 @@ def _preload(targets: list[str]) -> None:
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
     if "executorch" in targets:
-        import exportable_cache.backends.executorch
+        importlib.import_module("exportable_cache.backends.executorch")
     if "tensorrt" in targets:
         # Most of a row's time would be spent on what each process imports and caches for itself as it lowers.
         first = next(row for row in architectures() if row.name == "causal-llama")
