@@ -33,7 +33,7 @@ from .table import DOCUMENT, write_table
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "artifacts" / "zoo"
-LIMITS = {"model": 240, "eager": 240, "compiled": 900, "pt2": 900, "executorch": 1200, "tensorrt": 300}
+LIMITS = {"model": 240, "eager": 240, "compiled": 900, "pt2": 900, "executorch": 1200, "tensorrt": 900}
 
 
 def main() -> None:

@@ -20,7 +20,8 @@ def state_sizes(graph: GraphModule) -> None:
     for unknown, with which its attention layer cannot be made.
     """
     for node in graph.graph.nodes:
-        if node.target in _RESHAPES:
+        # Passes of torch_tensorrt add nodes of which nothing was traced.
+        if node.target in _RESHAPES and isinstance(node.meta.get("val"), torch.Tensor):
             sizes = node.meta["val"].shape
             if sum(not isinstance(size, int) for size in sizes) <= 1 and 0 not in sizes:
                 stated = [size if isinstance(size, int) else -1 for size in sizes]
