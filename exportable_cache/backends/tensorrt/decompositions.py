@@ -36,6 +36,22 @@ def log1p(x: torch.Tensor) -> torch.Tensor:
     return torch.where(is_lost, x, torch.log(near) * (x / torch.where(is_lost, torch.ones_like(x), near - 1)))
 
 
+def baddbmm(
+    x: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, beta: float = 1, alpha: float = 1
+) -> torch.Tensor:
+    """`baddbmm`, which has no converter, as its product and its sum. Of a `beta` of 0, `x` counts for nothing."""
+    product = torch.bmm(left, right)
+    product = product if alpha == 1 else product * alpha
+    return product + (x if beta == 1 else x * beta) if beta != 0 else product
+
+
+def empty(
+    size: Sequence[int], *, dtype: torch.dtype | None = None, device: torch.device | None = None, **ignored: object
+) -> torch.Tensor:
+    """`empty`, which has no converter, as zeros: what stands in it counts for nothing."""
+    return torch.full(size, 0, dtype=dtype or torch.get_default_dtype(), device=device)
+
+
 def broadcast_in_dim(x: torch.Tensor, shape: Sequence[int], dims: Sequence[int]) -> torch.Tensor:
     """The operator of torch's reference reductions, such as `std`, which has no converter: dimension i of `x` becomes
     `dims[i]`.
@@ -56,6 +72,8 @@ def decompositions(in_place: bool) -> dict[OperatorBase, Callable]:
         torch.ops.aten.scatter.value: scatter_value,
         torch.ops.aten.select.int: select_from_end,
         torch.ops.aten.log1p.default: log1p,
+        torch.ops.aten.empty.memory_format: empty,
+        torch.ops.aten.baddbmm.default: baddbmm,
         torch.ops.prims.broadcast_in_dim.default: broadcast_in_dim,
     }
     return table if in_place else {**table, torch.ops.exportable_cache.kv_cache_update.default: scatter_update}

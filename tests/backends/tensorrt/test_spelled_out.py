@@ -40,6 +40,16 @@ def test_deviations_are_taken_over_a_dimension() -> None:
     torch.testing.assert_close(evaluate(network, [x]), x.std(-1, keepdim=True, unbiased=False))
 
 
+@pytest.mark.parametrize(("beta", "alpha"), [(1, 1), (0.5, 2), (0, 1)])
+def test_products_are_added_to(beta: float, alpha: float) -> None:
+    tensors = [torch.full((1, 2, 4), 3.0), torch.arange(12.0).reshape(2, 2, 3), torch.arange(24.0).reshape(2, 3, 4)]
+
+    def add(x: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return torch.baddbmm(x, left, right, beta=beta, alpha=alpha)
+
+    assert torch.equal(evaluate(toy_network(add, tensors), tensors), add(*tensors))
+
+
 class Heads(torch.nn.Module):
     """Heads split off a length that went through a sum, as behind a layer of experts."""
 
