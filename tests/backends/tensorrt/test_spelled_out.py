@@ -50,6 +50,12 @@ def test_products_are_added_to(beta: float, alpha: float) -> None:
     assert torch.equal(evaluate(toy_network(add, tensors), tensors), add(*tensors))
 
 
+def test_empty_tensors_are_filled_before_they_are_read() -> None:
+    x = torch.arange(3.0)
+    network = toy_network(lambda x: torch.cat([torch.empty(2).fill_(4.0), x]), [x])
+    assert evaluate(network, [x]).tolist() == [4, 4, 0, 1, 2]
+
+
 class Heads(torch.nn.Module):
     """Heads split off a length that went through a sum, as behind a layer of experts."""
 
