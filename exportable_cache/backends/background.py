@@ -137,6 +137,11 @@ def background_compiler(
     if options.compile not in (True, "background"):
         return None
     try:
+        if cache.ranks is not None:
+            raise InputError(
+                f"the model is split over {cache.ranks.size} processes, and another one would have none of its sums; "
+                'pass compile=True, or "wait"'
+            )
         check_background(cache, options.mode)
         return BackgroundCompiler(model, cache, spec, options)
     except InputError as error:

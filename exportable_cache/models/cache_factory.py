@@ -24,11 +24,14 @@ from .encoder_decoder_layout import encoder_decoder_layers
 from .layout import check_longest, check_model_type, check_sinks, layout_from_config, layout_from_model
 from .patches.registry import config_types, model_types, patch_imported, patch_model, patch_types
 from .quantized_rows import QuantizedRows, has_quantized_weights
+from .rank_heads import check_heads, heads_are_split
+from .ranks import ranks_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..cache.layout import LayerLayout
+    from .ranks import Ranks
 
 register_attention()
 
@@ -52,7 +55,14 @@ class ExportableCache(LayeredCache):
     Example:
         >>> cache = ExportableCache.from_config(model.config, max_cache_len=1024)
         >>> model(input_ids, past_key_values=cache).logits
+
+    Attributes:
+        ranks: The processes that its model is split over; None of a model in one process.
+        heads_are_split: Of each layer, whether it holds the heads of this rank alone.
     """
+
+    ranks: Ranks | None = None
+    heads_are_split: tuple[bool, ...] = ()
 
     @classmethod
     def from_config(
@@ -153,12 +163,16 @@ class ExportableCache(LayeredCache):
         See `from_config` for the arguments; `dtype` and `device` default to what the model writes. An encoder-decoder
         gets an `ExportableEncoderDecoderCache`.
 
+        Of a model that is split over processes (tensor parallelism) every rank allocates its own heads; all of them
+        have to call this.
+
         Args:
             max_encoder_len: Longest input of an encoder-decoder's encoder, in tokens, frames or samples; see
                 `seq2seq.encoder_of` for the default.
 
         Raises:
-            UnsupportedModelError: If a layer has no storage policy here, or the model cannot run a token by itself.
+            UnsupportedModelError: If a layer has no storage policy here, or the model cannot run a token by itself, or
+                ranks cannot have equal parts of its heads.
         """
         spec = CacheSpec(
             max_cache_len,
@@ -182,7 +196,9 @@ class ExportableCache(LayeredCache):
             raise InputError(f"expected a transformers model, got {type(model).__name__}; load one, or use from_config")
         check_model_type(model.config)
         patch_model(model)
-        encoder = None
+        encoder, ranks = None, ranks_of(model)
+        if ranks is not None:
+            check_heads(model, ranks)
         if getattr(model.config, "is_encoder_decoder", False):
             with _refused_if_it_fails(model):
                 encoder = encoder_of(model, spec.max_encoder_len, spec.batch_size)
@@ -205,7 +221,18 @@ class ExportableCache(LayeredCache):
             set_attention(model, attn_implementation)
         cache._config = model.config.get_text_config(decoder=True)
         cache.model_types = tuple(sorted(model_types(model)))
+        if ranks is not None:
+            cache.ranks, cache.heads_are_split = ranks, heads_are_split(model, layouts, ranks)
         return cache
+
+    def save(self, path: str | Path) -> None:
+        """See `LayeredCache.save`; not of one rank's part."""
+        if self.ranks is not None:
+            raise InputError(
+                f"this cache has the heads of rank {self.ranks.rank} of {self.ranks.size} alone; save_state() of a "
+                "session writes those of all ranks to one file"
+            )
+        super().save(path)
 
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str = "cpu") -> LayeredCache:

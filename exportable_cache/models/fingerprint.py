@@ -6,6 +6,8 @@ import hashlib
 
 import torch
 
+from .split_weights import elements
+
 _SAMPLES = 64
 
 
@@ -17,14 +19,13 @@ def fingerprint(model: torch.nn.Module) -> str:
     quantised copy differ. It is no checksum of all the weights: for that a checkpoint's own is there.
 
     Args:
-        model: On any device.
+        model: On any device. Split over several processes, it has the name of the whole; all of them have to ask.
     """
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
-        flat = parameter.detach().flatten()
-        count = min(_SAMPLES, flat.numel())
-        where = torch.linspace(0, flat.numel() - 1, count, dtype=torch.float64, device=flat.device).to(torch.int64)
-        sample = flat[where].cpu().contiguous()
+        count = min(_SAMPLES, parameter.numel())
+        where = torch.linspace(0, parameter.numel() - 1, count, dtype=torch.float64).to(torch.int64)
+        sample = elements(parameter.detach(), where).cpu().contiguous()
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} ".encode())
         digest.update(sample.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -1,0 +1,216 @@
+"""What is run on every rank; the tests look at what it gave."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from exportable_cache import ExportableCache, Session
+from exportable_cache.decoding import ContinuousBatch, PromptLookup, Sampling
+
+from ..support.models import tokens
+from .processes import Rank
+
+CAPACITY, PROMPT, LENGTH = 64, 11, 30
+#: Repeats itself, so that prompt lookup finds something.
+REPEATED = torch.tensor([[5, 9, 7, 11, 5, 9, 7, 11, 5, 9, 7]])
+
+
+def session(me: Rank, name: str = "gemma3_text", rows: int = 1, **options: Any) -> Session:
+    model = me.model(name)
+    cache = ExportableCache.from_model(model, CAPACITY, rows, rollback_slots=options.pop("rollback_slots", 0))
+    return Session.from_model(model, cache, **options)
+
+
+def logits_of(running: Session, ids: torch.Tensor, prompt: int = PROMPT) -> torch.Tensor:
+    rows = [running.prefill(ids[:, :prompt])]
+    rows += [running.decode(ids[:, position]) for position in range(prompt, ids.shape[1])]
+    return torch.stack(rows, dim=1)
+
+
+def error_of(call: Any) -> str:
+    """What it raises, in words."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def logits_past_the_window(me: Rank) -> Any:
+    running = session(me)
+    cache = running.cache
+    return {
+        "logits": logits_of(running, tokens(LENGTH)),
+        "heads": [layer.keys.shape[1] for layer in cache.layers],
+        "bytes": cache.nbytes,
+        "fingerprint": running.fingerprint,
+    }
+
+
+def taken_back(me: Rank) -> Any:
+    running, ids = session(me, rollback_slots=3), tokens(LENGTH)
+    logits_of(running, ids)
+    running.rewind(3)
+    again = torch.stack([running.decode(ids[:, -3 + index]) for index in range(3)], dim=1)
+    running.reset()
+    return {"again": again, "anew": logits_of(running, ids)}
+
+
+def greedy(me: Rank) -> list[int]:
+    return list(session(me).generate(REPEATED, max_new_tokens=16))
+
+
+def drawn(me: Rank) -> list[int]:
+    torch.manual_seed(me.rank)
+    return list(session(me).generate(REPEATED, max_new_tokens=16, temperature=1.5))
+
+
+def speculated(me: Rank) -> Any:
+    running = session(me, rollback_slots=8, score_length=5)
+    plain = list(running.generate(REPEATED, max_new_tokens=16, draft=PromptLookup(4)))
+    torch.manual_seed(me.rank)
+    running.reset()
+    return plain, list(running.generate(REPEATED, max_new_tokens=16, temperature=1.5, draft=PromptLookup(4)))
+
+
+def several_steps(me: Rank) -> list[int]:
+    running = session(me, rollback_slots=2, steps_per_launch=3)
+    return list(running.generate(REPEATED, max_new_tokens=16))
+
+
+def rows(me: Rank) -> list[list[int]]:
+    running = session(me, rows=3)
+    prompts = [tokens(5)[0], tokens(14, seed=1)[0], tokens(9, seed=2)[0]]
+    return [step.tolist() for step in running.generate(prompts, max_new_tokens=12)]
+
+
+def continuous(me: Rank) -> list[list[int]]:
+    torch.manual_seed(me.rank)
+    batch = ContinuousBatch.from_model(me.model("gemma3_text"), CAPACITY, 2)
+    settings = [None, Sampling(1.5), Sampling(1.5, seed=3), None]
+    requests = [batch.submit(tokens(4 + 3 * index, seed=index), 8, one) for index, one in enumerate(settings)]
+    for _ in batch.run():
+        pass
+    return [request.tokens for request in requests]
+
+
+def perturbed(me: Rank) -> Any:
+    """As if this rank's processor had summed in another order."""
+    model = me.model("gemma3_text")
+    noise = torch.Generator().manual_seed(me.rank)
+
+    def other_sums(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return output + 0.5 * me.rank * torch.randn(output.shape, generator=noise)
+
+    handle = model.lm_head.register_forward_hook(other_sums)
+    try:
+        running = session(me, rollback_slots=8, score_length=5)
+        found = [list(running.generate(REPEATED, max_new_tokens=16))]
+        running.reset()
+        found.append(list(running.generate(REPEATED, max_new_tokens=16, temperature=2.0, draft=PromptLookup(4))))
+        running.reset()
+        return [*found, running.prefill(REPEATED)]
+    finally:
+        handle.remove()
+
+
+def saved(me: Rank) -> Any:
+    running, ids = session(me), tokens(LENGTH)
+    running.prefill(ids[:, :PROMPT])
+    running.save_state(me.folder / "by-ranks.safetensors")
+    running.reset()
+    running.load_state(me.folder / "by-ranks.safetensors")
+    same = torch.stack([running.decode(ids[:, position]) for position in range(PROMPT, LENGTH)], dim=1)
+    running.load_state(me.folder / "by-one.safetensors")
+    other = torch.stack([running.decode(ids[:, position]) for position in range(PROMPT, LENGTH)], dim=1)
+    missing = me.folder / ("by-one.safetensors" if me.rank == 0 else "missing.safetensors")
+    return {"same": same, "other": other, "missing": error_of(lambda: running.load_state(missing))}
+
+
+def disagreements(me: Rank) -> dict[str, str]:
+    running = session(me)
+    other = me.rank == me.size - 1
+    ids = tokens(6, seed=int(other))
+    return {
+        "prompt": error_of(lambda: running.prefill(ids)),
+        "length": error_of(lambda: running.prefill(ids[:, : 5 + other])),
+        "seed": error_of(lambda: running.generate(tokens(6), temperature=1.0, seed=me.rank)),
+        "stop": error_of(lambda: running.generate(tokens(6), stop=[me.rank])),
+        "tokens": error_of(lambda: running.decode(torch.tensor([3 + other]))),
+        "call": error_of(lambda: running.decode(torch.tensor([3])) if other else running.prefill(tokens(6))),
+        "same": error_of(lambda: running.prefill(tokens(6))),
+        "bad on all": error_of(lambda: running.prefill(tokens(6) - 200)),
+    }
+
+
+def refusals(me: Rank) -> dict[str, str]:
+    model = me.model("gemma3_text")
+    cache = ExportableCache.from_model(model, CAPACITY)
+    whole = ExportableCache.from_config(model.config, CAPACITY)
+    return {
+        "save": error_of(lambda: cache.save(me.folder / "cache.safetensors")),
+        "whole": error_of(lambda: Session.from_model(model, whole)),
+        "background": error_of(lambda: Session.from_model(model, cache, compile="background")),
+    }
+
+
+class Census(TorchDispatchMode):
+    """Counts what is sent: by operator, and bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[str, int] = {}
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if any(issubclass(one, DTensor) for one in types):
+            # Its own sums come here once it has taken its turn.
+            return NotImplemented
+        if "c10d" in name and "wait" not in name and "wrap" not in name:
+            self.counts[name] = self.counts.get(name, 0) + 1
+            first = args[0][0] if isinstance(args[0], list) else args[0]
+            first = first[0] if isinstance(first, list) else first
+            self.bytes += first.nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def census(me: Rank) -> Any:
+    running = session(me)
+    steps = running.generate(REPEATED, max_new_tokens=8)
+    next(steps)
+    with Census() as found:
+        next(steps)
+    return found.counts, found.bytes
+
+
+def killed(me: Rank) -> str:
+    """The last rank ends amid a step."""
+    running = session(me)
+    running.prefill(REPEATED)
+    running.save_state(me.folder / "before.safetensors")
+    if me.rank == me.size - 1:
+        layer = me.model("gemma3_text").model.layers[1]
+        layer.mlp.register_forward_pre_hook(lambda *inputs: os._exit(1))
+    first = error_of(lambda: running.decode(torch.tensor([3])))
+    return first + "\n" + error_of(lambda: running.decode(torch.tensor([3])))
+
+
+def families(me: Rank) -> dict[str, Any]:
+    """Of every model that the test has saved."""
+    found = {}
+    for path in sorted(me.folder.iterdir()):
+        if path.is_dir():
+            running = session(me, path.name)
+            found[path.name] = {
+                "logits": logits_of(running, tokens(LENGTH)),
+                "bytes": [layer.nbytes for layer in running.cache.layers],
+                "split": running.cache.heads_are_split,
+                "fingerprint": running.fingerprint,
+            }
+    return found

@@ -1,0 +1,70 @@
+"""Families of models whose weights are split in ways of their own, over two and four processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from exportable_cache import ExportableCache, Session
+
+from ..support.models import tiny_model, tokens
+from ..support.oracle import reference_logits
+from . import checks
+from .checks import CAPACITY, LENGTH, PROMPT
+from .processes import run_ranks
+
+_EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+_LATENT = {
+    **{"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
+    **{"n_routed_experts": 4, "first_k_dense_replace": 1, "num_key_value_heads": 4, **_EXPERTS},
+}
+#: Config fields by model type. Four key and value heads, so that four ranks have one each.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gemma3_text": {},
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": {**_LATENT, "n_group": 1, "topk_group": 1},
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_next": {
+        **{"num_experts": 4, "shared_expert_intermediate_size": 32, "linear_num_key_heads": 2, **_EXPERTS},
+        **{"linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+        **{"layer_types": ["linear_attention", "full_attention"]},
+    },
+}
+#: Of each layer, whether ranks have heads of their own of it: not of latents, nor of states, whose projections
+#: transformers gathers.
+SPLIT = {"deepseek_v2": [False, False], "deepseek_v3": [False, False], "qwen3_next": [False, True]}
+
+
+def family(name: str) -> Any:
+    return tiny_model(name, **{"num_key_value_heads": 4, **FAMILIES[name]})
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder: Path = tmp_path_factory.mktemp("families")
+    for name in FAMILIES:
+        family(name).save_pretrained(folder / name)
+    return run_ranks(folder, request.param, (checks.families,))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_and_bytes_of_a_family(name: str, found: list[dict[str, Any]]) -> None:
+    model = family(name)
+    expected = reference_logits(model, tokens(LENGTH), PROMPT)
+    whole = ExportableCache.from_model(model, CAPACITY)
+    single = Session.from_model(model, whole)
+    for one in found:
+        result = one["families"][name]
+        assert (result["logits"] - expected).abs().max() < 1e-4
+        assert torch.equal(result["logits"], found[0]["families"][name]["logits"])
+        split = SPLIT.get(name, [True, True])
+        assert list(result["split"]) == split
+        for layer, is_split, given in zip(whole.layers, split, result["bytes"]):
+            shared = layer.cumulative_length.nbytes
+            assert given - shared == (layer.nbytes - shared) // (len(found) if is_split else 1)
+        assert result["fingerprint"] == single.fingerprint
