@@ -142,6 +142,8 @@ def background_compiler(
                 f"the model is split over {cache.ranks.size} processes, and another one would have none of its sums; "
                 'pass compile=True, or "wait"'
             )
+        if cache.residence is not None:
+            raise InputError('layers are offloaded, which another process cannot share; pass compile=True, or "wait"')
         check_background(cache, options.mode)
         return BackgroundCompiler(model, cache, spec, options)
     except InputError as error:

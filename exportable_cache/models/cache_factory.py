@@ -14,6 +14,7 @@ from ..cache.attention.functions import ATTENTION, register_attention
 from ..cache.attention.implementation import set_attention
 from ..cache.cache import LayeredCache
 from ..cache.encoder_decoder import EncoderDecoderLayeredCache
+from ..cache.residence import Residence
 from ..cache.spec import CacheSpec
 from ..common.compat.transformers import set_attention_implementation
 from ..common.settings import renamed
@@ -30,6 +31,7 @@ from .ranks import ranks_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from ..cache.layers import CacheLayer
     from ..cache.layout import LayerLayout
     from .ranks import Ranks
 
@@ -155,6 +157,7 @@ class ExportableCache(LayeredCache):
         attention_window: int | None = None,
         max_encoder_len: int | None = None,
         kv_dtype: str | None = None,
+        offload: str | Path | None = None,
         attn_implementation: str | None = ATTENTION,
         slack: int | None = None,
     ) -> ExportableCache:
@@ -169,6 +172,8 @@ class ExportableCache(LayeredCache):
         Args:
             max_encoder_len: Longest input of an encoder-decoder's encoder, in tokens, frames or samples; see
                 `seq2seq.encoder_of` for the default.
+            offload: "host" to keep the layers in host memory (pinned, where steps run on a GPU), or a folder, to keep
+                them in mapped files there; each comes to the device before its turn, so that two are on it.
 
         Raises:
             UnsupportedModelError: If a layer has no storage policy here, or the model cannot run a token by itself, or
@@ -184,6 +189,7 @@ class ExportableCache(LayeredCache):
             attention_window=attention_window,
             kv_dtype=kv_dtype,
             max_encoder_len=max_encoder_len,
+            offload=offload,
         )
         return cls.from_model_spec(model, spec, attn_implementation)
 
@@ -214,7 +220,7 @@ class ExportableCache(LayeredCache):
         check_longest(model.config, spec.max_cache_len)
         if spec.sinks is not None:
             check_sinks(model.config, layouts)
-        cache = cls([layout.build(spec, spec.dtype or dtype, spec.device or device) for layout in layouts])
+        cache = cls(_built(model, layouts, spec, spec.dtype or dtype, spec.device or device))
         if encoder is not None:
             cache.encoder = encoder
         if attn_implementation is not None:
@@ -286,6 +292,33 @@ def _layouts(model: PreTrainedModel) -> tuple[list[LayerLayout], torch.dtype, to
     except UnsupportedModelError:
         with QuantizedRows():
             return layout_from_model(model)
+
+
+def _built(
+    model: PreTrainedModel,
+    layouts: list[LayerLayout],
+    spec: CacheSpec,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> list[CacheLayer]:
+    """The layers, on the device, or where the spec has them live.
+
+    Raises:
+        UnsupportedModelError: If they are to live elsewhere and others than they themselves look at their tensors.
+    """
+    if spec.offload is None:
+        return [layout.build(spec, dtype, device) for layout in layouts]
+    config = model.config.get_text_config(decoder=True)
+    if getattr(model.config, "is_encoder_decoder", False) or getattr(config, "num_kv_shared_layers", 0):
+        raise UnsupportedModelError(
+            f"layers of {type(model).__name__} look at the keys of other layers, which an offloaded one takes with it "
+            "after its turn; leave out offload"
+        )
+    layers = [layout.build(spec, dtype, "meta") for layout in layouts]
+    kept = [layer for layer in layers if not layer.is_dummy]
+    if kept:
+        Residence(kept, spec.offload, device)
+    return layers
 
 
 @contextmanager
