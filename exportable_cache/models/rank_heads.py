@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-    from ..cache.layers import CacheLayer
     from ..cache.layout import LayerLayout
     from .ranks import Ranks
 
@@ -110,12 +109,3 @@ def _sizes(layout: LayerLayout, name: str) -> Any:
     """A field of a layout; of states their shapes alone, as a config does not say in which dtype a model is loaded."""
     value = getattr(layout, name)
     return [one and one.shape for one in value] if name in ("conv_states", "recurrent_states") else value
-
-
-def split_dim(layer: CacheLayer, name: str) -> int | None:
-    """Along which dimension the state tensor `name` of a layer whose heads are split is cut; None where it is whole.
-
-    Indexer keys and states are of no head that attention has.
-    """
-    dims = layer.state[name].dims
-    return dims.index("num_heads") if "num_heads" in dims else None

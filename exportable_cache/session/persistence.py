@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 from ..backends.base import state_of
 from ..common.files import atomic_path, damaged_if_malformed, read_tensors
 from ..errors import ExportableCacheError, InputError
-from ..models.rank_heads import split_dim
 from .inputs.image_places import PlacedImages
 from .sequence_state import SequenceState
 
@@ -193,7 +192,9 @@ def _split_dim(session: Session, name: str) -> int | None:
     """Along which dimension ranks have parts of a state tensor; None where each has all of it."""
     if not session.heads_are_split[int(name.split(".")[-2])]:
         return None
-    return split_dim(_layer_of(session, name), name.split(".")[-1])
+    # Indexer keys and states are of no head that attention has.
+    dims = _layer_of(session, name).state[name.split(".")[-1]].dims
+    return dims.index("num_heads") if "num_heads" in dims else None
 
 
 def _check_rows(session: Session, length: torch.Tensor, ever: torch.Tensor, unfed: tuple[int | None, ...]) -> None:

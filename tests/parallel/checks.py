@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -15,12 +18,13 @@ from exportable_cache.decoding import ContinuousBatch, PromptLookup, Sampling
 from ..support.models import tokens
 from .processes import Rank
 
+FAMILY = "gemma3_text"
 CAPACITY, PROMPT, LENGTH = 64, 11, 30
 #: Repeats itself, so that prompt lookup finds something.
 REPEATED = torch.tensor([[5, 9, 7, 11, 5, 9, 7, 11, 5, 9, 7]])
 
 
-def session(me: Rank, name: str = "gemma3_text", rows: int = 1, **options: Any) -> Session:
+def session(me: Rank, name: str = FAMILY, rows: int = 1, **options: Any) -> Session:
     model = me.model(name)
     cache = ExportableCache.from_model(model, CAPACITY, rows, rollback_slots=options.pop("rollback_slots", 0))
     return Session.from_model(model, cache, **options)
@@ -91,7 +95,7 @@ def rows(me: Rank) -> list[list[int]]:
 
 def continuous(me: Rank) -> list[list[int]]:
     torch.manual_seed(me.rank)
-    batch = ContinuousBatch.from_model(me.model("gemma3_text"), CAPACITY, 2)
+    batch = ContinuousBatch.from_model(me.model(FAMILY), CAPACITY, 2)
     settings = [None, Sampling(1.5), Sampling(1.5, seed=3), None]
     requests = [batch.submit(tokens(4 + 3 * index, seed=index), 8, one) for index, one in enumerate(settings)]
     for _ in batch.run():
@@ -101,7 +105,7 @@ def continuous(me: Rank) -> list[list[int]]:
 
 def perturbed(me: Rank) -> Any:
     """As if this rank's processor had summed in another order."""
-    model = me.model("gemma3_text")
+    model = me.model(FAMILY)
     noise = torch.Generator().manual_seed(me.rank)
 
     def other_sums(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
@@ -149,7 +153,7 @@ def disagreements(me: Rank) -> dict[str, str]:
 
 
 def refusals(me: Rank) -> dict[str, str]:
-    model = me.model("gemma3_text")
+    model = me.model(FAMILY)
     cache = ExportableCache.from_model(model, CAPACITY)
     whole = ExportableCache.from_config(model.config, CAPACITY)
     return {
@@ -189,13 +193,58 @@ def census(me: Rank) -> Any:
     return found.counts, found.bytes
 
 
+@contextmanager
+def counted_graphs() -> Iterator[list[list[str]]]:
+    """Compiles to graphs as they were traced, and gives what each of them sends; a second graph of one step fails."""
+    graphs: list[list[str]] = []
+
+    def counting(graph: Any, inputs: Any) -> Any:
+        graphs.append([str(node.target) for node in graph.graph.nodes if "c10d" in str(node.target)])
+        return graph.forward
+
+    before = torch.compiler.get_default_backend()
+    torch.compiler.set_default_backend(aot_autograd(fw_compiler=counting))
+    try:
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            yield graphs
+    finally:
+        torch.compiler.set_default_backend(before)
+
+
+def compiled(me: Rank) -> dict[str, Any]:
+    with counted_graphs() as graphs:
+        running = session(me, compile="wait")
+        found: dict[str, Any] = {"tokens": list(running.generate(REPEATED, max_new_tokens=16)), "graphs": graphs}
+        running.reset()
+        found["logits"] = logits_of(running, tokens(LENGTH))
+        running.close()
+        running = session(me, compile="wait", rollback_slots=2, steps_per_launch=3)
+        found["several"] = list(running.generate(REPEATED, max_new_tokens=16))
+        running.close()
+    return found
+
+
+def compiled_families(me: Rank) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for path in sorted(me.folder.iterdir()):
+        if path.is_dir():
+            try:
+                with counted_graphs() as graphs:
+                    running = session(me, path.name, compile="wait", buckets=False)
+                    found[path.name] = {"logits": logits_of(running, tokens(LENGTH)), "graphs": graphs}
+                    running.close()
+            except Exception as error:
+                found[path.name] = f"{type(error).__name__}: {error}"
+    return found
+
+
 def killed(me: Rank) -> str:
     """The last rank ends amid a step."""
     running = session(me)
     running.prefill(REPEATED)
     running.save_state(me.folder / "before.safetensors")
     if me.rank == me.size - 1:
-        layer = me.model("gemma3_text").model.layers[1]
+        layer = me.model(FAMILY).model.layers[1]
         layer.mlp.register_forward_pre_hook(lambda *inputs: os._exit(1))
     first = error_of(lambda: running.decode(torch.tensor([3])))
     return first + "\n" + error_of(lambda: running.decode(torch.tensor([3])))

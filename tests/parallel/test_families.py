@@ -13,7 +13,7 @@ from exportable_cache import ExportableCache, Session
 from ..support.models import tiny_model, tokens
 from ..support.oracle import reference_logits
 from . import checks
-from .checks import CAPACITY, LENGTH, PROMPT
+from .checks import CAPACITY, LENGTH, PROMPT, REPEATED
 from .processes import run_ranks
 
 _EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
@@ -51,6 +51,14 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return run_ranks(folder, request.param, (checks.families,))
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder: Path = tmp_path_factory.mktemp("compiled")
+    for name in FAMILIES:
+        family(name).save_pretrained(folder / name)
+    return run_ranks(folder, 2, (checks.compiled_families,))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_and_bytes_of_a_family(name: str, found: list[dict[str, Any]]) -> None:
@@ -68,3 +76,35 @@ def test_logits_and_bytes_of_a_family(name: str, found: list[dict[str, Any]]) ->
             shared = layer.cumulative_length.nbytes
             assert given - shared == (layer.nbytes - shared) // (len(found) if is_split else 1)
         assert result["fingerprint"] == single.fingerprint
+
+
+@pytest.mark.full
+def test_compiled_steps_have_their_sums_inside_one_graph(tmp_path: Path) -> None:
+    model = tiny_model(checks.FAMILY)
+    model.save_pretrained(tmp_path / checks.FAMILY)
+    expected = reference_logits(model, tokens(LENGTH), PROMPT)
+    session = Session.from_model(model, ExportableCache.from_model(model, CAPACITY))
+    greedy = list(session.generate(REPEATED, max_new_tokens=16))
+    for one in run_ranks(tmp_path, 2, (checks.compiled,)):
+        result = one["compiled"]
+        assert isinstance(result, dict) and "refused" not in result, result
+        assert result["tokens"] == result["several"] == greedy
+        assert (result["logits"] - expected).abs().max() < 1e-4
+        assert len(result["graphs"]) > 2
+        for graph in result["graphs"]:
+            sums = sum("all_reduce" in name for name in graph)
+            # A launch of three steps has them three times, with a token that is agreed on behind each.
+            steps = sum("broadcast" in name for name in graph) or 1
+            assert sums == steps * (2 * model.config.num_hidden_layers + 1), graph
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", FAMILIES)
+def test_compiled_steps_of_a_family(name: str, compiled: list[dict[str, Any]]) -> None:
+    expected = reference_logits(family(name), tokens(LENGTH), PROMPT)
+    for one in compiled:
+        result = one["compiled_families"][name]
+        assert not isinstance(result, str), result
+        assert (result["logits"] - expected).abs().max() < 1e-4
+        # Of the prompt and of a token.
+        assert len(result["graphs"]) == 2

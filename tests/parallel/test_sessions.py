@@ -15,10 +15,9 @@ from exportable_cache.models.fingerprint import fingerprint
 from ..support.models import tiny_model, tokens
 from ..support.oracle import reference_logits
 from . import checks
-from .checks import CAPACITY, LENGTH, PROMPT, REPEATED
+from .checks import CAPACITY, FAMILY, LENGTH, PROMPT, REPEATED
 from .processes import run_ranks
 
-FAMILY = "gemma3_text"
 ALL = (
     checks.logits_past_the_window,
     checks.taken_back,
