@@ -31,7 +31,7 @@ VERSION_TESTS ?= tests/compat tests/layers tests/patches/test_registry.py tests/
 	tests/backends/test_executorch_quantized.py tests/backends/test_executorch_stamping.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup kernels kernels-sanitized demo check test test-full test-device test-canary test-versions zoo fuzz kills soak docs clean
+.PHONY: help setup kernels kernels-sanitized demo check test test-full test-device test-canary test-versions zoo zoo-media fuzz kills soak docs clean
 
 help:
 	@echo "make demo    set up $(VENV), export the demo model to ExecuTorch, verify it, and ask it for a fact"
@@ -44,6 +44,7 @@ help:
 	@echo "             (downloads both; VERSIONS=newest to choose)"
 	@echo "make zoo     every generative architecture of transformers on every target, into docs/architectures.md"
 	@echo "             (hours; resumes; ZOO_ARGS='--only llama,mamba2 --targets eager,pt2' to choose)"
+	@echo "make zoo-media  pictures, film and sound of every architecture that takes them, into docs/media.md (hours; resumes)"
 	@echo "make fuzz    10,000 mutated bundles, states and caches, and what each does (an hour; FUZZ_ARGS=...)"
 	@echo "make kills   exports killed at random times and at each call to the file system (minutes; KILLS_ARGS=...)"
 	@echo "make soak    1,000,000 steps of a ring, and 24 sessions in 8 threads for ten minutes (SOAK_ARGS=...)"
@@ -108,6 +109,9 @@ test-version-%:
 
 zoo: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.zoo.run $(ZOO_ARGS)
+
+zoo-media: $(VENV)/.installed-test
+	@$(BIN)/python -m tests.zoo.media $(ZOO_ARGS)
 
 fuzz: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.security.fuzz $(FUZZ_ARGS)

@@ -80,6 +80,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Until everything is imported there is nothing to be collected.
+    gc.disable()
     if not hasattr(config, "workerinput"):
         drop_other_generations()
 
@@ -98,9 +100,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """Let the garbage collector look seldom, and no more at what is imported, which it would go over each time."""
-    gc.collect()
     gc.freeze()
     gc.set_threshold(*RARELY)
+    gc.enable()
 
 
 @pytest.fixture(scope="module")

@@ -296,9 +296,9 @@ def test_chunk_longer_than_the_cache_is_refused(model: Any, tmp_path: Path) -> N
 
 
 def test_unsupported_models_are_refused_without_loading_weights(tmp_path: Path) -> None:
-    source = tmp_path / "moshi"
+    source = tmp_path / "reformer"
     source.mkdir()
-    (source / "config.json").write_text('{"model_type": "moshi"}')
+    (source / "config.json").write_text('{"model_type": "reformer"}')
     with pytest.raises(ExportableCacheError) as error:
         export(source, "fake", CAPACITY, tmp_path / "out")
     assert isinstance(error.value, UnsupportedModelError), error.value

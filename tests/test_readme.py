@@ -77,7 +77,7 @@ def test_nothing_is_left_to_fill_in(path: Path) -> None:
 def test_every_block_says_what_it_is(path: Path) -> None:
     """An unmarked block would go unchecked."""
     marks = re.findall(r"^```(.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
-    assert set(marks[::2]) <= {"python", "sh", "text", "cpp"}
+    assert set(marks[::2]) <= {"python", "sh", "text", "cpp", "c"}
     assert set(marks[1::2]) <= {""}
 
 
@@ -235,13 +235,15 @@ def check_script(arguments: list[str]) -> None:
 
 
 def all_options() -> set[str]:
-    """Every option of the command line, and of benchmarks."""
+    """Every option of the command line, of benchmarks, and of the C++ runner's program."""
     parameters = [parameter for command in (_CLI, *_CLI.commands.values()) for parameter in command.params]
     options = {name for parameter in parameters for name in (*parameter.opts, *parameter.secondary_opts)}
     for path in (ROOT / "benchmarks").glob("*.py"):
         options.update(re.findall(r'"(--[\w-]+)"', path.read_text(encoding="utf-8")))
         names = re.findall(r"\b(\w+): Annotated", path.read_text(encoding="utf-8"))
         options.update("--" + name.replace("_", "-") for name in names)
+    usage = (ROOT / "runners" / "cpp" / "apps" / "generate.cpp").read_text(encoding="utf-8")
+    options.update(re.findall(r'"\s*(--[\w-]+)', usage))
     return options | {"--help"}
 
 

@@ -296,10 +296,10 @@ def test_what_needs_no_weights_is_seen_without_them(tmp_path: Path, monkeypatch:
     spec = ExportSpec(tmp_path / "model", "fake", tmp_path / "out", cache=CacheSpec(64), dtype="float16")
     found = steps.resolve(spec).dtype
     assert (found.stored, found.chosen) == (torch.bfloat16, torch.float16)
-    (tmp_path / "moshi").mkdir()
-    (tmp_path / "moshi" / "config.json").write_text('{"model_type": "moshi"}')
+    (tmp_path / "reformer").mkdir()
+    (tmp_path / "reformer" / "config.json").write_text('{"model_type": "reformer"}')
     with pytest.raises(UnsupportedModelError):
-        steps.resolve(replace(spec, model_or_path=tmp_path / "moshi"))
+        steps.resolve(replace(spec, model_or_path=tmp_path / "reformer"))
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()
     with pytest.raises(BundleError, match="never overwritten"):

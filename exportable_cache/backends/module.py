@@ -81,6 +81,13 @@ class ModuleRunner:
         self._shared_modules = {method.name: ResidentModule(model, cache, method) for method in self._shared.values()}
         self._slots = torch.empty(max((one.kv_read_len for one in self._shared.values()), default=0), dtype=torch.bool)
         self._calls: dict[tuple, Callable[..., torch.Tensor]] = {}
+        # TorchDynamo does not follow a model that is left before its decoder, or whose decoder is handed more than the
+        # model hands it.
+        self._as_they_are = {
+            name
+            for name, method in self.methods.items()
+            if method.item is not None or method.travels or (name == "embed" and self.modules[name].travels)
+        }
 
     @property
     def graph_cache(self) -> GraphCache | None:
@@ -167,7 +174,7 @@ class ModuleRunner:
     def _call(self, key: tuple, inputs: Sequence[torch.Tensor], *further: torch.Tensor) -> Any:
         if not self.is_open:
             raise InputError("this session is closed, and its model has its own attention again; make another session")
-        if self.compiler is None:
+        if self.compiler is None or key[0] in self._as_they_are:
             return choosing(self.modules[key[0]], key, self.ranks)(*inputs, *further)
         graph = self.graph(key, inputs, further)
         if graph is None:

@@ -18,7 +18,7 @@ from ..program.row_lengths import needs_equal_rows
 from ..program.spec import Form, Logits
 from .layer_entry import Layer, Tensor
 from .manifest import SCHEMA_VERSION, Manifest
-from .program_entry import LOGITS, STATE_PREFIX, MethodEntry, ProgramEntry, Signature
+from .program_entry import LOGITS, STATE_PREFIX, ItemEntry, MethodEntry, ProgramEntry, Signature
 from .versions import installed_versions
 
 if TYPE_CHECKING:
@@ -157,6 +157,7 @@ def _method(program: Program, method: ProgramMethod, logits_size: int) -> Method
         inputs=inputs,
         outputs=outputs,
         grid=method.grid,
+        item=None if method.item is None else ItemEntry.model_validate(method.item.to_dict()),
         multiple=method.multiple,
     )
 

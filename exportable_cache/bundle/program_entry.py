@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, field_validator, model_validator
 
 from ..common.tensor_spec import TensorSpec
+from ..program.items import FixedInput, ItemFacts
 from ..program.methods import ProgramMethod
 from ..program.spec import Form, Logits
 from .entries import Entry, names_of
@@ -26,6 +29,31 @@ class Signature(Entry):
     shape: list[int | str]
 
 
+class FixedEntry(Entry):
+    """See `FixedInput`."""
+
+    dtype: str
+    shape: list[int]
+    values: list[int | bool | float]
+
+
+class ItemEntry(Entry):
+    """What a session has to know of the items that a method encodes, see `ItemFacts`."""
+
+    token_id: int
+    fixed: dict[str, FixedEntry] = {}
+    positions: list[list[int]] = []
+    advance: int = 0
+    sees: Literal["", "item", "sliding item", "prompt"] = ""
+    apart: bool = False
+
+    def described(self) -> ItemFacts:
+        """The same as a program knows it."""
+        fixed = {name: FixedInput(one.dtype, tuple(one.shape), tuple(one.values)) for name, one in self.fixed.items()}
+        positions = tuple(map(tuple, self.positions))
+        return ItemFacts(self.token_id, fixed, positions, self.advance, self.sees, self.apart)
+
+
 class MethodEntry(Entry):
     """One method of the program, see `ProgramMethod`."""
 
@@ -42,6 +70,8 @@ class MethodEntry(Entry):
     outputs: list[Signature]
     # image_grid_thw of every image that it takes.
     grid: tuple[int, int, int] | None = None
+    # Of the items that it encodes; bundles from before have a grid alone.
+    item: ItemEntry | None = None
     # Of what "length" is a multiple.
     multiple: int = Field(default=1, ge=1)
 
@@ -93,6 +123,7 @@ class MethodEntry(Entry):
             self.max_length if self.scores else self.scored_tokens,
             self.grid,
             self.multiple,
+            None if self.item is None else self.item.described(),
         )
 
     @property

@@ -264,7 +264,7 @@ class LayeredCache(Cache):
         """Bytes of them on the device: of offloaded layers those of two, and the lengths."""
         if self.residence is None:
             return self.nbytes
-        lengths = (layer.cumulative_length for layer in self.layers if not layer.is_dummy)
+        lengths = (tensor for layer in self.layers for _, tensor in layer.named_state() if tensor.dim() == 1)
         return self.residence.nbytes + sum(length.nbytes for length in lengths)
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..errors import InputError
-from .layers import CacheLayer, CrossLayer, IndexedLayer, IndexerKeys, LinearLayer, LinearStates, RowSizes
-from .policies import CrossPolicy, FullPolicy, NoPolicy, RecurrentPolicy, RingPolicy, SinkPolicy
+from .layers import CacheLayer, CrossLayer, IndexedLayer, IndexerKeys, LinearLayer, LinearStates, PromptLayer, RowSizes
+from .policies import CrossPolicy, FullPolicy, NoPolicy, PromptPolicy, RecurrentPolicy, RingPolicy, SinkPolicy
 from .storage import storage_of
 
 if TYPE_CHECKING:
@@ -17,11 +17,13 @@ if TYPE_CHECKING:
     from .policies import SlotPolicy
     from .spec import CacheSpec, Sinks
 
+#: Transformers' name for a window of what follows the prompt, which is seen as a whole.
+PROMPT_TYPE = "reference_sliding_attention"
 #: Layer types, by transformers' names: those that keep keys and values, those that keep states, and those that keep
 #: both.
-KEY_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "indexed_attention")
+KEY_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "indexed_attention", PROMPT_TYPE)
 #: Of them, those that need a window.
-WINDOWED_TYPES = ("sliding_attention", "chunked_attention", "hybrid_sliding")
+WINDOWED_TYPES = ("sliding_attention", "chunked_attention", "hybrid_sliding", PROMPT_TYPE)
 STATE_TYPES = ("linear_attention", "conv")
 HYBRID_TYPES = ("hybrid", "hybrid_sliding")
 SUPPORTED_LAYER_TYPES = (*KEY_TYPES, *STATE_TYPES, *HYBRID_TYPES, "dummy")
@@ -91,6 +93,8 @@ class LayerLayout:
                 f"kv_dtype is {kv_dtype!r}, but models read the keys and values of cross-attention as they are; leave "
                 "kv_dtype out"
             )
+        if self.layer_type == PROMPT_TYPE:
+            return PromptLayer(policy, storage, sizes, device=device)
         return (CacheLayer if self.encoder_slots is None else CrossLayer)(policy, storage, sizes, device=device)
 
     def _policy(self, max_cache_len: int, rollback_slots: int, sinks: Sinks | None) -> SlotPolicy:
@@ -98,6 +102,8 @@ class LayerLayout:
             return CrossPolicy(self.encoder_slots)
         if self.index_head_dim is not None:
             return FullPolicy(max_cache_len)
+        if self.layer_type == PROMPT_TYPE:
+            return PromptPolicy(max_cache_len, self.window)
         if sinks is not None and self.window is None:
             return SinkPolicy(sinks.tokens, sinks.window, rollback_slots)
         # A window that is never reached needs no ring: every token stays visible, and the slot is the position.

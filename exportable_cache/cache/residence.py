@@ -65,10 +65,9 @@ class Residence:
         for index, (layer, at_home) in enumerate(zip(layers, homes, strict=True)):
             for name, tensor in at_home.items():
                 setattr(layer, name, tensor)
-            if "cumulative_length" in layer.state:
-                layer.cumulative_length = torch.zeros(
-                    layer.cumulative_length.shape, dtype=torch.int64, device=self.device
-                )
+            with ordinary_tensors():
+                for name, tensor in _counters(layer).items():
+                    setattr(layer, name, torch.zeros(tensor.shape, dtype=tensor.dtype, device=self.device))
             layer.residence, layer.place = self, index
         self._layers = list(layers)
         self._copies = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
@@ -89,7 +88,7 @@ class Residence:
         """
         if layer.twin is None:
             here = _cut(layer, self.places[layer.place % 2])
-            layer.twin = layer.with_state({**here, "cumulative_length": layer.cumulative_length}, layer.context)
+            layer.twin = layer.with_state({**here, **_counters(layer)}, layer.context)
             layer.twin.residence = None
         if self._current is not layer:
             self.end()
@@ -161,7 +160,12 @@ class Residence:
 
 
 def _stored(layer: CacheLayer) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, tensor in layer.named_state() if name != "cumulative_length"}
+    return {name: tensor for name, tensor in layer.named_state() if tensor.dim() > 1}
+
+
+def _counters(layer: CacheLayer) -> dict[str, torch.Tensor]:
+    """Lengths [batch_size], which masks are computed from before any layer has its turn: they stay on the device."""
+    return {name: tensor for name, tensor in layer.named_state() if tensor.dim() == 1}
 
 
 def _aligned(count: int) -> int:

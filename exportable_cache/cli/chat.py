@@ -59,7 +59,7 @@ def chat(
 ) -> None:
     """Talk with a model: each line of the input is a question, lines that begin with / are commands (/help)."""
     terminal: Terminal = ctx.obj
-    with terminal.progress(f"opening {folder}"):
+    with terminal.opening(folder):
         from ..bundle.bundle import Bundle
         from ..decoding.completion import Completer, CompletionOptions
         from ..generation.sampling import Sampling

@@ -107,7 +107,7 @@ def generate(
     if prompt is None and not (image or audio):
         raise typer.BadParameter("pass the prompt", param_hint="'--prompt' / '-p'")
     text = prompt_from_stdin() if prompt == "-" else prompt or ""
-    with terminal.progress(f"opening {folder}"):
+    with terminal.opening(folder):
         from ..bundle.bundle import Bundle
         from ..generation.speculative import PromptLookup
         from ..session.session import Session

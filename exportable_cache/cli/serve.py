@@ -55,7 +55,7 @@ def serve(
         raise MissingDependencyError(
             f"serve needs {' and '.join(missing)}; install the extra: pip install 'exportable-cache[serve]'"
         )
-    with terminal.progress(f"opening {folder}"):
+    with terminal.opening(folder):
         from ..bundle.bundle import Bundle
         from ..decoding.completion import Completer
         from ..session.session import Session

@@ -17,6 +17,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from ..common.garbage import no_collections
 from ..common.quiet import forget, without_chatter
 
 # Wider than any table: where the terminal is narrower it continues on the next line, and nothing is lost.
@@ -97,6 +98,12 @@ class Terminal:
         with (_bars if self._err.is_terminal else _lines)(self._err) as callback:
             callback(first, 0, None)
             yield callback
+
+    @contextmanager
+    def opening(self, folder: object) -> Iterator[None]:
+        """Draw that a bundle is opened, and import what runs it without looking for garbage."""
+        with self.progress(f"opening {folder}"), no_collections():
+            yield
 
 
 class _Bar(BarColumn):

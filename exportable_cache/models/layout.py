@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import get_layer_types_and_kwargs
+from transformers.cache_utils import LinearAttentionLayer, get_layer_types_and_kwargs
 
 from ..cache.layers import LinearLayer, StateShape
 from ..cache.layout import (
@@ -23,7 +23,14 @@ from ..cache.layout import (
 from ..cache.policies import CrossPolicy, RingPolicy
 from ..errors import InputError, UnsupportedModelError
 from .config_sizes import check_sizes
-from .support import BIASED_BY_SLOT, LONGEST, REFUSED_MODELS, REFUSED_OPTIONS, WITHOUT_CACHE
+from .support import (
+    BIASED_BY_SLOT,
+    LONGEST,
+    NEEDED_OPTIONS,
+    REFUSED_OPTIONS,
+    STATES_OF_LAYERS,
+    WITHOUT_CACHE,
+)
 from .without_weights import ask_without_weights, model_without_weights
 
 if TYPE_CHECKING:
@@ -35,16 +42,11 @@ _UNLIKE_FIELDS = ("kv_lora_rank", "kv_channels", "attn_config")
 
 
 def check_model_type(config: PreTrainedConfig) -> None:
-    """Refuse the models of `refusals`, before anything of theirs runs.
+    """Refuse the models of `support`, before anything of theirs runs.
 
     Raises:
         UnsupportedModelError: With what the model does that no cache here fits.
     """
-    if config.model_type in REFUSED_MODELS:
-        raise UnsupportedModelError(
-            f"{config.model_type!r} is wrong with any static cache: {REFUSED_MODELS[config.model_type]}; use "
-            "DynamicCache"
-        )
     if config.model_type in WITHOUT_CACHE:
         raise UnsupportedModelError(
             f"{config.model_type!r} has no place for a static cache: {WITHOUT_CACHE[config.model_type]}"
@@ -52,6 +54,11 @@ def check_model_type(config: PreTrainedConfig) -> None:
     for field, (types, reason) in REFUSED_OPTIONS.items():
         if config.model_type in types and getattr(config.get_text_config(decoder=True), field, False):
             raise UnsupportedModelError(f"{config.model_type!r} with {field}=True cannot have a static cache: {reason}")
+    for field, (types, reason) in NEEDED_OPTIONS.items():
+        if config.model_type in types and not getattr(config, field, False):
+            raise UnsupportedModelError(
+                f"{config.model_type!r} with {field}=False cannot have a static cache: {reason}"
+            )
 
 
 def layer_types_and_windows(config: PreTrainedConfig) -> list[tuple[str, int | None]]:
@@ -64,6 +71,8 @@ def layer_types_and_windows(config: PreTrainedConfig) -> list[tuple[str, int | N
     if getattr(config, "is_encoder_decoder", False):
         return _decoder_layer_types(config)
     types, options = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+    if config.model_type in STATES_OF_LAYERS:
+        types = ["linear_attention"] * len(types)
     for index, layer_type in enumerate(types):
         if layer_type not in SUPPORTED_LAYER_TYPES:
             raise UnsupportedModelError(
@@ -181,6 +190,12 @@ class ProbeCache(DynamicCache):
 
     is_probe = True
 
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config=config)
+        states = STATES_OF_LAYERS.get(config.model_type)
+        if states is not None:
+            self.layers = [LinearAttentionLayer(number_of_states=states) for _ in self.layers]
+
 
 def layout_from_model(model: PreTrainedModel) -> tuple[list[LayerLayout], torch.dtype, torch.device]:
     """Shapes, dtype and device of each layer's keys and values, from one token run through the model.
@@ -215,7 +230,8 @@ def layout_from_model(model: PreTrainedModel) -> tuple[list[LayerLayout], torch.
 
 def _layout_of(index: int, model: PreTrainedModel, layer: Any, layer_type: str, window: int | None) -> LayerLayout:
     """What one layer of a `DynamicCache` holds after a token."""
-    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+    # Unlimited OCR keeps its prompt apart.
+    keys, values = (getattr(layer, f"prefill_{name}", getattr(layer, name, None)) for name in ("keys", "values"))
     conv, recurrent = _state_shapes(layer, "conv_states", model.dtype), _state_shapes(layer, "recurrent_states", None)
     if layer_type in KEY_TYPES + HYBRID_TYPES and not isinstance(keys, torch.Tensor):
         raise UnsupportedModelError(

@@ -265,7 +265,9 @@ def check_positions(model: PreTrainedModel, max_length: int | None) -> None:
         InputError: If a step would read past the table.
     """
     config = model.config.get_text_config(decoder=True)
-    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "max_target_positions", None)
+    # The last is LED's.
+    names = ("max_position_embeddings", "max_target_positions", "max_decoder_position_embeddings")
+    limit = next((found for found in (getattr(config, name, None) for name in names) if found), None)
     if not isinstance(limit, int) or (max_length is not None and max_length <= limit):
         return
     for name, rows in _position_tables(model):

@@ -14,6 +14,7 @@ from torch import nn
 from ..common.threads import one_thread
 from ..errors import InputError, UnsupportedModelError
 from .layout import vocab_size_of
+from .patches.registry import prepare_model
 from .quantization_spec import (
     DEFAULT_GROUP_SIZE,
     EMBEDDING_SCHEMES,
@@ -117,6 +118,7 @@ def quantize(model: PreTrainedModel, quantization: Quantization, scratch: Scratc
         InputError, UnsupportedModelError: See `check_quantizable`.
     """
     check_quantizable(model, quantization)
+    prepare_model(model)
     tied = is_tied(model)
     model = _with_own_parameters(model)
     with warnings.catch_warnings():

@@ -2,19 +2,6 @@
 
 from __future__ import annotations
 
-#: Models whose own code is wrong with any cache of fixed size, so that ours would be silently wrong with them.
-REFUSED_MODELS = {
-    "gemma4_unified": (
-        "it looks up pictures in its mask by an offset that it takes for a number; its text model, "
-        "gemma4_unified_text, has one"
-    ),
-    "kosmos_2_text_model": "its attention mask covers the tokens of a step, not the cache's slots",
-    "moshi": "its attention mask leaves out the sliding window",
-    "prophetnet": "its attention sizes its own position bias",
-    "qwen4_exp_text": "its indexer looks at as many blocks of keys as are complete",
-    "qwen4_exp": "its indexer looks at as many blocks of keys as are complete",
-}
-
 #: Models that leave no room for a cache of ours, and what they do instead.
 WITHOUT_CACHE = {
     "blip": "it takes a picture at every step, which its text decoder attends to by cross-attention",
@@ -28,24 +15,36 @@ WITHOUT_CACHE = {
     "musicgen_decoder": "it takes a token of each codebook at every step, where a session feeds one",
     "musicgen_melody": "it takes a token of each codebook at every step, where a session feeds one",
     "musicgen_melody_decoder": "it takes a token of each codebook at every step, where a session feeds one",
-    "openai-gpt": "it keeps nothing between steps and takes every token at every step",
     "reformer": "it keeps hashed buckets and hidden states, ReformerDynamicCache",
-    "rwkv": "it keeps its state in a list of its own, the argument `state`",
     "dia": "it takes a token of each codebook at every step, where a session feeds one",
-    "fsmt": "it makes its causal mask for training alone, and its position table grows with what was seen",
     "kyutai_speech_to_text": "it takes a token of each codebook at every step, where a session feeds one",
     "udop": (
         "its encoder takes the place of every token on a page, `bbox`, beside the token, where a session's takes "
         "one input"
     ),
-    "unlimited_ocr": (
-        "it keeps every token of the prompt and a window of what follows, and a step does not know where "
-        "the prompt ended"
-    ),
     "voxtral_realtime": "it takes a piece of sound beside every token",
-    "xlm": "it keeps its keys and values in a dict of its own, the argument `cache`",
     "xlnet": "it keeps hidden states, the argument `mems`, and takes a dummy token with each step",
-    "xlstm": "it keeps its state in a cache class of its own, xLSTMCache",
+}
+
+#: Models whose configs do not say that their layers keep states: model type -> states of each layer.
+STATES_OF_LAYERS = {"rwkv": 2, "xlstm": 3}
+
+#: Models that take no cache of transformers, and what their own state is called, as an argument and in an output; None
+#: of one that takes every token at every step.
+WITHOUT_DYNAMIC_CACHE = {
+    "minimax": "past_key_values",
+    "openai-gpt": None,
+    "rwkv": "state",
+    "xlm": None,
+    "xlstm": "cache_params",
+}
+
+#: Models whose original is right where tokens come one by one, and another model where several come in one call, and
+#: what that does. Over a cache of ours they are what they are token by token, however many come.
+RIGHT_BY_TOKEN = {
+    "fsmt": "tokens of one call see each other in both directions",
+    "moshi": "tokens of one call see past the window",
+    "prophetnet": "position biases of the predicting stream are mixed up among the tokens of one call",
 }
 
 #: Config fields that make a model one that no static cache fits: field -> (model types, reason).
@@ -53,6 +52,14 @@ REFUSED_OPTIONS = {
     "alibi": (("falcon",), "its position bias is sized by the tokens seen, not by the cache's slots"),
     "use_bidirectional_attention": (
         ("gemma3", "gemma3_text"),
+        "its tokens see later ones, so it does not generate step by step",
+    ),
+}
+
+#: Config fields without which no static cache fits a model: field -> (model types, reason).
+NEEDED_OPTIONS = {
+    "causal": (
+        ("xlm",),
         "its tokens see later ones, so it does not generate step by step",
     ),
 }

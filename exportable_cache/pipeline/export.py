@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from ..backends import backend_for
@@ -51,7 +51,7 @@ def export(
     attention_sinks: int | None = None,
     attention_window: int | None = None,
     max_encoder_len: int | None = None,
-    modalities: Sequence[str] = (),
+    modalities: Sequence[str] | Mapping[str, Any] = (),
     image_size: int | Sequence[int] | None = None,
     kv_dtype: str | None = None,
     rollback_slots: int = 0,

@@ -6,10 +6,10 @@ Importing this module imports no torch: the command line makes its options from 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..backends.registry import backend_for
 from ..cache.spec import CacheSpec
@@ -70,7 +70,7 @@ class ExportSpec:
     options: TargetOptions | None = field(default=None, kw_only=True)
     quantization: Quantization | None = field(default=None, kw_only=True)
     dtype: torch.dtype | str | None = same_setting(CacheSpec, "dtype")
-    modalities: Sequence[str] = setting(
+    modalities: Sequence[str] | Mapping[str, Any] = setting(
         (),
         "Take image or audio beside text; the model's encoder is exported, too.",
         flags=("--modality",),
@@ -149,7 +149,8 @@ class ExportSpec:
             from ..bundle.signature import private_key
 
             private_key(self.sign)
-        object.__setattr__(self, "modalities", tuple(self.modalities))
+        if not isinstance(self.modalities, Mapping):
+            object.__setattr__(self, "modalities", tuple(self.modalities))
         object.__setattr__(self, "lora", _checked_lora(self.lora))
 
 

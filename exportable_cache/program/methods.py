@@ -16,6 +16,8 @@ from .spec import ProgramSpec
 
 if TYPE_CHECKING:
     from ..models.cache_factory import ExportableCache
+    from .inputs.probe import Travelling
+    from .items import ItemFacts
 
 DEFAULT_PREFILL_CHUNK = 256
 #: Below this, attention over the slots costs too little beside the weights for a bucket of its own.
@@ -47,6 +49,9 @@ class ProgramMethod:
         multiple: What every size named "length" is a multiple of.
         grid: The `image_grid_thw` (time, height, width, in patches) of every image it takes, where its encoder needs
             one.
+        item: What is to be known of the items that it encodes, where it does.
+        travels: Features beside the embeddings that it takes, where there are any.
+        sees: See `ItemFacts.sees`, of the items that it takes.
     """
 
     name: str
@@ -59,6 +64,9 @@ class ProgramMethod:
     scored_tokens: int = 0
     grid: tuple[int, int, int] | None = None
     multiple: int = 1
+    item: ItemFacts | None = None
+    travels: tuple[Travelling, ...] = ()
+    sees: str = ""
 
     def __post_init__(self) -> None:
         if not self.inputs:
@@ -167,7 +175,7 @@ def checked_prefill_chunk(cache: ExportableCache, prefill_chunk: int | None) -> 
     """The longest chunk of a prompt: the given one, or the default.
 
     Raises:
-        InputError: If it is not positive or exceeds what the cache holds.
+        InputError: If it is not positive or exceeds what the cache holds, or the model cannot do with so few.
     """
     limit = cache.max_length
     if prefill_chunk is None:
@@ -175,6 +183,11 @@ def checked_prefill_chunk(cache: ExportableCache, prefill_chunk: int | None) -> 
     if prefill_chunk < 1 or (limit is not None and prefill_chunk > limit):
         allowed = "at least 1" if limit is None else f"1 to {limit}, the tokens the cache holds"
         raise InputError(f"prefill_chunk is {prefill_chunk}; it must be {allowed}")
+    if prefill_chunk < 3 and any(layer.policy.keeps_prompt for layer in cache.layers):
+        raise InputError(
+            f"prefill_chunk is {prefill_chunk}; this model keeps its prompt whole, and a step of one token ends it, so "
+            "it must be at least 3"
+        )
     return prefill_chunk
 
 
@@ -201,10 +214,13 @@ def method_for(methods: Mapping[str, ProgramMethod], size: int, end: int, scores
     return min(able, key=lambda method: (method.kv_read_len or math.inf, method.max_length)).name
 
 
-def chunk_sizes(methods: Mapping[str, ProgramMethod], length: int) -> list[int]:
+def chunk_sizes(methods: Mapping[str, ProgramMethod], length: int, keeps_prompt: bool = False) -> list[int]:
     """How many tokens of a prompt of `length` go through each step.
 
     Long prompts go through in chunks of the longest method; what is left and too short for any goes token by token.
+
+    Args:
+        keeps_prompt: Whether a token that comes alone ends the prompt, see `SlotPolicy.keeps_prompt`.
     """
     anywhere = [
         method
@@ -214,6 +230,9 @@ def chunk_sizes(methods: Mapping[str, ProgramMethod], length: int) -> list[int]:
     longest = max(method.max_length for method in anywhere)
     whole, rest = divmod(length, longest)
     chunks = [longest] * whole
+    if rest == 1 and whole and keeps_prompt and any(method.serves(2, length) for method in anywhere):
+        # Of 3 tokens at least, see `checked_prefill_chunk`.
+        return [*chunks[1:], longest - 1, 2]
     if rest:
         chunks += [rest] if any(method.serves(rest, length) for method in anywhere) else [1] * rest
     return chunks

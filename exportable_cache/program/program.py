@@ -22,7 +22,7 @@ from ..models.layout import cache_argument
 from ..models.patches.registry import patch_model
 from ..models.patches.speech import short_masks
 from ..models.scans import longest_step
-from .inputs.deepstack import deepstack_logits, is_stacked
+from .inputs.deepstack import travelling_beside
 from .inputs.encoder import EncodeModule
 from .inputs.encoder_decoder import decoder_arguments, seq2seq_methods
 from .inputs.image_masks import image_masks
@@ -114,14 +114,12 @@ class ProgramModule(nn.Module):
             options[self.positions_name] = position_ids
         if image_ids is not None:
             options["attention_mask"] = image_masks(
-                self.model.config.get_text_config(), tokens, cache, image_ids, input_pos
+                self.model.config.get_text_config(), tokens, cache, image_ids, input_pos, self.method.sees
             )
         options[self.cache_argument] = cache
         with longest_step(self.method.max_length), short_masks():
-            if inputs_embeds is not None and is_stacked(self.model, inputs_embeds):
-                logits = deepstack_logits(self.model, options.pop("inputs_embeds"), self.keeps_last, **options)
-            else:
-                kept = {"logits_to_keep": self._kept(tokens)} if self.keeps_last else {}
+            kept = {"logits_to_keep": self._kept(tokens)} if self.keeps_last else {}
+            with travelling_beside(self.model, self.method.travels, options):
                 logits = self.model(use_cache=True, **options, **kept).logits
         if self.scored:
             return logits if self.keeps_last else logits[:, self._kept(tokens)]
@@ -226,7 +224,7 @@ def front_module(
 ) -> nn.Module:
     """The module of a method that is no step: an encoder, or the embedding table."""
     if method.name == "embed":
-        return EmbedModule(model, method.outputs[0].shape[-1])
+        return EmbedModule(model, method.outputs[0].shape[-1], modalities[0].travels)
     for modality in modalities:
         if method.name == modality.method.name:
             return FeaturesModule(model, modality)
@@ -262,7 +260,7 @@ class Program:
         # Before the model is run to adapt the cache to it.
         checked_prefill_chunk(cache, spec.prefill_chunk)
         # A target's own operators know causal attention, not images that see themselves.
-        if spec.adapt is not None and not any(modality.sees_itself for modality in self.modalities):
+        if spec.adapt is not None and not any(modality.facts.sees for modality in self.modalities):
             cache = spec.adapt(model, cache)
         self.methods = program_methods(cache, spec.decided(cache))
         zeros = {name: torch.zeros_like(tensor) for name, tensor in cache.named_state()}

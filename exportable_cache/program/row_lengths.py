@@ -31,6 +31,9 @@ def needs_equal_rows(model: PreTrainedModel, cache: ExportableCache) -> bool:
     """
     if cache.batch_size == 1:
         return False
+    if any(layer.policy.keeps_prompt for layer in cache.layers):
+        # Rows that begin later get their prompts in other pieces, of one token some of them.
+        return True
     if isinstance(cache, ExportableEncoderDecoderCache):
         # The relative positions of T5's family, for one.
         return True

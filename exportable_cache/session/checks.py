@@ -55,6 +55,22 @@ def check_rows_may_differ(equal_rows: bool, found: str) -> None:
         )
 
 
+def check_pieces(sizes: Sequence[int]) -> None:
+    """Refuse a prompt that would go through in steps of which one, by having one token, ends it (Unlimited OCR).
+
+    Args:
+        sizes: Tokens of each step.
+
+    Raises:
+        InputError: Then.
+    """
+    if len(sizes) > 1 and 1 in sizes:
+        raise InputError(
+            f"the prompt would go through in steps of {list(sizes)} tokens, and this model takes a step of one token "
+            "for the end of its prompt; use a larger prefill_chunk, or another text around the images"
+        )
+
+
 def check_ids(name: str, ids: torch.Tensor, dims: tuple[str, ...], limits: ProgramLimits) -> None:
     """Refuse token ids that a program cannot take.
 

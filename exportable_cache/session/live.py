@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..backends.compiling import CompileOptions
 from ..backends.module import ModuleRunner
@@ -34,7 +34,7 @@ class LiveOptions:
     buckets: bool | Sequence[int] = True
     score_length: int = 0
     steps_per_launch: int = 1
-    modalities: Sequence[str] = ()
+    modalities: Sequence[str] | Mapping[str, Any] = ()
     image_size: int | Sequence[int] | None = None
 
 

@@ -12,7 +12,7 @@ import torch
 from ..backends.base import ChoosesInGraph, state_of
 from ..errors import BundleError
 from ..program.methods import ROPE_DELTAS, chunk_sizes, method_for
-from .checks import check_no_autocast, check_room, check_rows_may_differ
+from .checks import check_no_autocast, check_pieces, check_room, check_rows_may_differ
 from .guard import StepGuard
 from .inputs.image_places import shifted
 from .inputs.stage import Steps
@@ -103,7 +103,13 @@ class ProgramStepper:
     def chunk_sizes(self, length: int, by_ids: bool = True) -> list[int]:
         """How many tokens of a prompt of `length` go through each step."""
         methods = self.runner.methods
-        return chunk_sizes({name: methods[name] for name in methods if methods[name].takes_ids is by_ids}, length)
+        methods = {name: methods[name] for name in methods if methods[name].takes_ids is by_ids}
+        return chunk_sizes(methods, length, self.keeps_prompt)
+
+    @property
+    def keeps_prompt(self) -> bool:
+        """Whether a step of one token ends the prompt, see `SlotPolicy.keeps_prompt`."""
+        return any(layer.policy.keeps_prompt for layer in self.layers)
 
     def check_room(self, rows: TokenRows, max_new_tokens: int | None = None, anew: bool = False) -> None:
         """Refuse a prompt that does not fit, or not with what is to be generated after it.
@@ -138,27 +144,39 @@ class ProgramStepper:
         Returns:
             Logits [batch, vocab] of each row's last token.
         """
-        if not steps.rows.are_even:
-            return self._feed_apart(steps)
         before, placed = self.state, steps.placed
         if placed is not None:
             placed = shifted(placed, before.length, before.images.deltas(before.length))
+        if not steps.rows.are_even:
+            return self._feed_apart(steps, placed)
+        return self._feed_even(steps, rows, before.images, placed)
+
+    def _feed_even(
+        self, steps: Steps, rows: torch.Tensor | None, before: PlacedImages, placed: PlacedImages | None
+    ) -> torch.Tensor:
+        """The same for rows of equal length; `placed` are the items of the whole prompt, behind those of `before`."""
         start = 0
-        for size in steps.sizes or self.chunk_sizes(steps.fed.shape[1], not steps.fed.is_floating_point()):
+        sizes = steps.sizes or self.chunk_sizes(steps.fed.shape[1], not steps.fed.is_floating_point())
+        if self.keeps_prompt:
+            check_pieces(sizes)
+        for size in sizes:
             chunk = slice(start, start + size)
             further = {name: tensor[..., chunk].contiguous() for name, tensor in steps.further.items()}
             logits = self.step(steps.fed[:, chunk].contiguous(), further, rows)
             start += size
             if placed is not None:
-                self._place(before.images, placed)
+                self._place(before, placed)
         return logits
 
-    def _feed_apart(self, steps: Steps) -> torch.Tensor:
+    def _feed_apart(self, steps: Steps, placed: PlacedImages | None) -> torch.Tensor:
+        before = self.state.images
         with set_aside(self, rows_to_set_aside(self, steps.rows)) as aside:
             for segment in steps.rows.segments():
                 aside.restore(segment.rows)
-                ids = steps.fed[:, segment.start : segment.end]
-                logits = self.feed(Steps(ids, TokenRows.whole(ids)), segment.rows)
+                columns = slice(segment.start, segment.end)
+                further = {name: tensor[..., columns] for name, tensor in steps.further.items()}
+                part = Steps(steps.fed[:, columns], TokenRows.whole(steps.rows.ids[:, columns]), further=further)
+                logits = self._feed_even(part, segment.rows, before, placed)
         return logits
 
     def _place(self, before: PlacedImages, placed: PlacedImages) -> None:

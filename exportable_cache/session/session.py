@@ -65,7 +65,7 @@ class Session(SteppedSession):
         buckets: bool | Sequence[int] = True,
         score_length: int = 0,
         steps_per_launch: int = 1,
-        modalities: Sequence[str] = (),
+        modalities: Sequence[str] | Mapping[str, Any] = (),
         image_size: int | Sequence[int] | None = None,
         graph_cache: str | Path | None = None,
         graph_cache_mb: int = GRAPH_CACHE_MB,
@@ -95,7 +95,8 @@ class Session(SteppedSession):
                     taken back by length.
                 Each method for decoding gets a second graph, as many times as large. Drafts judge several tokens as it
                 is.
-            modalities: What is fed beside text, `image` or `audio`: see `multimodal.modalities_of`.
+            modalities: What is fed beside text, of `image`, `video` and `audio`; or by kind what the model's processor
+                gives for one item, whose sizes the program is made for: see `modality.modalities_of`.
             image_size: Of every image, in pixels, where the model's config leaves it open: see there.
             graph_cache: Folder that keeps compiled graphs, so that a later process neither traces nor compiles them,
                 see `backends.graph_cache.GraphCache`; only with `compile`.
@@ -151,7 +152,7 @@ class Session(SteppedSession):
             device=runner.device if isinstance(runner, HasDevice) else "cpu",
             target=manifest.target,
             fingerprint=manifest.fingerprint,
-            placeholders=recorded_placeholders(manifest.program.methods, manifest.config),
+            placeholders=recorded_placeholders(runner.methods.values(), manifest.config),
         )
         session._stepper.needs_equal_rows = lambda: manifest.program.equal_rows
         session._stepper.logits_size = manifest.logits_size or manifest.vocab_size

@@ -18,6 +18,7 @@ from .prompts import prompt_feeds
 from .references.at_once import is_large, logits_of_beginnings
 from .references.by_step import logits_by_step, rounding_effect
 from .references.encoder_decoder import encoder_lengths, random_inputs
+from .references.own_state import takes_no_cache
 from .report import VerifiedPrompt, VerifyReport, largest
 from .spec import VerifySpec
 from .stored import KEPT_STEPS, FedPrompt, StoredDistance, distance_from_stored
@@ -76,7 +77,9 @@ def compare(
     encode = session.runner.methods.get("encode")
     seen = _Seen(progress, 2 * sum(1 + steps for _, steps in plan))
     # Of the others, a reference is one of single steps.
-    at_once = is_large(model) and sinks is None and storage is None and encode is None
+    of_prompt = any(layer.policy.keeps_prompt for layer in session.layers)
+    alone = sinks is None and storage is None and encode is None and not of_prompt
+    at_once = alone and is_large(model) and not takes_no_cache(model)
     if at_once:
         sequence = random_text(session, max(length + steps for length, steps in plan), generator)
         progress("running the model", 0, None)

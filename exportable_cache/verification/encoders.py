@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..cache.attention.implementation import attention_of
-from ..program.inputs.grid import grid_constants
-from ..program.inputs.modality import AUDIO, IMAGE, features_of
+from ..program.inputs.modality import KINDS, features_of, modalities_of
 from .report import VerifiedEncoder
 from .tolerance import default_tolerance
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from ..program.methods import ProgramMethod
     from ..session.session import Session
 
 _ITEMS = 2
@@ -36,20 +36,31 @@ def verify_encoders(
             of quantised weights.
     """
     verified = []
-    for kind in (IMAGE, AUDIO):
+    for kind in KINDS:
         method = session.runner.methods.get(f"encode_{kind}")
         if method is None:
             continue
-        (spec,) = method.inputs
-        constants = {} if method.grid is None else grid_constants(model, method.grid)
+        (modality,) = modalities_of(model, {kind: _example(method)})
         differences, largest = [], 0.0
         for _ in range(_ITEMS):
-            item = torch.randn(spec.shape, generator=generator).to(getattr(torch, spec.dtype))
+            item = [
+                torch.randn(spec.shape, generator=generator).to(getattr(torch, spec.dtype)) for spec in method.inputs
+            ]
             with attention_of(model, "eager"):
-                expected = features_of(model, kind, constants, **{spec.name: item.to(model.device)}).float().clone()
-            found = session.runner.run(method.name, item.to(session.device))[0].float().to(expected.device)
-            differences.append((found - expected).abs().max())
+                given = [tensor.to(model.device) for tensor in item]
+                expected = features_of(model, modality, *given).float().clone()
+            found = session.runner.run(method.name, *(tensor.to(session.device) for tensor in item))[0]
+            differences.append((found.float().to(expected.device) - expected).abs().max())
             largest = max(largest, expected.abs().max().item())
         limit = max(default_tolerance(model.dtype, largest), tolerance or 0.0)
         verified.append(VerifiedEncoder(method.name, torch.stack(differences).max().item(), limit))
     return tuple(verified)
+
+
+def _example(method: ProgramMethod) -> dict[str, torch.Tensor]:
+    """An item of the sizes that a method was made for."""
+    fixed = {} if method.item is None else {name: one.tensor() for name, one in method.item.fixed.items()}
+    if method.grid is not None:
+        # All that bundles from before say.
+        fixed.setdefault("image_grid_thw", torch.tensor([method.grid]))
+    return {**{spec.name: torch.zeros(spec.shape) for spec in method.inputs}, **fixed}

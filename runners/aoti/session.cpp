@@ -74,7 +74,9 @@ at::Tensor Session::prefill(const at::Tensor& input_ids) {
   }
   at::Tensor logits;
   for (int64_t position = 0; position < input_ids.size(1);) {
-    const int64_t size = std::min(longest, input_ids.size(1) - position);
+    const int64_t left = input_ids.size(1) - position;
+    // No step of one token at the end, which some models take for the end of the prompt (`SlotPolicy.keeps_prompt`).
+    const int64_t size = left == longest + 1 && longest > 2 ? longest - 1 : std::min(longest, left);
     logits = step(input_ids.slice(1, position, position + size).contiguous());
     position += size;
   }

@@ -42,7 +42,7 @@ def test_encoders_equal_the_model(family: str, tmp_path: Path) -> None:
     )
     write_pte(lower_programs({name: program.export(name)}), tmp_path / "program.pte")
     method = Runtime.get().load_program(tmp_path / "program.pte").load_method(name)
-    item = torch.randn(modalities[0].main_input.shape, generator=torch.Generator().manual_seed(0))
+    item = torch.randn(modalities[0].inputs[0].shape, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         (expected,) = program.modules[name](item)
     assert expected.abs().max() > 0.1

@@ -41,6 +41,7 @@ def test_manifest_records_the_program(original: Path, model: Any) -> None:
         "scores": False,
         "scored_tokens": 0,
         "grid": None,
+        "item": None,
         "inputs": [
             {"name": "input_ids", "dtype": "int64", "shape": ["batch", "length"]},
             {"name": "input_pos", "dtype": "int64", "shape": ["batch"]},

@@ -7,6 +7,7 @@ from exportable_cache.errors import InputError
 from exportable_cache.session.inputs.image_places import (
     Placed,
     PlacedImages,
+    grid_pattern,
     image_ids,
     rope_positions,
     runs,
@@ -59,15 +60,16 @@ def test_positions_are_those_of_the_model(items: int, length: int, start: int) -
     inputs = prompt(model, items, length, 6, start=start, apart=3)
     ids, kinds = inputs["input_ids"], inputs["mm_token_type_ids"]
     expected, deltas = model.model.get_rope_index(ids, kinds, inputs["image_grid_thw"])
-    positions, placed = rope_positions(kinds == 1, torch.zeros(1, dtype=torch.int64), (2, 3))
+    which = (kinds == 1).long() - 1
+    positions, placed = rope_positions(which, (ids.shape[1],), torch.zeros(1, dtype=torch.int64), [grid_pattern(2, 3)])
     assert torch.equal(positions, expected)
     assert torch.equal(placed.deltas(torch.tensor([ids.shape[1]])), deltas[:, 0])
-    later, _ = rope_positions(kinds == 1, torch.tensor([7]), (2, 3))
+    later, _ = rope_positions(which, (ids.shape[1],), torch.tensor([7]), [grid_pattern(2, 3)])
     assert torch.equal(later, expected + 7)
 
 
 def test_deltas_follow_the_newest_image() -> None:
-    _, placed = rope_positions(is_image("..######.######."), torch.tensor([0]), (2, 3))
+    _, placed = rope_positions(is_image("..######.######.").long() - 1, (16,), torch.tensor([0]), [grid_pattern(2, 3)])
     assert placed.rows == ((Placed(2, 8, -3), Placed(9, 15, -6)),)
     placed = shifted(placed, torch.tensor([10]), torch.tensor([-3]))
     assert [int(placed.deltas(torch.tensor([length]))) for length in (10, 18, 24, 25)] == [0, -6, -6, -9]

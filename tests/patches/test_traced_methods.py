@@ -15,7 +15,8 @@ from ..support.models import among
 from ..zoo.architectures import architectures
 from ..zoo.build import STEPS, cached_logits, tiny_model, tokens
 
-#: Model type -> the patched class it shows, and a method whose tracing needs it; NLLB-MoE and Switch are in the zoo.
+#: Model type -> the patched class it shows, and a method whose tracing needs it. NLLB-MoE, Pix2Struct and Switch are in
+#: the zoo.
 SHOWN = {
     "mvp": ("MvpLearnedPositionalEmbedding", "decode"),
     "trocr": ("TrOCRLearnedPositionalEmbedding", "decode"),
@@ -105,7 +106,7 @@ def test_every_patch_is_shown() -> None:
     shown = {kind for kind, _ in SHOWN.values()} | {name for names in SIZED_BY_DATA.values() for name in names}
     families = (decoder_masks, experts, git, mpt, position_tables, xmod)
     labels = {patch.label for family in families for patches in family.PATCHES.values() for patch in patches}
-    assert labels - shown == {"NllbMoeExperts", "SwitchTransformersExperts"}
+    assert labels - shown == {"NllbMoeExperts", "Pix2StructTextModel", "SwitchTransformersExperts"}
 
 
 def test_a_buffer_that_is_set_in_every_step_can_be_compiled() -> None:

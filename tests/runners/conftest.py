@@ -87,6 +87,7 @@ def cpp_build(request: pytest.FixtureRequest) -> Path:
         *(_over_wheel() if prefix is None else _over_installed(prefix, toolchain)),
         *([] if toolchain else [f"-DCMAKE_CXX_COMPILER={compiler}"]),
         "-DEC_BUILD_TESTS=ON",
+        "-DEC_BUILD_SHARED=ON",
         *quick,
     ]
     # A program holds the static libraries as they were.

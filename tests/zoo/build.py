@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from exportable_cache.models.encoder import encoder_of
+from exportable_cache.models.support import RIGHT_BY_TOKEN
 from exportable_cache.program.inputs.encoder import encode_method
 from exportable_cache.verification.references.encoder_decoder import random_inputs
 
@@ -120,11 +121,12 @@ def cached_logits(
     if not names:
         raise TypeError(f"{type(model).__name__} takes no transformers cache")
     start, rows = 0, []
-    for count in (prompt, *[1] * STEPS):
+    first = [1] * prompt if model.config.model_type in RIGHT_BY_TOKEN else [prompt]
+    for count in (*first, *[1] * STEPS):
         given = {names[0]: cache, **positions_of(model, start, count)}
         rows.append(forward(model, ids[:, start : start + count], encoding, use_cache=True, **given)[-1])
         start += count
-    return torch.stack(rows)
+    return torch.stack(rows[len(first) - 1 :])
 
 
 @torch.no_grad()
@@ -151,7 +153,12 @@ def spread(
         moved["encoder input"] = _gap(expected, uncached_logits(model, ids[:, :6], turned)[-1])
     if _has_window(model.config.get_text_config(decoder=True)):
         wide = tiny_model(architecture, window=4 * WINDOW)
-        moved["window"] = _gap(uncached_logits(model, ids, inputs)[-1], uncached_logits(wide, ids, inputs)[-1])
+        if "reference_sliding_attention" in model.config.get_text_config(decoder=True).layer_types:
+            # No window hides a prompt, which all tokens of one call are.
+            last = [cached_logits(one, ids, 6, inputs)[-1] for one in (model, wide)]
+        else:
+            last = [uncached_logits(one, ids, inputs)[-1] for one in (model, wide)]
+        moved["window"] = _gap(*last)
     return moved
 
 

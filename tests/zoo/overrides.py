@@ -62,13 +62,23 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10_000.0, "clip_qkv": 8.0},
         "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
     },
-    "xlstm": {"chunk_size": 64},
+    # Its weights are halved once more for each so many layers.
+    "rwkv": {"rescale_every": 1},
+    # Its default is a masked language model; those that generate are causal.
+    "xlm": {"causal": True},
+    # Of 64 it would make its own cache for heads that it does not have.
+    "xlstm": {"chunk_size": 64, "hidden_size": 128, "embedding_dim": 128},
     "qwen4_exp_text": {
         "indexer_n_heads": 16,
         "indexer_kv_heads": 1,
         "indexer_head_dim": 16,
         "indexer_budget": 8,
         "indexer_compress_ratio": 2,
+        "ple_layer_ids": [1],
+        "ple_embed_dim": 32,
+        "heads_per_ngram": 2,
+        "ngram_vocab_size_base": 97,
+        "eos_token_id": 2,
     },
     "reformer": {"attn_layers": ["local", "lsh"], "axial_pos_embds_dim": [32, 32], "axial_pos_shape": [16, 16]},
     "xmod": {"default_language": "en_XX"},

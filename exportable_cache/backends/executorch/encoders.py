@@ -4,16 +4,18 @@ kernel for, in others.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import operator
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.fx.node import Node, map_arg
 
+from ...common.compat.torch import OpOverload
 from ...errors import UnsupportedModelError
 from .graph_edits import add_constant, add_weight, constant_of, insert_call, replace_call
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
-    from torch.fx import Node
 
 _WITHOUT_KERNEL = (torch.ops.aten.argsort.default, torch.ops.aten.bucketize.Tensor, torch.ops.aten.erfinv.default)
 
@@ -48,17 +50,82 @@ def patches_to_linear(program: ExportedProgram) -> ExportedProgram:
 
 
 def fold_constants(program: ExportedProgram) -> ExportedProgram:
-    """Replace `argsort`, `bucketize` and `erfinv` of what depends on no input by their values, in place.
+    """Replace what depends on no input by its values, in place: all of it in a method that keeps no state, and else
+    `argsort`, `bucketize` and `erfinv`, which ExecuTorch 1.4.1 has no kernels for.
 
-    Qwen2.5-VL undoes the order of its windows with the first, SmolVLM numbers its patches with the second, Gemma 3n
-    finds the threshold of a sparse activation with the third. ExecuTorch 1.4.1 has kernels for none.
+    Encoders compute positions, windows and masks from the size of their input, which is one. Gemma 3n finds the
+    threshold of a sparse activation by the last of the three.
     """
+    if not program.graph_signature.buffers_to_mutate:
+        _fold_all(program)
     for node in [node for node in program.graph.nodes if node.target in _WITHOUT_KERNEL]:
         value = constant_of(program, node)
         if value is not None:
             replace_call(node, add_constant(program, f"{node.name}_value", value))
     program.graph_module.recompile()
     return program
+
+
+def _fold_all(program: ExportedProgram) -> None:
+    """Replace every call of constants that something else uses; parameters are none, as they would be stored twice."""
+    signature = program.graph_signature
+    known = {**signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
+    stored = {**program.state_dict, **program.constants}
+    values: dict[Node, Any] = {}
+    written = _behind_writes(program)
+    for node in program.graph.nodes:
+        if node in written:
+            continue
+        if node.op == "placeholder" and isinstance(stored.get(known.get(node.name)), torch.Tensor):
+            values[node] = stored[known[node.name]]
+        elif node.op == "call_function" and _is_pure(node) and all(each in values for each in node.all_input_nodes):
+            arguments, keywords = map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = node.target(*arguments, **keywords)
+    for node, value in values.items():
+        is_used = any(user not in values for user in node.users)
+        if node.op == "call_function" and is_used and isinstance(value, torch.Tensor):
+            constant = value.detach().clone().contiguous()
+            node.replace_all_uses_with(add_constant(program, f"{node.name}_value", constant))
+    for node in reversed(values):
+        # Assertions, too, which held.
+        if node.op == "call_function" and not node.users:
+            program.graph.erase_node(node)
+    program.graph.eliminate_dead_code()
+    for node in [node for node in values if node.op == "placeholder" and not node.users]:
+        # Passes of ExecuTorch look for the input of every constant that there is.
+        program.graph.erase_node(node)
+        signature.input_specs[:] = [spec for spec in signature.input_specs if spec.arg.name != node.name]
+        program.constants.pop(known[node.name], None)
+
+
+def _behind_writes(program: ExportedProgram) -> set[Node]:
+    """What a call writes to, and all that this was made of, as it may be a view of it."""
+    waiting: list[Any] = []
+    for node in program.graph.nodes:
+        if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
+            for index, argument in enumerate(node.target._schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    waiting.append(node.args[index] if index < len(node.args) else node.kwargs.get(argument.name))
+    found: set[Node] = set()
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, Node) and node not in found:
+            found.add(node)
+            waiting.extend(node.all_input_nodes)
+    return found
+
+
+def _is_pure(node: Node) -> bool:
+    """Whether a call gives the same for the same, and changes nothing. Others' operators are none: weights would be
+    stored as what they stand for.
+    """
+    if not isinstance(node.target, OpOverload):
+        return node.target is operator.getitem
+    return (
+        node.target.namespace == "aten"
+        and not node.target._schema.is_mutable
+        and torch.Tag.nondeterministic_seeded not in node.target.tags
+    )
 
 
 def _is_over_one_patch(node: Node) -> bool:

@@ -5,6 +5,9 @@ merger against the operators of the graph, not against what was merged before. T
 nothing to do with one another can so come to depend on each other, and lowering ends in "Invalid partition, found
 dependency cycles". Rounding keys and values to 8 bits brings that about: a portable kernel takes the largest of each
 row, in the middle of what the delegate computes.
+
+It takes operators that only reshape without asking how many of their sizes are dynamic, and fails later where that is
+more than one (backends/xnnpack/operators/op_squeeze.py): those are left to the portable kernels.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 from typing import TYPE_CHECKING
 
+import torch
 from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
 from executorch.exir.backend.canonical_partitioners.config_partitioner import ConfigerationBasedPartitioner
 from executorch.exir.backend.canonical_partitioners.pattern_op_partitioner import (
@@ -30,6 +34,9 @@ if TYPE_CHECKING:
 
     from ...common.compat.torch import OpOverload
 
+#: Operators that the delegate takes for a reshape.
+_RESHAPES = ("aten.squeeze_copy.dim", "aten.unsqueeze_copy.default")
+
 #: What runs as a whole: one operator, or those of one number.
 Step = Node | int
 
@@ -38,7 +45,7 @@ class AcyclicXnnpackPartitioner(XnnpackPartitioner):
     """Upstream's partitions where they can run one after the other, `partitions_by_level` where not."""
 
     def generate_partitions(self, ep: ExportedProgram) -> list[Partition]:
-        matched = self.get_matched_nodes_from_configs(ep)
+        matched = [group for group in self.get_matched_nodes_from_configs(ep) if all(map(is_serialisable, group))]
         partitions = generate_grouped_partitions_from_list_of_nodes(ep.graph_module, matched)
         return partitions_by_level(ep.graph, matched) if has_cycle(ep.graph, partitions) else partitions
 
@@ -60,6 +67,13 @@ class AcyclicXnnpackPartitioner(XnnpackPartitioner):
                 if node.target in offered:
                     (kept if takes is None or takes(node) else others).add(node.target)
         return None if kept & others else list(kept)
+
+
+def is_serialisable(node: Node) -> bool:
+    """Whether XNNPACK has a form for an operator: it reshapes to one dynamic size at most."""
+    if getattr(node.target, "__name__", None) not in _RESHAPES:
+        return True
+    return sum(isinstance(size, torch.SymInt) for size in node.meta["val"].shape) <= 1
 
 
 def has_cycle(graph: Graph, partitions: Sequence[Partition]) -> bool:

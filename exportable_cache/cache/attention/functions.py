@@ -35,6 +35,8 @@ HARMLESS = {
     "output_attentions": "weights are not given out, which the None in their place says",
     "output_hidden_states": "collected around the layers",
     "output_router_logits": "of the experts",
+    "vision_feature_layer": "of the projector, which takes it from the layers' outputs",
+    "vision_feature_select_strategy": "of the projector, behind the layers",
 }
 
 

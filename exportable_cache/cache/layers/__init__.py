@@ -6,6 +6,7 @@ from .indexed import IndexedLayer, IndexerKeys
 from .layer import CacheLayer
 from .linear import LinearLayer, LinearStates, StateShape
 from .make import layer_class, layer_from, rounding_storage
+from .prompt import PromptLayer
 
 __all__ = [
     "CacheLayer",
@@ -14,6 +15,7 @@ __all__ = [
     "IndexerKeys",
     "LinearLayer",
     "LinearStates",
+    "PromptLayer",
     "RowSizes",
     "StateShape",
     "label_of",

@@ -107,6 +107,15 @@ class IndexedLayer(CacheLayer):
         """
         return self.cumulative_length[0] + self._uncounted
 
+    @property
+    def indexer_position_ids(self) -> None:
+        """Positions of what came before, which Qwen4 Exp would have grow: slots are positions, so none are kept."""
+        return None
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, positions: torch.Tensor) -> None:
+        """Nothing to do, see above."""
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:

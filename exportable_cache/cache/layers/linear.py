@@ -231,12 +231,20 @@ class LinearLayer(CacheLayer):
         return joined
 
     def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
-        """Replace a recurrent state by its successor [batch_size, ...]."""
+        """Replace a recurrent state by its successor [batch_size, ...].
+
+        Args:
+            recurrent_states: The successor.
+            state_idx: Number of the state.
+            **kwargs: `tokens`, how many it took in, of a layer without convolutions, which nothing else tells.
+        """
         if self.residence is not None:
             return self.residence.turn(self).update_recurrent_state(recurrent_states, state_idx, **kwargs)
         name = f"recurrent_state_{state_idx}"
         self._entered.add(name)
         carry(None)
+        if "tokens" in kwargs and self.is_linear and state_idx == 0:
+            self.advance(kwargs["tokens"])
         return self._store(name, recurrent_states)
 
     def _has(self, kind: str, state_idx: int) -> bool:

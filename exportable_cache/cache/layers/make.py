@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import InputError
 from ...pytree import register_node
-from ..policies import CrossPolicy
+from ..policies import CrossPolicy, PromptPolicy
 from .cross import CrossLayer
 from .indexed import IndexedLayer
 from .layer import CacheLayer
 from .linear import LinearLayer
+from .prompt import PromptLayer
 
 if TYPE_CHECKING:
     from ..storage import Storage
@@ -29,7 +30,9 @@ def layer_class(config: Mapping[str, Any]) -> type[CacheLayer]:
         return LinearLayer
     if "indexer" in config:
         return IndexedLayer
-    return CrossLayer if config["policy"].get("kind") == CrossPolicy.kind else CacheLayer
+    of_policy = {CrossPolicy.kind: CrossLayer, PromptPolicy.kind: PromptLayer}
+    kind = config["policy"].get("kind")
+    return of_policy.get(kind, CacheLayer) if isinstance(kind, str) else CacheLayer
 
 
 def layer_from(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> CacheLayer:
@@ -59,5 +62,5 @@ def _unflatten(cls: type[CacheLayer], children: list[Any], config: Mapping[str, 
     return layer
 
 
-for _class in (CacheLayer, CrossLayer, IndexedLayer, LinearLayer):
+for _class in (CacheLayer, CrossLayer, IndexedLayer, LinearLayer, PromptLayer):
     _register(_class)

@@ -4,6 +4,7 @@ from .cross import CrossPolicy
 from .full import FullPolicy
 from .none import NoPolicy
 from .policy import SlotPolicy
+from .prompt import PromptPolicy
 from .recurrent import RecurrentPolicy
 from .ring import RingPolicy
 from .sinks import SinkPolicy
@@ -12,6 +13,7 @@ __all__ = [
     "CrossPolicy",
     "FullPolicy",
     "NoPolicy",
+    "PromptPolicy",
     "RecurrentPolicy",
     "RingPolicy",
     "SinkPolicy",

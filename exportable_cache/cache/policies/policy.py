@@ -30,6 +30,8 @@ class SlotPolicy(Component, ABC):
     keeps_keys: ClassVar[bool] = True
     #: Whether the length is the decoder's: a step may say what it is. Not of cross-attention.
     follows_decoder: ClassVar[bool] = True
+    #: Whether a step of one token ends the prompt, so that none of a prompt may come alone after its first.
+    keeps_prompt: ClassVar[bool] = False
     #: State tensor that holds the lengths; None where nothing is counted.
     length_name: ClassVar[str | None] = "cumulative_length"
     #: Why `max_rollback` is less than all, for messages.

@@ -6,13 +6,18 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import AttentionInterface, Cache
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
+from ...cache.attention.functions import matmul_attention
 from ...cache.attention.masks import position_mask
+from ...cache.attention.names import ATTENTION_NAMES
 from ...cache.layers import CacheLayer
+from ...common.compat.transformers import attention_implementation
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import PreTrainedConfig
 
 
 def over_our_cache(replacement: Callable) -> Callable[[Callable], Callable]:
@@ -24,7 +29,9 @@ def over_our_cache(replacement: Callable) -> Callable[[Callable], Callable]:
 
     def patch(original: Callable) -> Callable:
         def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            cache = kwargs.get("past_key_values", kwargs.get("layer_past"))
+            cache = kwargs.get("past_key_values", kwargs.get("layer_past", kwargs.get("cache_params")))
+            if cache is None:
+                cache = next((one for one in args if isinstance(one, Cache)), None)
             if getattr(cache, "is_probe", False) or any(
                 isinstance(layer, CacheLayer) for layer in getattr(cache, "layers", ())
             ):
@@ -79,3 +86,20 @@ def step_mask(layer: Any, hidden_states: torch.Tensor, window: int | None = None
         dtype=hidden_states.dtype,
         device=hidden_states.device,
     )
+
+
+def attention_function(config: PreTrainedConfig) -> Callable:
+    """The attention function of ours or of a target that a model is switched to, the portable one under any other name.
+
+    For models whose own code knows no attention functions.
+    """
+    name = attention_implementation(config) or ""
+    return AttentionInterface()[name] if name.startswith(ATTENTION_NAMES[0]) else matmul_attention
+
+
+def kept_hidden_states(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
+    """What of [batch, length, hidden] the head is for: the last `logits_to_keep`, all for 0, or those it names."""
+    if isinstance(logits_to_keep, torch.Tensor):
+        return hidden_states[:, logits_to_keep]
+    # A step may be shorter than any number but 1.
+    return hidden_states[:, -logits_to_keep:] if logits_to_keep else hidden_states

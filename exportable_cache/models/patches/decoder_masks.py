@@ -1,4 +1,4 @@
-"""BigBird, BioGPT, Megatron-BERT, RemBERT and RoFormer: they make a mask as long as what was seen.
+"""BigBird, BioGPT, Megatron-BERT, Pix2Struct, RemBERT and RoFormer: they make a mask as long as what was seen.
 
 No runtime can plan memory for a tensor of such a size.
 """
@@ -33,7 +33,8 @@ def _masked_by_slots(
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         # Of embeddings the mask has the first two sizes, the dtype and the device.
         like = torch.empty(*tokens.shape[:2], 0, dtype=self.dtype, device=tokens.device)
-        attention_mask = create_causal_mask(self.config, like, None, past_key_values)
+        cache = getattr(past_key_values, "self_attention_cache", past_key_values)
+        attention_mask = create_causal_mask(self.config, like, None, cache)
     return original(
         self, input_ids, attention_mask, *args, inputs_embeds=inputs_embeds, past_key_values=past_key_values, **kwargs
     )
@@ -46,10 +47,14 @@ def _of_class(model: str, name: str, *digests: str) -> tuple[Patch, ...]:
     return (Patch(f"{model}.modeling_{model}", f"{name}.forward", only_traced(_masked_by_slots), _REASON, digests),)
 
 
+_PIX2STRUCT = _of_class("pix2struct", "Pix2StructTextModel", "45cc7360d8ca6df6", "94a21c26fbad9c18")
+
 PATCHES = {
     "big_bird": _of_class("big_bird", "BigBirdModel", "3b2d700041772ed9", "87c436a64c8424d3"),
     "biogpt": _of_class("biogpt", "BioGptModel", "fad64a70caa3d5a5", "cdca3c4f2e215352"),
     "megatron-bert": _of_class("megatron_bert", "MegatronBertModel", "08aaaa04d39b7bdf", "3b58f74cdb2aa20e"),
+    "pix2struct": _PIX2STRUCT,
+    "pix2struct_text_model": _PIX2STRUCT,
     "rembert": _of_class("rembert", "RemBertModel", "6a1e8ec9f8cae378", "bc856660417c7e51"),
     "roformer": _of_class("roformer", "RoFormerModel", "e04b5f14baeefbcc", "10ce5af282bd3239"),
 }

@@ -31,7 +31,7 @@ class Patch:
         reason: What the original does that a static cache, or a traced step, cannot use.
         digests: Of the sources that the replacement was written for, one for each release that has a source of its own.
         source: Name of what the digest is taken of, `name` by default: the whole class where the replacement stands for
-            several of its methods.
+            several of its methods, and several names, apart by spaces, where it stands for several classes.
         package: Whose function it is.
         url: Of the original, where that is not a modeling file.
         needed: Whether a model is wrong without it. Where it is not, an original that has changed is left alone.
@@ -105,20 +105,22 @@ class Patch:
         Raises:
             UnsupportedModelError: If it does not exist, or its source cannot be read.
         """
-        module = self._module()
-        found: Any = module
-        for part in (self.source or self.name).split("."):
+        sources = [self._source_of(name) for name in (self.source or self.name).split()]
+        lines = [line.rstrip() for source in sources for line in textwrap.dedent(source).strip().splitlines()]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+    def _source_of(self, name: str) -> str:
+        found: Any = self._module()
+        for part in name.split("."):
             found = getattr(found, part, None)
         while hasattr(found, ORIGINAL):
             found = getattr(found, ORIGINAL)
         try:
-            source = inspect.getsource(found if inspect.isclass(found) else inspect.unwrap(found))
+            return inspect.getsource(found if inspect.isclass(found) else inspect.unwrap(found))
         except (OSError, TypeError) as error:
             raise UnsupportedModelError(
                 f"the source of {self._where()} cannot be read ({error}), and {self._remedy()}"
             ) from error
-        lines = [line.rstrip() for line in textwrap.dedent(source).strip().splitlines()]
-        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
     def _module(self) -> ModuleType:
         try:

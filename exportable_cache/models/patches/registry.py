@@ -19,19 +19,30 @@ from . import (
     delta_rule,
     experts,
     falcon,
+    fsmt,
     git,
+    glm5_next,
     gpt_neo,
+    jetmoe,
     led,
     minimax,
     mpt,
+    openai_gpt,
     own_attention,
     position_tables,
+    prepared_masks,
+    prophetnet,
+    qwen4_exp,
     recurrent_gemma,
     rotary,
+    rwkv,
     selective_scan,
     speech,
     state_space,
+    unlimited_ocr,
+    xlstm,
     xmod,
+    zaya,
 )
 from .patch import ORIGINAL
 
@@ -46,19 +57,30 @@ _FAMILIES = (
     delta_rule,
     experts,
     falcon,
+    fsmt,
     git,
+    glm5_next,
     gpt_neo,
+    jetmoe,
     led,
     minimax,
     mpt,
+    openai_gpt,
     own_attention,
     position_tables,
+    prepared_masks,
+    prophetnet,
+    qwen4_exp,
     recurrent_gemma,
     rotary,
+    rwkv,
     selective_scan,
     speech,
     state_space,
+    unlimited_ocr,
+    xlstm,
     xmod,
+    zaya,
 )
 
 #: Model type -> its patches.
@@ -105,12 +127,23 @@ def patch_model(model: nn.Module) -> list[str]:
                     f"{name} has a function {function!r}, which is wrong with a static cache, and no patch for the "
                     f"types {', '.join(sorted(model_types(model)))}; add one to models/patches, or use DynamicCache"
                 )
+    labels |= prepare_model(model)
+    return sorted(labels - {""})
+
+
+def prepare_model(model: nn.Module) -> set[str]:
+    """Set on the modules of a model what they need. Calling it again changes nothing.
+
+    Returns:
+        Labels of what was set.
+    """
+    labels = set()
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and module.config.model_type in PREPARATIONS:
             label, prepare = PREPARATIONS[module.config.model_type]
             prepare(module)
             labels.add(label)
-    return sorted(labels - {""})
+    return labels
 
 
 def patch_types(types: Iterable[str]) -> None:

@@ -6,7 +6,18 @@ graph serves a whole prompt, its continuation, and every length. Reference: the 
 
 from .bound import doublings, longest_step
 from .delta_rule import delta_rule
+from .matrix_memory import matrix_memory
 from .selective import linear_recurrence, selective_scan
 from .state_space import state_space_scan
+from .weighted_values import weighted_values
 
-__all__ = ["delta_rule", "doublings", "linear_recurrence", "longest_step", "selective_scan", "state_space_scan"]
+__all__ = [
+    "delta_rule",
+    "doublings",
+    "linear_recurrence",
+    "longest_step",
+    "matrix_memory",
+    "selective_scan",
+    "state_space_scan",
+    "weighted_values",
+]

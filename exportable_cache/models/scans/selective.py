@@ -70,12 +70,12 @@ def linear_recurrence(decay: torch.Tensor, inputs: torch.Tensor, initial_state: 
     state = inputs
     for round_ in range(doublings(inputs.shape[1])):
         shift = 2**round_
-        state = state + decay * _shifted(state, shift, 0.0)
-        decay = decay * _shifted(decay, shift, 1.0)
+        state = state + decay * shifted(state, shift, 0.0)
+        decay = decay * shifted(decay, shift, 1.0)
     return state + decay * initial_state[:, None].to(state.dtype)
 
 
-def _shifted(values: torch.Tensor, tokens: int, fill: float) -> torch.Tensor:
+def shifted(values: torch.Tensor, tokens: int, fill: float) -> torch.Tensor:
     """`values` [batch, length, ...] moved `tokens` later, the front filled."""
     front = values.new_full((values.shape[0], tokens, *values.shape[2:]), fill)
     return torch.cat([front, values], dim=1).narrow(1, 0, values.shape[1])

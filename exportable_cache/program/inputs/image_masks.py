@@ -1,4 +1,4 @@
-"""Masks under which the tokens of an image see each other in both directions (Gemma 3)."""
+"""Masks under which the tokens of an image see each other in both directions (Gemma 3), in some layers or in all."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def image_masks(
     cache: ExportableCache,
     image_ids: torch.Tensor,
     input_pos: torch.Tensor,
-) -> dict[str, torch.Tensor]:
+    sees: str,
+) -> dict[str, torch.Tensor] | torch.Tensor:
     """Masks of one step by layer type, as the decoder takes them in place of an `attention_mask`.
 
     The rules are those of transformers' `create_masks_for_vision_model` (gemma3/modeling_gemma3.py, 5.23): full
@@ -34,11 +35,13 @@ def image_masks(
         cache: Before the step.
         image_ids: int64 [batch, length], a number per image, -1 on text. Every image lies within the step as a whole.
         input_pos: int64 [batch], the position of each row's first token.
+        sees: See `ItemFacts.sees`; "sliding item" leaves full attention causal (gemma4/modeling_gemma4.py).
     """
     arguments = {"config": config, "inputs_embeds": inputs_embeds, "attention_mask": None, "past_key_values": cache}
     same = _of_same_image(image_ids, input_pos)
-    masks = {"full_attention": create_causal_mask(**arguments, position_ids=None, or_mask_function=same)}
-    if "sliding_attention" in config.layer_types:
+    full = None if sees == "sliding item" else same
+    masks = {"full_attention": create_causal_mask(**arguments, position_ids=None, or_mask_function=full)}
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         masks["sliding_attention"] = create_causal_mask(
             **arguments,
             position_ids=None,
@@ -46,7 +49,8 @@ def image_masks(
             and_mask_function=sliding_window_overlay(config.sliding_window),
             layer_idx=config.layer_types.index("sliding_attention"),
         )
-    return masks
+    # Those of one kind of layers take the mask by itself.
+    return masks if getattr(config, "layer_types", None) else masks["full_attention"]
 
 
 def _of_same_image(image_ids: torch.Tensor, input_pos: torch.Tensor) -> Callable[..., torch.Tensor]:

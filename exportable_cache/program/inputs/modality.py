@@ -1,7 +1,9 @@
-"""One kind of input beside text: which tensor it is, the method that turns it into embeddings, where those go."""
+"""One kind of input beside text: which tensors it is, the method that turns it into embeddings, where those go."""
 
 from __future__ import annotations
 
+import inspect
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -10,56 +12,71 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ...cache.attention.implementation import attention_of
 from ...common.named_forward import name_forward
 from ...common.tensor_spec import TensorSpec
-from ...errors import InputError, UnsupportedModelError
+from ...errors import InputError, UnsupportedModelError, first_line
+from ..items import FixedInput, ItemFacts
 from ..methods import ProgramMethod
-from .grid import BY_GRID, grid_constants, grid_for, patch_values
+from .examples import AUDIO, IMAGE, KINDS, VIDEO, VIDEO_GRID, checked_example, example_of, placeholders_of
+from .front import count_tokens, handed_to_decoder
+from .known_values import KnownValues
+from .probe import Probed, Travelling, frames_lie_apart, probe, prompt_with
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-IMAGE, AUDIO = "image", "audio"
-# Model types whose decoder needs, besides embeddings, at most what `Modality` tells it.
-_SUPPORTED = {
-    **dict.fromkeys(("llava", "smolvlm", "idefics3", "gemma3", *BY_GRID), IMAGE),
-    "voxtral": AUDIO,
-}
+__all__ = ["AUDIO", "IMAGE", "KINDS", "VIDEO", "Modality", "features_of", "modalities_of"]
 
 
 @dataclass(frozen=True)
 class Modality:
-    """Images or sound, as a model takes them.
+    """Images, video or sound, as a model takes them.
 
     Attributes:
-        kind: `image` or `audio`.
-        main_input: One item of what the processor gives, [1, ...] of fixed size, or [patches, values] where it has a
-            grid. Any number of them goes through one by one.
+        kind: `image`, `video` or `audio`.
+        inputs: What its encoder takes of one item, of fixed size. Any number of items goes through one by one.
         tokens: Embeddings per item.
-        hidden_size: Of an embedding, and of the features for further layers that go with it, see `deepstack`.
-        token_id: Of the placeholders in a prompt, one per embedding.
+        hidden_size: Of an embedding with the features that travel beside it.
         dtype: Of the embeddings, as the name of a torch dtype.
-        grid: The `image_grid_thw` of every item, in patches, where the encoder takes patches. Positions have three axes
-            then.
-        sees_itself: Whether the tokens of an item see each other in both directions.
-        constants: What its encoder would compute from the grid's values, see `grid.grid_constants`.
+        facts: What a session has to know of an item.
+        travels: Features beside the embedding, in order.
+        known: What the encoder's code asks of values of tensors, see `KnownValues`.
     """
 
     kind: str
-    main_input: TensorSpec
+    inputs: tuple[TensorSpec, ...]
     tokens: int
     hidden_size: int
-    token_id: int
     dtype: str
-    grid: tuple[int, int, int] | None = None
-    sees_itself: bool = False
-    constants: dict[str, Any] = field(default_factory=dict)
+    facts: ItemFacts
+    travels: tuple[Travelling, ...] = ()
+    known: KnownValues = field(default_factory=KnownValues, compare=False)
+
+    @property
+    def token_id(self) -> int:
+        """Of the placeholders in a prompt, one per embedding."""
+        return self.facts.token_id
+
+    @property
+    def has_axes(self) -> bool:
+        """Whether positions have several axes."""
+        return bool(self.facts.positions)
 
     @property
     def method(self) -> ProgramMethod:
-        """`encode_image` or `encode_audio`: one item to embeddings [tokens, hidden_size]."""
+        """`encode_image`, `encode_video` or `encode_audio`: one item to embeddings [tokens, hidden_size]."""
         embeds = TensorSpec(f"{self.kind}_embeds", self.dtype, (self.tokens, self.hidden_size))
-        return ProgramMethod(f"encode_{self.kind}", 1, 1, inputs=(self.main_input,), outputs=(embeds,), grid=self.grid)
+        grid = self.facts.fixed.get("image_grid_thw")
+        return ProgramMethod(
+            f"encode_{self.kind}",
+            1,
+            1,
+            inputs=self.inputs,
+            outputs=(embeds,),
+            grid=None if grid is None or grid.numel != 3 else grid.tensor().flatten().tolist(),
+            item=self.facts,
+        )
 
 
 class FeaturesModule(nn.Module):
@@ -69,19 +86,23 @@ class FeaturesModule(nn.Module):
         super().__init__()
         # All of it: programs that are packaged together share weights by their names in the whole model.
         self.model = model
-        self.kind = modality.kind
-        self.constants = {
-            name: value for name, value in modality.constants.items() if not isinstance(value, torch.Tensor)
-        }
-        self.tensors = [name for name in modality.constants if name not in self.constants]
-        for name in self.tensors:
-            self.register_buffer(f"{self.kind}_{name}", modality.constants[name], persistent=False)
-        name_forward(self, (modality.main_input.name,))
+        self.modality = modality
+        self.buffers_of: dict[str, str] = {}
+        axes = len(modality.facts.positions)
+        prompt = _placeholders(model, modality.kind, modality.tokens, modality.token_id, axes)
+        fixed = {name: one.tensor().to(model.device) for name, one in modality.facts.fixed.items()}
+        for name, tensor in {**prompt, **fixed}.items():
+            self.buffers_of[name] = f"{modality.kind}_{name}"
+            self.register_buffer(self.buffers_of[name], tensor, persistent=False)
+        name_forward(self, tuple(spec.name for spec in modality.inputs))
 
-    def call(self, **main_input: torch.Tensor) -> tuple[torch.Tensor]:
+    def call(self, **item: torch.Tensor) -> tuple[torch.Tensor]:
         """Embeddings [tokens, hidden_size] of one item."""
-        tensors = {name: getattr(self, f"{self.kind}_{name}") for name in self.tensors}
-        return (features_of(self.model, self.kind, {**self.constants, **tensors}, **main_input),)
+        given = {name: getattr(self, buffer) for name, buffer in self.buffers_of.items()}
+        if torch.compiler.is_exporting():
+            with self.modality.known.handed_out():
+                return (_encoded(self.model, self.modality.travels, {**given, **item}),)
+        return (_encoded(self.model, self.modality.travels, {**given, **item}),)
 
 
 class EmbedModule(nn.Module):
@@ -89,111 +110,216 @@ class EmbedModule(nn.Module):
 
     Args:
         model: The model.
-        size: Of an embedding with the features for further layers, which text has none of: see `deepstack`.
+        size: Of an embedding with the features that travel beside it.
+        travels: Those features; text has zeros where it has none.
     """
 
-    def __init__(self, model: PreTrainedModel, size: int) -> None:
+    def __init__(self, model: PreTrainedModel, size: int, travels: Sequence[Travelling] = ()) -> None:
         super().__init__()
         self.model = model
         self.size = size
+        self.travels = travels
 
     def forward(self, input_ids: torch.Tensor) -> tuple[torch.Tensor]:
         """int64 [batch, length] to embeddings [batch, length, size]."""
         embeds = self.model.get_input_embeddings()(input_ids)
+        if any(each.of_text for each in self.travels):
+            handed = handed_to_decoder(self.model, input_ids=input_ids)
+            zeros = embeds.new_zeros(*embeds.shape[:2], 1)
+            beside = [
+                handed[each.name].flatten(2) if each.of_text else zeros.expand(-1, -1, each.size)
+                for each in self.travels
+            ]
+            return (torch.cat([embeds, *(part.to(embeds.dtype) for part in beside)], dim=-1),)
         return (embeds if embeds.shape[-1] == self.size else F.pad(embeds, (0, self.size - embeds.shape[-1])),)
 
 
-def features_of(
-    model: PreTrainedModel, kind: str, constants: Mapping[str, Any], **main_input: torch.Tensor
-) -> torch.Tensor:
-    """Embeddings [tokens, hidden_size] of one image or piece of sound, those of further layers beside them."""
-    if model.config.model_type in ("smolvlm", "idefics3"):
-        return _idefics_features(model, **main_input)
-    if model.config.model_type in BY_GRID:
-        # A copy: transformers takes out of it what it has used.
-        found = model.model.visual(main_input["pixel_values"], grid_thw=None, **dict(constants))
-        return torch.cat([found.pooler_output, *getattr(found, "deepstack_features", ())], dim=-1)
-    method = model.get_image_features if kind == IMAGE else model.get_audio_features
-    found = method(**main_input, return_dict=True).pooler_output
-    found = torch.cat(list(found), dim=0) if isinstance(found, (list, tuple)) else found
-    return found.reshape(-1, found.shape[-1])
+def _placeholders(model: PreTrainedModel, kind: str, tokens: int, token_id: int, axes: int) -> dict[str, torch.Tensor]:
+    """A prompt of an item alone. Positions are given, so that none are computed, which a graph would keep."""
+    prompt = prompt_with(model, kind, (0, 0), tokens, token_id)
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        positions = torch.arange(tokens, device=model.device)[None]
+        prompt["position_ids"] = positions.expand(axes, 1, tokens).contiguous() if axes else positions
+    return prompt
 
 
-def _idefics_features(model: PreTrainedModel, pixel_values: torch.Tensor) -> torch.Tensor:
-    """The same of Idefics 3 and SmolVLM, whose own method drops images of zeros, a choice that no graph can hold."""
-    vision = model.config.vision_config
-    side = pixel_values.shape[-1] // vision.patch_size
-    real = torch.ones(1, side, side, dtype=torch.bool, device=pixel_values.device)
-    hidden = model.model.vision_model(
-        pixel_values=pixel_values, patch_attention_mask=real, return_dict=True
-    ).last_hidden_state
-    features = model.model.connector(hidden)
-    return features.reshape(-1, features.shape[-1])
+def _encoded(model: PreTrainedModel, travels: Sequence[Travelling], given: Mapping[str, Any]) -> torch.Tensor:
+    """What the decoder is handed for a prompt of placeholders: embeddings, and what travels beside them."""
+    handed = handed_to_decoder(model, **given)
+    parts = [handed["inputs_embeds"][0]]
+    for each in travels:
+        parts.extend(each.tensors(handed))
+    return torch.cat([part.to(parts[0].dtype) for part in parts], dim=-1) if travels else parts[0]
+
+
+def features_of(model: PreTrainedModel, modality: Modality, *inputs: torch.Tensor) -> torch.Tensor:
+    """Embeddings [tokens, hidden_size] of one item by the model's own code, those that travel beside them too."""
+    return FeaturesModule(model, modality)(*inputs)[0]
 
 
 @torch.no_grad()
 def modalities_of(
-    model: PreTrainedModel, kinds: Sequence[str], image_size: int | Sequence[int] | None = None
+    model: PreTrainedModel,
+    kinds: Sequence[str] | Mapping[str, Mapping[str, Any] | None],
+    image_size: int | Sequence[int] | None = None,
 ) -> tuple[Modality, ...]:
-    """What of `kinds` a model takes, from its config and from running its encoders on one item of zeros.
+    """What of `kinds` a model takes, from running it up to its decoder on items of random numbers.
 
     Args:
-        kinds: Any of `image` and `audio`.
+        kinds: Any of `image`, `video` and `audio`; or by kind what the model's processor gives for one item, whose
+            sizes the program is made for. Without it the sizes come from the config.
         image_size: Height and width of every image in pixels, or one number for both, where the model's config leaves
             it open (Qwen2-VL).
 
     Raises:
         InputError: If a kind is neither, or the model does not take it.
-        UnsupportedModelError: If the model needs more of the cache than embeddings in place of tokens.
+        UnsupportedModelError: If the model does more with it than is known here.
     """
     if image_size is not None and IMAGE not in kinds:
         raise InputError(
             f"image_size is {image_size!r}, but no images are taken; pass modalities=['image'] too, or leave it out"
         )
-    return tuple(_modality(model, kind, image_size) for kind in kinds)
+    found = []
+    for kind in kinds:
+        if kind not in KINDS:
+            raise InputError(f"modality is {kind!r}; choose of {', '.join(KINDS)}")
+        given = kinds[kind] if isinstance(kinds, Mapping) else None
+        if given is not None:
+            found.append(_modality(model, kind, given))
+            continue
+        example = example_of(model, kind, image_size)
+        try:
+            found.append(_modality(model, kind, example))
+        except UnsupportedModelError:
+            # Those that cut images into tiles take them by prompt, [batch, images, ...].
+            if "pixel_attention_mask" not in inspect.signature(model.forward).parameters:
+                raise
+            found.append(_modality(model, kind, {name: value[None] for name, value in example.items()}))
+    return tuple(found)
 
 
-def _modality(model: PreTrainedModel, kind: str, image_size: int | Sequence[int] | None) -> Modality:
-    config = model.config
-    if kind not in (IMAGE, AUDIO):
-        raise InputError(f"modality is {kind!r}; choose of {IMAGE} and {AUDIO}")
-    if config.model_type not in _SUPPORTED:
-        raise UnsupportedModelError(
-            f"{config.model_type!r} has not been tried with images or sound, only {', '.join(_SUPPORTED)}; "
-            "leave out modalities to run its text decoder"
-        )
-    if _SUPPORTED[config.model_type] != kind:
-        raise InputError(f"{config.model_type!r} takes {_SUPPORTED[config.model_type]}, not {kind}")
-    dtype = str(model.dtype).removeprefix("torch.")
-    grid, constants = None, {}
-    if config.model_type in BY_GRID:
-        grid = grid_for(config, image_size)
-        constants = grid_constants(model, grid)
-        patches = grid[0] * grid[1] * grid[2]
-        main_input, token_id = TensorSpec("pixel_values", dtype, (patches, patch_values(config))), config.image_token_id
-    elif kind == IMAGE:
-        vision = config.vision_config
-        if image_size is not None:
-            raise InputError(
-                f"image_size is {image_size!r}, but {config.model_type!r} takes images of {vision.image_size} x "
-                f"{vision.image_size} pixels; leave it out"
-            )
-        shape: tuple[int | str, ...] = (1, getattr(vision, "num_channels", 3), vision.image_size, vision.image_size)
-        main_input, token_id = TensorSpec("pixel_values", dtype, shape), config.image_token_id
-    else:
-        audio = config.audio_config
-        shape = (1, audio.num_mel_bins, 2 * audio.max_source_positions)
-        main_input, token_id = TensorSpec("input_features", dtype, shape), config.audio_token_id
-    example = torch.zeros(main_input.shape, dtype=model.dtype, device=model.device)
-    features = features_of(model, kind, constants, **{main_input.name: example})
+def _modality(model: PreTrainedModel, kind: str, example: Mapping[str, Any]) -> Modality:
+    floats, fixed = checked_example(model, kind, example)
+    token_ids = placeholders_of(model.config, kind)
+    generator = torch.Generator().manual_seed(0)
+    items = [
+        {**{name: torch.randn(value.shape, generator=generator).to(value) for name, value in floats.items()}, **fixed}
+        for _ in range(2)
+    ]
+    problem: Exception | None = None
+    with attention_of(model, "eager"):
+        for token_id in token_ids:
+            try:
+                tokens = _tokens(model, kind, token_id, example, items[0])
+                probed = _probed(model, kind, tokens, token_id, items)
+                features, known = _features(model, kind, tokens, token_id, items, probed)
+                apart = _frames_apart(model, kind, tokens, token_id, items)
+                break
+            except Exception as error:  # any model's code runs here
+                problem = problem or error
+        else:
+            assert problem is not None
+            raise _not_understood(model, kind, problem) from problem
+    name = str(model.dtype).removeprefix("torch.")
     return Modality(
         kind,
-        main_input,
-        features.shape[0],
+        tuple(TensorSpec(key, name, tuple(value.shape)) for key, value in floats.items()),
+        tokens,
         features.shape[1],
-        token_id,
         str(features.dtype).removeprefix("torch."),
-        grid,
-        config.model_type == "gemma3",
-        constants,
+        ItemFacts(
+            token_id,
+            {key: FixedInput.of(value) for key, value in fixed.items()},
+            probed.positions,
+            probed.advance,
+            probed.sees,
+            apart,
+        ),
+        probed.travels,
+        known,
     )
+
+
+def _not_understood(model: PreTrainedModel, kind: str, problem: Exception) -> Exception:
+    if isinstance(problem, (UnsupportedModelError, InputError)):
+        return problem
+    return UnsupportedModelError(
+        f"{model.config.model_type!r} does not encode {kind} of these shapes by itself "
+        f"({type(problem).__name__}: {first_line(problem)}); pass what its processor gives for one item, "
+        f"modalities={{{kind!r}: {{...}}}}, or leave them out"
+    )
+
+
+def _tokens(
+    model: PreTrainedModel, kind: str, token_id: int, example: Mapping[str, Any], item: Mapping[str, torch.Tensor]
+) -> int:
+    ids = example.get("input_ids")
+    if isinstance(ids, torch.Tensor):
+        return int((ids == token_id).sum())
+    return count_tokens(model, lambda tokens: {**prompt_with(model, kind, (2, 3), tokens, token_id), **item})
+
+
+def _probed(
+    model: PreTrainedModel, kind: str, tokens: int, token_id: int, items: Sequence[Mapping[str, torch.Tensor]]
+) -> Probed:
+    """What two items do, joined in the way that the model takes, see `joined_items`."""
+    problem: Exception | None = None
+    # Of a prefix of the prompt some say that it is one (PaliGemma), where others mark the tokens of items.
+    marked = [{}]
+    if "token_type_ids" in inspect.signature(model.forward).parameters:
+        marked.append({"token_type_ids": None})
+    for axis, marks in itertools.product((0, 1, -1), marked):
+        pair = joined_items(items, axis)
+        if pair is None:
+            continue
+        try:
+            return probe(model, kind, tokens, token_id, [{**given, **marks} for given in (*items, pair)])
+        except Exception as error:  # any model's code runs here
+            problem = problem or error
+    assert problem is not None
+    raise problem
+
+
+def _frames_apart(
+    model: PreTrainedModel, kind: str, tokens: int, token_id: int, items: Sequence[Mapping[str, torch.Tensor]]
+) -> bool:
+    grid = items[0].get(VIDEO_GRID)
+    two = joined_items(items, 0)
+    if two is None or grid is None or grid.shape != (1, 3) or int(grid[0, 0]) != 1:
+        return False
+    one = {**two, VIDEO_GRID: grid.new_tensor([[2, *grid[0, 1:].tolist()]])}
+    return frames_lie_apart(model, kind, tokens, token_id, (two, one))
+
+
+def joined_items(items: Sequence[Mapping[str, torch.Tensor]], axis: int) -> dict[str, torch.Tensor] | None:
+    """Several items: behind one another (axis 0), beside one another in a batch of one prompt (axis 1), or in one long
+    sequence (axis -1); what goes with them behind one another but for the second. None where they have no such axis.
+    """
+    mains = [value for value in items[0].values() if value.is_floating_point()]
+    if axis and any(value.shape[0] != 1 or value.dim() < 3 for value in mains):
+        return None
+    return {
+        name: torch.cat(
+            [item[name] for item in items],
+            dim=axis if value.dim() > 1 and (axis == 1 or value.is_floating_point()) else 0,
+        )
+        for name, value in items[0].items()
+    }
+
+
+def _features(
+    model: PreTrainedModel,
+    kind: str,
+    tokens: int,
+    token_id: int,
+    items: Sequence[Mapping[str, torch.Tensor]],
+    probed: Probed,
+) -> tuple[torch.Tensor, KnownValues]:
+    """Embeddings of one item by itself, which are those that it has in a prompt, and the values that this asks for."""
+    known = (KnownValues(), KnownValues())
+    prompt = _placeholders(model, kind, tokens, token_id, len(probed.positions))
+    for item, values in zip(items, known):
+        with values.recording():
+            features = _encoded(model, probed.travels, {**prompt, **item})
+    known[0].check_same(known[1], model.config.model_type)
+    return features, known[1]

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ...common.tensor_spec import TensorSpec
-from ...errors import InputError
+from ...errors import InputError, UnsupportedModelError
 from ..methods import ROPE_DELTAS, ProgramMethod, text_inputs
-from .modality import AUDIO, IMAGE
+from .examples import MAIN_INPUTS
 
 if TYPE_CHECKING:
     from .modality import Modality
 
-#: Rotary positions (time, height, width) of each token of a step.
-POSITIONS = TensorSpec("position_ids", "int64", (3, "batch", "length"))
+#: Name of the rotary positions of each token of a step, [axes, batch, length], such as time, height and width.
+POSITIONS = "position_ids"
 #: Which image each token of a step belongs to, -1 on text.
 IMAGE_IDS = TensorSpec("image_ids", "int64", ("batch", "length"))
 
@@ -23,17 +24,15 @@ IMAGE_IDS = TensorSpec("image_ids", "int64", ("batch", "length"))
 #: What an encoder reads, by the name of its input.
 _KINDS = {
     "input_ids": "text",
-    "pixel_values": IMAGE,
-    "flattened_patches": IMAGE,
-    "input_features": AUDIO,
-    "input_values": AUDIO,
+    **{name: kind for kind, names in MAIN_INPUTS.items() for name in names},
 }
 
 
 def kinds_taken(methods: Mapping[str, ProgramMethod]) -> tuple[str, ...]:
     """What a program is given from outside: `("text",)`, `("text", "image")`, or `("audio",)` of an encoder-decoder."""
-    read = [_KINDS[method.inputs[0].name] for name, method in methods.items() if name.startswith("encode")]
-    return tuple(read) if "encode" in methods else ("text", *read)
+    if "encode" in methods:
+        return (_KINDS[methods["encode"].inputs[0].name],)
+    return ("text", *(name.removeprefix("encode_") for name in methods if name.startswith("encode_")))
 
 
 def multimodal_methods(
@@ -50,21 +49,39 @@ def multimodal_methods(
 
     Raises:
         InputError: If a step takes fewer tokens than an item that has to go through as a whole.
+        UnsupportedModelError: If a prompt would not say which kind of item is meant, or they need different steps.
     """
     added = {modality.method.name: modality.method for modality in modalities}
     longest = max(method.max_length for method in methods.values() if method.is_step)
     for modality in modalities:
-        if modality.sees_itself and longest < modality.tokens:
+        if modality.facts.sees and longest < modality.tokens:
             raise InputError(
                 f"prefill_chunk is {longest}; the {modality.tokens} tokens of an {modality.kind} see each other and "
                 f"go through in one step: it must be at least {modality.tokens}"
             )
-    has_grid = any(modality.grid is not None for modality in modalities)
+    axes = max((len(modality.facts.positions) for modality in modalities), default=0)
     first = modalities[0]
+    if any((one.hidden_size, one.travels) != (first.hidden_size, first.travels) for one in modalities):
+        raise UnsupportedModelError(
+            f"{' and '.join(one.kind for one in modalities)} have different features beside their embeddings; choose "
+            "one of them"
+        )
+    for one, other in itertools.combinations(modalities, 2):
+        if one.token_id == other.token_id:
+            raise UnsupportedModelError(
+                f"the token of id {one.token_id} stands for {one.kind} and for {other.kind}; choose one of them"
+            )
+    sees = {one.facts.sees for one in modalities if one.facts.sees}
+    if len(sees) > 1:
+        raise UnsupportedModelError(
+            f"the tokens of {' and '.join(one.kind for one in modalities)} see each other by different rules; choose "
+            "one of them"
+        )
     embeds = TensorSpec("inputs_embeds", first.dtype, ("batch", "length", first.hidden_size))
     ids, position = text_inputs(1, max(2, longest))
     added["embed"] = ProgramMethod("embed", 1, max(2, longest), inputs=(ids,), outputs=(embeds,))
-    further = (POSITIONS,) if has_grid else (IMAGE_IDS,) if any(modality.sees_itself for modality in modalities) else ()
+    further: tuple[TensorSpec, ...] = (TensorSpec(POSITIONS, "int64", (axes, "batch", "length")),) if axes else ()
+    further += (IMAGE_IDS,) if sees else ()
     for name, method in methods.items():
         if name.startswith("prefill"):
             added[name.replace("prefill", "prefill_embeds")] = replace(
@@ -72,7 +89,9 @@ def multimodal_methods(
                 name=name.replace("prefill", "prefill_embeds"),
                 min_length=1,
                 inputs=(embeds, position, *further),
+                travels=first.travels,
+                sees="".join(sees),
             )
-    if has_grid:
+    if axes:
         methods = {name: replace(method, inputs=(*method.inputs, ROPE_DELTAS)) for name, method in methods.items()}
     return {**methods, **added}

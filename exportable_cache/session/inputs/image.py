@@ -1,92 +1,124 @@
-"""Images in a prompt, some of which go through whole, or have positions of three axes."""
+"""Where the items of a prompt lie, and what its steps take for that: positions of several axes, items that stay whole.
+
+Every kind of item counts, so this comes behind the stages of all of them.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from ...errors import InputError
 from ...program.inputs.multimodal import IMAGE_IDS, POSITIONS
-from .image_places import image_ids, placed_images, rope_positions, whole_chunks
-from .items import ItemStage
+from .image_places import Pattern, grid_pattern, image_ids, placed_images, rope_positions, runs, whole_chunks
+from .items import placeholders
 
 if TYPE_CHECKING:
     from ...program.methods import ProgramMethod
     from ..program_stepper import ProgramStepper
+    from ..token_rows import TokenRows
+    from .items import ItemStage
     from .stage import Prompt, Steps
 
-_MASK = "pixel_attention_mask"
-_GRID = "image_grid_thw"
 
-
-class ImageStage(ItemStage):
-    """Images, the last stage of a prompt: where they lie decides what all of its steps take.
+class ItemPlaces:
+    """What the steps of a prompt with items take beside embeddings.
 
     Args:
-        method: The encoder, `encode_image`.
-        token: Id of its placeholder.
-        device: Where inputs are expected.
+        stages: Of the items.
         methods: Of the program.
+        device: Where inputs are expected.
     """
 
     def __init__(
-        self, method: ProgramMethod, token: int, device: torch.device, methods: Mapping[str, ProgramMethod]
+        self, stages: tuple[ItemStage, ...], methods: Mapping[str, ProgramMethod], device: torch.device
     ) -> None:
-        super().__init__(method, token, device)
         steps = [each for each in methods.values() if each.is_step]
-        further = {name for step in steps for name in step.input_names}
+        further = {spec.name: spec for step in steps for spec in step.inputs}
+        self.stages = stages
+        self.device = device
         self.longest_step = max((step.max_length for step in steps if not step.takes_ids), default=0)
         self.stays_whole = IMAGE_IDS.name in further
-        self.has_axes = POSITIONS.name in further
-        self.names += (_MASK, _GRID) if self.has_axes else (_MASK,)
+        self.has_axes = POSITIONS in further
+        self.sees_prompt = any(one.method.item is not None and one.method.item.sees == "prompt" for one in stages)
+        axes = int(further[POSITIONS].shape[0]) if self.has_axes else 0
+        self.patterns = [_pattern(stage, axes) for stage in stages]
+        # Bundles from before say by an input of their steps alone that items are seen.
+        seen = [stage.method.item is None or stage.method.item.sees for stage in stages]
+        self.seen = torch.tensor([index for index, sees in enumerate(seen) if sees])
 
-    def check(self, ids: torch.Tensor, given: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
-        """See `ItemStage.check`; an image longer than a step, and one of another grid or with padding, is refused as
-        well.
+    def check(self, rows: TokenRows) -> None:
+        """Refuse prompts whose items cannot go through whole.
+
+        Raises:
+            InputError: If an item is longer than a step, or rows differ where that is not possible.
         """
-        if _MASK in given and not bool(given[_MASK].all()):
-            raise InputError(f"{_MASK} has padding; pass images of the exported size")
-        if _GRID in given:
-            self._check_grid(given[_GRID])
-        items = super().check(ids, given)
-        if self.stays_whole:
-            whole_chunks(image_ids(ids == self.token), self.longest_step)
-        return items
+        if self.has_axes:
+            self._check_contiguous(rows)
+        if not self.stays_whole or not self._is_seen(rows).any():
+            return
+        if not rows.are_even:
+            raise InputError(
+                f"the rows hold {list(rows.lengths)} tokens, and items whose tokens see each other go through in one "
+                "step: pass rows of equal length"
+            )
+        whole_chunks(self._ids(rows), self.longest_step)
 
     def extend(self, steps: Steps, prompt: Prompt, stepper: ProgramStepper) -> Steps:
-        """See `ItemStage.extend`; embeddings of any kind go with what this program has to know of images."""
-        steps = super().extend(steps, prompt, stepper)
-        if steps.are_ids:
+        """The steps with what this program has to know of items; embeddings of any kind go with it."""
+        if steps.are_ids or not (self.has_axes or self.stays_whole):
             return steps
-        is_image = prompt.rows.ids == self.token
+        rows = prompt.rows
+        further, sizes, placed = {}, None, None
+        if self.stays_whole:
+            ids = self._ids(rows)
+            sizes = whole_chunks(ids, self.longest_step)
+            further[IMAGE_IDS.name] = ids.to(self.device)
+            placed = placed_images(image_ids(self._kinds(rows) >= 0))
         if self.has_axes:
             state = stepper.state
             first = state.length + state.images.deltas(state.length)
-            positions, placed = rope_positions(is_image, first, self._size())
-            return replace(steps, further={POSITIONS.name: positions.to(self.device)}, placed=placed)
-        if self.stays_whole:
-            ids = image_ids(is_image)
-            sizes = whole_chunks(ids, self.longest_step)
-            further = {IMAGE_IDS.name: ids.to(self.device)}
-            return replace(steps, sizes=sizes, further=further, placed=placed_images(ids))
-        return steps
+            positions, placed = rope_positions(self._kinds(rows), rows.lengths, first, self.patterns)
+            further[POSITIONS] = positions.to(self.device)
+        return replace(steps, sizes=sizes, further=further, placed=placed)
 
-    def _size(self) -> tuple[int, int]:
-        """Rows and columns of an image's tokens: a square of patches goes into each."""
-        time, height, width = self.method.grid
-        merged = math.isqrt(time * height * width // self.tokens_per_item)
-        return height // merged, width // merged
+    def _check_contiguous(self, rows: TokenRows) -> None:
+        for index, (stage, pattern) in enumerate(zip(self.stages, self.patterns)):
+            for row in (self._kinds(rows) == index).tolist():
+                for start, end in runs(row):
+                    if (end - start) % pattern.tokens:
+                        raise InputError(
+                            f"{end - start} tokens of id {stage.token} follow each other, {stage.method.name} gives "
+                            f"{pattern.tokens} embeddings of one item, whose positions belong together: build the "
+                            "prompt with the model's own processor"
+                        )
 
-    def _check_grid(self, tensor: Any) -> None:
-        grids = tensor.tolist() if isinstance(tensor, torch.Tensor) else tensor
-        other = next((given for given in grids if tuple(given) != self.method.grid), None)
-        if other is not None:
-            raise InputError(
-                f"{_GRID} has {list(other)}, {self.method.name} was made for {list(self.method.grid)} patches (time, "
-                "height, width): resize images to that size before the processor, or make the session, or export, "
-                "with another image_size"
-            )
+    def _kinds(self, rows: TokenRows) -> torch.Tensor:
+        """Which stage's item each token is of, -1 on text: int64 [batch, length] on the host."""
+        kinds = torch.full(rows.ids.shape, -1, dtype=torch.int64)
+        for index, stage in enumerate(self.stages):
+            kinds[placeholders(rows, stage.token).cpu()] = index
+        return kinds
+
+    def _is_seen(self, rows: TokenRows) -> torch.Tensor:
+        return torch.isin(self._kinds(rows), self.seen)
+
+    def _ids(self, rows: TokenRows) -> torch.Tensor:
+        seen = self._is_seen(rows)
+        return torch.zeros_like(rows.ids) if self.sees_prompt and seen.any() else image_ids(seen)
+
+
+def _pattern(stage: ItemStage, axes: int) -> Pattern:
+    """Positions of an item of a stage, on `axes` axes."""
+    tokens, item, grid = stage.tokens_per_item, stage.method.item, stage.method.grid
+    if item is not None and item.positions:
+        return Pattern(torch.tensor(item.positions), item.advance)
+    if item is None and grid is not None:
+        time, height, width = grid
+        merged = math.isqrt(time * height * width // tokens)
+        return grid_pattern(height // merged, width // merged)
+    return Pattern(torch.arange(tokens).expand(max(axes, 1), tokens), tokens)

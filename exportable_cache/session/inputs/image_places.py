@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -154,40 +154,66 @@ def whole_chunks(ids: torch.Tensor, longest: int) -> list[int]:
     return sizes
 
 
-def rope_positions(
-    is_image: torch.Tensor, first: torch.Tensor, size: tuple[int, int]
-) -> tuple[torch.Tensor, PlacedImages]:
-    """Positions of three axes (time, height, width), and where the images are, counted from the first token.
+@dataclass(frozen=True)
+class Pattern:
+    """Rotary positions of an item.
 
-    Text counts on by one in all three. An image stands still in time, its height and width count from where it starts,
-    and what follows goes on after the larger of both (`get_rope_index` in qwen2_vl/modeling_qwen2_vl.py, transformers
-    5.23).
+    Attributes:
+        positions: int64 [axes, tokens], counted from where it starts.
+        advance: From there to the token behind it.
+    """
+
+    positions: torch.Tensor
+    advance: int
+
+    @property
+    def tokens(self) -> int:
+        """Of the item."""
+        return self.positions.shape[1]
+
+
+def grid_pattern(height: int, width: int) -> Pattern:
+    """An image of so many rows and columns of tokens: it stands still in time, its height and width count from where it
+    starts, and what follows goes on after the larger of both (`get_rope_index` in qwen2_vl/modeling_qwen2_vl.py,
+    transformers 5.23).
+    """
+    rows, columns = torch.arange(height).repeat_interleave(width), torch.arange(width).repeat(height)
+    return Pattern(torch.stack([torch.zeros_like(rows), rows, columns]), max(height, width))
+
+
+def rope_positions(
+    kinds: torch.Tensor, lengths: Sequence[int], first: torch.Tensor, patterns: Sequence[Pattern]
+) -> tuple[torch.Tensor, PlacedImages]:
+    """Positions of several axes, and where the items are, counted from each row's first token.
+
+    Text counts on by one on all of them; the tokens of an item have those of its pattern.
 
     Args:
-        is_image: bool [batch, length], images whole.
+        kinds: int64 [batch, length], which pattern each token is of, -1 on text; items whole.
+        lengths: Tokens of each row, which are its last.
         first: int64 [batch], rotary position of each row's first token.
-        size: Rows and columns of an image's tokens.
+        patterns: Of the kinds of items.
 
     Returns:
-        int64 [3, batch, length]; and the images, their deltas counted from `first`.
+        int64 [axes, batch, length]; and the items, their deltas counted from `first`.
     """
-    height, width = size
-    tokens = height * width
-    rows, columns = torch.arange(height).repeat_interleave(width), torch.arange(width).repeat(height)
-    axes = torch.stack([torch.zeros_like(rows), rows, columns])
-    positions = torch.zeros((3, *is_image.shape), dtype=torch.int64)
+    positions = torch.zeros((patterns[0].positions.shape[0], *kinds.shape), dtype=torch.int64)
     placed = []
-    for row, values in enumerate(is_image.tolist()):
-        position, index, images = 0, 0, []
-        for start, end in [*runs(values), (len(values), len(values))]:
-            positions[:, row, index:start] = torch.arange(position, position + start - index)
-            position += start - index
-            for image in range(start, end, tokens):
-                positions[:, row, image : image + tokens] = axes + position
-                position += max(size)
-                images.append(Placed(image, image + tokens, position - (image + tokens)))
+    for row, (values, held) in enumerate(zip(kinds.tolist(), lengths, strict=True)):
+        begin = len(values) - held
+        position, index, items = 0, begin, []
+        while index < len(values):
+            if values[index] < 0:
+                positions[:, row, index] = position
+                position, index = position + 1, index + 1
+                continue
+            pattern = patterns[values[index]]
+            end = index + pattern.tokens
+            positions[:, row, index:end] = pattern.positions + position
+            position += pattern.advance
+            items.append(Placed(index - begin, end - begin, position - (end - begin)))
             index = end
-        placed.append(tuple(images))
+        placed.append(tuple(items))
     return positions + first[None, :, None], PlacedImages(tuple(placed))
 
 

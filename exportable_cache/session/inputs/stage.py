@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
 
-    from ..program_stepper import ProgramStepper
     from ..token_rows import TokenRows
     from .image_places import PlacedImages
 
@@ -20,11 +19,11 @@ class Prompt:
 
     Attributes:
         rows: Its token ids.
-        items: What encoders are to be given for it, [items, ...] by name of the method.
+        items: What encoders are to be given for it, item by item, by name of the method.
     """
 
     rows: TokenRows
-    items: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    items: Mapping[str, list[tuple[torch.Tensor, ...]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -49,31 +48,3 @@ class Steps:
     def are_ids(self) -> bool:
         """Whether tokens are fed by id."""
         return not self.fed.is_floating_point()
-
-
-class InputStage(Protocol):
-    """One kind of input beside a text decoder's own token ids: an encoder's, images, sound.
-
-    Attributes:
-        names: Names under which processors give it beside the token ids.
-        token: Id of the token that stands for one in a prompt, None where nothing does.
-    """
-
-    names: tuple[str, ...]
-    token: int | None
-
-    def check(self, ids: torch.Tensor, given: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
-        """What encoders are to be given, by name of the method; nothing has changed yet.
-
-        Args:
-            ids: int64 [batch, length].
-            given: By name, of what is in `names`.
-
-        Raises:
-            InputError: If it is not what the program takes, or does not fit the ids.
-        """
-        ...
-
-    def extend(self, steps: Steps, prompt: Prompt, stepper: ProgramStepper) -> Steps:
-        """The steps of a prompt, by the stages before, with this stage's part in them."""
-        ...

@@ -10,8 +10,8 @@ import torch
 from ...errors import InputError
 from ..token_rows import TokenRows
 from .encoder import EncoderStage
-from .image import ImageStage
-from .items import ItemStage
+from .image import ItemPlaces
+from .items import ItemStage, placeholders
 from .stage import Prompt, Steps
 
 if TYPE_CHECKING:
@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     from ..checks import ProgramLimits
     from ..program_stepper import ProgramStepper
     from ..sequence_state import SequenceState
-    from .stage import InputStage
 
-_IMAGE = "encode_image"
 # What processors give beside the main inputs, and says which tokens stand for something else.
 _KINDS = ("token_type_ids", "mm_token_type_ids")
 
@@ -45,14 +43,8 @@ class InputStages:
         self.limits = limits
         self.encoder = EncoderStage(methods["encode"], limits) if "encode" in methods else None
         self.placeholders = tuple(placeholders.values())
-        # Images last: they decide what all embeddings go with.
-        ordered = sorted(placeholders.items(), key=lambda item: item[0] == _IMAGE)
-        self._stages: tuple[InputStage, ...] = tuple(
-            ImageStage(methods[name], token, limits.device, methods)
-            if name == _IMAGE
-            else ItemStage(methods[name], token, limits.device)
-            for name, token in ordered
-        )
+        self._stages = tuple(ItemStage(methods[name], token, limits.device) for name, token in placeholders.items())
+        self._places = ItemPlaces(self._stages, methods, limits.device)
 
     def check(self, input_ids: Any, attention_mask: Any, given: Mapping[str, Any], state: SequenceState) -> Prompt:
         """The prompt, with what was given beside its ids.
@@ -88,21 +80,25 @@ class InputStages:
         steps = Steps(prompt.rows.ids, prompt.rows)
         for stage in self._stages:
             steps = stage.extend(steps, prompt, stepper)
-        return steps
+        return self._places.extend(steps, prompt, stepper) if self._stages else steps
 
     def _with_items(self, rows: TokenRows, given: Mapping[str, Any]) -> Prompt:
-        is_item = torch.isin(rows.ids, rows.ids.new_tensor(self.placeholders))
-        if not rows.are_even and (given or bool(is_item.any())):
-            raise InputError(
-                "attention_mask has padding; prompts with images or sound are fed without: pass rows of equal length"
-            )
-        items: dict[str, torch.Tensor] = {}
+        is_item = torch.zeros_like(rows.ids, dtype=torch.bool)
+        items: dict[str, list[tuple[torch.Tensor, ...]]] = {}
         for stage in self._stages:
-            items |= stage.check(rows.ids, {name: given[name] for name in given if name in stage.names})
+            items |= stage.check(rows, {name: given[name] for name in given if name in stage.names})
+            is_item |= placeholders(rows, stage.token)
+        self._places.check(rows)
+        if self._places.sees_prompt and not items and any(name in given for name in _KINDS):
+            raise InputError(
+                "the tokens of a prompt see each other where it has items, and this one has none; leave out token "
+                "types for one whose tokens see what came before"
+            )
         names = [name for stage in self._stages for name in stage.names]
         for name in given:
             if name in _KINDS:
-                if not torch.equal(given[name] != 0, is_item):
+                # Zeros say nothing: they mark a prefix that sees itself.
+                if rows.are_even and bool((given[name] != 0).any()) and not torch.equal(given[name] != 0, is_item):
                     raise InputError(
                         f"{name} marks other tokens than the prompt's placeholders; pass what the processor gave"
                     )

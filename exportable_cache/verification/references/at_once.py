@@ -16,6 +16,7 @@ from transformers import DynamicCache
 from ...cache.attention.implementation import attention_of
 from ...models.layout import cache_argument
 from ...models.quantized_rows import QuantizedRows
+from ...models.support import RIGHT_BY_TOKEN
 from ...program.program import takes_positions
 
 if TYPE_CHECKING:
@@ -48,8 +49,9 @@ def logits_of_beginnings(
     found: dict[int, torch.Tensor] = {}
     ids = ids.to(model.device)
     with attention_of(model, "eager"), QuantizedRows():
-        for start in range(0, ids.shape[1], _CHUNK):
-            end = min(start + _CHUNK, ids.shape[1])
+        chunk = 1 if model.config.model_type in RIGHT_BY_TOKEN else _CHUNK
+        for start in range(0, ids.shape[1], chunk):
+            end = min(start + chunk, ids.shape[1])
             positions = [position for position in kept if start <= position < end]
             options: dict[str, Any] = {cache_argument(model): cache}
             if takes_positions(model):

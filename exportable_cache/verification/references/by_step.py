@@ -11,8 +11,10 @@ from transformers import DynamicCache
 
 from ...cache.attention.implementation import attention_of
 from ...models.layout import cache_argument, vocab_size_of
+from ...models.support import RIGHT_BY_TOKEN
 from ...program.program import takes_positions
 from .encoder_decoder import decoder_of
+from .own_state import check_plain_cache, logits_of_itself, takes_no_cache
 from .rounding import RoundingCache
 from .sinks import evicting_cache
 
@@ -40,16 +42,27 @@ def logits_by_step(
     if encoder_inputs is not None:
         with attention_of(model, "eager"):
             decoder = decoder_of(model, encoder_inputs)
-            yield decoder(ids[:, :prompt]).clone()
+            for piece in ids[:, :prompt].split(1 if model.config.model_type in RIGHT_BY_TOKEN else prompt, dim=1):
+                logits = decoder(piece)
+            yield logits.clone()
             for position in range(prompt, ids.shape[1]):
                 yield decoder(ids[:, position : position + 1])
         return
+    if takes_no_cache(model):
+        check_plain_cache(model, attention_sinks=sinks, kv_dtype=storage)
+        yield from logits_of_itself(model, ids, prompt)
+        return
     plain = DynamicCache if storage is None else partial(RoundingCache, storage)
     cache = plain(config=model.config) if sinks is None else evicting_cache(model.config, sinks, plain)
-    chunk = _REFERENCE_CHUNK if sinks is None else 1
+    for layer in cache.layers:
+        if hasattr(layer, "set_prefill_length"):
+            # The prompt comes in pieces (Unlimited OCR).
+            layer.set_prefill_length(prompt)
+    one_by_one = sinks is not None or model.config.model_type in RIGHT_BY_TOKEN
+    chunk = 1 if one_by_one else _REFERENCE_CHUNK
     argument, explicit = cache_argument(model), takes_positions(model)
 
-    def logits(start: int, end: int) -> torch.Tensor:
+    def logits_of(start: int, end: int) -> torch.Tensor:
         options: dict[str, Any] = {argument: cache}
         if explicit:
             options["position_ids"] = torch.arange(start, end, device=ids.device).expand(ids.shape[0], -1)
@@ -57,10 +70,10 @@ def logits_by_step(
 
     with attention_of(model, "eager"):
         for start in range(0, prompt, chunk):
-            last = logits(start, min(start + chunk, prompt))
+            last = logits_of(start, min(start + chunk, prompt))
         yield last.clone()
         for position in range(prompt, ids.shape[1]):
-            yield logits(position, position + 1)
+            yield logits_of(position, position + 1)
 
 
 @torch.no_grad()

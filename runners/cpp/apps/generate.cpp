@@ -5,7 +5,9 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <iostream>
+#include <iterator>
 #include <optional>
 #include <string>
 #include <vector>
@@ -20,7 +22,9 @@ constexpr const char* kUsage =
     "usage: exportable_cache_generate BUNDLE (--prompt TEXT | --tokens \"1 2 3\") [options]\n"
     "\n"
     "  --prompt TEXT           text to go on from\n"
-    "  --tokens \"1 2 3\"        token ids instead; token ids come out\n"
+    "  --tokens \"1 2 3\"        token ids instead; token ids come out. Of an encoder-decoder the decoder's\n"
+    "  --encode \"1 2 3\"        token ids for its encoder, with --tokens\n"
+    "  --encode-file FILE      float32 numbers for its encoder, as a speech model's processor makes them, with --tokens\n"
     "  --max-new-tokens N      at most N; as many as fit by default\n"
     "  --temperature T         draw, after dividing logits by T; greedy by default\n"
     "  --top-k K, --top-p P    draw from the K most probable, from the fewest that reach P\n"
@@ -33,6 +37,8 @@ struct Arguments {
   std::string bundle;
   std::optional<std::string> prompt;
   std::optional<std::vector<int64_t>> tokens;
+  std::optional<std::vector<int64_t>> encoded_tokens;
+  std::optional<std::string> encoded_file;
   GenerateOptions options;
 };
 
@@ -57,12 +63,26 @@ bool parse_list(const char* text, std::vector<int64_t>& values) {
   return true;
 }
 
+// The float32 numbers of a file.
+Result<std::vector<float>> numbers_of(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  const std::string bytes{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+  if (!file || bytes.empty() || bytes.size() % sizeof(float) != 0) {
+    return fail(ErrorCode::kInput, path, " cannot be read, or is not of float32 numbers");
+  }
+  std::vector<float> values(bytes.size() / sizeof(float));
+  std::memcpy(values.data(), bytes.data(), bytes.size());
+  return values;
+}
+
 // Fills `arguments`, or returns what is wrong with them.
 std::optional<std::string> parse_arguments(int argc, char** argv, Arguments& arguments) {
-  enum { kPrompt = 1, kTokens, kMaxNewTokens, kTemperature, kTopK, kTopP, kSeed, kStop, kStopToken, kPromptLookup, kHelp };
+  enum { kPrompt = 1, kTokens, kEncode, kEncodeFile, kMaxNewTokens, kTemperature, kTopK, kTopP, kSeed, kStop, kStopToken, kPromptLookup, kHelp };
   static const option kOptions[] = {
       {"prompt", required_argument, nullptr, kPrompt},
       {"tokens", required_argument, nullptr, kTokens},
+      {"encode", required_argument, nullptr, kEncode},
+      {"encode-file", required_argument, nullptr, kEncodeFile},
       {"max-new-tokens", required_argument, nullptr, kMaxNewTokens},
       {"temperature", required_argument, nullptr, kTemperature},
       {"top-k", required_argument, nullptr, kTopK},
@@ -81,6 +101,8 @@ std::optional<std::string> parse_arguments(int argc, char** argv, Arguments& arg
     switch (found) {
       case kPrompt: arguments.prompt = optarg; break;
       case kTokens: good = parse_list(optarg, arguments.tokens.emplace()); break;
+      case kEncode: good = parse_list(optarg, arguments.encoded_tokens.emplace()); break;
+      case kEncodeFile: arguments.encoded_file = optarg; break;
       case kMaxNewTokens: good = parse(optarg, options.max_new_tokens.emplace()); break;
       case kTemperature: good = parse(optarg, options.sampling.temperature); break;
       case kTopK: good = parse(optarg, options.sampling.top_k.emplace()); break;
@@ -110,6 +132,15 @@ int main(int argc, char** argv) {
   }
   Result<Session> session = Session::open(arguments.bundle);
   if (!session.ok()) return report(session.error());
+
+  if (arguments.encoded_tokens) {
+    if (const Status status = session->encode_input(*arguments.encoded_tokens); !status.ok()) return report(status.error());
+  }
+  if (arguments.encoded_file) {
+    const auto values = numbers_of(*arguments.encoded_file);
+    if (!values.ok()) return report(values.error());
+    if (const Status status = session->encode_input(*values); !status.ok()) return report(status.error());
+  }
 
   Result<Generation> generation =
       arguments.prompt

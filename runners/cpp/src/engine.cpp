@@ -91,6 +91,9 @@ class Arena {
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
+  // Zeros again, without writing them.
+  void clear() const { (void)::madvise(data_, size_, MADV_DONTNEED); }
+
   uint8_t* data() const { return data_; }
   size_t size() const { return size_; }
 
@@ -150,15 +153,30 @@ class MethodEngine final : public Engine {
 
   et::Result<et::MethodMeta> meta(const std::string& method) override { return program_->method_meta(method.c_str()); }
 
-  et::Result<et::EValue> execute(const std::string& name, const et::EValue& tokens, const et::EValue& position) override {
+  et::Result<std::vector<et::EValue>> execute(const std::string& name, std::span<const et::EValue> inputs) override {
     et::Method& method = methods_.find(name)->second;
-    if (const et::Error error = method.set_input(tokens, 0); error != et::Error::Ok) return error;
-    if (const et::Error error = method.set_input(position, 1); error != et::Error::Ok) return error;
+    for (size_t index = 0; index < inputs.size(); ++index) {
+      if (const et::Error error = method.set_input(inputs[index], index); error != et::Error::Ok) return error;
+    }
     if (const et::Error error = method.execute(); error != et::Error::Ok) return error;
-    return method.get_output(0);
+    std::vector<et::EValue> outputs;
+    for (size_t index = 0; index < method.outputs_size(); ++index) outputs.push_back(method.get_output(index));
+    return outputs;
+  }
+
+  std::span<uint8_t> cache() override {
+    if (arenas_.size() <= kCacheArena) return {};
+    return {arenas_[kCacheArena].data(), arenas_[kCacheArena].size()};
+  }
+
+  void clear_cache() override {
+    if (arenas_.size() > kCacheArena) arenas_[kCacheArena].clear();
   }
 
  private:
+  // Memory planning with `share_mutable_buffers`, as the exporter asks for it, puts what is kept between calls here.
+  static constexpr size_t kCacheArena = 1;
+
   // One set of arenas for all methods, each as large as the largest asks for: that is how they share the cache.
   Status plan_arenas(const std::vector<std::string>& names) {
     std::vector<std::string> found;

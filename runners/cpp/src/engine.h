@@ -4,6 +4,7 @@
 #pragma once
 
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -23,9 +24,15 @@ class Engine {
   /// What a loaded method takes and returns.
   virtual executorch::runtime::Result<executorch::runtime::MethodMeta> meta(const std::string& method) = 0;
 
-  /// Run a loaded method. The first output lives in planned memory, until the next call.
-  virtual executorch::runtime::Result<executorch::runtime::EValue> execute(
-      const std::string& method, const executorch::runtime::EValue& tokens, const executorch::runtime::EValue& position) = 0;
+  /// Run a loaded method. Its outputs live in planned memory, until the next call.
+  virtual executorch::runtime::Result<std::vector<executorch::runtime::EValue>> execute(
+      const std::string& method, std::span<const executorch::runtime::EValue> inputs) = 0;
+
+  /// The memory that holds the cache, and nothing else; empty where the program does not keep it apart.
+  virtual std::span<uint8_t> cache() = 0;
+
+  /// Fill the cache with zeros, which take no memory.
+  virtual void clear_cache() = 0;
 };
 
 /// "0x14 (DelegateInvalidCompatibility)", or the number alone where ExecuTorch has no names.

@@ -27,6 +27,7 @@ const char* to_string(StopReason reason) {
     case StopReason::kMaxNewTokens: return "max_new_tokens";
     case StopReason::kCacheFull: return "cache_full";
     case StopReason::kCallback: return "callback";
+    case StopReason::kCancelled: return "cancelled";
   }
   return "unknown";
 }
@@ -45,18 +46,22 @@ Result<Generation> Session::run(std::vector<int64_t> prompt, const GenerateOptio
   if (const Status status = check_tokens(prompt); !status.ok()) return status.error();
   const auto prompt_size = static_cast<int64_t>(prompt.size());
   if (const Status status = check_room(length_, prompt_size, options.max_new_tokens); !status.ok()) return status.error();
+  if (const Status status = check_encoded(length_); !status.ok()) return status.error();
   Result<Sampler> sampler = Sampler::make(options.sampling);
   if (!sampler.ok()) return sampler.error();
 
   const Clock::time_point start = Clock::now();
   Clock::time_point first = start;
-  Result<std::span<const float>> logits = feed(prompt);
+  cancelled_->store(false, std::memory_order_relaxed);
+  Result<std::span<const float>> logits = feed(prompt, true);
   if (!logits.ok()) return logits.error();
   Generation generation;
   std::vector<int64_t> context = std::move(prompt);
   int64_t proposed = 0, accepted = 0;
   std::vector<int64_t> judged;  // the tokens that `logits` are of: the newest one, and what was proposed to follow it
   std::optional<StopReason> reason;
+  // A prompt that was not fed to its end has no logits to go on from.
+  if (cancelled_->load(std::memory_order_relaxed)) reason = StopReason::kCancelled;
   while (!reason) {
     // Of a prompt there are the last token's logits alone.
     const size_t rows = std::max<size_t>(1, judged.size());
@@ -80,6 +85,7 @@ Result<Generation> Session::run(std::vector<int64_t> prompt, const GenerateOptio
     const int64_t token = context.back();
     pending_ = is_end(token, options) ? std::nullopt : std::optional(token);
     if (!reason && room() == 0) reason = StopReason::kCacheFull;
+    if (!reason && cancelled_->load(std::memory_order_relaxed)) reason = StopReason::kCancelled;
     if (reason) break;
     judged.assign(1, token);
     const auto proposal = propose(context, options, static_cast<int64_t>(generation.tokens.size()));
@@ -119,9 +125,15 @@ Result<Generation> Session::generate(std::span<const int64_t> prompt, const Gene
 Result<Generation> Session::generate_text(const std::string& prompt, const GenerateOptions& options, const OnText& on_text) {
   Result<const Detokenizer*> vocabulary = detokenizer();
   if (!vocabulary.ok()) return vocabulary.error();
-  Result<std::vector<int64_t>> ids = encode(prompt, length_ == 0);
+  Result<std::vector<int64_t>> ids = encode(prompt, manifest_.encoder || length_ == 0);
   if (!ids.ok()) return ids.error();
-  if (pending_) ids->insert(ids->begin(), *pending_);
+  if (manifest_.encoder) {
+    if (!manifest_.start_token) return fail(ErrorCode::kBundle, "the model says no decoder_start_token_id; generate from token ids");
+    if (const Status status = encode_input(*ids); !status.ok()) return status.error();
+    ids->assign(1, *manifest_.start_token);
+  } else if (pending_) {
+    ids->insert(ids->begin(), *pending_);
+  }
 
   TextStream text(**vocabulary);
   StopStrings stops(options.stop_strings);

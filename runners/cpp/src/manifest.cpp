@@ -1,5 +1,6 @@
 #include <exportable_cache/manifest.h>
 
+#include <algorithm>
 #include <fstream>
 #include <iterator>
 
@@ -70,6 +71,39 @@ bool gives_logits(const Json& method) {
   return false;
 }
 
+bool takes(const Json& method, std::string_view name) {
+  const Json::Array* inputs = method["inputs"].array();
+  return inputs != nullptr && std::any_of(inputs->begin(), inputs->end(), [name](const Json& input) {
+    return input["name"].string() != nullptr && *input["name"].string() == name;
+  });
+}
+
+std::optional<EncoderSpec> encoder_of(const Json& method, Reader& reader) {
+  const std::string where = "program.methods.encode";
+  if (method.is_null()) return std::nullopt;
+  const Json::Array* inputs = method["inputs"].array();
+  if (inputs == nullptr || inputs->empty()) {
+    reader.complain(where + ".inputs is no list of at least one");
+    return std::nullopt;
+  }
+  const Json& main = inputs->front();
+  EncoderSpec encoder{reader.text(main["name"], where + ".inputs.0.name"), false, takes(method, "attention_mask"), {}, 1, 1, 1};
+  const std::string dtype = reader.text(main["dtype"], where + ".inputs.0.dtype");
+  encoder.takes_ids = dtype == "int64";
+  if (!encoder.takes_ids && dtype != "float32") reader.complain(where + " takes " + dtype + ", this library gives int64 or float32");
+  if (inputs->size() != (encoder.takes_mask ? 2 : 1)) reader.complain(where + " takes " + std::to_string(inputs->size()) + " inputs");
+  encoder.min_length = reader.integer(method["min_length"], where + ".min_length", 1);
+  encoder.max_length = reader.integer(method["max_length"], where + ".max_length", encoder.min_length);
+  encoder.multiple = method["multiple"].is_null() ? 1 : reader.integer(method["multiple"], where + ".multiple", 1);
+  const Json::Array* shape = main["shape"].array();
+  for (size_t index = 1; shape != nullptr && index < shape->size(); ++index) {
+    const Json& size = (*shape)[index];
+    encoder.shape.push_back(size.string() != nullptr ? -1 : reader.integer(size, where + ".inputs.0.shape", 1));
+  }
+  if (encoder.shape.empty()) reader.complain(where + ".inputs.0.shape is no list of at least two");
+  return encoder;
+}
+
 }  // namespace
 
 std::string Manifest::program_path() const { return folder + "/program.pte"; }
@@ -104,8 +138,13 @@ Result<Manifest> Manifest::read(const std::string& folder) {
   manifest.vocab_size = reader.integer(fields["vocab_size"], "vocab_size", 1);
   const Json& logits_size = fields["logits_size"];
   manifest.logits_size = logits_size.is_null() ? manifest.vocab_size : reader.integer(logits_size, "logits_size", 1);
+  manifest.program_sha256 = reader.text(fields["files"]["program.pte"]["sha256"], "files.program.pte.sha256");
   manifest.has_tokenizer = fields["tokenizer"].string() != nullptr;
   manifest.end_tokens = token_ids(fields["generation_config"]["eos_token_id"], reader);
+
+  manifest.encoder = encoder_of(program["methods"]["encode"], reader);
+  const Json& start = fields["generation_config"]["decoder_start_token_id"];
+  if (!start.is_null()) manifest.start_token = reader.integer(start, "generation_config.decoder_start_token_id", 0);
 
   const Json::Object no_methods;
   const Json::Object* methods = program["methods"].object();
@@ -115,7 +154,9 @@ Result<Manifest> Manifest::read(const std::string& folder) {
     const int64_t least = reader.integer(method["min_length"], where + ".min_length", 1);
     MethodSpec spec{name, least, reader.integer(method["max_length"], where + ".max_length", least)};
     if (!method["read_length"].is_null()) spec.kv_read_len = reader.integer(method["read_length"], where + ".read_length", 1);
-    if (!method["scored_tokens"].is_null()) spec.scored_tokens = reader.integer(method["scored_tokens"], where + ".scored_tokens", 0);
+    const Json& scored = method["scored_tokens"];
+    if (!scored.is_null()) spec.scored_tokens = reader.integer(scored, where + ".scored_tokens", 0);
+    spec.takes_encoded = takes(method, "encoder_hidden_states");
     manifest.methods.push_back(std::move(spec));
   }
 

@@ -20,6 +20,8 @@ std::string shape_text(et::Span<const int32_t> sizes) {
   return text + "]";
 }
 
+constexpr const char* kEncode = "encode";
+
 int64_t reads(const MethodSpec& method) { return method.kv_read_len.value_or(std::numeric_limits<int64_t>::max()); }
 
 bool is_floating(ScalarType type) {
@@ -28,9 +30,10 @@ bool is_floating(ScalarType type) {
 
 // What is not as `Program::open` says, or nothing. Dynamic sizes are given at their upper bound.
 std::string signature_problem(const et::MethodMeta& meta, const MethodSpec& method, int64_t logits_size) {
-  if (meta.num_inputs() != 2 || meta.num_outputs() != 1) {
+  const size_t inputs = method.takes_encoded ? 4 : 2;
+  if (meta.num_inputs() != inputs || meta.num_outputs() != 1) {
     return "takes " + std::to_string(meta.num_inputs()) + " inputs and returns " + std::to_string(meta.num_outputs()) +
-           " outputs, not 2 and 1";
+           " outputs, not " + std::to_string(inputs) + " and 1";
   }
   const auto tokens = meta.input_tensor_meta(0);
   const auto position = meta.input_tensor_meta(1);
@@ -49,7 +52,8 @@ std::string signature_problem(const et::MethodMeta& meta, const MethodSpec& meth
   int64_t count = 1;
   for (const int32_t size : logits_sizes) count *= size;
   const int64_t tokens_judged = std::max<int64_t>(1, method.scored_tokens);
-  const bool of_these = logits_sizes.size() > 0 && count == tokens_judged * logits_size && logits_sizes[logits_sizes.size() - 1] == logits_size;
+  const bool of_these = logits_sizes.size() > 0 && count == tokens_judged * logits_size &&
+                        logits_sizes[logits_sizes.size() - 1] == logits_size;
   if (!is_floating(logits->scalar_type()) || !of_these) {
     const std::string several = method.scored_tokens > 0 ? std::to_string(tokens_judged) + ", " : "";
     return "returns " + shape_text(logits_sizes) + ", not floating [1, " + several + std::to_string(logits_size) + "]";
@@ -76,6 +80,7 @@ Program::~Program() = default;
 Result<Program> Program::open(const Manifest& manifest) {
   std::vector<std::string> names;
   for (const MethodSpec& method : manifest.methods) names.push_back(method.name);
+  if (manifest.encoder) names.emplace_back(kEncode);
   Result<std::unique_ptr<Engine>> engine = Engine::open(manifest.program_path(), names);
   if (!engine.ok()) return engine.error();
   for (const MethodSpec& method : manifest.methods) {
@@ -88,17 +93,26 @@ Result<Program> Program::open(const Manifest& manifest) {
     }
   }
   Program program(manifest.methods, std::move(*engine));
-  if (program.method_for(1, std::numeric_limits<int64_t>::max()) == nullptr) {
+  if (manifest.encoder) {
+    const auto meta = program.engine_->meta(kEncode);
+    const size_t inputs = manifest.encoder->takes_mask ? 2 : 1;
+    if (!meta.ok() || meta->num_inputs() != inputs || meta->num_outputs() != 2) {
+      return fail(ErrorCode::kBundle, "method 'encode' of ", manifest.program_path(),
+                  " takes or returns something else than the manifest says: copy the bundle again");
+    }
+  }
+  if (program.method_for(1, std::numeric_limits<int64_t>::max(), {}) == nullptr) {
     return fail(ErrorCode::kBundle, manifest.program_path(), " has no method that takes one token at every position; ",
                 "export the model again");
   }
   return program;
 }
 
-const MethodSpec* Program::method_for(int64_t length, int64_t end, bool scores) const {
+const MethodSpec* Program::method_for(int64_t length, int64_t end, Need need) const {
   const MethodSpec* best = nullptr;
   for (const MethodSpec& method : methods_) {
-    if (scores ? method.scored_tokens < length : method.only_scores()) continue;
+    if (need.scores ? method.scored_tokens < length : method.only_scores()) continue;
+    if (method.takes_encoded ? !need.has_encoded : need.encodes) continue;
     if (length < method.min_length || length > method.max_length || end > reads(method)) continue;
     // Of those that serve, the one that reads and takes least.
     if (best == nullptr || std::pair(reads(method), method.max_length) < std::pair(reads(*best), best->max_length)) best = &method;
@@ -120,18 +134,31 @@ int64_t Program::scored_tokens() const {
   return most;
 }
 
+std::span<uint8_t> Program::cache() const { return engine_->cache(); }
+
+void Program::clear_cache() const { engine_->clear_cache(); }
+
 Status Program::run(const MethodSpec& method, std::span<const int64_t> tokens, int64_t position, size_t scored,
-                    std::vector<float>& logits) {
+                    const Encoded* encoded, std::vector<float>& logits) {
   // The runtime's tensors have no const view; a method does not write to its inputs.
   auto input_ids = executorch::extension::from_blob(
       const_cast<int64_t*>(tokens.data()), {1, static_cast<int32_t>(tokens.size())}, ScalarType::Long);
   auto input_pos = executorch::extension::from_blob(&position, {1}, ScalarType::Long);
-  const auto output = engine_->execute(method.name, et::EValue(*input_ids), et::EValue(*input_pos));
+  std::vector<et::EValue> inputs{et::EValue(*input_ids), et::EValue(*input_pos)};
+  executorch::extension::TensorPtr states, lengths;
+  if (method.takes_encoded) {
+    states = executorch::extension::from_blob(const_cast<uint8_t*>(encoded->states.data()), encoded->sizes,
+                                              static_cast<ScalarType>(encoded->scalar_type));
+    lengths = executorch::extension::from_blob(const_cast<int64_t*>(&encoded->length), {1}, ScalarType::Long);
+    inputs.emplace_back(*states);
+    inputs.emplace_back(*lengths);
+  }
+  const auto output = engine_->execute(method.name, inputs);
   if (!output.ok()) {
     return fail(ErrorCode::kRuntime, "ExecuTorch failed in method '", method.name, "' with ", tokens.size(), " tokens at position ",
                 position, ": ", describe(output.error()), "; reset() the session");
   }
-  const executorch::aten::Tensor& tensor = output->toTensor();
+  const executorch::aten::Tensor& tensor = output->front().toTensor();
   const size_t count = scored * static_cast<size_t>(tensor.size(tensor.dim() - 1));
   if (count > static_cast<size_t>(tensor.numel())) {
     return fail(ErrorCode::kRuntime, "method '", method.name, "' gave ", tensor.numel(), " logits, not ", count, "; reset() the session");
@@ -142,6 +169,29 @@ Status Program::run(const MethodSpec& method, std::span<const int64_t> tokens, i
     default: copy_floats<float>(tensor, count, logits); break;
   }
   return {};
+}
+
+Result<Encoded> Program::encode(const EncoderSpec& encoder, const void* values, std::vector<int32_t> sizes, int32_t padding) {
+  const int32_t length = sizes.back();
+  auto input = executorch::extension::from_blob(const_cast<void*>(values), std::move(sizes),
+                                                encoder.takes_ids ? ScalarType::Long : ScalarType::Float);
+  std::vector<int64_t> mask(static_cast<size_t>(length), 1);
+  std::fill(mask.end() - padding, mask.end(), 0);
+  auto attention_mask = executorch::extension::from_blob(mask.data(), {1, length}, ScalarType::Long);
+  std::vector<et::EValue> inputs{et::EValue(*input)};
+  if (encoder.takes_mask) inputs.emplace_back(*attention_mask);
+  const auto outputs = engine_->execute(kEncode, inputs);
+  if (!outputs.ok()) {
+    return fail(ErrorCode::kRuntime, "ExecuTorch failed in method 'encode' with a length of ", length, ": ", describe(outputs.error()));
+  }
+  const executorch::aten::Tensor& states = (*outputs)[0].toTensor();
+  const auto* bytes = static_cast<const uint8_t*>(states.const_data_ptr());
+  Encoded encoded;
+  encoded.states.assign(bytes, bytes + states.nbytes());
+  encoded.sizes.assign(states.sizes().begin(), states.sizes().end());
+  encoded.scalar_type = static_cast<int8_t>(states.scalar_type());
+  encoded.length = *(*outputs)[1].toTensor().const_data_ptr<int64_t>();
+  return encoded;
 }
 
 }  // namespace exportable_cache

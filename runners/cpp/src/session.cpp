@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "prompt_lookup.h"
+#include "state_file.h"
 
 namespace exportable_cache {
 
@@ -66,6 +67,7 @@ Result<std::span<const float>> Session::prefill(std::span<const int64_t> tokens,
     if (const Status status = check_rewind(length_ - start); !status.ok()) return status.error();
   }
   if (const Status status = check_room(start, static_cast<int64_t>(tokens.size()), {}); !status.ok()) return status.error();
+  if (const Status status = check_encoded(start); !status.ok()) return status.error();
   if (start == 0) reset();
   length_ = start;
   return feed(tokens);
@@ -75,18 +77,19 @@ Result<std::span<const float>> Session::decode(int64_t token, std::optional<int6
   return prefill(std::span<const int64_t>(&token, 1), position);
 }
 
-Result<std::span<const float>> Session::feed(std::span<const int64_t> tokens) {
+Result<std::span<const float>> Session::feed(std::span<const int64_t> tokens, bool may_stop) {
   pending_.reset();
-  while (!tokens.empty()) {
+  while (!tokens.empty() && !(may_stop && cancelled_->load(std::memory_order_relaxed))) {
     int64_t size = std::min<int64_t>(static_cast<int64_t>(tokens.size()), program_.max_step());
-    const MethodSpec* method = program_.method_for(size, length_ + size);
+    const MethodSpec* method = method_for(size);
     if (method == nullptr) {
       size = 1;
-      method = program_.method_for(1, length_ + 1);
+      method = method_for(1);
     }
     // Before the run: should it fail halfway, slots may have been written.
     max_len_ever_ = std::max(max_len_ever_, length_ + size);
-    const Status status = program_.run(*method, tokens.first(static_cast<size_t>(size)), length_, 1, logits_);
+    const Status status = 
+        program_.run(*method, tokens.first(static_cast<size_t>(size)), length_, 1, encoded_ ? &*encoded_ : nullptr, logits_);
     if (!status.ok()) return status.error();
     length_ += size;
     tokens = tokens.subspan(static_cast<size_t>(size));
@@ -98,11 +101,67 @@ Result<std::span<const float>> Session::score(std::span<const int64_t> tokens) {
   if (tokens.size() == 1) return feed(tokens);
   pending_.reset();
   const auto size = static_cast<int64_t>(tokens.size());
-  const MethodSpec* method = program_.method_for(size, length_ + size, true);
   max_len_ever_ = std::max(max_len_ever_, length_ + size);
-  if (const Status status = program_.run(*method, tokens, length_, tokens.size(), logits_); !status.ok()) return status.error();
+  const Status status = program_.run(*method_for(size, true), tokens, length_, tokens.size(), nullptr, logits_);
+  if (!status.ok()) return status.error();
   length_ += size;
   return std::span<const float>(logits_);
+}
+
+const MethodSpec* Session::method_for(int64_t size, bool scores) const {
+  const bool encodes = manifest_.encoder && length_ == 0;
+  return program_.method_for(size, length_ + size, {.scores = scores, .encodes = encodes, .has_encoded = encoded_.has_value()});
+}
+
+Status Session::encode_input(std::span<const int64_t> tokens) {
+  if (!manifest_.encoder || !manifest_.encoder->takes_ids) {
+    return fail(ErrorCode::kInput, manifest_.encoder ? "the encoder takes numbers, not token ids; pass what its processor makes"
+                                                     : "this model has no encoder; pass the tokens to prefill");
+  }
+  const EncoderSpec& encoder = *manifest_.encoder;
+  if (const Status status = check_tokens(tokens); !status.ok()) return status;
+  const auto length = static_cast<int64_t>(tokens.size());
+  if (length > encoder.max_length) {
+    return fail(ErrorCode::kInput, "the encoder takes at most ", encoder.max_length, " tokens, got ", length,
+                "; shorten the input, or export with a larger max_encoder_len");
+  }
+  const int64_t whole = (length + encoder.multiple - 1) / encoder.multiple * encoder.multiple;
+  std::vector<int64_t> padded(tokens.begin(), tokens.end());
+  padded.resize(static_cast<size_t>(std::max(whole, encoder.min_length)));
+  const auto size = static_cast<int32_t>(padded.size());
+  return encode_input(padded.data(), {1, size}, size - static_cast<int32_t>(length));
+}
+
+Status Session::encode_input(std::span<const float> values) {
+  if (!manifest_.encoder || manifest_.encoder->takes_ids) {
+    return fail(ErrorCode::kInput, manifest_.encoder ? "the encoder takes token ids, not numbers"
+                                                     : "this model has no encoder; pass the tokens to prefill");
+  }
+  const EncoderSpec& encoder = *manifest_.encoder;
+  int64_t known = 1;
+  for (const int64_t size : encoder.shape) known *= size > 0 ? size : 1;
+  const bool is_fixed = std::find(encoder.shape.begin(), encoder.shape.end(), -1) == encoder.shape.end();
+  const auto count = static_cast<int64_t>(values.size());
+  const int64_t length = count / known;
+  const bool fits = count % known == 0 && (is_fixed ? length == 1 : length % encoder.multiple == 0 && length >= encoder.min_length &&
+                                                                        length <= encoder.max_length);
+  if (!fits) {
+    std::string shape;
+    for (const int64_t size : encoder.shape) shape += (shape.empty() ? "" : ", ") + (size > 0 ? std::to_string(size) : "length");
+    return fail(ErrorCode::kInput, "the encoder takes ", encoder.input, " [1, ", shape, "] with a length of ", encoder.min_length, " to ",
+                encoder.max_length, " in whole frames of ", encoder.multiple, ", got ", count, " numbers; cut or pad the sound");
+  }
+  std::vector<int32_t> sizes{1};
+  for (const int64_t size : encoder.shape) sizes.push_back(static_cast<int32_t>(size > 0 ? size : length));
+  return encode_input(values.data(), std::move(sizes), 0);
+}
+
+Status Session::encode_input(const void* values, std::vector<int32_t> sizes, int32_t padding) {
+  Result<Encoded> encoded = program_.encode(*manifest_.encoder, values, std::move(sizes), padding);
+  if (!encoded.ok()) return encoded.error();
+  encoded_ = std::move(*encoded);
+  reset();
+  return {};
 }
 
 std::span<const int64_t> Session::propose(std::span<const int64_t> context, const GenerateOptions& options, int64_t given) const {
@@ -111,6 +170,28 @@ std::span<const int64_t> Session::propose(std::span<const int64_t> context, cons
   if (room()) count = std::min(count, *room() - 1);
   if (options.max_new_tokens) count = std::min(count, *options.max_new_tokens - given - 1);
   return count > 0 ? look_up(context, static_cast<size_t>(count)) : std::span<const int64_t>();
+}
+
+Status Session::save_state(const std::string& path) const {
+  const auto cache = program_.cache();
+  if (cache.empty()) {
+    return fail(ErrorCode::kBundle, manifest_.program_path(), " does not keep its cache apart from what it computes; export it again");
+  }
+  return write_state(path, manifest_.program_sha256, {length_, max_len_ever_, pending_}, cache);
+}
+
+Status Session::load_state(const std::string& path) {
+  const auto accepts = [this](const Place& place) {
+    const int64_t most = max_length().value_or(std::numeric_limits<int64_t>::max());
+    return place.max_len_ever <= most && place.pending.value_or(0) < manifest_.vocab_size;
+  };
+  Result<Place> place =
+      read_state(path, manifest_.program_sha256, program_.cache(), accepts, [this] { program_.clear_cache(); });
+  if (!place.ok()) return place.error();
+  length_ = place->length;
+  max_len_ever_ = place->max_len_ever;
+  pending_ = place->pending;
+  return {};
 }
 
 Result<std::vector<int64_t>> Session::encode(const std::string& text, bool starts) {
@@ -146,6 +227,13 @@ Status Session::check_tokens(std::span<const int64_t> tokens) const {
       return fail(ErrorCode::kInput, "tokens[", index, "] is token id ", tokens[index], ", outside the vocabulary of 0 to ",
                   manifest_.vocab_size - 1, "; tokenize with the model's own tokenizer");
     }
+  }
+  return {};
+}
+
+Status Session::check_encoded(int64_t position) const {
+  if (manifest_.encoder && !encoded_ && position == 0) {
+    return fail(ErrorCode::kInput, "nothing was encoded yet; call encode_input first");
   }
   return {};
 }

@@ -113,6 +113,23 @@ const std::map<std::string, std::function<void(const Fields&)>> kCommands = {
     {"prefill", [](const Fields& fields) { reply(session->prefill(integers(fields[1]), position_of(fields))); }},
     {"decode", [](const Fields& fields) { reply(session->decode(integer(fields[1]), position_of(fields))); }},
     {"rewind", [](const Fields& fields) { reply(session->rewind(integer(fields[1]))); }},
+    {"encode_ids", [](const Fields& fields) { reply(session->encode_input(std::span<const int64_t>(integers(fields[1])))); }},
+    {"encode_numbers", [](const Fields& fields) {
+       std::vector<float> values;
+       std::istringstream text(fields[1]);
+       for (float value; text >> value;) values.push_back(value);
+       reply(session->encode_input(std::span<const float>(values)));
+     }},
+    {"save", [](const Fields& fields) { reply(session->save_state(fields[1])); }},
+    {"load", [](const Fields& fields) { reply(session->load_state(fields[1])); }},
+    {"cancelled", [](const Fields& fields) {  // after so many tokens
+       int64_t left = integer(fields[2]);
+       const auto generation = session->generate(integers(fields[1]), options_of(fields, 3), [&left](int64_t) {
+         if (--left == 0) session->cancel();
+         return true;
+       });
+       generation.ok() ? reply(*generation, "") : reply(generation.error());
+     }},
     {"reset", [](const Fields&) { session->reset(), reply(Fields()); }},
     {"length", [](const Fields&) { reply({std::to_string(session->length()), std::to_string(session->room().value_or(-1))}); }},
     {"generate", [](const Fields& fields) {

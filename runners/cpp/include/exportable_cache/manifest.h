@@ -16,10 +16,22 @@ struct MethodSpec {
   int64_t min_length;
   int64_t max_length;
   std::optional<int64_t> kv_read_len{};  // reads only so many tokens of the cache, so it serves no later position
+  bool takes_encoded = false;            // takes what the encoder gave: the first step of a sequence, and those of several tokens
   int64_t scored_tokens = 0;             // gives logits of so many of the last tokens; 0 for those of the last alone
 
   /// Whether it is there to score a few tokens, and others feed prompts.
   bool only_scores() const { return scored_tokens > 0 && min_length > 1; }
+};
+
+/// The method `encode` of an encoder-decoder: one input, and for text which of it is padding.
+struct EncoderSpec {
+  std::string input;                // "input_ids", "input_features" or "input_values"
+  bool takes_ids;                   // token ids; otherwise float32 numbers
+  bool takes_mask;
+  std::vector<int64_t> shape;       // of the input without its rows; -1 is its length
+  int64_t min_length;
+  int64_t max_length;
+  int64_t multiple;                 // of what its length is
 };
 
 /// One cache layer: its slot policy (exportable_cache/cache/policies), with the fields of it that limit the layer, as far as it
@@ -41,8 +53,11 @@ struct Manifest {
   int64_t logits_size;  // ids that can come out: 0 to logits_size - 1, mostly all of them
   std::vector<MethodSpec> methods;  // those that give logits
   std::vector<LayerSpec> layers;
+  std::optional<EncoderSpec> encoder{};
+  std::optional<int64_t> start_token{};  // decoder_start_token_id of the generation config
   std::vector<int64_t> end_tokens;  // eos_token_id of the generation config; may be empty
   bool has_tokenizer;
+  std::string program_sha256;  // of program.pte, by which a saved state knows its program
 
   /// Path of program.pte and of tokenizer.json.
   std::string program_path() const;

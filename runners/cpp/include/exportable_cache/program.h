@@ -13,6 +13,14 @@ namespace exportable_cache {
 
 class Engine;
 
+/// What an encoder gave, as the steps of the decoder take it.
+struct Encoded {
+  std::vector<uint8_t> states;  // [1, encoder_length, hidden_size]
+  std::vector<int32_t> sizes;
+  int8_t scalar_type = 0;       // ExecuTorch's number of its dtype
+  int64_t length = 0;           // tokens of it that are no padding
+};
+
 /// The methods of one program. They share its cache, which starts at zero.
 class Program {
  public:
@@ -28,9 +36,15 @@ class Program {
 
   const std::vector<MethodSpec>& methods() const { return methods_; }
 
-  /// The method that serves a step of `length` tokens, after which the cache holds `end`, at the least cost; or null. With
-  /// `scores` one that gives the logits of each of them.
-  const MethodSpec* method_for(int64_t length, int64_t end, bool scores = false) const;
+  /// What a step needs of its method.
+  struct Need {
+    bool scores = false;       // the logits of each token
+    bool encodes = false;      // computes the cross-attention's keys and values: an encoder-decoder's first step
+    bool has_encoded = true;   // what the encoder gave is at hand
+  };
+
+  /// The method that serves a step of `length` tokens, after which the cache holds `end`, at the least cost; or null.
+  const MethodSpec* method_for(int64_t length, int64_t end, Need need) const;
 
   /// Most tokens that one step gives the logits of.
   int64_t scored_tokens() const;
@@ -42,7 +56,17 @@ class Program {
   ///
   /// `tokens` are `method.min_length` to `method.max_length` of them, the first goes to `position`. `logits` [scored,
   /// vocab_size] receives those of the last `scored` tokens, as float32 whatever the program computes in.
-  Status run(const MethodSpec& method, std::span<const int64_t> tokens, int64_t position, size_t scored, std::vector<float>& logits);
+  Status run(const MethodSpec& method, std::span<const int64_t> tokens, int64_t position, size_t scored, const Encoded* encoded,
+             std::vector<float>& logits);
+
+  /// Run the encoder over token ids, or over numbers, of which there are as many as `sizes` say.
+  ///
+  /// Of ids the last `padding` are none. Nothing is checked here.
+  Result<Encoded> encode(const EncoderSpec& encoder, const void* values, std::vector<int32_t> sizes, int32_t padding);
+
+  /// The memory that holds the cache; see `Engine::cache`.
+  std::span<uint8_t> cache() const;
+  void clear_cache() const;
 
  private:
   Program(std::vector<MethodSpec> methods, std::unique_ptr<Engine> engine);

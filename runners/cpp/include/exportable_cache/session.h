@@ -1,8 +1,10 @@
 // One running program and its position: prefill, decode, rewind, generate.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
@@ -28,9 +30,9 @@ struct GenerateOptions {
   int64_t prompt_lookup = 0;
 };
 
-enum class StopReason { kEndToken, kStopString, kMaxNewTokens, kCacheFull, kCallback };
+enum class StopReason { kEndToken, kStopString, kMaxNewTokens, kCacheFull, kCallback, kCancelled };
 
-/// "end_token", "stop_string", "max_new_tokens", "cache_full" or "callback".
+/// "end_token", "stop_string", "max_new_tokens", "cache_full", "callback" or "cancelled".
 const char* to_string(StopReason reason);
 
 /// How long a generation took, in seconds and tokens.
@@ -101,6 +103,13 @@ class Session {
   /// Feed one token; see `prefill`.
   Result<std::span<const float>> decode(int64_t token, std::optional<int64_t> position = {});
 
+  /// Give an encoder-decoder its input: token ids, or the numbers that a speech model's processor makes, the last dimension
+  /// innermost. The decoder begins anew at position 0; so it does after `reset`, with the same input.
+  ///
+  /// Error kInput if the model has no encoder, takes the other kind, or not so many; kRuntime if ExecuTorch fails.
+  Status encode_input(std::span<const int64_t> tokens);
+  Status encode_input(std::span<const float> values);
+
   /// Called with each token as it is chosen; false ends the generation.
   using OnToken = std::function<bool(int64_t token)>;
   /// Called with each piece of text, which never ends inside a character; false ends the generation.
@@ -112,11 +121,26 @@ class Session {
   /// Error as of `prefill`; kInput also for a wrong option, kCacheFull if the prompt with max_new_tokens does not fit.
   Result<Generation> generate(std::span<const int64_t> prompt, const GenerateOptions& options, const OnToken& on_token = {});
 
-  /// Text that follows a text. What ends it (an end token, a stop token or a stop string) is not given out. The newest token
+  /// Text that follows a text; an encoder-decoder's answer to it. What ends it (an end token, a stop token or a stop string) is not given out. The newest token
   /// of an earlier generation is fed in front of the prompt, unless it ended that.
   ///
   /// Error as of `generate`; kBundle if the bundle has no tokenizer that is known here.
   Result<Generation> generate_text(const std::string& prompt, const GenerateOptions& options, const OnText& on_text);
+
+  /// End the generation that is running, before its next step; from any thread, or a signal handler. Without one it does
+  /// nothing. What was fed stays in the cache.
+  void cancel() { cancelled_->store(true, std::memory_order_relaxed); }
+
+  /// Write where the session is, and what of its cache is not zeros, to a file: a prefix that is computed once, or a
+  /// conversation to be continued by another process. Of the same bundle only, and not for `Session` in Python.
+  ///
+  /// Error kInput if the file cannot be written; kBundle if the program does not keep its cache apart.
+  Status save_state(const std::string& path) const;
+
+  /// Go to where a session of this bundle was.
+  ///
+  /// Error kInput if the file cannot be read, is damaged, or is of another program; nothing changes then.
+  Status load_state(const std::string& path);
 
   /// Token ids of a text; with `starts`, as the first of a sequence. Opens the tokenizer at the first call.
   Result<std::vector<int64_t>> encode(const std::string& text, bool starts);
@@ -129,11 +153,16 @@ class Session {
 
   Status check_tokens(std::span<const int64_t> tokens) const;
   Status check_room(int64_t held, int64_t tokens, std::optional<int64_t> max_new_tokens) const;
+  Status check_encoded(int64_t position) const;
   Status check_options(const GenerateOptions& options) const;
   Status check_rewind(int64_t tokens) const;
-  Result<std::span<const float>> feed(std::span<const int64_t> tokens);
+  // With `may_stop` it ends early when the session is cancelled.
+  Result<std::span<const float>> feed(std::span<const int64_t> tokens, bool may_stop = false);
   // Feeds a few tokens in one step: logits [tokens, vocab_size] after each.
   Result<std::span<const float>> score(std::span<const int64_t> tokens);
+  Status encode_input(const void* values, std::vector<int32_t> sizes, int32_t padding);
+  // The method of a step of `size` tokens from here, or null.
+  const MethodSpec* method_for(int64_t size, bool scores = false) const;
   // What may follow `context`, whose newest token was not fed yet: at most as many as fit and can be taken back.
   std::span<const int64_t> propose(std::span<const int64_t> context, const GenerateOptions& options, int64_t given) const;
   bool is_end(int64_t token, const GenerateOptions& options) const;
@@ -146,6 +175,8 @@ class Session {
   std::optional<Tokenizer> tokenizer_;
   std::optional<Detokenizer> detokenizer_;
   std::vector<float> logits_;
+  std::optional<Encoded> encoded_;
+  std::unique_ptr<std::atomic<bool>> cancelled_ = std::make_unique<std::atomic<bool>>(false);
   int64_t length_ = 0;
   int64_t max_len_ever_ = 0;          // the most tokens held since position 0: a rewind's limit depends on it
   std::optional<int64_t> pending_;  // the newest token given out, while nothing was fed since and it ended nothing

@@ -1,0 +1,51 @@
+"""The layer of a reference sliding window: it keeps where the prompt ended."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..kernel import StateTensor
+from ..policies.circular import is_one
+from .layer import CacheLayer
+
+
+class PromptLayer(CacheLayer):
+    """Keys and values under a `PromptPolicy`, and the length of the prompt, int64 [batch_size].
+
+    A prompt is what a row begins with: its first step, and those of several tokens that go on from there. A step of one
+    token ends it, so that no graph has to be told. Zero is the right start, and a row at position 0 begins anew. So
+    sessions feed no part of a prompt as one token (`program.methods.chunk_sizes`), keep rows equally long
+    (`program.row_lengths`) and take nothing back (`PromptPolicy.max_rollback`).
+    """
+
+    prompt_length: torch.Tensor
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]
+        return False
+
+    def declare(self) -> dict[str, StateTensor]:
+        return {**super().declare(), "prompt_length": StateTensor("batch_size", dtype=torch.int64)}
+
+    def prompt_after(self, query_length: int) -> torch.Tensor:
+        """Length of the prompt once `query_length` more tokens have come, int64 [batch_size]."""
+        start = self.cumulative_length
+        goes_on = start == 0 if is_one(query_length) else (start == 0) | (start <= self.prompt_length)
+        return torch.where(goes_on, start + query_length, self.prompt_length)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `CacheLayer.update`."""
+        if self.residence is not None:
+            return self.residence.turn(self).update(key_states, value_states, *args, **kwargs)
+        self.check_update(key_states, value_states)
+        # As a change of this layer's own, see `CrossLayer.update`.
+        change = self.prompt_after(key_states.shape[2]) - self.prompt_length
+        if self.context.in_place:
+            self.prompt_length.add_(change)
+        else:
+            self.prompt_length = self.prompt_length + change
+        return super().update(key_states, value_states, *args, **kwargs)

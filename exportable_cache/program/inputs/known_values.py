@@ -1,0 +1,201 @@
+"""Values of tensors that a model's code asks for while it encodes: found beforehand, handed out under a tracer.
+
+The code of an encoder loops over grids and sizes, picks by masks, splits by lengths. A tracer has no values of tensors.
+But all of that depends on the size of an item only, for which a program is made, so the answers are the same in every
+run. Two runs over different pixels show that: an answer that differs is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ...errors import UnsupportedModelError
+
+_Site = tuple[str, int, str]
+_CHECKS = "transformers/utils/import_utils.py"
+# By name: torch.export has functions of its own in the place of some methods.
+_VALUES = "item __bool__ __int__ __index__ __float__ equal allclose is_nonzero numpy".split()
+_TENSORS = "nonzero unique unique_consecutive bincount argwhere".split()
+_FACTORIES = "arange zeros ones full empty linspace tensor as_tensor".split()
+_SIZED = (
+    "view reshape expand repeat tile unflatten narrow split tensor_split chunk new_zeros new_ones new_full new_empty "
+    "interpolate pad roll unfold"
+).split()
+
+
+class KnownValues:
+    """The answers of one run, by the place in the code that asked."""
+
+    def __init__(self) -> None:
+        self.found: dict[_Site, list[Any]] = {}
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Run a block over real tensors and keep what it asks for."""
+        self.found.clear()
+        with _Asked(self._record):
+            yield
+
+    @contextmanager
+    def handed_out(self) -> Iterator[None]:
+        """Run a block that gets the answers of the recorded one, in the same order at each place."""
+        asked: Counter[_Site] = Counter()
+
+        def answer(site: _Site, _: Callable[[], Any]) -> Any:
+            values = self.found.get(site, [])
+            if site[0].endswith(_CHECKS) and not values:
+                # transformers' checks ask differently under a tracer; the recorded run has passed them.
+                return True
+            asked[site] += 1
+            if asked[site] > len(values):
+                raise UnsupportedModelError(
+                    f"the encoder asks for a value of a tensor at {_place(site)} under the tracer only; leave out "
+                    "modalities, or run an eager session"
+                )
+            return values[asked[site] - 1]
+
+        with _Asked(answer):
+            yield
+        for site, times in asked.items():
+            if times < len(self.found.get(site, ())) and not site[0].endswith(_CHECKS):
+                raise UnsupportedModelError(
+                    f"the encoder asks for a value of a tensor at {_place(site)} {times} times under the tracer, "
+                    f"{len(self.found[site])} times elsewhere, so which is which is unknown; leave out modalities, or "
+                    "run an eager session"
+                )
+
+    def check_same(self, other: KnownValues, model_type: str) -> None:
+        """Refuse an encoder whose answers depend on pixels or samples.
+
+        Raises:
+            UnsupportedModelError: If so.
+        """
+        for site in {**self.found, **other.found}:
+            if not _same(self.found.get(site), other.found.get(site)):
+                raise UnsupportedModelError(
+                    f"the encoder of {model_type!r} decides by the values of pixels or samples at {_place(site)}, "
+                    "which no program of fixed shapes can; leave out modalities"
+                )
+
+    def _record(self, site: _Site, compute: Callable[[], Any]) -> Any:
+        value = compute()
+        self.found.setdefault(site, []).append(value)
+        return value
+
+
+class _Asked(TorchFunctionMode):
+    """Routes whatever depends on values through `answer(site, compute)`."""
+
+    def __init__(self, answer: Callable[[_Site, Callable[[], Any]], Any]) -> None:
+        super().__init__()
+        self._answer = answer
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(function, "__name__", "")
+        if name == "tolist":
+            # A tensor under a tracer asks for its elements one by one.
+            return self._elements(args[0])
+        if name in _VALUES or name in _TENSORS or (name == "where" and len(args) == 1 and not kwargs):
+            what = "value" if name in ("item", "__bool__", "__int__", "__index__", "__float__") else name
+            return self._ask(what, lambda: function(*args, **kwargs))
+        if name == "__getitem__":
+            return args[0][self._index(args[1])]
+        if name == "__setitem__":
+            target, index, value = args
+            if _is_mask(index) and not (isinstance(value, torch.Tensor) and value.dim()):
+                # Asks for nothing.
+                target.masked_fill_(index.reshape(*index.shape, *[1] * (target.dim() - index.dim())), value)
+            else:
+                target[self._index(index)] = value
+            return None
+        if name in _FACTORIES:
+            args = tuple(self._number(value) for value in args)
+            kwargs = {key: self._number(value) for key, value in kwargs.items()}
+        elif name in _SIZED:
+            args = (*args[:1], *(self._number(value) for value in args[1:]))
+            kwargs = {key: self._number(value) for key, value in kwargs.items()}
+        elif name in ("masked_scatter", "masked_scatter_"):
+            return self._scatter(*args, **kwargs)
+        elif name == "masked_select":
+            return args[0][self._index(args[1] if len(args) > 1 else kwargs["mask"])]
+        elif name == "repeat_interleave":
+            repeats = args[1] if len(args) > 1 else kwargs.get("repeats")
+            if isinstance(repeats, torch.Tensor):
+                return self._repeat(args[0], repeats, args[2] if len(args) > 2 else kwargs.get("dim"))
+        return function(*args, **kwargs)
+
+    def _ask(self, what: str, compute: Callable[[], Any]) -> Any:
+        frame = sys._getframe(2)
+        while frame is not None and (__file__ == frame.f_code.co_filename or "/torch/" in frame.f_code.co_filename):
+            frame = frame.f_back  # type: ignore[assignment]
+        return self._answer((frame.f_code.co_filename, frame.f_lineno, what), compute)
+
+    def _elements(self, tensor: torch.Tensor) -> Any:
+        if tensor.dim() == 0:
+            return self._ask("value", tensor.item)
+        return [self._elements(element) for element in tensor.unbind()]
+
+    def _number(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.dim() == 0:
+            return self._ask("value", value.item)
+        if isinstance(value, (list, tuple)) and any(isinstance(one, torch.Tensor) for one in value):
+            return type(value)(self._number(one) for one in value)
+        return value
+
+    def _index(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return slice(*(self._number(part) for part in (index.start, index.stop, index.step)))
+        parts = index if isinstance(index, tuple) else (index,)
+        found: list[Any] = []
+        for part in parts:
+            if _is_mask(part):
+                found.extend(self._ask("mask", functools.partial(part.nonzero, as_tuple=True)))
+            elif isinstance(part, torch.Tensor) and part.dim() == 0 and part.dtype != torch.bool:
+                found.append(self._number(part))
+            else:
+                found.append(self._index(part) if isinstance(part, slice) else part)
+        return tuple(found) if isinstance(index, tuple) or len(found) != 1 else found[0]
+
+    def _scatter(self, target: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        places = self._ask("scatter", lambda: mask.expand(target.shape).flatten().nonzero()[:, 0])
+        if places.shape[0] == target.numel():
+            return source.flatten()[: target.numel()].view(target.shape).to(target.dtype)
+        flat = target.flatten().index_put((places,), source.flatten()[: places.shape[0]])
+        return flat.view(target.shape)
+
+    def _repeat(self, tensor: torch.Tensor, repeats: torch.Tensor, dim: int | None) -> torch.Tensor:
+        if dim is None:
+            tensor, dim = tensor.flatten(), 0
+        size = tensor.shape[dim]
+        index = self._ask("repeats", lambda: torch.repeat_interleave(repeats.expand(size)))
+        return tensor.index_select(dim, index)
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, torch.Tensor) and index.dtype == torch.bool and index.dim() > 0
+
+
+def _place(site: _Site) -> str:
+    file, line, what = site
+    return f"{file.rpartition('/')[2]}:{line} ({what})"
+
+
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor):
+        return isinstance(right, torch.Tensor) and left.shape == right.shape and bool((left == right).all())
+    if isinstance(left, (list, tuple)):
+        return (
+            isinstance(right, (list, tuple))
+            and len(left) == len(right)
+            and all(_same(one, other) for one, other in zip(left, right))
+        )
+    return bool(type(left) is type(right) and (left == right if not hasattr(left, "shape") else (left == right).all()))

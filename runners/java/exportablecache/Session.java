@@ -1,0 +1,185 @@
+package exportablecache;
+
+import java.nio.charset.StandardCharsets;
+import java.util.function.LongPredicate;
+import java.util.function.Predicate;
+
+/**
+ * A program and its position, on the C interface (exportable_cache.h): from Java and Kotlin, on a desktop or on Android.
+ *
+ * <p>Used by one thread at a time, but for {@link #cancel}. Close it: its cache is not the garbage collector's.
+ */
+public final class Session implements AutoCloseable {
+  static {
+    System.loadLibrary("exportable_cache_jni");
+  }
+
+  /** How tokens are generated: greedy, and all that fits, unless told otherwise. */
+  public static final class Options {
+    public long maxNewTokens = 0; // 0: as many as fit
+    public double temperature = 0; // 0: always the likeliest token
+    public long topK = 0; // 0: all
+    public double topP = 1; // 1: all
+    public Long seed = null; // the same draws every time
+    public long[] stopTokens = {};
+    public String[] stopStrings = {};
+    public long promptLookup = 0; // most tokens proposed a step from the text itself; 0: none
+  }
+
+  /** Why a generation ended, in the order of ec_stop. */
+  public enum Stop { END_TOKEN, STOP_STRING, MAX_NEW_TOKENS, CACHE_FULL, CALLBACK, CANCELLED }
+
+  /** What came of a generation; seconds. */
+  public static final class Statistics {
+    public final long promptTokens, generatedTokens, proposedTokens, acceptedTokens;
+    public final double timeToFirstToken, decodeSeconds;
+    public final Stop stop;
+
+    Statistics(long[] counts, double[] seconds) {
+      promptTokens = counts[0];
+      generatedTokens = counts[1];
+      proposedTokens = counts[2];
+      acceptedTokens = counts[3];
+      stop = Stop.values()[(int) counts[4]];
+      timeToFirstToken = seconds[0];
+      decodeSeconds = seconds[1];
+    }
+  }
+
+  /** A call that was refused or failed; the message has the value, the limit and the remedy. */
+  public static final class Failure extends RuntimeException {
+    private static final long serialVersionUID = 1;
+
+    /** An ec_status: 1 a wrong argument, 2 a full cache, 3 the bundle, 4 the runtime. */
+    public final int status;
+
+    Failure(int status, byte[] message) {
+      super(text(message));
+      this.status = status;
+    }
+  }
+
+  private long handle;
+
+  /** Open the bundle in a folder, at position 0. */
+  public Session(String folder) {
+    handle = open(bytes(folder));
+  }
+
+  @Override
+  public synchronized void close() {
+    close(handle);
+    handle = 0;
+  }
+
+  /** Feed tokens after those that are held: logits of the last one. */
+  public float[] prefill(long[] tokens) {
+    return prefill(open(), tokens);
+  }
+
+  /** Give an encoder-decoder its input; the decoder begins anew. */
+  public void encodeInput(long[] tokens) {
+    encodeTokens(open(), tokens);
+  }
+
+  /** Give a speech model's encoder the numbers that its processor makes; the decoder begins anew. */
+  public void encodeInput(float[] values) {
+    encodeValues(open(), java.util.Objects.requireNonNull(values));
+  }
+
+  /** Take back the newest tokens. */
+  public void rewind(long tokens) {
+    rewind(open(), tokens);
+  }
+
+  /** Start anew at position 0. */
+  public void reset() {
+    rewind(open(), length());
+  }
+
+  /** Tokens that are held. */
+  public long length() {
+    return lengths(open())[0];
+  }
+
+  /** Tokens that can be held in all; -1 for any number. */
+  public long maxLength() {
+    return lengths(open())[1];
+  }
+
+  /** Tokens that follow a prompt; the callback returns false to end it. */
+  public Statistics generate(long[] prompt, Options options, LongPredicate onToken) {
+    double[] seconds = new double[2];
+    return new Statistics(generate(open(), prompt, null, options, stops(options), onToken, seconds), seconds);
+  }
+
+  /** Text that follows a text; the callback returns false to end it. */
+  public Statistics generateText(String prompt, Options options, Predicate<String> onText) {
+    double[] seconds = new double[2];
+    Predicate<byte[]> onBytes = piece -> onText.test(text(piece));
+    return new Statistics(generate(open(), null, bytes(prompt), options, stops(options), onBytes, seconds), seconds);
+  }
+
+  /** Token ids of a text. */
+  public long[] tokenize(String text, boolean starts) {
+    return tokenize(open(), bytes(text), starts);
+  }
+
+  /** End the generation that is running, from any thread. */
+  public void cancel() {
+    cancel(open());
+  }
+
+  /** Write where the session is to a file. */
+  public void saveState(String path) {
+    state(open(), bytes(path), true);
+  }
+
+  /** Go to where a session of this bundle was. */
+  public void loadState(String path) {
+    state(open(), bytes(path), false);
+  }
+
+  private long open() {
+    if (handle == 0) throw new IllegalStateException("the session is closed");
+    return handle;
+  }
+
+  // Java's own encoding of strings for C is another one than UTF-8.
+  private static byte[] bytes(String text) {
+    return (text + "\0").getBytes(StandardCharsets.UTF_8);
+  }
+
+  private static String text(byte[] bytes) {
+    return new String(bytes, StandardCharsets.UTF_8);
+  }
+
+  private static byte[][] stops(Options options) {
+    byte[][] found = new byte[options.stopStrings.length][];
+    for (int index = 0; index < found.length; ++index) found[index] = bytes(options.stopStrings[index]);
+    return found;
+  }
+
+  private static native long open(byte[] folder);
+
+  private static native void close(long session);
+
+  private static native float[] prefill(long session, long[] tokens);
+
+  private static native void rewind(long session, long tokens);
+
+  private static native long[] lengths(long session);
+
+  private static native long[] generate(
+      long session, long[] tokens, byte[] text, Options options, byte[][] stops, Object callback, double[] seconds);
+
+  private static native void encodeTokens(long session, long[] tokens);
+
+  private static native void encodeValues(long session, float[] values);
+
+  private static native long[] tokenize(long session, byte[] text, boolean starts);
+
+  private static native void cancel(long session);
+
+  private static native void state(long session, byte[] path, boolean save);
+}

@@ -1,0 +1,126 @@
+// A program and its position, on the C interface (exportable_cache.h).
+import CExportableCache
+
+/// A call that was refused or failed; the message has the value, the limit and the remedy.
+public struct Failure: Error, CustomStringConvertible {
+    public let status: UInt32
+    public let description: String
+}
+
+/// How tokens are generated: greedy, and all that fits, unless told otherwise.
+public struct Options {
+    public var maxNewTokens: Int64 = 0  // 0: as many as fit
+    public var temperature: Double = 0  // 0: always the likeliest token
+    public var topK: Int64 = 0  // 0: all
+    public var topP: Double = 1  // 1: all
+    public var seed: UInt64?
+    public var promptLookup: Int64 = 0  // most tokens proposed a step from the text itself; 0: none
+
+    public init() {}
+
+    fileprivate var c: ec_options {
+        var options = ec_options()
+        ec_options_init(&options, MemoryLayout<ec_options>.size)
+        options.max_new_tokens = maxNewTokens
+        options.temperature = temperature
+        options.top_k = topK
+        options.top_p = topP
+        options.prompt_lookup = promptLookup
+        if let seed {
+            options.seed = seed
+            options.has_seed = 1
+        }
+        return options
+    }
+}
+
+/// Used by one thread at a time, but for `cancel`.
+public final class Session {
+    private let handle: OpaquePointer
+
+    /// Open the bundle in a folder, at position 0.
+    public init(_ folder: String) throws {
+        var opened: OpaquePointer?
+        try check(ec_open(folder, &opened))
+        handle = opened!
+    }
+
+    deinit { ec_close(handle) }
+
+    /// Tokens that are held.
+    public var length: Int64 {
+        var held: Int64 = 0
+        ec_length(handle, &held, nil)
+        return held
+    }
+
+    /// Feed tokens after those that are held: logits of the last one.
+    public func prefill(_ tokens: [Int64]) throws -> [Float] {
+        var logits: UnsafePointer<Float>?
+        var vocab = 0
+        try check(ec_prefill(handle, tokens, tokens.count, &logits, &vocab))
+        return Array(UnsafeBufferPointer(start: logits, count: vocab))
+    }
+
+    /// Take back the newest tokens.
+    public func rewind(_ tokens: Int64) throws { try check(ec_rewind(handle, tokens)) }
+
+    /// Start anew at position 0.
+    public func reset() throws { try check(ec_reset(handle)) }
+
+    /// End the generation that is running, from any thread.
+    public func cancel() { ec_cancel(handle) }
+
+    /// Write where the session is to a file.
+    public func saveState(_ path: String) throws { try check(ec_save_state(handle, path)) }
+
+    /// Go to where a session of this bundle was.
+    public func loadState(_ path: String) throws { try check(ec_load_state(handle, path)) }
+
+    /// Tokens that follow a prompt; the callback returns false to end it.
+    @discardableResult
+    public func generate(_ prompt: [Int64], _ options: Options = Options(), onToken: (Int64) -> Bool) throws -> ec_statistics {
+        try withoutActuallyEscaping(onToken) { taker in
+            let box = Box(taker)
+            var (how, statistics) = (options.c, emptyStatistics())
+            let status = ec_generate(
+                handle, prompt, prompt.count, &how,
+                { token, user in Unmanaged<Box<(Int64) -> Bool>>.fromOpaque(user!).takeUnretainedValue().value(token) ? 1 : 0 },
+                Unmanaged.passUnretained(box).toOpaque(), &statistics)
+            try withExtendedLifetime(box) { try check(status) }
+            return statistics
+        }
+    }
+
+    /// Text that follows a text; the callback returns false to end it.
+    @discardableResult
+    public func generateText(_ prompt: String, _ options: Options = Options(), onText: (String) -> Bool) throws -> ec_statistics {
+        try withoutActuallyEscaping(onText) { taker in
+            let box = Box(taker)
+            var (how, statistics) = (options.c, emptyStatistics())
+            let status = ec_generate_text(
+                handle, prompt, &how,
+                { piece, _, user in
+                    Unmanaged<Box<(String) -> Bool>>.fromOpaque(user!).takeUnretainedValue().value(String(cString: piece!)) ? 1 : 0
+                },
+                Unmanaged.passUnretained(box).toOpaque(), &statistics)
+            try withExtendedLifetime(box) { try check(status) }
+            return statistics
+        }
+    }
+}
+
+private final class Box<Value> {
+    let value: Value
+    init(_ value: Value) { self.value = value }
+}
+
+private func emptyStatistics() -> ec_statistics {
+    var statistics = ec_statistics()
+    statistics.size = MemoryLayout<ec_statistics>.size
+    return statistics
+}
+
+private func check(_ status: ec_status) throws {
+    if status != EC_OK { throw Failure(status: status.rawValue, description: String(cString: ec_error())) }
+}

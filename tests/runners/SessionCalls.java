@@ -1,0 +1,93 @@
+import exportablecache.Session;
+import java.util.ArrayList;
+import java.util.Arrays;
+import java.util.List;
+import java.util.stream.Collectors;
+
+/** Calls of exportablecache.Session; one line of text for each. */
+final class SessionCalls {
+  private static long[] ids(String text) {
+    return Arrays.stream(text.split(" ")).mapToLong(Long::parseLong).toArray();
+  }
+
+  private static String joined(List<Long> tokens) {
+    return tokens.stream().map(String::valueOf).collect(Collectors.joining(" "));
+  }
+
+  private static String refused(Runnable call) {
+    try {
+      call.run();
+      return "nothing was refused";
+    } catch (Session.Failure failure) {
+      return failure.status + " " + failure.getMessage();
+    }
+  }
+
+  public static void main(String[] arguments) {
+    String bundle = arguments[0], state = arguments[1], question = arguments[3];
+    long[] prompt = ids(arguments[2]);
+    Session closed;
+    try (Session session = new Session(bundle)) {
+      closed = session;
+      Session.Options options = new Session.Options();
+      options.maxNewTokens = 8;
+      List<Long> tokens = new ArrayList<>();
+      Session.Statistics statistics = session.generate(prompt, options, token -> tokens.add(token));
+      System.out.println(joined(tokens));
+      System.out.println(statistics.promptTokens + " " + statistics.generatedTokens + " " + statistics.stop);
+
+      session.reset();
+      float[] logits = session.prefill(prompt);
+      session.saveState(state);
+      float[] next = session.prefill(new long[] {7});
+      try (Session other = new Session(bundle)) {
+        other.loadState(state);
+        System.out.println(other.length() + " " + other.maxLength() + " " + Arrays.equals(next, other.prefill(new long[] {7})));
+      }
+      session.rewind(1);
+      System.out.println(session.length() + " " + logits.length);
+
+      session.reset();
+      StringBuilder text = new StringBuilder();
+      session.generateText(question, new Session.Options(), piece -> text.append(piece) != null);
+      System.out.println(text);
+      System.out.println(joined(Arrays.stream(session.tokenize(question, true)).boxed().collect(Collectors.toList())));
+
+      session.reset();
+      tokens.clear();
+      options.stopStrings = new String[] {"2"};
+      options.stopTokens = new long[] {3};
+      options.temperature = 1.5;
+      options.topK = 20;
+      options.seed = 5L;
+      statistics = session.generate(prompt, options, token -> {
+        tokens.add(token);
+        if (tokens.size() == 2) session.cancel();
+        return true;
+      });
+      System.out.println(tokens.size() + " " + statistics.stop);
+
+      session.reset();
+      try {
+        session.generate(prompt, new Session.Options(), token -> { throw new IllegalArgumentException("from the callback"); });
+      } catch (IllegalArgumentException failure) {
+        System.out.println(failure.getMessage());
+      }
+      System.out.println(refused(() -> session.prefill(new long[] {1000000})));
+      System.out.println(refused(() -> session.encodeInput(new long[] {1})));
+      System.out.println(refused(() -> session.encodeInput(new float[] {1})));
+      System.out.println(refused(() -> session.loadState(bundle)));
+      System.out.println(refused(() -> new Session(state)));
+      try {
+        session.prefill(null);
+      } catch (NullPointerException failure) {
+        System.out.println("null");
+      }
+    }
+    try {
+      closed.length();
+    } catch (IllegalStateException failure) {
+      System.out.println(failure.getMessage());
+    }
+  }
+}

@@ -1,0 +1,276 @@
+"""Pictures, film and sound of every architecture that takes them: tiny whole models against themselves. `make zoo-media`, or
+`python -m tests.zoo.media --help`.
+
+Each kind of each architecture is fed in prompts with one item and with two, amid text, and compared with the whole model in
+eager attention, teacher-forced. Results are one JSON file each in `artifacts/zoo-media/`; what is there is not run again.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import argparse
+import json
+import multiprocessing
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import transformers
+from transformers import DynamicCache, PreTrainedModel
+
+from exportable_cache import ExportableCache, Session
+from exportable_cache.backends import backend_for
+from exportable_cache.models.layout import vocab_size_of
+from exportable_cache.program.inputs.modality import Modality, joined_items, modalities_of
+from exportable_cache.program.inputs.probe import prompt_with
+from exportable_cache.program.program import Program
+from exportable_cache.program.spec import ProgramSpec
+
+from ..support.sessions import describe
+from .architectures import Architecture, architectures
+from .build import tiny_model
+from .check import TOLERANCE, Outcome, _outcome_of, write_json
+from .media_items import TOWERS, axis_of, item, kinds_of
+from .media_table import write_media_table
+from .overrides import OVERRIDES
+from .shrink import FIRST_TOKEN, VOCAB
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "artifacts" / "zoo-media"
+TARGETS = ("eager", "pt2", "executorch")
+LIMITS = {"eager": 200, "pt2": 400, "executorch": 600}
+STEPS = 12
+#: Text tokens around items: one item, two, and one behind a chunk of text.
+PROMPTS = ((2, 3), (3, 2, 5), (18, 2))
+
+
+def media_rows() -> list[Architecture]:
+    """Architectures that take pictures, film or sound beside text."""
+    rows = [row for row in architectures() if row.group in ("image", "audio")]
+    return rows + [row for row in architectures() if row.model_type in ("audioflamingo3", "musicflamingo")]
+
+
+def tiny_media_model(row: Architecture) -> PreTrainedModel:
+    """A random whole model whose towers fit together."""
+    merged = {name: {**OVERRIDES.get(name, {}), **fields} for name, fields in TOWERS.items()}
+    with mock.patch.dict(OVERRIDES, merged), mock.patch.dict("tests.zoo.build.DECODERS", clear=True):
+        return tiny_model(row)
+
+
+def check_media(row: Architecture, kind: str, target: str, model: PreTrainedModel | None = None) -> Outcome:
+    """One kind of one architecture on one target."""
+    start = time.monotonic()
+    try:
+        model = tiny_media_model(row) if model is None else model
+        outcome = _run(model, kind, target)
+    except Exception as error:  # any model's code runs here
+        outcome = _outcome_of(error)
+    outcome.seconds = round(time.monotonic() - start, 1)
+    return outcome
+
+
+@torch.no_grad()
+def _run(model: PreTrainedModel, kind: str, target: str) -> Outcome:
+    example = item(model, kind)
+    (modality,) = modalities_of(model, {kind: example})
+    prompts = [_prompt(model, modality, example, pieces) for pieces in PROMPTS]
+    following = torch.randint(FIRST_TOKEN, VOCAB, (1, STEPS), generator=torch.Generator().manual_seed(5))
+    references = []
+    for prompt in prompts:
+        references.append(reference(model, prompt, following))
+    other = dict(prompts[0])
+    for name in (spec.name for spec in modality.inputs):
+        other[name] = other[name].flip(-1)
+    moved = (reference(model, other, following) - references[0]).abs().max().item()
+    if not moved > 1e-2:
+        raise RuntimeError(f"no test: another item moves the logits by {moved:.1e}")
+    longest = max(prompt["input_ids"].shape[1] for prompt in prompts)
+    cache = ExportableCache.from_model(model, longest + STEPS + 4)
+    chunk = longest if modality.facts.sees else 16
+    with _session(model, cache, modality, target, chunk) as session:
+        difference = 0.0
+        for prompt, expected in zip(prompts, references):
+            session.reset()
+            given = {name: tensor for name, tensor in prompt.items() if "token_type" not in name}
+            rows = [session.prefill(**given)] + [session.decode(following[:, step]) for step in range(STEPS)]
+            difference = max(difference, (torch.stack(rows, 1) - expected).abs().max().item())
+    limit = TOLERANCE * max(1.0, max(expected.abs().max().item() for expected in references) / 10)
+    mechanism = mechanism_of(modality)
+    return Outcome("pass" if difference <= limit else "wrong", difference, mechanism)
+
+
+def mechanism_of(modality: Modality) -> str:
+    """By what items reach the decoder."""
+    found = ["places"]
+    if modality.facts.fixed:
+        found.append("sizes")
+    if modality.travels:
+        found.append("features beside")
+    if modality.facts.positions:
+        found.append(f"{len(modality.facts.positions)} axes")
+    if modality.facts.sees:
+        found.append(f"sees {modality.facts.sees}")
+    return ", ".join(found)
+
+
+def _prompt(
+    model: PreTrainedModel, modality: Modality, example: dict[str, torch.Tensor], pieces: tuple[int, ...]
+) -> dict[str, torch.Tensor]:
+    items = [item(model, modality.kind, seed) for seed in range(1, len(pieces))]
+    together = joined_items(items, axis_of(model))
+    given = prompt_with(model, modality.kind, pieces, modality.tokens, modality.token_id, **together)
+    random = torch.randint(
+        FIRST_TOKEN, VOCAB, given["input_ids"].shape, generator=torch.Generator().manual_seed(sum(pieces))
+    )
+    # Special tokens stay: placeholders, and what stands around items.
+    given["input_ids"] = torch.where(given["input_ids"] < FIRST_TOKEN, given["input_ids"], random)
+    if modality.facts.sees == "prompt":
+        given["token_type_ids"] = torch.zeros_like(given["input_ids"])
+    return given
+
+
+@torch.no_grad()
+def reference(model: PreTrainedModel, inputs: dict[str, torch.Tensor], following: torch.Tensor) -> torch.Tensor:
+    """Logits of the whole model in eager attention after the prompt and after each later token, [1, STEPS + 1, vocab]."""
+    for module in model.modules():
+        if "rope_deltas" in module.__dict__:
+            # Those of an earlier prompt would count.
+            module.rope_deltas = None
+    cache = DynamicCache(config=model.config.get_text_config())
+    rows = [model(**inputs, past_key_values=cache, use_cache=True).logits[:, -1]]
+    for position in range(following.shape[1]):
+        given = {"input_ids": following[:, position : position + 1]}
+        rows.append(model(**given, past_key_values=cache, use_cache=True).logits[:, -1])
+    return torch.stack(rows, dim=1)
+
+
+@contextmanager
+def _session(
+    model: PreTrainedModel, cache: ExportableCache, modality: Modality, target: str, chunk: int
+) -> Iterator[Session]:
+    placeholders = {modality.method.name: modality.token_id}
+    if target == "eager":
+        with mock.patch("exportable_cache.session.live.modalities_of", lambda *_: (modality,)):
+            with Session.from_model(
+                model, cache, prefill_chunk=chunk, modalities=[modality.kind], buckets=False
+            ) as found:
+                yield found
+        return
+    backend = backend_for(target)
+    spec = backend.program_spec(ProgramSpec(chunk, modalities=(modality,)), backend.options())
+    program = Program(model, cache, spec)
+    # Every prompt here has an item: steps that take several tokens by id are not run.
+    program.methods.pop("prefill"), program.modules.pop("prefill")
+    with tempfile.TemporaryDirectory() as folder:
+        backend.lower(program, Path(folder), backend.options())
+        runner = backend.open(Path(folder), describe(program))
+        yield Session(
+            runner, cache.layers, vocab_size_of(model), batch_size=1, target=target, placeholders=placeholders
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.zoo.media", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", help="model types, comma-separated")
+    parser.add_argument("--targets", default=",".join(TARGETS))
+    parser.add_argument(
+        "--kinds", default="image,video,audio", help="comma-separated; what takes one alone runs always"
+    )
+    parser.add_argument("--redo", action="store_true", help="run again what has a result")
+    parser.add_argument("--status", help="run again what has one of these results, comma-separated")
+    parser.add_argument("--table", action="store_true", help="only write docs/media.md from the results there are")
+    arguments = parser.parse_args()
+    if not arguments.table:
+        transformers.logging.set_verbosity_error()
+        warnings.simplefilter("ignore")
+        torch.set_num_threads(1)
+        only = arguments.only.split(",") if arguments.only else None
+        for row in media_rows():
+            if only is None or row.model_type in only:
+                _run_row(row, arguments)
+    write_media_table(RESULTS)
+
+
+def read_media(model_type: str) -> dict[str, Any]:
+    """What is known of an architecture: outcomes by kind and target."""
+    path = RESULTS / f"{model_type}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _run_row(row: Architecture, arguments: argparse.Namespace) -> None:
+    targets = arguments.targets.split(",")
+    known = read_media(row.model_type)
+    statuses = arguments.status.split(",") if arguments.status else []
+    jobs = [("", "kinds")] if not known or arguments.redo else []
+    for _, step in jobs:
+        found = _apart(row, "", step, 120)
+        known = {kind: known.get(kind, {}) for kind in found} if isinstance(found, list) else {"": {"eager": found}}
+    for kind in known:
+        for target in targets if kind and (kind in arguments.kinds or len(known) == 1) else ():
+            old = known[kind].get(target)
+            if old is not None and not arguments.redo and old["status"] not in statuses:
+                continue
+            if target != "eager" and known[kind].get("eager", {}).get("status") != "pass":
+                continue
+            known[kind][target] = _apart(row, kind, target, LIMITS[target])
+            # Another run may have written since.
+            written = read_media(row.model_type)
+            known = {each: {**written.get(each, {}), **known[each]} for each in known} if not arguments.redo else known
+            write_json(RESULTS / f"{row.model_type}.json", known)
+            told = known[kind][target]
+            print(
+                row.model_type,
+                kind,
+                target,
+                told["status"],
+                told["difference"],
+                told["reason"][:300],
+                told["where"][-1:],
+                flush=True,
+            )
+    write_json(RESULTS / f"{row.model_type}.json", known)
+
+
+def _apart(row: Architecture, kind: str, target: str, limit: int) -> Any:
+    """In a process of its own, which may die or hang."""
+    context = multiprocessing.get_context("fork")
+    reader, writer = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(row, kind, target, writer), daemon=True)
+    process.start()
+    writer.close()
+    lost = asdict(Outcome("error", reason=f"no result within {limit} s"))
+    try:
+        return reader.recv() if reader.poll(limit) else lost
+    except EOFError:
+        return asdict(Outcome("error", reason="the process died"))
+    finally:
+        process.kill()
+        process.join()
+
+
+def _child(row: Architecture, kind: str, target: str, writer: Any) -> None:
+    torch.set_num_threads(1)
+    log = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(log, 2)
+    if target == "kinds":
+        try:
+            writer.send(list(kinds_of(tiny_media_model(row))))
+        except Exception as error:
+            writer.send(asdict(_outcome_of(error)))
+        return
+    writer.send(asdict(check_media(row, kind, target)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""One family a mechanism of pictures and sound; with --full every one that docs/media.json says passes."""
+
+from __future__ import annotations
+
+import json
+from unittest import mock
+
+import pytest
+import torch
+
+from exportable_cache import ExportableCache, Session
+from exportable_cache.program.inputs.modality import joined_items, modalities_of
+from exportable_cache.program.inputs.probe import prompt_with
+
+from .media import STEPS, check_media, media_rows, reference, tiny_media_model
+from .media_items import TOWERS, item
+from .media_table import DOCUMENT
+from .shrink import FIRST_TOKEN, VOCAB
+
+#: By what items reach the decoder, one of each; grids and images that see themselves are in tests/test_multimodal.py.
+MECHANISMS = {
+    "places, of tiles in a batch": ("idefics3", "image"),
+    "sizes, of tiles of one picture": ("llava_next", "image"),
+    "one long sequence": ("minicpmv4_6", "image"),
+    "features beside, by layer": ("granite4_vision", "image"),
+    "features beside, of every token": ("gemma4", "image"),
+    "a prompt that sees itself": ("paligemma", "image"),
+    "positions by tokens around items": ("qwen2_5_omni_thinker", "video"),
+    "frames of sound with lengths": ("qwen2_audio", "audio"),
+}
+#: Refused, and what the reason must say.
+REFUSED = {
+    ("hunyuan_vl", "image"): "the positions of its tokens depend on more than where an item starts",
+    ("blip", "image"): "names no token that stands for image",
+}
+
+
+def _known() -> list[tuple[str, str]]:
+    found = json.loads(DOCUMENT.with_suffix(".json").read_text())
+    return [
+        (name, kind)
+        for name, kinds in found.items()
+        for kind, targets in kinds.items()
+        if targets.get("eager", {}).get("status") == "pass"
+    ]
+
+
+@pytest.mark.parametrize(
+    "model_type, kind",
+    [
+        *MECHANISMS.values(),
+        *(pytest.param(*one, marks=pytest.mark.full) for one in _known() if one not in MECHANISMS.values()),
+    ],
+)
+def test_items_equal_the_whole_model(model_type: str, kind: str) -> None:
+    (row,) = (row for row in media_rows() if row.model_type == model_type)
+    outcome = check_media(row, kind, "eager")
+    assert outcome.status == "pass", outcome
+
+
+@torch.no_grad()
+def test_tokens_of_an_item_that_see_each_other_in_some_layers() -> None:
+    """As in the larger models of Gemma 4."""
+    (row,) = (row for row in media_rows() if row.model_type == "gemma4")
+    with mock.patch.dict(TOWERS, {"gemma4_text": {"use_bidirectional_attention": "vision"}}):
+        model = tiny_media_model(row)
+    outcome = check_media(row, "image", "eager", model)
+    assert outcome.status == "pass" and "sees sliding item" in outcome.reason, outcome
+
+
+@torch.no_grad()
+def test_frames_that_lie_apart_are_items_of_their_own() -> None:
+    """As a processor gives them: one grid for a video, each frame behind its time."""
+    (row,) = (row for row in media_rows() if row.model_type == "qwen3_vl")
+    model = tiny_media_model(row)
+    video = item(model, "video")
+    (modality,) = modalities_of(model, {"video": video})
+    frames = joined_items([video, item(model, "video", 1)], 0)
+    frames["video_grid_thw"] = torch.tensor([[2, *video["video_grid_thw"][0, 1:].tolist()]])
+    prompt = prompt_with(model, "video", (3, 2, 4), modality.tokens, modality.token_id, **frames)
+    following = torch.randint(FIRST_TOKEN, VOCAB, (1, STEPS), generator=torch.Generator().manual_seed(5))
+    expected = reference(model, prompt, following)
+    session = Session.from_model(model, ExportableCache.from_model(model, 64), modalities={"video": video})
+    rows = [session.prefill(**prompt)] + [session.decode(following[:, step]) for step in range(STEPS)]
+    assert (torch.stack(rows, dim=1) - expected).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("model_type, kind", REFUSED)
+def test_what_is_not_understood_is_refused(model_type: str, kind: str) -> None:
+    (row,) = (row for row in media_rows() if row.model_type == model_type)
+    outcome = check_media(row, kind, "eager")
+    assert outcome.status == "refused" and REFUSED[model_type, kind] in outcome.reason, outcome
