@@ -257,3 +257,29 @@ def test_plan_refuses_options_as_the_cache_does():
         "position bias"
         in plan(AutoConfig.for_model("bloom", n_layer=1, hidden_size=32, n_head=2), LENGTH, attention_sinks=2).refusal
     )
+
+
+def test_plan_of_several_ranks():
+    config = tiny_model("gemma3_text").config
+    whole, made = plan(config, 64), plan(config, 64, tensor_parallel=2)
+    ranks = made.tensor_parallel
+    assert made.cache_bytes == whole.cache_bytes and whole.tensor_parallel is None
+    lengths = 8 * len(made.layers)
+    assert ranks.split_layers == (0, 1) and ranks.replicated_bytes == lengths
+    assert ranks.cache_bytes == lengths + (whole.cache_bytes - lengths) // 2
+    # Sums of each layer and of the embedding, the logits, and the token.
+    assert (ranks.messages, ranks.sums) == (2 * 2 + 1 + 1 + 1, 2 * 2 + 1)
+    assert json.loads(json.dumps(made.to_dict()))["tensor_parallel"]["ranks"] == 2
+
+
+@pytest.mark.parametrize("ranks", [0, 1, True, 2.0, 3, 8])
+def test_plan_refuses_ranks_that_cannot_have_equal_parts(ranks):
+    words = "2 and 4 heads; use 1 or 2" if ranks in (3, 8) else "int of at least 2"
+    with pytest.raises(InputError, match=words):
+        plan(tiny_model("llama").config, 64, tensor_parallel=ranks)
+
+
+def test_plan_of_several_ranks_needs_a_plan_of_transformers():
+    with pytest.raises(UnsupportedModelError, match="no tensor parallel plan"):
+        config = AutoConfig.for_model("mamba", hidden_size=16, num_hidden_layers=2, vocab_size=32, state_size=4)
+        plan(config, 64, tensor_parallel=2)

@@ -184,13 +184,23 @@ class Census(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def census(me: Rank) -> Any:
-    running = session(me)
+def sent_by_a_step(running: Session) -> tuple[dict[str, int], int]:
+    """What a step of plain decoding sends, by operator, and the bytes handed over."""
+    running.reset()
     steps = running.generate(REPEATED, max_new_tokens=8)
     next(steps)
     with Census() as found:
         next(steps)
+    steps.close()
     return found.counts, found.bytes
+
+
+def census(me: Rank) -> Any:
+    return sent_by_a_step(session(me))
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 @contextmanager
@@ -261,5 +271,7 @@ def families(me: Rank) -> dict[str, Any]:
                 "bytes": [layer.nbytes for layer in running.cache.layers],
                 "split": running.cache.heads_are_split,
                 "fingerprint": running.fingerprint,
+                "weights": sum(_local(one).nbytes for one in me.model(path.name).parameters()),
+                "sent": sent_by_a_step(running),
             }
     return found

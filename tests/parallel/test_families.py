@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from exportable_cache import ExportableCache, Session
+from exportable_cache.pipeline.sizing import plan
 
 from ..support.models import tiny_model, tokens
 from ..support.oracle import reference_logits
@@ -76,6 +77,13 @@ def test_logits_and_bytes_of_a_family(name: str, found: list[dict[str, Any]]) ->
             shared = layer.cumulative_length.nbytes
             assert given - shared == (layer.nbytes - shared) // (len(found) if is_split else 1)
         assert result["fingerprint"] == single.fingerprint
+        planned = plan(model.config, CAPACITY, tensor_parallel=len(found)).tensor_parallel
+        assert planned.cache_bytes == sum(result["bytes"])
+        assert planned.split_layers == tuple(index for index, is_split in enumerate(split) if is_split)
+        assert planned.weights_bytes == result["weights"]
+        counts, _ = result["sent"]
+        assert sum(counts.values()) == planned.messages
+        assert sum(count for kind, count in counts.items() if "reduce" in kind) == planned.sums
 
 
 @pytest.mark.full

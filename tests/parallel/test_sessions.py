@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from exportable_cache import ExportableCache, Session
 from exportable_cache.models.fingerprint import fingerprint
+from exportable_cache.pipeline.sizing import plan
 
 from ..support.models import tiny_model, tokens
 from ..support.oracle import reference_logits
@@ -181,6 +182,11 @@ def test_a_step_sends_two_sums_a_layer(found: list[dict[str, Any]]) -> None:
     others = {name: count for name, count in counts.items() if "reduce" not in name}
     assert sum(others.values()) == 2, "the parts of the logits, and the token"
     assert sent == 4 * hidden * sums + 4 * vocab // 2 + 8
+    planned = plan(config, CAPACITY, tensor_parallel=2).tensor_parallel
+    assert (planned.messages, planned.sums) == (sum(counts.values()), sums)
+    # Of what is gathered, the whole.
+    assert planned.message_bytes == sent + 4 * vocab // 2
+    assert planned.sent_bytes == 4 * hidden * sums + 4 * vocab // 2 + 8
 
 
 def test_a_rank_that_dies_amid_a_step(found: list[dict[str, Any]], folder: Path) -> None:
