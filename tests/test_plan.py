@@ -272,9 +272,16 @@ def test_plan_of_several_ranks():
     assert json.loads(json.dumps(made.to_dict()))["tensor_parallel"]["ranks"] == 2
 
 
+def test_plan_of_more_ranks_than_key_and_value_heads():
+    config = tiny_model("llama").config
+    two, four = (plan(config, 64, tensor_parallel=ranks).tensor_parallel for ranks in (2, 4))
+    # Each of its two heads is kept by two ranks.
+    assert two.cache_bytes == four.cache_bytes
+
+
 @pytest.mark.parametrize("ranks", [0, 1, True, 2.0, 3, 8])
 def test_plan_refuses_ranks_that_cannot_have_equal_parts(ranks):
-    words = "2 and 4 heads; use 1 or 2" if ranks in (3, 8) else "int of at least 2"
+    words = {3: "2 and 4 heads; use 1 or 2", 8: "of 4 heads; use 1 or 2 or 4"}.get(ranks, "int of at least 2")
     with pytest.raises(InputError, match=words):
         plan(tiny_model("llama").config, 64, tensor_parallel=ranks)
 

@@ -25,8 +25,9 @@ from .encoder_decoder_layout import encoder_decoder_layers
 from .layout import check_longest, check_model_type, check_sinks, layout_from_config, layout_from_model
 from .patches.registry import config_types, model_types, patch_imported, patch_model, patch_types
 from .quantized_rows import QuantizedRows, has_quantized_weights
-from .rank_heads import check_heads, heads_are_split
+from .rank_heads import check_heads, parts_of_heads
 from .ranks import ranks_of
+from .repeated_heads import repeat_heads
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -60,11 +61,11 @@ class ExportableCache(LayeredCache):
 
     Attributes:
         ranks: The processes that its model is split over; None of a model in one process.
-        heads_are_split: Of each layer, whether it holds the heads of this rank alone.
+        parts_of_heads: Of each layer, into how many parts its heads are cut over ranks, see `rank_heads`.
     """
 
     ranks: Ranks | None = None
-    heads_are_split: tuple[bool, ...] = ()
+    parts_of_heads: tuple[int, ...] = ()
 
     @classmethod
     def from_config(
@@ -204,6 +205,7 @@ class ExportableCache(LayeredCache):
         patch_model(model)
         encoder, ranks = None, ranks_of(model)
         if ranks is not None:
+            repeat_heads(model, ranks)
             check_heads(model, ranks)
         if getattr(model.config, "is_encoder_decoder", False):
             with _refused_if_it_fails(model):
@@ -228,7 +230,7 @@ class ExportableCache(LayeredCache):
         cache._config = model.config.get_text_config(decoder=True)
         cache.model_types = tuple(sorted(model_types(model)))
         if ranks is not None:
-            cache.ranks, cache.heads_are_split = ranks, heads_are_split(model, layouts, ranks)
+            cache.ranks, cache.parts_of_heads = ranks, parts_of_heads(model, layouts, ranks)
         return cache
 
     def save(self, path: str | Path) -> None:

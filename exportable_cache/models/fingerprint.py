@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import math
 
 import torch
 
-from .split_weights import elements
+from .split_weights import elements, whole_shape
 
 _SAMPLES = 64
 
@@ -23,9 +24,10 @@ def fingerprint(model: torch.nn.Module) -> str:
     """
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
-        count = min(_SAMPLES, parameter.numel())
-        where = torch.linspace(0, parameter.numel() - 1, count, dtype=torch.float64).to(torch.int64)
-        sample = elements(parameter.detach(), where).cpu().contiguous()
-        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} ".encode())
+        shape = whole_shape(parameter)
+        size = math.prod(shape)
+        where = torch.linspace(0, size - 1, min(_SAMPLES, size), dtype=torch.float64).to(torch.int64)
+        sample = elements(parameter, where).detach().cpu().contiguous()
+        digest.update(f"{name} {shape} {parameter.dtype} ".encode())
         digest.update(sample.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

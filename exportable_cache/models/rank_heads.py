@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, UnsupportedModelError
 from .layout import layout_from_config
-from .split_weights import is_split
+from .split_weights import is_split, part_of, whole_shape
 
 if TYPE_CHECKING:
     from torch import nn
@@ -56,11 +56,12 @@ def _check_divides(name: str, module: nn.Module, model: PreTrainedModel, ranks: 
     queries = getattr(config, "num_attention_heads", None)
     keys = getattr(module, "k_proj", None)
     head_dim = getattr(module, "head_dim", None)
+    heads = queries
     if keys is not None and isinstance(head_dim, int):
-        heads = keys.weight.shape[0] // head_dim
-    else:
-        heads = queries
-    for kind, count in (("key and value heads", heads), ("attention heads", queries)):
+        heads = whole_shape(keys.weight)[0] // head_dim
+    # Those that are fewer than ranks, and that ranks divide, have been repeated.
+    repeated = keys is not None and part_of(keys.weight) is not None
+    for kind, count in (("key and value heads", None if repeated else heads), ("attention heads", queries)):
         if isinstance(count, int) and count % ranks.size:
             raise UnsupportedModelError(
                 f"{name} has {count} {kind}, which {ranks.size} ranks cannot have equal parts of; "
@@ -73,8 +74,9 @@ def _divisors(heads: int, queries: int | None) -> str:
     return str(found[0]) if len(found) == 1 else f"{', '.join(map(str, found[:-1]))} or {found[-1]}"
 
 
-def heads_are_split(model: PreTrainedModel, local: Sequence[LayerLayout], ranks: Ranks) -> tuple[bool, ...]:
-    """Of each layer, whether a rank keeps its own heads of it; the others are kept by every rank alike.
+def parts_of_heads(model: PreTrainedModel, local: Sequence[LayerLayout], ranks: Ranks) -> tuple[int, ...]:
+    """Of each layer, into how many parts its heads are cut: as many as ranks; fewer, where several ranks keep the same
+    head; 1 where all ranks keep all of the layer.
 
     Args:
         local: What this rank keeps.
@@ -89,15 +91,19 @@ def heads_are_split(model: PreTrainedModel, local: Sequence[LayerLayout], ranks:
             f"what the layers of {model.config.model_type!r} keep as a whole cannot be told from its config, so "
             f"neither can what each of {ranks.size} ranks keeps ({error}); run it in one process"
         ) from error
-    return tuple(_is_split(index, *pair, ranks) for index, pair in enumerate(zip(local, whole, strict=True)))
+    return tuple(_parts(index, *pair, ranks) for index, pair in enumerate(zip(local, whole, strict=True)))
 
 
-def _is_split(index: int, local: LayerLayout, whole: LayerLayout, ranks: Ranks) -> bool:
+def _parts(index: int, local: LayerLayout, whole: LayerLayout, ranks: Ranks) -> int:
     others = [one.name for one in fields(local) if _sizes(local, one.name) != _sizes(whole, one.name)]
     if not others:
-        return False
-    if others == ["num_heads"] and (local.num_heads or 0) * ranks.size == whole.num_heads:
-        return True
+        return 1
+    if others == ["num_heads"]:
+        own, heads = local.num_heads or 0, whole.num_heads or 0
+        if own * ranks.size == heads:
+            return ranks.size
+        if own == 1 and ranks.size % heads == 0:
+            return heads
     kept = ", ".join(f"{name} {_sizes(local, name)} of {_sizes(whole, name)}" for name in others)
     raise UnsupportedModelError(
         f"layer {index} keeps {kept} on rank {ranks.rank} of {ranks.size}; only key and value heads are kept in parts: "

@@ -138,24 +138,26 @@ class Ranks:
 
     # -- the state -----------------------------------------------------------------------------------------------------
 
-    def whole(self, part: torch.Tensor, dim: int | None) -> torch.Tensor:
-        """A tensor of which each rank has an equal part, in the order of ranks.
+    def whole(self, part: torch.Tensor, dim: int, parts: int) -> torch.Tensor:
+        """A tensor of which ranks have equal parts, in the order of ranks.
 
         Args:
             part: This rank's.
-            dim: Along which it is split; None where every rank has all of it.
+            dim: Along which it is split.
+            parts: Into how many; neighbours have the same part where they are fewer than ranks.
         """
-        if dim is None:
+        if parts == 1:
             return part
-        part = part.contiguous()
-        parts = [torch.empty_like(part) for _ in range(self.size)]
+        # Offloaded, it is elsewhere than where they talk.
+        part = part.to(self.device).contiguous()
+        found = [torch.empty_like(part) for _ in range(self.size)]
         with self.watched():
-            dist.all_gather(parts, part, group=self.group)
-        return torch.cat(parts, dim)
+            dist.all_gather(found, part, group=self.group)
+        return torch.cat(found[:: self.size // parts], dim)
 
-    def part(self, whole: torch.Tensor, dim: int | None) -> torch.Tensor:
+    def part(self, whole: torch.Tensor, dim: int, parts: int) -> torch.Tensor:
         """This rank's part of `whole`, see there: a view."""
-        return whole if dim is None else whole.tensor_split(self.size, dim)[self.rank]
+        return whole.tensor_split(parts, dim)[self.rank * parts // self.size]
 
     # -- processes that are gone ---------------------------------------------------------------------------------------
 

@@ -38,7 +38,8 @@ class RankPlan:
         ranks: How many there are.
         weights_bytes: Of the rank with the most.
         cache_bytes: Of each rank.
-        split_layers: Layers of which a rank keeps its own heads; every rank keeps all of the others.
+        split_layers: Layers of which a rank keeps its own heads; every rank keeps all of the others. Fewer heads than
+            ranks are kept by several each.
         replicated_bytes: What every rank keeps alike of the cache.
         messages: Collective operations of a decode step: sums of the layers and of the embedding, parts of the logits
             that are gathered, and the token that ranks agree on.
@@ -73,8 +74,9 @@ def check_tensor_parallel(model: PreTrainedModel, layouts: Sequence[LayerLayout]
             f"transformers has no tensor parallel plan of {type(model).__name__}; leave out tensor_parallel, or split "
             "it by torch's parallelize_module"
         )
-    split = [layouts[index].num_heads for index in split_layers(model, layouts)]
-    heads = [count for count in split if count is not None]
+    split = {layouts[index].num_heads for index in split_layers(model, layouts)}
+    # Of fewer heads than ranks each is kept by several ranks.
+    heads = [count for count in split if count is not None and (count % ranks == 0 or ranks % count)]
     queries = getattr(model.config.get_text_config(decoder=True), "num_attention_heads", None)
     if isinstance(queries, int) and any(name.rsplit(".", 1)[-1] in _QUERIES for name in model.tp_plan):
         heads.append(queries)
@@ -101,13 +103,17 @@ def split_layers(model: PreTrainedModel, layouts: Sequence[LayerLayout]) -> tupl
     return tuple(sorted(found))
 
 
-def weights_of_rank(model: PreTrainedModel, ranks: int, dtype: torch.dtype) -> int:
+def weights_of_rank(model: PreTrainedModel, layouts: Sequence[LayerLayout], ranks: int, dtype: torch.dtype) -> int:
     """Bytes of the weights of the rank that has most."""
+    heads = min((layouts[index].num_heads or 0 for index in split_layers(model, layouts)), default=0)
     plan, count = model.tp_plan, 0
     for name, parameter in model.named_parameters():
         module, _, last = name.rpartition(".")
         style = plan.get(_wild(name), plan.get(_wild(module)))
-        count += _part(parameter, style, last == "bias", ranks)
+        parts = ranks
+        if style == "colwise" and module.rsplit(".", 1)[-1] in ("k_proj", "v_proj") and heads:
+            parts = min(ranks, heads)
+        count += _part(parameter, style, last == "bias", parts)
     return count * dtype.itemsize
 
 

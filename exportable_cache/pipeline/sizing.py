@@ -222,12 +222,13 @@ def _rank_plan(
     check_tensor_parallel(model, layouts, ranks)
     split = split_layers(model, layouts)
     own = sum(_bytes_of_heads(built[index]) for index in split)
+    of_rank = sum(_bytes_of_heads(built[index]) // min(ranks, layouts[index].num_heads or 1) for index in split)
     total = sum(layer.nbytes for layer in built)
     messages = list(messages_of_token(model, ranks, _rows(built), dtype))
     return RankPlan(
         ranks=ranks,
-        weights_bytes=weights_of_rank(model, ranks, dtype),
-        cache_bytes=total - own + own // ranks,
+        weights_bytes=weights_of_rank(model, layouts, ranks, dtype),
+        cache_bytes=total - own + of_rank,
         split_layers=split,
         replicated_bytes=total - own,
         messages=len(messages),

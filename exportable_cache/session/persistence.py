@@ -53,7 +53,7 @@ def save_state(session: Session, path: Path) -> None:
     for name, tensor in runner_state(session).items():
         filled = _filled(tensor, session, name, most).detach()
         if ranks is not None:
-            filled = ranks.whole(filled, _split_dim(session, name))
+            filled = ranks.whole(filled, *_cut(session, name))
             if ranks.rank != 0:
                 continue
         tensors[name] = filled.cpu().contiguous().clone()
@@ -156,7 +156,7 @@ def _read(session: Session, path: Path) -> tuple[dict[str, torch.Tensor], Sequen
                 )
             if session.ranks is not None:
                 _check_parts(session, name, tensors[name], tensor, path)
-                tensors[name] = session.ranks.part(tensors[name], _split_dim(session, name))
+                tensors[name] = session.ranks.part(tensors[name], *_cut(session, name))
             expected = list(tensor.shape)
             dim = _capacity_dim(session, name)
             given = list(tensors[name].shape)
@@ -180,21 +180,21 @@ def _read(session: Session, path: Path) -> tuple[dict[str, torch.Tensor], Sequen
 
 def _check_parts(session: Session, name: str, whole: torch.Tensor, part: torch.Tensor, path: Path) -> None:
     """Refuse a tensor of which ranks have no equal parts."""
-    dim, ranks = _split_dim(session, name), session.ranks
-    if dim is not None and (whole.dim() != part.dim() or whole.shape[dim] != part.shape[dim] * ranks.size):
+    dim, parts = _cut(session, name)
+    if parts > 1 and (whole.dim() != part.dim() or whole.shape[dim] != part.shape[dim] * parts):
         raise InputError(
-            f"{name} is {list(whole.shape)} in {path}, which is not {ranks.size} times this rank's {list(part.shape)} "
+            f"{name} is {list(whole.shape)} in {path}, which is not {parts} times this rank's {list(part.shape)} "
             f"in dimension {dim}; use the same model"
         )
 
 
-def _split_dim(session: Session, name: str) -> int | None:
-    """Along which dimension ranks have parts of a state tensor; None where each has all of it."""
-    if not session.heads_are_split[int(name.split(".")[-2])]:
-        return None
+def _cut(session: Session, name: str) -> tuple[int, int]:
+    """Along which dimension ranks have parts of a state tensor, and how many different ones: 1 where each has all."""
     # Indexer keys and states are of no head that attention has.
     dims = _layer_of(session, name).state[name.split(".")[-1]].dims
-    return dims.index("num_heads") if "num_heads" in dims else None
+    if "num_heads" not in dims:
+        return 0, 1
+    return dims.index("num_heads"), session.parts_of_heads[int(name.split(".")[-2])]
 
 
 def _check_rows(session: Session, length: torch.Tensor, ever: torch.Tensor, unfed: tuple[int | None, ...]) -> None:

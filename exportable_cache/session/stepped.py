@@ -81,8 +81,8 @@ class SteppedSession:
         self._stages = InputStages(runner.methods, placeholders or {}, limits)
         check_steps_per_launch(self._stepper, steps_per_launch)
         self._stepper.steps_per_launch = steps_per_launch
-        #: Of each layer, whether it holds the heads of one rank alone; nothing where there is one process.
-        self.heads_are_split: tuple[bool, ...] = ()
+        #: Of each layer, into how many parts its heads are cut over ranks; nothing where there is one process.
+        self.parts_of_heads: tuple[int, ...] = ()
 
     # -- where it is -------------------------------------------------------------------------------------------------
 
@@ -172,7 +172,7 @@ class SteppedSession:
 
     def use_ranks(self, cache: ExportableCache) -> None:
         """Agree with the other ranks of a cache that holds the heads of one."""
-        self._stepper.ranks, self.heads_are_split = cache.ranks, cache.heads_are_split
+        self._stepper.ranks, self.parts_of_heads = cache.ranks, cache.parts_of_heads
 
     def check_same(self, call: str, **values: Any) -> None:
         """Refuse a call that another rank makes with other arguments, or from another place; before all other checks,

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
 
 from exportable_cache import ExportableCache, Session
 from exportable_cache.decoding import ContinuousBatch, PromptLookup, Sampling
@@ -163,6 +168,66 @@ def refusals(me: Rank) -> dict[str, str]:
     }
 
 
+def heads_that_do_not_divide(me: Rank) -> dict[str, Any]:
+    running = session(me, "one_head")
+    found = {
+        "logits": logits_of(running, tokens(LENGTH)),
+        "fingerprint": running.fingerprint,
+        "heads": [layer.keys.shape[1] for layer in running.cache.layers],
+        "parts": running.cache.parts_of_heads,
+    }
+    running.save_state(me.folder / "one_head.safetensors")
+    running.reset()
+    running.load_state(me.folder / "one_head.safetensors")
+    again = session(me, "one_head")
+    return {
+        **found,
+        "length": running.length.tolist(),
+        "again": again.prefill(tokens(LENGTH)),
+        "refused": error_of(lambda: session(me, "three_heads")),
+    }
+
+
+def split_by_hand(me: Rank) -> Any:
+    """A plan of one's own, by torch; and one that splits queries and leaves keys whole."""
+    mesh = init_device_mesh("cpu", (me.size,))
+    columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+    plan = dict.fromkeys(columns, ColwiseParallel()) | {
+        "self_attn.o_proj": RowwiseParallel(),
+        "mlp.down_proj": RowwiseParallel(),
+    }
+    found: list[Any] = []
+    for left_out in ((), ("self_attn.k_proj", "self_attn.v_proj")):
+        model = AutoModelForCausalLM.from_pretrained(str(me.folder / FAMILY)).eval()
+        for layer in model.model.layers:
+            parallelize_module(layer, mesh, {name: one for name, one in plan.items() if name not in left_out})
+        if left_out:
+            found.append(error_of(partial(ExportableCache.from_model, model, CAPACITY)))
+        else:
+            cache = ExportableCache.from_model(model, CAPACITY)
+            running = Session.from_model(model, cache)
+            found += [logits_of(running, tokens(LENGTH)), cache.parts_of_heads, running.fingerprint]
+    return found
+
+
+def offloaded(me: Rank) -> dict[str, Any]:
+    model = me.model(FAMILY)
+    cache = ExportableCache.from_model(model, CAPACITY, offload="host")
+    running = Session.from_model(model, cache)
+    found = {"logits": logits_of(running, tokens(LENGTH)), "bytes": (cache.nbytes, cache.resident_nbytes)}
+    running.save_state(me.folder / "offloaded.safetensors")
+    return found
+
+
+def hangs(me: Rank) -> str:
+    """The last rank does not come to a step."""
+    running = session(me)
+    if me.rank == me.size - 1:
+        time.sleep(15)
+        return ""
+    return error_of(lambda: running.prefill(REPEATED))
+
+
 class Census(TorchDispatchMode):
     """Counts what is sent: by operator, and bytes."""
 
@@ -269,7 +334,7 @@ def families(me: Rank) -> dict[str, Any]:
             found[path.name] = {
                 "logits": logits_of(running, tokens(LENGTH)),
                 "bytes": [layer.nbytes for layer in running.cache.layers],
-                "split": running.cache.heads_are_split,
+                "parts": running.cache.parts_of_heads,
                 "fingerprint": running.fingerprint,
                 "weights": sum(_local(one).nbytes for one in me.model(path.name).parameters()),
                 "sent": sent_by_a_step(running),

@@ -25,6 +25,8 @@ _LATENT = {
 #: Config fields by model type. Four key and value heads, so that four ranks have one each.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
+    # Of four ranks each two keep the same head.
+    "qwen3": {"num_key_value_heads": 2},
     "gemma3_text": {},
     "deepseek_v2": _LATENT,
     "deepseek_v3": {**_LATENT, "n_group": 1, "topk_group": 1},
@@ -72,10 +74,12 @@ def test_logits_and_bytes_of_a_family(name: str, found: list[dict[str, Any]]) ->
         assert (result["logits"] - expected).abs().max() < 1e-4
         assert torch.equal(result["logits"], found[0]["families"][name]["logits"])
         split = SPLIT.get(name, [True, True])
-        assert list(result["split"]) == split
-        for layer, is_split, given in zip(whole.layers, split, result["bytes"]):
+        heads = model.config.num_key_value_heads
+        parts = [min(len(found), heads) if is_split else 1 for is_split in split]
+        assert list(result["parts"]) == parts
+        for layer, count, given in zip(whole.layers, parts, result["bytes"]):
             shared = layer.cumulative_length.nbytes
-            assert given - shared == (layer.nbytes - shared) // (len(found) if is_split else 1)
+            assert given - shared == (layer.nbytes - shared) // count
         assert result["fingerprint"] == single.fingerprint
         planned = plan(model.config, CAPACITY, tensor_parallel=len(found)).tensor_parallel
         assert planned.cache_bytes == sum(result["bytes"])
@@ -84,6 +88,13 @@ def test_logits_and_bytes_of_a_family(name: str, found: list[dict[str, Any]]) ->
         counts, _ = result["sent"]
         assert sum(counts.values()) == planned.messages
         assert sum(count for kind, count in counts.items() if "reduce" in kind) == planned.sums
+
+
+@pytest.mark.full
+def test_a_rank_that_does_not_come_ends_the_others_within_the_timeout(tmp_path: Path) -> None:
+    tiny_model(checks.FAMILY).save_pretrained(tmp_path / checks.FAMILY)
+    first, _ = run_ranks(tmp_path, 2, (checks.hangs,), timeout=5)
+    assert "RankLostError: a rank does not answer" in first["hangs"]
 
 
 @pytest.mark.full

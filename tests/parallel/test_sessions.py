@@ -32,6 +32,9 @@ ALL = (
     checks.saved,
     checks.disagreements,
     checks.refusals,
+    checks.heads_that_do_not_divide,
+    checks.split_by_hand,
+    checks.offloaded,
     checks.census,
     checks.killed,
 )
@@ -42,10 +45,18 @@ def one_process(**options: Any) -> Session:
     return Session.from_model(model, ExportableCache.from_model(model, CAPACITY), **options)
 
 
+def one_head() -> Any:
+    return tiny_model("gemma3_text", num_key_value_heads=1)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("ranks")
     tiny_model(FAMILY).save_pretrained(path / FAMILY)
+    one_head().save_pretrained(path / "one_head")
+    tiny_model("llama", hidden_size=48, num_attention_heads=3, num_key_value_heads=3).save_pretrained(
+        path / "three_heads"
+    )
     session = one_process()
     session.prefill(tokens(LENGTH)[:, :PROMPT])
     session.save_state(path / "by-one.safetensors")
@@ -170,6 +181,36 @@ def test_what_a_rank_cannot_do_by_itself_is_refused(found: list[dict[str, Any]])
         assert f"rank {rank} of 2 alone" in one["save"] and "save_state()" in one["save"]
         assert "ExportableCache.from_model(model, ...) on every rank" in one["whole"]
         assert "split over 2 processes" in one["background"]
+
+
+def test_fewer_heads_than_ranks_are_repeated_and_others_refused(found: list[dict[str, Any]], folder: Path) -> None:
+    model = one_head()
+    expected = reference_logits(model, tokens(LENGTH), PROMPT)
+    for one in of(found, checks.heads_that_do_not_divide):
+        assert (one["logits"] - expected).abs().max() < 1e-4
+        assert (one["again"] - expected[:, -1]).abs().max() < 1e-4
+        assert one["heads"] == [1, 1] and one["parts"] == (1, 1)
+        assert one["fingerprint"] == fingerprint(model)
+        assert one["length"] == [LENGTH]
+        assert "3 key and value heads, which 2 ranks cannot have equal parts of; use 1 or 3 ranks" in one["refused"]
+    session = Session.from_model(model, ExportableCache.from_model(model, CAPACITY))
+    session.load_state(folder / "one_head.safetensors")
+
+
+def test_a_model_that_was_split_by_hand(found: list[dict[str, Any]]) -> None:
+    for logits, parts, name, refused in of(found, checks.split_by_hand):
+        assert (logits - reference()).abs().max() < 1e-4
+        assert parts == (2, 2)
+        assert name == fingerprint(tiny_model(FAMILY))
+        assert "has its queries split over 2 ranks and its keys and values not" in refused
+
+
+def test_offloaded_layers_of_a_rank(found: list[dict[str, Any]], folder: Path) -> None:
+    for one in of(found, checks.offloaded):
+        assert (one["logits"] - reference()).abs().max() < 1e-4
+    session = one_process()
+    session.load_state(folder / "offloaded.safetensors")
+    assert session.length.tolist() == [LENGTH]
 
 
 def test_a_step_sends_two_sums_a_layer(found: list[dict[str, Any]]) -> None:
