@@ -76,6 +76,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--toolchain", metavar="FILE", help="CMake's toolchain file of the C++ runner, for another processor"
     )
+    parser.addoption(
+        "--sanitize", action="store_true", help="the C++ runner under address and undefined behaviour sanitizers"
+    )
     parser.addoption("--emulator", metavar="COMMAND", default="", help="what runs programs of that processor")
 
 

@@ -285,8 +285,10 @@ def test_bad_sizes(options: dict, message: str) -> None:
 def test_bad_models() -> None:
     with pytest.raises(InputError, match="pass model.config"):
         ExportableCache.from_config({"model_type": "llama"}, max_cache_len=8)
-    with pytest.raises(UnsupportedModelError, match="layer 0 of this 'deepseek_v4' model is of type"):
-        ExportableCache.from_config(AutoConfig.for_model("deepseek_v4", num_hidden_layers=1), max_cache_len=8)
+    with pytest.raises(UnsupportedModelError, match="layer 0 of this 'qwen3' model is of type"):
+        ExportableCache.from_config(
+            AutoConfig.for_model("qwen3", num_hidden_layers=1, layer_types=["window_attention"]), max_cache_len=8
+        )
     with pytest.raises(UnsupportedModelError, match="encoder-decoder"):
         ExportableCache.from_config(AutoConfig.for_model("t5", num_layers=1), max_cache_len=8)
     with pytest.raises(InputError, match="at least one layer"):

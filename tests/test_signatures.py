@@ -34,6 +34,7 @@ DICTATED = {
     "cache/attention/functions.py:matmul_attention": "transformers' AttentionInterface",
     "cache/attention/masks.py:position_mask": "transformers' AttentionMaskInterface",
     "models/patches/own_attention.py:_falcon_attention": "the forward of transformers' FalconAttention",
+    "models/patches/deepseek_v4.py:_model": "the forward of transformers' DeepseekV4Model, and the original",
     "models/patches/git.py:_git_text": "the forward of transformers' GitModel, and the original",
     "models/patches/openai_gpt.py:_gpt": "the forward of transformers' OpenAIGPTModel, and the original",
     "models/patches/openai_gpt.py:_xlm": "the forward of transformers' XLMModel, and the original",

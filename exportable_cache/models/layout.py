@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import LinearAttentionLayer, get_layer_types_and_kwargs
+from transformers.cache_utils import DynamicIndexedLayer, LinearAttentionLayer, get_layer_types_and_kwargs
 
 from ..cache.layers import LinearLayer, StateShape
 from ..cache.layout import (
@@ -25,6 +25,7 @@ from ..errors import InputError, UnsupportedModelError
 from .config_sizes import check_sizes
 from .support import (
     BIASED_BY_SLOT,
+    COMPRESSED_TYPES,
     LONGEST,
     NEEDED_OPTIONS,
     REFUSED_OPTIONS,
@@ -73,13 +74,19 @@ def layer_types_and_windows(config: PreTrainedConfig) -> list[tuple[str, int | N
     types, options = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
     if config.model_type in STATES_OF_LAYERS:
         types = ["linear_attention"] * len(types)
+    is_compressed = [layer_type in COMPRESSED_TYPES for layer_type in types]
+    types = ["indexed_attention" if of_entries else one for one, of_entries in zip(types, is_compressed, strict=True)]
     for index, layer_type in enumerate(types):
         if layer_type not in SUPPORTED_LAYER_TYPES:
             raise UnsupportedModelError(
                 f"layer {index} of this {config.model_type!r} model is of type {layer_type!r}, which has no static "
                 f"cache layer; supported types: {', '.join(SUPPORTED_LAYER_TYPES)}"
             )
-    kinds = [(layer_type, option.get("sliding_window")) for layer_type, option in zip(types, options, strict=True)]
+    # The window of a compressed layer is the mask's, its tokens are all kept.
+    windows = [
+        None if of_entries else option.get("sliding_window") for of_entries, option in zip(is_compressed, options)
+    ]
+    kinds = list(zip(types, windows, strict=True))
     _check_windows(config, kinds)
     return kinds
 
@@ -195,6 +202,10 @@ class ProbeCache(DynamicCache):
         states = STATES_OF_LAYERS.get(config.model_type)
         if states is not None:
             self.layers = [LinearAttentionLayer(number_of_states=states) for _ in self.layers]
+        self.layers = [
+            DynamicIndexedLayer() if getattr(layer, "_layer_type", None) in COMPRESSED_TYPES else layer
+            for layer in self.layers
+        ]
 
 
 def layout_from_model(model: PreTrainedModel) -> tuple[list[LayerLayout], torch.dtype, torch.device]:

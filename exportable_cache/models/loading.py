@@ -13,6 +13,7 @@ import torch
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
     AutoConfig,
@@ -54,7 +55,7 @@ _PROCESSOR_FILES = (
 )
 #: A model that is to be quantised is not made float32 as a whole where that takes more.
 MOST_WIDENED_BYTES = 1 << 30
-#: Model types whose images or sound `multimodal` takes; others with a text decoder of their own are loaded as that.
+#: Model types that are loaded whole where transformers has their text decoder by itself, too; others as that.
 MULTIMODAL = ("llava", "smolvlm", "idefics3", "voxtral", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 _GGUF_NEEDS = ("gguf", "accelerate")
 # With tied embeddings such weights would pass for a causal LM's.
@@ -222,6 +223,11 @@ def auto_class(config: PreTrainedConfig) -> type | None:
             return AutoModelForSpeechSeq2Seq
     elif config.model_type in MULTIMODAL:
         return AutoModelForMultimodalLM
+    elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        if type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING:
+            return AutoModelForMultimodalLM
+        # A text decoder that hears is no encoder-decoder, but some are listed as such.
+        return AutoModelForSeq2SeqLM if type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING else None
     return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else None
 
 

@@ -2,32 +2,63 @@
 
 from __future__ import annotations
 
-#: Models that leave no room for a cache of ours, and what they do instead.
+_CODEBOOKS = (
+    "it takes a token of each codebook at every step and gives logits of each, where a session feeds one and gets one; "
+    "upstream need not change, sessions would have to feed a row of ids for each token"
+)
+
+#: Models that leave no room for a cache of ours: what they do instead, and what upstream would have to change.
 WITHOUT_CACHE = {
-    "blip": "it takes a picture at every step, which its text decoder attends to by cross-attention",
+    "blip": (
+        "it takes a picture at every step, which its text decoder attends to by cross-attention; upstream would have "
+        "to keep those keys and values in an EncoderDecoderCache, as Whisper does"
+    ),
     "blt": (
         "it cuts bytes into patches where a model of its own finds them surprising, so the shapes of a step depend "
-        "on data"
+        "on data; patches of a fixed length would have to be a choice upstream"
     ),
-    "cpmant": "it takes every token at every step, and computes its position bias from them",
-    "idefics": "it takes pictures at every step, which layers of cross-attention between the others attend to",
-    "musicgen": "it takes a token of each codebook at every step, where a session feeds one",
-    "musicgen_decoder": "it takes a token of each codebook at every step, where a session feeds one",
-    "musicgen_melody": "it takes a token of each codebook at every step, where a session feeds one",
-    "musicgen_melody_decoder": "it takes a token of each codebook at every step, where a session feeds one",
-    "reformer": "it keeps hashed buckets and hidden states, ReformerDynamicCache",
-    "dia": "it takes a token of each codebook at every step, where a session feeds one",
-    "kyutai_speech_to_text": "it takes a token of each codebook at every step, where a session feeds one",
+    "cpmant": (
+        "tokens of one call see each other in both directions, and learned ones before the first see them all, so a "
+        "prompt cannot come in pieces, and it takes every token at every step; upstream would have to take the new "
+        "tokens alone, and a context that is causal"
+    ),
+    "idefics": (
+        "it takes pictures at every step, which layers of cross-attention between the others attend to; upstream would "
+        "have to keep their keys and values in the cache, as Mllama does"
+    ),
+    "musicgen": _CODEBOOKS,
+    "musicgen_decoder": _CODEBOOKS,
+    "musicgen_melody": _CODEBOOKS,
+    "musicgen_melody_decoder": _CODEBOOKS,
+    "reformer": (
+        "it keeps hashed buckets and hidden states, ReformerDynamicCache, and sorts by bucket, so what a query sees "
+        "depends on data; upstream would have to look at all keys through a mask of equal buckets"
+    ),
+    "dia": _CODEBOOKS,
+    "kyutai_speech_to_text": (
+        "it takes a token of each codebook of sound beside that of the text at every step, where a session feeds one; "
+        "upstream need not change, sessions would have to feed a row of ids for each token"
+    ),
     "udop": (
         "its encoder takes the place of every token on a page, `bbox`, beside the token, where a session's takes "
         "one input"
     ),
-    "voxtral_realtime": "it takes a piece of sound beside every token",
-    "xlnet": "it keeps hidden states, the argument `mems`, and takes a dummy token with each step",
+    "voxtral_realtime": (
+        "it takes a piece of sound beside every token, where a session feeds one or the other; upstream would have to "
+        "take the sum of both as embeddings"
+    ),
+    "xlnet": (
+        "it keeps hidden states, the argument `mems`, and predicts from a dummy token behind those of a step, which "
+        "sees them by `perm_mask`; the tokens themselves see later ones of their call. Upstream would have to keep "
+        "keys and values in a cache, and give the stream of queries for the next position by itself"
+    ),
 }
 
 #: Models whose configs do not say that their layers keep states: model type -> states of each layer.
 STATES_OF_LAYERS = {"rwkv": 2, "xlstm": 3}
+
+#: Layer types of DeepSeek V4 that keep what every token gives for compressed entries, as an indexer's keys.
+COMPRESSED_TYPES = ("compressed_sparse_attention", "heavily_compressed_attention")
 
 #: Models that take no cache of transformers, and what their own state is called, as an argument and in an output; None
 #: of one that takes every token at every step.

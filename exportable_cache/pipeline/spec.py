@@ -72,7 +72,7 @@ class ExportSpec:
     dtype: torch.dtype | str | None = same_setting(CacheSpec, "dtype")
     modalities: Sequence[str] | Mapping[str, Any] = setting(
         (),
-        "Take image or audio beside text; the model's encoder is exported, too.",
+        "Take image, video or audio beside text; the model's encoder is exported, too.",
         flags=("--modality",),
         metavar="KIND",
         repeats=True,

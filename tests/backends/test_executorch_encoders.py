@@ -121,3 +121,27 @@ def test_quantiles_of_constants_are_constants() -> None:
     program = fold_constants(torch.export.export(module, (values,)))
     assert torch.ops.aten.erfinv.default not in [node.target for node in program.graph.nodes]
     assert torch.equal(program.module()(values), module(values))
+
+
+class Written(nn.Module):
+    """A mask that is filled in parts, as encoders do for windows, and one of a part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("allowed", torch.tensor([1.0, 0.0, 1.0, 0.0]))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        mask = torch.zeros(4)
+        before = mask + 1
+        mask[1:3] = 5.0
+        return values * mask * before + self.allowed.flip(0)
+
+
+def test_what_is_written_to_is_no_constant() -> None:
+    module, values = Written(), torch.randn(4)
+    program = fold_constants(torch.export.export(module, (values,)))
+    targets = [node.target for node in program.graph.nodes]
+    assert torch.ops.aten.flip.default not in targets
+    assert any(getattr(target, "_schema", None) is not None and target._schema.is_mutable for target in targets)
+    for _ in range(2):
+        assert torch.equal(program.module()(values), module(values))

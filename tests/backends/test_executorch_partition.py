@@ -9,10 +9,11 @@ from torch.fx.passes.infra.partitioner import Partition
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
 
 from executorch.backends.xnnpack._passes import XNNPACKPassManager
+from executorch.exir import to_edge
 from executorch.runtime import Runtime
 
 from exportable_cache.backends.executorch.lower import lower_programs
-from exportable_cache.backends.executorch.partition import has_cycle, partitions_by_level
+from exportable_cache.backends.executorch.partition import has_cycle, is_serialisable, partitions_by_level
 
 
 def two_chains() -> tuple[Graph, dict]:
@@ -88,3 +89,17 @@ def test_partitions_go_through_the_passes_they_need(
     assert counts == [passes]
     method = Runtime.get().load_program(lowered.buffer).load_method("forward")
     assert (method.execute([x])[0] - model(x)).abs().max() < 1e-5
+
+
+class Widened(nn.Module):
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.unsqueeze(1)
+
+
+@pytest.mark.parametrize("dynamic", [1, 2])
+def test_reshapes_of_two_dynamic_sizes_are_left_to_portable_kernels(dynamic: int) -> None:
+    sizes = {axis: torch.export.Dim(f"size_{axis}", min=2, max=16) for axis in range(dynamic)}
+    program = torch.export.export(Widened(), (torch.ones(4, 5),), dynamic_shapes=(sizes,))
+    nodes = to_edge(program).exported_program().graph.nodes
+    (reshape,) = (node for node in nodes if "unsqueeze" in str(node.target))
+    assert is_serialisable(reshape) == (dynamic == 1)

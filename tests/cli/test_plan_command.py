@@ -71,10 +71,10 @@ def test_equal_consecutive_layers_share_a_line():
 
 
 def test_plan_refuses_in_one_sentence_and_still_prints_json(run, tmp_path):
-    AutoConfig.for_model("deepseek_v4", num_hidden_layers=1).save_pretrained(tmp_path)
+    AutoConfig.for_model("qwen3", num_hidden_layers=1, layer_types=["window_attention"]).save_pretrained(tmp_path)
     result = run("plan", tmp_path, "-n", 64)
     assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith("error: layer 0 of this 'deepseek_v4' model") and "full_attention" in result.stderr
+    assert result.stderr.startswith("error: layer 0 of this 'qwen3' model") and "full_attention" in result.stderr
     result = run("plan", tmp_path, "-n", 64, "--json")
     assert result.exit_code == 2
     assert json.loads(result.stdout)["refusal"] in result.stderr

@@ -9,6 +9,7 @@ from exportable_cache.cache.policies import (
     CrossPolicy,
     FullPolicy,
     NoPolicy,
+    PromptPolicy,
     RecurrentPolicy,
     RingPolicy,
     SinkPolicy,
@@ -18,7 +19,7 @@ from exportable_cache.cache.step import StepContext
 from exportable_cache.errors import InputError
 
 SLOTTED = [FullPolicy(40), RingPolicy(8), RingPolicy(8, 3), RingPolicy(1), SinkPolicy(3, 8), SinkPolicy(1, 1, 2)]
-ALL = [*SLOTTED, CrossPolicy(6), NoPolicy(), RecurrentPolicy()]
+ALL = [*SLOTTED, PromptPolicy(40, 8), CrossPolicy(6), NoPolicy(), RecurrentPolicy()]
 
 
 @pytest.mark.parametrize("policy", SLOTTED, ids=repr)
@@ -82,6 +83,7 @@ def test_a_policy_is_its_json(policy: SlotPolicy) -> None:
         {"kind": "ring", "window": 2.0, "rollback_slots": 0},
         {"kind": "sinks", "sinks": 0, "window": 8, "rollback_slots": 0},
         {"kind": "cross", "capacity": "6"},
+        {"kind": "prompt", "capacity": 6, "window": 0},
     ],
 )
 def test_sizes_are_checked_where_a_policy_is_made(config: dict) -> None:

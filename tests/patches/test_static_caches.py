@@ -16,6 +16,7 @@ from ..zoo.check import check
 
 #: Model type -> the patched class it shows.
 SHOWN = {
+    "deepseek_v4": "DeepseekV4CSACompressor",
     "fsmt": "FSMTDecoder",
     "gemma4_unified": "Gemma4UnifiedModel",
     "gpt_neo": "GPTNeoSelfAttention",
@@ -31,7 +32,7 @@ SHOWN = {
     "xlm": "XLMWithLMHeadModel",
     "xlstm": "xLSTMModel",
 }
-DECODERS = ["gpt_neo", "minimax", "recurrent_gemma", "openai-gpt", "rwkv", "xlstm", "qwen4_exp_text"]
+DECODERS = ["gpt_neo", "minimax", "recurrent_gemma", "openai-gpt", "rwkv", "xlstm", "qwen4_exp_text", "deepseek_v4"]
 #: Of these the fast tests take one of each kind.
 ALWAYS = ("gpt_neo", "minimax", "openai-gpt", "recurrent_gemma", "rwkv", "led", "moonshine_streaming")
 
@@ -70,8 +71,15 @@ def test_the_original_still_is_not(model_type: str, monkeypatch: pytest.MonkeyPa
 
 def test_every_patch_is_shown() -> None:
     labels = {patch.label for model_type in SHOWN for patch in PATCHES[model_type]}
-    # The first two go with another of the same model; LED's others are for tracing, the last has a test of its own.
-    others = {"MiniMaxModel", "RecurrentGemmaModel", "LEDEncoder", "LEDLearnedPositionalEmbedding"}
+    # The first four go with another of the same model; LED's others are for tracing, the last has a test of its own.
+    others = {
+        "DeepseekV4HCACompressor",
+        "DeepseekV4Model",
+        "MiniMaxModel",
+        "RecurrentGemmaModel",
+        "LEDEncoder",
+        "LEDLearnedPositionalEmbedding",
+    }
     assert labels - set(SHOWN.values()) - others == {"Qwen4ExpTextNGramEmbedding", "torch_chunk_gated_delta_rule"}
 
 

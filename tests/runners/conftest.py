@@ -83,6 +83,8 @@ def cpp_build(request: pytest.FixtureRequest) -> Path:
         pytest.skip("there is no C++20 compiler (g++ 10 or clang 13 on)")
     # Headers are most of the work, and a token takes no time: read once, and not optimised.
     quick = ["-DCMAKE_UNITY_BUILD=ON", "-DCMAKE_UNITY_BUILD_BATCH_SIZE=0", "-DCMAKE_CXX_FLAGS_RELEASE=-O0"]
+    if request.config.getoption("--sanitize"):
+        quick.append("-DCMAKE_CXX_FLAGS=-fsanitize=address,undefined -fno-sanitize-recover=all")
     options = [
         *(_over_wheel() if prefix is None else _over_installed(prefix, toolchain)),
         *([] if toolchain else [f"-DCMAKE_CXX_COMPILER={compiler}"]),

@@ -28,6 +28,8 @@ QUESTION = make_questions(1, seed=77, min_distance=16, tokens=(60, 250))[0].prom
 def shared_library(request: pytest.FixtureRequest, cpp_build: Path) -> Path:
     if request.config.getoption("--toolchain") is not None:
         pytest.skip("a library of another processor cannot be loaded here")
+    if request.config.getoption("--sanitize"):
+        pytest.skip("sanitizers have to be there before the library, in a process that is not theirs")
     return cpp_build / "libexportable_cache.so"
 
 

@@ -70,7 +70,7 @@ _BUNDLES: dict[str, Callable[[], Path]] = {
 }
 
 
-@pytest.mark.parametrize("kind", among(_BUNDLES, ["sinks", "mamba2", "wide"]))
+@pytest.mark.parametrize("kind", among(_BUNDLES, ["int8", "sinks", "wide"]))
 def test_other_caches_give_the_sessions_logits(probe: Probe, kind: str) -> None:
     bundle = _BUNDLES[kind]()
     session = load(bundle)

@@ -151,9 +151,9 @@ def _timed(model: PreTrainedModel) -> Item:
 _GRID_POSITIONS = [[[x, y] for y in range(4) for x in range(6)]]
 
 
-def _framed(model: PreTrainedModel) -> Item:
-    return {
-        "pixel_values_videos": torch.randn(2, 24, 48),
+def _framed(size: int) -> Callable[[PreTrainedModel], Item]:
+    return lambda _: {
+        "pixel_values_videos": torch.randn(2, 24, size),
         "video_position_ids": torch.tensor(_GRID_POSITIONS * 2),
         "num_frames_per_video": torch.tensor([2]),
     }
@@ -172,7 +172,28 @@ _OWN: dict[tuple[str, str], Callable[[PreTrainedModel], Item]] = {
     ("inkling_mm_model", "image"): _unit(6, 2, 4, 4, 3),
     ("fuyu", "image"): _unit(1, 4, 2700),
     ("gemma4", "image"): _unit(1, 24, 48, image_position_ids=_GRID_POSITIONS),
-    ("gemma4", "video"): _framed,
+    ("gemma4", "video"): _framed(48),
+    **{
+        (name, "audio"): lambda _: {
+            "input_features": torch.randn(1, 48, 16),
+            "input_features_mask": torch.ones(1, 48, dtype=torch.bool),
+        }
+        for name in ("gemma4", "gemma4_unified")
+    },
+    ("phi4_multimodal", "image"): lambda _: {"image_pixel_values": torch.randn(1, 2, 3, 32, 32)},
+    ("phi4_multimodal", "audio"): lambda _: {"audio_input_features": torch.randn(1, 48, 80)},
+    **{
+        (name, "image"): lambda _: {"flattened_patches": torch.randn(1, 24, 770)}
+        for name in ("pix2struct", "kosmos-2.5")
+    },
+    ("vibevoice_asr", "audio"): lambda _: {
+        "input_values": torch.randn(1, 1, 6400),
+        "padding_mask": torch.ones(1, 6400, dtype=torch.bool),
+    },
+    ("muse_spark", "audio"): lambda _: {"input_values": torch.randn(1, 1920)},
+    ("gemma4_unified", "video"): _framed(192),
+    ("nemotron_h_omni", "video"): lambda _: {"pixel_values_videos": torch.randn(2, 3, 64, 96)},
+    ("qwen3_omni_moe_thinker", "audio"): _audio((1, 16, 100), 100),
     ("gemma4_unified", "image"): _unit(1, 24, 192, image_position_ids=_GRID_POSITIONS),
     ("llama4", "image"): _unit(1, 3, 32, 32),
     ("mistral3", "image"): _unit(1, 3, 64, 64, image_sizes=[[64, 64]]),
@@ -220,6 +241,14 @@ _GEMMA4 = {
     "patch_size": 4,
     "position_embedding_size": 64,
 }
+_GEMMA4_AUDIO = {
+    "model_type": "gemma4_audio",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "subsampling_conv_channels": [16, 4],
+    "output_proj_dims": 64,
+}
 #: Fields of towers, by model type, which are shrunk apart from what they have to fit.
 TOWERS: dict[str, dict[str, Any]] = {
     "aria": {"projector_patch_to_query_dict": {4: 2}, "max_value_projector_patch_to_query_dict": 2},
@@ -252,11 +281,11 @@ TOWERS: dict[str, dict[str, Any]] = {
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 40, "vision_end_token_id": 41},
     "muse_glimmer": {"out_hidden_size": 256},
     "muse_spark": {"out_hidden_size": 256},
-    "gemma4": {"vision_config": _GEMMA4},
+    "gemma4": {"vision_config": _GEMMA4, "audio_config": _GEMMA4_AUDIO},
     "gemma4_unified": {"vision_config": {**_GEMMA4, "model_type": "gemma4_unified_vision"}},
     "granite_speech": {"window_size": 15},
     "granite_speech_plus": {"window_size": 15},
-    "qwen3_omni_moe_audio_encoder": {"output_dim": 64, "n_window": 12, "n_window_infer": 24},
+    "qwen3_omni_moe_audio_encoder": {"output_dim": 64, "n_window": 50, "n_window_infer": 100},
     "gemma3": {"mm_tokens_per_image": 4},
     "llava_next": _TILED,
     "llava_next_video": _TILED,

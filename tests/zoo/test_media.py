@@ -68,6 +68,15 @@ def test_tokens_of_an_item_that_see_each_other_in_some_layers() -> None:
     assert outcome.status == "pass" and "sees sliding item" in outcome.reason, outcome
 
 
+def test_a_model_in_half_precision_is_understood_alike() -> None:
+    (row,) = (row for row in media_rows() if row.model_type == "qwen3_vl")
+    model = tiny_media_model(row)
+    example = item(model, "image")
+    (whole,) = modalities_of(model, {"image": example})
+    (half,) = modalities_of(model.to(torch.bfloat16), {"image": example})
+    assert half.dtype == "bfloat16" and half.facts == whole.facts and half.travels == whole.travels
+
+
 @torch.no_grad()
 def test_frames_that_lie_apart_are_items_of_their_own() -> None:
     """As a processor gives them: one grid for a video, each frame behind its time."""

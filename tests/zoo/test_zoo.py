@@ -71,6 +71,7 @@ def test_compiled_methods_are_one_graph_each() -> None:
     assert found["status"] == "pass", found
 
 
+@pytest.mark.full
 def test_an_encoder_of_windows_is_one_graph() -> None:
     found = outcomes("led", ["compiled"])["targets"]["compiled"]
     assert found["status"] == "pass", found

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 _WITHOUT_KERNEL = (torch.ops.aten.argsort.default, torch.ops.aten.bucketize.Tensor, torch.ops.aten.erfinv.default)
 
+#: Bytes of a value in the file; larger ones, such as masks of thousands of patches, are computed in each run.
+_LARGEST_FOLDED = 16 * 2**20
+
 
 def patches_to_linear(program: ExportedProgram) -> ExportedProgram:
     """Rewrite each 3-D convolution over one patch, as large as its kernel, as a linear layer over its values, in place.
@@ -80,7 +83,9 @@ def _fold_all(program: ExportedProgram) -> None:
             values[node] = stored[known[node.name]]
         elif node.op == "call_function" and _is_pure(node) and all(each in values for each in node.all_input_nodes):
             arguments, keywords = map_arg((node.args, node.kwargs), values.__getitem__)
-            values[node] = node.target(*arguments, **keywords)
+            value = node.target(*arguments, **keywords)
+            if not (isinstance(value, torch.Tensor) and value.nbytes > _LARGEST_FOLDED):
+                values[node] = value
     for node, value in values.items():
         is_used = any(user not in values for user in node.users)
         if node.op == "call_function" and is_used and isinstance(value, torch.Tensor):

@@ -1,4 +1,7 @@
-"""GLM 5 Next: its indexer keeps as many pools of keys as are complete, a number that depends on data."""
+"""GLM 5 Next: its indexer keeps as many pools of keys as are complete, a number that depends on data.
+
+What it chose it counts by 32-bit indices, which ExecuTorch does not take.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +40,12 @@ def _all_pools(
     return pooled, torch.where(is_there, indices, -1), is_there.all(-1)
 
 
+def _counted_by_long_indices(
+    self: Any, topk_indices: torch.Tensor, *args: Any, original: Callable, **kwargs: Any
+) -> Any:
+    return original(self, topk_indices.to(torch.int64), *args, **kwargs)
+
+
 _PATCHES = (
     Patch(
         "glm5_next.modeling_glm5_next",
@@ -45,6 +54,14 @@ _PATCHES = (
         "its indexer keeps as many pools as are complete, a number that depends on data",
         digests=("4edb0be4b131b67a",),
         source="Glm5NextTextIndexer",
+    ),
+    Patch(
+        "glm5_next.modeling_glm5_next",
+        "Glm5NextTextAttention.build_attention_mask_from_topk",
+        only_traced(_counted_by_long_indices),
+        "it counts what was chosen by 32-bit indices",
+        digests=("c30cbbdbb1c4d8a4",),
+        needed=False,
     ),
 )
 PATCHES = {"glm5_next": _PATCHES, "glm5_next_text": _PATCHES}

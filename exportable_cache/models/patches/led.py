@@ -106,9 +106,10 @@ def _local_attention(self: nn.Module, hidden_states: torch.Tensor, is_real: torc
     )
     is_key = is_real[:, other.clamp(0, length - 1)] & (other >= 0) & (other < length)
     seen = is_key[:, :, None] & ((token[:, :, None] - other[:, None]).abs() <= reach)
-    mask = torch.where(seen, 0.0, torch.finfo(query.dtype).min)[:, None]
-    scores = torch.matmul(query / self.head_dim**0.5, key.transpose(-1, -2)) + mask
-    output = torch.matmul(torch.softmax(scores.float(), dim=-1).to(query.dtype), value)
+    # In float32, where the lowest number and a score are no infinity: padding may see nothing else.
+    mask = torch.where(seen, 0.0, torch.finfo(torch.float32).min)[:, None]
+    scores = torch.matmul(query / self.head_dim**0.5, key.transpose(-1, -2)).float() + mask
+    output = torch.matmul(torch.softmax(scores, dim=-1).to(query.dtype), value)
     at = torch.arange(length, device=query.device)
     output = output[:, :, at // reach, at % reach].transpose(1, 2)
     return output.reshape(hidden_states.shape) * is_real[:, :, None].to(output.dtype)

@@ -16,6 +16,7 @@ from ...errors import UnsupportedModelError
 from . import (
     ctrl,
     decoder_masks,
+    deepseek_v4,
     delta_rule,
     experts,
     falcon,
@@ -34,6 +35,7 @@ from . import (
     prophetnet,
     qwen4_exp,
     recurrent_gemma,
+    relative_shift,
     rotary,
     rwkv,
     selective_scan,
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
 _FAMILIES = (
     ctrl,
     decoder_masks,
+    deepseek_v4,
     delta_rule,
     experts,
     falcon,
@@ -72,6 +75,7 @@ _FAMILIES = (
     prophetnet,
     qwen4_exp,
     recurrent_gemma,
+    relative_shift,
     rotary,
     rwkv,
     selective_scan,

@@ -42,7 +42,10 @@ def example_of(
     """
     config, names = model.config, inspect.signature(model.forward).parameters
     if not any(name in names for name in MAIN_INPUTS[kind]):
-        raise InputError(f"{config.model_type!r} takes no {kind}; leave it out of modalities")
+        raise InputError(
+            f"{config.model_type!r} takes no {kind}; leave it out of modalities, or pass the whole model where this is "
+            "its text decoder"
+        )
     zeros = functools.partial(torch.zeros, dtype=model.dtype, device=model.device)
     if kind == IMAGE and _GRID in names and hasattr(config, "vision_config"):
         vision = config.vision_config

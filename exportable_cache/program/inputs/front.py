@@ -165,15 +165,27 @@ def count_tokens(model: PreTrainedModel, prompt: Callable[[int], Mapping[str, An
         except _Counted as counted:
             return counted.tokens
         except ValueError as error:
-            # Some say it in words only; the prompts of the probe have to fit the number.
+            # Some say it in words only, in embeddings or in all their numbers.
             told = _TOLD.search(str(error))
             if told is None:
                 raise
-            return int(told["behind"] or told["before"])
+            features = int(told["behind"] or told["before"])
+            return features // size if features % size == 0 and _fits(model, prompt(features // size)) else features
     raise UnsupportedModelError(
         f"{model.config.model_type!r} does not put embeddings at the places of placeholders; leave out modalities to "
         "run its text decoder"
     )
+
+
+def _fits(model: PreTrainedModel, inputs: Mapping[str, Any]) -> bool:
+    try:
+        handed_to_decoder(model, **inputs)
+    except ValueError:
+        return False
+    except _Counted:
+        # Behind the check of numbers.
+        pass
+    return True
 
 
 @contextmanager

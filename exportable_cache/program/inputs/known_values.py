@@ -24,6 +24,10 @@ _CHECKS = "transformers/utils/import_utils.py"
 # By name: torch.export has functions of its own in the place of some methods.
 _VALUES = "item __bool__ __int__ __index__ __float__ equal allclose is_nonzero numpy".split()
 _TENSORS = "nonzero unique unique_consecutive bincount argwhere".split()
+_RANDOM = (
+    "rand rand_like randn randn_like randint randint_like randperm normal normal_ uniform_ bernoulli bernoulli_ "
+    "multinomial exponential_"
+).split()
 _FACTORIES = "arange zeros ones full empty linspace tensor as_tensor".split()
 _SIZED = (
     "view reshape expand repeat tile unflatten narrow split tensor_split chunk new_zeros new_ones new_full new_empty "
@@ -101,6 +105,10 @@ class _Asked(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
+        if name in _RANDOM:
+            raise UnsupportedModelError(
+                f"the encoder draws random numbers ({name}), so no item is the same twice; leave out modalities"
+            )
         if name == "tolist":
             # A tensor under a tracer asks for its elements one by one.
             return self._elements(args[0])

@@ -148,12 +148,16 @@ def probe(
     later = [name for name in two if name not in one and name not in passed_on]
     if later:
         refuse(f"its decoder takes {later[0]} where there are several")
+    matters = False
     for name, offset in (("inputs_embeds", None), *((each.name, each) for each in travels)):
         features = [_features(given, name, offset)[2 : 2 + tokens] for given in (one, other)]
+        matters = matters or not torch.equal(*features)
         both = _features(two, name, offset)
         found = [both[3 : 3 + tokens], both[5 + tokens : 5 + 2 * tokens]]
         if not all(_alike(a, b, model.dtype) for a, b in zip(features, found)):
             refuse(f"the {name} of an item depend on what else is in the prompt")
+    if not matters:
+        refuse("its decoder is given the same for two items of other numbers")
     _check_taken_again(model, refuse, one, travels)
     positions, advance = _positions(model, refuse, one, two, tokens, (single, pair))
     sees = {_seen(refuse, given, pieces, tokens, model) for pieces, given in ((single, one), (pair, two))}
