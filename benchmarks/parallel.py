@@ -5,7 +5,8 @@
 
 Tiny models, so only counts and ratios carry over: messages depend on the layers, bytes on the hidden size and, where
 the logits are gathered, on the vocabulary. The least is two sums a layer of one hidden state, and the token. `planned`
-is what `exportable-cache plan --tensor-parallel` says, `sent` what a rank sends at least by that. No time is measured: ranks of one processor wait for each other.
+is what `exportable-cache plan --tensor-parallel` says, `sent` what a rank sends at least by that. No time is measured:
+ranks of one processor wait for each other.
 """
 
 from __future__ import annotations

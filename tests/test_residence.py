@@ -174,6 +174,8 @@ def test_refused(tmp_path: Path) -> None:
     cache = offloaded(model)
     with pytest.raises(InputError, match="offloaded layers"):
         Program(model, cache)
+    with pytest.raises(InputError, match="not kept on disk"):
+        Session.from_model(model, cache, compile="wait", graph_cache=tmp_path / "graphs")
     with pytest.raises(InputError, match="layers are offloaded"):
         Session.from_model(model, cache, compile="background")
     from exportable_cache.cache.spec import CacheSpec

@@ -52,6 +52,12 @@ def live_session(
     """
     check_pair(model, cache)
     _check_unused(cache)
+    if options.compiling.graph_cache is not None and (cache.ranks is not None or cache.residence is not None):
+        # Graphs have a rank's own numbers in them, and are told apart by what layers are, not by where they live.
+        raise InputError(
+            "compiled graphs of a parallel session, or over offloaded layers, are not kept on disk; leave out "
+            "graph_cache"
+        )
     modalities = modalities_of(model, options.modalities, options.image_size)
     runner = ModuleRunner(
         model,

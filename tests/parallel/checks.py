@@ -165,6 +165,7 @@ def refusals(me: Rank) -> dict[str, str]:
         "save": error_of(lambda: cache.save(me.folder / "cache.safetensors")),
         "whole": error_of(lambda: Session.from_model(model, whole)),
         "background": error_of(lambda: Session.from_model(model, cache, compile="background")),
+        "kept": error_of(lambda: Session.from_model(model, cache, compile="wait", graph_cache=me.folder / "graphs")),
     }
 
 

@@ -181,6 +181,7 @@ def test_what_a_rank_cannot_do_by_itself_is_refused(found: list[dict[str, Any]])
         assert f"rank {rank} of 2 alone" in one["save"] and "save_state()" in one["save"]
         assert "ExportableCache.from_model(model, ...) on every rank" in one["whole"]
         assert "split over 2 processes" in one["background"]
+        assert "leave out graph_cache" in one["kept"]
 
 
 def test_fewer_heads_than_ranks_are_repeated_and_others_refused(found: list[dict[str, Any]], folder: Path) -> None:
