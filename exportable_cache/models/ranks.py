@@ -13,12 +13,14 @@ import re
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed as dist
 
+from .. import __version__
 from ..common.compat.torch_distributed import broadcast_in_graph
 from ..errors import ExportableCacheError, InputError, RankLostError, UnsupportedModelError, first_line
 from .split_weights import split_tensor
@@ -41,6 +43,9 @@ class Ranks:
         mesh: Of one dimension.
         device: Where the model's collectives take their tensors.
 
+    Raises:
+        InputError: If packages are of other versions on another rank.
+
     Attributes:
         rank: This process's number, from 0.
         size: How many there are.
@@ -54,7 +59,9 @@ class Ranks:
         self.device = device
         self._first = dist.get_global_rank(self.group, 0)
         self._lost: str | None = None
-        self._processes = self._gathered((socket.gethostname(), os.getpid()))
+        found = self._gathered((socket.gethostname(), os.getpid(), versions()))
+        self._processes = [one[:2] for one in found]
+        _check_versions([one[2] for one in found])
 
     def __repr__(self) -> str:
         return f"Ranks({self.rank} of {self.size})"
@@ -195,6 +202,20 @@ class Ranks:
         with self.watched():
             dist.all_gather_object(found, value, group=self.group)
         return found
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that a rank's numbers follow from."""
+    return {name: metadata.version(name) for name in ("torch", "transformers")} | {"exportable_cache": __version__}
+
+
+def _check_versions(found: Sequence[Mapping[str, str]]) -> None:
+    for rank, mine in enumerate(found):
+        for name, version in mine.items():
+            if version != found[0][name]:
+                raise InputError(
+                    f"rank {rank} has {name} {version}, rank 0 {found[0][name]}; install the same version on every rank"
+                )
 
 
 def ranks_of(model: nn.Module) -> Ranks | None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._dynamo.backends.common import aot_autograd
@@ -19,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from exportable_cache import ExportableCache, Session
 from exportable_cache.decoding import ContinuousBatch, PromptLookup, Sampling
+from exportable_cache.models import ranks
 
 from ..support.models import tokens
 from .processes import Rank
@@ -161,7 +163,10 @@ def refusals(me: Rank) -> dict[str, str]:
     model = me.model(FAMILY)
     cache = ExportableCache.from_model(model, CAPACITY)
     whole = ExportableCache.from_config(model.config, CAPACITY)
+    with mock.patch.object(ranks, "versions", lambda: {"torch": f"2.13.{me.rank}"}):
+        other_versions = error_of(lambda: ExportableCache.from_model(model, CAPACITY))
     return {
+        "versions": other_versions,
         "save": error_of(lambda: cache.save(me.folder / "cache.safetensors")),
         "whole": error_of(lambda: Session.from_model(model, whole)),
         "background": error_of(lambda: Session.from_model(model, cache, compile="background")),

@@ -182,6 +182,7 @@ def test_what_a_rank_cannot_do_by_itself_is_refused(found: list[dict[str, Any]])
         assert "ExportableCache.from_model(model, ...) on every rank" in one["whole"]
         assert "split over 2 processes" in one["background"]
         assert "leave out graph_cache" in one["kept"]
+        assert "rank 1 has torch 2.13.1, rank 0 2.13.0" in one["versions"]
 
 
 def test_fewer_heads_than_ranks_are_repeated_and_others_refused(found: list[dict[str, Any]], folder: Path) -> None:
