@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from exportable_cache import ExportableCache
 from exportable_cache.errors import InputError, UnsupportedModelError
+from exportable_cache.models.rank_heads import check_type
 from exportable_cache.pipeline.sizing import plan
 
 from .support.models import FAMILIES, WINDOW, tiny_model, tokens
@@ -290,3 +291,9 @@ def test_plan_of_several_ranks_needs_a_plan_of_transformers():
     with pytest.raises(UnsupportedModelError, match="no tensor parallel plan"):
         config = AutoConfig.for_model("mamba", hidden_size=16, num_hidden_layers=2, vocab_size=32, state_size=4)
         plan(config, 64, tensor_parallel=2)
+
+
+def test_plan_refuses_ranks_of_models_that_are_wrong_when_split():
+    config = AutoConfig.for_model("hrm_text")
+    with pytest.raises(UnsupportedModelError, match="'hrm_text' gives other logits"):
+        check_type(config)

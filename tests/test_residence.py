@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,12 @@ def test_plain_use_and_a_copy() -> None:
     cache = offloaded(model)
     step = lambda piece: model(piece, past_key_values=cache).logits[:, -1]  # noqa: E731
     assert difference(step, expected, ids, PROMPT) < 1e-5
+    other = copy.deepcopy(cache)
+    after = model(ids[:, :1], past_key_values=cache).logits
+    assert torch.equal(model(ids[:, :1], past_key_values=other).logits, after)
+    assert torch.equal(other.layers[1].keys, cache.layers[1].keys)
+    assert other.layers[1].keys.data_ptr() != cache.layers[1].keys.data_ptr()
+    assert other.residence._layers[1] is other.layers[1] and other.residence is not cache.residence
     cache.reset()
     assert not any(bool(tensor.any()) for _, tensor in cache.named_state())
     assert difference(step, expected, ids, PROMPT) < 1e-5

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 
@@ -74,6 +75,15 @@ class Residence:
         #: Whose turn it is, and which twin has come ahead of its turn.
         self._current: CacheLayer | None = None
         self._ahead: int | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        self.finish()
+        other = memo[id(self)] = type(self).__new__(type(self))
+        other.device, other._current, other._ahead = self.device, None, None
+        other.places = [place.clone() for place in self.places]
+        other._copies = torch.cuda.Stream(self.device) if self._copies is not None else None
+        other._layers = [copy.deepcopy(layer, memo) for layer in self._layers]
+        return other
 
     @property
     def nbytes(self) -> int:

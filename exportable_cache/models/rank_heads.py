@@ -12,7 +12,7 @@ from .split_weights import is_split, part_of, whole_shape
 
 if TYPE_CHECKING:
     from torch import nn
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
     from ..cache.layout import LayerLayout
     from .ranks import Ranks
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 #: Names of the projections of attention in transformers' models: of queries, and of keys or values.
 _QUERIES = ("q_proj", "q_b_proj")
 _KEYS = ("k_proj", "v_proj", "kv_b_proj")
+#: Types whose tiny models, split by transformers' plan over two ranks, gave other logits than whole (5.23).
+_WRONG_WHEN_SPLIT = ("gemma3n", "gemma3n_text", "hrm_text")
 
 
 def check_heads(model: PreTrainedModel, ranks: Ranks) -> None:
@@ -33,6 +35,7 @@ def check_heads(model: PreTrainedModel, ranks: Ranks) -> None:
             f"{type(model).__name__} is an encoder-decoder, of which there are no parallel sessions; load it without a "
             "tensor parallel plan"
         )
+    check_type(model.config)
     for name, module in model.named_modules():
         queries, keys = _split_of(module, _QUERIES), _split_of(module, _KEYS)
         if queries and keys and any(queries) != any(keys):
@@ -45,6 +48,28 @@ def check_heads(model: PreTrainedModel, ranks: Ranks) -> None:
             _check_divides(name, module, model, ranks)
 
 
+def check_type(config: PreTrainedConfig) -> None:
+    """Refuse models that are wrong when they are split.
+
+    Raises:
+        UnsupportedModelError: Then.
+    """
+    found = {config.model_type, config.get_text_config(decoder=True).model_type} & set(_WRONG_WHEN_SPLIT)
+    if found:
+        raise UnsupportedModelError(
+            f"{found.pop()!r} gives other logits when transformers' plan splits it over ranks than in one process; run it "
+            "in one process"
+        )
+
+
+def heads_of(config: PreTrainedConfig) -> int | None:
+    """Attention heads by a config, None where it does not say, or layers differ."""
+    try:
+        return config.num_attention_heads
+    except Exception:  # transformers raises a class of its own where layers differ
+        return None
+
+
 def _split_of(module: nn.Module, names: Sequence[str]) -> list[bool]:
     found = (getattr(module, name, None) for name in names)
     weights = (getattr(one, "weight", None) for one in found)
@@ -53,7 +78,7 @@ def _split_of(module: nn.Module, names: Sequence[str]) -> list[bool]:
 
 def _check_divides(name: str, module: nn.Module, model: PreTrainedModel, ranks: Ranks) -> None:
     config = model.config.get_text_config(decoder=True)
-    queries = getattr(config, "num_attention_heads", None)
+    queries = heads_of(config)
     keys = getattr(module, "k_proj", None)
     head_dim = getattr(module, "head_dim", None)
     heads = queries

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import InputError, UnsupportedModelError
+from .rank_heads import check_type, heads_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -69,6 +70,7 @@ def check_tensor_parallel(model: PreTrainedModel, layouts: Sequence[LayerLayout]
     """
     if type(ranks) is not int or ranks < 2:
         raise InputError(f"tensor_parallel is {ranks!r}; it must be an int of at least 2, or left out")
+    check_type(model.config)
     if not model.tp_plan:
         raise UnsupportedModelError(
             f"transformers has no tensor parallel plan of {type(model).__name__}; leave out tensor_parallel, or split "
@@ -77,7 +79,7 @@ def check_tensor_parallel(model: PreTrainedModel, layouts: Sequence[LayerLayout]
     split = {layouts[index].num_heads for index in split_layers(model, layouts)}
     # Of fewer heads than ranks each is kept by several ranks.
     heads = [count for count in split if count is not None and (count % ranks == 0 or ranks % count)]
-    queries = getattr(model.config.get_text_config(decoder=True), "num_attention_heads", None)
+    queries = heads_of(model.config.get_text_config(decoder=True))
     if isinstance(queries, int) and any(name.rsplit(".", 1)[-1] in _QUERIES for name in model.tp_plan):
         heads.append(queries)
     if any(count % ranks for count in heads):

@@ -244,8 +244,10 @@ class ComposedLayer:
         return self._with_attributes(vars(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        # As it is, with what a description leaves out.
-        return self._with_attributes({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        # As it is, with what a description leaves out; known before its residence is copied, which knows its layers.
+        layer = memo[id(self)] = self._with_attributes({})
+        layer.__dict__.update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        return layer
 
     def _with_attributes(self, attributes: Mapping[str, Any]) -> Self:
         layer = type(self).__new__(type(self))
