@@ -57,8 +57,8 @@ def check_type(config: PreTrainedConfig) -> None:
     found = {config.model_type, config.get_text_config(decoder=True).model_type} & set(_WRONG_WHEN_SPLIT)
     if found:
         raise UnsupportedModelError(
-            f"{found.pop()!r} gives other logits when transformers' plan splits it over ranks than in one process; run it "
-            "in one process"
+            f"{found.pop()!r} gives other logits when transformers' plan splits it over ranks than in one process; run "
+            "it in one process"
         )
 
 
