@@ -15,13 +15,14 @@ from ..backends.registry import backend_for
 from ..common.files import LOCK_FILE, PARTIAL, atomic_folder, clear_leftovers
 from ..common.progress import Progress, silent
 from ..errors import BundleError
+from ..generation.chat_turns import chat_turns
 from ..models.text_tokenizer import reads_alike
 from ..program.inputs.multimodal import kinds_taken
 from .bundle import PROCESSOR, TOKENIZER_FOLDER, Bundle
 from .describe import Provenance, config_fields, describe, generation_config_fields
 from .digests import digests_of
 from .entries import File
-from .listed import READS_ALIKE, TOKENIZER_FILE
+from .listed import CHAT_TURNS, READS_ALIKE, TOKENIZER_FILE
 from .manifest import MANIFEST_FILE
 from .signature import SIGNATURE_FILE
 
@@ -176,6 +177,9 @@ def write_bundle(
     if tokenizer is not None:
         tokenizer.save_pretrained(folder / TOKENIZER_FOLDER)
         details[TOKENIZER_FILE] = {READS_ALIKE: reads_alike(folder / TOKENIZER_FOLDER, tokenizer)}
+        turns = chat_turns(tokenizer)
+        if turns is not None:
+            details[TOKENIZER_FILE][CHAT_TURNS] = turns.to_dict()
         for path in loaded.processor_files if set(kinds_taken(program.methods)) != {"text"} else ():
             shutil.copyfile(path, folder / TOKENIZER_FOLDER / path.name)
             holds[f"{TOKENIZER_FOLDER}/{path.name}"] = PROCESSOR

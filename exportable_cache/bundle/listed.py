@@ -16,6 +16,8 @@ TOKENIZER_FOLDER = "tokenizer"
 TOKENIZER_FILE = f"{TOKENIZER_FOLDER}/tokenizer.json"
 #: Detail of that file: whether it gives, by itself, what transformers' tokenizer gives.
 READS_ALIKE = "reads_alike"
+#: Another: the chat template as texts between turns, see `ChatTurns`.
+CHAT_TURNS = "chat_turns"
 #: Of files that hold programs or weights. Others, such as a README of who copied the folder, are not read.
 _READ = (".pt", ".pt2", ".pte", ".ptd", ".plan", ".so", ".safetensors")
 

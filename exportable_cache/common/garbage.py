@@ -36,6 +36,8 @@ def no_collections() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.freeze()
+        # Once, and not of what a longer process made before: what is garbage by then would never be collected.
+        if not gc.get_freeze_count() and enabled:
+            gc.freeze()
         if enabled:
             gc.enable()

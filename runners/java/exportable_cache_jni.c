@@ -158,6 +158,7 @@ typedef struct Arguments {
   ec_options options;
   int64_t* tokens;
   char* text;
+  char* system; /* of a chat; NULL of a text to go on from */
   int64_t* stop_tokens;
   char** stops;
   size_t stop_count;
@@ -169,6 +170,7 @@ static void free_arguments(Arguments* arguments) {
   free(arguments->stop_tokens);
   free(arguments->tokens);
   free(arguments->text);
+  free(arguments->system);
 }
 
 /* Whether all is there; otherwise an exception is on its way. */
@@ -200,11 +202,13 @@ static int read_arguments(JNIEnv* env, Arguments* arguments, jlongArray tokens, 
 }
 
 JNIEXPORT jlongArray JNICALL Java_exportablecache_Session_generate(JNIEnv* env, jclass kind, jlong session, jlongArray tokens,
-                                                                   jbyteArray text, jobject options, jobjectArray stops,
-                                                                   jobject callback, jdoubleArray seconds) {
+                                                                   jbyteArray text, jbyteArray system, jobject options,
+                                                                   jobjectArray stops, jobject callback, jdoubleArray seconds) {
   (void)kind;
   Arguments arguments = {0};
-  if (!read_arguments(env, &arguments, tokens, text, options, stops)) {
+  int whole = read_arguments(env, &arguments, tokens, text, options, stops);
+  if (whole && system != NULL) whole = (arguments.system = copy_of(env, system, 1)) != NULL;
+  if (!whole) {
     free_arguments(&arguments);
     return NULL;
   }
@@ -212,10 +216,16 @@ JNIEXPORT jlongArray JNICALL Java_exportablecache_Session_generate(JNIEnv* env, 
   statistics.size = sizeof statistics;
   jclass taker = (*env)->FindClass(env, tokens != NULL ? "java/util/function/LongPredicate" : "java/util/function/Predicate");
   Callback user = {env, callback, (*env)->GetMethodID(env, taker, "test", tokens != NULL ? "(J)Z" : "(Ljava/lang/Object;)Z")};
-  const ec_status status =
-      tokens != NULL ? ec_generate(session_of(session), arguments.tokens, (size_t)(*env)->GetArrayLength(env, tokens),
-                                   &arguments.options, on_token, &user, &statistics)
-                     : ec_generate_text(session_of(session), arguments.text, &arguments.options, on_text, &user, &statistics);
+  ec_session* used = session_of(session);
+  ec_status status;
+  if (tokens != NULL) {
+    const size_t count = (size_t)(*env)->GetArrayLength(env, tokens);
+    status = ec_generate(used, arguments.tokens, count, &arguments.options, on_token, &user, &statistics);
+  } else if (arguments.system != NULL) {
+    status = ec_chat(used, arguments.text, arguments.system, &arguments.options, on_text, &user, &statistics);
+  } else {
+    status = ec_generate_text(used, arguments.text, &arguments.options, on_text, &user, &statistics);
+  }
   free_arguments(&arguments);
   if (status != EC_OK) throw_failure(env, status);
   if ((*env)->ExceptionCheck(env)) return NULL;

@@ -54,6 +54,11 @@ final class SessionCalls {
       System.out.println(joined(Arrays.stream(session.tokenize(question, true)).boxed().collect(Collectors.toList())));
 
       session.reset();
+      StringBuilder answer = new StringBuilder();
+      session.chat(question, "", new Session.Options(), piece -> answer.append(piece) != null);
+      System.out.println(answer);
+
+      session.reset();
       tokens.clear();
       options.stopStrings = new String[] {"2"};
       options.stopTokens = new long[] {3};

@@ -80,6 +80,7 @@ class Library:
             c_void_p, POINTER(c_int64), c_size_t, c_void_p, ON_TOKEN, c_void_p, POINTER(Statistics)
         ]  # fmt: skip
         self.c.ec_generate_text.argtypes = [c_void_p, c_char_p, c_void_p, ON_TEXT, c_void_p, POINTER(Statistics)]
+        self.c.ec_chat.argtypes = [c_void_p, c_char_p, c_char_p, c_void_p, ON_TEXT, c_void_p, POINTER(Statistics)]
         self.c.ec_tokenize.argtypes = [c_void_p, c_char_p, c_int, POINTER(c_int64), c_size_t, POINTER(c_size_t)]
         self.c.ec_encode_tokens.argtypes = [c_void_p, POINTER(c_int64), c_size_t]
         self.c.ec_encode_values.argtypes = [c_void_p, POINTER(c_float), c_size_t]
@@ -125,6 +126,12 @@ class Library:
         status = self.c.ec_generate_text(session, prompt.encode(), given, ON_TEXT(on_text), None, None)
         return {"outcome": self.outcome(status), "text": b"".join(pieces).decode()}
 
+    def chat(self, session: c_void_p, question: str) -> dict[str, Any]:
+        pieces: list[bytes] = []
+        taker = ON_TEXT(lambda piece, size, user: pieces.append(ctypes.string_at(piece, size)) or 1)
+        status = self.c.ec_chat(session, question.encode(), None, None, taker, None, None)
+        return {"outcome": self.outcome(status), "text": b"".join(pieces).decode()}
+
     def prefill(self, session: c_void_p, tokens: list[int]) -> dict[str, Any]:
         logits, vocab = POINTER(c_float)(), c_size_t()
         ids = (c_int64 * len(tokens))(*tokens)
@@ -165,6 +172,8 @@ def calls(library: Library, bundle: str, folder: Path, asked: dict[str, Any]) ->
     library.c.ec_reset(session)
     stops = (c_char_p * 1)(asked["stop"].encode())
     found["text"] = library.text(session, question)
+    library.c.ec_reset(session)
+    found["chat"] = library.chat(session, question)
     library.c.ec_reset(session)
     found["stopped text"] = library.text(session, question, library.options(stop_strings=stops, stop_string_count=1))
     drawn = {"temperature": 1.2, "top_k": 20, "top_p": 0.9, "seed": 5, "has_seed": 1, "max_new_tokens": 8}

@@ -8,9 +8,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
+
+from exportable_cache import load
 
 from .conftest import SOURCES, ids
 from .test_c_api import PROMPT, QUESTION, shared_library  # noqa: F401  a fixture
+from .test_cpp import CAPACITY, VOCAB
 
 pytestmark = pytest.mark.full
 
@@ -46,3 +50,24 @@ def test_java_answers_as_the_session_in_python(classes: Path, demo_bundle: Path,
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert [line for line in lines if "WARNING" in line] == []  # of -Xcheck:jni
+    session = load(demo_bundle)
+    tokens = list(session.generate(torch.tensor([PROMPT]), 8))
+    session.reset()
+    text = "".join(session.generate_text(QUESTION))
+    encoded = session.text_tokenizer(QUESTION, add_special_tokens=True)["input_ids"]
+    stop = "MAX_NEW_TOKENS" if len(tokens) == 8 else "END_TOKEN"
+    assert lines[:9] == [
+        ids(tokens),
+        f"{len(PROMPT)} {len(tokens)} {stop}",
+        f"{len(PROMPT)} {CAPACITY} true",
+        f"{len(PROMPT)} {VOCAB}",
+        text,
+        ids(encoded),
+        text,
+        "2 CANCELLED",
+        "from the callback",
+    ]
+    assert lines[9].startswith("1 tokens[0] is token id 1000000")
+    assert lines[10] == lines[11] == "1 this model has no encoder; pass the tokens to prefill"
+    assert lines[12].startswith("1 ") and lines[13].startswith("3 ")
+    assert lines[14:] == ["null", "the session is closed"]

@@ -19,9 +19,11 @@ namespace {
 using namespace exportable_cache;
 
 constexpr const char* kUsage =
-    "usage: exportable_cache_generate BUNDLE (--prompt TEXT | --tokens \"1 2 3\") [options]\n"
+    "usage: exportable_cache_generate BUNDLE (--prompt TEXT | --chat | --tokens \"1 2 3\") [options]\n"
     "\n"
     "  --prompt TEXT           text to go on from\n"
+    "  --chat                  answer each line of the input, in the model's chat template\n"
+    "  --system TEXT           what the model is told before the first question of a chat\n"
     "  --tokens \"1 2 3\"        token ids instead; token ids come out. Of an encoder-decoder the decoder's\n"
     "  --encode \"1 2 3\"        token ids for its encoder, with --tokens\n"
     "  --encode-file FILE      float32 numbers for its encoder, as a speech model's processor makes them, with --tokens\n"
@@ -37,6 +39,8 @@ struct Arguments {
   std::string bundle;
   std::optional<std::string> prompt;
   std::optional<std::vector<int64_t>> tokens;
+  bool chat = false;
+  std::string system;
   std::optional<std::vector<int64_t>> encoded_tokens;
   std::optional<std::string> encoded_file;
   GenerateOptions options;
@@ -77,9 +81,11 @@ Result<std::vector<float>> numbers_of(const std::string& path) {
 
 // Fills `arguments`, or returns what is wrong with them.
 std::optional<std::string> parse_arguments(int argc, char** argv, Arguments& arguments) {
-  enum { kPrompt = 1, kTokens, kEncode, kEncodeFile, kMaxNewTokens, kTemperature, kTopK, kTopP, kSeed, kStop, kStopToken, kPromptLookup, kHelp };
+  enum { kPrompt = 1, kChat, kSystem, kTokens, kEncode, kEncodeFile, kMaxNewTokens, kTemperature, kTopK, kTopP, kSeed, kStop, kStopToken, kPromptLookup, kHelp };
   static const option kOptions[] = {
       {"prompt", required_argument, nullptr, kPrompt},
+      {"chat", no_argument, nullptr, kChat},
+      {"system", required_argument, nullptr, kSystem},
       {"tokens", required_argument, nullptr, kTokens},
       {"encode", required_argument, nullptr, kEncode},
       {"encode-file", required_argument, nullptr, kEncodeFile},
@@ -100,6 +106,8 @@ std::optional<std::string> parse_arguments(int argc, char** argv, Arguments& arg
     bool good = true;
     switch (found) {
       case kPrompt: arguments.prompt = optarg; break;
+      case kChat: arguments.chat = true; break;
+      case kSystem: arguments.system = optarg; break;
       case kTokens: good = parse_list(optarg, arguments.tokens.emplace()); break;
       case kEncode: good = parse_list(optarg, arguments.encoded_tokens.emplace()); break;
       case kEncodeFile: arguments.encoded_file = optarg; break;
@@ -117,9 +125,27 @@ std::optional<std::string> parse_arguments(int argc, char** argv, Arguments& arg
     if (!good) return std::string("--") + kOptions[index].name + " got '" + optarg + "', which is no number it takes";
   }
   if (argc - optind != 1) return "pass one bundle: a folder that export wrote";
-  if (arguments.prompt.has_value() == arguments.tokens.has_value()) return "pass either --prompt or --tokens";
+  if (arguments.prompt.has_value() + arguments.tokens.has_value() + arguments.chat != 1) return "pass --prompt, --chat or --tokens";
+  if (!arguments.system.empty() && !arguments.chat) return "--system is of a chat; pass --chat, too";
   arguments.bundle = argv[optind];
   return std::nullopt;
+}
+
+bool print(std::string_view piece) {
+  std::cout << piece << std::flush;
+  return true;
+}
+
+// A line of the input is a question, until it ends.
+int converse(Session& session, const Arguments& arguments) {
+  std::string system = arguments.system;
+  for (std::string question; std::getline(std::cin, question);) {
+    const Result<Generation> generation = session.chat(question, system, arguments.options, print);
+    std::cout << std::endl;
+    if (!generation.ok()) return report(generation.error());
+    system.clear();
+  }
+  return 0;
 }
 
 }  // namespace
@@ -142,13 +168,11 @@ int main(int argc, char** argv) {
     if (const Status status = session->encode_input(*values); !status.ok()) return report(status.error());
   }
 
+  if (arguments.chat) return converse(*session, arguments);
+
   Result<Generation> generation =
       arguments.prompt
-          ? session->generate_text(*arguments.prompt, arguments.options,
-                                   [](std::string_view piece) {
-                                     std::cout << piece << std::flush;
-                                     return true;
-                                   })
+          ? session->generate_text(*arguments.prompt, arguments.options, print)
           : session->generate(*arguments.tokens, arguments.options, [](int64_t token) {
               std::cout << token << " " << std::flush;
               return true;

@@ -119,6 +119,11 @@ EC_API ec_status ec_generate(ec_session* session, const int64_t* prompt, size_t 
 EC_API ec_status ec_generate_text(ec_session* session, const char* prompt, const ec_options* options, ec_on_text on_text,
                                   void* user, ec_statistics* statistics);
 
+/* The answer to a question, in the turns of the model's chat template: the conversation goes on from what is held. `system` may be
+ * null; it comes before the first question only. */
+EC_API ec_status ec_chat(ec_session* session, const char* question, const char* system, const ec_options* options, ec_on_text on_text,
+                         void* user, ec_statistics* statistics);
+
 /* Token ids of a text, which are not fed; `starts` if it is the first of a sequence. `count` is set to how many there are; at most `capacity` are
  * written. */
 EC_API ec_status ec_tokenize(ec_session* session, const char* text, int starts, int64_t* tokens, size_t capacity, size_t* count);

@@ -79,6 +79,13 @@ ec_status done(const Result<Generation>& generation, ec_statistics* statistics) 
   return EC_OK;
 }
 
+Session::OnText giver(ec_on_text on_text, void* user) {
+  return [on_text, user](std::string_view piece) {
+    const std::string text(piece);  // with a zero byte behind it
+    return on_text == nullptr || on_text(text.c_str(), text.size(), user) != 0;
+  };
+}
+
 }  // namespace
 
 uint32_t ec_abi_version(void) { return EC_ABI_VERSION; }
@@ -155,11 +162,16 @@ ec_status ec_generate_text(ec_session* session, const char* prompt, const ec_opt
   if (session == nullptr || prompt == nullptr) return missing(session == nullptr ? "session" : "prompt");
   const Result<GenerateOptions> how = options_of(options);
   if (!how.ok()) return failed(how.error());
-  const auto give = [on_text, user](std::string_view piece) {
-    const std::string text(piece);  // with a zero byte behind it
-    return on_text == nullptr || on_text(text.c_str(), text.size(), user) != 0;
-  };
-  return done(session->session.generate_text(prompt, *how, give), statistics);
+  return done(session->session.generate_text(prompt, *how, giver(on_text, user)), statistics);
+}
+
+ec_status ec_chat(ec_session* session, const char* question, const char* system, const ec_options* options, ec_on_text on_text,
+                  void* user, ec_statistics* statistics) {
+  if (session == nullptr || question == nullptr) return missing(session == nullptr ? "session" : "question");
+  const Result<GenerateOptions> how = options_of(options);
+  if (!how.ok()) return failed(how.error());
+  const std::string told = system == nullptr ? "" : system;
+  return done(session->session.chat(question, told, *how, giver(on_text, user)), statistics);
 }
 
 ec_status ec_tokenize(ec_session* session, const char* text, int starts, int64_t* tokens, size_t capacity, size_t* count) {

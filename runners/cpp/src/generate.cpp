@@ -14,6 +14,13 @@ double seconds(Clock::duration duration) { return std::chrono::duration<double>(
 
 double rate(int64_t count, double duration) { return duration > 0 ? static_cast<double>(count) / duration : 0; }
 
+// Without white space at both ends, of ASCII: what chat templates cut away.
+std::string trimmed(const std::string& text) {
+  constexpr const char* kSpace = " \t\n\r\f\v";
+  const size_t first = text.find_first_not_of(kSpace);
+  return first == std::string::npos ? std::string() : text.substr(first, text.find_last_not_of(kSpace) + 1 - first);
+}
+
 bool contains(const std::vector<int64_t>& tokens, int64_t token) {
   return std::find(tokens.begin(), tokens.end(), token) != tokens.end();
 }
@@ -123,22 +130,48 @@ Result<Generation> Session::generate(std::span<const int64_t> prompt, const Gene
 }
 
 Result<Generation> Session::generate_text(const std::string& prompt, const GenerateOptions& options, const OnText& on_text) {
-  Result<const Detokenizer*> vocabulary = detokenizer();
-  if (!vocabulary.ok()) return vocabulary.error();
   Result<std::vector<int64_t>> ids = encode(prompt, manifest_.encoder || length_ == 0);
   if (!ids.ok()) return ids.error();
   if (manifest_.encoder) {
     if (!manifest_.start_token) return fail(ErrorCode::kBundle, "the model says no decoder_start_token_id; generate from token ids");
     if (const Status status = encode_input(*ids); !status.ok()) return status.error();
     ids->assign(1, *manifest_.start_token);
-  } else if (pending_) {
-    ids->insert(ids->begin(), *pending_);
   }
+  return text_after(std::move(*ids), options, on_text);
+}
+
+Result<Generation> Session::chat(const std::string& question, const std::string& system, const GenerateOptions& options,
+                                 const OnText& on_text) {
+  if (!manifest_.chat) {
+    return fail(ErrorCode::kBundle, manifest_.folder, " has no chat template that is turns alone; render the text elsewhere, and pass it ",
+                "to generate_text");
+  }
+  const ChatTurns& turns = *manifest_.chat;
+  if (!system.empty() && length_ > 0) {
+    return fail(ErrorCode::kInput, "a system message comes before the first question, and ", length_, " tokens are held; reset() first");
+  }
+  if (!system.empty() && !turns.takes_system) {
+    return fail(ErrorCode::kInput, "the model's chat template takes no system message; put it into the first question");
+  }
+  const auto said = [&turns](const std::string& text) { return turns.trims ? trimmed(text) : text; };
+  std::string text = turns.question;
+  if (length_ == 0) text = system.empty() ? turns.opening : turns.before_system + said(system) + turns.after_system;
+  text += said(question) + turns.answer;
+  // Special tokens are in the template's own texts.
+  Result<std::vector<int64_t>> ids = encode(text, false);
+  if (!ids.ok()) return ids.error();
+  return text_after(std::move(*ids), options, on_text);
+}
+
+Result<Generation> Session::text_after(std::vector<int64_t> ids, const GenerateOptions& options, const OnText& on_text) {
+  Result<const Detokenizer*> vocabulary = detokenizer();
+  if (!vocabulary.ok()) return vocabulary.error();
+  if (pending_ && !manifest_.encoder) ids.insert(ids.begin(), *pending_);
 
   TextStream text(**vocabulary);
   StopStrings stops(options.stop_strings);
   const auto give = [&](const std::string& piece) { return piece.empty() || on_text(piece); };
-  Result<Generation> generation = run(std::move(*ids), options, [&](int64_t token) -> std::optional<StopReason> {
+  Result<Generation> generation = run(std::move(ids), options, [&](int64_t token) -> std::optional<StopReason> {
     if (is_end(token, options)) return std::nullopt;
     if (!give(stops.push(text.push(token)))) return StopReason::kCallback;
     return stops.stopped() ? std::optional(StopReason::kStopString) : std::nullopt;

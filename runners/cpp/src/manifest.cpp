@@ -104,6 +104,23 @@ std::optional<EncoderSpec> encoder_of(const Json& method, Reader& reader) {
   return encoder;
 }
 
+std::optional<ChatTurns> chat_of(const Json& turns, Reader& reader) {
+  if (turns.is_null()) return std::nullopt;
+  const std::string where = "files.tokenizer/tokenizer.json.details.chat_turns.";
+  ChatTurns chat;
+  chat.opening = reader.text(turns["opening"], where + "opening");
+  chat.answer = reader.text(turns["answer"], where + "answer");
+  chat.question = reader.text(turns["question"], where + "question");
+  const Json::Array* system = turns["system"].array();
+  chat.takes_system = system != nullptr && system->size() == 2;
+  if (chat.takes_system) {
+    chat.before_system = reader.text((*system)[0], where + "system");
+    chat.after_system = reader.text((*system)[1], where + "system");
+  }
+  chat.trims = turns["trims"].boolean() != nullptr && *turns["trims"].boolean();
+  return chat;
+}
+
 }  // namespace
 
 std::string Manifest::program_path() const { return folder + "/program.pte"; }
@@ -142,6 +159,7 @@ Result<Manifest> Manifest::read(const std::string& folder) {
   manifest.has_tokenizer = fields["tokenizer"].string() != nullptr;
   manifest.end_tokens = token_ids(fields["generation_config"]["eos_token_id"], reader);
 
+  manifest.chat = chat_of(fields["files"]["tokenizer/tokenizer.json"]["details"]["chat_turns"], reader);
   manifest.encoder = encoder_of(program["methods"]["encode"], reader);
   const Json& start = fields["generation_config"]["decoder_start_token_id"];
   if (!start.is_null()) manifest.start_token = reader.integer(start, "generation_config.decoder_start_token_id", 0);

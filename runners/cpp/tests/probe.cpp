@@ -120,6 +120,14 @@ const std::map<std::string, std::function<void(const Fields&)>> kCommands = {
        for (float value; text >> value;) values.push_back(value);
        reply(session->encode_input(std::span<const float>(values)));
      }},
+    {"chat", [](const Fields& fields) {  // question and system message in hexadecimal
+       std::string text;
+       const auto generation = session->chat(from_hex(fields[1]), from_hex(fields[2]), options_of(fields, 3), [&text](std::string_view piece) {
+         text += piece;
+         return true;
+       });
+       generation.ok() ? reply(*generation, text) : reply(generation.error());
+     }},
     {"save", [](const Fields& fields) { reply(session->save_state(fields[1])); }},
     {"load", [](const Fields& fields) { reply(session->load_state(fields[1])); }},
     {"cancelled", [](const Fields& fields) {  // after so many tokens

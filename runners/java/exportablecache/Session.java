@@ -110,14 +110,23 @@ public final class Session implements AutoCloseable {
   /** Tokens that follow a prompt; the callback returns false to end it. */
   public Statistics generate(long[] prompt, Options options, LongPredicate onToken) {
     double[] seconds = new double[2];
-    return new Statistics(generate(open(), prompt, null, options, stops(options), onToken, seconds), seconds);
+    return new Statistics(generate(open(), prompt, null, null, options, stops(options), onToken, seconds), seconds);
   }
 
   /** Text that follows a text; the callback returns false to end it. */
   public Statistics generateText(String prompt, Options options, Predicate<String> onText) {
+    return answer(prompt, null, options, onText);
+  }
+
+  /** The answer to a question, in the turns of the model's chat template; {@code system} before the first one, or "". */
+  public Statistics chat(String question, String system, Options options, Predicate<String> onText) {
+    return answer(question, bytes(system), options, onText);
+  }
+
+  private Statistics answer(String text, byte[] system, Options options, Predicate<String> onText) {
     double[] seconds = new double[2];
     Predicate<byte[]> onBytes = piece -> onText.test(text(piece));
-    return new Statistics(generate(open(), null, bytes(prompt), options, stops(options), onBytes, seconds), seconds);
+    return new Statistics(generate(open(), null, bytes(text), system, options, stops(options), onBytes, seconds), seconds);
   }
 
   /** Token ids of a text. */
@@ -171,7 +180,8 @@ public final class Session implements AutoCloseable {
   private static native long[] lengths(long session);
 
   private static native long[] generate(
-      long session, long[] tokens, byte[] text, Options options, byte[][] stops, Object callback, double[] seconds);
+      long session, long[] tokens, byte[] text, byte[] system, Options options, byte[][] stops, Object callback,
+      double[] seconds);
 
   private static native void encodeTokens(long session, long[] tokens);
 

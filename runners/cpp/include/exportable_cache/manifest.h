@@ -45,6 +45,17 @@ struct LayerSpec {
   bool has_states = false;            // keeps states of linear attention or convolutions, alone or beside keys and values
 };
 
+/// The chat template as the texts around what is said, see exportable_cache/generation/chat_turns.py.
+struct ChatTurns {
+  std::string opening;        // in front of the first question, where there is no system message
+  bool takes_system = false;
+  std::string before_system;  // in front of a system message
+  std::string after_system;   // between it and the first question
+  std::string answer;         // behind a question, where the model goes on
+  std::string question;       // between an answer and the next question
+  bool trims = false;         // white space around what is said is left out
+};
+
 /// The fields of manifest.json that a runner needs.
 struct Manifest {
   std::string folder;
@@ -54,6 +65,7 @@ struct Manifest {
   std::vector<MethodSpec> methods;  // those that give logits
   std::vector<LayerSpec> layers;
   std::optional<EncoderSpec> encoder{};
+  std::optional<ChatTurns> chat{};
   std::optional<int64_t> start_token{};  // decoder_start_token_id of the generation config
   std::vector<int64_t> end_tokens;  // eos_token_id of the generation config; may be empty
   bool has_tokenizer;

@@ -142,6 +142,15 @@ class Session {
   /// Error kInput if the file cannot be read, is damaged, or is of another program; nothing changes then.
   Status load_state(const std::string& path);
 
+  /// The answer to a question, in the turns of the model's chat template. A conversation that goes on is fed its new turn alone;
+  /// `reset` begins another.
+  ///
+  /// `system` is what the model is told before the first question; empty for nothing. Error as of `generate_text`; kInput if
+  /// there is a system message later, or the template takes none; kBundle if the template is none of turns alone, which needs an
+  /// engine for templates: render the text elsewhere, and pass it to `generate_text`.
+  Result<Generation> chat(const std::string& question, const std::string& system, const GenerateOptions& options,
+                          const OnText& on_text);
+
   /// Token ids of a text; with `starts`, as the first of a sequence. Opens the tokenizer at the first call.
   Result<std::vector<int64_t>> encode(const std::string& text, bool starts);
 
@@ -166,6 +175,8 @@ class Session {
   // What may follow `context`, whose newest token was not fed yet: at most as many as fit and can be taken back.
   std::span<const int64_t> propose(std::span<const int64_t> context, const GenerateOptions& options, int64_t given) const;
   bool is_end(int64_t token, const GenerateOptions& options) const;
+  // Text that follows token ids, behind the token that is still to be fed.
+  Result<Generation> text_after(std::vector<int64_t> ids, const GenerateOptions& options, const OnText& on_text);
   Result<Generation> run(std::vector<int64_t> prompt, const GenerateOptions& options,
                          const std::function<std::optional<StopReason>(int64_t token)>& on_token);
 
