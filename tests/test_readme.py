@@ -35,7 +35,7 @@ BY_NAME = [pytest.param(path, id=path.relative_to(ROOT).as_posix()) for path in 
 
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 #: Programs of others that the guides call.
-_FOREIGN = {"cmake", "git", "adb", "openssl", "curl"}
+_FOREIGN = {"cmake", "git", "adb", "openssl", "curl", "torchrun"}
 _CLI = typer.main.get_command(app)
 
 

@@ -28,6 +28,9 @@ def takes(*names: str) -> tuple[str, ...]:
 
 #: Package -> name -> kind, or the parameters it must have.
 NAMES: dict[str, dict[str, Any]] = {
+    "torch_distributed": {
+        "torch.distributed._functional_collectives.broadcast": takes("self", "src", "group"),
+    },
     "torch": {
         "torch._check": takes("cond", "message"),
         "torch._subclasses.fake_tensor.FakeTensor": CLASS,

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from exportable_cache import ExportableCache, Session
 from exportable_cache.backends import backend_for
 from exportable_cache.cache.attention.implementation import Implementations
-from exportable_cache.errors import ExportableCacheError
+from exportable_cache.errors import ExportableCacheError, VerificationError
 from exportable_cache.models.layout import vocab_size_of
 from exportable_cache.models.patches.registry import patch_model
 from exportable_cache.program.program import Program
@@ -40,7 +40,9 @@ from .build import (
     uncached_logits,
 )
 
-TARGETS = ("eager", "compiled", "pt2", "executorch")
+TARGETS = ("eager", "compiled", "pt2", "executorch", "tensorrt")
+#: Groups of decoders alone, which is what a TensorRT program holds.
+DECODER_GROUPS = ("causal", "image", "audio")
 TOLERANCE = 1e-4
 MAX_CACHE_LEN = 64
 PREFILL_CHUNK = 16
@@ -174,11 +176,24 @@ def _session(model: PreTrainedModel, cache: ExportableCache, target: str, folder
         return Session.from_model(model, cache, prefill_chunk=PREFILL_CHUNK)
     if target == "compiled":
         return Session.from_model(model, cache, compile=True, prefill_chunk=PREFILL_CHUNK)
+    if target == "tensorrt":
+        return _network_session(model, cache)
     backend = backend_for(target)
     program = Program(model, cache, backend.program_spec(ProgramSpec(PREFILL_CHUNK), backend.options()))
     backend.lower(program, folder, backend.options())
     runner = backend.open(folder, describe(program))
     return Session(runner, cache.layers, vocab_size_of(model), batch_size=1, target=target)
+
+
+def _network_session(model: PreTrainedModel, cache: ExportableCache) -> Session:
+    """Over the networks that TensorRT would make plans of, evaluated on the CPU: a plan runs on a GPU only."""
+    from exportable_cache.backends.tensorrt.network_runner import NetworkRunner
+    from exportable_cache.backends.tensorrt.options import TensorRTOptions
+    from exportable_cache.backends.tensorrt.target import engine_networks, engine_program_spec
+
+    program = Program(model, cache, engine_program_spec(ProgramSpec(PREFILL_CHUNK)))
+    runner = NetworkRunner(program.methods, engine_networks(program, TensorRTOptions()))
+    return Session(runner, program.cache.layers, vocab_size_of(model), batch_size=1, target="tensorrt")
 
 
 @torch.no_grad()
@@ -204,7 +219,8 @@ def _difference(
 
 
 def _outcome_of(error: Exception, prefix: str = "") -> Outcome:
-    refused = isinstance(error, ExportableCacheError)
+    # What the evaluator of networks does not know is no refusal of the target.
+    refused = isinstance(error, ExportableCacheError) and not isinstance(error, VerificationError)
     reason = str(error) if refused else f"{prefix}{type(error).__name__}: {_first_line(error)}"
     frames = traceback.extract_tb((error.__cause__ or error).__traceback__)[-4:]
     where = [f"{'/'.join(Path(frame.filename).parts[-3:])}:{frame.lineno} {frame.line}" for frame in frames]
@@ -222,6 +238,11 @@ def write_json(path: Path, facts: dict[str, Any]) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(facts, indent=1))
     temporary.rename(path)
+
+
+def is_asked(architecture: Architecture, target: str) -> bool:
+    """Whether the zoo runs this architecture on this target."""
+    return target != "tensorrt" or architecture.group in DECODER_GROUPS
 
 
 def read_result(folder: Path, row: Architecture) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from .architectures import GROUPS, LEFT_OUT, Architecture, architectures
 from .build import PROMPTS, STEPS
-from .check import TARGETS, TOLERANCE, read_result
+from .check import TARGETS, TOLERANCE, is_asked, read_result
 from .overrides import OVERRIDES
 from .shrink import HIDDEN, VOCAB, WINDOW
 
@@ -57,7 +57,11 @@ def _lines(results: dict[Architecture, dict[str, Any]]) -> list[str]:
         "anything else.",
         "`compiled` goes through `torch.compile` with the `aot_eager` backend, one full graph per method and no "
         "recompilation allowed;",
-        "`executorch` through a `.pte` on its runtime; both methods, prefill and decode, on every target.",
+        "`executorch` through a `.pte` on its runtime; both methods, prefill and decode, on every target. `tensorrt` "
+        "is asked of decoders",
+        "alone (no encoder-decoders): the networks that TensorRT makes its plans of, evaluated layer by layer on the "
+        "CPU; no plan was",
+        "built for the table, and no GPU has run one. An empty cell was not run, `-` was not asked.",
         f"`{DOCUMENT.with_suffix('.json').name}` beside this file has the same for programs, with the time each took "
         "and the commit it",
         "was found with.",
@@ -77,18 +81,21 @@ def _lines(results: dict[Architecture, dict[str, Any]]) -> list[str]:
 
 def _counts(results: dict[Architecture, dict[str, Any]]) -> list[str]:
     lines = [
-        f"| {len(results)} architectures | {' | '.join(STATUSES)} | not run | minutes |",
-        "|---|" + "---|" * (len(STATUSES) + 2),
+        f"| {len(results)} architectures | {' | '.join(STATUSES)} | not run | not asked | minutes |",
+        "|---|" + "---|" * (len(STATUSES) + 3),
     ]
     total, complete = 0.0, True
     for target in TARGETS:
-        outcomes = [facts["targets"].get(target) for facts in results.values()]
+        asked = [facts for row, facts in results.items() if is_asked(row, target)]
+        outcomes = [facts["targets"].get(target) for facts in asked]
         found = Counter(outcome["status"] for outcome in outcomes if outcome)
         minutes = sum(outcome["seconds"] for outcome in outcomes if outcome) / 60
         total += minutes
         complete = complete and None not in outcomes
         cells = [str(found[status]) for status in STATUSES]
-        lines.append(f"| {target} | {' | '.join(cells)} | {outcomes.count(None)} | {minutes:.0f} |")
+        lines.append(
+            f"| {target} | {' | '.join(cells)} | {outcomes.count(None)} | {len(results) - len(asked)} | {minutes:.0f} |"
+        )
     patched = sum(1 for facts in results.values() if facts.get("patches"))
     kinds = Counter(kind for facts in results.values() for kind in facts.get("layers", {}))
     return [
@@ -115,7 +122,7 @@ def _group(group: str, results: dict[Architecture, dict[str, Any]]) -> list[str]
         cells = []
         for target in TARGETS:
             outcome = facts["targets"].get(target)
-            cells.append(_cell(outcome, reasons))
+            cells.append(_cell(outcome, reasons) if outcome or is_asked(row, target) else "-")
         layers = ", ".join(f"{count} {kind}" for kind, count in facts.get("layers", {}).items())
         patches = ", ".join(facts.get("patches") or [])
         lines.append(f"| {row.model_type} | {' | '.join(cells)} | {layers} | {patches} |")

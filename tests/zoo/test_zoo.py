@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 
+from exportable_cache.backends.tensorrt.evaluator import NetworkEvaluator
+from exportable_cache.errors import VerificationError
+
 from .architectures import GROUPS, LEFT_OUT, Architecture, architectures
-from .check import TARGETS, check
+from .check import TARGETS, check, is_asked
 from .run import run_apart
 
 #: Model types of the spread, by what they show.
@@ -71,6 +74,28 @@ def test_compiled_methods_are_one_graph_each() -> None:
     assert found["status"] == "pass", found
 
 
+def test_networks_of_tensorrt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They pass; what their evaluator does not know is an error, no refusal of the target's."""
+    pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no tensorrt extra is installed")
+    found = outcomes("mistral", ["tensorrt"])["targets"]["tensorrt"]
+    assert found["status"] == "pass", found
+
+    def lacks(*args: Any) -> None:
+        raise VerificationError("layer 'x' is of kind LOOP, which the reference evaluator does not know")
+
+    monkeypatch.setattr(NetworkEvaluator, "run", lacks)
+    found = outcomes("mistral", ["tensorrt"])["targets"]["tensorrt"]
+    assert found["status"] == "error" and "LOOP" in found["reason"], found
+
+
+def test_tensorrt_is_asked_of_decoders_alone() -> None:
+    rows = {row.name: row for row in architectures()}
+    asked = {name for name, row in rows.items() if is_asked(row, "tensorrt")}
+    assert {"causal-llama", "image-llava"} <= asked
+    assert asked.isdisjoint({"seq2seq-t5", "speech-whisper"})
+    assert all(is_asked(row, target) for row in rows.values() for target in TARGETS if target != "tensorrt")
+
+
 @pytest.mark.full
 def test_an_encoder_of_windows_is_one_graph() -> None:
     found = outcomes("led", ["compiled"])["targets"]["compiled"]
@@ -99,5 +124,5 @@ def test_the_list_is_transformers_own() -> None:
 @pytest.mark.zoo
 @pytest.mark.parametrize("row", architectures(), ids=lambda row: row.name)
 def test_the_whole(row: Architecture) -> None:
-    found = run_apart(row, list(TARGETS))["targets"]
+    found = run_apart(row, [target for target in TARGETS if is_asked(row, target)])["targets"]
     assert {outcome["status"] for outcome in found.values()} <= {"pass", "refused"}, found

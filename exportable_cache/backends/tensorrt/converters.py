@@ -81,10 +81,11 @@ def _where(
 def _gather(
     ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
 ) -> trt.ITensor:
-    """`gather` of any length. torch_tensorrt's converter is the same layer, but says that it takes
+    """`gather` of any length, of a constant too. torch_tensorrt's converter is the same layer, but says that it takes
     static shapes only.
     """
     values, dim, index = args[:3]
+    values, index = get_trt_tensor(ctx, values, f"{name}_values"), get_trt_tensor(ctx, index, f"{name}_index_tensor")
     layer = ctx.net.add_gather_v2(
         values, cast_trt_tensor(ctx, index, trt.DataType.INT32, f"{name}_index"), trt.GatherMode.ELEMENT
     )
@@ -98,7 +99,7 @@ def _cumsum(
     ctx: ConversionContext, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
 ) -> trt.ITensor:
     """`cumsum` as TensorRT's own layer. torch_tensorrt's converter makes a loop of it, of one static length."""
-    values, dim = args[:2]
+    values, dim = get_trt_tensor(ctx, args[0], f"{name}_tensor"), args[1]
     values = cast_trt_tensor(ctx, values, TRT_DTYPES[ctx.current_node.meta["val"].dtype], f"{name}_values")
     axis = get_trt_tensor(ctx, torch.tensor(dim % len(values.shape), dtype=torch.int32), f"{name}_axis")
     layer = ctx.net.add_cumulative(values, axis, trt.CumulativeOperation.SUM, False, False)

@@ -18,6 +18,7 @@ from ...errors import UnsupportedModelError, first_line
 from .converters import TORCH_DTYPES
 from .decompositions import decompositions
 from .log import collected_errors
+from .reshapes import state_sizes
 from .upstream import (
     DYNAMO_CONVERTERS,
     CompilationSettings,
@@ -87,6 +88,9 @@ class NetworkInterpreter(TRTInterpreter):
     Every tensor is compared with what was traced, as converters have lost dtypes and dimensions silently.
     """
 
+    #: What TensorRT's log said of the network so far.
+    logged: Sequence[str] = ()
+
     def run_node(self, node: Node) -> Any:
         try:
             result = super().run_node(node)
@@ -98,7 +102,11 @@ class NetworkInterpreter(TRTInterpreter):
             ) from error
         traced = node.meta.get("val")
         if isinstance(result, trt.ITensor) and isinstance(traced, torch.Tensor):
-            _check_like_traced(node, result, traced)
+            try:
+                _check_like_traced(node, result, traced)
+            except ValueError as error:  # a shape of rank -1
+                said = "; ".join(self.logged[-1:]) or "it gives no reason"
+                raise UnsupportedModelError(f"TensorRT cannot take {describe_node(node)}: {said}; {_REMEDY}") from error
             # Some converters count in int32 (arange of a dynamic length); positions stay what they were traced as.
             return cast_trt_tensor(self.ctx, result, traced.dtype, f"{node.name}_as_traced")
         return result
@@ -139,7 +147,7 @@ def build_network(program: ExportedProgram, signature: EngineSignature, *, in_pl
             torch_tensorrt would compute something else than was traced.
     """
     settings = _settings()
-    with warnings.catch_warnings(), collected_errors():
+    with warnings.catch_warnings(), collected_errors() as errors:
         # Deprecations inside torch_tensorrt's passes, none of the caller's making.
         warnings.simplefilter("ignore")
         graph = _lowered(program, settings, in_place)
@@ -148,6 +156,9 @@ def build_network(program: ExportedProgram, signature: EngineSignature, *, in_pl
         interpreter = NetworkInterpreter(
             graph, [_trt_input(spec) for spec in inputs], infer_module_output_dtypes(graph), settings
         )
+        interpreter.logged = errors
+        # Otherwise torch puts the traceback of the traced call behind every error's sentence.
+        interpreter.extra_traceback = False
         construct_network(interpreter)
     _check_weights(interpreter)
     network = interpreter.ctx.net
@@ -176,7 +187,9 @@ def _lowered(program: ExportedProgram, settings: CompilationSettings, in_place: 
     table = get_decompositions(settings.enable_experimental_decompositions, settings.decompose_attention, False)
     program = pre_export_lowering(program, settings).run_decompositions({**table, **decompositions(in_place)})
     check_nothing_mutated(program)
-    return post_lowering(program.module(), settings)
+    graph = post_lowering(program.module(), settings)
+    state_sizes(graph)
+    return graph
 
 
 def check_nothing_mutated(program: ExportedProgram) -> None:

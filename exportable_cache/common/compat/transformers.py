@@ -9,6 +9,7 @@
 | `_get_feat_extract_output_lengths` of encoders of sound | the mask of an encoder's output cannot be computed |
 | `_compute_sub_sample_lengths_from_attention_mask` of the same | the same |
 | `PreTrainedModel._hf_peft_config_loaded` | a model with adapters inside fails when it is traced |
+| `_is_hooked` of modules | key and value heads fewer than ranks are refused, not repeated |
 | `cached_file(_raise_exceptions_for_missing_entries=..., _raise_exceptions_for_connection_errors=...)` | as below |
 
 Without those of `cached_file`, which hands them to `cached_files`, a file that a repository lacks is an error.
@@ -64,6 +65,11 @@ def can_set_attention(model: PreTrainedModel) -> bool:
 def has_adapters(model: PreTrainedModel) -> bool:
     """Whether adapters were put into a model itself, by `add_adapter` or `load_adapter`."""
     return getattr(model, "_hf_peft_config_loaded", False)
+
+
+def is_split_by_transformers(module: nn.Module) -> bool:
+    """Whether transformers' tensor parallel plan has split a module, and wrapped its forward."""
+    return getattr(module, "_is_hooked", False)
 
 
 def output_lengths_of_samples(module: nn.Module) -> Callable | None:

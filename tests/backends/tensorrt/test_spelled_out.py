@@ -1,0 +1,63 @@
+"""Operators that torch_tensorrt lacks or fails on, or leaves too little known of, in networks of a few layers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no tensorrt extra is installed")
+
+from exportable_cache.backends.tensorrt.decompositions import broadcast_in_dim, log1p
+from exportable_cache.backends.tensorrt.evaluator import NetworkEvaluator
+from exportable_cache.backends.tensorrt.network import build_network
+from exportable_cache.backends.tensorrt.signature import EngineSignature
+
+from .toys import evaluate, toy_network
+
+
+def test_log1p_keeps_what_a_sum_with_one_loses() -> None:
+    x = torch.tensor([0.0, 1e-10, -1e-9, 1e-7, 3e-5, 0.5, 40.0, -0.75])
+    torch.testing.assert_close(log1p(x), torch.log1p(x), rtol=4e-7, atol=0)
+    torch.testing.assert_close(evaluate(toy_network(torch.log1p, [x]), [x]), torch.log1p(x), rtol=4e-7, atol=0)
+
+
+def test_a_table_is_gathered_from_as_well() -> None:
+    # Token types of BERT: a buffer, which torch_tensorrt hands on as a torch tensor.
+    index, table = torch.tensor([[2, 0, 2]]), torch.tensor([[5, 6, 7]])
+    network = toy_network(lambda index, table: table.gather(1, index), [index], table)
+    assert evaluate(network, [index]).tolist() == [[7, 5, 7]]
+
+
+def test_broadcast_in_dim() -> None:
+    x = torch.arange(3.0)
+    expected = torch.ops.prims.broadcast_in_dim(x, [2, 3, 4], [1])
+    assert torch.equal(broadcast_in_dim(x, [2, 3, 4], [1]), expected)
+
+
+def test_deviations_are_taken_over_a_dimension() -> None:
+    x = torch.tensor([[1.0, 2.0, 6.0], [0.0, 0.5, -1.0]])
+    network = toy_network(lambda x: x.std(-1, keepdim=True, unbiased=False), [x])
+    torch.testing.assert_close(evaluate(network, [x]), x.std(-1, keepdim=True, unbiased=False))
+
+
+class Heads(torch.nn.Module):
+    """Heads split off a length that went through a sum, as behind a layer of experts."""
+
+    def forward(
+        self, x: torch.Tensor, input_pos: torch.Tensor, length: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        batch, count, hidden = x.shape
+        chosen = x.reshape(-1, 1, hidden).expand(-1, 2, -1).reshape(-1, hidden)
+        x = chosen.view(count, 2, hidden).sum(1).view(batch, count, hidden)
+        return x.view(batch, count, -1, 4).transpose(1, 2), input_pos + 1
+
+
+def test_heads_are_known_behind_experts() -> None:
+    position = torch.zeros(1, dtype=torch.int64)
+    length = {"x": {1: torch.export.Dim("length", min=2, max=9)}, "input_pos": None, "length": None}
+    program = torch.export.export(Heads(), (torch.ones(1, 5, 12), position, position.clone()), dynamic_shapes=length)
+    network = build_network(program, EngineSignature(("x", "input_pos"), ("layers.0.cumulative_length",), (2, 9, 9)))
+    assert tuple(network.definition.get_output(0).shape) == (1, 3, -1, 4)
+    x = torch.arange(7.0 * 12).reshape(1, 7, 12)
+    result = NetworkEvaluator(network.definition, network.constants).run({"x": x, "input_pos": position})
+    assert torch.equal(result["logits"], (2 * x).view(1, 7, 3, 4).transpose(1, 2))
