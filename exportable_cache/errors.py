@@ -31,6 +31,10 @@ class BundleError(ExportableCacheError):
     """A bundle folder cannot be written, or cannot be loaded: missing, corrupted, or of other versions."""
 
 
+class RankLostError(ExportableCacheError, RuntimeError):
+    """A process of a parallel session is gone, or does not answer in time; start all of them again."""
+
+
 class MissingDependencyError(ExportableCacheError, ImportError):
     """A target needs a package that is not installed; the message names the extra to install."""
 

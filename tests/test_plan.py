@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from exportable_cache import ExportableCache
 from exportable_cache.errors import InputError, UnsupportedModelError
+from exportable_cache.models.rank_heads import check_type
 from exportable_cache.pipeline.sizing import plan
 
 from .support.models import FAMILIES, WINDOW, tiny_model, tokens
@@ -257,3 +258,42 @@ def test_plan_refuses_options_as_the_cache_does():
         "position bias"
         in plan(AutoConfig.for_model("bloom", n_layer=1, hidden_size=32, n_head=2), LENGTH, attention_sinks=2).refusal
     )
+
+
+def test_plan_of_several_ranks():
+    config = tiny_model("gemma3_text").config
+    whole, made = plan(config, 64), plan(config, 64, tensor_parallel=2)
+    ranks = made.tensor_parallel
+    assert made.cache_bytes == whole.cache_bytes and whole.tensor_parallel is None
+    lengths = 8 * len(made.layers)
+    assert ranks.split_layers == (0, 1) and ranks.replicated_bytes == lengths
+    assert ranks.cache_bytes == lengths + (whole.cache_bytes - lengths) // 2
+    # Sums of each layer and of the embedding, the logits, and the token.
+    assert (ranks.messages, ranks.sums) == (2 * 2 + 1 + 1 + 1, 2 * 2 + 1)
+    assert json.loads(json.dumps(made.to_dict()))["tensor_parallel"]["ranks"] == 2
+
+
+def test_plan_of_more_ranks_than_key_and_value_heads():
+    config = tiny_model("llama").config
+    two, four = (plan(config, 64, tensor_parallel=ranks).tensor_parallel for ranks in (2, 4))
+    # Each of its two heads is kept by two ranks.
+    assert two.cache_bytes == four.cache_bytes
+
+
+@pytest.mark.parametrize("ranks", [0, 1, True, 2.0, 3, 8])
+def test_plan_refuses_ranks_that_cannot_have_equal_parts(ranks):
+    words = {3: "2 and 4 heads; use 1 or 2", 8: "of 4 heads; use 1 or 2 or 4"}.get(ranks, "int of at least 2")
+    with pytest.raises(InputError, match=words):
+        plan(tiny_model("llama").config, 64, tensor_parallel=ranks)
+
+
+def test_plan_of_several_ranks_needs_a_plan_of_transformers():
+    with pytest.raises(UnsupportedModelError, match="no tensor parallel plan"):
+        config = AutoConfig.for_model("mamba", hidden_size=16, num_hidden_layers=2, vocab_size=32, state_size=4)
+        plan(config, 64, tensor_parallel=2)
+
+
+def test_plan_refuses_ranks_of_models_that_are_wrong_when_split():
+    config = AutoConfig.for_model("hrm_text")
+    with pytest.raises(UnsupportedModelError, match="'hrm_text' gives other logits"):
+        check_type(config)

@@ -29,11 +29,13 @@ DOCUMENTS = sorted(
     for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md"))
     if path.name != "architectures.md"
 )
+#: Scripts about other packages, which need not be installed: tests/test_upstream.py runs them.
+_REPORTS = ROOT / "docs" / "upstream"
 BY_NAME = [pytest.param(path, id=path.relative_to(ROOT).as_posix()) for path in DOCUMENTS]
 
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 #: Programs of others that the guides call.
-_FOREIGN = {"cmake", "git", "adb", "openssl", "curl"}
+_FOREIGN = {"cmake", "git", "adb", "openssl", "curl", "torchrun"}
 _CLI = typer.main.get_command(app)
 
 
@@ -77,12 +79,14 @@ def test_nothing_is_left_to_fill_in(path: Path) -> None:
 def test_every_block_says_what_it_is(path: Path) -> None:
     """An unmarked block would go unchecked."""
     marks = re.findall(r"^```(.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
-    assert set(marks[::2]) <= {"python", "sh", "text", "cpp", "c"}
+    assert set(marks[::2]) <= {"python", "sh", "text", "cpp", "c", "diff"}
     assert set(marks[1::2]) <= {""}
 
 
 @pytest.mark.parametrize("path", BY_NAME)
 def test_python_blocks_name_what_there_is(path: Path) -> None:
+    if path.parent == _REPORTS:
+        return
     for code in blocks(path, "python"):
         check_python(code)
 

@@ -137,6 +137,13 @@ def background_compiler(
     if options.compile not in (True, "background"):
         return None
     try:
+        if cache.ranks is not None:
+            raise InputError(
+                f"the model is split over {cache.ranks.size} processes, and another one would have none of its sums; "
+                'pass compile=True, or "wait"'
+            )
+        if cache.residence is not None:
+            raise InputError('layers are offloaded, which another process cannot share; pass compile=True, or "wait"')
         check_background(cache, options.mode)
         return BackgroundCompiler(model, cache, spec, options)
     except InputError as error:

@@ -12,6 +12,7 @@ from ..common.tensor_spec import TensorSpec
 from ..generation.choosing_steps import Choice, ChoosingSteps
 
 if TYPE_CHECKING:
+    from ..models.ranks import Ranks
     from ..program.methods import ProgramMethod
 
 #: Stands for the name of a method where tokens are chosen by a graph of their own.
@@ -67,6 +68,9 @@ def choice_graph(choice: Choice, inputs: list[torch.Tensor]) -> Graph:
     return Graph(ChoiceMethod(choice.greedy, choice.penalised), choice, key, inputs, asked)
 
 
-def choosing(module: torch.nn.Module, key: tuple) -> torch.nn.Module:
-    """A step with what a key says of the choice behind it."""
-    return module if len(key) == 1 else ChoosingSteps(module, *key[1:])
+def choosing(module: torch.nn.Module, key: tuple, ranks: Ranks | None = None) -> torch.nn.Module:
+    """A step with what a key says of the choice behind it, on which all ranks agree."""
+    if len(key) == 1:
+        return module
+    greedy, penalised, steps = key[1:]
+    return ChoosingSteps(module, greedy, penalised, steps, None if ranks is None else ranks.of_first_in_graph)

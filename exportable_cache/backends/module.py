@@ -70,6 +70,7 @@ class ModuleRunner:
             for name, method in self.methods.items()
         }
         self.state: Mapping[str, torch.Tensor] = cache.stored_state()
+        self.ranks = cache.ranks
         self.background = background_compiler(model, cache, spec, options)
         self.compiler: StepCompiler | None = None
         if options.compile:
@@ -119,7 +120,11 @@ class ModuleRunner:
 
     @torch.no_grad()
     def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        return self._call((method,), inputs)
+        if self.ranks is None:
+            return self._call((method,), inputs)
+        with self.ranks.watched():
+            result = self._call((method,), inputs)
+        return self.ranks.of_first(result) if self.methods[method].is_step else result
 
     @torch.no_grad()
     def run_and_choose(self, method: str, chooser: Sampler, *inputs: torch.Tensor, steps: int = 1) -> torch.Tensor:
@@ -129,6 +134,12 @@ class ModuleRunner:
         have graphs of their own. Where graphs are made of layers the choice is one by itself, behind that of the step:
         there is nothing to be saved by having both in one, and a model would be traced again for each.
         """
+        with nullcontext() if self.ranks is None else self.ranks.watched():
+            return self._run_and_choose(method, chooser, inputs, steps)
+
+    def _run_and_choose(
+        self, method: str, chooser: Sampler, inputs: Sequence[torch.Tensor], steps: int
+    ) -> torch.Tensor:
         greedy, penalised = chooser.sampling.is_greedy, chooser.seen is not None
         further: list[torch.Tensor] = [] if greedy else [chooser.uniform(inputs[0].shape[0], steps)]
         if penalised:
@@ -140,7 +151,8 @@ class ModuleRunner:
         chosen: list[torch.Tensor] = []
         for index in range(steps):
             logits = self._call((method,), [tokens, position, *more])
-            chosen.append(self._choose(Choice(greedy, penalised), [logits, *of_step(further, index, greedy)]))
+            tokens = self._choose(Choice(greedy, penalised), [logits, *of_step(further, index, greedy)])
+            chosen.append(tokens if self.ranks is None else self.ranks.of_first(tokens))
             tokens, position = chosen[-1][:, None], position + 1
         return torch.stack(chosen, dim=1)
 
@@ -163,10 +175,10 @@ class ModuleRunner:
         if not self.is_open:
             raise InputError("this session is closed, and its model has its own attention again; make another session")
         if self.compiler is None or key[0] in self._as_they_are:
-            return choosing(self.modules[key[0]], key)(*inputs, *further)
+            return choosing(self.modules[key[0]], key, self.ranks)(*inputs, *further)
         graph = self.graph(key, inputs, further)
         if graph is None:
-            return choosing(self.modules[key[0]], key)(*inputs, *further)
+            return choosing(self.modules[key[0]], key, self.ranks)(*inputs, *further)
         call = self._calls.get(graph.key)
         if call is None and self.background is not None:
             call = self._from_background(graph, inputs, further)
@@ -174,7 +186,7 @@ class ModuleRunner:
                 self.unshare(method)
                 return self._call(key, inputs, *further)
             if call is None:
-                return choosing(self.modules[key[0]], key)(*inputs, *further)
+                return choosing(self.modules[key[0]], key, self.ranks)(*inputs, *further)
             self._calls[graph.key] = call
         if call is not None:
             result = call(*graph.arguments)
@@ -221,10 +233,10 @@ class ModuleRunner:
             if slots is None:
                 return None
             arguments, ones = marked(shared, [*inputs, self._slots[:slots]], self.background is None)
-            module = choosing(self._shared_modules[shared.name], key)
+            module = choosing(self._shared_modules[shared.name], key, self.ranks)
             return Graph(shared, module, (shared.name, True, *key[1:], ones), [*arguments, *further], key)
         arguments, ones = marked(method, inputs, self.background is None)
-        module = choosing(self.modules[method.name], key)
+        module = choosing(self.modules[method.name], key, self.ranks)
         return Graph(method, module, (method.name, False, *key[1:], ones), [*arguments, *further], key)
 
     def _is_compiled(self, shared: ProgramMethod, key: tuple) -> bool:

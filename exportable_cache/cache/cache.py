@@ -67,6 +67,8 @@ class LayeredCache(Cache):
         #: Types of the configs that its model is made of, None where it was not made for a model that is known.
         self.model_types: tuple[str, ...] | None = None
         self._config: PreTrainedConfig | None = None
+        #: What brings layers to the device in their turn, None where they are on it.
+        self.residence = next((layer.residence for layer in layers if layer.residence is not None), None)
 
     @classmethod
     def from_layers(cls, layers: Any) -> LayeredCache:
@@ -77,6 +79,7 @@ class LayeredCache(Cache):
         cache.offloading = False
         cache.model_types = None
         cache._config = None
+        cache.residence = None
         return cache
 
     @property
@@ -227,9 +230,25 @@ class LayeredCache(Cache):
 
     def named_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every state tensor with its name, as `layers.0.keys`."""
+        self._bring_home()
         for index, layer in enumerate(self.layers):
             for name, tensor in layer.named_state():
                 yield f"layers.{index}.{name}", tensor
+
+    def _bring_home(self) -> None:
+        """In plain use the last layer of a step is still where it had its turn."""
+        if self.residence is not None:
+            self.residence.finish()
+
+    def reset(self) -> None:
+        """Empty every layer, in place."""
+        self._bring_home()
+        super().reset()
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """See `CacheLayer.reorder_cache`."""
+        self._bring_home()
+        super().reorder_cache(beam_idx)
 
     def stored_state(self) -> dict[str, torch.Tensor]:
         """`named_state` without the lengths: what a program keeps whose positions are inputs."""
@@ -239,6 +258,14 @@ class LayeredCache(Cache):
     def nbytes(self) -> int:
         """Bytes of all state tensors."""
         return sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def resident_nbytes(self) -> int:
+        """Bytes of them on the device: of offloaded layers those of two, and the lengths."""
+        if self.residence is None:
+            return self.nbytes
+        lengths = (tensor for layer in self.layers for _, tensor in layer.named_state() if tensor.dim() == 1)
+        return self.residence.nbytes + sum(length.nbytes for length in lengths)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the newest tokens of every row, in every layer or in none.

@@ -6,6 +6,7 @@ Importing this module imports no torch: the command line makes its options from 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..common.settings import REQUIRED, check_count, check_settings, setting
@@ -76,6 +77,8 @@ class CacheSpec:
         kv_dtype: One of `KV_DTYPES` to keep keys and values so, with scales; None for the dtype that the model writes.
         max_encoder_len: Longest input of an encoder-decoder's encoder, in tokens, frames or samples; None for its
             default.
+        offload: Keep layers in host memory ("host") or in files in this folder, and two of them on the device, see
+            `Residence`; None for all on the device.
         sinks: Both numbers of attention sinks, None where there are none.
 
     Raises:
@@ -142,6 +145,7 @@ class CacheSpec:
         least=1,
         shown_default="512 tokens, 30 s of samples, or what the encoder has positions for",
     )
+    offload: str | Path | None = None
     sinks: Sinks | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -149,10 +153,24 @@ class CacheSpec:
         object.__setattr__(self, "sinks", Sinks.within(self.max_cache_len, self.attention_sinks, self.attention_window))
         if self.device is not None:
             _check_device(self.device)
+        if self.offload is not None:
+            _check_offload(self.offload)
         if self.dtype is not None:
             from ..common.dtypes import parse_dtype
 
             object.__setattr__(self, "dtype", parse_dtype(self.dtype))
+
+
+def _check_offload(offload: str | Path) -> None:
+    """Refuse what is neither host memory nor a folder.
+
+    Raises:
+        InputError: Then.
+    """
+    if not isinstance(offload, (str, Path)) or (offload != "host" and not Path(offload).is_dir()):
+        raise InputError(
+            f"offload is {str(offload)!r}; it must be 'host' for host memory, or a folder, for a file that is mapped"
+        )
 
 
 def _check_device(device: torch.device | str) -> None:

@@ -107,6 +107,15 @@ PlanTargetOption = Annotated[
         show_default="the dtype of the weights",
     ),
 ]
+TensorParallelOption = Annotated[
+    int | None,
+    typer.Option(
+        "--tensor-parallel",
+        metavar="N",
+        help="Also plan for N ranks that share the model, by transformers' own plan of it.",
+        show_default=False,
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 CheckOption = Annotated[
     bool, typer.Option("--check", help="Read and check every file, not only those not checked before as they are.")

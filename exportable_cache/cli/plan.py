@@ -9,11 +9,12 @@ import typer
 
 from ..cache.spec import CacheSpec
 from .layer_table import LayerRow, layer_table
-from .options import JsonOption, ModelArgument, PlanTargetOption
+from .options import JsonOption, ModelArgument, PlanTargetOption, TensorParallelOption
 from .settings import declared, options_of, takes
 from .terminal import Terminal, bytes_text
 
 if TYPE_CHECKING:
+    from ..models.tensor_plan import RankPlan
     from ..pipeline.sizing import Plan
 
 
@@ -21,9 +22,12 @@ if TYPE_CHECKING:
     declared("model", ModelArgument),
     *options_of([CacheSpec]),
     declared("target", PlanTargetOption, None),
+    declared("tensor_parallel", TensorParallelOption, None),
     declared("json", JsonOption, False),
 )
-def plan(ctx: typer.Context, model: str, target: str | None, json: bool, **given: Any) -> None:
+def plan(
+    ctx: typer.Context, model: str, target: str | None, tensor_parallel: int | None, json: bool, **given: Any
+) -> None:
     """Size the cache of a model, without loading its weights."""
     from ..errors import UnsupportedModelError
 
@@ -31,7 +35,7 @@ def plan(ctx: typer.Context, model: str, target: str | None, json: bool, **given
     with terminal.progress(f"reading the config of {model}"):
         from ..pipeline.sizing import plan_cache
 
-        made = plan_cache(model, CacheSpec(**given), target)
+        made = plan_cache(model, CacheSpec(**given), target, tensor_parallel)
     if json:
         terminal.json(made.to_dict())
     if made.refusal:
@@ -56,3 +60,17 @@ def print_plan(terminal: Terminal, made: Plan) -> None:
     terminal.print(f"weights        {bytes_text(made.weights_bytes)}")
     if made.remark:
         terminal.print(made.remark)
+    if made.tensor_parallel is not None:
+        _print_rank(terminal, made.tensor_parallel)
+
+
+def _print_rank(terminal: Terminal, rank: RankPlan) -> None:
+    count = len(rank.split_layers)
+    terminal.print(
+        f"\neach of {rank.ranks} ranks\n"
+        f"cache          {bytes_text(rank.cache_bytes)}: own heads in {count} layer{'' if count == 1 else 's'}, "
+        f"{bytes_text(rank.replicated_bytes)} kept by all alike\n"
+        f"weights        {bytes_text(rank.weights_bytes)}\n"
+        f"a decode step  {rank.messages} messages of {bytes_text(rank.message_bytes)}, {rank.sums} of them sums; "
+        f"a rank sends at least {bytes_text(rank.sent_bytes)}"
+    )

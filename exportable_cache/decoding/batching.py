@@ -144,8 +144,9 @@ class ContinuousBatch:
             InputError: If an argument is wrong.
             CacheFullError: If the prompt does not fit a row, or not with `max_new_tokens`.
         """
+        self.decode.check_same("submit", input_ids=input_ids, options=(max_new_tokens, sampling, stop))
         ends = self.prefill.check_request(input_ids, max_new_tokens, stop)
-        sampler = Sampler(sampling or Sampling(), input_ids, self.decode.vocab_size)
+        sampler = Sampler(self.decode.agreed(sampling or Sampling()), input_ids, self.decode.vocab_size)
         request = Request(input_ids, max_new_tokens, frozenset(ends), sampler)
         self._waiting.append(request)
         return request

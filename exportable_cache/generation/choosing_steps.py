@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -60,10 +60,19 @@ class ChoosingSteps(nn.Module):
         greedy: Take the most probable token, instead of drawing one.
         penalised: Apply the repetition penalty, and count the chosen tokens as seen.
         steps: How many.
+        agree: What makes of the chosen tokens, int64 [batch], those that all processes of a parallel session take.
     """
 
-    def __init__(self, step: nn.Module, greedy: bool, penalised: bool, steps: int = 1) -> None:
+    def __init__(
+        self,
+        step: nn.Module,
+        greedy: bool,
+        penalised: bool,
+        steps: int = 1,
+        agree: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
         super().__init__()
+        self.agree = agree
         self.step = step
         self.choose = Choice(greedy, penalised)
         self.inputs = len(step.method.inputs)
@@ -84,6 +93,8 @@ class ChoosingSteps(nn.Module):
         for index in range(self.steps):
             logits = self.step(input_ids, input_pos, *others)
             tokens = self.choose(logits, *of_step(further, index, self.choose.greedy))
+            if self.agree is not None:
+                tokens = self.agree(tokens)
             chosen.append(tokens)
             input_ids, input_pos = tokens[:, None], input_pos + 1
         return torch.stack(chosen, dim=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,10 +20,18 @@ class Sampler:
         sampling: How to choose.
         input_ids: The prompt, int64 [batch, length]; its tokens count as seen.
         vocab_size: Columns of the logits.
+        agree: What makes of a tensor that which all processes of a parallel session go on with.
     """
 
-    def __init__(self, sampling: Sampling, input_ids: torch.Tensor, vocab_size: int) -> None:
+    def __init__(
+        self,
+        sampling: Sampling,
+        input_ids: torch.Tensor,
+        vocab_size: int,
+        agree: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
         device = input_ids.device
+        self.agree = agree
         self.sampling = sampling
         self.settings = sampling.settings(device)
         self.generator = sampling.generator(device)
@@ -36,8 +45,20 @@ class Sampler:
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
         """The next tokens, int64 [batch], from logits [batch, vocab]; they count as seen from now on."""
         tokens = self.sampling.choose(logits, self.generator, self.seen)
+        if self.agree is not None:
+            tokens = self.agree(tokens)
         self.see(tokens)
         return tokens
+
+    def agreed(self, tokens: list[int], most: int) -> list[int]:
+        """Of lists that processes have chosen, at most `most` tokens each, the one that all go on with."""
+        if self.agree is None:
+            return tokens
+        sent = torch.tensor(
+            [len(tokens), *tokens, *[0] * (most - len(tokens))], device=self.settings.temperature.device
+        )
+        count, *agreed = self.agree(sent).tolist()
+        return agreed[:count]
 
     def see(self, tokens: torch.Tensor) -> None:
         """Count tokens, int64 [batch], as seen."""

@@ -223,7 +223,8 @@ def speculative_loop(
         proposal = draft.propose(context, count, sampler.sampling) if count > 0 else Proposal([])
         logits = session.score(torch.tensor([[token, *proposal.tokens]], device=session.device))[0]
         fed, moves = int(session.length[0]), session.moves
-        tokens, accepted = _judge(logits, proposal, sampler)
+        tokens = sampler.agreed(_judge(logits, proposal, sampler)[0], len(proposal.tokens) + 1)
+        accepted = len(tokens) - 1
         statistics.steps += 1
         statistics.proposed += len(proposal.tokens)
         statistics.accepted += accepted

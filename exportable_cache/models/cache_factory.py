@@ -14,6 +14,7 @@ from ..cache.attention.functions import ATTENTION, register_attention
 from ..cache.attention.implementation import set_attention
 from ..cache.cache import LayeredCache
 from ..cache.encoder_decoder import EncoderDecoderLayeredCache
+from ..cache.residence import Residence
 from ..cache.spec import CacheSpec
 from ..common.compat.transformers import set_attention_implementation
 from ..common.settings import renamed
@@ -24,11 +25,16 @@ from .encoder_decoder_layout import encoder_decoder_layers
 from .layout import check_longest, check_model_type, check_sinks, layout_from_config, layout_from_model
 from .patches.registry import config_types, model_types, patch_imported, patch_model, patch_types
 from .quantized_rows import QuantizedRows, has_quantized_weights
+from .rank_heads import check_heads, parts_of_heads
+from .ranks import ranks_of
+from .repeated_heads import repeat_heads
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from ..cache.layers import CacheLayer
     from ..cache.layout import LayerLayout
+    from .ranks import Ranks
 
 register_attention()
 
@@ -52,7 +58,14 @@ class ExportableCache(LayeredCache):
     Example:
         >>> cache = ExportableCache.from_config(model.config, max_cache_len=1024)
         >>> model(input_ids, past_key_values=cache).logits
+
+    Attributes:
+        ranks: The processes that its model is split over; None of a model in one process.
+        parts_of_heads: Of each layer, into how many parts its heads are cut over ranks, see `rank_heads`.
     """
+
+    ranks: Ranks | None = None
+    parts_of_heads: tuple[int, ...] = ()
 
     @classmethod
     def from_config(
@@ -145,6 +158,7 @@ class ExportableCache(LayeredCache):
         attention_window: int | None = None,
         max_encoder_len: int | None = None,
         kv_dtype: str | None = None,
+        offload: str | Path | None = None,
         attn_implementation: str | None = ATTENTION,
         slack: int | None = None,
     ) -> ExportableCache:
@@ -153,12 +167,18 @@ class ExportableCache(LayeredCache):
         See `from_config` for the arguments; `dtype` and `device` default to what the model writes. An encoder-decoder
         gets an `ExportableEncoderDecoderCache`.
 
+        Of a model that is split over processes (tensor parallelism) every rank allocates its own heads; all of them
+        have to call this.
+
         Args:
             max_encoder_len: Longest input of an encoder-decoder's encoder, in tokens, frames or samples; see
                 `seq2seq.encoder_of` for the default.
+            offload: "host" to keep the layers in host memory (pinned, where steps run on a GPU), or a folder, to keep
+                them in mapped files there; each comes to the device before its turn, so that two are on it.
 
         Raises:
-            UnsupportedModelError: If a layer has no storage policy here, or the model cannot run a token by itself.
+            UnsupportedModelError: If a layer has no storage policy here, or the model cannot run a token by itself, or
+                ranks cannot have equal parts of its heads.
         """
         spec = CacheSpec(
             max_cache_len,
@@ -170,6 +190,7 @@ class ExportableCache(LayeredCache):
             attention_window=attention_window,
             kv_dtype=kv_dtype,
             max_encoder_len=max_encoder_len,
+            offload=offload,
         )
         return cls.from_model_spec(model, spec, attn_implementation)
 
@@ -182,7 +203,10 @@ class ExportableCache(LayeredCache):
             raise InputError(f"expected a transformers model, got {type(model).__name__}; load one, or use from_config")
         check_model_type(model.config)
         patch_model(model)
-        encoder = None
+        encoder, ranks = None, ranks_of(model)
+        if ranks is not None:
+            repeat_heads(model, ranks)
+            check_heads(model, ranks)
         if getattr(model.config, "is_encoder_decoder", False):
             with _refused_if_it_fails(model):
                 encoder = encoder_of(model, spec.max_encoder_len, spec.batch_size)
@@ -198,14 +222,25 @@ class ExportableCache(LayeredCache):
         check_longest(model.config, spec.max_cache_len)
         if spec.sinks is not None:
             check_sinks(model.config, layouts)
-        cache = cls([layout.build(spec, spec.dtype or dtype, spec.device or device) for layout in layouts])
+        cache = cls(_built(model, layouts, spec, spec.dtype or dtype, spec.device or device))
         if encoder is not None:
             cache.encoder = encoder
         if attn_implementation is not None:
             set_attention(model, attn_implementation)
         cache._config = model.config.get_text_config(decoder=True)
         cache.model_types = tuple(sorted(model_types(model)))
+        if ranks is not None:
+            cache.ranks, cache.parts_of_heads = ranks, parts_of_heads(model, layouts, ranks)
         return cache
+
+    def save(self, path: str | Path) -> None:
+        """See `LayeredCache.save`; not of one rank's part."""
+        if self.ranks is not None:
+            raise InputError(
+                f"this cache has the heads of rank {self.ranks.rank} of {self.ranks.size} alone; save_state() of a "
+                "session writes those of all ranks to one file"
+            )
+        super().save(path)
 
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str = "cpu") -> LayeredCache:
@@ -259,6 +294,33 @@ def _layouts(model: PreTrainedModel) -> tuple[list[LayerLayout], torch.dtype, to
     except UnsupportedModelError:
         with QuantizedRows():
             return layout_from_model(model)
+
+
+def _built(
+    model: PreTrainedModel,
+    layouts: list[LayerLayout],
+    spec: CacheSpec,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> list[CacheLayer]:
+    """The layers, on the device, or where the spec has them live.
+
+    Raises:
+        UnsupportedModelError: If they are to live elsewhere and others than they themselves look at their tensors.
+    """
+    if spec.offload is None:
+        return [layout.build(spec, dtype, device) for layout in layouts]
+    config = model.config.get_text_config(decoder=True)
+    if getattr(model.config, "is_encoder_decoder", False) or getattr(config, "num_kv_shared_layers", 0):
+        raise UnsupportedModelError(
+            f"layers of {type(model).__name__} look at the keys of other layers, which an offloaded one takes with it "
+            "after its turn; leave out offload"
+        )
+    layers = [layout.build(spec, dtype, "meta") for layout in layouts]
+    kept = [layer for layer in layers if not layer.is_dummy]
+    if kept:
+        Residence(kept, spec.offload, device)
+    return layers
 
 
 @contextmanager

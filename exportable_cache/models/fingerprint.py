@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import math
 
 import torch
+
+from .split_weights import elements, whole_shape
 
 _SAMPLES = 64
 
@@ -17,14 +20,14 @@ def fingerprint(model: torch.nn.Module) -> str:
     quantised copy differ. It is no checksum of all the weights: for that a checkpoint's own is there.
 
     Args:
-        model: On any device.
+        model: On any device. Split over several processes, it has the name of the whole; all of them have to ask.
     """
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
-        flat = parameter.detach().flatten()
-        count = min(_SAMPLES, flat.numel())
-        where = torch.linspace(0, flat.numel() - 1, count, dtype=torch.float64, device=flat.device).to(torch.int64)
-        sample = flat[where].cpu().contiguous()
-        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} ".encode())
+        shape = whole_shape(parameter)
+        size = math.prod(shape)
+        where = torch.linspace(0, size - 1, min(_SAMPLES, size), dtype=torch.float64).to(torch.int64)
+        sample = elements(parameter, where).detach().cpu().contiguous()
+        digest.update(f"{name} {shape} {parameter.dtype} ".encode())
         digest.update(sample.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

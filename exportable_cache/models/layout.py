@@ -21,6 +21,7 @@ from ..cache.layout import (
     LayerLayout,
 )
 from ..cache.policies import CrossPolicy, RingPolicy
+from ..common.compat.transformers import type_of_layer
 from ..errors import InputError, UnsupportedModelError
 from .config_sizes import check_sizes
 from .support import (
@@ -203,8 +204,7 @@ class ProbeCache(DynamicCache):
         if states is not None:
             self.layers = [LinearAttentionLayer(number_of_states=states) for _ in self.layers]
         self.layers = [
-            DynamicIndexedLayer() if getattr(layer, "_layer_type", None) in COMPRESSED_TYPES else layer
-            for layer in self.layers
+            DynamicIndexedLayer() if type_of_layer(layer) in COMPRESSED_TYPES else layer for layer in self.layers
         ]
 
 

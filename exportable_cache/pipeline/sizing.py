@@ -19,6 +19,7 @@ from ..models.dtypes import stored_dtype
 from ..models.layout import check_longest, check_model_type, check_sinks, layout_from_config
 from ..models.loading import live_model, load_config
 from ..models.patches.registry import patch_model
+from ..models.tensor_plan import RankPlan, check_tensor_parallel, messages_of_token, split_layers, weights_of_rank
 from ..models.without_weights import ask_without_weights, model_without_weights
 from .dtypes import DtypeChoice, check_dtype, choose_dtype
 
@@ -81,6 +82,7 @@ class Plan:
         target: That it was planned for, if any.
         stored_dtype: Of the weights as they are; None where the config does not say.
         remark: What becomes of the stored dtype, where it is not kept.
+        tensor_parallel: What each of several ranks would have and send, if that was asked for.
     """
 
     source: str
@@ -98,6 +100,7 @@ class Plan:
     target: str | None = None
     stored_dtype: str | None = None
     remark: str = ""
+    tensor_parallel: RankPlan | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON values."""
@@ -110,6 +113,7 @@ def plan(
     batch_size: int = 1,
     dtype: torch.dtype | str | None = None,
     target: str | None = None,
+    tensor_parallel: int | None = None,
     **options: Any,
 ) -> Plan:
     """Size the cache of a model from its config; no weights are read, no cache memory is allocated.
@@ -121,21 +125,26 @@ def plan(
         dtype: Of keys, values and weights; by default what `target` computes best in, or without one the config's,
             float32 if it names none.
         target: What the model is to be exported for; it need not be installed.
+        tensor_parallel: Ranks to split the model over, by the plan that transformers has of it.
         **options: Further fields of `CacheSpec`.
 
     Returns:
         The plan. A model the cache cannot hold gives one with no layers and the reason in `refusal`.
 
     Raises:
-        InputError: If an option is out of range, see `CacheSpec`, the dtype is none of the target's, or there is no
-            such model or target.
+        InputError: If an option is out of range, see `CacheSpec`, the dtype is none of the target's, ranks cannot have
+            equal parts of the heads, or there is no such model or target.
         UnsupportedModelError: If transformers does not know the model type, or it is not a causal LM.
     """
-    return plan_cache(model_or_path, CacheSpec(max_cache_len, batch_size, dtype, **options), target)
+    spec = CacheSpec(max_cache_len, batch_size, dtype, **options)
+    return plan_cache(model_or_path, spec, target, tensor_parallel)
 
 
 def plan_cache(
-    model_or_path: str | Path | PreTrainedModel | PreTrainedConfig, spec: CacheSpec, target: str | None = None
+    model_or_path: str | Path | PreTrainedModel | PreTrainedConfig,
+    spec: CacheSpec,
+    target: str | None = None,
+    tensor_parallel: int | None = None,
 ) -> Plan:
     """`plan`, of options that are one value."""
     if target is not None:
@@ -170,6 +179,7 @@ def plan_cache(
     except UnsupportedModelError as error:
         return Plan(**about, layers=(), max_length=None, cache_bytes=None, dynamic_bytes=None, refusal=str(error))
     built = [layout.build(spec, chosen, "meta") for layout in layouts]
+    ranks = None if tensor_parallel is None else _rank_plan(config, model, layouts, built, (tensor_parallel, chosen))
     limits = [layer.max_length for layer in built if layer.max_length is not None]
     return Plan(
         **about,
@@ -191,7 +201,49 @@ def plan_cache(
         max_length=min(limits, default=None),
         cache_bytes=sum(layer.nbytes for layer in built),
         dynamic_bytes=sum(_dynamic_bytes(layout, spec, chosen) for layout in layouts),
+        tensor_parallel=ranks,
     )
+
+
+def _rank_plan(
+    config: PreTrainedConfig,
+    model: PreTrainedModel | None,
+    layouts: list[LayerLayout],
+    built: list[CacheLayer],
+    asked: tuple[int, torch.dtype],
+) -> RankPlan:
+    """What a rank would have, of how many ranks and in which dtype of the weights."""
+    if model is None or getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"how {config.model_type!r} is split over ranks cannot be told: it is an encoder-decoder, or cannot be "
+            "built without its weights; leave out tensor_parallel"
+        )
+    ranks, dtype = asked
+    check_tensor_parallel(model, layouts, ranks)
+    split = split_layers(model, layouts)
+    own = sum(_bytes_of_heads(built[index]) for index in split)
+    of_rank = sum(_bytes_of_heads(built[index]) // min(ranks, layouts[index].num_heads or 1) for index in split)
+    total = sum(layer.nbytes for layer in built)
+    messages = list(messages_of_token(model, ranks, _rows(built), dtype))
+    return RankPlan(
+        ranks=ranks,
+        weights_bytes=weights_of_rank(model, layouts, ranks, dtype),
+        cache_bytes=total - own + of_rank,
+        split_layers=split,
+        replicated_bytes=total - own,
+        messages=len(messages),
+        sums=sum(kind == "sum" for kind, _, _ in messages),
+        message_bytes=sum(size for _, size, _ in messages),
+        sent_bytes=sum(sent for _, _, sent in messages),
+    )
+
+
+def _bytes_of_heads(layer: CacheLayer) -> int:
+    return sum(tensor.nbytes for name, tensor in layer.named_state() if "num_heads" in layer.state[name].dims)
+
+
+def _rows(built: list[CacheLayer]) -> int:
+    return next(layer.cumulative_length.shape[0] for layer in built if not layer.is_dummy)
 
 
 def _choice(stored: torch.dtype, asked: torch.dtype | None, target: str | None) -> DtypeChoice:

@@ -117,6 +117,8 @@ class ExportSpec:
     def __post_init__(self) -> None:
         backend = backend_for(self.target)
         check_settings(self)
+        if self.cache.offload is not None:
+            raise InputError("offload is for live sessions, a bundle's program keeps its own cache; leave it out")
         options = backend.options() if self.options is None else self.options
         if not isinstance(options, backend.options):
             raise InputError(

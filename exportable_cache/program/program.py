@@ -166,7 +166,13 @@ class ResidentModule(ProgramModule):
             inputs["input_pos"], self.method.kv_read_len, kv_slots=None if slots is None else slots.shape[0]
         )
         cache = self.layout.with_state(tensors, context)
-        return self.run(cache, **inputs)
+        residence = self.layout.residence
+        if residence is None:
+            return self.run(cache, **inputs)
+        residence.forget()
+        logits = self.run(cache, **inputs)
+        residence.finish()
+        return logits
 
 
 class ExplicitModule(ProgramModule):
@@ -234,12 +240,16 @@ class Program:
         spec: What the program is to be.
 
     Raises:
-        InputError: If the model is in training mode, or the cache does not hold what the spec asks for.
+        InputError: If the model is in training mode, or the cache does not hold what the spec asks for, or is part of a
+            cache.
     """
 
     def __init__(self, model: PreTrainedModel, cache: ExportableCache, spec: ProgramSpec | None = None) -> None:
         if model.training:
             raise InputError(f"{type(model).__name__} is in training mode; call model.eval() before exporting it")
+        if cache.residence is not None or cache.ranks is not None:
+            what = "offloaded layers" if cache.residence is not None else "the heads of one rank"
+            raise InputError(f"a program on disk keeps its own cache, and this one has {what}; allocate another one")
         spec = ProgramSpec() if spec is None else spec
         self.model = model
         self.form = spec.form

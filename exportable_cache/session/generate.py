@@ -89,7 +89,8 @@ def _token_steps(
     if texts:
         prompt = Prompt(TokenRows.of(behind_unfed(session, texts)))
     stepper, ending = session._stepper, request.ending
-    sampler = Sampler(request.sampling, prompt.rows.ids, session.vocab_size)
+    agree = None if session.ranks is None else session.ranks.of_first
+    sampler = Sampler(request.sampling, prompt.rows.ids, session.vocab_size, agree)
     stepper.check_room(prompt.rows)
     logits = stepper.feed(session._stages.steps(prompt, stepper))
     if request.draft is None:
@@ -264,6 +265,11 @@ def _check_draft(session: Session, draft: Draft, strings: Sequence[str] = ()) ->
             "vocabulary"
         )
     check_can_rewind(session, min(draft.max_tokens, session.score_length - 1))
+    if session.ranks is not None and isinstance(draft, DraftModel) and getattr(draft.session, "ranks", None) is None:
+        raise InputError(
+            f"the draft model runs by itself on each of {session.ranks.size} ranks, which need not propose the same; "
+            "split it over the same ranks, or draft by PromptLookup"
+        )
 
 
 def require_tokenizer(session: Session, purpose: str) -> PreTrainedTokenizerBase | TextTokenizer:

@@ -14,6 +14,7 @@ from ..models.cache_factory import ExportableCache
 from ..models.fingerprint import fingerprint
 from ..models.layout import check_layers, vocab_size_of
 from ..models.loading import check_positions
+from ..models.split_weights import is_split
 from ..program.inputs.modality import modalities_of
 from ..program.methods import length_buckets
 from ..program.spec import ProgramSpec
@@ -51,6 +52,12 @@ def live_session(
     """
     check_pair(model, cache)
     _check_unused(cache)
+    if options.compiling.graph_cache is not None and (cache.ranks is not None or cache.residence is not None):
+        # Graphs have a rank's own numbers in them, and are told apart by what layers are, not by where they live.
+        raise InputError(
+            "compiled graphs of a parallel session, or over offloaded layers, are not kept on disk; leave out "
+            "graph_cache"
+        )
     modalities = modalities_of(model, options.modalities, options.image_size)
     runner = ModuleRunner(
         model,
@@ -64,7 +71,7 @@ def live_session(
         options.compiling,
     )
     _users[cache] = weakref.ref(runner)
-    return kind(
+    session = kind(
         runner,
         cache.layers,
         vocab_size_of(model),
@@ -77,6 +84,8 @@ def live_session(
         placeholders={modality.method.name: modality.token_id for modality in modalities},
         steps_per_launch=options.steps_per_launch,
     )
+    session.use_ranks(cache)
+    return session
 
 
 #: Of each cache, what runs over it.
@@ -111,6 +120,11 @@ def check_pair(model: PreTrainedModel, cache: ExportableCache) -> None:
             f"cache is a {type(cache).__name__}; allocate one with ExportableCache.from_model(model, max_cache_len=...)"
         )
     check_layers(model, cache)
+    if cache.ranks is None and any(is_split(parameter) for parameter in model.parameters()):
+        raise InputError(
+            "the model is split over several processes, and the cache was not allocated for one of them; use "
+            "ExportableCache.from_model(model, ...) on every rank"
+        )
     if cache.device != model.device:
         raise InputError(
             f"the cache is on {cache.device}, the model on {model.device}; allocate the cache with "

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from ..backends.base import state_of
 from ..common.files import atomic_path, damaged_if_malformed, read_tensors
-from ..errors import InputError
+from ..errors import ExportableCacheError, InputError
 from .inputs.image_places import PlacedImages
 from .sequence_state import SequenceState
 
@@ -44,14 +44,19 @@ def runner_state(session: Session) -> Mapping[str, torch.Tensor]:
 def save_state(session: Session, path: Path) -> None:
     """Write the filled part of a session's cache, its lengths and the token still to be fed, atomically.
 
-    Slots that no row has reached are left out, so the file is as large as what it holds.
+    Slots that no row has reached are left out, so the file is as large as what it holds. Of a parallel session rank 0
+    writes one file, of the heads of all ranks: the same as one process writes.
     """
-    sequence = session.sequence
+    sequence, ranks = session.sequence, session.ranks
     most = int(sequence.max_len_ever.max())
-    tensors = {
-        name: _filled(tensor, session, name, most).detach().cpu().contiguous().clone()
-        for name, tensor in runner_state(session).items()
-    }
+    tensors = {}
+    for name, tensor in runner_state(session).items():
+        filled = _filled(tensor, session, name, most).detach()
+        if ranks is not None:
+            filled = ranks.whole(filled, *_cut(session, name))
+            if ranks.rank != 0:
+                continue
+        tensors[name] = filled.cpu().contiguous().clone()
     tensors |= {
         f"{_ENCODED}{index}": tensor.detach().cpu().contiguous().clone()
         for index, tensor in enumerate(sequence.encoded)
@@ -67,16 +72,53 @@ def save_state(session: Session, path: Path) -> None:
         "fingerprint": session.fingerprint or "",
         "images": json.dumps(sequence.images.to_lists()),
     }
-    with atomic_path(path) as temporary:
-        save_file(tensors, temporary, metadata=described)
+    error: Exception | None = None
+    if ranks is None or ranks.rank == 0:
+        try:
+            with atomic_path(path) as temporary:
+                save_file(tensors, temporary, metadata=described)
+        except Exception as failed:
+            if ranks is None:
+                raise
+            error = failed
+    if ranks is not None:
+        ranks.check_all(error)
 
 
 def load_state(session: Session, path: Path) -> None:
     """Continue where `save_state` was called, with the same model on any target. Everything is checked before a change.
 
+    Each rank of a parallel session reads its own heads out of the file, whatever number of ranks has written it; if one
+    refuses it, all do.
+
     Raises:
         BundleError: If the file is missing, damaged or not a saved state.
         InputError: If it is of another model, of other layers or another batch size, or longer than this cache.
+    """
+    ranks = session.ranks
+    if ranks is None:
+        tensors, sequence = _read(session, path)
+    else:
+        error: Exception | None = None
+        try:
+            tensors, sequence = _read(session, path)
+        except ExportableCacheError as refused:
+            error = refused
+        ranks.check_all(error)
+        ranks.check_same("load_state", tokens=(sequence.length, sequence.max_len_ever, sequence.unfed))
+    for name, tensor in runner_state(session).items():
+        tensor.zero_()
+        dim = _capacity_dim(session, name)
+        part = tensor if dim is None else tensor.narrow(dim, 0, tensors[name].shape[dim])
+        part.copy_(tensors[name])
+    session.go_on_from(sequence)
+
+
+def _read(session: Session, path: Path) -> tuple[dict[str, torch.Tensor], SequenceState]:
+    """What a file holds of the tensors of this session, by name, and where its rows are.
+
+    Raises:
+        BundleError, InputError: See `load_state`.
     """
     tensors, metadata = read_tensors(path, "a session's state", _FORMAT, "save_state()")
     with damaged_if_malformed(path, "a session's state"):
@@ -112,6 +154,9 @@ def load_state(session: Session, path: Path) -> None:
                 raise InputError(
                     f"{path} has no {name}, which a {session.target!r} session keeps; save the state on that target"
                 )
+            if session.ranks is not None:
+                _check_parts(session, name, tensors[name], tensor, path)
+                tensors[name] = session.ranks.part(tensors[name], *_cut(session, name))
             expected = list(tensor.shape)
             dim = _capacity_dim(session, name)
             given = list(tensors[name].shape)
@@ -129,20 +174,27 @@ def load_state(session: Session, path: Path) -> None:
         images = PlacedImages.from_lists(json.loads(metadata.get("images", "null")) or [[]] * len(length))
         unfed = tuple(unfed) if isinstance(unfed, list) else (unfed,) * len(length)
         _check_rows(session, length, max_len_ever, unfed)
-    for name, tensor in state.items():
-        tensor.zero_()
-        dim = _capacity_dim(session, name)
-        part = tensor if dim is None else tensor.narrow(dim, 0, tensors[name].shape[dim])
-        part.copy_(tensors[name])
-    session.go_on_from(
-        SequenceState(
-            length,
-            max_len_ever,
-            unfed,
-            images,
-            tuple(tensor.to(session.device) for tensor in encoded),
+    encoded_here = tuple(tensor.to(session.device) for tensor in encoded)
+    return tensors, SequenceState(length, max_len_ever, unfed, images, encoded_here)
+
+
+def _check_parts(session: Session, name: str, whole: torch.Tensor, part: torch.Tensor, path: Path) -> None:
+    """Refuse a tensor of which ranks have no equal parts."""
+    dim, parts = _cut(session, name)
+    if parts > 1 and (whole.dim() != part.dim() or whole.shape[dim] != part.shape[dim] * parts):
+        raise InputError(
+            f"{name} is {list(whole.shape)} in {path}, which is not {parts} times this rank's {list(part.shape)} "
+            f"in dimension {dim}; use the same model"
         )
-    )
+
+
+def _cut(session: Session, name: str) -> tuple[int, int]:
+    """Along which dimension ranks have parts of a state tensor, and how many different ones: 1 where each has all."""
+    # Indexer keys and states are of no head that attention has.
+    dims = _layer_of(session, name).state[name.split(".")[-1]].dims
+    if "num_heads" not in dims:
+        return 0, 1
+    return dims.index("num_heads"), session.parts_of_heads[int(name.split(".")[-2])]
 
 
 def _check_rows(session: Session, length: torch.Tensor, ever: torch.Tensor, unfed: tuple[int | None, ...]) -> None:

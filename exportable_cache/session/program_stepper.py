@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ..backends.base import Runner
     from ..cache.layers import CacheLayer
     from ..generation.sampler import Sampler
+    from ..models.ranks import Ranks
     from .checks import ProgramLimits
     from .inputs.image_places import PlacedImages
 
@@ -45,6 +46,7 @@ class ProgramStepper:
         logits_size: Tokens that each step's logits are of, None if no file says it.
         moves: Counts what took it to another place or wrote its cache, but for `shift`.
         steps_per_launch: Decode steps that the loops take at once.
+        ranks: The processes that its model is split over, None of a program of one process.
         max_length: Tokens a row can hold in all, or None where only rings keep state.
         least_rollback: The layer of which fewest tokens can be taken back at any length, as `layer 2 (ring)`, and
             how many they are.
@@ -63,6 +65,7 @@ class ProgramStepper:
         self.needs_equal_rows: Callable[[], bool] = lambda: False
         self.logits_size: int | None = None
         self.steps_per_launch = 1
+        self.ranks: Ranks | None = None
         self.max_length = min((layer.max_length for layer in layers if layer.max_length is not None), default=None)
         far = 2**40
         self.least_rollback = min(
@@ -234,6 +237,8 @@ class ProgramStepper:
 
     def score(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Feed a few tokens, int64 [batch, length], and judge each: logits [batch, length, vocab]."""
+        if self.ranks is not None:
+            self.ranks.check_same("score", tokens=input_ids, length=self.state.length)
         if input_ids.shape[1] == 1:
             return self.step(input_ids)[:, None]
         return self.step(input_ids.contiguous(), scores=True)

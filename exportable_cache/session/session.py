@@ -266,9 +266,12 @@ class Session(SteppedSession):
     def save_state(self, path: str | Path) -> None:
         """Write what the cache holds (safetensors, atomically), to go on from in another session of the same model.
 
+        Of a parallel session one file, which rank 0 writes; any number of ranks, or one process, goes on from it.
+
         Raises:
             InputError: If the runtime does not give out its cache.
         """
+        self.check_same("save_state", path=str(path))
         self._stepper.guard.check_whole()
         persistence.save_state(self, Path(path))
 
@@ -345,7 +348,9 @@ class Session(SteppedSession):
             InputError: If an argument is wrong.
             CacheFullError: If the prompt, or the prompt with `max_new_tokens`, does not fit.
         """
-        sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+        given = (max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop)
+        self.check_same("generate", input_ids=input_ids, options=given, draft=draft, inputs=inputs)
+        sampling = self.agreed(Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed))
         request = make_request(self, max_new_tokens, sampling, stop, draft)
         steps = checked_steps(self, input_ids, inputs, request)
         return (int(step[0]) for step in steps) if self.batch_size == 1 else steps
@@ -387,6 +392,8 @@ class Session(SteppedSession):
             InputError: If there is no tokenizer, there is not one prompt per row, or an argument is wrong.
             CacheFullError: See `generate`.
         """
-        sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+        given = (max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop)
+        self.check_same("generate_text", prompt=prompt, options=given, draft=draft)
+        sampling = self.agreed(Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed))
         request = make_request(self, max_new_tokens, sampling, stop, draft)
         return generated_text(self, prompt, request)

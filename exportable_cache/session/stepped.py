@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import GenerationConfig
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
     from ..backends.base import Runner
     from ..cache.layers import CacheLayer
+    from ..generation.sampling import Sampling
+    from ..models.cache_factory import ExportableCache
+    from ..models.ranks import Ranks
     from .inputs.stage import Prompt
 
 
@@ -77,6 +81,8 @@ class SteppedSession:
         self._stages = InputStages(runner.methods, placeholders or {}, limits)
         check_steps_per_launch(self._stepper, steps_per_launch)
         self._stepper.steps_per_launch = steps_per_launch
+        #: Of each layer, into how many parts its heads are cut over ranks; nothing where there is one process.
+        self.parts_of_heads: tuple[int, ...] = ()
 
     # -- where it is -------------------------------------------------------------------------------------------------
 
@@ -157,6 +163,34 @@ class SteppedSession:
         """Whether decode steps choose the next tokens inside their graph."""
         return self._stepper.chooses_in_graph
 
+    # -- ranks -------------------------------------------------------------------------------------------------------
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """The processes that its model is split over, None of a program of one process."""
+        return self._stepper.ranks
+
+    def use_ranks(self, cache: ExportableCache) -> None:
+        """Agree with the other ranks of a cache that holds the heads of one."""
+        self._stepper.ranks, self.parts_of_heads = cache.ranks, cache.parts_of_heads
+
+    def check_same(self, call: str, **values: Any) -> None:
+        """Refuse a call that another rank makes with other arguments, or from another place; before all other checks,
+        whose errors would leave the others waiting.
+
+        Raises:
+            InputError: On every rank.
+            RankLostError: If a rank is gone.
+        """
+        if self.ranks is not None:
+            self.ranks.check_same(call, length=self.sequence.length, **values)
+
+    def agreed(self, sampling: Sampling) -> Sampling:
+        """The same on every rank: with a seed that rank 0 has drawn where it draws and names none."""
+        if self.ranks is None or sampling.is_greedy or sampling.seed is not None:
+            return sampling
+        return replace(sampling, seed=self.ranks.seed())
+
     # -- encoder -----------------------------------------------------------------------------------------------------
 
     @property
@@ -214,6 +248,7 @@ class SteppedSession:
                 what it holds while longer ones go ahead and the runtime does not let it be set aside.
             CacheFullError: If the prompt does not fit.
         """
+        self.check_same("prefill", input_ids=input_ids, attention_mask=attention_mask, inputs=inputs)
         prompt = self._checked(input_ids, attention_mask, inputs)
         self._stepper.check_room(prompt.rows)
         return self._stepper.feed(self._stages.steps(prompt, self._stepper))
@@ -278,6 +313,7 @@ class SteppedSession:
             InputError: If shape, dtype, device or a token id is wrong.
             CacheFullError: If a row has no slot left.
         """
+        self.check_same("decode", tokens=tokens)
         check_ids("tokens", tokens, ("batch",), self._stages.limits)
         if self._stages.encoder is not None:
             self._stages.encoder.check_encoded(self.sequence)

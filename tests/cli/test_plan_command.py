@@ -44,6 +44,15 @@ def test_plan_takes_sinks_and_8_bits(run, tiny_folder):
     assert any(line.startswith("static cache") and line.endswith("for any number of tokens per row") for line in lines)
 
 
+def test_plan_of_several_ranks(run, tiny_folder):
+    lines = run("plan", tiny_folder, "-n", 64, "--tensor-parallel", 2).stdout.splitlines()
+    assert "each of 2 ranks" in lines
+    assert any(line.startswith("cache          4.5 KiB: own heads in 2 layers") for line in lines)
+    assert any("7 messages" in line and "5 of them sums" in line for line in lines)
+    refused = run("plan", tiny_folder, "-n", 64, "--tensor-parallel", 3)
+    assert refused.exit_code == 2 and "use 1 or 2" in refused.output + refused.stderr
+
+
 def test_characters_the_terminal_does_not_have_are_replaced(shell, tiny_folder, tmp_path):
     shutil.copytree(tiny_folder, tmp_path / "modèle")
     done = shell("plan", "modèle", "-n", 64, cwd=tmp_path, env={**os.environ, "PYTHONIOENCODING": "ascii"})

@@ -28,8 +28,12 @@ def takes(*names: str) -> tuple[str, ...]:
 
 #: Package -> name -> kind, or the parameters it must have.
 NAMES: dict[str, dict[str, Any]] = {
+    "torch_distributed": {
+        "torch.distributed._functional_collectives.broadcast": takes("self", "src", "group"),
+    },
     "torch": {
         "torch._check": takes("cond", "message"),
+        "torch.ops.aten._reshape_copy": VALUE,
         "torch._subclasses.fake_tensor.FakeTensor": CLASS,
         "torch._subclasses.fake_tensor.FakeTensorMode.cache_clear": CALLABLE,
         "torch._ops.OperatorBase": CLASS,
@@ -55,6 +59,7 @@ NAMES: dict[str, dict[str, Any]] = {
     "transformers": {
         "transformers.PreTrainedConfig._attn_implementation": VALUE,
         "transformers.PreTrainedConfig._experts_implementation": VALUE,
+        "transformers.cache_utils.CacheLayerMixin._layer_type": VALUE,
         "transformers.PreTrainedModel._can_set_attn_implementation": CALLABLE,
         "transformers.PreTrainedConfig._attn_implementation_internal": FIELD,
         "transformers.PreTrainedConfig._experts_implementation_internal": FIELD,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx.node import Node, map_arg
 
-from ...common.compat.torch import OpOverload
+from ...common.compat.torch import OpOverload, writes_in_place, written_arguments
 from ...errors import UnsupportedModelError
 from .graph_edits import add_constant, add_weight, constant_of, insert_call, replace_call
 
@@ -107,10 +107,9 @@ def _behind_writes(program: ExportedProgram) -> set[Node]:
     """What a call writes to, and all that this was made of, as it may be a view of it."""
     waiting: list[Any] = []
     for node in program.graph.nodes:
-        if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
-            for index, argument in enumerate(node.target._schema.arguments):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    waiting.append(node.args[index] if index < len(node.args) else node.kwargs.get(argument.name))
+        if isinstance(node.target, OpOverload):
+            for index, name in written_arguments(node.target):
+                waiting.append(node.args[index] if index < len(node.args) else node.kwargs.get(name))
     found: set[Node] = set()
     while waiting:
         node = waiting.pop()
@@ -128,7 +127,7 @@ def _is_pure(node: Node) -> bool:
         return node.target is operator.getitem
     return (
         node.target.namespace == "aten"
-        and not node.target._schema.is_mutable
+        and not writes_in_place(node.target)
         and torch.Tag.nondeterministic_seeded not in node.target.tags
     )
 

@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ...common.compat.torch import RESHAPE_COPY
+
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
-_RESHAPES = (torch.ops.aten._reshape_copy.default, torch.ops.aten.view.default, torch.ops.aten.reshape.default)
+_RESHAPES = (RESHAPE_COPY, torch.ops.aten.view.default, torch.ops.aten.reshape.default)
 
 
 def state_sizes(graph: GraphModule) -> None:

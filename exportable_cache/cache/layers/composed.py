@@ -20,6 +20,7 @@ from ..storage import FloatStorage, Storage
 
 if TYPE_CHECKING:
     from ..component import Component
+    from ..residence import Residence
     from ..step import StepContext
 
 
@@ -78,6 +79,10 @@ class ComposedLayer:
     state: dict[str, StateTensor]
     context: StepContext
     cumulative_length: torch.Tensor
+    #: Where its tensors live elsewhere than on the device; its number there; and itself on the device, in its turn.
+    residence: Residence | None = None
+    place: int = 0
+    twin: Self | None
 
     def __init__(
         self,
@@ -181,6 +186,7 @@ class ComposedLayer:
         for name in self.composed_of:
             setattr(layer, name, getattr(self, name))
         layer.state, layer._config = self.state, self._config
+        layer.residence, layer.place = self.residence, self.place
         layer._hold(tensors, context)
         return layer
 
@@ -206,6 +212,7 @@ class ComposedLayer:
             max_len_ever: The most tokens that a row ever held; None where the history of the tensors is unknown.
         """
         self.context = context
+        self.twin = None
         self.is_initialized = True
         # Host bookkeeping of `crop`, moved by it alone.
         self._max_len_ever = 0 if self.policy.is_dummy else max_len_ever
@@ -237,8 +244,10 @@ class ComposedLayer:
         return self._with_attributes(vars(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        # As it is, with what a description leaves out.
-        return self._with_attributes({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        # As it is, with what a description leaves out; known before its residence is copied, which knows its layers.
+        layer = memo[id(self)] = self._with_attributes({})
+        layer.__dict__.update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        return layer
 
     def _with_attributes(self, attributes: Mapping[str, Any]) -> Self:
         layer = type(self).__new__(type(self))

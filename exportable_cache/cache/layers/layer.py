@@ -97,6 +97,8 @@ class CacheLayer(ComposedLayer, CacheLayerMixin):
             CacheFullError: If they do not fit; nothing was written.
             InputError: If shape, dtype or device differ from the layer's, or it keeps no keys.
         """
+        if self.residence is not None:
+            return self.residence.turn(self).update(key_states, value_states, *args, **kwargs)
         self.check_update(key_states, value_states)
         return self.kernel.update(self, key_states, value_states)
 

@@ -191,6 +191,8 @@ class LinearLayer(CacheLayer):
 
     def get_conv_state(self, state_idx: int = 0) -> torch.Tensor | None:
         """[batch_size, channels, kernel_size], for the model to read, and to write in place in a step of one token."""
+        if self.residence is not None:
+            return self.residence.turn(self).get_conv_state(state_idx)
         state = _given_out(self._enter(f"conv_state_{state_idx}")) if self._has("conv", state_idx) else None
         # Without keys, nothing else counts: a step of one token only reads the state and writes it in place, so reading
         # counts one, # and a step of several then says how many.
@@ -201,6 +203,8 @@ class LinearLayer(CacheLayer):
 
     def get_recurrent_state(self, state_idx: int = 0) -> torch.Tensor | None:
         """[batch_size, ...], for the model to read, and to write in place in a step of one token."""
+        if self.residence is not None:
+            return self.residence.turn(self).get_recurrent_state(state_idx)
         return _given_out(self._enter(f"recurrent_state_{state_idx}")) if self._has("recurrent", state_idx) else None
 
     def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
@@ -213,6 +217,8 @@ class LinearLayer(CacheLayer):
         Returns:
             [batch_size, channels, kernel_size + query_length]: what came before, and the new ones.
         """
+        if self.residence is not None:
+            return self.residence.turn(self).update_conv_state(conv_states, state_idx, **kwargs)
         name = f"conv_state_{state_idx}"
         before = self._enter(name)
         carry(self._enter(f"recurrent_state_{state_idx}") if self._has("recurrent", state_idx) else None)
@@ -232,6 +238,8 @@ class LinearLayer(CacheLayer):
             state_idx: Number of the state.
             **kwargs: `tokens`, how many it took in, of a layer without convolutions, which nothing else tells.
         """
+        if self.residence is not None:
+            return self.residence.turn(self).update_recurrent_state(recurrent_states, state_idx, **kwargs)
         name = f"recurrent_state_{state_idx}"
         self._entered.add(name)
         carry(None)

@@ -13,6 +13,7 @@
 | `torch.utils._pytree.tree_map` | results are cloned by a loop of one's own |
 | `torch.utils._pytree.tree_flatten`, `tree_unflatten` | caches are not passed along as inputs and outputs |
 | `torch._ops.OpOverload._schema` | inputs of operators that a file names cannot be told by position, nor writes found |
+| `torch.ops.aten._reshape_copy` | networks of TensorRT have reshapes with sizes that it does not know |
 | `torch.ops.aten._assert_tensor_metadata` | equal layers are lowered one by one |
 | `torch._C._dispatch_get_all_op_names` | functions of TorchScript are not told from operators that a file may call |
 | `torch._dynamo.mark_dynamic`, `maybe_mark_dynamic`, `exc.TorchDynamoException` | each length of a prompt is a graph |
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 #: States a fact about sizes: the object itself, which tracers know.
 check = torch._check
 #: What a trace leaves where a dtype was looked at.
+RESHAPE_COPY = torch.ops.aten._reshape_copy.default
 METADATA_ASSERTION = torch.ops.aten._assert_tensor_metadata.default
 
 __all__ = ["FakeTensor", "OpOverload", "OperatorBase", "check", "tree_flatten", "tree_map", "tree_unflatten"]

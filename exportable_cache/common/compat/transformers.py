@@ -9,6 +9,8 @@
 | `_get_feat_extract_output_lengths` of encoders of sound | the mask of an encoder's output cannot be computed |
 | `_compute_sub_sample_lengths_from_attention_mask` of the same | the same |
 | `PreTrainedModel._hf_peft_config_loaded` | a model with adapters inside fails when it is traced |
+| `_layer_type` of layers of caches | what DeepSeek V4 keeps of compressed layers is not seen |
+| `_is_hooked` of modules | key and value heads fewer than ranks are refused, not repeated |
 | `cached_file(_raise_exceptions_for_missing_entries=..., _raise_exceptions_for_connection_errors=...)` | as below |
 
 Without those of `cached_file`, which hands them to `cached_files`, a file that a repository lacks is an error.
@@ -66,6 +68,11 @@ def has_adapters(model: PreTrainedModel) -> bool:
     return getattr(model, "_hf_peft_config_loaded", False)
 
 
+def is_split_by_transformers(module: nn.Module) -> bool:
+    """Whether transformers' tensor parallel plan has split a module, and wrapped its forward."""
+    return getattr(module, "_is_hooked", False)
+
+
 def output_lengths_of_samples(module: nn.Module) -> Callable | None:
     """A module's rule from input lengths [batch] to output lengths, None where it has none."""
     return getattr(module, "_get_feat_extract_output_lengths", None)
@@ -74,6 +81,11 @@ def output_lengths_of_samples(module: nn.Module) -> Callable | None:
 def output_lengths_of_mask(module: nn.Module) -> Callable | None:
     """A module's rule from an input mask [batch, length] to output lengths, None where it has none."""
     return getattr(module, "_compute_sub_sample_lengths_from_attention_mask", None)
+
+
+def type_of_layer(layer: object) -> str | None:
+    """The type that a layer of a cache was made for, None of one that does not say it."""
+    return getattr(layer, "_layer_type", None)
 
 
 def file_or_none(repository: str, name: str, *, local_files_only: bool) -> str | None:

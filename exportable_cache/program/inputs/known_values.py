@@ -8,7 +8,7 @@ run. Two runs over different pixels show that: an answer that differs is refused
 from __future__ import annotations
 
 import functools
-import sys
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -142,9 +142,10 @@ class _Asked(TorchFunctionMode):
         return function(*args, **kwargs)
 
     def _ask(self, what: str, compute: Callable[[], Any]) -> Any:
-        frame = sys._getframe(2)
+        frame = inspect.currentframe()
         while frame is not None and (__file__ == frame.f_code.co_filename or "/torch/" in frame.f_code.co_filename):
-            frame = frame.f_back  # type: ignore[assignment]
+            frame = frame.f_back
+        assert frame is not None
         return self._answer((frame.f_code.co_filename, frame.f_lineno, what), compute)
 
     def _elements(self, tensor: torch.Tensor) -> Any:
