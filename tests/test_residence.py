@@ -132,7 +132,8 @@ def test_rows_drafts_and_saved_states(tmp_path: Path) -> None:
     assert drafted[0] == drafted[1]
 
 
-@pytest.mark.parametrize("kind", among(KINDS, ["gemma3_text"]))
+@pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
 def test_compiled_steps(kind: str) -> None:
     model, ids = model_of(kind), tokens(LENGTH)
     expected = reference_logits(model, ids, PROMPT)

@@ -14,6 +14,9 @@ def main() -> None:
     # to take 1.8x as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+    from ..common.garbage import collect_seldom
+
+    collect_seldom()
     from .app import app
     from .streams import output_checked
 

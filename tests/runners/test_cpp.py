@@ -300,7 +300,7 @@ def test_program_takes_token_ids(demo_bundle, session, program: Program) -> None
     ("arguments", "message"),
     [
         (["--prompt", "x"], "pass one bundle"),
-        (["BUNDLE"], "pass either --prompt or --tokens"),
+        (["BUNDLE"], "pass --prompt, --chat or --tokens"),
         (["BUNDLE", "--tokens", "1 x"], "--tokens got '1 x'"),
         (["BUNDLE", "--prompt", "x", "--seed", "-1"], "--seed got '-1'"),
         (["BUNDLE", "--tokens", "394"], "token id 394, outside the vocabulary of 0 to 393"),

@@ -74,6 +74,7 @@ def test_compiled_methods_are_one_graph_each() -> None:
     assert found["status"] == "pass", found
 
 
+@pytest.mark.full
 def test_networks_of_tensorrt(monkeypatch: pytest.MonkeyPatch) -> None:
     """They pass; what their evaluator does not know is an error, no refusal of the target's."""
     pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no tensorrt extra is installed")
