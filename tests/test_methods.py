@@ -198,6 +198,7 @@ def test_a_bucket_reads_its_part_of_the_cache_and_no_more(model: Any) -> None:
         assert keys == expected, name
 
 
+@pytest.mark.full
 def test_pt2_with_buckets(model: Any) -> None:
     session = lowered_session(model, "pt2", 64, buckets=BUCKETS[1:2])
     assert worst(session, model) <= TOLERANCE

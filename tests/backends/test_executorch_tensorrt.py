@@ -19,6 +19,7 @@ from exportable_cache.backends.executorch.tensorrt_delegate import plans_in
 from exportable_cache.backends.tensorrt import network
 
 
+@pytest.mark.full
 def test_the_plans_come_back_byte_for_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built = {}
     build_plan = network.Network.build_plan
