@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import CacheFullError, InputError
-from .options import BundleArgument, CheckOption, IgnoreVersionsOption, KeyOption, TrustOption
+from .options import (
+    BundleArgument,
+    CheckOption,
+    IgnoreVersionsOption,
+    KeyOption,
+    SeedOption,
+    TemperatureOption,
+    TopPOption,
+    TrustOption,
+)
 from .settings import at_least
 from .terminal import Terminal
 
@@ -43,15 +52,9 @@ def chat(
             show_default="what fits",
         ),
     ] = None,
-    temperature: Annotated[
-        float,
-        typer.Option("--temperature", metavar="T", callback=at_least(0), help="0 always takes the likeliest token."),
-    ] = 0.0,
-    top_p: Annotated[
-        float | None,
-        typer.Option("--top-p", metavar="P", help="Draw from the likeliest tokens of total probability P only."),
-    ] = None,
-    seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Draws the same tokens every time.")] = None,
+    temperature: TemperatureOption = 0.0,
+    top_p: TopPOption = None,
+    seed: SeedOption = None,
     trust: TrustOption = False,
     key: KeyOption = None,
     ignore_versions: IgnoreVersionsOption = False,

@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .options import BundleArgument, CheckOption, IgnoreVersionsOption, JsonOption, KeyOption, TrustOption
+from .options import (
+    BundleArgument,
+    CheckOption,
+    IgnoreVersionsOption,
+    JsonOption,
+    KeyOption,
+    SeedOption,
+    TemperatureOption,
+    TopPOption,
+    TrustOption,
+)
 from .settings import at_least
 from .streams import prompt_from_stdin
 from .terminal import Terminal
@@ -57,18 +67,12 @@ def generate(
             show_default="128, or what fits",
         ),
     ] = None,
-    temperature: Annotated[
-        float,
-        typer.Option("--temperature", metavar="T", callback=at_least(0), help="0 always takes the likeliest token."),
-    ] = 0.0,
+    temperature: TemperatureOption = 0.0,
     top_k: Annotated[
         int | None,
         typer.Option("--top-k", metavar="K", callback=at_least(1), help="Draw from the K likeliest tokens only."),
     ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option("--top-p", metavar="P", help="Draw from the likeliest tokens of total probability P only."),
-    ] = None,
+    top_p: TopPOption = None,
     min_p: Annotated[
         float | None,
         typer.Option("--min-p", metavar="P", help="Draw from tokens at least P times as likely as the likeliest."),
@@ -89,7 +93,7 @@ def generate(
             ),
         ),
     ] = None,
-    seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Draws the same tokens every time.")] = None,
+    seed: SeedOption = None,
     stop: Annotated[
         list[str] | None, typer.Option("--stop", metavar="TEXT", help="Stop at this text; may be repeated.")
     ] = None,

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from ..common.settings import REQUIRED
-from .settings import Changes
+from .settings import Changes, at_least
 
 
 def targets() -> list[str]:
@@ -116,6 +116,15 @@ TensorParallelOption = Annotated[
         show_default=False,
     ),
 ]
+TemperatureOption = Annotated[
+    float,
+    typer.Option("--temperature", metavar="T", callback=at_least(0), help="0 always takes the likeliest token."),
+]
+TopPOption = Annotated[
+    float | None,
+    typer.Option("--top-p", metavar="P", help="Draw from the likeliest tokens of total probability P only."),
+]
+SeedOption = Annotated[int | None, typer.Option("--seed", metavar="N", help="Draws the same tokens every time.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 CheckOption = Annotated[
     bool, typer.Option("--check", help="Read and check every file, not only those not checked before as they are.")

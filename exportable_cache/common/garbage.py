@@ -43,8 +43,8 @@ def no_collections() -> Iterator[None]:
     try:
         yield
     finally:
-        # Once, and not of what a longer process made before: what is garbage by then would never be collected.
-        if not gc.get_freeze_count() and enabled:
-            gc.freeze()
         if enabled:
+            # Once, and not of what a longer process made before: what is garbage by then would never be collected.
+            if not gc.get_freeze_count():
+                gc.freeze()
             gc.enable()

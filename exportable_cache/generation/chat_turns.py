@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Messages = Sequence[Mapping[str, str]]
 
 #: Stand for what is said: words that no template writes itself.
-_SYSTEM, _QUESTION, _ANSWER, _NEXT, _AND_SO_ON = ("zqsystemqz", "zqfirstqz", "zqanswerqz", "zqsecondqz", "zqthirdqz")
+_SYSTEM, _QUESTION, _ANSWER, _NEXT = ("zqsystemqz", "zqfirstqz", "zqanswerqz", "zqsecondqz")
 #: What people and models say, as far as templates treat it otherwise: lines, marks of markup and code, other letters.
 _SAID = ("one line", "two\nlines, and 'quotes' \"here\"", "<b>{{ x }}</b> [1] & {% y %} \\n", "Grüße, 世界 🙂", "a")
 
@@ -96,9 +96,9 @@ def chat_turns(tokenizer: PreTrainedTokenizerBase) -> ChatTurns | None:
 
 def _found(rendered: Any) -> ChatTurns | None:
     """What can be read from a few renderings, to be compared with others."""
-    plain = [_user(_QUESTION), _assistant(_ANSWER), _user(_NEXT), _assistant(_ANSWER), _user(_AND_SO_ON)]
+    plain = [_user(_QUESTION), _assistant(_ANSWER), _user(_NEXT)]
     first = _parts(rendered(plain[:1]), _QUESTION)
-    second = _parts(rendered(plain[:3]), _QUESTION, _ANSWER, _NEXT)
+    second = _parts(rendered(plain), _QUESTION, _ANSWER, _NEXT)
     if first is None or second is None:
         return None
     try:
