@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -71,6 +73,19 @@ def test_what_an_encoder_does_not_take_is_refused(probe: Probe) -> None:
     sound = probe(("open", bundle_of("whisper")), ("encode_ids", "5"), ("encode_numbers", "1 2 3"))[1:]
     assert "takes numbers, not token ids" in sound[0].values[1]
     assert "input_features [1, 8, 24]" in sound[1].values[1] and "got 3 numbers" in sound[1].values[1]
+
+
+def test_a_state_without_its_input_is_refused_where_each_step_needs_that(probe: Probe, tmp_path: Path) -> None:
+    """Of a manifest that has no step but those that take what the encoder gave."""
+    bundle, state = tmp_path / "bundle", tmp_path / "t5.state"
+    shutil.copytree(bundle_of("t5"), bundle)
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    del manifest["program"]["methods"]["decode"]
+    (bundle / "manifest.json").write_text(json.dumps(manifest))
+    begun = probe(("open", bundle), ("encode_ids", "5 6"), ("prefill", "5"), ("save", state))
+    assert all(reply.ok for reply in begun)
+    reply = probe(("open", bundle), ("load", state), ("decode", 6))[2]
+    assert not reply.ok and "nothing was encoded yet" in reply.values[1]
 
 
 def test_the_program_takes_sound_from_a_file(program: Program, tmp_path: Path) -> None:

@@ -86,9 +86,10 @@ Result<std::span<const float>> Session::feed(std::span<const int64_t> tokens, bo
       size = 1;
       method = method_for(1);
     }
+    if (method == nullptr) return no_method(1);
     // Before the run: should it fail halfway, slots may have been written.
     max_len_ever_ = std::max(max_len_ever_, length_ + size);
-    const Status status = 
+    const Status status =
         program_.run(*method, tokens.first(static_cast<size_t>(size)), length_, 1, encoded_ ? &*encoded_ : nullptr, logits_);
     if (!status.ok()) return status.error();
     length_ += size;
@@ -101,11 +102,18 @@ Result<std::span<const float>> Session::score(std::span<const int64_t> tokens) {
   if (tokens.size() == 1) return feed(tokens);
   pending_.reset();
   const auto size = static_cast<int64_t>(tokens.size());
+  const MethodSpec* method = method_for(size, true);
+  if (method == nullptr) return no_method(size);
   max_len_ever_ = std::max(max_len_ever_, length_ + size);
-  const Status status = program_.run(*method_for(size, true), tokens, length_, tokens.size(), nullptr, logits_);
+  const Status status = program_.run(*method, tokens, length_, tokens.size(), nullptr, logits_);
   if (!status.ok()) return status.error();
   length_ += size;
   return std::span<const float>(logits_);
+}
+
+Error Session::no_method(int64_t size) const {
+  return fail(ErrorCode::kInput, "no method of the program takes ", size, " tokens at position ", length_,
+              manifest_.encoder && !encoded_ ? ", where nothing was encoded yet; call encode_input first" : "; export the model again");
 }
 
 const MethodSpec* Session::method_for(int64_t size, bool scores) const {

@@ -172,6 +172,8 @@ class Session {
   Status encode_input(const void* values, std::vector<int32_t> sizes, int32_t padding);
   // The method of a step of `size` tokens from here, or null.
   const MethodSpec* method_for(int64_t size, bool scores = false) const;
+  // The error where there is none, as a manifest may have it.
+  Error no_method(int64_t size) const;
   // What may follow `context`, whose newest token was not fed yet: at most as many as fit and can be taken back.
   std::span<const int64_t> propose(std::span<const int64_t> context, const GenerateOptions& options, int64_t given) const;
   bool is_end(int64_t token, const GenerateOptions& options) const;
