@@ -17,8 +17,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
-from exportable_cache import ExportableCache, Session
+from exportable_cache import ExportableCache, Session, load
+from exportable_cache.cli.app import app
 from exportable_cache.decoding import ContinuousBatch, PromptLookup, Sampling
 from exportable_cache.models import ranks
 
@@ -317,6 +319,34 @@ def compiled_families(me: Rank) -> dict[str, Any]:
             except Exception as error:
                 found[path.name] = f"{type(error).__name__}: {error}"
     return found
+
+
+def of_a_bundle(me: Rank) -> dict[str, Any]:
+    """A program whose parts this group's ranks open."""
+    running = load(me.folder / "bundle", trust=True)
+    found: dict[str, Any] = {
+        "logits": logits_of(running, tokens(LENGTH)),
+        "heads": [layer["shape"][1] for layer in _keys_of(running)],
+        "weights": sum(path.stat().st_size for path in (me.folder / "bundle" / f"rank-{me.rank}").iterdir()),
+    }
+    running.reset()
+    found["tokens"] = list(running.generate(REPEATED, max_new_tokens=16))
+    running.save_state(me.folder / "by-programs.safetensors")
+    running.load_state(me.folder / "by-one.safetensors")
+    found["resumed"] = running.decode(tokens(LENGTH)[:, PROMPT])
+    other = str(5 + me.rank)
+    command = ["generate", str(me.folder / "bundle"), "--prompt", "the code is", "--max-new-tokens"]
+    found["printed"] = CliRunner().invoke(app, [*command, "5", "--trust"])
+    found["refused"] = CliRunner().invoke(app, [*command, other, "--trust"])
+    for name in ("printed", "refused"):
+        result = found[name]
+        found[name] = (result.exit_code, result.stdout, result.stderr)
+    return found
+
+
+def _keys_of(running: Session) -> list[dict[str, Any]]:
+    state = running.runner.state
+    return [{"shape": list(state[f"layers.{index}.keys"].shape)} for index in range(len(running.layers))]
 
 
 def killed(me: Rank) -> str:
