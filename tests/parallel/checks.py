@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -318,6 +320,51 @@ def compiled_families(me: Rank) -> dict[str, Any]:
                     running.close()
             except Exception as error:
                 found[path.name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def context(me: Rank) -> dict[str, Any]:
+    """One sequence over the slots of all ranks, longer than those of one."""
+    found: dict[str, Any] = {}
+    for path in sorted(me.folder.iterdir()):
+        if path.is_dir():
+            try:
+                found[path.name] = _over_context(path)
+            except Exception:
+                found[path.name] = traceback.format_exc()
+    return found
+
+
+def _over_context(path: Path) -> dict[str, Any]:
+    model, ids = AutoModelForCausalLM.from_pretrained(str(path)).eval(), tokens(LENGTH)
+    # Every slot is filled at the end.
+    cache = ExportableCache.from_model(model, LENGTH, split_context=True)
+    running = Session.from_model(model, cache)
+    found: dict[str, Any] = {"logits": logits_of(running, ids), "bytes": cache.nbytes, "layers": repr(cache.layers)}
+    found["full"] = error_of(lambda: running.decode(ids[:, 0]))
+    if running.least_rollback[1] >= 3:
+        running.rewind(3)
+        found["again"] = torch.stack([running.decode(ids[:, -3 + index]) for index in range(3)], dim=1)
+    running.reset()
+    found["tokens"] = list(running.generate(REPEATED, max_new_tokens=16))
+    found["saved"] = error_of(lambda: running.save_state(path / "state.safetensors"))
+    running.close()
+    found["other attention"] = error_of(
+        lambda: model(tokens(4), past_key_values=cache) if not model.set_attn_implementation("sdpa") else None
+    )
+    rows = Session.from_model(model, ExportableCache.from_model(model, LENGTH, 2, split_context=True))
+    prompts = [tokens(5)[0], tokens(14, seed=1)[0]]
+    found["rows"] = [step.tolist() for step in rows.generate(prompts, max_new_tokens=8)]
+    return found
+
+
+def compiled_context(me: Rank) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(str(me.folder / FAMILY)).eval()
+    with counted_graphs() as graphs:
+        cache = ExportableCache.from_model(model, LENGTH, split_context=True)
+        running = Session.from_model(model, cache, compile="wait", buckets=False)
+        found = {"logits": logits_of(running, tokens(LENGTH)), "graphs": graphs}
+        running.close()
     return found
 
 

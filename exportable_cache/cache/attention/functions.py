@@ -10,7 +10,7 @@ and keys on the left are neither transposed nor packed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface
 
 from ...errors import UnsupportedModelError
+from ..context_ranks import ContextRanks, taken
 from .masks import register_masks
 from .names import ATTENTION, ATTENTION_NAMES, MATMUL_ATTENTION
 
@@ -71,8 +72,11 @@ def fused_attention(
         UnsupportedModelError: If there is an argument that neither function knows, see `HARMLESS`.
     """
     _refuse_unknown(kwargs)
+    ranks = taken(key)
     if indices is not None:
         attention_mask = among_indices(attention_mask, indices, key.shape[2], query.dtype)
+    if ranks is not None:
+        return _attention_over(ranks, query, key, value, attention_mask, scaling=scaling, **kwargs)
     if any(kwargs.get(name) is not None for name in EXTRAS):
         return matmul_attention(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, is_causal=is_causal, **kwargs
@@ -131,26 +135,18 @@ def matmul_attention(
         indices: See `among_indices`.
     """
     _refuse_unknown(kwargs)
+    if (ranks := taken(key)) is not None:
+        how = {"softcap": softcap, "s_aux": s_aux, "sinks": sinks, "position_bias": position_bias}
+        return _attention_over(ranks, query, key, value, attention_mask, scaling=scaling, **how)
     if indices is not None:
         attention_mask = among_indices(attention_mask, indices, key.shape[2], query.dtype)
     batch, heads, q_length, head_dim = query.shape
     kv_heads, kv_length = key.shape[1], key.shape[2]
     groups = heads // kv_heads
-    scaling = head_dim**-0.5 if scaling is None else scaling
-    folded = (query * scaling).reshape(batch * kv_heads, groups * q_length, head_dim)
-    scores = torch.bmm(key.reshape(batch * kv_heads, kv_length, head_dim), folded.transpose(1, 2)).transpose(1, 2)
-    scores = scores.reshape(batch, kv_heads, groups, q_length, kv_length)
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
     if attention_mask is None and _causal_without_mask(module, q_length, is_causal):
         attention_mask = torch.ones(q_length, kv_length, dtype=torch.bool, device=query.device).tril()[None, None]
-    for addend in (attention_mask, position_bias):
-        if addend is not None:
-            if addend.dtype == torch.bool:
-                addend = torch.where(addend, 0.0, torch.finfo(scores.dtype).min)
-            scores = scores + _by_group(addend, kv_heads, groups).to(scores.dtype)
-    if s_aux is not None:
-        sinks = s_aux.reshape(1, kv_heads * groups, 1, 1).expand(batch, -1, q_length, 1)
+    scores = _scores(query, key, (attention_mask, position_bias), scaling, softcap)
+    sinks = _sinks(query, s_aux, sinks)
     if sinks is not None:
         scores = torch.cat([scores, _by_group(sinks, kv_heads, groups).to(scores.dtype)], dim=-1)
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
@@ -160,6 +156,62 @@ def matmul_attention(
         weights = F.dropout(weights, p=dropout, training=module.training)
     weights = weights.reshape(batch * kv_heads, groups * q_length, kv_length)
     output = torch.bmm(weights, value.reshape(batch * kv_heads, kv_length, value.shape[-1]))
+    return output.reshape(batch, heads, q_length, value.shape[-1]).transpose(1, 2).contiguous(), None
+
+
+def _scores(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    addends: Sequence[torch.Tensor | None],
+    scaling: float | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """What the softmax is taken of: [batch, kv_heads, groups, q_length, kv_length]."""
+    batch, heads, q_length, head_dim = query.shape
+    kv_heads, kv_length = key.shape[1], key.shape[2]
+    groups = heads // kv_heads
+    scaling = head_dim**-0.5 if scaling is None else scaling
+    folded = (query * scaling).reshape(batch * kv_heads, groups * q_length, head_dim)
+    scores = torch.bmm(key.reshape(batch * kv_heads, kv_length, head_dim), folded.transpose(1, 2)).transpose(1, 2)
+    scores = scores.reshape(batch, kv_heads, groups, q_length, kv_length)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    for addend in addends:
+        if addend is not None:
+            if addend.dtype == torch.bool:
+                addend = torch.where(addend, 0.0, torch.finfo(scores.dtype).min)
+            scores = scores + _by_group(addend, kv_heads, groups).to(scores.dtype)
+    return scores
+
+
+def _sinks(query: torch.Tensor, s_aux: torch.Tensor | None, sinks: torch.Tensor | None) -> torch.Tensor | None:
+    """Logits without a value, [batch, heads, q_length, 1], of whichever form a model gives."""
+    if s_aux is None:
+        return sinks
+    return s_aux.reshape(1, -1, 1, 1).expand(query.shape[0], -1, query.shape[2], 1)
+
+
+def _attention_over(
+    ranks: ContextRanks,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **how: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention to the slots of all ranks, of which this one has some; there is always a mask over such."""
+    if attention_mask is None or how.get("position_bias") is not None:
+        raise UnsupportedModelError(
+            "attention over a context that is split over ranks needs a mask of positions, and knows no position bias; "
+            "allocate the cache without split_context"
+        )
+    batch, heads, q_length, _ = query.shape
+    kv_heads = key.shape[1]
+    groups = heads // kv_heads
+    scores = _scores(query, key, (attention_mask,), how.get("scaling"), how.get("softcap"))
+    sinks = _sinks(query, how.get("s_aux"), how.get("sinks"))
+    sinks = None if sinks is None else _by_group(sinks, kv_heads, groups)
+    output = ranks.attended(scores, value[:, :, None], sinks).to(query.dtype)
     return output.reshape(batch, heads, q_length, value.shape[-1]).transpose(1, 2).contiguous(), None
 
 

@@ -3,6 +3,7 @@
 | name | without it |
 |---|---|
 | `torch.distributed._functional_collectives.broadcast` | several steps in one graph cannot agree on tokens |
+| `all_reduce`, `wait_tensor` of the same | no context over ranks |
 | `torch.ops._c10d_functional.all_reduce`, `wait_tensor` | programs of ranks cannot sum over them |
 | `_register_process_group`, `_unregister_process_group` of `distributed_c10d` | they cannot be run |
 """
@@ -42,6 +43,13 @@ def sum_in_graph(tensor: torch.Tensor, group: str = GROUP) -> torch.Tensor:
 
     functional = torch.ops._c10d_functional
     return functional.wait_tensor(functional.all_reduce(tensor, "sum", group))
+
+
+def reduced(tensor: torch.Tensor, operation: str, group: ProcessGroup) -> torch.Tensor:
+    """The sum (`sum`) or the largest (`max`) of a group's tensors, as an operator that graphs may have inside."""
+    from torch.distributed import _functional_collectives as functional
+
+    return functional.wait_tensor(functional.all_reduce(tensor, operation, group))
 
 
 def is_sum(operator: object) -> bool:
