@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..bundle.describe import weights_bytes
 from ..bundle.entries import RankedProgram, rank_folder
+from ..common.compat.torch_distributed import group_to_come
 from ..errors import UnsupportedModelError
 from ..models.layout import layout_from_config, layout_from_model
 from ..models.rank_heads import parts_of_heads
@@ -70,7 +71,8 @@ def lower_ranks(
             parts = parts_of_heads(part, layout_from_model(part)[0], one)
         made = make(part)
         (folder / rank_folder(rank)).mkdir()
-        lowered = lower(made, folder / rank_folder(rank))
+        with group_to_come(rank, size):
+            lowered = lower(made, folder / rank_folder(rank))
         files += [replace(file, name=f"{rank_folder(rank)}/{file.name}") for file in lowered]
         most = max(most, weights_bytes(part))
         first = made if first is None else first

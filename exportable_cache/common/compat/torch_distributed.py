@@ -10,6 +10,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -61,9 +63,26 @@ def name_group(group: ProcessGroup, name: str = GROUP) -> None:
     """Give a group the name that programs know it by, in the place of one that had it."""
     from torch.distributed import distributed_c10d as private
 
-    # Of a group that is gone, too; torch has no question for whether there is one.
-    try:
-        private._unregister_process_group(name)  # type: ignore[arg-type]
-    except RuntimeError:
-        pass
+    _forget_name(name)
     private._register_process_group(name, group)  # type: ignore[arg-type]
+
+
+@contextmanager
+def group_to_come(rank: int, size: int, name: str = GROUP) -> Iterator[None]:
+    """A block in which a name stands for processes that are not there: a compiler asks how many they will be."""
+    from torch import distributed
+
+    group = distributed.ProcessGroup(distributed.HashStore(), rank, size)
+    name_group(group, name)
+    try:
+        yield
+    finally:
+        _forget_name(name)
+
+
+def _forget_name(name: str) -> None:
+    from torch.distributed import distributed_c10d as private
+
+    # torch has no question for whether there is one.
+    with suppress(RuntimeError):
+        private._unregister_process_group(name)  # type: ignore[arg-type]
