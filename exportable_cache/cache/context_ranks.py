@@ -7,7 +7,6 @@ keys of latents do that slot by slot, and may.
 
 from __future__ import annotations
 
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -70,16 +69,20 @@ class ContextRanks:
 
 
 @dataclass
-class _Handed:
-    """Keys on their way from a layer to attention: of how many rows and slots, and from which layer."""
+class _Awaited:
+    """Keys on their way from a layer to attention: of how many rows and slots, from which layer, over which ranks.
 
-    rows: int
-    slots: int
-    place: int
-    ranks: ContextRanks
+    One for the process, and not one for a thread: what ranks send each other has one order. Compiled steps write it
+    while they are traced.
+    """
+
+    rows: int = 0
+    slots: int = 0
+    place: int = 0
+    ranks: ContextRanks | None = None
 
 
-_handed: ContextVar[_Handed | None] = ContextVar("handed", default=None)
+_awaited = _Awaited()
 
 
 def taken(keys: torch.Tensor) -> ContextRanks | None:
@@ -89,13 +92,13 @@ def taken(keys: torch.Tensor) -> ContextRanks | None:
     Raises:
         UnsupportedModelError: If keys that are a part are awaited, and these are others.
     """
-    handed = _handed.get()
-    if handed is None:
+    ranks = _awaited.ranks
+    if ranks is None:
         return None
-    _handed.set(None)
-    if (keys.shape[0], keys.shape[2]) != (handed.rows, handed.slots):
+    _awaited.ranks = None
+    if (keys.shape[0], keys.shape[2]) != (_awaited.rows, _awaited.slots):
         raise UnsupportedModelError(UNSEEN)
-    return handed.ranks
+    return ranks
 
 
 def check_taken() -> None:
@@ -104,8 +107,8 @@ def check_taken() -> None:
     Raises:
         UnsupportedModelError: Then.
     """
-    if _handed.get() is not None:
-        _handed.set(None)
+    if _awaited.ranks is not None:
+        _awaited.ranks = None
         raise UnsupportedModelError(UNSEEN)
 
 
@@ -115,19 +118,18 @@ class SplitKernel(PortableKernel, kind="split"):
 
     def mask_positions(self, layer: CacheLayer, query_length: int) -> torch.Tensor | None:
         """See `Kernel.mask_positions`. Masks come before layers: what is left then is of a step that failed."""
-        _handed.set(None)
+        _awaited.ranks = None
         return super().mask_positions(layer, query_length)
 
     def update(
         self, layer: CacheLayer, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        handed = _handed.get()
         # Of a layer before this one; one of this layer or behind it is what a step that failed has left.
-        if handed is not None and handed.place < layer.place:
+        if _awaited.place < layer.place:
             check_taken()
         keys, values = super().update(layer, key_states, value_states)
-        assert layer.over is not None
-        _handed.set(_Handed(keys.shape[0], keys.shape[2], layer.place, layer.over))
+        _awaited.rows, _awaited.slots, _awaited.place = keys.shape[0], keys.shape[2], layer.place
+        _awaited.ranks = layer.over
         return keys, values
 
 

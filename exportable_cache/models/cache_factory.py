@@ -13,7 +13,8 @@ from transformers import PreTrainedConfig
 
 from ..cache.attention.functions import ATTENTION, register_attention
 from ..cache.attention.implementation import set_attention
-from ..cache.attention.names import ATTENTION_NAMES
+from ..cache.attention.names import RANKS_ATTENTION
+from ..cache.attention.over_ranks import register_over_ranks
 from ..cache.cache import LayeredCache
 from ..cache.context_ranks import UNSEEN, ContextRanks
 from ..cache.encoder_decoder import EncoderDecoderLayeredCache
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from .ranks import Ranks
 
 register_attention()
+register_over_ranks()
 
 
 class ExportableCache(LayeredCache):
@@ -240,6 +242,8 @@ class ExportableCache(LayeredCache):
         cache = cls(_built(model, layouts, spec, over))
         if encoder is not None:
             cache.encoder = encoder
+        if over is not None and attn_implementation == ATTENTION:
+            attn_implementation = RANKS_ATTENTION
         if attn_implementation is not None:
             set_attention(model, attn_implementation)
         cache._config = model.config.get_text_config(decoder=True)
@@ -287,7 +291,7 @@ class ExportableCache(LayeredCache):
         self._check_patches()
         # A session's step has no config, and has switched its model's attention.
         if self._config is not None and self.layers[layer_idx].over is not None:
-            if attention_implementation(self._config) not in ATTENTION_NAMES:
+            if attention_implementation(self._config) != RANKS_ATTENTION:
                 raise UnsupportedModelError(UNSEEN)
         return super().get_mask_sizes(query_length, layer_idx)
 
