@@ -146,6 +146,11 @@ class Completer:
             raise InputError(
                 f"completions run at batch size 1, this session has {session.batch_size}; export it with batch_size=1"
             )
+        if session.ranks is not None:
+            raise InputError(
+                f"this session runs on {session.ranks.size} ranks, which would have to be asked the same in the same "
+                "order; completions are for sessions of one process, use generate_text"
+            )
         if session.text_tokenizer is None:
             raise InputError("completions need a tokenizer and this session has none; export the model with its own")
         self.session = session
