@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
-from ..cache.attention.functions import ATTENTION
 from ..cache.attention.implementation import borrow_attention
 from ..common.compat import torch as private
 from ..errors import InputError, UnsupportedModelError
@@ -59,7 +58,7 @@ class ModuleRunner:
         options: CompileOptions | None = None,
     ) -> None:
         options = CompileOptions() if options is None else options
-        self._give_back = weakref.finalize(self, borrow_attention(model, ATTENTION))
+        self._give_back = weakref.finalize(self, borrow_attention(model, cache.attention))
         self._give_back.atexit = False
         spec = ProgramSpec() if spec is None else spec
         self.methods: dict[str, ProgramMethod] = program_methods(cache, spec)

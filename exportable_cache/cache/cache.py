@@ -15,7 +15,7 @@ from transformers import Cache
 from ..common.compat.transformers import attention_implementation
 from ..common.files import atomic_path, damaged_if_malformed, read_tensors
 from ..errors import BundleError, InputError
-from .attention.names import ATTENTION_NAMES
+from .attention.names import ATTENTION, ATTENTION_NAMES, RANKS_ATTENTION
 from .checks import check_rollback, check_room, check_rows_agree, check_some, is_traced
 from .layers import CacheLayer, LinearLayer, layer_from
 from .step import PLAIN
@@ -81,6 +81,11 @@ class LayeredCache(Cache):
         cache._config = None
         cache.residence = None
         return cache
+
+    @property
+    def attention(self) -> str:
+        """Name of the attention implementation that steps over it need."""
+        return RANKS_ATTENTION if any(layer.over is not None for layer in self.layers) else ATTENTION
 
     @property
     def is_initialized(self) -> bool:

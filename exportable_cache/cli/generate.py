@@ -119,6 +119,8 @@ def generate(
         versions = not ignore_versions
         bundle = Bundle.open(folder, check_versions=versions, trust=trust, key=key, known=not check)
         session = Session.from_bundle(bundle)
+        if session.ranks is not None:
+            terminal.of_rank(session.ranks.rank)
         asked = _asked(bundle, session, text, image or (), audio or (), chat)
     asked = _tokenised(session, asked)
     prompt_tokens, fed_tokens = _counts(session, asked)

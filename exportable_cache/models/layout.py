@@ -24,6 +24,7 @@ from ..cache.policies import CrossPolicy, RingPolicy
 from ..common.compat.transformers import type_of_layer
 from ..errors import InputError, UnsupportedModelError
 from .config_sizes import check_sizes
+from .split_weights import whole_shape
 from .support import (
     BIASED_BY_SLOT,
     COMPRESSED_TYPES,
@@ -287,7 +288,7 @@ def _state_shapes(layer: Any, name: str, model_dtype: torch.dtype | None) -> tup
 def vocab_size_of(model: PreTrainedModel) -> int:
     """Rows of the token embeddings that the text decoder looks ids up in."""
     try:
-        return model.get_input_embeddings().weight.shape[0]
+        return whole_shape(model.get_input_embeddings().weight)[0]
     except NotImplementedError:  # a model in which transformers does not find them (PP-FormulaNet)
         return model.config.get_text_config(decoder=True).vocab_size
 

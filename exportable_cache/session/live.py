@@ -84,7 +84,7 @@ def live_session(
         placeholders={modality.method.name: modality.token_id for modality in modalities},
         steps_per_launch=options.steps_per_launch,
     )
-    session.use_ranks(cache)
+    session.use_ranks(cache.ranks, cache.parts_of_heads)
     return session
 
 

@@ -47,6 +47,7 @@ def save_state(session: Session, path: Path) -> None:
     Slots that no row has reached are left out, so the file is as large as what it holds. Of a parallel session rank 0
     writes one file, of the heads of all ranks: the same as one process writes.
     """
+    _check_whole_context(session)
     sequence, ranks = session.sequence, session.ranks
     most = int(sequence.max_len_ever.max())
     tensors = {}
@@ -95,6 +96,7 @@ def load_state(session: Session, path: Path) -> None:
         BundleError: If the file is missing, damaged or not a saved state.
         InputError: If it is of another model, of other layers or another batch size, or longer than this cache.
     """
+    _check_whole_context(session)
     ranks = session.ranks
     if ranks is None:
         tensors, sequence = _read(session, path)
@@ -176,6 +178,15 @@ def _read(session: Session, path: Path) -> tuple[dict[str, torch.Tensor], Sequen
         _check_rows(session, length, max_len_ever, unfed)
     encoded_here = tuple(tensor.to(session.device) for tensor in encoded)
     return tensors, SequenceState(length, max_len_ever, unfed, images, encoded_here)
+
+
+def _check_whole_context(session: Session) -> None:
+    """Refuse a context that is split over ranks, of which no file is written yet."""
+    if any(layer.over is not None for layer in session.layers):
+        raise InputError(
+            "the context of this session is split over ranks (split_context), and such states are neither saved nor "
+            "loaded; feed the sequence again"
+        )
 
 
 def _check_parts(session: Session, name: str, whole: torch.Tensor, part: torch.Tensor, path: Path) -> None:

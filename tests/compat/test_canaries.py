@@ -30,6 +30,12 @@ def takes(*names: str) -> tuple[str, ...]:
 NAMES: dict[str, dict[str, Any]] = {
     "torch_distributed": {
         "torch.distributed._functional_collectives.broadcast": takes("self", "src", "group"),
+        "torch.distributed._functional_collectives.all_reduce": takes("self", "reduceOp", "group"),
+        "torch.distributed._functional_collectives.wait_tensor": takes("tensor"),
+        "torch.ops._c10d_functional.all_reduce": VALUE,
+        "torch.ops._c10d_functional.wait_tensor": VALUE,
+        "torch.distributed.distributed_c10d._register_process_group": CALLABLE,
+        "torch.distributed.distributed_c10d._unregister_process_group": CALLABLE,
     },
     "torch": {
         "torch._check": takes("cond", "message"),
