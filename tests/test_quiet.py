@@ -44,8 +44,6 @@ def test_the_examples_of_the_readme_print_their_own_lines(tmp_path: Path) -> Non
     assert done.stdout == re.search(r'# -> "(.*)"', example())[1] + "\n"
     assert THEIRS.sub("", done.stderr).strip() == ""
     # The bundle is there: what `make demo` runs next, in a process that opens it and does nothing else.
-    code = "from exportable_cache import load; print(*load('artifacts/demo').generate_text('amber is 4821. amber?', 3))"
-    assert bare("-c", code, cwd=tmp_path).stderr == ""
     generate = ("-m", "exportable_cache", "generate", "artifacts/demo", "--max-new-tokens", "4", "--prompt", "amber?")
     # One line of ours, and stages of what takes longer than two seconds.
     lines = [line for line in bare(*generate, cwd=tmp_path).stderr.splitlines() if not line.endswith("...")]

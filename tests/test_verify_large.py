@@ -33,7 +33,8 @@ def test_the_reference_comes_first_and_a_program_of_other_weights_fails(
 
     monkeypatch.setattr(comparing, "logits_of_beginnings", logits_of_beginnings)
     monkeypatch.setattr(Bundle, "open_runner", open_runner)
-    model = tiny_model("gemma3_text", hidden_size=64, head_dim=16)
+    one_ring = {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
+    model = tiny_model("gemma3_text", hidden_size=64, head_dim=16, **one_ring)
     # Past the window of 8, and up to a full cache.
     bundle = export(model, "executorch", 40, tmp_path / "out")
     recorded = bundle.manifest.verification
@@ -41,6 +42,6 @@ def test_the_reference_comes_first_and_a_program_of_other_weights_fails(
     assert max(prompt["length"] for prompt in recorded["prompts"]) == 40
     assert events == ["reference", "program"]
     with torch.no_grad():
-        model.model.layers[1].self_attn.o_proj.weight[0] += 0.1
+        model.model.layers[0].self_attn.o_proj.weight[0] += 0.1
     report = verify(bundle, model)
     assert report.at_once and not report.passed

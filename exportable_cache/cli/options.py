@@ -142,3 +142,15 @@ KeyOption = Annotated[
 IgnoreVersionsOption = Annotated[
     bool, typer.Option("--ignore-versions", help="Open the bundle although it was made with other package versions.")
 ]
+JsonSchemaOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--json-schema",
+        metavar="FILE",
+        help="Answer in JSON of the schema in this file; needs the extra serve.",
+    ),
+]
+RegexOption = Annotated[
+    str | None,
+    typer.Option("--regex", metavar="PATTERN", help="Answer in this form; needs the extra serve."),
+]

@@ -12,7 +12,7 @@ from executorch.runtime import Runtime
 
 from exportable_cache import ExportableCache, export, load
 from exportable_cache.backends import backend_for
-from exportable_cache.backends.executorch.encoders import fold_constants, patches_to_linear
+from exportable_cache.backends.executorch.encoders import fold_constants, patches_to_linear, state_of
 from exportable_cache.backends.executorch.lower import lower_programs
 from exportable_cache.backends.executorch.tied import write_pte
 from exportable_cache.errors import UnsupportedModelError
@@ -145,3 +145,30 @@ def test_what_is_written_to_is_no_constant() -> None:
     assert any(getattr(target, "_schema", None) is not None and target._schema.is_mutable for target in targets)
     for _ in range(2):
         assert torch.equal(program.module()(values), module(values))
+
+
+class Kept(nn.Module):
+    """Two methods over one buffer, as the steps of a decoder over the keys of its encoder: one writes, one reads."""
+
+    def __init__(self, writes: bool) -> None:
+        super().__init__()
+        self.register_buffer("keys", torch.zeros(3), persistent=False)
+        self.writes = writes
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        if self.writes:
+            self.keys.copy_(values)
+        return values + torch.exp(self.keys * 2 + torch.arange(3))
+
+
+def test_what_another_method_writes_is_no_constant(tmp_path: Path) -> None:
+    values = torch.tensor([0.1, 0.2, 0.3])
+    write, read = (torch.export.export(Kept(writes), (values,)) for writes in (True, False))
+    assert state_of((write, read)) == {"keys"} and not state_of((read,))
+    write_pte(lower_programs({"write": write, "read": read}), tmp_path / "program.pte")
+    program = Runtime.get().load_program(tmp_path / "program.pte")
+    module, read = Kept(writes=True), program.load_method("read")
+    program.load_method("write").execute([values])
+    module(values)
+    module.writes = False
+    assert torch.allclose(read.execute([values * 2])[0], module(values * 2))

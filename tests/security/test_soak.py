@@ -29,10 +29,11 @@ def test_it_would_see_positions_that_drift(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="reads the memory of a process from /proc")
-def test_sessions_in_threads() -> None:
+@pytest.mark.parametrize("targets", [["eager"], pytest.param(["eager", "pt2"], marks=pytest.mark.full)])
+def test_sessions_in_threads(targets: list[str]) -> None:
     threads = torch.get_num_threads()
     try:
-        found = soak.soak(1, sessions=4, threads=2, targets=["eager", "pt2"])
+        found = soak.soak(1, sessions=4, threads=2, targets=targets)
     finally:
         torch.set_num_threads(threads)
     assert found.errors == []

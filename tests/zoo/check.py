@@ -178,11 +178,24 @@ def _session(model: PreTrainedModel, cache: ExportableCache, target: str, folder
         return Session.from_model(model, cache, compile=True, prefill_chunk=PREFILL_CHUNK)
     if target == "tensorrt":
         return _network_session(model, cache)
+    program = _lowered(model, cache, target, folder)
+    runner = backend_for(target).open(folder, describe(program))
+    return Session(runner, cache.layers, vocab_size_of(model), batch_size=1, target=target)
+
+
+def _lowered(model: PreTrainedModel, cache: ExportableCache, target: str, folder: Path) -> Program:
     backend = backend_for(target)
     program = Program(model, cache, backend.program_spec(ProgramSpec(PREFILL_CHUNK), backend.options()))
     backend.lower(program, folder, backend.options())
-    runner = backend.open(folder, describe(program))
-    return Session(runner, cache.layers, vocab_size_of(model), batch_size=1, target=target)
+    return program
+
+
+def lower_only(architecture: Architecture, target: str) -> None:
+    """Lower a decoder for a target and run nothing."""
+    model = tiny_model(architecture)
+    cache = ExportableCache.from_model(model, MAX_CACHE_LEN, attn_implementation=None)
+    with tempfile.TemporaryDirectory() as folder:
+        _lowered(model, cache, target, Path(folder))
 
 
 def _network_session(model: PreTrainedModel, cache: ExportableCache) -> Session:

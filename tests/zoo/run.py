@@ -14,7 +14,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import argparse
 import functools
 import gc
-import importlib
 import json
 import multiprocessing
 import resource
@@ -27,8 +26,10 @@ from pathlib import Path
 import torch
 import transformers
 
+from exportable_cache.common.garbage import collect_seldom
+
 from .architectures import Architecture, architectures
-from .check import TARGETS, check, is_asked, read_result, write_json
+from .check import TARGETS, check, is_asked, lower_only, read_result, write_json
 from .table import DOCUMENT, write_table
 
 ROOT = Path(__file__).parents[2]
@@ -107,16 +108,18 @@ def _needs(row: Architecture, target: str, statuses: str | None, redo: bool) -> 
 
 
 def _preload(targets: list[str]) -> None:
-    """Import once what every process needs: they are forked."""
+    """Import and compute once what every process needs, as they are forked: what a target imports and caches for itself
+    as it takes its first model is up to two thirds of the time that a small one takes.
+    """
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
+    collect_seldom()
+    first = next(row for row in architectures() if row.name == "causal-llama")
+    # ExecuTorch's runtime starts threads at its first step, and threads do not come along into a fork.
+    check(first, [target for target in targets if target != "executorch"], lambda facts: None)
     if "executorch" in targets:
-        importlib.import_module("exportable_cache.backends.executorch")
-    if "tensorrt" in targets:
-        # Most of a row's time would be spent on what each process imports and caches for itself as it lowers.
-        first = next(row for row in architectures() if row.name == "causal-llama")
-        check(first, ["tensorrt"], lambda facts: None)
-        gc.freeze()
+        lower_only(first, "executorch")
+    gc.freeze()
 
 
 def _run_all(queue: list[tuple[Architecture, list[str]]], jobs: int) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.export import Dim
 
 from ...common.compat.executorch import edge_config, operator_of
 from ...common.compat.torch import without_modes
-from .attention_forms import forms_of, least_single
+from .attention_forms import Form, forms_of, least_single
 from .graph_edits import forget_histories
 
 if TYPE_CHECKING:
@@ -27,27 +28,19 @@ _OPERATOR = torch.ops.exportable_cache.fused_attention.default
 class AttentionBranches(ExportPass):
     """Replace each `exportable_cache::fused_attention` by `torch.cond` over its forms.
 
-    The forms are lowered once for all layers of one kind and shape. They hold operators alone, nothing that a delegate
-    would have to pack twice.
+    The forms are lowered once for all layers of one kind and shape, of all programs of a process. They hold operators
+    alone, nothing that a delegate would have to pack twice.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._lowered: dict[tuple, tuple[GraphModule, GraphModule]] = {}
 
     def call_operator(self, op: Any, args: tuple, kwargs: dict[str, Any], meta: NodeMetadata) -> ProxyValue:
         if not is_choice(op):
             return super().call_operator(op, args, kwargs, meta)
         operands, single, kind, fold, capacity, scaling = args
         tensors = [operand.data for operand in operands]
-        key = (kind, fold, capacity, scaling, *(str(tuple(tensor.shape)) for tensor in tensors))
-        if key not in self._lowered:
-            # A pass runs under the fake mode of its program, a trace makes its own.
-            with without_modes():
-                self._lowered[key] = tuple(
-                    _lowered_form(form, tensors) for form in forms_of(kind, fold, capacity, scaling)
-                )
-        one, several = (_with_inputs(form, tensors) for form in self._lowered[key])
+        # A pass runs under the fake mode of its program, a trace makes its own.
+        with without_modes():
+            lowered = _lowered_forms(kind, fold, capacity, scaling, tuple(map(_example_of, tensors)))
+        one, several = (_with_inputs(form, tensors) for form in lowered)
         is_single = self.call_sym(operator.ge, (single, least_single(fold)), meta)
         return self.call_cond(is_single, one, several, list(operands), meta)
 
@@ -58,26 +51,40 @@ def is_choice(target: Any) -> bool:
     return operator_of(target) is _OPERATOR
 
 
-def _lowered_form(form: Callable[..., tuple[torch.Tensor, ...]], operands: Sequence[torch.Tensor]) -> GraphModule:
-    """A form in the operators of ExecuTorch's edge dialect, for operands of these shapes, symbolic sizes left open."""
-    examples = tuple(torch.empty([_example(size) for size in tensor.shape], dtype=tensor.dtype) for tensor in operands)
-    sizes = tuple(
-        {index: Dim.AUTO for index, size in enumerate(tensor.shape) if isinstance(size, torch.SymInt)}
-        for tensor in operands
+#: What a trace sees of a tensor: its dtype, its sizes, and which of them may differ.
+_Example = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]
+
+
+def _example_of(tensor: torch.Tensor) -> _Example:
+    sizes = tuple(size.node.hint if isinstance(size, torch.SymInt) else size for size in tensor.shape)
+    return (
+        tensor.dtype,
+        sizes,
+        tuple(index for index, size in enumerate(tensor.shape) if isinstance(size, torch.SymInt)),
     )
-    program = torch.export.export(_Module(form), examples, dynamic_shapes={"operands": sizes})
+
+
+# A process that exports many small models spends a quarter of its time here otherwise.
+@functools.lru_cache(maxsize=64)
+def _lowered_forms(
+    kind: str, fold: int, capacity: int, scaling: float, examples: tuple[_Example, ...]
+) -> tuple[GraphModule, ...]:
+    """The forms in the operators of ExecuTorch's edge dialect, for operands of these shapes."""
+    return tuple(_lowered_form(form, examples) for form in forms_of(kind, fold, capacity, scaling))
+
+
+def _lowered_form(form: Form, examples: tuple[_Example, ...]) -> GraphModule:
+    tensors = tuple(torch.empty(sizes, dtype=dtype) for dtype, sizes, _ in examples)
+    open_sizes = tuple(dict.fromkeys(symbolic, Dim.AUTO) for _, _, symbolic in examples)
+    program = torch.export.export(_Module(form), tensors, dynamic_shapes={"operands": open_sizes})
     config = edge_config(skip_dim_order=True)
     graph_module = to_edge(program, compile_config=config).exported_program().graph_module
     forget_histories(graph_module)
     return graph_module
 
 
-def _example(size: int | torch.SymInt) -> int:
-    return size.node.hint if isinstance(size, torch.SymInt) else size
-
-
 class _Module(torch.nn.Module):
-    def __init__(self, form: Callable[..., tuple[torch.Tensor, ...]]) -> None:
+    def __init__(self, form: Form) -> None:
         super().__init__()
         self.form = form
 

@@ -5,6 +5,7 @@ kernel for, in others.
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,24 +53,37 @@ def patches_to_linear(program: ExportedProgram) -> ExportedProgram:
     return program
 
 
-def fold_constants(program: ExportedProgram) -> ExportedProgram:
-    """Replace what depends on no input by its values, in place: all of it in a method that keeps no state, and else
-    `argsort`, `bucketize` and `erfinv`, which ExecuTorch 1.4.1 has no kernels for.
+def state_of(programs: Iterable[ExportedProgram]) -> frozenset[str]:
+    """Names of the buffers that any of the methods of one file writes."""
+    names: set[str] = set()
+    for program in programs:
+        buffers = program.graph_signature.inputs_to_buffers
+        names |= {buffers[node.name] for node in _behind_writes(program) if node.name in buffers}
+    return frozenset(names)
+
+
+def fold_constants(program: ExportedProgram, state: Collection[str] = ()) -> ExportedProgram:
+    """Replace what depends on neither input nor state by its values, in place; and `argsort`, `bucketize` and
+    `erfinv` of such, which ExecuTorch 1.4.1 has no kernels for, whatever they are part of.
+
+    Args:
+        state: Buffers that another method of the same file writes, while this one may read them alone, as the steps of
+            a decoder read the keys of its encoder: see `state_of`.
 
     Encoders compute positions, windows and masks from the size of their input, which is one. Gemma 3n finds the
     threshold of a sparse activation by the last of the three.
     """
     if not program.graph_signature.buffers_to_mutate:
-        _fold_all(program)
+        _fold_all(program, state)
     for node in [node for node in program.graph.nodes if node.target in _WITHOUT_KERNEL]:
-        value = constant_of(program, node)
+        value = constant_of(program, node, state)
         if value is not None:
             replace_call(node, add_constant(program, f"{node.name}_value", value))
     program.graph_module.recompile()
     return program
 
 
-def _fold_all(program: ExportedProgram) -> None:
+def _fold_all(program: ExportedProgram, state: Collection[str]) -> None:
     """Replace every call of constants that something else uses; parameters are none, as they would be stored twice."""
     signature = program.graph_signature
     known = {**signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
@@ -78,6 +92,8 @@ def _fold_all(program: ExportedProgram) -> None:
     written = _behind_writes(program)
     for node in program.graph.nodes:
         if node in written:
+            continue
+        if node.op == "placeholder" and known.get(node.name) in state:
             continue
         if node.op == "placeholder" and isinstance(stored.get(known.get(node.name)), torch.Tensor):
             values[node] = stored[known[node.name]]

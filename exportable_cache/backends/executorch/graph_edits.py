@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,9 +19,12 @@ if TYPE_CHECKING:
     from ...common.compat.torch import OpOverload
 
 
-def constant_of(program: ExportedProgram, node: Any) -> Any:
+def constant_of(program: ExportedProgram, node: Any, state: Collection[str] = ()) -> Any:
     """The value of an argument of a call, None where it depends on an input, a parameter or a buffer that is written
     to.
+
+    Args:
+        state: Names of such buffers that the program's signature does not name, as its graph writes them in place.
     """
     if not isinstance(node, Node):
         return node
@@ -30,12 +33,12 @@ def constant_of(program: ExportedProgram, node: Any) -> Any:
         name = signature.inputs_to_buffers.get(node.name, signature.inputs_to_lifted_tensor_constants.get(node.name))
         return (
             None
-            if name in signature.buffers_to_mutate.values()
+            if name in signature.buffers_to_mutate.values() or name in state
             else {**program.state_dict, **program.constants}.get(name)
         )
-    if any(constant_of(program, source) is None for source in node.all_input_nodes):
+    if any(constant_of(program, source, state) is None for source in node.all_input_nodes):
         return None
-    arguments, keywords = map_arg((node.args, node.kwargs), lambda source: constant_of(program, source))
+    arguments, keywords = map_arg((node.args, node.kwargs), lambda source: constant_of(program, source, state))
     return node.target(*arguments, **keywords)
 
 

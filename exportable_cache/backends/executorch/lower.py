@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,7 @@ from ...common.compat.executorch import edge_config
 from .copies import RemoveNeedlessCopies
 from .decompositions import spell_out_gelus
 from .delegates import partitioners_for
-from .encoders import fold_constants, patches_to_linear
+from .encoders import fold_constants, patches_to_linear, state_of
 from .graph_edits import forget_histories
 from .insertions import insert_what_was_taken
 from .masked_writes import masked_writes_to_where
@@ -37,15 +37,9 @@ if TYPE_CHECKING:
 
 Rewrite = Callable[[ExportedProgram], ExportedProgram]
 
-#: What every delegate and the runtime need, in this order.
-REWRITES: tuple[Rewrite, ...] = (
-    fuse_quantized_embeddings,
-    patches_to_linear,
-    fold_constants,
-    masked_writes_to_where,
-    spell_out_gelus,
-    parts_to_weights,
-)
+#: What every delegate and the runtime need, in this order: before what is constant in all methods is folded, and after.
+BEFORE_FOLDING: tuple[Rewrite, ...] = (fuse_quantized_embeddings, patches_to_linear)
+REWRITES: tuple[Rewrite, ...] = (masked_writes_to_where, spell_out_gelus, parts_to_weights)
 #: Other compilers take means and slices as they are, and coremltools 9.0 fails on a linear layer of one output.
 XNNPACK_REWRITES: tuple[Rewrite, ...] = (means_to_linear, rotations_to_linear)
 
@@ -68,7 +62,12 @@ def to_edge(
     """
     patch_exporter()
     segments = StampedSegments(_segment_to_edge)
-    rewrites = (*REWRITES, *((linears_to_own,) if own else ()))
+    rewrites: tuple[Rewrite, ...] = (
+        *BEFORE_FOLDING,
+        partial(fold_constants, state=state_of(programs.values())),
+        *REWRITES,
+    )
+    rewrites = (*rewrites, *((linears_to_own,) if own else ()))
     rewrites = (*rewrites, *((segments.take, *XNNPACK_REWRITES) if delegate == "xnnpack" else ()))
     rewritten = {name: _rewritten(program, rewrites) for name, program in programs.items()}
     edge = insert_what_was_taken(_partitioned(rewritten, delegate, constant_methods), segments)
@@ -84,7 +83,7 @@ def _segment_to_edge(program: ExportedProgram) -> ExportedProgram:
 
 
 def _rewritten(program: ExportedProgram, rewrites: Sequence[Rewrite]) -> ExportedProgram:
-    rewritten = functools.reduce(lambda rewritten, rewrite: rewrite(rewritten), rewrites, program)
+    rewritten = reduce(lambda rewritten, rewrite: rewrite(rewritten), rewrites, program)
     forget_histories(rewritten.graph_module)
     return rewritten
 

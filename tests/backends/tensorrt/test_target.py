@@ -95,6 +95,8 @@ def test_verify_rebuilds_the_network_from_the_model(bundle: Bundle) -> None:
 
 
 @no_gpu
+# That other weights have another digest, test_networks.py finds out.
+@pytest.mark.full
 def test_verify_refuses_another_model_of_the_same_shape(bundle: Bundle) -> None:
     other = engine_model("gemma3_text")
     with torch.no_grad():
