@@ -390,6 +390,7 @@ def _over_stages(me: Rank, path: Path) -> dict[str, Any]:
     running = Session.from_model(model, cache, score_length=4)
     found: dict[str, Any] = {
         "logits": logits_of(running, ids),
+        "bytes": cache.nbytes,
         "kept": [not layer.is_dummy for layer in cache.layers],
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "saved": error_of(lambda: running.save_state(path / "state.safetensors")),

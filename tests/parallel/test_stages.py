@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from exportable_cache import ExportableCache, Session
+from exportable_cache.pipeline.sizing import plan
 
 from ..support.models import tiny_model, tokens
 from ..support.oracle import reference_logits
@@ -55,6 +56,10 @@ def test_each_stage_keeps_its_own_layers(found: list[dict[str, Any]]) -> None:
     assert [one["kept"] for one in found] == [[True, True, False, False], [False, False, True, True]]
     whole = sum(parameter.numel() for parameter in tiny_model(FAMILY, **LAYERS).parameters())
     assert all(one["parameters"] < 0.7 * whole for one in found)
+    planned = plan(tiny_model(FAMILY, **LAYERS).config, CAPACITY, rollback_slots=3, pipeline=2).pipeline
+    assert planned.layers == ((0, 2), (2, 4))
+    assert [one["bytes"] for one in found] == list(planned.cache_bytes)
+    assert [4 * one["parameters"] for one in found] == list(planned.weights_bytes)
 
 
 def test_tokens_are_those_of_one_process(found: list[dict[str, Any]]) -> None:
