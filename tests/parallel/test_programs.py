@@ -220,14 +220,17 @@ def test_programs_of_a_family(name: str, ranks: int, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_machine_code(tmp_path: Path) -> None:
-    options = {"max_cache_len": CAPACITY, "prefill_chunk": 16, "tensor_parallel": 2}
-    export(model(), target="aoti", output_dir=tmp_path / "bundle", tokenizer=byte_tokenizer(), **options)
-    session = one_process()
+    whole = tiny_model("llama", vocab_size=SIZE, num_hidden_layers=1)
+    options = {"max_cache_len": CAPACITY, "prefill_chunk": 16, "tensor_parallel": 2, "tokenizer": byte_tokenizer()}
+    bundle = export(whole, target="aoti", output_dir=tmp_path / "bundle", **options)
+    assert bundle.manifest.verification["max_difference"] < 1e-4
+    session = Session.from_model(whole, ExportableCache.from_model(whole, CAPACITY))
     session.prefill(tokens(LENGTH)[:, :PROMPT])
     session.save_state(tmp_path / "by-one.safetensors")
-    expected = reference_logits(model(), tokens(LENGTH), PROMPT)
+    expected = reference_logits(whole, tokens(LENGTH), PROMPT)
     for one in run_ranks(tmp_path, 2, (checks.of_a_bundle,)):
         result = one["of_a_bundle"]
         assert isinstance(result, dict), result
         assert (result["logits"] - expected).abs().max() < 1e-4
+        assert (result["resumed"] - expected[:, 1]).abs().max() < 1e-4
         assert result["printed"][0] == 0
