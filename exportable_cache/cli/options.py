@@ -107,15 +107,6 @@ PlanTargetOption = Annotated[
         show_default="the dtype of the weights",
     ),
 ]
-TensorParallelOption = Annotated[
-    int | None,
-    typer.Option(
-        "--tensor-parallel",
-        metavar="N",
-        help="Also plan for N ranks that share the model, by transformers' own plan of it.",
-        show_default=False,
-    ),
-]
 TemperatureOption = Annotated[
     float,
     typer.Option("--temperature", metavar="T", callback=at_least(0), help="0 always takes the likeliest token."),

@@ -176,6 +176,8 @@ def check_layers(model: PreTrainedModel, cache: Cache) -> None:
             "ExportableCache.from_model"
         )
     for index, ((layer_type, window), layer) in enumerate(zip(kinds, cache.layers, strict=True)):
+        if layer.is_dummy and getattr(cache, "stage", None) is not None:
+            continue
         found = (layer.policy.keeps_keys, isinstance(layer, LinearLayer))
         expected = (
             layer_type in (*KEY_TYPES, *HYBRID_TYPES, CROSS_ATTENTION),
@@ -209,10 +211,16 @@ class ProbeCache(DynamicCache):
         ]
 
 
-def layout_from_model(model: PreTrainedModel) -> tuple[list[LayerLayout], torch.dtype, torch.device]:
+def layout_from_model(
+    model: PreTrainedModel, owned: range | None = None
+) -> tuple[list[LayerLayout], torch.dtype, torch.device]:
     """Shapes, dtype and device of each layer's keys and values, from one token run through the model.
 
     The model is the only reliable source: configs state head counts and sizes in many ways, some of them per layer.
+
+    Args:
+        model: In any mode.
+        owned: Layers that this process has, of a model that is split by layers; it keeps nothing of the others.
 
     Raises:
         UnsupportedModelError: If the model keeps no keys and values in a transformers cache.
@@ -233,7 +241,7 @@ def layout_from_model(model: PreTrainedModel) -> tuple[list[LayerLayout], torch.
             "a cache of its own kind is not supported"
         )
     layouts = [
-        _layout_of(index, model, layer, layer_type, window)
+        _layout_of(index, model, layer, layer_type, window) if owned is None or index in owned else LayerLayout("dummy")
         for index, ((layer_type, window), layer) in enumerate(zip(kinds, cache.layers, strict=True))
     ]
     keys = [layer.keys for layer in cache.layers if isinstance(getattr(layer, "keys", None), torch.Tensor)]
@@ -288,9 +296,13 @@ def _state_shapes(layer: Any, name: str, model_dtype: torch.dtype | None) -> tup
 def vocab_size_of(model: PreTrainedModel) -> int:
     """Rows of the token embeddings that the text decoder looks ids up in."""
     try:
-        return whole_shape(model.get_input_embeddings().weight)[0]
+        embeddings = model.get_input_embeddings()
+        # A stage behind the first has none.
+        if isinstance(getattr(embeddings, "weight", None), torch.Tensor):
+            return whole_shape(embeddings.weight)[0]
     except NotImplementedError:  # a model in which transformers does not find them (PP-FormulaNet)
-        return model.config.get_text_config(decoder=True).vocab_size
+        pass
+    return model.config.get_text_config(decoder=True).vocab_size
 
 
 def logits_size_of(model: PreTrainedModel) -> int:

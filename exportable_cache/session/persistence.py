@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from ..backends.base import state_of
+from ..backends.staged import StagedRunner
 from ..common.files import atomic_path, damaged_if_malformed, read_tensors
 from ..errors import ExportableCacheError, InputError
 from .inputs.image_places import PlacedImages
@@ -181,11 +182,11 @@ def _read(session: Session, path: Path) -> tuple[dict[str, torch.Tensor], Sequen
 
 
 def _check_whole_context(session: Session) -> None:
-    """Refuse a context that is split over ranks, of which no file is written yet."""
-    if any(layer.over is not None for layer in session.layers):
+    """Refuse a context or layers that are split over ranks, of which no file is written yet."""
+    if any(layer.over is not None for layer in session.layers) or isinstance(session.runner, StagedRunner):
         raise InputError(
-            "the context of this session is split over ranks (split_context), and such states are neither saved nor "
-            "loaded; feed the sequence again"
+            "this session has its context (split_context) or its layers (pp_size) split over ranks, and such states "
+            "are neither saved nor loaded; feed the sequence again"
         )
 
 

@@ -53,6 +53,15 @@ def test_plan_of_several_ranks(run, tiny_folder):
     assert refused.exit_code == 2 and "use 1 or 2" in refused.output + refused.stderr
 
 
+def test_plan_of_stages_in_a_given_memory(run, tiny_folder):
+    lines = run("plan", tiny_folder, "-n", 64, "--pipeline", 2, "--memory", "1M").stdout.splitlines()
+    assert "each of 2 stages" in lines
+    assert sum(line.startswith(("layers 0-0 ", "layers 1-1 ")) for line in lines) == 2
+    assert any(line.startswith("in 1.0 MiB a process") and "fits" in line for line in lines)
+    refused = run("plan", tiny_folder, "-n", 64, "--memory", "much")
+    assert refused.exit_code == 2 and "such as 800M or 16G" in refused.output + refused.stderr
+
+
 def test_characters_the_terminal_does_not_have_are_replaced(shell, tiny_folder, tmp_path):
     shutil.copytree(tiny_folder, tmp_path / "modèle")
     done = shell("plan", "modèle", "-n", 64, cwd=tmp_path, env={**os.environ, "PYTHONIOENCODING": "ascii"})

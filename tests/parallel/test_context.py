@@ -30,7 +30,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("context")
     tiny_model(FAMILY).save_pretrained(folder / FAMILY)
     results = [one["context"][FAMILY] for one in run_ranks(folder, 2, (checks.context,))]
-    assert not any(isinstance(one, str) for one in results), results
+    assert not any(isinstance(one, str) for one in results), "\n".join(map(str, results))
     return results
 
 

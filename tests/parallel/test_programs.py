@@ -65,7 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def found(folder: Path) -> list[dict[str, Any]]:
     """What each of two ranks found."""
     results = [one["of_a_bundle"] for one in run_ranks(folder, 2, (checks.of_a_bundle,))]
-    assert not any(isinstance(one, str) for one in results), results
+    assert not any(isinstance(one, str) for one in results), "\n".join(map(str, results))
     return results
 
 
