@@ -64,8 +64,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(folder: Path) -> list[dict[str, Any]]:
     """What each of two ranks found."""
-    results = [one["of_a_bundle"] for one in run_ranks(folder, 2, (checks.of_a_bundle,))]
-    assert not any(isinstance(one, str) for one in results), "\n".join(map(str, results))
+    ran = run_ranks(folder, 2, (checks.of_a_bundle, checks.killed_program))
+    assert not any(isinstance(one["of_a_bundle"], str) for one in ran), ran
+    results = [{**one["of_a_bundle"], "killed": one.get("killed_program")} for one in ran]
     return results
 
 
@@ -119,6 +120,11 @@ def test_the_first_rank_alone_prints(found: list[dict[str, Any]]) -> None:
         assert code == 2 and not printed
         assert "generate_text got other options on rank 1 of 2" in complaint
         assert complaint.startswith("rank 1: ") is bool(rank)
+
+
+def test_a_rank_that_dies_amid_a_step(found: list[dict[str, Any]]) -> None:
+    assert found[0]["killed"].startswith("RankLostError: rank 1 of 2 is gone")
+    assert found[1]["killed"] is None
 
 
 def test_one_process_is_refused_with_the_numbers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
