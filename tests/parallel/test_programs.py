@@ -9,6 +9,7 @@ import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from typer.testing import CliRunner
 from exportable_cache import ExportableCache, Session, export, load
 from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.cli.app import app
+from exportable_cache.decoding import Completer
 from exportable_cache.errors import BundleError, InputError, UnsupportedModelError
 from exportable_cache.models.fingerprint import fingerprint
 from exportable_cache.verification.verify import verify
@@ -190,6 +192,22 @@ def test_what_cannot_be_split_is_refused(options: Any, error: Any, said: str, tm
 def test_a_model_without_a_plan_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="no tensor parallel plan"):
         export(tiny_model("gpt2"), target="pt2", max_cache_len=32, output_dir=tmp_path / "x", tensor_parallel=2)
+
+
+def test_a_dry_run_says_what_each_rank_would_have(folder: Path, tmp_path: Path) -> None:
+    options = {"max_cache_len": CAPACITY, "output_dir": tmp_path / "x", "tensor_parallel": 2, "dry_run": True}
+    found = export(model(), target="pt2", **options)
+    manifest = Bundle.open(folder / "bundle").manifest
+    assert "the program for pt2 in rank-0 to rank-1" in found.files
+    (remark,) = found.remarks
+    assert f"{manifest.ranks.weights_bytes:,} bytes" in remark and f"{manifest.cache_bytes:,} of cache" in remark
+
+
+def test_completions_are_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = one_process()
+    monkeypatch.setattr(session._stepper, "ranks", SimpleNamespace(size=2))
+    with pytest.raises(InputError, match="this session runs on 2 ranks"):
+        Completer(session)
 
 
 @pytest.mark.full
