@@ -349,7 +349,10 @@ def _over_context(path: Path) -> dict[str, Any]:
         found["again"] = torch.stack([running.decode(ids[:, -3 + index]) for index in range(3)], dim=1)
     running.reset()
     found["tokens"] = list(running.generate(REPEATED, max_new_tokens=16))
-    found["saved"] = error_of(lambda: running.save_state(path / "state.safetensors"))
+    running.save_state(path / "by-ranks.safetensors")
+    running.reset()
+    running.load_state(path / "by-one.safetensors")
+    found["resumed"] = torch.stack([running.decode(ids[:, position]) for position in range(PROMPT, LENGTH)], dim=1)
     running.close()
     found["other attention"] = error_of(
         lambda: model(tokens(4), past_key_values=cache) if not model.set_attn_implementation("sdpa") else None
