@@ -62,7 +62,11 @@ def to_edge(
     """
     patch_exporter()
     segments = StampedSegments(_segment_to_edge)
-    rewrites = (*BEFORE_FOLDING, partial(fold_constants, state=state_of(programs.values())), *REWRITES)
+    rewrites: tuple[Rewrite, ...] = (
+        *BEFORE_FOLDING,
+        partial(fold_constants, state=state_of(programs.values())),
+        *REWRITES,
+    )
     rewrites = (*rewrites, *((linears_to_own,) if own else ()))
     rewrites = (*rewrites, *((segments.take, *XNNPACK_REWRITES) if delegate == "xnnpack" else ()))
     rewritten = {name: _rewritten(program, rewrites) for name, program in programs.items()}
