@@ -23,6 +23,7 @@ from ..cache.layout import (
 from ..cache.policies import CrossPolicy, RingPolicy
 from ..common.compat.transformers import type_of_layer
 from ..errors import InputError, UnsupportedModelError
+from .codebooks import codebooks_of
 from .config_sizes import check_sizes
 from .split_weights import whole_shape
 from .support import (
@@ -211,6 +212,13 @@ class ProbeCache(DynamicCache):
         ]
 
 
+def probe_tokens(model: PreTrainedModel, length: int = 1) -> torch.Tensor:
+    """Tokens as the model takes them: int64 [1, length], of several codebooks in its own order."""
+    codebooks = codebooks_of(model.config)
+    tokens = torch.zeros(1, length, dtype=torch.int64, device=model.device)
+    return tokens if codebooks is None else codebooks.taken(tokens[..., None].expand(-1, -1, codebooks.count))
+
+
 def layout_from_model(
     model: PreTrainedModel, owned: range | None = None
 ) -> tuple[list[LayerLayout], torch.dtype, torch.device]:
@@ -227,7 +235,7 @@ def layout_from_model(
     """
     kinds = layer_types_and_windows(model.config)
     cache = ProbeCache(config=model.config)
-    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    token = probe_tokens(model)
     was_training = model.training
     model.eval()
     try:
@@ -295,6 +303,9 @@ def _state_shapes(layer: Any, name: str, model_dtype: torch.dtype | None) -> tup
 
 def vocab_size_of(model: PreTrainedModel) -> int:
     """Rows of the token embeddings that the text decoder looks ids up in."""
+    codebooks = codebooks_of(model.config)
+    if codebooks is not None:
+        return codebooks.vocab_size
     try:
         embeddings = model.get_input_embeddings()
         # A stage behind the first has none.
