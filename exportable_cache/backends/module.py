@@ -61,7 +61,7 @@ class ModuleRunner:
         self._give_back = weakref.finalize(self, borrow_attention(model, cache.attention))
         self._give_back.atexit = False
         spec = ProgramSpec() if spec is None else spec
-        self.methods: dict[str, ProgramMethod] = program_methods(cache, spec)
+        self.methods: dict[str, ProgramMethod] = program_methods(model, cache, spec)
         self.modules: dict[str, torch.nn.Module] = {
             name: ResidentModule(model, cache, method)
             if method.is_step

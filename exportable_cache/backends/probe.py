@@ -13,7 +13,7 @@ from ..cache.attention.implementation import attention_of
 from ..cache.attention.masks import register_masks
 from ..cache.policies import FullPolicy
 from ..models.cache_factory import ExportableCache
-from ..models.layout import cache_argument
+from ..models.layout import cache_argument, probe_tokens
 from ..models.patches.own_attention import expanded_latents
 from ..models.quantized_rows import QuantizedZeros
 
@@ -61,8 +61,7 @@ def probe_attention(model: PreTrainedModel, look: Look, latents: bool = False) -
     AttentionInterface.register(_ATTENTION, record)
     register_masks(_ATTENTION)
     with attention_of(model, _ATTENTION), QuantizedZeros():
-        ids = torch.zeros(1, _LENGTH, dtype=torch.int64, device=model.device)
-        model(input_ids=ids, use_cache=True, **{cache_argument(model): probe})
+        model(input_ids=probe_tokens(model, _LENGTH), use_cache=True, **{cache_argument(model): probe})
     return calls
 
 

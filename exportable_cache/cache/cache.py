@@ -117,6 +117,11 @@ class LayeredCache(Cache):
         """
         if not (self.layers[layer_idx].is_linear or self.layers[layer_idx].is_dummy):
             return layer_idx
+        if self.layers[layer_idx].is_dummy:
+            # Of its kind, if there is one: a process that has some of a model's layers keeps nothing of the others.
+            for index, layer in enumerate(self.layers):
+                if not (layer.is_linear or layer.is_dummy or layer.is_sliding):
+                    return index
         for kinds in ((False, False), (True, False)):
             for index, layer in enumerate(self.layers):
                 if (layer.is_linear, layer.is_dummy) == kinds:

@@ -156,5 +156,5 @@ class Follower:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            said = first_line(ValueError(self._matcher.get_error()))[:_SHOWN]
+            said = " ".join(self._matcher.get_error().split())[:_SHOWN]
             raise InputError(f"the form that was asked for cannot be followed: {said}; ask for a simpler one")

@@ -33,6 +33,7 @@ from .quantized_rows import QuantizedRows, has_quantized_weights
 from .rank_heads import check_heads, parts_of_heads
 from .ranks import ranks_of
 from .repeated_heads import repeat_heads
+from .stages import Stage, stage_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -68,10 +69,12 @@ class ExportableCache(LayeredCache):
     Attributes:
         ranks: The processes that its model is split over; None of a model in one process.
         parts_of_heads: Of each layer, into how many parts its heads are cut over ranks, see `rank_heads`.
+        stage: What this process has of a model's layers, None of a model that has all of them.
     """
 
     ranks: Ranks | None = None
     parts_of_heads: tuple[int, ...] = ()
+    stage: Stage | None = None
 
     @classmethod
     def from_config(
@@ -215,7 +218,7 @@ class ExportableCache(LayeredCache):
             raise InputError(f"expected a transformers model, got {type(model).__name__}; load one, or use from_config")
         check_model_type(model.config)
         patch_model(model)
-        encoder, ranks = None, ranks_of(model)
+        encoder, ranks, stage = None, ranks_of(model), None
         if ranks is not None:
             repeat_heads(model, ranks)
             check_heads(model, ranks)
@@ -230,7 +233,8 @@ class ExportableCache(LayeredCache):
             )
         else:
             with _refused_if_it_fails(model):
-                layouts, dtype, device = _layouts(model)
+                stage = stage_of(model, model.device)
+                layouts, dtype, device = _layouts(model, stage)
         check_longest(model.config, spec.max_cache_len)
         if spec.sinks is not None:
             check_sinks(model.config, layouts)
@@ -252,6 +256,8 @@ class ExportableCache(LayeredCache):
             cache.ranks, cache.parts_of_heads = ranks, (1,) * len(layouts)
             if attn_implementation is not None:
                 check_split(model, cache)
+        elif stage is not None:
+            cache.ranks, cache.parts_of_heads, cache.stage = stage.ranks, (1,) * len(layouts), stage
         elif ranks is not None:
             cache.ranks, cache.parts_of_heads = ranks, parts_of_heads(model, layouts, ranks)
         return cache
@@ -310,12 +316,12 @@ class ExportableEncoderDecoderCache(ExportableCache, EncoderDecoderLayeredCache)
     """An `ExportableCache` of an encoder-decoder: see `EncoderDecoderLayeredCache` for its layers and arguments."""
 
 
-def _layouts(model: PreTrainedModel) -> tuple[list[LayerLayout], torch.dtype, torch.device]:
+def _layouts(model: PreTrainedModel, stage: Stage | None) -> tuple[list[LayerLayout], torch.dtype, torch.device]:
     """`layout_from_model`; of quantised weights from the config where it tells, as a token through a model of billions
     of them takes a minute. They compute in float32.
     """
     if not has_quantized_weights(model):
-        return layout_from_model(model)
+        return layout_from_model(model, None if stage is None else stage.layers)
     try:
         return layout_from_config(model.config), torch.float32, model.device
     except UnsupportedModelError:

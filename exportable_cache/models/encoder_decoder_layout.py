@@ -11,7 +11,7 @@ from ..cache.attention.implementation import attention_of
 from ..cache.layout import CROSS_ATTENTION, LayerLayout
 from ..errors import UnsupportedModelError
 from .encoder import EncoderStates
-from .layout import layer_types_and_windows
+from .layout import layer_types_and_windows, probe_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,7 +38,7 @@ def encoder_decoder_layers(
     was_training = model.training
     model.eval()
     try:
-        token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+        token = probe_tokens(model)
         # Whatever it was switched to, as by an earlier cache: over transformers' own cache ours has no slots to mask.
         with attention_of(model, "eager"):
             model(decoder_input_ids=token, encoder_outputs=states, past_key_values=cache, use_cache=True)

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-_CODEBOOKS = (
-    "it takes a token of each codebook at every step and gives logits of each, where a session feeds one and gets one; "
-    "upstream need not change, sessions would have to feed a row of ids for each token"
-)
-
 #: Models that leave no room for a cache of ours: what they do instead, and what upstream would have to change.
 WITHOUT_CACHE = {
     "blip": (
@@ -26,18 +21,9 @@ WITHOUT_CACHE = {
         "it takes pictures at every step, which layers of cross-attention between the others attend to; upstream would "
         "have to keep their keys and values in the cache, as Mllama does"
     ),
-    "musicgen": _CODEBOOKS,
-    "musicgen_decoder": _CODEBOOKS,
-    "musicgen_melody": _CODEBOOKS,
-    "musicgen_melody_decoder": _CODEBOOKS,
     "reformer": (
         "it keeps hashed buckets and hidden states, ReformerDynamicCache, and sorts by bucket, so what a query sees "
         "depends on data; upstream would have to look at all keys through a mask of equal buckets"
-    ),
-    "dia": _CODEBOOKS,
-    "kyutai_speech_to_text": (
-        "it takes a token of each codebook of sound beside that of the text at every step, where a session feeds one; "
-        "upstream need not change, sessions would have to feed a row of ids for each token"
     ),
     "udop": (
         "its encoder takes the place of every token on a page, `bbox`, beside the token, where a session's takes "

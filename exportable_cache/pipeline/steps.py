@@ -25,8 +25,9 @@ from ..common.dtypes import dtype_name
 from ..common.garbage import few_collections
 from ..common.progress import silent
 from ..common.scratch import Scratch
-from ..errors import BundleError, InputError, VerificationError
+from ..errors import BundleError, InputError, UnsupportedModelError, VerificationError
 from ..models.cache_factory import ExportableCache
+from ..models.codebooks import codebooks_of
 from ..models.dtypes import stored_dtype
 from ..models.layout import layer_types_and_windows
 from ..models.loading import check_checkpoint, check_positions, live_model, load_config, load_model, load_to_quantise
@@ -144,6 +145,11 @@ def resolve(spec: ExportSpec) -> Resolved:
     check_free(spec.output_dir, spec.overwrite)
     config = load_config(spec.model_or_path)
     layer_types_and_windows(config)
+    if codebooks_of(config) is not None:
+        raise UnsupportedModelError(
+            f"a token of a {config.model_type!r} model is several ids, which no bundle describes; run it in a session, "
+            "Session.from_model"
+        )
     if spec.tensor_parallel is not None:
         check_ranks(config, spec.tensor_parallel)
     check_checkpoint(spec.model_or_path, config)

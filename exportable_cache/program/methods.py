@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -103,6 +103,19 @@ class ProgramMethod:
         sizes = {"length": (self.min_length, self.max_length), **self.ranges}
         used = {size for spec in self.inputs for size in spec.shape}
         return {name: limits for name, limits in sizes.items() if name in used and limits[0] != limits[1]}
+
+    @property
+    def codebooks(self) -> int | None:
+        """Ids that it takes for each token, where these are several."""
+        shape = self.inputs[0].shape
+        return int(shape[2]) if self.takes_ids and len(shape) > 2 else None
+
+    def of_codebooks(self, count: int) -> ProgramMethod:
+        """The same step for tokens of `count` ids each."""
+        if not self.is_step:
+            return self
+        ids = replace(self.inputs[0], shape=(*self.inputs[0].shape, count))
+        return replace(self, inputs=(ids, *self.inputs[1:]))
 
     def serves(self, size: int, end: int) -> bool:
         """Whether it takes `size` new tokens after which the longest row holds `end`."""

@@ -18,6 +18,7 @@ from ..cache.step import StepContext
 from ..common.named_forward import name_forward
 from ..errors import InputError, UnsupportedModelError
 from ..models.cache_factory import ExportableEncoderDecoderCache
+from ..models.codebooks import codebooks_of
 from ..models.layout import cache_argument
 from ..models.patches.registry import patch_model
 from ..models.patches.speech import short_masks
@@ -69,6 +70,7 @@ class ProgramModule(nn.Module):
         self.layout = cache
         patch_model(model)
         self.method = method
+        self.codebooks = codebooks_of(model.config)
         self.logits = Logits.ALL if method.only_scores else logits
         self.scored = method.scored_tokens if self.logits is Logits.LAST else 0
         name_forward(self, (*method.input_names, *self.further_arguments))
@@ -95,12 +97,15 @@ class ProgramModule(nn.Module):
         """Logits [batch, vocab] or [batch, length, vocab] of tokens at `input_pos` [batch], or of the last few, see
         `ProgramMethod.scored_tokens`.
 
-        They come as `input_ids` [batch, length], or as `inputs_embeds` [batch, length, hidden_size], wider where
-        features for further layers go with them (`multimodal.deepstack`). Their rotary positions are those in the
+        They come as `input_ids` [batch, length], of several codebooks [batch, length, codebooks] with logits of each
+        where the model gives them, [batch, codebooks, vocab], or as `inputs_embeds` [batch, length, hidden_size], wider
+        where features for further layers go with them (`multimodal.deepstack`). Their rotary positions are those in the
         cache, or `rope_deltas` [batch] more, or `position_ids` [3, batch, length]. Tokens of one number in `image_ids`
         [batch, length] see each other; -1 is text.
         """
         tokens = input_ids if inputs_embeds is None else inputs_embeds
+        if self.codebooks is not None:
+            input_ids = self.codebooks.taken(input_ids)
         position_ids, rope_deltas = further.pop("position_ids", None), further.pop("rope_deltas", None)
         image_ids = further.pop("image_ids", None)
         if isinstance(cache, ExportableEncoderDecoderCache):
@@ -121,6 +126,8 @@ class ProgramModule(nn.Module):
             kept = {"logits_to_keep": self._kept(tokens)} if self.keeps_last else {}
             with travelling_beside(self.model, self.method.travels, options):
                 logits = self.model(use_cache=True, **options, **kept).logits
+        if self.codebooks is not None:
+            logits = self.codebooks.given(logits)
         if self.scored:
             return logits if self.keeps_last else logits[:, self._kept(tokens)]
         return logits[:, -1] if self.logits is Logits.LAST else logits
@@ -194,16 +201,24 @@ class ExplicitModule(ProgramModule):
         return self.run(cache, **inputs), cache
 
 
-def program_methods(cache: ExportableCache, spec: ProgramSpec) -> dict[str, ProgramMethod]:
+def program_methods(model: PreTrainedModel, cache: ExportableCache, spec: ProgramSpec) -> dict[str, ProgramMethod]:
     """The methods of a program over `cache`: of a text decoder, or of an encoder and its decoder.
 
     Args:
+        model: Which may take several ids for each token.
         cache: In the layout of the target.
         spec: Of the program, decided for this cache.
 
     Raises:
         InputError: If a length is more than the cache holds, or an encoder-decoder is asked for what it does not have.
     """
+    codebooks = codebooks_of(model.config)
+    if codebooks is not None:
+        return {name: method.of_codebooks(codebooks.count) for name, method in _program_methods(cache, spec).items()}
+    return _program_methods(cache, spec)
+
+
+def _program_methods(cache: ExportableCache, spec: ProgramSpec) -> dict[str, ProgramMethod]:
     if not isinstance(cache, ExportableEncoderDecoderCache):
         methods = methods_for(cache, spec)
         return multimodal_methods(methods, spec.modalities) if spec.modalities else methods
@@ -262,7 +277,7 @@ class Program:
         # A target's own operators know causal attention, not images that see themselves.
         if spec.adapt is not None and not any(modality.facts.sees for modality in self.modalities):
             cache = spec.adapt(model, cache)
-        self.methods = program_methods(cache, spec.decided(cache))
+        self.methods = program_methods(model, cache, spec.decided(cache))
         zeros = {name: torch.zeros_like(tensor) for name, tensor in cache.named_state()}
         self.cache = cache.with_state(zeros)
         module_class = ResidentModule if self.form is Form.RESIDENT else ExplicitModule

@@ -9,6 +9,7 @@ import torch
 from ..cache.attention.implementation import attention_of
 from ..cache.attention.names import ATTENTION
 from ..models.cache_factory import ExportableCache, ExportableEncoderDecoderCache
+from ..models.codebooks import codebooks_of
 from .methods import ProgramMethod
 from .program import ResidentModule
 
@@ -39,7 +40,9 @@ def needs_equal_rows(model: PreTrainedModel, cache: ExportableCache) -> bool:
         return True
     small = ExportableCache.from_model(model, _SLOTS, 2, attn_implementation=None)
     step = ResidentModule(model, small, ProgramMethod("decode", 1, 1))
-    token = torch.zeros(2, 1, dtype=torch.int64, device=small.device)
+    codebooks = codebooks_of(model.config)
+    shape = (2, 1) if codebooks is None else (2, 1, codebooks.count)
+    token = torch.zeros(shape, dtype=torch.int64, device=small.device)
     with attention_of(model, ATTENTION):
         try:
             step(token, torch.tensor([0, 1], device=small.device))

@@ -18,11 +18,17 @@ class ProgramLimits:
         batch_size: Rows.
         vocab_size: Token ids run from 0 to vocab_size - 1.
         device: Where inputs are expected.
+        codebooks: Ids of each token, where these are several.
     """
 
     batch_size: int
     vocab_size: int
     device: torch.device
+    codebooks: int | None = None
+
+    def dims(self, *names: str) -> tuple[str, ...]:
+        """Of a tensor of tokens: these, and one more where a token is several ids."""
+        return names if self.codebooks is None else (*names, "codebooks")
 
 
 def check_no_autocast(device: torch.device) -> None:
@@ -77,7 +83,7 @@ def check_ids(name: str, ids: torch.Tensor, dims: tuple[str, ...], limits: Progr
     Args:
         name: Of the argument, for the message.
         ids: What was passed, to be int64 with these dimensions.
-        dims: `("batch", "length")`, `("batch",)` or `("length",)`.
+        dims: `("batch", "length")`, `("batch",)` or `("length",)`, with "codebooks" behind where a token is several.
         limits: Of the program.
 
     Raises:
@@ -97,6 +103,10 @@ def check_ids(name: str, ids: torch.Tensor, dims: tuple[str, ...], limits: Progr
             f"{name} has {ids.shape[0]} rows, this session runs {batch_size}; pass {batch_size} rows, "
             f"or allocate or export with batch_size={ids.shape[0]}"
         )
+    if "codebooks" in dims and ids.shape[-1] != limits.codebooks:
+        raise InputError(
+            f"{name} has {ids.shape[-1]} ids for each token; this model takes {limits.codebooks}: pass {shape}"
+        )
     if ids.dtype != torch.int64:
         raise InputError(f"{name} is {ids.dtype}; it must be torch.int64: pass {name}.to(torch.int64)")
     if ids.layout is not torch.strided:
@@ -111,6 +121,19 @@ def check_ids(name: str, ids: torch.Tensor, dims: tuple[str, ...], limits: Progr
         raise InputError(
             f"{name}{where} is token id {int(ids[tuple(where)])}, outside the vocabulary of 0 to {vocab_size - 1}; "
             "tokenize with the model's own tokenizer"
+        )
+
+
+def check_one_id_a_token(codebooks: int | None) -> None:
+    """Refuse to choose tokens of several ids.
+
+    Raises:
+        InputError: If a token is that.
+    """
+    if codebooks is not None:
+        raise InputError(
+            f"a token of this model is {codebooks} ids, each of a codebook, and how they follow each other is the "
+            "model's own; feed rows of ids with prefill and decode, and choose from the logits of each codebook"
         )
 
 

@@ -14,7 +14,7 @@ from ..generation.loop import Chosen, Ending, decode_loop
 from ..generation.sampler import Sampler
 from ..generation.speculative import DraftModel, Speculation, check_can_rewind, speculative_loop
 from ..generation.text import encode_prompt, stream_text, stream_texts
-from .checks import check_max_new_tokens, split_stops
+from .checks import check_max_new_tokens, check_one_id_a_token, split_stops
 from .guard import Answer
 from .inputs.encoder import start_tokens
 from .inputs.stage import Prompt
@@ -57,6 +57,7 @@ def make_request(
     Raises:
         InputError: If an argument is not what it has to be.
     """
+    check_one_id_a_token(session.codebooks)
     check_max_new_tokens(max_new_tokens)
     tokens, strings = ([], []) if stop is None else split_stops(stop, session.vocab_size)
     if strings:

@@ -14,7 +14,7 @@ from ..errors import InputError
 from ..generation.multi_step import check_steps_per_launch
 from ..generation.sampler import Sampler
 from ..models.text_tokenizer import TextTokenizer
-from .checks import ProgramLimits, check_ids, check_room
+from .checks import ProgramLimits, check_ids, check_one_id_a_token, check_room
 from .inputs.stages import InputStages
 from .program_stepper import ProgramStepper
 from .sequence_state import SequenceState
@@ -75,7 +75,8 @@ class SteppedSession:
         self.device = torch.device(device)
         self.target = target
         self.fingerprint = fingerprint
-        limits = ProgramLimits(batch_size, vocab_size, self.device)
+        codebooks = next((method.codebooks for method in runner.methods.values() if method.codebooks), None)
+        limits = ProgramLimits(batch_size, vocab_size, self.device, codebooks)
         self._stepper = ProgramStepper(runner, layers, limits, target)
         self._stages = InputStages(runner.methods, placeholders or {}, limits)
         check_steps_per_launch(self._stepper, steps_per_launch)
@@ -158,9 +159,16 @@ class SteppedSession:
         return self._stepper.equal_rows
 
     @property
+    def codebooks(self) -> int | None:
+        """Ids of each token, where these are several: tokens are [batch, length, codebooks] then, logits [batch,
+        codebooks, vocab] where the model gives those of each.
+        """
+        return self._stages.limits.codebooks
+
+    @property
     def chooses_in_graph(self) -> bool:
         """Whether decode steps choose the next tokens inside their graph."""
-        return self._stepper.chooses_in_graph
+        return self.codebooks is None and self._stepper.chooses_in_graph
 
     # -- ranks -------------------------------------------------------------------------------------------------------
 
@@ -233,7 +241,8 @@ class SteppedSession:
             nowhere.
 
         Args:
-            input_ids: int64 [batch, length], length at least 1.
+            input_ids: int64 [batch, length], length at least 1; where a token is several ids [batch, length,
+                codebooks].
             attention_mask: [batch, length], 0 on the padding before or behind each row's tokens, as a tokenizer gives
                 it.
             **inputs: What a processor gives beside them (pixel_values, input_features), where the session has
@@ -259,7 +268,7 @@ class SteppedSession:
         inputs: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> Prompt:
         if not isinstance(input_ids, torch.Tensor):
-            check_ids("input_ids", input_ids, ("batch", "length"), self._stages.limits)
+            check_ids("input_ids", input_ids, self._stages.limits.dims("batch", "length"), self._stages.limits)
         return self._stages.check(input_ids, attention_mask, inputs, self.sequence)
 
     def chunk_sizes(self, length: int) -> list[int]:
@@ -303,7 +312,7 @@ class SteppedSession:
         """Feed one token per row.
 
         Args:
-            tokens: int64 [batch].
+            tokens: int64 [batch], or [batch, codebooks].
 
         Returns:
             Logits [batch, vocab].
@@ -313,7 +322,7 @@ class SteppedSession:
             CacheFullError: If a row has no slot left.
         """
         self.check_same("decode", tokens=tokens)
-        check_ids("tokens", tokens, ("batch",), self._stages.limits)
+        check_ids("tokens", tokens, self._stages.limits.dims("batch"), self._stages.limits)
         if self._stages.encoder is not None:
             self._stages.encoder.check_encoded(self.sequence)
         check_room(int(self.sequence.length.max()), self.max_length, 1)
@@ -334,6 +343,7 @@ class SteppedSession:
         Raises:
             CacheFullError: See `decode`.
         """
+        check_one_id_a_token(self.codebooks)
         return self._stepper.decode_and_choose(tokens, chooser, steps)
 
     # -- other places ------------------------------------------------------------------------------------------------

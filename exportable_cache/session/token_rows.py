@@ -34,8 +34,9 @@ class TokenRows:
     """Prompts that end together: `TokenRows(tensor([[5, 6, 7], [8, 8, 9]]), (3, 2), False)` holds 5 6 7 and 8 9.
 
     Attributes:
-        ids: int64 [batch, length], each row's tokens at its end. What stands before them is the row's own first token,
-            a valid id, and one that counts as no other in what a prompt is said to hold.
+        ids: int64 [batch, length], of several codebooks [batch, length, codebooks], each row's tokens at its end. What
+            stands before them is the row's own first token, a valid id, and one that counts as no other in what a
+            prompt is said to hold.
         lengths: Tokens of each row.
         are_even: Whether all rows have the same length.
     """
@@ -56,7 +57,7 @@ class TokenRows:
         if len(set(lengths)) == 1:
             return cls(torch.stack(list(prompts)), lengths)
         longest = max(lengths)
-        rows = [torch.cat([prompt[:1].expand(longest - len(prompt)), prompt]) for prompt in prompts]
+        rows = [torch.cat([prompt[:1].expand(longest - len(prompt), *prompt.shape[1:]), prompt]) for prompt in prompts]
         return cls(torch.stack(rows), lengths, are_even=False)
 
     @classmethod
@@ -73,7 +74,7 @@ class TokenRows:
         """
         if isinstance(prompts, (list, tuple)):
             return cls._from_list(prompts, attention_mask, limits)
-        check_ids("input_ids", prompts, ("batch", "length"), limits)
+        check_ids("input_ids", prompts, limits.dims("batch", "length"), limits)
         if attention_mask is None:
             return cls(prompts, (prompts.shape[1],) * prompts.shape[0])
         real = _real(attention_mask, prompts)
@@ -95,7 +96,7 @@ class TokenRows:
             name = f"prompt {index} of the list"
             if not isinstance(prompt, torch.Tensor):
                 prompt = _as_tensor(name, prompt, limits.device)
-            check_ids(name, prompt, ("length",), limits)
+            check_ids(name, prompt, limits.dims("length"), limits)
             rows.append(prompt)
         return cls.of(rows)
 
@@ -111,7 +112,7 @@ class TokenRows:
 
 def _real(attention_mask: Any, ids: torch.Tensor) -> torch.Tensor:
     """Which columns hold tokens, bool [batch, length] on the host."""
-    if not isinstance(attention_mask, torch.Tensor) or attention_mask.shape != ids.shape:
+    if not isinstance(attention_mask, torch.Tensor) or attention_mask.shape != ids.shape[:2]:
         given = (
             list(attention_mask.shape) if isinstance(attention_mask, torch.Tensor) else type(attention_mask).__name__
         )

@@ -63,6 +63,7 @@ NAMES: dict[str, dict[str, Any]] = {
         "torch._library.register_fake_class": CALLABLE,
     },
     "transformers": {
+        "transformers.distributed.pipeline_parallel.PipelineStage.layer_range_for_rank": takes("rank", "num_layers"),
         "transformers.PreTrainedConfig._attn_implementation": VALUE,
         "transformers.PreTrainedConfig._experts_implementation": VALUE,
         "transformers.cache_utils.CacheLayerMixin._layer_type": VALUE,

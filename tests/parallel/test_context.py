@@ -25,12 +25,26 @@ def one_process(rows: int = 1) -> Session:
     return Session.from_model(model, ExportableCache.from_model(model, LENGTH, rows))
 
 
+def saved(model: Any, path: Path) -> None:
+    """A folder of a model, and a state that one process has reached."""
+    model.save_pretrained(path)
+    session = Session.from_model(model, ExportableCache.from_model(model, LENGTH))
+    session.prefill(tokens(LENGTH)[:, :PROMPT])
+    session.save_state(path / "by-one.safetensors")
+    session.close()
+
+
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("context")
-    tiny_model(FAMILY).save_pretrained(folder / FAMILY)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("context")
+    saved(tiny_model(FAMILY), path / FAMILY)
+    return path
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> list[dict[str, Any]]:
     results = [one["context"][FAMILY] for one in run_ranks(folder, 2, (checks.context,))]
-    assert not any(isinstance(one, str) for one in results), results
+    assert not any(isinstance(one, str) for one in results), "\n".join(map(str, results))
     return results
 
 
@@ -59,10 +73,21 @@ def test_tokens_are_those_of_one_process(found: list[dict[str, Any]]) -> None:
     assert [one["rows"] for one in found] == [rows] * 2
 
 
+def test_one_file_for_all_ranks_and_for_one_process(found: list[dict[str, Any]], folder: Path) -> None:
+    expected = reference_logits(tiny_model(FAMILY), tokens(LENGTH), PROMPT)
+    for one in found:
+        assert (one["resumed"] - expected[:, 1:]).abs().max() < 1e-4
+    ours, theirs = one_process(), one_process()
+    list(ours.generate(REPEATED, max_new_tokens=16))
+    theirs.load_state(folder / FAMILY / "by-ranks.safetensors")
+    assert theirs.length.tolist() == ours.length.tolist()
+    token = torch.tensor([7])
+    assert (theirs.decode(token) - ours.decode(token)).abs().max() < 1e-4
+
+
 def test_attention_that_does_not_merge_is_refused(found: list[dict[str, Any]]) -> None:
     for one in found:
         assert "attention that is not this package's" in one["other attention"]
-        assert "neither saved nor loaded" in one["saved"]
 
 
 def test_one_process_is_refused() -> None:
@@ -94,13 +119,14 @@ def test_families(size: int, tmp_path: Path) -> None:
     names = [*FAMILIES, "gpt_oss", "gemma2"]
     models = {name: family(name) if name in FAMILIES else tiny_model(name) for name in names}
     for name, model in models.items():
-        model.save_pretrained(tmp_path / name)
+        saved(model, tmp_path / name)
     for one in run_ranks(tmp_path, size, (checks.context,)):
         for name, model in models.items():
             result = one["context"][name]
             assert isinstance(result, dict), result
             expected = reference_logits(model, tokens(LENGTH), PROMPT)
             assert (result["logits"] - expected).abs().max() < 1e-4, name
+            assert (result["resumed"] - expected[:, 1:]).abs().max() < 1e-4, name
             if "again" in result:
                 assert (result["again"] - expected[:, -3:]).abs().max() < 1e-4
 

@@ -9,6 +9,7 @@ import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from typer.testing import CliRunner
 from exportable_cache import ExportableCache, Session, export, load
 from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.cli.app import app
+from exportable_cache.decoding import Completer
 from exportable_cache.errors import BundleError, InputError, UnsupportedModelError
 from exportable_cache.models.fingerprint import fingerprint
 from exportable_cache.verification.verify import verify
@@ -64,8 +66,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(folder: Path) -> list[dict[str, Any]]:
     """What each of two ranks found."""
-    results = [one["of_a_bundle"] for one in run_ranks(folder, 2, (checks.of_a_bundle,))]
-    assert not any(isinstance(one, str) for one in results), results
+    ran = run_ranks(folder, 2, (checks.of_a_bundle, checks.killed_program))
+    assert not any(isinstance(one["of_a_bundle"], str) for one in ran), ran
+    results = [{**one["of_a_bundle"], "killed": one.get("killed_program")} for one in ran]
     return results
 
 
@@ -119,6 +122,11 @@ def test_the_first_rank_alone_prints(found: list[dict[str, Any]]) -> None:
         assert code == 2 and not printed
         assert "generate_text got other options on rank 1 of 2" in complaint
         assert complaint.startswith("rank 1: ") is bool(rank)
+
+
+def test_a_rank_that_dies_amid_a_step(found: list[dict[str, Any]]) -> None:
+    assert found[0]["killed"].startswith("RankLostError: rank 1 of 2 is gone")
+    assert found[1]["killed"] is None
 
 
 def test_one_process_is_refused_with_the_numbers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,6 +194,22 @@ def test_a_model_without_a_plan_is_refused(tmp_path: Path) -> None:
         export(tiny_model("gpt2"), target="pt2", max_cache_len=32, output_dir=tmp_path / "x", tensor_parallel=2)
 
 
+def test_a_dry_run_says_what_each_rank_would_have(folder: Path, tmp_path: Path) -> None:
+    options = {"max_cache_len": CAPACITY, "output_dir": tmp_path / "x", "tensor_parallel": 2, "dry_run": True}
+    found = export(model(), target="pt2", **options)
+    manifest = Bundle.open(folder / "bundle").manifest
+    assert "the program for pt2 in rank-0 to rank-1" in found.files
+    (remark,) = found.remarks
+    assert f"{manifest.ranks.weights_bytes:,} bytes" in remark and f"{manifest.cache_bytes:,} of cache" in remark
+
+
+def test_completions_are_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = one_process()
+    monkeypatch.setattr(session._stepper, "ranks", SimpleNamespace(size=2))
+    with pytest.raises(InputError, match="this session runs on 2 ranks"):
+        Completer(session)
+
+
 @pytest.mark.full
 def test_verify_starts_the_ranks_itself(folder: Path) -> None:
     report = verify(folder / "bundle", model())
@@ -220,14 +244,17 @@ def test_programs_of_a_family(name: str, ranks: int, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_machine_code(tmp_path: Path) -> None:
-    options = {"max_cache_len": CAPACITY, "prefill_chunk": 16, "tensor_parallel": 2}
-    export(model(), target="aoti", output_dir=tmp_path / "bundle", tokenizer=byte_tokenizer(), **options)
-    session = one_process()
+    whole = tiny_model("llama", vocab_size=SIZE, num_hidden_layers=1)
+    options = {"max_cache_len": CAPACITY, "prefill_chunk": 16, "tensor_parallel": 2, "tokenizer": byte_tokenizer()}
+    bundle = export(whole, target="aoti", output_dir=tmp_path / "bundle", **options)
+    assert bundle.manifest.verification["max_difference"] < 1e-4
+    session = Session.from_model(whole, ExportableCache.from_model(whole, CAPACITY))
     session.prefill(tokens(LENGTH)[:, :PROMPT])
     session.save_state(tmp_path / "by-one.safetensors")
-    expected = reference_logits(model(), tokens(LENGTH), PROMPT)
+    expected = reference_logits(whole, tokens(LENGTH), PROMPT)
     for one in run_ranks(tmp_path, 2, (checks.of_a_bundle,)):
         result = one["of_a_bundle"]
         assert isinstance(result, dict), result
         assert (result["logits"] - expected).abs().max() < 1e-4
+        assert (result["resumed"] - expected[:, 1]).abs().max() < 1e-4
         assert result["printed"][0] == 0

@@ -20,6 +20,8 @@ from ..zoo.build import STEPS, cached_logits, tiny_model, tokens
 SHOWN = {
     "mvp": ("MvpLearnedPositionalEmbedding", "decode"),
     "trocr": ("TrOCRLearnedPositionalEmbedding", "decode"),
+    "musicgen": ("MusicgenSinusoidalPositionalEmbedding", "decode"),
+    "musicgen_melody": ("MusicgenMelodySinusoidalPositionalEmbedding", "decode"),
     "dbrx": ("DbrxExperts", "decode"),
     "longcat_flash": ("LongcatFlashExperts", "decode"),
     "mpt": ("MptAttention", "prefill"),
@@ -50,7 +52,8 @@ def program_of(model) -> Program:
 @pytest.mark.parametrize("model_type", among(SHOWN, fast=["mvp", "trocr", "dbrx", "mpt", "git"]))
 @torch.no_grad()
 def test_the_patched_program_is_the_model(model_type: str) -> None:
-    model, ids = model_of(model_type), tokens()
+    model = model_of(model_type)
+    ids = tokens(model)
     expected = cached_logits(model, ids, 6)
     program = program_of(model)
     assert SHOWN[model_type][0] in patch_model(model)

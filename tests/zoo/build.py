@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
+from exportable_cache.models.codebooks import codebooks_of
 from exportable_cache.models.encoder import encoder_of
 from exportable_cache.models.support import RIGHT_BY_TOKEN
 from exportable_cache.program.inputs.encoder import encode_method
@@ -54,9 +55,13 @@ def tiny_model(architecture: Architecture, window: int = WINDOW) -> PreTrainedMo
     return model.float().eval()
 
 
-def tokens(seed: int = 0) -> torch.Tensor:
-    """Random token ids clear of the special ones, int64 [1, LENGTH]."""
-    return torch.randint(FIRST_TOKEN, VOCAB, (1, LENGTH), generator=torch.Generator().manual_seed(seed))
+def tokens(model: PreTrainedModel | None = None) -> torch.Tensor:
+    """Random token ids clear of the special ones, int64 [1, LENGTH], of a model with several codebooks [1, LENGTH,
+    codebooks].
+    """
+    codebooks = None if model is None else codebooks_of(model.config)
+    shape = (1, LENGTH) if codebooks is None else (1, LENGTH, codebooks.count)
+    return torch.randint(FIRST_TOKEN, VOCAB, shape, generator=torch.Generator().manual_seed(0))
 
 
 def positions_of(model: PreTrainedModel, start: int, count: int) -> dict[str, Any]:
@@ -92,8 +97,13 @@ def encoder_options(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> 
 
 
 def forward(model: PreTrainedModel, ids: torch.Tensor, encoding: dict[str, Any], **options: Any) -> torch.Tensor:
-    """Logits [length, vocab] of `ids` [1, length], the decoder's where there is an encoder."""
-    return model(**{"decoder_input_ids" if encoding else "input_ids": ids}, **encoding, **options).logits[0]
+    """Logits [length, vocab] of `ids` [1, length], the decoder's where there is an encoder; [length, codebooks, vocab]
+    of models that give those of each codebook.
+    """
+    codebooks, name = codebooks_of(model.config), "decoder_input_ids" if encoding else "input_ids"
+    if codebooks is None:
+        return model(**{name: ids}, **encoding, **options).logits[0]
+    return codebooks.given(model(**{name: codebooks.taken(ids)}, **encoding, **options).logits)[0]
 
 
 @torch.no_grad()
@@ -142,7 +152,7 @@ def spread(
 ) -> dict[str, float]:
     """How far the last logits move with the first token of a prompt of 6, the encoder's input, and the window."""
     other = ids.clone()
-    other[0, 0] = FIRST_TOKEN if int(ids[0, 0]) != FIRST_TOKEN else FIRST_TOKEN + 1
+    other[0, 0] = torch.where(ids[0, 0] != FIRST_TOKEN, FIRST_TOKEN, FIRST_TOKEN + 1)
     expected = uncached_logits(model, ids[:, :6], inputs)[-1]
     moved = {"first token": _gap(expected, uncached_logits(model, other[:, :6], inputs)[-1])}
     if inputs:

@@ -78,7 +78,7 @@ def check(architecture: Architecture, targets: list[str], report: Callable[[dict
     try:
         model = tiny_model(architecture)
         facts["parameters"] = sum(parameter.numel() for parameter in model.parameters())
-        ids = tokens()
+        ids = tokens(model)
         inputs = encoder_inputs(model)
         references = _references(model, ids, inputs, facts)
         facts["spread"] = spread(architecture, model, ids, inputs)

@@ -120,6 +120,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "radio": {"video_temporal_patch_size": 2},
     "speecht5": {"vocab_size": 128},
     "blt": {"encoder_hash_byte_group_vocab": 100},
+    "dia_decoder": {"cross_hidden_size": 64},
     "moonshine_streaming": {"num_key_value_heads": 4},
     "pp_formulanet": {"initializer_range": 0.125},
     "pp_formulanet_vision": {

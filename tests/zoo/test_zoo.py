@@ -24,6 +24,7 @@ SPREAD = {
     "experts": "mixtral qwen3_moe olmoe dbrx longcat_flash",
     "convolution": "lfm2_moe",
     "states": "mamba mamba2 falcon_mamba",
+    "codebooks": "musicgen dia kyutai_speech_to_text",
     "states and keys": "jamba bamba qwen3_next falcon_h1 zamba2 granitemoehybrid",
 }
 #: Lowered for ExecuTorch as well: each takes a quarter of a minute.
@@ -31,11 +32,9 @@ ON_EXECUTORCH = ("gemma2", "mixtral", "mamba2")
 #: Refused by name, and what the reason must say.
 REFUSED = {
     "xlnet": "`mems`",
-    "musicgen": "codebook",
     "blip": "cross-attention",
     "idefics": "cross-attention",
     "udop": "`bbox`",
-    "dia": "codebook",
 }
 
 

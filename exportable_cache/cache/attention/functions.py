@@ -182,9 +182,12 @@ def with_addend(scores: torch.Tensor, addend: torch.Tensor) -> torch.Tensor:
 def refuse_unknown(arguments: Mapping[str, Any]) -> None:
     """Refuse what would have to change the result: a kind of attention that is not computed here.
 
-    None and False ask for nothing.
+    None and False ask for nothing, nor does an empty mapping: transformers' stages hand on the arguments that nobody
+    gave under one name.
     """
     for name, value in arguments.items():
+        if isinstance(value, Mapping) and not value:
+            continue
         if value is not None and value is not False and name not in HARMLESS and name not in EXTRAS:
             raise UnsupportedModelError(
                 f"the model passes {name!r} to attention, which this package's attention does not know; use its own "

@@ -118,7 +118,7 @@ def _loader(kernels: Sequence[tuple[Sequence[str], str]], submit: Callable[..., 
         ((argtypes, source),) = kernels
         one = CppPythonBindingsCodeCache.load_pybinding_async(argtypes, source, submit_fn=submit)
         return lambda: (one(),)
-    cache = type("Kernels", (_KernelsCache,), {"count": len(kernels)})
+    cache: Any = type("Kernels", (_KernelsCache,), {"count": len(kernels)})
     load = cache.load_async(text_of(kernels), "cpu", submit_fn=submit)
     return lambda: load().functions
 
