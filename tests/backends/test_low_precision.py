@@ -107,7 +107,7 @@ def test_graphs_and_states_are_of_one_quantisation(tmp_path) -> None:
     def structure(model) -> str:
         return GraphCache(tmp_path, model, ExportableCache.from_model(model, CAPACITY))._structure
 
-    models = [quantized_model(4, group) for group in (32, 32, 64)]
+    models = [quantized_model(4, group) for group in (32, 32, 16)]
     assert structure(models[0]) == structure(models[1]) != structure(models[2])
     other = quantized_model()
     before = fingerprint(other)
