@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from exportable_cache import ExportableCache
 from exportable_cache.errors import InputError, UnsupportedModelError
 from exportable_cache.models.rank_heads import check_type
-from exportable_cache.pipeline.sizing import plan
+from exportable_cache.pipeline.sizing import MOST_TOKENS, plan
 
 from .support.models import FAMILIES, WINDOW, tiny_model, tokens
 
@@ -297,3 +297,37 @@ def test_plan_refuses_ranks_of_models_that_are_wrong_when_split():
     config = AutoConfig.for_model("hrm_text")
     with pytest.raises(UnsupportedModelError, match="'hrm_text' gives other logits"):
         check_type(config)
+
+
+@pytest.mark.parametrize("split", [{}, {"tensor_parallel": 2}, {"pipeline": 2}, {"tensor_parallel": 2, "pipeline": 2}])
+def test_the_largest_context_that_fits_a_given_memory(split):
+    config = tiny_model("gemma3_text").config
+    made = plan(config, 64, memory="1M", **split)
+
+    def taken(tokens):
+        found = plan(config, tokens, **split)
+        if "pipeline" in split:
+            stages = found.pipeline
+            return stages.weights_bytes[stages.fullest] + stages.cache_bytes[stages.fullest]
+        ranks = found.tensor_parallel or found
+        return ranks.weights_bytes + ranks.cache_bytes
+
+    assert made.memory == 1 << 20
+    assert taken(made.longest) <= made.memory < taken(made.longest + 1)
+    assert plan(config, 64, memory=1000).longest == 0
+    assert json.loads(json.dumps(made.to_dict()))["longest"] == made.longest
+
+
+def test_only_rings_fit_any_number_of_tokens():
+    assert plan(tiny_model("mistral").config, 64, memory="1G").longest == MOST_TOKENS
+
+
+@pytest.mark.parametrize("memory", ["0", "16X", "-1", "", True])
+def test_what_is_no_memory(memory):
+    with pytest.raises(InputError, match="a size such as 800M or 16G"):
+        plan(tiny_model("llama").config, 64, memory=memory)
+
+
+def test_stages_of_a_model_that_has_fewer_layers():
+    with pytest.raises(InputError, match="pipeline is 3, but the model has 2 layers"):
+        plan(tiny_model("llama").config, 64, pipeline=3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import sys
@@ -10,7 +11,9 @@ from typing import IO, Any
 
 import torch
 
+from ..common.garbage import collect_seldom
 from ..generation.choosing_steps import Choice
+from .background_twin import Reply, Request, Twin, can_fork
 from .graphs import CHOICE, choice_graph
 from .skeleton import from_skeleton
 
@@ -25,7 +28,7 @@ class _Requests:
 
     def __init__(self, source: IO[bytes]) -> None:
         self._source = source
-        self._waiting: list[tuple[int, tuple, list[torch.Tensor], bool]] = []
+        self._waiting: list[Request] = []
         self._changed = threading.Condition()
 
     def read(self) -> None:
@@ -35,18 +38,20 @@ class _Requests:
                 request = pickle.load(self._source)
             except Exception:
                 os._exit(0)
-            with self._changed:
-                self._waiting.append(request)
-                self._changed.notify()
+            self.put(request)
 
-    def next(self) -> tuple[int, tuple, list[torch.Tensor], bool]:
+    def put(self, request: Request) -> None:
+        """Have one served."""
+        with self._changed:
+            self._waiting.append(request)
+            self._changed.notify()
+
+    def next(self) -> Request:
         """The one to serve now; waits for one."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting)
-            soon = [request for request in self._waiting if not request[3]]
-            chosen = soon[-1] if soon else self._waiting[0]
-            self._waiting.remove(chosen)
-            return chosen
+            soon = [index for index, request in enumerate(self._waiting) if not request[3]]
+            return self._waiting.pop(soon[-1] if soon else 0)
 
 
 def main() -> None:
@@ -55,25 +60,49 @@ def main() -> None:
     # What a model prints is no reply.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.nice(_NICENESS)
-    requests = _Requests(sys.stdin.buffer)
+    requests, replying = _Requests(sys.stdin.buffer), threading.Lock()
     start = pickle.load(sys.stdin.buffer)
-    threading.Thread(target=requests.read, daemon=True).start()
 
     def reply(kind: str, number: int | None, reason: str = "") -> None:
-        pickle.dump((kind, number, reason), replies)
-        replies.flush()
+        with replying:
+            pickle.dump((kind, number, reason), replies)
+            replies.flush()
 
     try:
         runner = _runner(*start)
     except Exception as error:
         reply("failed", None, f"{type(error).__name__}: {error}")
         return
+    #: Methods whose read lengths need a graph each: what one process has found holds for both.
+    unshared: set[str] = set()
+    twin = None
+    if can_fork():
+        _warm(runner)
+    # What is there stays, and is shared with a fork as long as nobody writes to it.
+    gc.freeze()
+    gc.enable()
+    collect_seldom()
+    if can_fork():
+        twin = Twin(lambda request, names: _served(runner, request, names), [0, replies.fileno()])
+    threading.Thread(target=requests.read, daemon=True).start()
+    if twin is not None:
+        threading.Thread(target=twin.serve, args=(requests, unshared, reply), daemon=True).start()
     while True:
-        number, asked, inputs, _ = requests.next()
-        try:
-            reply(*_compiled(runner, number, asked, inputs))
-        except Exception as error:
-            reply("failed", number, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+        answer = _served(runner, requests.next(), unshared)
+        reply(*answer)
+
+
+def _served(runner: Any, request: Request, unshared: set[str]) -> Reply:
+    number, asked, inputs, _ = request
+    for name in unshared:
+        runner.unshare(name)
+    try:
+        kind, name, reason = _compiled(runner, asked, inputs)
+    except Exception as error:
+        return "failed", number, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    if kind == "unshare":
+        unshared.add(name)
+    return kind, number, reason
 
 
 def _runner(folder: str, limit: int, settings: dict[str, Any], written: bytes) -> Any:
@@ -92,7 +121,20 @@ def _runner(folder: str, limit: int, settings: dict[str, Any], written: bytes) -
 
 
 @torch.no_grad()
-def _compiled(runner: Any, number: int, asked: tuple, inputs: list[torch.Tensor]) -> tuple[str, int, str]:
+def _warm(runner: Any) -> None:
+    """Have what the compiler imports and makes once in this process before there are two of it.
+
+    A product has no kernel of its own: for one the compiler would start threads, which a fork lacks.
+    """
+    backend = runner.compiler.layered
+    if backend is not None:
+        square = torch.zeros(2, 2)
+        torch.compile(lambda x: x @ x, fullgraph=True, backend=backend)(square)
+
+
+@torch.no_grad()
+def _compiled(runner: Any, asked: tuple, inputs: list[torch.Tensor]) -> tuple[str, str, str]:
+    """What has become of a graph, the name of its method, and why."""
     if asked[0] == CHOICE:
         graph = choice_graph(Choice(*asked[1:]), inputs)
     else:
@@ -102,8 +144,8 @@ def _compiled(runner: Any, number: int, asked: tuple, inputs: list[torch.Tensor]
     before = cache.loaded + cache.compiled
     runner.compiler.compile(graph.module, graph.method, graph.name, graph.arguments)
     if cache.loaded + cache.compiled > before and not cache.last_error:
-        return "ready", number, ""
+        return "ready", graph.method.name, ""
     if graph.is_shared:
-        runner.unshare(graph.method)
-        return "unshare", number, cache.last_error
-    return "failed", number, cache.last_error
+        runner.unshare(graph.method.name)
+        return "unshare", graph.method.name, cache.last_error
+    return "failed", graph.method.name, cache.last_error

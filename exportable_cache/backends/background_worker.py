@@ -35,7 +35,14 @@ _DIFFERENT = "what was compiled does not fit this process"
 _SWITCH_INTERVAL = 0.0005
 #: Longest time that the end of a session waits for a graph that is being loaded, which takes two or three.
 _LOADING_SECONDS = 20.0
-_CHILD = "import sys; sys.path[:] = sys.argv[1:]; from exportable_cache.backends.background_process import main; main()"
+#: Garbage is looked for once everything is imported, see `collect_seldom`.
+_CHILD = """
+import gc, sys
+gc.disable()
+sys.path[:] = sys.argv[1:]
+from exportable_cache.backends.background_process import main
+main()
+"""
 
 
 @dataclass

@@ -154,6 +154,7 @@ class Backend(Protocol):
     machine_code: str
     #: Its options.
     options: type[TargetOptions]
+    # Whether its programs may have sums over processes inside is `sums_over_ranks`; those without the name do not.
 
     def program_spec(self, asked: ProgramSpec, options: TargetOptions) -> ProgramSpec:
         """What this target makes of the program that is asked for: attention, form of state, methods.

@@ -25,6 +25,7 @@ import transformers
 from .. import __version__
 from ..common.compat.torch import inductor_config, unwritable_guards
 from ..common.files import PARTIAL, atomic_path
+from ..common.garbage import few_collections
 from ..common.own_files import is_own_file, own_folder, sealed, unsealed
 from ..common.own_key import own_key
 from ..common.processor import instructions, processor_name
@@ -42,7 +43,7 @@ GRAPH = ".graph"
 GRAPH_CACHE_MB = 1024
 #: Seconds after which what a killed process was writing counts as left behind.
 _ABANDONED = 3600.0
-_MAIN = "graph"
+_MAIN, _PLAIN = "graph", b"plain"
 _LIBRARY = re.compile(r"\w+/[\w.]+\.so")
 
 
@@ -115,14 +116,15 @@ class GraphCache:
         if call is not None:
             return call
         # Here, as it imports the compiler, which takes long.
-        from ..common.compat.torch_compile import code_folder, forget_processor, libraries_noted, sources_once
+        from ..common.compat import torch_compile as private
 
-        own_folder(code_folder())
+        own_folder(private.code_folder())
         if not self._libraries:
-            forget_processor()
+            private.forget_processor()
+        by_layers = "backend" in options
         options["options"] = {**(options.get("options") or {}), "guard_filter_fn": _keepable}
         try:
-            with sources_once(), libraries_noted(self._libraries):
+            with private.sources_once(), private.libraries_noted(self._libraries), few_collections():
                 call = torch.compile(step, fullgraph=True, **options).aot_compile((tuple(inputs), {}))
         except Exception as error:  # tensor subclasses and backends that cannot be written, under errors of their own
             self._not_kept(key, error)
@@ -132,7 +134,8 @@ class GraphCache:
             own_folder(self.folder, make=True)
             with atomic_path(self._path(key)) as temporary:
                 call.save_compiled_function(str(temporary), external_data=external)
-                written = packed(temporary.read_bytes(), self._libraries, code_folder())
+                plainly = not by_layers or not private.takes_short_cuts()
+                written = packed(temporary.read_bytes(), self._libraries, private.code_folder(), plainly)
                 temporary.write_bytes(sealed(written, self._key, self._path(key).name))
             self._used.add(self._path(key))
             self._trim()
@@ -196,11 +199,13 @@ class GraphCache:
                     return None
                 written = unsealed(file.read(), self._key, path.name)
             # Here, as it imports the compiler, which takes long.
-            from ..common.compat.torch_compile import code_folder, libraries_noted, processor_known
+            from ..common.compat.torch_compile import code_folder, compiled_here, libraries_noted
 
-            graph = io.BytesIO(unpacked(written, own_folder(code_folder())))
-            with processor_known(), libraries_noted(self._libraries):
-                call = torch.compiler.load_compiled_function(graph, f_globals=step.__globals__, external_data=external)
+            graph, plainly = unpacked(written, own_folder(code_folder()))
+            with compiled_here(plainly), libraries_noted(self._libraries):
+                call = torch.compiler.load_compiled_function(
+                    io.BytesIO(graph), f_globals=step.__globals__, external_data=external
+                )
             if _sources_unchanged(call) and call.guard_check(*inputs):
                 return call
             reason = "the model's code or its state has changed"
@@ -210,25 +215,29 @@ class GraphCache:
         return None
 
 
-def packed(graph: bytes, libraries: Iterable[Path], folder: Path) -> bytes:
+def packed(graph: bytes, libraries: Iterable[Path], folder: Path, plainly: bool) -> bytes:
     """A graph with its machine code, which Inductor's own folder may lose: it lies among temporary files.
 
     Args:
         graph: As torch writes it.
         libraries: Files of machine code; those that are not in `folder` stay out.
         folder: Inductor's.
+        plainly: Whether it was compiled without short cuts, as it has to be loaded.
     """
     written = io.BytesIO()
     with zipfile.ZipFile(written, "w") as archive:
         archive.writestr(_MAIN, graph)
+        archive.comment = _PLAIN if plainly else b""
         for path in sorted(libraries):
             if path.is_relative_to(folder) and path.is_file():
                 archive.write(path, path.relative_to(folder).as_posix())
     return written.getvalue()
 
 
-def unpacked(written: bytes, folder: Path) -> bytes:
-    """The graph that `packed` was given; its machine code goes to Inductor's folder, where there is none."""
+def unpacked(written: bytes, folder: Path) -> tuple[bytes, bool]:
+    """The graph that `packed` was given, and whether it was compiled plainly; machine code goes to Inductor's folder,
+    where there is none.
+    """
     with zipfile.ZipFile(io.BytesIO(written)) as archive:
         for name in archive.namelist():
             path = folder / name
@@ -236,7 +245,7 @@ def unpacked(written: bytes, folder: Path) -> bytes:
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 with atomic_path(path) as temporary:
                     temporary.write_bytes(archive.read(name))
-        return archive.read(_MAIN)
+        return archive.read(_MAIN), archive.comment == _PLAIN
 
 
 def _keepable(guards: Sequence[Any]) -> list[bool]:

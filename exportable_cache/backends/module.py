@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
-from ..cache.attention.functions import ATTENTION
 from ..cache.attention.implementation import borrow_attention
 from ..common.compat import torch as private
 from ..errors import InputError, UnsupportedModelError
@@ -59,7 +58,7 @@ class ModuleRunner:
         options: CompileOptions | None = None,
     ) -> None:
         options = CompileOptions() if options is None else options
-        self._give_back = weakref.finalize(self, borrow_attention(model, ATTENTION))
+        self._give_back = weakref.finalize(self, borrow_attention(model, cache.attention))
         self._give_back.atexit = False
         spec = ProgramSpec() if spec is None else spec
         self.methods: dict[str, ProgramMethod] = program_methods(model, cache, spec)
@@ -183,7 +182,7 @@ class ModuleRunner:
         if call is None and self.background is not None:
             call = self._from_background(graph, inputs, further)
             if (method := self.background.unshared(graph.key)) is not None:
-                self.unshare(method)
+                self.unshare(method.name)
                 return self._call(key, inputs, *further)
             if call is None:
                 return choosing(self.modules[key[0]], key, self.ranks)(*inputs, *further)
@@ -196,7 +195,7 @@ class ModuleRunner:
                 result = call(*graph.arguments)
             except (private.dynamo_error(), ConstraintViolationError) as error:
                 if graph.is_shared:
-                    self.unshare(graph.method)
+                    self.unshare(graph.method.name)
                     return self._call(key, inputs, *further)
                 raised = self.methods[key[0]] = _raised(graph.method, error)
                 enough = inputs[0].shape[1] >= raised.min_length
@@ -242,9 +241,9 @@ class ModuleRunner:
     def _is_compiled(self, shared: ProgramMethod, key: tuple) -> bool:
         return any(known[:-1] == (shared.name, True, *key[1:]) for known in self._calls)
 
-    def unshare(self, shared: ProgramMethod) -> None:
+    def unshare(self, name: str) -> None:
         """The model's code asks how far the cache is read: a graph for each length, as for a phone."""
-        self._shared = {name: method for name, method in self._shared.items() if method.name != shared.name}
+        self._shared = {one: method for one, method in self._shared.items() if method.name != name}
 
     def _token_by_token(self, method: ProgramMethod, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """Logits [batch, vocab] after the last token of a step that is too short for its method."""

@@ -15,6 +15,7 @@ from ..common.progress import silent
 from ..errors import BundleError, InputError
 from . import signature
 from .digests import check_files as check_digests
+from .entries import rank_folder
 from .listed import READS_ALIKE, TOKENIZER_FILE, TOKENIZER_FOLDER, check_listed
 from .manifest import MANIFEST_FILE, SCHEMA_VERSION, Manifest
 from .versions import check_versions as check_installed
@@ -102,10 +103,38 @@ class Bundle:
         return cls(folder, manifest, trust, signed_by)
 
     def open_runner(self) -> tuple[Runner, list[CacheLayer]]:
-        """The program, ready to run, and its cache layers without tensors.
+        """The program, ready to run, and its cache layers without tensors; of one for ranks this process's part.
 
         Raises:
+            InputError: If it is for another number of processes than there are.
             BundleError: If it is machine code and nobody has said that it is trusted, or it cannot be opened.
+        """
+        self.check_trusted()
+        backend = backend_for(self.manifest.target)
+        layers, ranked = self.layers(), self.manifest.ranks
+        if ranked is None:
+            return backend.open(self.path, self.manifest.description()), layers
+        # Here, as most programs are one process's.
+        from ..backends.ranked import RankedRunner
+        from ..models.ranks import ranks_of_program
+
+        ranks = ranks_of_program(ranked.size, str(self.path))
+        ranks.check_same("load", bundle=self.manifest.checksum)
+        runner, error = None, None
+        try:
+            folder = self.path / rank_folder(ranks.rank)
+            runner = backend.open(folder, self.manifest.description(ranks.rank))
+        except BundleError as refused:
+            error = refused
+        # One that is left alone would wait for the others in its first step.
+        ranks.check_all(error)
+        return RankedRunner(runner, ranks), layers  # type: ignore[arg-type]
+
+    def check_trusted(self) -> None:
+        """Refuse machine code that nobody has said is trusted.
+
+        Raises:
+            BundleError: Then.
         """
         backend = backend_for(self.manifest.target)
         if backend.machine_code and not self.trusted:
@@ -113,8 +142,6 @@ class Bundle:
                 f"{self.path} holds {backend.machine_code}, which can do whatever you can on this machine, and nothing "
                 "can check it; if you trust who made it, load it with trust=True (--trust)"
             )
-        layers = self.layers()
-        return backend.open(self.path, self.manifest.description()), layers
 
     def layers(self) -> list[CacheLayer]:
         """The cache layers, without tensors.

@@ -39,12 +39,14 @@ class Provenance:
         target: What it was lowered for.
         max_cache_len: As asked for.
         options: Of the target, as given.
+        whole: The model that the program's is one rank's part of; None of a program in one part.
     """
 
     source: str
     target: str
     max_cache_len: int
     options: Mapping[str, Any] = field(default_factory=dict)
+    whole: PreTrainedModel | None = None
 
 
 def describe(
@@ -64,7 +66,8 @@ def describe(
         tokenizer: Class name, or None where there is none.
         files: What is in the folder.
     """
-    model, cache = program.model, program.cache
+    # A rank's part has the same config, and names nobody would find its weights by.
+    model, cache = provenance.whole or program.model, program.cache
     layer_types = [layer_type for layer_type, _ in layer_types_and_windows(model.config)]
     layers = [
         Layer(
@@ -97,7 +100,7 @@ def describe(
             batch_size=program.batch_size,
             max_cache_len=provenance.max_cache_len,
             methods={name: _method(program, method, logits_size) for name, method in program.methods.items()},
-            equal_rows=needs_equal_rows(model, cache),
+            equal_rows=needs_equal_rows(program.model, cache),
         ),
         vocab_size=vocab_size,
         logits_size=None if logits_size == vocab_size else logits_size,

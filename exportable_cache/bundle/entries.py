@@ -57,6 +57,23 @@ class RoundedCache(Entry):
     argmax_agreement: float | None = None
 
 
+class RankedProgram(Entry):
+    """A program in parts, one for each of `size` processes (tensor parallelism), in a folder of its own, `rank-0`.
+
+    Layers and bytes of the cache are one rank's, `weights_bytes` those of the rank that has most; the manifest's own
+    are of the whole model. `parts_of_heads` says of each layer into how many parts its heads are cut.
+    """
+
+    size: int = Field(ge=2)
+    parts_of_heads: list[int]
+    weights_bytes: int
+
+
+def rank_folder(rank: int) -> str:
+    """Name of a rank's folder in a bundle."""
+    return f"rank-{rank}"
+
+
 def names_of(names: Iterable[str]) -> str:
     """Names for a message."""
     return ", ".join(names) or "none"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import BundleError
+from .entries import rank_folder
 
 if TYPE_CHECKING:
     from .manifest import Manifest
@@ -31,12 +32,21 @@ def check_listed(folder: Path, manifest: Manifest) -> None:
     Raises:
         BundleError: If there is one.
     """
+    folders = (
+        [""] if manifest.ranks is None else ["", *(f"{rank_folder(rank)}/" for rank in range(manifest.ranks.size))]
+    )
     try:
-        names = [entry.name for entry in os.scandir(folder) if entry.name.endswith(_READ)]
+        names = [
+            place + entry.name
+            for place in folders
+            if os.path.isdir(folder / place)
+            for entry in os.scandir(folder / place)
+            if entry.name.endswith(_READ)
+        ]
     except OSError as error:
         raise BundleError(f"cannot read {folder}: {error.strerror or error}; check its permissions") from error
-    for place, folders, files in os.walk(folder):
-        for name in (*folders, *files):
+    for place, inside, files in os.walk(folder):
+        for name in (*inside, *files):
             if os.path.islink(os.path.join(place, name)):
                 raise BundleError(
                     f"{Path(place, name)} is a link, so what it shows can lie anywhere; put the file there instead"

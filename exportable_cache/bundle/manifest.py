@@ -15,7 +15,7 @@ from transformers.utils import logging as transformers_logging
 from ..backends.base import ProgramDescription
 from ..common.files import PARTIAL, retired_folder
 from ..errors import BundleError, first_line
-from .entries import Entry, File, Quantized, RoundedCache
+from .entries import Entry, File, Quantized, RankedProgram, RoundedCache, rank_folder
 from .layer_entry import Layer
 from .program_entry import ProgramEntry
 
@@ -58,6 +58,8 @@ class Manifest(Entry):
     stored_dtype: str | None = None
     # What was done to the weights as they came, such as merging an adapter, a line each.
     remarks: list[str] = Field(default_factory=list)
+    # Of a program in parts, one for each of several processes.
+    ranks: RankedProgram | None = None
 
     @field_validator("files")
     @classmethod
@@ -100,14 +102,32 @@ class Manifest(Entry):
                     )
         return self
 
+    @model_validator(mode="after")
+    def _a_part_for_each_rank(self) -> Manifest:
+        if self.ranks is not None:
+            if len(self.ranks.parts_of_heads) != len(self.layers):
+                raise ValueError(f"ranks: parts of {len(self.ranks.parts_of_heads)} layers, of {len(self.layers)}")
+            if any(parts < 1 or self.ranks.size % parts for parts in self.ranks.parts_of_heads):
+                raise ValueError(f"ranks: {self.ranks.size} ranks have no equal parts of {self.ranks.parts_of_heads}")
+            for rank in range(self.ranks.size):
+                if not any(name.startswith(f"{rank_folder(rank)}/") for name in self.files):
+                    raise ValueError(f"ranks: size is {self.ranks.size}, but no file is in {rank_folder(rank)}")
+        return self
+
     @computed_field  # type: ignore[prop-decorator]
     @property
     def checksum(self) -> str:
         """sha256 of every other field, see `checksum_of`."""
         return checksum_of(self.model_dump(mode="json", exclude={"checksum"}))
 
-    def description(self) -> ProgramDescription:
-        """What the target's runner is told."""
+    @property
+    def parts_of_heads(self) -> tuple[int, ...]:
+        """Of each layer, into how many parts its heads are cut over ranks; nothing of a program in one part."""
+        return () if self.ranks is None else tuple(self.ranks.parts_of_heads)
+
+    def description(self, rank: int | None = None) -> ProgramDescription:
+        """What the target's runner is told, of a program for ranks the one of `rank`."""
+        folder = "" if rank is None else f"{rank_folder(rank)}/"
         return ProgramDescription(
             methods={name: method.described(name) for name, method in self.program.methods.items()},
             form=self.program.form,
@@ -122,7 +142,9 @@ class Manifest(Entry):
                 }
                 for layer in self.layers
             ],
-            details={name: file.details for name, file in self.files.items()},
+            details={
+                name.removeprefix(folder): file.details for name, file in self.files.items() if name.startswith(folder)
+            },
         )
 
     def write(self, folder: Path) -> bytes:

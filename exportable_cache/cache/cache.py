@@ -15,7 +15,7 @@ from transformers import Cache
 from ..common.compat.transformers import attention_implementation
 from ..common.files import atomic_path, damaged_if_malformed, read_tensors
 from ..errors import BundleError, InputError
-from .attention.names import ATTENTION_NAMES
+from .attention.names import ATTENTION, ATTENTION_NAMES, RANKS_ATTENTION
 from .checks import check_rollback, check_room, check_rows_agree, check_some, is_traced
 from .layers import CacheLayer, LinearLayer, layer_from
 from .step import PLAIN
@@ -83,6 +83,11 @@ class LayeredCache(Cache):
         return cache
 
     @property
+    def attention(self) -> str:
+        """Name of the attention implementation that steps over it need."""
+        return RANKS_ATTENTION if any(layer.over is not None for layer in self.layers) else ATTENTION
+
+    @property
     def is_initialized(self) -> bool:
         """True: the tensors exist from construction."""
         return True
@@ -112,6 +117,11 @@ class LayeredCache(Cache):
         """
         if not (self.layers[layer_idx].is_linear or self.layers[layer_idx].is_dummy):
             return layer_idx
+        if self.layers[layer_idx].is_dummy:
+            # Of its kind, if there is one: a process that has some of a model's layers keeps nothing of the others.
+            for index, layer in enumerate(self.layers):
+                if not (layer.is_linear or layer.is_dummy or layer.is_sliding):
+                    return index
         for kinds in ((False, False), (True, False)):
             for index, layer in enumerate(self.layers):
                 if (layer.is_linear, layer.is_dummy) == kinds:

@@ -100,7 +100,7 @@ class PortableKernel(Kernel, kind="portable"):
         policy, query_length = layer.policy, key_states.shape[2]
         length = layer.cumulative_length
         if not policy.wraps(layer.context.kv_read_len):
-            slots = length[:, None] + torch.arange(query_length, device=layer.device)
+            slots = policy.slots_of(length[:, None] + torch.arange(query_length, device=layer.device))
             stored = layer.write(slots, key_states, value_states)
             layer.advance(query_length)
             return layer.read(layer.slots_read, stored)

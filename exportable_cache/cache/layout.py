@@ -6,8 +6,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..errors import InputError
+from .context_ranks import SPLIT, ContextRanks
 from .layers import CacheLayer, CrossLayer, IndexedLayer, IndexerKeys, LinearLayer, LinearStates, PromptLayer, RowSizes
-from .policies import CrossPolicy, FullPolicy, NoPolicy, PromptPolicy, RecurrentPolicy, RingPolicy, SinkPolicy
+from .policies import (
+    CrossPolicy,
+    FullPolicy,
+    NoPolicy,
+    PromptPolicy,
+    RecurrentPolicy,
+    RingPolicy,
+    SinkPolicy,
+    SplitPolicy,
+)
 from .storage import storage_of
 
 if TYPE_CHECKING:
@@ -61,13 +71,17 @@ class LayerLayout:
     recurrent_states: tuple[StateShape | None, ...] = ()
     encoder_slots: int | None = None
 
-    def build(self, spec: CacheSpec, dtype: torch.dtype, device: torch.device | str) -> CacheLayer:
+    def build(
+        self, spec: CacheSpec, dtype: torch.dtype, device: torch.device | str, over: ContextRanks | None = None
+    ) -> CacheLayer:
         """Allocate this layer.
 
         Args:
             spec: Of the cache.
             dtype: Of keys and values.
             device: Where to allocate.
+            over: Processes that the slots of full layers are split over; layers that keep more than keys and values are
+                whole on each.
 
         Raises:
             InputError: If it cannot be kept in the spec's `kv_dtype`.
@@ -95,6 +109,11 @@ class LayerLayout:
             )
         if self.layer_type == PROMPT_TYPE:
             return PromptLayer(policy, storage, sizes, device=device)
+        if over is not None and isinstance(policy, FullPolicy):
+            part = SplitPolicy(policy.capacity, over.rank, over.size)
+            layer = CacheLayer(part, storage, sizes, kernel=SPLIT, device=device)
+            layer.over = over
+            return layer
         return (CacheLayer if self.encoder_slots is None else CrossLayer)(policy, storage, sizes, device=device)
 
     def _policy(self, max_cache_len: int, rollback_slots: int, sinks: Sinks | None) -> SlotPolicy:

@@ -54,6 +54,8 @@ def bench(
         from ..session.opening import load
 
         session = load(folder, check_versions=not ignore_versions, trust=trust, key=key, check=check)
+        if session.ranks is not None:
+            terminal.of_rank(session.ranks.rank)
         report = run_bench(
             session, positions=positions or None, steps=steps, prompt_length=prompt_length, progress=progress
         )

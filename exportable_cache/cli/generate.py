@@ -15,7 +15,9 @@ from .options import (
     CheckOption,
     IgnoreVersionsOption,
     JsonOption,
+    JsonSchemaOption,
     KeyOption,
+    RegexOption,
     SeedOption,
     TemperatureOption,
     TopPOption,
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..bundle.bundle import Bundle
+    from ..decoding.completion import CompletionOptions
+    from ..generation.constraint import Constraint
     from ..session.session import Session
 
 _MOST_BY_DEFAULT = 128
@@ -100,6 +104,8 @@ def generate(
     chat: Annotated[
         bool, typer.Option("--chat", help="Put the prompt into the model's chat template, as the user's message.")
     ] = False,
+    json_schema: JsonSchemaOption = None,
+    regex: RegexOption = None,
     trust: TrustOption = False,
     key: KeyOption = None,
     ignore_versions: IgnoreVersionsOption = False,
@@ -111,29 +117,31 @@ def generate(
     if prompt is None and not (image or audio):
         raise typer.BadParameter("pass the prompt", param_hint="'--prompt' / '-p'")
     text = prompt_from_stdin() if prompt == "-" else prompt or ""
+    form = _form(json_schema, regex)
+    if form is not None and prompt_lookup:
+        raise typer.BadParameter("proposals have no form; leave it out", param_hint="'--prompt-lookup'")
     with terminal.opening(folder):
         from ..bundle.bundle import Bundle
+        from ..decoding.completion import CompletionOptions
+        from ..generation.sampling import Sampling
         from ..generation.speculative import PromptLookup
         from ..session.session import Session
 
         versions = not ignore_versions
         bundle = Bundle.open(folder, check_versions=versions, trust=trust, key=key, known=not check)
         session = Session.from_bundle(bundle)
+        if session.ranks is not None:
+            terminal.of_rank(session.ranks.rank)
         asked = _asked(bundle, session, text, image or (), audio or (), chat)
     asked = _tokenised(session, asked)
     prompt_tokens, fed_tokens = _counts(session, asked)
-    pieces = session.generate_text(
-        asked,
-        max_new_tokens=max_new_tokens or _default_new_tokens(session, fed_tokens),
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        draft=PromptLookup(prompt_lookup) if prompt_lookup else None,
-        seed=seed,
-        stop=stop or None,
-    )
+    most = max_new_tokens or _default_new_tokens(session, fed_tokens)
+    choice = (temperature, top_k, top_p, min_p, repetition_penalty, seed)
+    if form is None:
+        draft = PromptLookup(prompt_lookup) if prompt_lookup else None
+        pieces = session.generate_text(asked, most, *choice, stop=stop or None, draft=draft)
+    else:
+        pieces = _formed(session, asked, CompletionOptions(Sampling(*choice), most, tuple(stop or ()), constraint=form))
     timed = _Timed(session, prompt_tokens, fed_tokens)
     try:
         for piece in timed.follow(pieces):
@@ -235,6 +243,36 @@ def _check_kinds(session: Session, images: Sequence[Path], sounds: Sequence[Path
         raise InputError(f"got {count} files, but the encoder takes one; pass one of them")
     if "text" not in kinds and count == 0:
         raise InputError(f"the bundle takes {kinds[0]} and no prompt alone; pass --{kinds[0]} FILE")
+
+
+def _form(json_schema: Path | None, regex: str | None) -> Constraint | None:
+    """The form that the answer is to have."""
+    if json_schema is None and regex is None:
+        return None
+    if json_schema is not None and regex is not None:
+        raise typer.BadParameter("an answer has one form; pass --json-schema or --regex", param_hint="'--regex'")
+    from ..errors import InputError
+    from ..generation.constraint import Constraint
+
+    if json_schema is None:
+        return Constraint("regex", regex or "")
+    try:
+        return Constraint("json_schema", json_schema.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read the schema {json_schema}: {error}; pass a file of JSON") from error
+
+
+def _formed(
+    session: Session, asked: str | list[dict[str, str]] | dict[str, Tensor], options: CompletionOptions
+) -> Iterator[str]:
+    """Text of a given form."""
+    from ..decoding.completion import Completer
+    from ..errors import InputError
+
+    completer = Completer(session)
+    if not isinstance(asked, dict) or set(asked) != {"input_ids"}:
+        raise InputError("an answer of a given form takes a prompt of text alone; leave out the files")
+    return (piece.text for piece in completer.complete(asked["input_ids"][0].tolist(), options))
 
 
 def _tokenised(

@@ -90,6 +90,12 @@ def _print_bundle(terminal: Terminal, bundle: Bundle) -> None:
     )
     terminal.print(layer_table(_row(layer) for layer in manifest.model_dump(mode="json")["layers"]))
     terminal.print(f"\ncache {bytes_text(manifest.cache_bytes)}, weights {bytes_text(manifest.weights_bytes)}\n")
+    if manifest.ranks is not None:
+        size = manifest.ranks.size
+        terminal.print(
+            f"of {size} ranks, each with this cache and at most {bytes_text(manifest.ranks.weights_bytes)} of the "
+            f"weights: torchrun --nproc-per-node {size} -m exportable_cache generate {bundle.path}\n"
+        )
     terminal.print(_method_table(bundle))
     terminal.print(f"\ntakes {_taken(bundle)}")
     terminal.print()
@@ -100,7 +106,7 @@ def _print_bundle(terminal: Terminal, bundle: Bundle) -> None:
         terminal.print()
     terminal.print("made with " + ", ".join(f"{name} {version}" for name, version in manifest.packages.items()))
     print_verification(terminal, bundle)
-    if manifest.target in _ELSEWHERE:
+    if manifest.target in _ELSEWHERE and manifest.ranks is None:
         terminal.print("\nwithout this package, in Python:")
         for line in _ELSEWHERE[manifest.target]:
             terminal.print(f"  {line}")

@@ -107,15 +107,6 @@ PlanTargetOption = Annotated[
         show_default="the dtype of the weights",
     ),
 ]
-TensorParallelOption = Annotated[
-    int | None,
-    typer.Option(
-        "--tensor-parallel",
-        metavar="N",
-        help="Also plan for N ranks that share the model, by transformers' own plan of it.",
-        show_default=False,
-    ),
-]
 TemperatureOption = Annotated[
     float,
     typer.Option("--temperature", metavar="T", callback=at_least(0), help="0 always takes the likeliest token."),
@@ -141,4 +132,16 @@ KeyOption = Annotated[
 ]
 IgnoreVersionsOption = Annotated[
     bool, typer.Option("--ignore-versions", help="Open the bundle although it was made with other package versions.")
+]
+JsonSchemaOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--json-schema",
+        metavar="FILE",
+        help="Answer in JSON of the schema in this file; needs the extra serve.",
+    ),
+]
+RegexOption = Annotated[
+    str | None,
+    typer.Option("--regex", metavar="PATTERN", help="Answer in this form; needs the extra serve."),
 ]

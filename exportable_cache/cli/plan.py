@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from ..cache.spec import CacheSpec
+from ..pipeline.split import Split
 from .layer_table import LayerRow, layer_table
-from .options import JsonOption, ModelArgument, PlanTargetOption, TensorParallelOption
+from .options import JsonOption, ModelArgument, PlanTargetOption
 from .settings import declared, options_of, takes
 from .terminal import Terminal, bytes_text
 
@@ -20,14 +21,11 @@ if TYPE_CHECKING:
 
 @takes(
     declared("model", ModelArgument),
-    *options_of([CacheSpec]),
+    *options_of([CacheSpec, Split]),
     declared("target", PlanTargetOption, None),
-    declared("tensor_parallel", TensorParallelOption, None),
     declared("json", JsonOption, False),
 )
-def plan(
-    ctx: typer.Context, model: str, target: str | None, tensor_parallel: int | None, json: bool, **given: Any
-) -> None:
+def plan(ctx: typer.Context, model: str, target: str | None, json: bool, **given: Any) -> None:
     """Size the cache of a model, without loading its weights."""
     from ..errors import UnsupportedModelError
 
@@ -35,7 +33,8 @@ def plan(
     with terminal.progress(f"reading the config of {model}"):
         from ..pipeline.sizing import plan_cache
 
-        made = plan_cache(model, CacheSpec(**given), target, tensor_parallel)
+        split = Split(**{one.name: given.pop(one.name) for one in fields(Split)})
+        made = plan_cache(model, CacheSpec(**given), target, split)
     if json:
         terminal.json(made.to_dict())
     if made.refusal:
@@ -46,6 +45,8 @@ def plan(
 
 def print_plan(terminal: Terminal, made: Plan) -> None:
     """Tables and totals, for people."""
+    from ..pipeline.sizing import MOST_TOKENS
+
     name = made.architecture or made.model_type
     terminal.print(
         f"{made.source}: {name}, batch size {made.batch_size}, {made.dtype}, max_cache_len {made.max_cache_len}\n"
@@ -62,6 +63,12 @@ def print_plan(terminal: Terminal, made: Plan) -> None:
         terminal.print(made.remark)
     if made.tensor_parallel is not None:
         _print_rank(terminal, made.tensor_parallel)
+    if made.pipeline is not None:
+        _print_stages(terminal, made)
+    if made.memory is not None:
+        more = " or more" if made.longest == MOST_TOKENS else ""
+        fits = f"max_cache_len {made.longest}{more} fits" if made.longest else "not even one token fits"
+        terminal.print(f"\nin {bytes_text(made.memory)} a process, for weights and cache, {fits}")
 
 
 def _print_rank(terminal: Terminal, rank: RankPlan) -> None:
@@ -74,3 +81,21 @@ def _print_rank(terminal: Terminal, rank: RankPlan) -> None:
         f"a decode step  {rank.messages} messages of {bytes_text(rank.message_bytes)}, {rank.sums} of them sums; "
         f"a rank sends at least {bytes_text(rank.sent_bytes)}"
     )
+
+
+def _print_stages(terminal: Terminal, made: Plan) -> None:
+    stages = made.pipeline
+    assert stages is not None
+    whose = "" if made.tensor_parallel is None else f" (one of {made.tensor_parallel.ranks} ranks of each)"
+    terminal.print(f"\neach of {stages.stages} stages{whose}")
+    for stage, (first, end) in enumerate(stages.layers):
+        terminal.print(
+            f"layers {first}-{end - 1}    cache {bytes_text(stages.cache_bytes[stage])}, "
+            f"weights {bytes_text(stages.weights_bytes[stage])}"
+        )
+    terminal.print(
+        f"a decode step  hidden states of {bytes_text(stages.sent_bytes)} from stage to stage, logits of "
+        f"{bytes_text(stages.logits_bytes)} from the last to all"
+    )
+    if made.tensor_parallel is not None:
+        terminal.print("sessions run ranks or stages, not both together: this is a plan on paper")

@@ -62,13 +62,17 @@ class Terminal:
         self._out = _Results(file=stdout, width=_WIDTH, highlight=False, markup=False, emoji=False)
         # The stream itself: what stands in for sys.stderr while a bar is drawn writes through this console.
         self._err = _Remarks(file=sys.stderr, highlight=False, markup=False, emoji=False)
+        self._who, self._is_silent = "", False
 
     def print(self, renderable: RenderableType = "", style: str | None = None) -> None:
         """A line or a table, to stdout. Neither is cut or wrapped."""
-        self._out.print(renderable, style=style, soft_wrap=isinstance(renderable, str))
+        if not self._is_silent:
+            self._out.print(renderable, style=style, soft_wrap=isinstance(renderable, str))
 
     def write(self, text: str) -> None:
         """Text as it is, to stdout, at once."""
+        if self._is_silent:
+            return
         self._stdout.write(text)
         self._stdout.flush()
 
@@ -78,11 +82,18 @@ class Terminal:
 
     def note(self, text: str) -> None:
         """A remark for people, to stderr."""
-        self._err.print(text, style="dim", soft_wrap=True)
+        if not self._is_silent:
+            self._err.print(text, style="dim", soft_wrap=True)
 
     def error(self, text: str) -> None:
         """A complaint, to stderr."""
-        self._err.print(text, style="red", soft_wrap=True)
+        self._err.print(self._who + text, style="red", soft_wrap=True)
+
+    def of_rank(self, rank: int) -> None:
+        """Of several processes that run one command the first alone writes; the others say what they cannot do."""
+        if rank:
+            self._who = f"rank {rank}: "
+            self._is_silent = True
 
     @contextmanager
     def progress(self, first: str) -> Iterator[Callback]:

@@ -3,6 +3,7 @@
 import warnings
 from typing import Any
 
+from ..generation.constraint import Constraint
 from ..generation.loop import generate_tokens
 from ..generation.multi_step import check_steps_per_launch
 from ..generation.sampler import Sampler
@@ -25,6 +26,7 @@ __all__ = [
     "Completer",
     "Completion",
     "CompletionOptions",
+    "Constraint",
     "ContinuousBatch",
     "Draft",
     "DraftModel",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from ..errors import CacheFullError, InputError
+from ..generation.constraint import Constraint, ConstraintCompiler, Follower
 from ..generation.sampler import Sampler
 from ..generation.sampling import Sampling
 from ..generation.text import TextPieces, encode_prompt
@@ -48,6 +49,7 @@ class CompletionOptions:
         max_new_tokens: Most tokens; None for as many as fit.
         stop: Texts that end the answer, and are not part of it.
         alternatives: How many of the most probable tokens are given at each place; None for no log probabilities.
+        constraint: The form of the answer; None for any. It ends where its form is complete.
 
     Raises:
         InputError: If a value is out of range.
@@ -57,6 +59,7 @@ class CompletionOptions:
     max_new_tokens: int | None = None
     stop: tuple[str, ...] = ()
     alternatives: int | None = None
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("max_new_tokens", 1), ("alternatives", 0)):
@@ -74,10 +77,12 @@ class Completion(Iterator[Piece]):
         prompt_tokens: Of the prompt.
         reused_tokens: Of them, those that the session held already.
         new_tokens: Given so far.
-        finish_reason: "stop" for an end token or a text of `stop`, "length" for the most tokens; None before the end.
+        finish_reason: "stop" for an end token, a text of `stop` or a form that is complete, "length" for the most
+            tokens; None before the end.
     """
 
     def __init__(self, completer: Completer, ids: Sequence[int], options: CompletionOptions) -> None:
+        self._follower = None if options.constraint is None else completer.follow(options.constraint)
         self.prompt_tokens, self.reused_tokens, self.new_tokens = len(ids), 0, 0
         self.finish_reason: FinishReason | None = None
         self._pieces = self._run(completer, list(ids), options)
@@ -96,17 +101,28 @@ class Completion(Iterator[Piece]):
         sampler = Sampler(options.sampling, torch.tensor([ids], device=session.device), session.vocab_size)
         pieces = TextPieces(completer.tokenizer, completer.end_tokens, options.stop)
         while True:
-            token = int(sampler.choose(logits)[0])
+            token = int(sampler.choose(self._allowed(logits))[0])
             self.new_tokens += 1
             text = pieces.push(token)
             if pieces.ended:
                 self.finish_reason = "stop"
+            elif self._completes(token):
+                self.finish_reason, text = "stop", text + pieces.finish()
             elif self.new_tokens == limit:
                 self.finish_reason, text = "length", text + pieces.finish()
             yield Piece(text, token, *_judged(logits[0], token, options.alternatives))
             if self.finish_reason is not None:
                 return
             logits = completer.step(token)
+
+    def _allowed(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits if self._follower is None else self._follower.only_allowed(logits)
+
+    def _completes(self, token: int) -> bool:
+        if self._follower is None:
+            return False
+        self._follower.take(token)
+        return self._follower.ended
 
 
 class Completer:
@@ -130,11 +146,17 @@ class Completer:
             raise InputError(
                 f"completions run at batch size 1, this session has {session.batch_size}; export it with batch_size=1"
             )
+        if session.ranks is not None:
+            raise InputError(
+                f"this session runs on {session.ranks.size} ranks, which would have to be asked the same in the same "
+                "order; completions are for sessions of one process, use generate_text"
+            )
         if session.text_tokenizer is None:
             raise InputError("completions need a tokenizer and this session has none; export the model with its own")
         self.session = session
         # Tokens that the session holds; None while that is not known.
         self._held: list[int] | None = None
+        self._constraints: ConstraintCompiler | None = None
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | TextTokenizer:
@@ -171,7 +193,8 @@ class Completer:
             options: How it is answered.
 
         Raises:
-            InputError: If it is empty, or an id is out of the vocabulary.
+            InputError: If it is empty, an id is out of the vocabulary, or the constraint cannot be read.
+            MissingDependencyError: If it has a constraint, and llguidance is not installed.
             CacheFullError: If it does not fit, or not with `max_new_tokens`.
         """
         if not ids:
@@ -181,6 +204,17 @@ class Completer:
             raise InputError(f"token id {wrong} is outside the vocabulary of 0 to {self.session.vocab_size - 1}")
         self.limit(len(ids), options.max_new_tokens)
         return Completion(self, ids, options)
+
+    def follow(self, constraint: Constraint) -> Follower:
+        """One answer's way through a constraint.
+
+        Raises:
+            InputError, MissingDependencyError: See `complete`.
+        """
+        if self._constraints is None:
+            # Half a second with a large vocabulary: once, and only where a form is asked for.
+            self._constraints = ConstraintCompiler(self.tokenizer, self.session.vocab_size, self.end_tokens)
+        return self._constraints.follow(constraint)
 
     def limit(self, prompt: int, asked: int | None) -> int | None:
         """Most tokens after a prompt of so many, None for any number. The newest token takes no slot.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,14 +13,18 @@ from transformers import PreTrainedConfig
 
 from ..cache.attention.functions import ATTENTION, register_attention
 from ..cache.attention.implementation import set_attention
+from ..cache.attention.names import RANKS_ATTENTION
+from ..cache.attention.over_ranks import register_over_ranks
 from ..cache.cache import LayeredCache
+from ..cache.context_ranks import UNSEEN, ContextRanks
 from ..cache.encoder_decoder import EncoderDecoderLayeredCache
 from ..cache.residence import Residence
 from ..cache.spec import CacheSpec
-from ..common.compat.transformers import set_attention_implementation
+from ..common.compat.transformers import attention_implementation, set_attention_implementation
 from ..common.settings import renamed
 from ..errors import ExportableCacheError, InputError, UnsupportedModelError, first_line
 from ..pytree import register_node
+from .context_split import check_split, ranks_of_context
 from .encoder import encoder_of
 from .encoder_decoder_layout import encoder_decoder_layers
 from .layout import check_longest, check_model_type, check_sinks, layout_from_config, layout_from_model
@@ -28,6 +33,7 @@ from .quantized_rows import QuantizedRows, has_quantized_weights
 from .rank_heads import check_heads, parts_of_heads
 from .ranks import ranks_of
 from .repeated_heads import repeat_heads
+from .stages import Stage, stage_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,6 +43,7 @@ if TYPE_CHECKING:
     from .ranks import Ranks
 
 register_attention()
+register_over_ranks()
 
 
 class ExportableCache(LayeredCache):
@@ -62,10 +69,12 @@ class ExportableCache(LayeredCache):
     Attributes:
         ranks: The processes that its model is split over; None of a model in one process.
         parts_of_heads: Of each layer, into how many parts its heads are cut over ranks, see `rank_heads`.
+        stage: What this process has of a model's layers, None of a model that has all of them.
     """
 
     ranks: Ranks | None = None
     parts_of_heads: tuple[int, ...] = ()
+    stage: Stage | None = None
 
     @classmethod
     def from_config(
@@ -159,6 +168,7 @@ class ExportableCache(LayeredCache):
         max_encoder_len: int | None = None,
         kv_dtype: str | None = None,
         offload: str | Path | None = None,
+        split_context: bool = False,
         attn_implementation: str | None = ATTENTION,
         slack: int | None = None,
     ) -> ExportableCache:
@@ -175,8 +185,12 @@ class ExportableCache(LayeredCache):
                 `seq2seq.encoder_of` for the default.
             offload: "host" to keep the layers in host memory (pinned, where steps run on a GPU), or a folder, to keep
                 them in mapped files there; each comes to the device before its turn, so that two are on it.
+            split_context: Keep on each process of the default group the slots of every `size`-th token of full layers
+                only, so that a row may be as long as all of them hold; the model is whole on each, and what they attend
+                to is merged. All processes have to call this. Sessions agree as those of a split model do.
 
         Raises:
+            InputError: If a value is out of range, see `CacheSpec`, or there is no process group to split over.
             UnsupportedModelError: If a layer has no storage policy here, or the model cannot run a token by itself, or
                 ranks cannot have equal parts of its heads.
         """
@@ -191,6 +205,7 @@ class ExportableCache(LayeredCache):
             kv_dtype=kv_dtype,
             max_encoder_len=max_encoder_len,
             offload=offload,
+            split_context=split_context,
         )
         return cls.from_model_spec(model, spec, attn_implementation)
 
@@ -203,7 +218,7 @@ class ExportableCache(LayeredCache):
             raise InputError(f"expected a transformers model, got {type(model).__name__}; load one, or use from_config")
         check_model_type(model.config)
         patch_model(model)
-        encoder, ranks = None, ranks_of(model)
+        encoder, ranks, stage = None, ranks_of(model), None
         if ranks is not None:
             repeat_heads(model, ranks)
             check_heads(model, ranks)
@@ -218,18 +233,32 @@ class ExportableCache(LayeredCache):
             )
         else:
             with _refused_if_it_fails(model):
-                layouts, dtype, device = _layouts(model)
+                stage = stage_of(model, model.device)
+                layouts, dtype, device = _layouts(model, stage)
         check_longest(model.config, spec.max_cache_len)
         if spec.sinks is not None:
             check_sinks(model.config, layouts)
-        cache = cls(_built(model, layouts, spec, spec.dtype or dtype, spec.device or device))
+        over = None
+        if spec.split_context:
+            ranks = ranks_of_context(model, ranks, spec.device or device)
+            over = ContextRanks(ranks.group, ranks.rank, ranks.size)
+        spec = replace(spec, dtype=spec.dtype or dtype, device=spec.device or device)
+        cache = cls(_built(model, layouts, spec, over))
         if encoder is not None:
             cache.encoder = encoder
+        if over is not None and attn_implementation == ATTENTION:
+            attn_implementation = RANKS_ATTENTION
         if attn_implementation is not None:
             set_attention(model, attn_implementation)
         cache._config = model.config.get_text_config(decoder=True)
         cache.model_types = tuple(sorted(model_types(model)))
-        if ranks is not None:
+        if over is not None:
+            cache.ranks, cache.parts_of_heads = ranks, (1,) * len(layouts)
+            if attn_implementation is not None:
+                check_split(model, cache)
+        elif stage is not None:
+            cache.ranks, cache.parts_of_heads, cache.stage = stage.ranks, (1,) * len(layouts), stage
+        elif ranks is not None:
             cache.ranks, cache.parts_of_heads = ranks, parts_of_heads(model, layouts, ranks)
         return cache
 
@@ -266,6 +295,10 @@ class ExportableCache(LayeredCache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int | torch.Tensor]:
         self._check_patches()
+        # A session's step has no config, and has switched its model's attention.
+        if self._config is not None and self.layers[layer_idx].over is not None:
+            if attention_implementation(self._config) != RANKS_ATTENTION:
+                raise UnsupportedModelError(UNSEEN)
         return super().get_mask_sizes(query_length, layer_idx)
 
     def _check_patches(self) -> None:
@@ -283,12 +316,12 @@ class ExportableEncoderDecoderCache(ExportableCache, EncoderDecoderLayeredCache)
     """An `ExportableCache` of an encoder-decoder: see `EncoderDecoderLayeredCache` for its layers and arguments."""
 
 
-def _layouts(model: PreTrainedModel) -> tuple[list[LayerLayout], torch.dtype, torch.device]:
+def _layouts(model: PreTrainedModel, stage: Stage | None) -> tuple[list[LayerLayout], torch.dtype, torch.device]:
     """`layout_from_model`; of quantised weights from the config where it tells, as a token through a model of billions
     of them takes a minute. They compute in float32.
     """
     if not has_quantized_weights(model):
-        return layout_from_model(model)
+        return layout_from_model(model, None if stage is None else stage.layers)
     try:
         return layout_from_config(model.config), torch.float32, model.device
     except UnsupportedModelError:
@@ -300,16 +333,25 @@ def _built(
     model: PreTrainedModel,
     layouts: list[LayerLayout],
     spec: CacheSpec,
-    dtype: torch.dtype,
-    device: torch.device | str,
+    over: ContextRanks | None,
 ) -> list[CacheLayer]:
     """The layers, on the device, or where the spec has them live.
+
+    Args:
+        model: Whose they are.
+        layouts: Of each.
+        spec: With dtype and device.
+        over: See `LayerLayout.build`.
 
     Raises:
         UnsupportedModelError: If they are to live elsewhere and others than they themselves look at their tensors.
     """
+    dtype, device = spec.dtype, spec.device
     if spec.offload is None:
-        return [layout.build(spec, dtype, device) for layout in layouts]
+        layers = [layout.build(spec, dtype, device, over) for layout in layouts]
+        for place, layer in enumerate(layers):
+            layer.place = place
+        return layers
     config = model.config.get_text_config(decoder=True)
     if getattr(model.config, "is_encoder_decoder", False) or getattr(config, "num_kv_shared_layers", 0):
         raise UnsupportedModelError(

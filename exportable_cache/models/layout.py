@@ -25,6 +25,7 @@ from ..common.compat.transformers import type_of_layer
 from ..errors import InputError, UnsupportedModelError
 from .codebooks import codebooks_of
 from .config_sizes import check_sizes
+from .split_weights import whole_shape
 from .support import (
     BIASED_BY_SLOT,
     COMPRESSED_TYPES,
@@ -176,6 +177,8 @@ def check_layers(model: PreTrainedModel, cache: Cache) -> None:
             "ExportableCache.from_model"
         )
     for index, ((layer_type, window), layer) in enumerate(zip(kinds, cache.layers, strict=True)):
+        if layer.is_dummy and getattr(cache, "stage", None) is not None:
+            continue
         found = (layer.policy.keeps_keys, isinstance(layer, LinearLayer))
         expected = (
             layer_type in (*KEY_TYPES, *HYBRID_TYPES, CROSS_ATTENTION),
@@ -216,10 +219,16 @@ def probe_tokens(model: PreTrainedModel, length: int = 1) -> torch.Tensor:
     return tokens if codebooks is None else codebooks.taken(tokens[..., None].expand(-1, -1, codebooks.count))
 
 
-def layout_from_model(model: PreTrainedModel) -> tuple[list[LayerLayout], torch.dtype, torch.device]:
+def layout_from_model(
+    model: PreTrainedModel, owned: range | None = None
+) -> tuple[list[LayerLayout], torch.dtype, torch.device]:
     """Shapes, dtype and device of each layer's keys and values, from one token run through the model.
 
     The model is the only reliable source: configs state head counts and sizes in many ways, some of them per layer.
+
+    Args:
+        model: In any mode.
+        owned: Layers that this process has, of a model that is split by layers; it keeps nothing of the others.
 
     Raises:
         UnsupportedModelError: If the model keeps no keys and values in a transformers cache.
@@ -240,7 +249,7 @@ def layout_from_model(model: PreTrainedModel) -> tuple[list[LayerLayout], torch.
             "a cache of its own kind is not supported"
         )
     layouts = [
-        _layout_of(index, model, layer, layer_type, window)
+        _layout_of(index, model, layer, layer_type, window) if owned is None or index in owned else LayerLayout("dummy")
         for index, ((layer_type, window), layer) in enumerate(zip(kinds, cache.layers, strict=True))
     ]
     keys = [layer.keys for layer in cache.layers if isinstance(getattr(layer, "keys", None), torch.Tensor)]
@@ -298,9 +307,13 @@ def vocab_size_of(model: PreTrainedModel) -> int:
     if codebooks is not None:
         return codebooks.vocab_size
     try:
-        return model.get_input_embeddings().weight.shape[0]
+        embeddings = model.get_input_embeddings()
+        # A stage behind the first has none.
+        if isinstance(getattr(embeddings, "weight", None), torch.Tensor):
+            return whole_shape(embeddings.weight)[0]
     except NotImplementedError:  # a model in which transformers does not find them (PP-FormulaNet)
-        return model.config.get_text_config(decoder=True).vocab_size
+        pass
+    return model.config.get_text_config(decoder=True).vocab_size
 
 
 def logits_size_of(model: PreTrainedModel) -> int:

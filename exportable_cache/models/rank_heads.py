@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from ..cache.layout import LayerLayout
+    from .rank_model import RankOf
     from .ranks import Ranks
 
 #: Names of the projections of attention in transformers' models: of queries, and of keys or values.
@@ -99,7 +100,7 @@ def _divisors(heads: int, queries: int | None) -> str:
     return str(found[0]) if len(found) == 1 else f"{', '.join(map(str, found[:-1]))} or {found[-1]}"
 
 
-def parts_of_heads(model: PreTrainedModel, local: Sequence[LayerLayout], ranks: Ranks) -> tuple[int, ...]:
+def parts_of_heads(model: PreTrainedModel, local: Sequence[LayerLayout], ranks: Ranks | RankOf) -> tuple[int, ...]:
     """Of each layer, into how many parts its heads are cut: as many as ranks; fewer, where several ranks keep the same
     head; 1 where all ranks keep all of the layer.
 
@@ -119,7 +120,7 @@ def parts_of_heads(model: PreTrainedModel, local: Sequence[LayerLayout], ranks: 
     return tuple(_parts(index, *pair, ranks) for index, pair in enumerate(zip(local, whole, strict=True)))
 
 
-def _parts(index: int, local: LayerLayout, whole: LayerLayout, ranks: Ranks) -> int:
+def _parts(index: int, local: LayerLayout, whole: LayerLayout, ranks: Ranks | RankOf) -> int:
     others = [one.name for one in fields(local) if _sizes(local, one.name) != _sizes(whole, one.name)]
     if not others:
         return 1

@@ -28,7 +28,6 @@ from .split_weights import split_tensor
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
 #: Values that one comparison takes, besides the name of the call.
 _MOST_VALUES = 7
@@ -40,7 +39,7 @@ class Ranks:
     """The processes that share one model, as each of them sees it; every one calls the same methods in the same order.
 
     Args:
-        mesh: Of one dimension.
+        group: The processes.
         device: Where the model's collectives take their tensors.
 
     Raises:
@@ -52,8 +51,8 @@ class Ranks:
         group: What they talk over.
     """
 
-    def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
-        self.group: ProcessGroup = mesh.get_group()
+    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+        self.group = group
         self.rank = dist.get_rank(self.group)
         self.size = dist.get_world_size(self.group)
         self.device = device
@@ -182,7 +181,7 @@ class Ranks:
         except ExportableCacheError:
             raise
         except RuntimeError as error:
-            if not isinstance(error, dist.DistError) and not any(sign in str(error) for sign in _SIGNS):
+            if not is_of_communication(error):
                 raise
             gone = self._gone()
             who = f"rank {', '.join(map(str, gone))} of {self.size} is gone" if gone else "a rank does not answer"
@@ -242,7 +241,48 @@ def ranks_of(model: nn.Module) -> Ranks | None:
         )
     if mesh.size() == 1:
         return None
-    return Ranks(mesh, split[0].to_local().device)
+    return Ranks(mesh.get_group(), split[0].to_local().device)
+
+
+def ranks_of_program(size: int, what: str) -> Ranks:
+    """The processes that a program for `size` ranks runs in: the default group, begun as torchrun says where it is not.
+
+    Args:
+        what: The program, for messages.
+
+    Raises:
+        InputError: If there is no group, or it is of another size.
+    """
+    remedy = f"start {size} processes: torchrun --nproc-per-node {size} -m exportable_cache generate {what}"
+    if not dist.is_available() or not dist.is_initialized():
+        launched = os.environ.get("WORLD_SIZE")
+        if not dist.is_available() or launched is None or "RANK" not in os.environ:
+            raise InputError(
+                f"{what} was exported for {size} ranks, and this is one process without a process group; {remedy}, or "
+                "call torch.distributed.init_process_group() first"
+            )
+        _check_size(size, int(launched), what, remedy)
+        # Programs run on the CPU.
+        dist.init_process_group("gloo")
+    _check_size(size, dist.get_world_size(), what, remedy)
+    group = dist.group.WORLD
+    assert group is not None
+    return Ranks(group, torch.device("cpu"))
+
+
+def _check_size(size: int, found: int, what: str, remedy: str) -> None:
+    if found != size:
+        raise InputError(
+            f"{what} was exported for {size} ranks, and this group has {found}; {remedy}, or export it again with "
+            f"{f'tensor_parallel={found}' if found > 1 else 'no tensor_parallel'}"
+        )
+
+
+def is_of_communication(error: BaseException) -> bool:
+    """Whether it says that another process was not reached."""
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+    )
 
 
 def _said(error: Exception) -> str:

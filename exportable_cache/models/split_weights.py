@@ -21,13 +21,13 @@ class PartOf:
         shape: Of the whole.
         dim: Along which it is cut.
         first: Index of the part's beginning.
-        group: The processes; several may have the same part.
+        group: The processes; several may have the same part. None of a part that a program is made of.
     """
 
     shape: tuple[int, ...]
     dim: int
     first: int
-    group: ProcessGroup
+    group: ProcessGroup | None
 
 
 def elements(tensor: torch.Tensor, where: torch.Tensor) -> torch.Tensor:

@@ -58,6 +58,11 @@ class TextTokenizer:
             return self.whole.decode(tokens, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=True)
         return self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
 
+    @property
+    def backend_tokenizer(self) -> Tokenizer:
+        """As transformers' fast tokenizers name it."""
+        return self._tokenizer
+
     @cached_property
     def whole(self) -> PreTrainedTokenizerBase:
         """Transformers' tokenizer."""

@@ -17,6 +17,7 @@ from ..models.quantized_sizes import quantized_bytes
 from ..models.tokenizers import has_tokenizer
 from ..models.without_weights import model_without_weights
 from .sizing import plan_cache
+from .split import Split
 from .steps import resolve
 
 if TYPE_CHECKING:
@@ -70,7 +71,8 @@ def dry_run(spec: ExportSpec) -> DryRun:
     config = load_config(spec.model_or_path)
     dtype = torch.float32 if resolved.dtype is None else resolved.dtype.chosen
     live = live_model(spec.model_or_path)
-    made = plan_cache(live or config, replace(spec.cache, dtype=dtype))
+    split = Split(tensor_parallel=spec.tensor_parallel)
+    made = plan_cache(live or config, replace(spec.cache, dtype=dtype), split=split)
     if made.cache_bytes is None:
         raise UnsupportedModelError(made.refusal)
     # Of a live model, too: its shapes alone, and no tensor is copied.
@@ -88,6 +90,12 @@ def dry_run(spec: ExportSpec) -> DryRun:
     remarks = [] if stored is None else [stored.remark.replace("were dequantised", "would be dequantised")]
     # A tuple of paths, since the spec was made.
     remarks += [f"the adapter in {folder} would be merged into the weights" for folder in tuple(spec.lora)]  # type: ignore[arg-type]
+    if made.tensor_parallel is not None:
+        each = made.tensor_parallel
+        remarks.append(
+            f"each of {each.ranks} ranks would have at most {each.weights_bytes:,} bytes of the weights, and "
+            f"{each.cache_bytes:,} of cache"
+        )
     if resolved.dtype is not None and resolved.dtype.stored != resolved.dtype.chosen:
         remarks.append(str(resolved.dtype))
     return DryRun(
@@ -105,8 +113,10 @@ def dry_run(spec: ExportSpec) -> DryRun:
 
 
 def _files(spec: ExportSpec) -> dict[str, str]:
+    ranks = spec.tensor_parallel
+    where, holds = ("", "weights") if ranks is None else (f" in rank-0 to rank-{ranks - 1}", "its rank's weights")
     files = {
-        f"the program for {spec.target}": "weights, one cache",
+        f"the program for {spec.target}{where}": f"{holds}, one cache",
         "config.json": "model config",
         "generation_config.json": "generation defaults",
         "manifest.json": "what the bundle is, with checksums",

@@ -55,6 +55,7 @@ def export(
     image_size: int | Sequence[int] | None = None,
     kv_dtype: str | None = None,
     rollback_slots: int = 0,
+    tensor_parallel: int | None = None,
     verify: bool = True,
     overwrite: bool = False,
     sign: str | os.PathLike | None = None,
@@ -98,6 +99,8 @@ def export(
             it is recorded.
         rollback_slots: Extra slots of each ring, so that `rollback_slots + 1` tokens can be taken back past the window,
             as drafts need it.
+        tensor_parallel: Ranks to split the program over, by transformers' plan of the model (targets `pt2` and `aoti`):
+            the bundle has a program for each, with its weights only, and as many processes open it together.
         verify: Compare with the model, see `verify_session`; the report is recorded in the manifest.
         overwrite: Replace a bundle that is there.
         sign: File of the private Ed25519 key to sign the bundle with, for `load(..., key=)`; needs the extra `sign`.
@@ -142,6 +145,7 @@ def export(
         dtype=dtype,
         modalities=modalities,
         image_size=image_size,
+        tensor_parallel=tensor_parallel,
         verify=verify,
         overwrite=overwrite,
         sign=sign,

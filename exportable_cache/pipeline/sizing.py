@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,15 +19,21 @@ from ..models.dtypes import stored_dtype
 from ..models.layout import check_longest, check_model_type, check_sinks, layout_from_config
 from ..models.loading import live_model, load_config
 from ..models.patches.registry import patch_model
+from ..models.stage_plan import StagePlan, plan_stages
 from ..models.tensor_plan import RankPlan, check_tensor_parallel, messages_of_token, split_layers, weights_of_rank
 from ..models.without_weights import ask_without_weights, model_without_weights
 from .dtypes import DtypeChoice, check_dtype, choose_dtype
+from .split import Split
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from ..cache.layers import CacheLayer
     from ..cache.layout import LayerLayout
+
+_WHOLE = Split()
+#: Where the search for what fits ends.
+MOST_TOKENS = 1 << 27
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,9 @@ class Plan:
         stored_dtype: Of the weights as they are; None where the config does not say.
         remark: What becomes of the stored dtype, where it is not kept.
         tensor_parallel: What each of several ranks would have and send, if that was asked for.
+        pipeline: What each of several stages would have and send; of one rank each, if there are such as well.
+        memory: Bytes that a process may take for weights and cache, if that was asked for.
+        longest: Largest `max_cache_len` that fits, 0 if none does; `MOST_TOKENS` if more than that would.
     """
 
     source: str
@@ -101,6 +110,9 @@ class Plan:
     stored_dtype: str | None = None
     remark: str = ""
     tensor_parallel: RankPlan | None = None
+    pipeline: StagePlan | None = None
+    memory: int | None = None
+    longest: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON values."""
@@ -113,7 +125,6 @@ def plan(
     batch_size: int = 1,
     dtype: torch.dtype | str | None = None,
     target: str | None = None,
-    tensor_parallel: int | None = None,
     **options: Any,
 ) -> Plan:
     """Size the cache of a model from its config; no weights are read, no cache memory is allocated.
@@ -125,8 +136,7 @@ def plan(
         dtype: Of keys, values and weights; by default what `target` computes best in, or without one the config's,
             float32 if it names none.
         target: What the model is to be exported for; it need not be installed.
-        tensor_parallel: Ranks to split the model over, by the plan that transformers has of it.
-        **options: Further fields of `CacheSpec`.
+        **options: Further fields of `CacheSpec`, and those of `Split`: tensor_parallel, pipeline, memory.
 
     Returns:
         The plan. A model the cache cannot hold gives one with no layers and the reason in `refusal`.
@@ -136,15 +146,17 @@ def plan(
             equal parts of the heads, or there is no such model or target.
         UnsupportedModelError: If transformers does not know the model type, or it is not a causal LM.
     """
-    spec = CacheSpec(max_cache_len, batch_size, dtype, **options)
-    return plan_cache(model_or_path, spec, target, tensor_parallel)
+    names = {one.name for one in fields(Split)}
+    split = Split(**{name: given for name, given in options.items() if name in names})
+    further = {name: given for name, given in options.items() if name not in names}
+    return plan_cache(model_or_path, CacheSpec(max_cache_len, batch_size, dtype, **further), target, split)
 
 
 def plan_cache(
     model_or_path: str | Path | PreTrainedModel | PreTrainedConfig,
     spec: CacheSpec,
     target: str | None = None,
-    tensor_parallel: int | None = None,
+    split: Split = _WHOLE,
 ) -> Plan:
     """`plan`, of options that are one value."""
     if target is not None:
@@ -179,7 +191,12 @@ def plan_cache(
     except UnsupportedModelError as error:
         return Plan(**about, layers=(), max_length=None, cache_bytes=None, dynamic_bytes=None, refusal=str(error))
     built = [layout.build(spec, chosen, "meta") for layout in layouts]
-    ranks = None if tensor_parallel is None else _rank_plan(config, model, layouts, built, (tensor_parallel, chosen))
+    ranks = None if split.tensor_parallel is None else _rank_plan(config, model, layouts, built, (split, chosen))
+    stages, longest = None, None
+    if split.pipeline is not None:
+        stages = _stage_plan(model, layouts, built, split, chosen)
+    if split.memory is not None:
+        longest = _longest(model, layouts, spec, split, chosen)
     limits = [layer.max_length for layer in built if layer.max_length is not None]
     return Plan(
         **about,
@@ -202,6 +219,9 @@ def plan_cache(
         cache_bytes=sum(layer.nbytes for layer in built),
         dynamic_bytes=sum(_dynamic_bytes(layout, spec, chosen) for layout in layouts),
         tensor_parallel=ranks,
+        pipeline=stages,
+        memory=split.memory,
+        longest=longest,
     )
 
 
@@ -210,7 +230,7 @@ def _rank_plan(
     model: PreTrainedModel | None,
     layouts: list[LayerLayout],
     built: list[CacheLayer],
-    asked: tuple[int, torch.dtype],
+    asked: tuple[Split, torch.dtype],
 ) -> RankPlan:
     """What a rank would have, of how many ranks and in which dtype of the weights."""
     if model is None or getattr(config, "is_encoder_decoder", False):
@@ -218,17 +238,17 @@ def _rank_plan(
             f"how {config.model_type!r} is split over ranks cannot be told: it is an encoder-decoder, or cannot be "
             "built without its weights; leave out tensor_parallel"
         )
-    ranks, dtype = asked
+    dtype, ranks = asked[1], asked[0].tensor_parallel
+    assert ranks is not None
     check_tensor_parallel(model, layouts, ranks)
     split = split_layers(model, layouts)
     own = sum(_bytes_of_heads(built[index]) for index in split)
-    of_rank = sum(_bytes_of_heads(built[index]) // min(ranks, layouts[index].num_heads or 1) for index in split)
     total = sum(layer.nbytes for layer in built)
     messages = list(messages_of_token(model, ranks, _rows(built), dtype))
     return RankPlan(
         ranks=ranks,
         weights_bytes=weights_of_rank(model, layouts, ranks, dtype),
-        cache_bytes=total - own + of_rank,
+        cache_bytes=sum(_bytes_on_a_rank(model, layouts, built, ranks)),
         split_layers=split,
         replicated_bytes=total - own,
         messages=len(messages),
@@ -236,6 +256,64 @@ def _rank_plan(
         message_bytes=sum(size for _, size, _ in messages),
         sent_bytes=sum(sent for _, _, sent in messages),
     )
+
+
+def _bytes_on_a_rank(
+    model: PreTrainedModel, layouts: list[LayerLayout], built: list[CacheLayer], ranks: int | None
+) -> list[int]:
+    """Bytes of each layer on one rank."""
+    found = [layer.nbytes for layer in built]
+    for index in split_layers(model, layouts) if ranks is not None else ():
+        heads = _bytes_of_heads(built[index])
+        found[index] += heads // min(ranks or 1, layouts[index].num_heads or 1) - heads
+    return found
+
+
+def _stage_plan(
+    model: PreTrainedModel | None,
+    layouts: list[LayerLayout],
+    built: list[CacheLayer],
+    split: Split,
+    dtype: torch.dtype,
+) -> StagePlan:
+    if model is None or getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            "how this model's layers are split over stages cannot be told: it is an encoder-decoder, or cannot be "
+            "built without its weights; leave out pipeline"
+        )
+    ranks = split.tensor_parallel
+    return plan_stages(
+        model,
+        split.pipeline or 1,
+        _bytes_on_a_rank(model, layouts, built, ranks),
+        lambda has: weights_of_rank(model, layouts, ranks or 1, dtype, has),
+        (_rows(built), dtype),
+    )
+
+
+def _longest(
+    model: PreTrainedModel | None, layouts: list[LayerLayout], spec: CacheSpec, split: Split, dtype: torch.dtype
+) -> int:
+    """Most tokens of full layers with which no process takes more than it may."""
+    if model is None or not isinstance(split.memory, int):
+        raise UnsupportedModelError("this model cannot be built without its weights, so what fits cannot be told")
+
+    def fits(tokens: int) -> bool:
+        built = [layout.build(replace(spec, max_cache_len=tokens), dtype, "meta") for layout in layouts]
+        if split.pipeline is not None:
+            stages = _stage_plan(model, layouts, built, split, dtype)
+            taken = stages.weights_bytes[stages.fullest] + stages.cache_bytes[stages.fullest]
+        else:
+            ranks = split.tensor_parallel
+            taken = weights_of_rank(model, layouts, ranks or 1, dtype)
+            taken += sum(_bytes_on_a_rank(model, layouts, built, ranks))
+        return taken <= split.memory
+
+    least, most = 0, MOST_TOKENS
+    while least < most:
+        middle = (least + most + 1) // 2
+        least, most = (middle, most) if fits(middle) else (least, middle - 1)
+    return least
 
 
 def _bytes_of_heads(layer: CacheLayer) -> int:

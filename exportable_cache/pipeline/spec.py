@@ -45,6 +45,7 @@ class ExportSpec:
         image_size: Height and width of every image in pixels, where the model's config leaves it open, see there.
         verify: Compare with the model.
         overwrite: Replace a bundle that is there.
+        tensor_parallel: Ranks to split the program over, None for a program of one process.
         sign: File of the private key to sign the bundle with, see `bundle.signature`; None for no signature.
         tokenizer: Saved in the bundle; None for the one beside the model.
         lora: Folder of an adapter to merge into the weights, at most one.
@@ -91,6 +92,15 @@ class ExportSpec:
         kind=bool,
     )
     overwrite: bool = setting(False, "Replace DIR if it exists.", flags=("--overwrite",), kind=bool)
+    tensor_parallel: int | None = setting(
+        None,
+        "Split the program over N processes, which run it together, by transformers' plan of the model.",
+        flags=("--tensor-parallel",),
+        metavar="N",
+        kind=int,
+        least=2,
+        shown_default=False,
+    )
     sign: str | os.PathLike | None = setting(
         None,
         "Private Ed25519 key to sign the bundle with, so that others can check who made it.",
@@ -133,6 +143,8 @@ class ExportSpec:
                 f"batch_size is {rows}, target {self.target!r} takes at most {most}; "
                 f"export with that, {f'with {lifted}, ' if lifted else ''}or for target 'pt2'"
             )
+        if self.tensor_parallel is not None:
+            _check_ranks(self, backend)
         if self.quantization is not None:
             linear, embeddings = getattr(backend, "linear_schemes", ()), getattr(backend, "embedding_schemes", ())
             check_schemes(self.quantization, self.target, linear, embeddings)
@@ -152,6 +164,21 @@ class ExportSpec:
         if not isinstance(self.modalities, Mapping):
             object.__setattr__(self, "modalities", tuple(self.modalities))
         object.__setattr__(self, "lora", _checked_lora(self.lora))
+
+
+def _check_ranks(spec: ExportSpec, backend: Any) -> None:
+    """Refuse what programs in parts do not have."""
+    if not getattr(backend, "sums_over_ranks", False):
+        raise InputError(
+            f"tensor_parallel is {spec.tensor_parallel}, and programs of target {spec.target!r} run in one process; "
+            "export for target 'pt2' or 'aoti', or leave it out"
+        )
+    for name, given in (("quantize", spec.quantization), ("modalities", spec.modalities)):
+        if given:
+            raise InputError(
+                f"tensor_parallel is {spec.tensor_parallel} and {name} is {given!r}, but a program over ranks has "
+                f"float weights and takes text alone; leave one of them out"
+            )
 
 
 def _checked_lora(lora: str | os.PathLike | Sequence[str | os.PathLike] | None) -> tuple[str, ...]:

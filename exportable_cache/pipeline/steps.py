@@ -41,6 +41,7 @@ from ..verification.report import VerifyReport
 from ..verification.spec import VerifySpec
 from ..verification.tolerance import tolerances_of
 from .dtypes import choose_dtype
+from .ranks import check_ranks, lower_ranks
 
 # Of a quantised model, a byte each while it is exported: what a small machine can spare.
 _MOST_IN_MEMORY = 2_000_000_000
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from ..common.progress import Progress
     from ..models.loading import LoadedModel
     from ..program.spec import ProgramSpec
+    from ..session.session import Session
     from ..verification.stored import FedPrompt
     from .dtypes import DtypeChoice
     from .spec import ExportSpec
@@ -148,6 +150,8 @@ def resolve(spec: ExportSpec) -> Resolved:
             f"a token of a {config.model_type!r} model is several ids, which no bundle describes; run it in a session, "
             "Session.from_model"
         )
+    if spec.tensor_parallel is not None:
+        check_ranks(config, spec.tensor_parallel)
     check_checkpoint(spec.model_or_path, config)
     stored = stored_dtype(live_model(spec.model_or_path) or config)
     return Resolved(spec, backend, asked, dtype=None if stored is None else _chosen(spec, stored))
@@ -245,17 +249,38 @@ def lower(resolved: Resolved, source: Source, made: Program, folder: Path, progr
     """
     spec = resolved.spec
     progress(f"lowering to {spec.target}", 0, None)
+    lowered, ranked = [], None
     with few_collections():
-        lowered = resolved.backend.lower(made, folder, spec.options)
-    provenance = Provenance(source.loaded.source, spec.target, spec.cache.max_cache_len, spec.options.to_dict())
+        if spec.tensor_parallel is None:
+            lowered = resolved.backend.lower(made, folder, spec.options)
+        else:
+            made, lowered, ranked = lower_ranks(
+                source.model,
+                spec.tensor_parallel,
+                folder,
+                lambda part: program(resolved, part, allocate(resolved, part)),
+                lambda part, inside: resolved.backend.lower(part, inside, spec.options),
+                progress,
+            )
+    provenance = Provenance(
+        source.loaded.source,
+        spec.target,
+        spec.cache.max_cache_len,
+        spec.options.to_dict(),
+        whole=None if ranked is None else source.model,
+    )
     bundle = write_bundle(folder, made, lowered, provenance=provenance, loaded=source.loaded, progress=progress)
-    recorded = {"stored_dtype": dtype_name(source.dtype.stored), "remarks": list(source.loaded.remarks)}
+    recorded = {
+        "stored_dtype": dtype_name(source.dtype.stored),
+        "remarks": list(source.loaded.remarks),
+        "ranks": ranked,
+    }
     if spec.quantization is not None:
         recorded["weights_bytes"] = source.weights_bytes
         recorded["quantization"] = Quantized(**spec.quantization.to_dict())
     if spec.cache.kv_dtype is not None:
         exact = replace(spec.cache, kv_dtype=None, device="meta")
-        float_bytes = ExportableCache.from_model_spec(source.model, exact, attn_implementation=None).nbytes
+        float_bytes = ExportableCache.from_model_spec(made.model, exact, attn_implementation=None).nbytes
         recorded["kv_cache"] = RoundedCache(dtype=spec.cache.kv_dtype, float_bytes=float_bytes)
     return replace(bundle, manifest=bundle.manifest.model_copy(update=recorded))
 
@@ -271,10 +296,18 @@ def verify(
     Raises:
         VerificationError: If they disagree.
     """
-    spec, model, manifest = resolved.spec, source.model, bundle.manifest
+    spec, model = resolved.spec, source.model
     if not spec.verify:
         return bundle, []
     session, remark = session_to_verify(bundle, model, made, progress=progress)
+    with session:
+        return _verified(resolved, source, session, bundle, remark, progress)
+
+
+def _verified(
+    resolved: Resolved, source: Source, session: Session, bundle: Bundle, remark: str, progress: Progress
+) -> tuple[Bundle, list[FedPrompt]]:
+    spec, model, manifest = resolved.spec, source.model, bundle.manifest
     fed: list[FedPrompt] = []
     if spec.quantization is not None:
         progress("finding what rounding does to the logits", 0, None)

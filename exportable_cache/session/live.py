@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..backends.compiling import CompileOptions
 from ..backends.module import ModuleRunner
+from ..backends.staged import StagedRunner
 from ..errors import InputError
 from ..models.cache_factory import ExportableCache
 from ..models.fingerprint import fingerprint
@@ -59,7 +60,8 @@ def live_session(
             "graph_cache"
         )
     modalities = modalities_of(model, options.modalities, options.image_size)
-    runner = ModuleRunner(
+    kind_of_runner = ModuleRunner if cache.stage is None else StagedRunner
+    runner = kind_of_runner(
         model,
         cache,
         ProgramSpec(
@@ -84,7 +86,7 @@ def live_session(
         placeholders={modality.method.name: modality.token_id for modality in modalities},
         steps_per_launch=options.steps_per_launch,
     )
-    session.use_ranks(cache)
+    session.use_ranks(cache.ranks, cache.parts_of_heads)
     return session
 
 

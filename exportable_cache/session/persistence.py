@@ -11,6 +11,9 @@ import torch
 from safetensors.torch import save_file
 
 from ..backends.base import state_of
+from ..backends.staged import StagedRunner
+from ..cache.kernel import PORTABLE
+from ..cache.policies import FullPolicy
 from ..common.files import atomic_path, damaged_if_malformed, read_tensors
 from ..errors import ExportableCacheError, InputError
 from .inputs.image_places import PlacedImages
@@ -47,11 +50,16 @@ def save_state(session: Session, path: Path) -> None:
     Slots that no row has reached are left out, so the file is as large as what it holds. Of a parallel session rank 0
     writes one file, of the heads of all ranks: the same as one process writes.
     """
+    _check_no_stages(session)
     sequence, ranks = session.sequence, session.ranks
     most = int(sequence.max_len_ever.max())
     tensors = {}
     for name, tensor in runner_state(session).items():
-        filled = _filled(tensor, session, name, most).detach()
+        filled = tensor.detach()
+        if ranks is not None and _is_split(session, name):
+            filled = _slots_of_all(filled, session, name, most)
+        else:
+            filled = _filled(filled, session, name, most)
         if ranks is not None:
             filled = ranks.whole(filled, *_cut(session, name))
             if ranks.rank != 0:
@@ -95,6 +103,7 @@ def load_state(session: Session, path: Path) -> None:
         BundleError: If the file is missing, damaged or not a saved state.
         InputError: If it is of another model, of other layers or another batch size, or longer than this cache.
     """
+    _check_no_stages(session)
     ranks = session.ranks
     if ranks is None:
         tensors, sequence = _read(session, path)
@@ -157,6 +166,8 @@ def _read(session: Session, path: Path) -> tuple[dict[str, torch.Tensor], Sequen
             if session.ranks is not None:
                 _check_parts(session, name, tensors[name], tensor, path)
                 tensors[name] = session.ranks.part(tensors[name], *_cut(session, name))
+                if _is_split(session, name):
+                    tensors[name] = _own_slots(tensors[name], session, name)
             expected = list(tensor.shape)
             dim = _capacity_dim(session, name)
             given = list(tensors[name].shape)
@@ -176,6 +187,15 @@ def _read(session: Session, path: Path) -> tuple[dict[str, torch.Tensor], Sequen
         _check_rows(session, length, max_len_ever, unfed)
     encoded_here = tuple(tensor.to(session.device) for tensor in encoded)
     return tensors, SequenceState(length, max_len_ever, unfed, images, encoded_here)
+
+
+def _check_no_stages(session: Session) -> None:
+    """Refuse layers that are split over stages, of which no file is written."""
+    if isinstance(session.runner, StagedRunner):
+        raise InputError(
+            "the layers of this session are split over stages (pp_size), and such states are neither saved nor loaded; "
+            "feed the sequence again"
+        )
 
 
 def _check_parts(session: Session, name: str, whole: torch.Tensor, part: torch.Tensor, path: Path) -> None:
@@ -216,6 +236,9 @@ def _check_rows(session: Session, length: torch.Tensor, ever: torch.Tensor, unfe
 def _describe(layer: CacheLayer) -> dict:
     """What must agree. How many tokens a full layer can hold need not: its slots are positions."""
     config = layer.config()
+    if layer.over is not None:
+        # Of all ranks together it is a full one.
+        return {**config, "policy": {"kind": FullPolicy.kind}, "kernel": PORTABLE.to_config()}
     if layer.max_length is None:
         return config
     policy = {name: value for name, value in config["policy"].items() if name != "capacity"}
@@ -232,6 +255,27 @@ def _capacity_dim(session: Session, name: str) -> int | None:
     layer = _layer_of(session, name)
     dims = layer.state[name.split(".")[-1]].dims
     return dims.index("capacity") if "capacity" in dims and layer.follows_decoder else None
+
+
+def _is_split(session: Session, name: str) -> bool:
+    """Whether a state tensor has the slots of one rank of several."""
+    return _layer_of(session, name).over is not None and _capacity_dim(session, name) is not None
+
+
+def _slots_of_all(part: torch.Tensor, session: Session, name: str, most: int) -> torch.Tensor:
+    """The first `most` slots of a row, of which ranks have every `size`-th one."""
+    ranks, dim = session.ranks, _capacity_dim(session, name)
+    assert ranks is not None and dim is not None
+    each = -(-most // ranks.size)
+    found = ranks.whole(part.narrow(dim, 0, each), dim, ranks.size)
+    return found.unflatten(dim, (ranks.size, each)).transpose(dim, dim + 1).flatten(dim, dim + 1).narrow(dim, 0, most)
+
+
+def _own_slots(whole: torch.Tensor, session: Session, name: str) -> torch.Tensor:
+    """Of a row's slots those of this rank."""
+    ranks, dim = session.ranks, _capacity_dim(session, name)
+    assert ranks is not None and dim is not None
+    return whole.index_select(dim, torch.arange(ranks.rank, whole.shape[dim], ranks.size))
 
 
 def _filled(tensor: torch.Tensor, session: Session, name: str, most: int) -> torch.Tensor:

@@ -154,6 +154,7 @@ class Session(SteppedSession):
             fingerprint=manifest.fingerprint,
             placeholders=recorded_placeholders(runner.methods.values(), manifest.config),
         )
+        session.use_ranks(getattr(runner, "ranks", None), manifest.parts_of_heads)
         session._stepper.needs_equal_rows = lambda: manifest.program.equal_rows
         session._stepper.logits_size = manifest.logits_size or manifest.vocab_size
         return session

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from ..backends.base import Runner
     from ..cache.layers import CacheLayer
     from ..generation.sampling import Sampling
-    from ..models.cache_factory import ExportableCache
     from ..models.ranks import Ranks
     from .inputs.stage import Prompt
 
@@ -178,9 +177,9 @@ class SteppedSession:
         """The processes that its model is split over, None of a program of one process."""
         return self._stepper.ranks
 
-    def use_ranks(self, cache: ExportableCache) -> None:
-        """Agree with the other ranks of a cache that holds the heads of one."""
-        self._stepper.ranks, self.parts_of_heads = cache.ranks, cache.parts_of_heads
+    def use_ranks(self, ranks: Ranks | None, parts_of_heads: tuple[int, ...]) -> None:
+        """Agree with the other ranks, where the cache holds the heads of one."""
+        self._stepper.ranks, self.parts_of_heads = ranks, parts_of_heads
 
     def check_same(self, call: str, **values: Any) -> None:
         """Refuse a call that another rank makes with other arguments, or from another place; before all other checks,

@@ -15,6 +15,7 @@ from ..models.cache_factory import ExportableCache
 from ..program.program import Program
 from ..program.spec import ProgramSpec
 from ..session.session import Session
+from .rank_runner import RankProcesses
 from .references.at_once import is_large
 
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ def session_to_verify(
         program: What was lowered, if it is at hand; made anew from the model and the manifest otherwise.
 
     Returns:
-        The session, and what verifying it says of the program where that goes without saying no longer.
+        The session, to be closed afterwards, and what verifying it says of the program where that goes without saying
+        no longer.
 
     Raises:
         VerificationError: If the program is not the one that the bundle's files were made from.
@@ -52,6 +54,10 @@ def session_to_verify(
         progress(f"reading the {manifest.target} program", 0, None)
         stand_in = backend.stand_in(program or program_of(manifest, model), description, options)
         return Session.from_bundle(bundle, stand_in.runner), stand_in.remark
+    if manifest.ranks is not None:
+        size = manifest.ranks.size
+        progress(f"opening the {manifest.target} program in {size} processes", 0, None)
+        return Session.from_bundle(bundle, RankProcesses(bundle)), ""
     progress(f"opening the {manifest.target} program", 0, None)
     # Of a large model the reference comes first: the memory that it needs is given back before the program takes its
     # own. Other runners have more to ask for than steps.

@@ -85,8 +85,9 @@ def verify(
         progress(f"quantising to {quantization}", 0, None)
         model = quantize(model, quantization).model
     session, remark = session_to_verify(bundle, model, progress=progress)
-    if manifest.quantization is not None and spec.tolerance is None:
-        largest, rms = tolerances_of(model, quantization, session.runner.methods.get("encode"))
-        spec = replace(spec, tolerance=largest, rms_tolerance=rms)
-    report = compare(session, model, spec, progress)
+    with session:
+        if manifest.quantization is not None and spec.tolerance is None:
+            largest, rms = tolerances_of(model, quantization, session.runner.methods.get("encode"))
+            spec = replace(spec, tolerance=largest, rms_tolerance=rms)
+        report = compare(session, model, spec, progress)
     return replace(report, remark=remark)

@@ -24,6 +24,7 @@ from torch._inductor import config as inductor
 from exportable_cache import ExportableCache, Session
 from exportable_cache.backends import background_worker
 from exportable_cache.backends.background_process import _Requests, _runner
+from exportable_cache.backends.background_twin import Twin, can_fork
 from exportable_cache.backends.skeleton import from_skeleton, skeleton
 from exportable_cache.common.compat.torch import inductor_config
 from exportable_cache.decoding import ContinuousBatch
@@ -257,6 +258,31 @@ def test_what_a_step_waits_for_goes_before_what_is_needed_later(monkeypatch) -> 
     with pytest.raises(Ended, match="0"):
         requests.read()
     assert requests.next()[0] == 4
+
+
+def test_two_processes_compile_and_the_one_that_ends_gives_its_graph_back(monkeypatch) -> None:
+    """What one has found out about the read lengths of a method holds for both."""
+    if not can_fork():
+        pytest.skip("a second process would have no core")
+    here = os.getpid()
+
+    def serve(request: tuple, unshared: set[str]) -> tuple[str, int, str]:
+        if request[1] == "die":
+            os._exit(0)
+        found = ",".join(sorted(unshared))
+        unshared.add(f"{request[1]} {os.getpid() == here}")
+        return "ready", request[0], found
+
+    source, sent = os.pipe()
+    requests, unshared, told = _Requests(os.fdopen(source, "rb")), {"before"}, []
+    twin = Twin(serve, [sent])
+    requests.put((1, "first", [torch.zeros(2)], False))
+    requests.put((2, "die", [], True))
+    twin.serve(requests, unshared, lambda *answer: told.append(answer))
+    assert told == [("ready", 1, "before")] and unshared == {"before", "first False"}
+    assert requests.next()[:2] == (2, "die")
+    twin.close()
+    os.close(sent)
 
 
 def test_what_cannot_be_compiled_elsewhere_is_refused_by_name_only(caplog) -> None:

@@ -20,7 +20,7 @@ from torch._inductor import config as inductor
 from exportable_cache import ExportableCache, Session
 from exportable_cache.backends import graph_cache
 from exportable_cache.backends.graph_cache import GraphCache
-from exportable_cache.common.compat.torch_compile import sources_once
+from exportable_cache.common.compat import torch_compile as private
 from exportable_cache.common.files import PARTIAL
 from exportable_cache.errors import InputError
 
@@ -65,13 +65,29 @@ def counts(session: Session) -> tuple[int, int]:
 
 @pytest.fixture(scope="module", autouse=True)
 def generated_code() -> Iterator[None]:
-    """Inductor tries what the processor knows, but for the processes that load what it tries it by."""
+    """Inductor tries what the processor knows where nobody says that it need not, but for the processes that load what
+    it tries it by.
+    """
     with (
         compiling_with("inductor"),
         inductor.patch({"cpp.vec_isa_ok": None}),
         mock.patch.object(cpu_vec_isa.VecISA, "_probe_load", lambda self, path: True),
     ):
         yield
+
+
+def forget_code() -> None:
+    """What Inductor keeps in memory, with the folder that it was in."""
+    codecache.CppPythonBindingsCodeCache.cache_clear()
+    codecache.PyCodeCache.cache_clear()
+    private.forget_processor()
+
+
+def in_an_empty_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a new process whose Inductor finds no code, and may compile none."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    forget_code()
+    monkeypatch.setattr(cpp_builder.CppBuilder, "build", lambda self: pytest.fail("code is compiled"))
 
 
 def ring_model(scale: float = 1.0):
@@ -88,10 +104,11 @@ def model():
 @pytest.fixture(scope="module")
 def folder(model, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("graphs")
-    # As in a process that has compiled something before: what it tried the processor by is in the files all the same.
-    assert cpu_vec_isa.pick_vec_isa()
     session = session_of(model, folder, buckets=False)
-    assert worst(session, model) <= 1e-4
+    with mock.patch.object(cpu_vec_isa.VecISA, "check_build", lambda self, code: pytest.fail("the processor is tried")):
+        assert worst(session, model) <= 1e-4
+    # Of some ten kernels each.
+    assert len(session.runner.graph_cache._libraries) == 2
     assert counts(session) == (0, 2) and len(list(folder.glob("*.graph"))) == 2
     return folder
 
@@ -105,18 +122,41 @@ def test_a_later_session_traces_and_compiles_nothing(model, folder) -> None:
 
 def test_a_later_session_needs_nothing_of_inductors_own_folder(model, folder, tmp_path, monkeypatch) -> None:
     """Which lies among temporary files: machine code is in the graph's file."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    for forget in (
-        codecache.CppPythonBindingsCodeCache.cache_clear,
-        codecache.PyCodeCache.cache_clear,
-        cpu_vec_isa.valid_vec_isa_list.cache_clear,
-        cpu_vec_isa.VecISA._VecISA__bool__impl.cache_clear,
-    ):
-        forget()
-    monkeypatch.setattr(cpp_builder.CppBuilder, "build", lambda self: pytest.fail("code is compiled"))
+    in_an_empty_folder(tmp_path, monkeypatch)
     session = session_of(model, folder, buckets=False)
     assert worst(session, model) <= 1e-4
     assert counts(session) == (2, 0) and list(tmp_path.rglob("*.main.so"))
+
+
+@pytest.mark.full
+def test_what_the_processor_was_tried_by_is_in_the_file_too(model, tmp_path, monkeypatch) -> None:
+    """Where a kernel could not be compiled without; also in a process that had tried it before."""
+    forget_code()
+    monkeypatch.setattr(private, "_takes_short_cuts", False)
+    assert cpu_vec_isa.pick_vec_isa()
+    session_of(model, tmp_path / "graphs", buckets=False).prefill(tokens(3))
+    in_an_empty_folder(tmp_path / "code", monkeypatch)
+    session = session_of(model, tmp_path / "graphs", buckets=False)
+    assert session.prefill(tokens(3)).isfinite().all() and counts(session) == (1, 0)
+
+
+def test_what_cannot_be_compiled_without_a_trial_of_the_processor_is_compiled_with_one(monkeypatch) -> None:
+    """The compiler may know fewer instructions than the processor."""
+    monkeypatch.setattr(private, "_takes_short_cuts", True)
+    monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", lambda self, code: False)
+    found = []
+
+    def compile_region() -> bool:
+        private.forget_processor()
+        found.append(bool(cpu_vec_isa.VecAVX2()))
+        if found[-1]:
+            raise RuntimeError("unrecognized command-line option")
+        return found[-1]
+
+    assert private._shortly(compile_region) is False and found == [True, False]
+    assert not private.takes_short_cuts()
+    assert private._shortly(compile_region) is False and found == [True, False, False]
+    private.forget_processor()
 
 
 def test_graphs_hold_no_weights(model, folder) -> None:
@@ -293,7 +333,7 @@ def test_processes_that_share_a_folder_read_whole_graphs_or_none(model, tmp_path
 def test_a_source_is_noted_once(monkeypatch) -> None:
     noted: list[object] = []
     monkeypatch.setattr(SourceInfo, "add_code", lambda self, code: noted.append(code))
-    with sources_once():
+    with private.sources_once():
         info, code = SourceInfo(inlined_sources=set()), test_a_source_is_noted_once.__code__
         info.add_code(code), info.add_code(code)
     assert noted == [code]

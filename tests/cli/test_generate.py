@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -9,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from exportable_cache import export, load
 from exportable_cache.bundle.bundle import Bundle
 
+from ..decoding.byte_tokenizer import SIZE, byte_tokenizer
 from ..support.letters import letter_tokenizer
 from ..support.models import VOCAB, tiny_model
 
@@ -166,3 +168,26 @@ def test_tokens_outside_the_vocabulary(run, letters, tmp_path):
 def _described(path, file):
     content = path.read_bytes()
     return file.model_copy(update={"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)})
+
+
+def test_an_answer_has_the_form_that_was_asked_for(run, bundle, tmp_path):
+    pytest.importorskip("llguidance", reason="the serve extra is not installed")
+    # What a token of this one is in bytes cannot be told.
+    assert "cannot be followed token by token" in run("generate", bundle, "-p", PROMPT, "--regex", "a").stderr
+    model = tiny_model("gemma2", vocab_size=SIZE)
+    options = {"prefill_chunk": 16, "verify": False, "tokenizer": byte_tokenizer()}
+    bundle = export(model, "fake", MAX_CACHE_LEN, tmp_path / "bytes", **options).path
+    result = run("generate", bundle, "-p", PROMPT, "--regex", "(ab|c){3}", "--temperature", 1, "--seed", 1)
+    assert re.fullmatch(r"(ab|c){3}\n", result.stdout) and "8 prompt tokens" in result.stderr
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "nothing"}')
+    refused = {
+        ("--regex", "("): "unclosed group",
+        ("--json-schema", schema): "the form that was asked for cannot be followed",
+        ("--json-schema", tmp_path / "none"): "cannot read the schema",
+        ("--json-schema", schema, "--regex", "a"): "an answer has one form",
+        ("--regex", "a", "--prompt-lookup", 2): "proposals have no form",
+    }
+    for options, message in refused.items():
+        result = run("generate", bundle, "-p", PROMPT, *options)
+        assert result.exit_code == 2 and message in " ".join(result.stderr.replace("│", " ").split()), result.stderr

@@ -1,12 +1,15 @@
 """`exportable-cache plan` and `inspect demo`."""
 
+import io
 import json
-import os
 import shutil
+import signal
+import sys
 
 import pytest
 from transformers import AutoConfig
 
+from exportable_cache.cli import main
 from exportable_cache.cli.layer_table import LayerRow, layer_table
 from exportable_cache.pipeline.sizing import plan
 
@@ -53,11 +56,30 @@ def test_plan_of_several_ranks(run, tiny_folder):
     assert refused.exit_code == 2 and "use 1 or 2" in refused.output + refused.stderr
 
 
-def test_characters_the_terminal_does_not_have_are_replaced(shell, tiny_folder, tmp_path):
+def test_plan_of_stages_in_a_given_memory(run, tiny_folder):
+    lines = run("plan", tiny_folder, "-n", 64, "--pipeline", 2, "--memory", "1M").stdout.splitlines()
+    assert "each of 2 stages" in lines
+    assert sum(line.startswith(("layers 0-0 ", "layers 1-1 ")) for line in lines) == 2
+    assert any(line.startswith("in 1.0 MiB a process") and "fits" in line for line in lines)
+    refused = run("plan", tiny_folder, "-n", 64, "--memory", "much")
+    assert refused.exit_code == 2 and "such as 800M or 16G" in refused.output + refused.stderr
+
+
+def test_characters_the_terminal_does_not_have_are_replaced(tiny_folder, tmp_path, monkeypatch):
     shutil.copytree(tiny_folder, tmp_path / "modèle")
-    done = shell("plan", "modèle", "-n", 64, cwd=tmp_path, env={**os.environ, "PYTHONIOENCODING": "ascii"})
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("mod?le: Gemma2ForCausalLM")
+    written = io.BytesIO()
+    terminal = io.TextIOWrapper(written, encoding="ascii")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["exportable-cache", "plan", "modèle", "-n", "64"])
+    on_end = signal.getsignal(signal.SIGTERM)
+    try:
+        with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
+            patch.setattr(sys, "stdout", terminal)
+            main()
+    finally:
+        signal.signal(signal.SIGTERM, on_end)
+    terminal.flush()
+    assert not ended.value.code and written.getvalue().startswith(b"mod?le: Gemma2ForCausalLM")
 
 
 def test_equal_consecutive_layers_share_a_line():

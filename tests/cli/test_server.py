@@ -161,6 +161,20 @@ def test_a_seed_draws_the_same(client) -> None:
     assert narrow == client.completions.create(**{**asked, "temperature": 0}).choices[0].text
 
 
+def schema_of(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "number", "schema": schema}}
+
+
+def test_an_answer_has_the_form_that_was_asked_for(client, expected: str) -> None:
+    asked = {"model": "demo", "messages": [{"role": "user", "content": QUESTION}], "temperature": 1.5}
+    form = schema_of({"enum": [4822, 9157]})
+    for seed in range(4):
+        (choice,) = client.chat.completions.create(**asked, response_format=form, seed=seed).choices
+        assert choice.message.content in ("4822", "9157") and choice.finish_reason == "stop"
+    text = {**asked, "temperature": 0, "response_format": {"type": "text"}}
+    assert client.chat.completions.create(**text).choices[0].message.content == expected
+
+
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "x"}]}
 TEXT = {"model": "demo", "prompt": "x"}
 
@@ -173,7 +187,9 @@ TEXT = {"model": "demo", "prompt": "x"}
         ("chat/completions", {**CHAT, "n": 2}, 400, "n: "),
         ("chat/completions", {**CHAT, "tools": [{"type": "function"}]}, 400, "tools: "),
         ("chat/completions", {**CHAT, "presence_penalty": 1}, 400, "presence_penalty: "),
-        ("chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, 400, "response_format.type: "),
+        ("chat/completions", {**CHAT, "response_format": {"type": "xml"}}, 400, "response_format.type: "),
+        ("chat/completions", {**CHAT, "response_format": {"type": "json_schema"}}, 400, "without a schema; pass"),
+        ("chat/completions", {**CHAT, "response_format": schema_of({"type": "x"})}, 400, "cannot be followed"),
         ("chat/completions", {**CHAT, "top_logprobs": 2}, 400, "top_logprobs was given without logprobs"),
         ("chat/completions", {**CHAT, "temperatur": 0}, 400, "temperatur: Extra inputs are not permitted"),
         ("chat/completions", {**CHAT, "temperature": -1}, 400, "temperature is -1"),

@@ -30,6 +30,12 @@ def takes(*names: str) -> tuple[str, ...]:
 NAMES: dict[str, dict[str, Any]] = {
     "torch_distributed": {
         "torch.distributed._functional_collectives.broadcast": takes("self", "src", "group"),
+        "torch.distributed._functional_collectives.all_reduce": takes("self", "reduceOp", "group"),
+        "torch.distributed._functional_collectives.wait_tensor": takes("tensor"),
+        "torch.ops._c10d_functional.all_reduce": VALUE,
+        "torch.ops._c10d_functional.wait_tensor": VALUE,
+        "torch.distributed.distributed_c10d._register_process_group": CALLABLE,
+        "torch.distributed.distributed_c10d._unregister_process_group": CALLABLE,
     },
     "torch": {
         "torch._check": takes("cond", "message"),
@@ -57,6 +63,7 @@ NAMES: dict[str, dict[str, Any]] = {
         "torch._library.register_fake_class": CALLABLE,
     },
     "transformers": {
+        "transformers.distributed.pipeline_parallel.PipelineStage.layer_range_for_rank": takes("rank", "num_layers"),
         "transformers.PreTrainedConfig._attn_implementation": VALUE,
         "transformers.PreTrainedConfig._experts_implementation": VALUE,
         "transformers.cache_utils.CacheLayerMixin._layer_type": VALUE,
@@ -144,8 +151,8 @@ def test_the_module_of_the_package_tells_of_each(package: str) -> None:
 
 def test_the_modules_are_of_these_packages() -> None:
     modules = {path.stem for path in Path(compat.__file__).parent.glob("*.py")}
-    # Of torch in two files: what imports the compiler is apart.
-    assert modules == {"__init__", "torch_compile", *NAMES}
+    # Of torch in three files: what imports the compiler is apart.
+    assert modules == {"__init__", "torch_compile", "torch_kernels", *NAMES}
 
 
 def test_a_new_config_has_fields_of_its_own() -> None:

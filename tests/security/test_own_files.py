@@ -125,7 +125,7 @@ def test_a_graph_writes_machine_code_to_inductors_folder_only(tmp_path: Path) ->
     with zipfile.ZipFile(written, "w") as archive:
         for name in ["graph", *names]:
             archive.writestr(name, "planted")
-    assert unpacked(written.getvalue(), tmp_path / "code") == b"planted"
+    assert unpacked(written.getvalue(), tmp_path / "code") == (b"planted", False)
     found = {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*.*") if path.is_file()}
     assert found == {"code/ab/there.so": "there", "code/ab/new.main.so": "planted"}
 
@@ -159,7 +159,7 @@ def test_a_planted_graph_is_not_read(tmp_path: Path, home: Path, caplog: pytest.
     folder.mkdir()
     cache = GraphCache(folder, model, ExportableCache.from_model(model, 32))
     path, made = folder / "x.graph", tmp_path / "made"
-    planted = packed(pickle.dumps(Evil(made)), (), tmp_path)
+    planted = packed(pickle.dumps(Evil(made)), (), tmp_path, plainly=False)
 
     def read(key: bytes, name: str = path.name, mode: int = 0o600, folder_mode: int = 0o700) -> str:
         caplog.clear()

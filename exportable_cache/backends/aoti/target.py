@@ -27,6 +27,7 @@ class AotiBackend:
     name = "aoti"
     packages = ("torch",)
     max_batch_size = None
+    sums_over_ranks = True
 
     machine_code = "machine code that AOTInductor has compiled"
     options = AotiOptions

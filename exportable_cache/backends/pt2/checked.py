@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...common.compat.torch import OpOverload
+from ...common.compat.torch_distributed import GROUP, is_sum, sum_in_graph
 
 _ATEN = torch.ops.aten
 _ATTENTION = _ATEN.scaled_dot_product_attention.default
@@ -15,7 +16,15 @@ _ATTENTION = _ATEN.scaled_dot_product_attention.default
 
 def checked(called: Callable[..., Any]) -> Callable[..., Any]:
     """What a graph calls in place of an operator; the operator itself, if that checks its arguments."""
-    return _CHECKED.get(called, called) if isinstance(called, OpOverload) else called
+    if not isinstance(called, OpOverload):
+        return called
+    return _over_ranks if is_sum(called) else _CHECKED.get(called, called)
+
+
+def _over_ranks(tensor: torch.Tensor, operation: str, group: str) -> torch.Tensor:
+    if (operation, group) != ("sum", GROUP):
+        raise ValueError(f"{operation!r:.40} over the processes {group!r:.80}, which are not those of the program")
+    return sum_in_graph(tensor)
 
 
 def _attention(

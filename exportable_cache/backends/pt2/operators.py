@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ...common.compat import torch_distributed
 from ...common.compat.torch import OpOverload, is_dispatched, operator_arguments, operator_results
 from ...errors import BundleError
 
@@ -68,6 +69,9 @@ _OF_PACKAGES = {
     "torch.ops.torchao.dequantize_affine.default": "torchao.quantization.quant_primitives",
     "torch.ops.transformers.grouped_mm_fallback.default": "transformers.integrations.moe",
 }
+
+#: Sums over the ranks of a program, see `checked`.
+_OVER_RANKS = (torch_distributed.SUM, torch_distributed.WAIT)
 
 #: Operators whose names begin with an underscore, which torch keeps for its own, are taken only if listed. Those that
 #: leave the checks of sizes to the operator that calls them are not.
@@ -170,8 +174,8 @@ def operator_named(target: str) -> Callable[..., Any]:
     parts = target.split(".")
     if parts[:3] == ["torch", "ops", "higher_order"] and len(parts) == 4 and parts[3] in _ON_GRAPHS:
         return getattr(torch.ops.higher_order, parts[3])
-    if target in _OF_PACKAGES:
-        import_module(_OF_PACKAGES[target])
+    if target in _OF_PACKAGES or target in _OVER_RANKS:
+        import_module(_OF_PACKAGES.get(target, "torch.distributed"))
         return getattr(getattr(getattr(torch.ops, parts[2]), parts[3]), parts[4])
     match = _ATEN.fullmatch(target)
     # Before the name is looked up, which gives attributes of Python objects as well.

@@ -27,6 +27,7 @@ class Pt2Backend:
     name = "pt2"
     packages = ("torch",)
     max_batch_size = None
+    sums_over_ranks = True
     # torch.export keeps 4-bit weights in 8 bits each: no smaller, so not offered.
     linear_schemes = ("8w", "8da8w")
     embedding_schemes = ("8w",)

@@ -70,7 +70,7 @@ def fused_attention(
     Raises:
         UnsupportedModelError: If there is an argument that neither function knows, see `HARMLESS`.
     """
-    _refuse_unknown(kwargs)
+    refuse_unknown(kwargs)
     if indices is not None:
         attention_mask = among_indices(attention_mask, indices, key.shape[2], query.dtype)
     if any(kwargs.get(name) is not None for name in EXTRAS):
@@ -130,29 +130,22 @@ def matmul_attention(
         position_bias: Added to the scores, broadcastable to [batch, heads, q_length, kv_length] (T5).
         indices: See `among_indices`.
     """
-    _refuse_unknown(kwargs)
+    refuse_unknown(kwargs)
     if indices is not None:
         attention_mask = among_indices(attention_mask, indices, key.shape[2], query.dtype)
-    batch, heads, q_length, head_dim = query.shape
+    batch, heads, q_length, _ = query.shape
     kv_heads, kv_length = key.shape[1], key.shape[2]
     groups = heads // kv_heads
-    scaling = head_dim**-0.5 if scaling is None else scaling
-    folded = (query * scaling).reshape(batch * kv_heads, groups * q_length, head_dim)
-    scores = torch.bmm(key.reshape(batch * kv_heads, kv_length, head_dim), folded.transpose(1, 2)).transpose(1, 2)
-    scores = scores.reshape(batch, kv_heads, groups, q_length, kv_length)
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores_of(query, key, scaling, softcap)
     if attention_mask is None and _causal_without_mask(module, q_length, is_causal):
         attention_mask = torch.ones(q_length, kv_length, dtype=torch.bool, device=query.device).tril()[None, None]
     for addend in (attention_mask, position_bias):
         if addend is not None:
-            if addend.dtype == torch.bool:
-                addend = torch.where(addend, 0.0, torch.finfo(scores.dtype).min)
-            scores = scores + _by_group(addend, kv_heads, groups).to(scores.dtype)
+            scores = with_addend(scores, addend)
     if s_aux is not None:
         sinks = s_aux.reshape(1, kv_heads * groups, 1, 1).expand(batch, -1, q_length, 1)
     if sinks is not None:
-        scores = torch.cat([scores, _by_group(sinks, kv_heads, groups).to(scores.dtype)], dim=-1)
+        scores = torch.cat([scores, by_group(sinks, kv_heads, groups).to(scores.dtype)], dim=-1)
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
     if sinks is not None:
         weights = weights[..., :-1]
@@ -163,12 +156,38 @@ def matmul_attention(
     return output.reshape(batch, heads, q_length, value.shape[-1]).transpose(1, 2).contiguous(), None
 
 
-def _refuse_unknown(arguments: Mapping[str, Any]) -> None:
+def scores_of(
+    query: torch.Tensor, key: torch.Tensor, scaling: float | None = None, softcap: float | None = None
+) -> torch.Tensor:
+    """Products of queries and keys: [batch, kv_heads, groups, q_length, kv_length]; see `matmul_attention`."""
+    batch, heads, q_length, head_dim = query.shape
+    kv_heads, kv_length = key.shape[1], key.shape[2]
+    groups = heads // kv_heads
+    scaling = head_dim**-0.5 if scaling is None else scaling
+    folded = (query * scaling).reshape(batch * kv_heads, groups * q_length, head_dim)
+    scores = torch.bmm(key.reshape(batch * kv_heads, kv_length, head_dim), folded.transpose(1, 2)).transpose(1, 2)
+    scores = scores.reshape(batch, kv_heads, groups, q_length, kv_length)
+    return scores if softcap is None else torch.tanh(scores / softcap) * softcap
+
+
+def with_addend(scores: torch.Tensor, addend: torch.Tensor) -> torch.Tensor:
+    """Scores [batch, kv_heads, groups, q_length, kv_length] and a mask or bias, additive or bool, [batch, heads or 1,
+    q_length, kv_length].
+    """
+    if addend.dtype == torch.bool:
+        addend = torch.where(addend, 0.0, torch.finfo(scores.dtype).min)
+    return scores + by_group(addend, scores.shape[1], scores.shape[2]).to(scores.dtype)
+
+
+def refuse_unknown(arguments: Mapping[str, Any]) -> None:
     """Refuse what would have to change the result: a kind of attention that is not computed here.
 
-    None and False ask for nothing.
+    None and False ask for nothing, nor does an empty mapping: transformers' stages hand on the arguments that nobody
+    gave under one name.
     """
     for name, value in arguments.items():
+        if isinstance(value, Mapping) and not value:
+            continue
         if value is not None and value is not False and name not in HARMLESS and name not in EXTRAS:
             raise UnsupportedModelError(
                 f"the model passes {name!r} to attention, which this package's attention does not know; use its own "
@@ -210,7 +229,7 @@ def _causal_without_mask(module: torch.nn.Module, q_length: int, is_causal: bool
     return bool(is_causal and q_length > 1)
 
 
-def _by_group(addend: torch.Tensor, kv_heads: int, groups: int) -> torch.Tensor:
+def by_group(addend: torch.Tensor, kv_heads: int, groups: int) -> torch.Tensor:
     """[batch, heads or 1, q, kv] -> [batch, kv_heads or 1, groups or 1, q, kv]."""
     if addend.shape[1] == 1:
         return addend[:, :, None]
@@ -219,7 +238,7 @@ def _by_group(addend: torch.Tensor, kv_heads: int, groups: int) -> torch.Tensor:
 
 def _fold_mask(mask: torch.Tensor, kv_heads: int, groups: int, q_length: int) -> torch.Tensor:
     """Mask for queries folded into their key head: [batch, kv_heads or 1, groups * q_length or 1, kv_length]."""
-    grouped = _by_group(mask, kv_heads, groups)
+    grouped = by_group(mask, kv_heads, groups)
     if q_length == 1 and grouped.shape[2] == 1:
         return grouped[:, :, 0]
     batch, heads, _, _, kv_length = grouped.shape

@@ -2,4 +2,6 @@
 
 ATTENTION = "exportable_cache"
 MATMUL_ATTENTION = "exportable_cache_matmul"
-ATTENTION_NAMES = (ATTENTION, MATMUL_ATTENTION)
+#: Over a cache whose slots are split over processes.
+RANKS_ATTENTION = "exportable_cache_ranks"
+ATTENTION_NAMES = (ATTENTION, MATMUL_ATTENTION, RANKS_ATTENTION)

@@ -20,6 +20,7 @@ from ..storage import FloatStorage, Storage
 
 if TYPE_CHECKING:
     from ..component import Component
+    from ..context_ranks import ContextRanks
     from ..residence import Residence
     from ..step import StepContext
 
@@ -83,6 +84,8 @@ class ComposedLayer:
     residence: Residence | None = None
     place: int = 0
     twin: Self | None
+    #: Who has the other slots, where these are a part; `place` is its number among such then.
+    over: ContextRanks | None = None
 
     def __init__(
         self,
@@ -186,7 +189,7 @@ class ComposedLayer:
         for name in self.composed_of:
             setattr(layer, name, getattr(self, name))
         layer.state, layer._config = self.state, self._config
-        layer.residence, layer.place = self.residence, self.place
+        layer.residence, layer.place, layer.over = self.residence, self.place, self.over
         layer._hold(tensors, context)
         return layer
 

@@ -8,6 +8,7 @@ from .prompt import PromptPolicy
 from .recurrent import RecurrentPolicy
 from .ring import RingPolicy
 from .sinks import SinkPolicy
+from .split import SplitPolicy
 
 __all__ = [
     "CrossPolicy",
@@ -18,4 +19,5 @@ __all__ = [
     "RingPolicy",
     "SinkPolicy",
     "SlotPolicy",
+    "SplitPolicy",
 ]

@@ -78,6 +78,10 @@ class SlotPolicy(Component, ABC):
         """Slot of the next token, int64 [batch_size], at `length` int64 [batch_size]."""
         return length
 
+    def slots_of(self, positions: torch.Tensor) -> torch.Tensor:
+        """Slots of tokens at these positions, where no slot is written twice: int64 of the same shape."""
+        return positions
+
     def positions(self, length: torch.Tensor) -> torch.Tensor:
         """Position that each slot holds, negative for none: int64 [batch_size, capacity].
 

@@ -6,12 +6,15 @@ https://platform.openai.com/docs/api-reference/chat/create and .../completions/c
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from ...decoding.completion import CompletionOptions
 from ...errors import InputError
+from ...generation.constraint import Constraint
 from ...generation.sampling import Sampling
 
 #: The API's own default: tokens are drawn.
@@ -54,12 +57,36 @@ class Message(BaseModel):
         return fields
 
 
+class JsonSchema(BaseModel):
+    """A schema and its name. It is always followed, `strict` or not."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    name: str
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+
+
 class ResponseFormat(BaseModel):
     """Of the answer's text."""
 
     model_config = ConfigDict(extra="ignore")
 
-    type: Literal["text"]
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def constraint(self) -> Constraint | None:
+        """The form of the answer, None for any.
+
+        Raises:
+            InputError: If there is no schema where there has to be one.
+        """
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return Constraint.json_object()
+        if self.json_schema is None or self.json_schema.schema_ is None:
+            raise InputError("response_format is of type json_schema without a schema; pass json_schema.schema")
+        return Constraint("json_schema", json.dumps(self.json_schema.schema_))
 
 
 class _Request(BaseModel):
@@ -127,7 +154,9 @@ class ChatRequest(_Request):
         if self.top_logprobs is not None and not self.logprobs:
             raise InputError("top_logprobs was given without logprobs; pass logprobs=true, too")
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return self._options(limit, (self.top_logprobs or 0) if self.logprobs else None)
+        options = self._options(limit, (self.top_logprobs or 0) if self.logprobs else None)
+        form = self.response_format
+        return options if form is None else replace(options, constraint=form.constraint())
 
     def prompt(self) -> list[dict[str, Any]]:
         """Messages, as chat templates take them."""

@@ -6,8 +6,9 @@
 | `torch._inductor.standalone_compile` and its `AOTCompiledArtifact` | every layer is compiled |
 | `torch._dynamo.package.SourceInfo.add_code` | a graph that is kept takes a tenth longer to compile |
 | `torch._inductor.codecache.CppCodeCache.load_async`, `runtime.cache_dir_utils.cache_dir` | graphs lack their code |
-| `torch._inductor.cpu_vec_isa.VecISA._probe_load`, `codecache._precompile_header` | a graph from disk takes longer |
-| `VecISA.__bool__impl.cache_clear`, `cpu_vec_isa.valid_vec_isa_list` | so does one of a process that compiled before |
+| `torch._inductor.cpu_vec_isa.VecISA.check_build` | six compilations and as many interpreters before the first kernel |
+| `VecISA._probe_load`, `torch._inductor.codecache._precompile_header` | a graph from disk takes longer |
+| caches of `VecISA` and its heirs, `supported_vec_isa_list`, `valid_vec_isa_list` | what was tried is kept |
 | `torch._inductor.compile` | graphs without equal layers are not compiled |
 | `torch.UntypedStorage._cdata` | regions whose inputs share memory are not told, and compiled wrongly |
 | `torch.fx.experimental.symbolic_shapes.free_symbols`, `SymNode.shape_env` | regions of prompts are not told apart |
@@ -15,12 +16,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
@@ -28,13 +31,28 @@ from torch._dynamo.aot_compile_types import SerializableCallable
 from torch._dynamo.package import SourceInfo
 from torch._inductor import codecache, standalone_compile
 from torch._inductor.codecache import CppCodeCache
-from torch._inductor.cpu_vec_isa import VecISA, valid_vec_isa_list
+from torch._inductor.cpu_vec_isa import (
+    VecAMX,
+    VecAVX512,
+    VecAVX512VNNI,
+    VecISA,
+    supported_vec_isa_list,
+    valid_vec_isa_list,
+)
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.standalone_compile import AOTCompiledArtifact
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import free_symbols as symbols_in
 
+from .torch_kernels import kernels_together
+
 __all__ = ["FakeTensor", "SerializableCallable"]
+
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+#: See `_shortly`.
+_takes_short_cuts = True
 
 
 def free_symbols(value: Any) -> dict[Any, Any]:
@@ -109,17 +127,54 @@ def forget_processor() -> None:
     """
     valid_vec_isa_list.cache_clear()
     VecISA._VecISA__bool__impl.cache_clear()  # type: ignore[attr-defined]
+    for kind in (VecAVX512, VecAVX512VNNI, VecAMX):
+        kind.__bool__.cache_clear()  # type: ignore[attr-defined]
+        kind.is_avx512_bf16_supported.cache_clear()
+    VecAMX.is_amx_fp16_supported.cache_clear()
+    for one in supported_vec_isa_list:
+        # What a trial leaves on the object would be taken for given by the next.
+        vars(one).pop("_is_avx512_bf16_supported", None)
+        vars(one).pop("_is_amx_fp16_supported", None)
+
+
+def takes_short_cuts() -> bool:
+    """Whether what was compiled so far by layers was compiled with the two short cuts of `_shortly`."""
+    return _takes_short_cuts
+
+
+def _shortly(compiled: Callable[[], Result]) -> Result:
+    """What is compiled without a trial of the processor, and with its kernels in few files.
+
+    Inductor compiles and loads a small kernel for each set of vector instructions first, as the compiler may know fewer
+    than the processor. What is compiled shows that as well: if it fails, it is compiled again as Inductor does it, and
+    so is all that this process compiles later.
+    """
+    global _takes_short_cuts
+    if _takes_short_cuts:
+        try:
+            with mock.patch.object(VecISA, "check_build", lambda self, code: True), kernels_together():
+                return compiled()
+        except Exception as error:  # of the compiler or of the loader, and it comes again if it is another
+            log.info("compiled again without short cuts: %s", error)
+            _takes_short_cuts = False
+            forget_processor()
+    return compiled()
 
 
 @contextmanager
-def processor_known() -> Iterator[None]:
-    """A block that loads what was compiled for this processor. Inductor would start an interpreter for each set of
-    vector instructions, to try it, and compile headers first that no kernel needs which is compiled.
+def compiled_here(plainly: bool) -> Iterator[None]:
+    """A block that loads what was compiled for this processor, tries no instructions and compiles no headers for it.
+
+    Args:
+        plainly: Whether it was compiled without short cuts.
     """
-    with (
-        mock.patch.object(VecISA, "_probe_load", lambda self, path: True),
-        mock.patch.object(codecache, "_precompile_header", lambda *arguments, **options: ""),
-    ):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(codecache, "_precompile_header", lambda *arguments, **options: ""))
+        if plainly:
+            stack.enter_context(mock.patch.object(VecISA, "_probe_load", lambda self, path: True))
+        else:
+            stack.enter_context(mock.patch.object(VecISA, "check_build", lambda self, code: True))
+            stack.enter_context(kernels_together())
         yield
 
 
@@ -130,14 +185,16 @@ def code_folder() -> Path:
 
 def compile_whole(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """What torch.compile's default backend makes of a graph."""
-    return torch._inductor.compile(module, list(inputs))
+    return _shortly(lambda: torch._inductor.compile(module, list(inputs)))
 
 
 def compile_region(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
     """Part of a graph that TorchDynamo is compiling, over its fake tensors, compiled by Inductor in a form that can be
     written.
     """
-    return standalone_compile(module, list(inputs), dynamic_shapes="from_tracing_context", options={}, aot=True)
+    return _shortly(
+        lambda: standalone_compile(module, list(inputs), dynamic_shapes="from_tracing_context", options={}, aot=True)
+    )
 
 
 def region_function(compiled: Any) -> Callable[..., Sequence[Any]]:

@@ -10,6 +10,7 @@
 | `_compute_sub_sample_lengths_from_attention_mask` of the same | the same |
 | `PreTrainedModel._hf_peft_config_loaded` | a model with adapters inside fails when it is traced |
 | `_layer_type` of layers of caches | what DeepSeek V4 keeps of compressed layers is not seen |
+| `PreTrainedModel._pp_stage` | a model whose layers are split over stages is taken for one that lacks layers |
 | `_is_hooked` of modules | key and value heads fewer than ranks are refused, not repeated |
 | `cached_file(_raise_exceptions_for_missing_entries=..., _raise_exceptions_for_connection_errors=...)` | as below |
 
@@ -19,7 +20,7 @@ Without those of `cached_file`, which hands them to `cached_files`, a file that 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
@@ -71,6 +72,13 @@ def has_adapters(model: PreTrainedModel) -> bool:
 def is_split_by_transformers(module: nn.Module) -> bool:
     """Whether transformers' tensor parallel plan has split a module, and wrapped its forward."""
     return getattr(module, "_is_hooked", False)
+
+
+def pipeline_stage(model: PreTrainedModel) -> Any | None:
+    """What transformers knows of this process's layers: `pp_rank`, `pp_size`, `pp_group`, `layer_range_for_rank`. None
+    of a model that has all of its layers.
+    """
+    return getattr(model, "_pp_stage", None)
 
 
 def output_lengths_of_samples(module: nn.Module) -> Callable | None:

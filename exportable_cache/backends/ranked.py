@@ -1,0 +1,51 @@
+"""A program of which each of several processes runs its part: what they owe each other around a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from ..common.compat.torch_distributed import name_group
+from ..errors import BundleError
+from ..models.ranks import is_of_communication
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..models.ranks import Ranks
+    from ..program.methods import ProgramMethod
+    from .base import Runner
+
+
+class RankedRunner:
+    """A rank's program, whose sums go over all ranks; its logits are rank 0's.
+
+    Args:
+        runner: Over this rank's files.
+        ranks: All of them, each of which has opened its own.
+    """
+
+    def __init__(self, runner: Runner, ranks: Ranks) -> None:
+        self._runner, self.ranks = runner, ranks
+
+    @property
+    def methods(self) -> Mapping[str, ProgramMethod]:
+        return self._runner.methods
+
+    @property
+    def state(self) -> Mapping[str, torch.Tensor]:
+        """This rank's heads of the cache."""
+        return self._runner.state  # type: ignore[attr-defined]
+
+    def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        # The name is one for all programs of a process, and two bundles may be open over two groups.
+        name_group(self.ranks.group)
+        with self.ranks.watched():
+            try:
+                result = self._runner.run(method, *inputs)
+            except BundleError as error:
+                cause = error.__cause__
+                if cause is not None and is_of_communication(cause):
+                    raise cause from None
+                raise
+        return self.ranks.of_first(result) if self.methods[method].is_step else result  # type: ignore[arg-type]

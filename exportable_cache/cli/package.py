@@ -1,0 +1,61 @@
+"""`exportable-cache package`"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .layer_table import simple_table
+from .options import BundleArgument, JsonOption, KeyOption
+from .terminal import Terminal, bytes_text
+
+
+def package(
+    ctx: typer.Context,
+    folder: BundleArgument,
+    platform: Annotated[
+        str, typer.Option("--for", metavar="PLATFORM", help="linux-x86_64 or linux-aarch64.", show_default=False)
+    ],
+    program: Annotated[
+        Path,
+        typer.Option(
+            "--program",
+            metavar="FILE",
+            help="exportable_cache_generate, built for it over an installed ExecuTorch.",
+            show_default=False,
+        ),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to write.", show_default=False)],
+    key: KeyOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Put a bundle for ExecuTorch and the C++ program into a folder to copy to a device."""
+    terminal: Terminal = ctx.obj
+    with terminal.progress("loading libraries") as progress:
+        from ..bundle.bundle import Bundle
+        from ..pipeline.package import CHECK, RUN
+        from ..pipeline.package import package as make
+
+        made = make(Bundle.open(folder, key=key, progress=progress), program, platform, output, progress)
+    if json:
+        terminal.json(
+            {
+                "path": str(made.path),
+                "platform": made.platform,
+                "files": made.files,
+                "libraries": list(made.libraries),
+                "tokens": list(made.tokens),
+                "ran": made.ran,
+            }
+        )
+        return
+    table = simple_table("file", "bytes", right=("bytes",))
+    for name, size in made.files.items():
+        table.add_row(name, bytes_text(size))
+    terminal.print(table)
+    loads = ", ".join(made.libraries) or "nothing"
+    checked = "the check passed here" if made.ran else "it was not run here"
+    terminal.print(f"\nthe program loads {loads}; {checked}")
+    terminal.print(f"copy {made.path} to the device, then: ./{CHECK}, and ./{RUN} --prompt ...")

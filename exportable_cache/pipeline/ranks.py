@@ -1,0 +1,80 @@
+"""Programs in parts: one for each rank of a tensor parallel model, made one after the other in one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..bundle.describe import weights_bytes
+from ..bundle.entries import RankedProgram, rank_folder
+from ..common.compat.torch_distributed import group_to_come
+from ..errors import UnsupportedModelError
+from ..models.layout import layout_from_config, layout_from_model
+from ..models.rank_heads import parts_of_heads
+from ..models.rank_model import RankOf, part_of_model
+from ..models.tensor_plan import check_tensor_parallel
+from ..models.without_weights import model_without_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from ..backends.base import LoweredFile
+    from ..common.progress import Progress
+    from ..program.program import Program
+
+    MakeProgram = Callable[[PreTrainedModel], Program]
+    Lower = Callable[[Program, Path], list[LoweredFile]]
+
+
+def check_ranks(config: PreTrainedConfig, size: int) -> None:
+    """Refuse a model that ranks cannot have equal parts of, by its config alone.
+
+    Raises:
+        InputError, UnsupportedModelError: See `check_tensor_parallel`; or if it is an encoder-decoder.
+    """
+    model = None if getattr(config, "is_encoder_decoder", False) else model_without_weights(config)
+    if model is None:
+        raise UnsupportedModelError(
+            f"how {config.model_type!r} is split over ranks cannot be told: it is an encoder-decoder, or cannot be "
+            "built without its weights; leave out tensor_parallel"
+        )
+    check_tensor_parallel(model, layout_from_config(config, model), size)
+
+
+def lower_ranks(
+    model: PreTrainedModel, size: int, folder: Path, make: MakeProgram, lower: Lower, progress: Progress
+) -> tuple[Program, list[LoweredFile], RankedProgram]:
+    """Lower the program of every rank into a folder of its own.
+
+    Args:
+        model: Whole.
+        size: How many ranks there are.
+        folder: Of the bundle.
+        make: The program of a part of the model.
+        lower: Writes it into a folder.
+        progress: Told of each rank.
+
+    Returns:
+        The program of rank 0, the files of all, and what the manifest says of them.
+    """
+    files: list[LoweredFile] = []
+    parts: tuple[int, ...] = ()
+    first, most = None, 0
+    for rank in range(size):
+        progress(f"lowering rank {rank} of {size}", rank, size)
+        one = RankOf(rank, size)
+        part = part_of_model(model, one)
+        if rank == 0:
+            parts = parts_of_heads(part, layout_from_model(part)[0], one)
+        made = make(part)
+        (folder / rank_folder(rank)).mkdir()
+        with group_to_come(rank, size):
+            lowered = lower(made, folder / rank_folder(rank))
+        files += [replace(file, name=f"{rank_folder(rank)}/{file.name}") for file in lowered]
+        most = max(most, weights_bytes(part))
+        first = made if first is None else first
+    assert first is not None
+    return first, files, RankedProgram(size=size, parts_of_heads=list(parts), weights_bytes=most)

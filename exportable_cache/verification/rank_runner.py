@@ -1,0 +1,115 @@
+"""All ranks of a program in parts, as one runner: a process for each, which this one tells what to run."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import VerificationError
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from ..bundle.bundle import Bundle
+    from ..program.methods import ProgramMethod
+
+_CHILD = "import sys; sys.path[:] = sys.argv[1:]; from exportable_cache.verification.rank_process import main; main()"
+
+
+class RankProcesses:
+    """A program over ranks, run by processes on this machine; it gives what rank 0 gives.
+
+    Args:
+        bundle: Of several ranks; its manifest need not be written yet.
+
+    Raises:
+        BundleError: If it is machine code that is not trusted.
+        VerificationError: If a process cannot open its part.
+    """
+
+    def __init__(self, bundle: Bundle) -> None:
+        bundle.check_trusted()
+        manifest = bundle.manifest
+        assert manifest.ranks is not None
+        self.methods: Mapping[str, ProgramMethod] = manifest.description().methods
+        self._folder = tempfile.TemporaryDirectory(prefix="exportable_cache-ranks-")
+        size = manifest.ranks.size
+        start: dict[str, Any] = {
+            "size": size,
+            "threads": max(torch.get_num_threads() // size, 1),
+            "store": os.path.join(self._folder.name, "store"),
+            "path": str(bundle.path),
+            "manifest": manifest.model_dump(mode="json", exclude={"checksum"}),
+        }
+        command = [sys.executable, "-c", _CHILD, *sys.path]
+        self._processes = [
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(size)
+        ]
+        try:
+            for rank, process in enumerate(self._processes):
+                _send(process, {**start, "rank": rank})
+            self._replies()
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """One call, on all ranks. See `Runner.run`.
+
+        Raises:
+            VerificationError: If one of them fails, with what it says.
+        """
+        for process in self._processes:
+            _send(process, (method, inputs))
+        return self._replies()
+
+    def _replies(self) -> Any:
+        found = []
+        for rank, process in enumerate(self._processes):
+            try:
+                kind, value = pickle.load(process.stdout)  # type: ignore[arg-type]
+            except (EOFError, pickle.UnpicklingError):
+                kind, value = "failed", f"its process ended with {process.wait()}"
+            if kind == "failed":
+                raise VerificationError(f"rank {rank} of {len(self._processes)} failed: {value}")
+            found.append(value)
+        return found[0]
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            for stream in (process.stdin, process.stdout):
+                try:
+                    stream.close()  # type: ignore[union-attr]
+                except OSError:  # what was not sent has nobody to read it
+                    pass
+        for process in self._processes:
+            try:
+                process.wait(5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._folder.cleanup()
+
+    def __enter__(self) -> RankProcesses:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _send(process: subprocess.Popen[bytes], value: Any) -> None:
+    assert process.stdin is not None
+    try:
+        pickle.dump(value, process.stdin)
+        process.stdin.flush()
+    except BrokenPipeError:
+        # Its reply says why.
+        pass
