@@ -10,8 +10,8 @@ Imports and the model's construction are not counted; compiling is, and so is im
 
 Per form: seconds to the first, second and last token, the longest wait between two, milliseconds of the last tokens
 (median of 20), and of ours when `warm_up` has returned behind them: then every graph is there. Processor seconds are
-those of all processes, on a busy machine the better measure, and memory is the largest resident one of this process and
-of any that it started.
+those of all processes, on a busy machine the better measure, and memory is the sum of the largest resident ones of this
+process and of those that compile for it, what forks share counted for each.
 """
 
 from __future__ import annotations
@@ -78,6 +78,30 @@ def processor_seconds() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
+def descendants(pid: int) -> Iterator[int]:
+    """Processes that it has started, and theirs, as far as they live."""
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, children.read_text().split()):
+            yield child
+            yield from descendants(child)
+
+
+def living_usage() -> tuple[float, float]:
+    """Processor seconds and GiB of the processes that this one has started and that live, and of those that they have
+    waited for; no system but Linux tells.
+    """
+    seconds = kib = 0.0
+    for child in descendants(os.getpid()):
+        try:
+            fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+            status = Path(f"/proc/{child}/status").read_text()
+        except FileNotFoundError:
+            continue
+        seconds += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+        kib += int(status.partition("VmHWM:")[2].split()[0]) if "VmHWM:" in status else 0
+    return seconds, kib / 2**20
+
+
 def loop_of(form: str, name: str, length: int, folder: str) -> Callable[[], Iterator[object]]:
     """A generator function of tokens, and None when everything is compiled; the model is made here."""
     import torch
@@ -131,15 +155,19 @@ def loop_of(form: str, name: str, length: int, folder: str) -> Callable[[], Iter
 def measure(form: str, name: str, length: int, folder: str) -> Run:
     """In this process."""
     loop, run = loop_of(form, name, length, folder), Run(form, warm=False)
-    before, start = processor_seconds(), time.perf_counter()
+    before, start, at_end = processor_seconds(), time.perf_counter(), None
     for token in loop():
         if token is None:
             run.everything = time.perf_counter() - start
+            # Before they are ended: a fork of a process that is ended is nobody's child any more.
+            at_end = processor_seconds(), *living_usage()
         else:
             run.times.append(time.perf_counter() - start)
-    run.processor = processor_seconds() - before
-    usages = (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
-    run.memory = sum(usage.ru_maxrss for usage in usages) / 2**20
+    seconds, of_others, memory = at_end or (processor_seconds(), 0.0, 0.0)
+    run.processor = seconds + of_others - before
+    if not memory:
+        memory = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
+    run.memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20 + memory
     return run
 
 

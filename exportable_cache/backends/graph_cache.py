@@ -124,7 +124,12 @@ class GraphCache:
         by_layers = "backend" in options
         options["options"] = {**(options.get("options") or {}), "guard_filter_fn": _keepable}
         try:
-            with private.sources_once(), private.libraries_noted(self._libraries), few_collections():
+            with (
+                private.sources_once(),
+                private.nameless_methods_left_out(),
+                private.libraries_noted(self._libraries),
+                few_collections(),
+            ):
                 call = torch.compile(step, fullgraph=True, **options).aot_compile((tuple(inputs), {}))
         except Exception as error:  # tensor subclasses and backends that cannot be written, under errors of their own
             self._not_kept(key, error)
@@ -259,8 +264,17 @@ def _keepable(guards: Sequence[Any]) -> list[bool]:
         "EMPTY_NN_MODULE_HOOKS_DICT",
         "NOT_PRESENT_IN_GENERIC_DICT",
     }
+    # torchao's weights cannot be written either, nor what they are made of: the file's name stands for them, too.
+    packed_weights = tuple(
+        f"{guard.name}." for guard in guards if guard.has_value and hasattr(guard.value, "__tensor_flatten__")
+    )
     return [
-        not (guard.is_global or left_out & {guard.guard_type, *(guard.derived_guard_types or ())}) for guard in guards
+        not (
+            guard.is_global
+            or left_out & {guard.guard_type, *(guard.derived_guard_types or ())}
+            or f"{guard.name}.".startswith(packed_weights)
+        )
+        for guard in guards
     ]
 
 
@@ -310,10 +324,21 @@ def _structure(model: nn.Module, cache: ExportableCache) -> list[Any]:
         [(name, *_attributes(module)) for name, module in model.named_modules()],
         [(type(layer).__qualname__, layer.config()) for layer in cache.layers],
         [
-            (name, type(tensor).__name__, str(tensor.dtype), str(tensor.device), tensor.shape, tensor.stride())
+            (name, *_kind(tensor), str(tensor.dtype), str(tensor.device), tensor.shape, tensor.stride())
             for name, tensor in tensors
         ],
     ]
+
+
+def _kind(tensor: torch.Tensor) -> list[str]:
+    """Of a quantised weight also what it is made of, and what its class keeps beside: the size of groups, say."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        return [type(tensor).__name__]
+    names, kept = flatten()
+    parts = [(name, getattr(tensor, name)) for name in names]
+    forms = [(name, str(part.dtype), part.shape, part.stride()) for name, part in parts if part is not None]
+    return [type(tensor).__name__, repr(forms), repr(kept)]
 
 
 def _attributes(module: nn.Module) -> list[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
+from types import MethodType
 from typing import Any
 
 import torch
@@ -16,7 +18,8 @@ def skeleton(value: Any) -> bytes:
     """An object pickled, large tensors by shape, strides and dtype only.
 
     Raises:
-        Exception: What pickling raises, under any name: part of it cannot be written, or is a tensor of another class.
+        Exception: What pickling raises, under any name: part of it cannot be written, or is a tensor of another class
+            than torch's and torchao's.
     """
     written = io.BytesIO()
     _Writer(written).dump(value)
@@ -41,6 +44,8 @@ class _Writer(pickle.Pickler):
     def persistent_id(self, value: object) -> Any:
         if not isinstance(value, torch.Tensor):
             return None
+        if _is_made_of_tensors(value):
+            return None
         if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
             raise pickle.PicklingError(f"a tensor of class {type(value).__name__}")
         if value.numel() * value.element_size() <= _LARGEST_WITH_VALUES:
@@ -48,6 +53,33 @@ class _Writer(pickle.Pickler):
         number, _ = self._tensors.setdefault(id(value), (len(self._tensors), value))
         kind = type(value) is torch.nn.Parameter
         return number, kind, value.shape, value.stride(), value.dtype, value.device, value.requires_grad
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, MethodType) and isinstance(value.__func__, functools.partial):
+            # torchao's `extra_repr` of a layer: a method is pickled by its name, and this one has none.
+            return _bound, (value.__func__, value.__self__)
+        if not isinstance(value, torch.Tensor) or not _is_made_of_tensors(value):
+            return NotImplemented
+        names, context = value.__tensor_flatten__()  # type: ignore[attr-defined]
+        parts = {name: getattr(value, name) for name in names}
+        is_parameter = isinstance(value, torch.nn.Parameter)
+        return _rebuilt, (type(value), parts, context, value.shape, value.stride(), is_parameter)
+
+
+def _bound(function: Any, owner: Any) -> Any:
+    return MethodType(function, owner)
+
+
+def _is_made_of_tensors(value: torch.Tensor) -> bool:
+    """Whether it is one of torchao's quantised weights, as numbers and scales in ordinary tensors."""
+    return type(value).__module__.startswith("torchao.") and hasattr(value, "__tensor_unflatten__")
+
+
+def _rebuilt(
+    kind: Any, parts: dict[str, torch.Tensor], context: Any, shape: torch.Size, stride: Any, is_parameter: bool
+) -> torch.Tensor:
+    tensor = kind.__tensor_unflatten__(parts, context, shape, stride)
+    return torch.nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
 
 
 class _Reader(pickle.Unpickler):

@@ -349,8 +349,10 @@ def _built(
     dtype, device = spec.dtype, spec.device
     if spec.offload is None:
         layers = [layout.build(spec, dtype, device, over) for layout in layouts]
-        for place, layer in enumerate(layers):
-            layer.place = place
+        if over is not None:
+            # Elsewhere it stays 0: guards of a graph on disk are made of layers that were pickled, which have no place.
+            for place, layer in enumerate(layers):
+                layer.place = place
         return layers
     config = model.config.get_text_config(decoder=True)
     if getattr(model.config, "is_encoder_decoder", False) or getattr(config, "num_kv_shared_layers", 0):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterator
 
 import torch
 
@@ -24,10 +25,18 @@ def fingerprint(model: torch.nn.Module) -> str:
     """
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
-        shape = whole_shape(parameter)
-        size = math.prod(shape)
-        where = torch.linspace(0, size - 1, min(_SAMPLES, size), dtype=torch.float64).to(torch.int64)
-        sample = elements(parameter, where).detach().cpu().contiguous()
-        digest.update(f"{name} {shape} {parameter.dtype} ".encode())
-        digest.update(sample.view(torch.uint8).numpy().tobytes())
+        digest.update(f"{name} {whole_shape(parameter)} {parameter.dtype} ".encode())
+        for sample in _samples(parameter):
+            digest.update(sample.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def _samples(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    size = math.prod(whole_shape(tensor))
+    where = torch.linspace(0, size - 1, min(_SAMPLES, size), dtype=torch.float64).to(torch.int64)
+    try:
+        yield elements(tensor, where)
+    except NotImplementedError:
+        # Packed weights cannot be flattened: of the tensors that they are made of.
+        for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+            yield from _samples(getattr(tensor, name))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -118,6 +119,16 @@ def test_a_later_session_traces_and_compiles_nothing(model, folder) -> None:
     assert worst(session, model) <= 1e-4
     assert counts(session) == (2, 0)
     assert not counters["frames"] and not counters["stats"]["unique_graphs"]
+
+
+def test_layers_are_the_same_when_they_are_pickled() -> None:
+    """As guards of a graph are, with the layers that they look at."""
+    cache = ExportableCache.from_model(tiny_model("llama", num_hidden_layers=3), CAPACITY)
+    for layer in cache.layers:
+        other = pickle.loads(pickle.dumps(layer))
+        assert {name: getattr(other, name) for name in ("residence", "place", "over")} == {
+            name: getattr(layer, name) for name in ("residence", "place", "over")
+        }
 
 
 def test_a_later_session_needs_nothing_of_inductors_own_folder(model, folder, tmp_path, monkeypatch) -> None:

@@ -4,6 +4,7 @@
 |---|---|
 | `torch._dynamo.aot_compile_types.SerializableCallable` | graphs compiled by regions are not kept on disk |
 | `torch._inductor.standalone_compile` and its `AOTCompiledArtifact` | every layer is compiled |
+| `torch._dynamo.guards.GuardsStatePickler.reducer_override`, `_Missing` | graphs of torchao's layers are not kept |
 | `torch._dynamo.package.SourceInfo.add_code` | a graph that is kept takes a tenth longer to compile |
 | `torch._inductor.codecache.CppCodeCache.load_async`, `runtime.cache_dir_utils.cache_dir` | graphs lack their code |
 | `torch._inductor.cpu_vec_isa.VecISA.check_build` | six compilations and as many interpreters before the first kernel |
@@ -22,12 +23,13 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import CodeType
+from types import CodeType, MethodType
 from typing import Any, TypeVar
 from unittest import mock
 
 import torch
 from torch._dynamo.aot_compile_types import SerializableCallable
+from torch._dynamo.guards import GuardsStatePickler, _Missing
 from torch._dynamo.package import SourceInfo
 from torch._inductor import codecache, standalone_compile
 from torch._inductor.codecache import CppCodeCache
@@ -94,6 +96,22 @@ def sources_once() -> Iterator[None]:
             add_code(self, code)
 
     with mock.patch.object(SourceInfo, "add_code", add_new_code):
+        yield
+
+
+@contextmanager
+def nameless_methods_left_out() -> Iterator[None]:
+    """A block in which guards are written without the methods that torchao sets on its layers, to describe them: they
+    have no name, which pickling wants.
+    """
+    reduce = GuardsStatePickler.reducer_override
+
+    def reduce_named(self: GuardsStatePickler, value: Any) -> Any:
+        if isinstance(value, MethodType) and not hasattr(value, "__name__"):
+            return _Missing, ("a method without a name",)
+        return reduce(self, value)
+
+    with mock.patch.object(GuardsStatePickler, "reducer_override", reduce_named):
         yield
 
 
