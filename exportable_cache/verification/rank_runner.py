@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import select
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from ..bundle.bundle import Bundle
     from ..program.methods import ProgramMethod
 
+#: A step of a large model, or the opening of its program, on a slow machine.
+_MOST_SECONDS = 600
 _CHILD = "import sys; sys.path[:] = sys.argv[1:]; from exportable_cache.verification.rank_process import main; main()"
 
 
@@ -74,6 +77,11 @@ class RankProcesses:
         found = []
         for rank, process in enumerate(self._processes):
             try:
+                if not select.select([process.stdout], [], [], _MOST_SECONDS)[0]:
+                    raise VerificationError(
+                        f"rank {rank} of {len(self._processes)} has not answered for {_MOST_SECONDS} s; export without "
+                        "verification (--no-verify), and verify afterwards"
+                    )
                 kind, value = pickle.load(process.stdout)  # type: ignore[arg-type]
             except (EOFError, pickle.UnpicklingError):
                 kind, value = "failed", f"its process ended with {process.wait()}"
