@@ -77,7 +77,7 @@ class RankProcesses:
         found = []
         for rank, process in enumerate(self._processes):
             try:
-                if not select.select([process.stdout], [], [], _MOST_SECONDS)[0]:
+                if not select.select([process.stdout], [], [], _MOST_SECONDS)[0]:  # type: ignore[type-var]
                     raise VerificationError(
                         f"rank {rank} of {len(self._processes)} has not answered for {_MOST_SECONDS} s; export without "
                         "verification (--no-verify), and verify afterwards"
