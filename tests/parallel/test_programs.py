@@ -205,7 +205,7 @@ def test_a_dry_run_says_what_each_rank_would_have(folder: Path, tmp_path: Path) 
 
 def test_completions_are_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     session = one_process()
-    monkeypatch.setattr(session._stepper, "ranks", SimpleNamespace(size=2))
+    monkeypatch.setattr(Session, "ranks", SimpleNamespace(size=2))
     with pytest.raises(InputError, match="this session runs on 2 ranks"):
         Completer(session)
 

@@ -86,7 +86,7 @@ def test_every_patch_is_shown() -> None:
 @pytest.mark.parametrize("model_type", shown(DECODERS))
 def test_two_rows_are_each_row_alone(model_type: str) -> None:
     model = tiny_model(row_of(model_type))
-    ids = torch.cat([tokens(0), tokens(1)])
+    ids = torch.cat([tokens(seed=0), tokens(seed=1)])
     if model_type in WITHOUT_DYNAMIC_CACHE:
         expected = torch.stack(
             [model(ids[row : row + 1], use_cache=False).logits[0, 5 : 6 + STEPS] for row in range(2)]

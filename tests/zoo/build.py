@@ -55,13 +55,13 @@ def tiny_model(architecture: Architecture, window: int = WINDOW) -> PreTrainedMo
     return model.float().eval()
 
 
-def tokens(model: PreTrainedModel | None = None) -> torch.Tensor:
+def tokens(model: PreTrainedModel | None = None, seed: int = 0) -> torch.Tensor:
     """Random token ids clear of the special ones, int64 [1, LENGTH], of a model with several codebooks [1, LENGTH,
     codebooks].
     """
     codebooks = None if model is None else codebooks_of(model.config)
     shape = (1, LENGTH) if codebooks is None else (1, LENGTH, codebooks.count)
-    return torch.randint(FIRST_TOKEN, VOCAB, shape, generator=torch.Generator().manual_seed(0))
+    return torch.randint(FIRST_TOKEN, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def positions_of(model: PreTrainedModel, start: int, count: int) -> dict[str, Any]:
