@@ -89,7 +89,9 @@ def test_pt2(family: str) -> None:
 
 
 # Rings and full layers by the portable operators; by the fused ones: backends/test_executorch_fused.py.
-@pytest.mark.parametrize("family", among(FAMILIES, fast=("gemma2",)))
+# In the fast lane programs are verified past the window by their export: test_exporter.py.
+@pytest.mark.full
+@pytest.mark.parametrize("family", FAMILIES)
 def test_executorch(family: str) -> None:
     model = tiny_model(family)
     found = worst_difference(lowered_session(model, "executorch"), model)

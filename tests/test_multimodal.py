@@ -24,9 +24,8 @@ from .support.multimodal import FAMILIES, PLACEHOLDER, prompt, reference_logits,
 
 TOLERANCE = 1e-4
 STEPS = 24
-# Exported in the fast tests: an image whose tokens see each other; positions in a grid and features behind layers.
-ALL_PARTS = ("gemma3", "llava", "qwen2_5_vl", "voxtral")
-EXPORTED = ("qwen3_vl",)
+# In the fast lane encoders alone are exported: backends/test_executorch_encoders.py.
+ALL_PARTS = ("gemma3", "llava", "qwen2_5_vl", "qwen3_vl", "voxtral")
 
 
 def options_of(family: str) -> dict[str, Any]:
@@ -88,12 +87,7 @@ def test_compiled_sessions_equal_the_whole_model(family: str) -> None:
 
 @pytest.mark.parametrize(
     "family",
-    [
-        name
-        if name in EXPORTED
-        else pytest.param(name, marks=pytest.mark.full if name in ALL_PARTS else pytest.mark.slow)
-        for name in FAMILIES
-    ],
+    [pytest.param(name, marks=pytest.mark.full if name in ALL_PARTS else pytest.mark.slow) for name in FAMILIES],
 )
 def test_pt2_bundles_equal_the_whole_model(family: str, tmp_path: Path) -> None:
     model = tiny_multimodal(family)

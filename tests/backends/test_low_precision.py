@@ -15,7 +15,7 @@ from exportable_cache.backends.skeleton import from_skeleton, skeleton
 from exportable_cache.models.fingerprint import fingerprint
 
 from ..support.compiling import compiling_with
-from ..support.models import among, tiny_model, tokens
+from ..support.models import tiny_model, tokens
 
 CAPACITY, LAYERS = 64, 3
 SIZES = {"num_hidden_layers": LAYERS, "hidden_size": 64, "intermediate_size": 128}
@@ -69,7 +69,8 @@ def test_half_precision(dtype: str) -> None:
     assert counts(session) == (REGIONS, CALLS)
 
 
-@pytest.mark.parametrize("bits", among([8, 4], fast=[8]))
+@pytest.mark.full
+@pytest.mark.parametrize("bits", [8, 4])
 def test_quantised_weights(bits: int) -> None:
     model = quantized_model(bits)
     expected, session = logits(session_of(model)), session_of(model, "wait")

@@ -65,6 +65,7 @@ def test_a_program_answers_the_same_with_both_kernels(own_library: Path, demo_bu
     assert ours.shape == theirs.shape and (ours - theirs).abs().max() < 2e-5
 
 
+@pytest.mark.full
 def test_the_instruction_set_can_be_held_down(own_library: Path, demo_bundle: Path, tmp_path: Path) -> None:
     least = "NEON" if os.uname().machine == "aarch64" else "SSE4"
     _, said = run(demo_bundle, tmp_path / "logits", **{VARIABLE: str(own_library), TARGET_VARIABLE: least})

@@ -30,7 +30,8 @@ from ..support.models import among, tiny_model
 from .own_programs import CAPACITY, LINEARS, OPERATORS, PROGRAMS
 
 STORAGES = {"float32": FloatStorage("float32"), "int8": Int8Storage("float32"), "int4": Int4Storage("float32")}
-FAST = (OPERATORS, LINEARS, "rows")
+#: Made in one process.
+FAST = (OPERATORS, "rows")
 #: First slots, ring, window and chunk of a layer.
 REACH = {
     "full": (40, 0, 0, 0),
@@ -106,6 +107,8 @@ def test_the_compiled_operators_are_the_plain_ones(own_bundle) -> None:
     own_bundle(OPERATORS)
 
 
+# In the fast lane the operator alone: test_own_linears.py.
+@pytest.mark.full
 def test_a_program_of_4_bits_is_the_model(own_bundle) -> None:
     """Compared with torchao's model by the export itself."""
     own_bundle(LINEARS)

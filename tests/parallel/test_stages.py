@@ -17,6 +17,9 @@ from . import checks
 from .checks import CAPACITY, FAMILY, LENGTH, PROMPT, REPEATED
 from .processes import run_ranks
 
+# In the fast lane processes that split heads and contexts: test_sessions.py, test_context.py.
+pytestmark = pytest.mark.full
+
 #: Layers of both kinds on each of two stages.
 LAYERS: dict[str, Any] = {
     "num_hidden_layers": 4,

@@ -43,6 +43,7 @@ def checked(script: ModuleType, check: str, subject: object) -> dict[str, dict]:
     return checks.results
 
 
+@pytest.mark.full
 def test_script_sees_shared_memory(script: ModuleType) -> None:
     session, _ = engine_session()
     results = checked(script, "check_aliases", session.runner)

@@ -41,7 +41,11 @@ def session_over(model, program, runner: EngineRunner) -> Session:
 
 @pytest.mark.parametrize(
     ("family", "in_place", "shuffled"),
-    [("gemma3_text", True, False), pytest.param("llama", True, True, marks=pytest.mark.full), ("llama", False, False)],
+    [
+        ("gemma3_text", True, False),
+        pytest.param("llama", True, True, marks=pytest.mark.full),
+        pytest.param("llama", False, False, marks=pytest.mark.full),
+    ],
 )
 def test_engines_share_one_cache_by_address(family: str, in_place: bool, shuffled: bool) -> None:
     model, program, networks = engine_program(family, in_place=in_place)
