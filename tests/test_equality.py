@@ -71,7 +71,9 @@ def test_eager(family: str) -> None:
     assert max(found.values()) <= TOLERANCE, found
 
 
-@pytest.mark.parametrize("family", among(FAMILIES, fast=("gemma3_text",)))
+# In the fast lane test_session.py and test_kinds.py.
+@pytest.mark.full
+@pytest.mark.parametrize("family", FAMILIES)
 def test_compiled_in_one_graph_per_method(family: str, no_recompiles) -> None:
     model = tiny_model(family)
     found = worst_difference(live_session(model, True, 96), model)

@@ -101,6 +101,7 @@ def test_a_loaded_state_leaves_the_null_slot_alone(make, tmp_path: Path) -> None
         assert tensor[:, :, :-1].all() and not tensor[:, :, -1:].any()
 
 
+@pytest.mark.full
 def test_attention_sinks_and_a_window_run_on_in_place() -> None:
     model = tiny_model("llama")
     cache = ExportableCache.from_model(
