@@ -164,8 +164,6 @@ def test_a_rewind_goes_back_to_the_smaller_bucket(model: Any) -> None:
     torch.testing.assert_close(session.decode(ids[0, 7:8]), expected)
 
 
-# In the fast lane buckets are crossed in compiled code of layers: backends/test_layered.py.
-@pytest.mark.full
 def test_compiled_crosses_buckets_without_recompiling(model: Any) -> None:
     """Prompts and steps on both sides of every bucket: two graphs for one token and two for several, compiled once,
     before the first turn of the ring and after it.
