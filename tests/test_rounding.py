@@ -141,6 +141,7 @@ def test_aoti() -> None:
 
 
 # Layers that the fused operators serve are tested in backends/test_executorch_fused_quantized.py.
+@pytest.mark.full
 def test_one_token_at_a_time_on_executorch() -> None:
     pytest.importorskip("executorch", reason="the executorch extra is not installed")
     model = tiny_model("gemma2", num_hidden_layers=1, layer_types=["sliding_attention"])

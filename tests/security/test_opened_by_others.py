@@ -41,6 +41,8 @@ def test_torch_opens_a_pt2(pt2_bundle: Path) -> None:
     assert int(found) == expected
 
 
+# In the fast lane ExecuTorch's own runner opens one: backends/test_executorch_llm_runner.py.
+@pytest.mark.full
 def test_executorch_opens_a_pte(demo_bundle: Path) -> None:
     pytest.importorskip("executorch")
     expected = load(demo_bundle).prefill(torch.tensor([[5, 6, 7]])).argmax().item()

@@ -68,6 +68,7 @@ def test_the_spread_passes(model_type: str) -> None:
     assert {target: outcome["status"] for target, outcome in found.items()} == dict.fromkeys(targets, "pass"), found
 
 
+@pytest.mark.full
 def test_compiled_methods_are_one_graph_each() -> None:
     found = outcomes("gemma2", ["compiled"])["targets"]["compiled"]
     assert found["status"] == "pass", found

@@ -68,7 +68,7 @@ def test_half_precision(family: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [
-        ("lfm2", torch.bfloat16),
+        pytest.param("lfm2", torch.bfloat16, marks=pytest.mark.full),
         pytest.param("mamba2", torch.float32, marks=pytest.mark.full),
         pytest.param("falcon_h1", torch.float32, marks=pytest.mark.slow),
         pytest.param("jamba", torch.float32, marks=pytest.mark.slow),
