@@ -184,6 +184,8 @@ def main(
     if child is not None:
         print(json.dumps(asdict(measure((forms or [""])[0], model, length, child))))
         return
+    if unknown := set(forms or ()) - set(FORMS):
+        raise typer.BadParameter(f"{sorted(unknown)} is none of {', '.join(FORMS)}", param_hint="'--form'")
     console, runs, begin = Console(width=150), [], os.getloadavg()[0]
     for form in forms or [form for form in FORMS if model.startswith("llama") or form != "gpt-fast style"]:
         with tempfile.TemporaryDirectory() as folder:
