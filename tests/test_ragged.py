@@ -16,7 +16,7 @@ from exportable_cache.decoding import ContinuousBatch
 from exportable_cache.errors import CacheFullError, InputError
 
 from .decoding.byte_tokenizer import SIZE, byte_tokenizer
-from .support.models import WINDOW, tiny_model, tokens
+from .support.models import WINDOW, among, tiny_model, tokens
 from .support.oracle import reference_logits
 from .support.seq2seq import encoder_inputs, tiny_seq2seq
 from .support.sessions import lowered_session
@@ -108,9 +108,7 @@ def test_padded_rows_of_attention_sinks_equal_each_row_alone() -> None:
             assert (one[0] - other[index]).abs().max() <= TOLERANCE
 
 
-# In the fast lane decoding/test_batching.py compiles rows of different length.
-@pytest.mark.full
-@pytest.mark.parametrize("family", ["gemma3_text", "mamba2"])
+@pytest.mark.parametrize("family", among(["gemma3_text", "mamba2"], fast=()))  # fast: decoding/test_batching.py
 def test_compiled_rows_equal_each_row_alone_in_the_graphs_of_even_ones(family: str) -> None:
     model = model_of(family)
     session = session_of(model, compile=True, buckets=False)

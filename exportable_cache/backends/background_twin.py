@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import queue
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -87,25 +88,19 @@ class Twin:
 
 def _serve(serve: Serve, requests: int, replies: int) -> None:
     """Serve until the process at the other end is gone, and go then, whatever is being compiled."""
-    condition = threading.Condition()
-    waiting: list[Any] = []
+    waiting: queue.SimpleQueue[tuple[Request, set[str]]] = queue.SimpleQueue()
 
     def read() -> None:
         with os.fdopen(requests, "rb") as source:
             while True:
                 try:
-                    request = pickle.load(source)
+                    waiting.put(pickle.load(source))
                 except Exception:
                     os._exit(0)
-                with condition:
-                    waiting.append(request)
-                    condition.notify()
 
     threading.Thread(target=read, daemon=True).start()
     with os.fdopen(replies, "wb") as target:
         while True:
-            with condition:
-                condition.wait_for(lambda: waiting)
-                request, unshared = waiting.pop(0)
+            request, unshared = waiting.get()
             pickle.dump((serve(request, unshared), unshared), target)
             target.flush()

@@ -53,10 +53,11 @@ def check_free(path: Path, overwrite: bool) -> None:
         with suppress(FileNotFoundError):  # another export has cleared it up
             os.rmdir(made)
     except (OSError, ValueError) as error:
-        raise _cannot_write(path, error) from error
+        raise cannot_write(path, error) from error
 
 
-def _cannot_write(path: Path, error: Exception) -> BundleError:
+def cannot_write(path: Path, error: Exception) -> BundleError:
+    """What is said of a folder that cannot be written."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return BundleError(f"cannot write {path}: {reason}; choose a folder one may write to")
 
@@ -131,14 +132,14 @@ def new_folder(path: Path, overwrite: bool) -> Iterator[Path]:
     try:
         clear_leftovers(real, remove_bundle)
     except OSError as error:
-        raise _cannot_write(path, error) from error
+        raise cannot_write(path, error) from error
     check_free(path, overwrite)
     path = real
     with ExitStack() as stack:
         try:
             folder = stack.enter_context(atomic_folder(path, remove_bundle))
         except OSError as error:
-            raise _cannot_write(path, error) from error
+            raise cannot_write(path, error) from error
         yield folder
         check_free(path, overwrite)
 

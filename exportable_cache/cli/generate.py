@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..bundle.bundle import Bundle
-    from ..decoding.completion import CompletionOptions
     from ..generation.constraint import Constraint
     from ..session.session import Session
 
@@ -122,8 +121,6 @@ def generate(
         raise typer.BadParameter("proposals have no form; leave it out", param_hint="'--prompt-lookup'")
     with terminal.opening(folder):
         from ..bundle.bundle import Bundle
-        from ..decoding.completion import CompletionOptions
-        from ..generation.sampling import Sampling
         from ..generation.speculative import PromptLookup
         from ..session.session import Session
 
@@ -141,7 +138,7 @@ def generate(
         draft = PromptLookup(prompt_lookup) if prompt_lookup else None
         pieces = session.generate_text(asked, most, *choice, stop=stop or None, draft=draft)
     else:
-        pieces = _formed(session, asked, CompletionOptions(Sampling(*choice), most, tuple(stop or ()), constraint=form))
+        pieces = _formed(session, asked, form, most, choice, tuple(stop or ()))
     timed = _Timed(session, prompt_tokens, fed_tokens)
     try:
         for piece in timed.follow(pieces):
@@ -263,12 +260,20 @@ def _form(json_schema: Path | None, regex: str | None) -> Constraint | None:
 
 
 def _formed(
-    session: Session, asked: str | list[dict[str, str]] | dict[str, Tensor], options: CompletionOptions
+    session: Session,
+    asked: str | list[dict[str, str]] | dict[str, Tensor],
+    form: Constraint,
+    most: int | None,
+    choice: tuple,
+    stop: tuple[str, ...],
 ) -> Iterator[str]:
     """Text of a given form."""
-    from ..decoding.completion import Completer
+    # Here, as an answer of any form begins sooner without them.
+    from ..decoding.completion import Completer, CompletionOptions
     from ..errors import InputError
+    from ..generation.sampling import Sampling
 
+    options = CompletionOptions(Sampling(*choice), most, stop, constraint=form)
     completer = Completer(session)
     if not isinstance(asked, dict) or set(asked) != {"input_ids"}:
         raise InputError("an answer of a given form takes a prompt of text alone; leave out the files")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..bundle.builder import cannot_write
 from ..bundle.manifest import MANIFEST_FILE
 from ..bundle.signature import SIGNATURE_FILE
 from ..common.elf import read_program
@@ -107,7 +108,7 @@ def package(
                 _run_check(made)
             files = {path.relative_to(made).as_posix(): path.stat().st_size for path in _files(made)}
     except OSError as error:
-        raise BundleError(f"cannot write {folder}: {error.strerror}; choose a folder one may write to") from error
+        raise cannot_write(folder, error) from error
     return Package(folder, platform, files, libraries, tuple(tokens), ran)
 
 

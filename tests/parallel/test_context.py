@@ -14,7 +14,7 @@ from exportable_cache.errors import InputError
 
 from ..support.models import tiny_model, tokens
 from ..support.oracle import reference_logits
-from . import checks
+from . import split_checks
 from .checks import FAMILY, LENGTH, PROMPT, REPEATED
 from .processes import run_ranks
 from .test_families import FAMILIES, family
@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> list[dict[str, Any]]:
-    results = [one["context"][FAMILY] for one in run_ranks(folder, 2, (checks.context,))]
+    results = [one["context"][FAMILY] for one in run_ranks(folder, 2, (split_checks.context,))]
     assert not any(isinstance(one, str) for one in results), "\n".join(map(str, results))
     return results
 
@@ -120,7 +120,7 @@ def test_families(size: int, tmp_path: Path) -> None:
     models = {name: family(name) if name in FAMILIES else tiny_model(name) for name in names}
     for name, model in models.items():
         saved(model, tmp_path / name)
-    for one in run_ranks(tmp_path, size, (checks.context,)):
+    for one in run_ranks(tmp_path, size, (split_checks.context,)):
         for name, model in models.items():
             result = one["context"][name]
             assert isinstance(result, dict), result
@@ -136,7 +136,7 @@ def test_compiled(tmp_path: Path) -> None:
     model = tiny_model(FAMILY)
     model.save_pretrained(tmp_path / FAMILY)
     expected = reference_logits(model, tokens(LENGTH), PROMPT)
-    for one in run_ranks(tmp_path, 2, (checks.compiled_context,)):
+    for one in run_ranks(tmp_path, 2, (split_checks.compiled_context,)):
         result = one["compiled_context"]
         assert isinstance(result, dict), result
         assert (result["logits"] - expected).abs().max() < 1e-4

@@ -13,7 +13,7 @@ from exportable_cache.pipeline.sizing import plan
 
 from ..support.models import tiny_model, tokens
 from ..support.oracle import reference_logits
-from . import checks
+from . import split_checks
 from .checks import CAPACITY, FAMILY, LENGTH, PROMPT, REPEATED
 from .processes import run_ranks
 
@@ -43,7 +43,7 @@ def one_process(rows: int = 1) -> Session:
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("stages")
     tiny_model(FAMILY, **LAYERS).save_pretrained(folder / FAMILY)
-    results = [one["staged"][FAMILY] for one in run_ranks(folder, 2, (checks.staged,))]
+    results = [one["staged"][FAMILY] for one in run_ranks(folder, 2, (split_checks.staged,))]
     assert not any(isinstance(one, str) for one in results), "\n".join(map(str, results))
     return results
 
@@ -94,7 +94,7 @@ def test_families(stages: int, tmp_path: Path) -> None:
     models = {name: tiny_model(name, **fields) for name, fields in OTHERS.items()}
     for name, model in models.items():
         model.save_pretrained(tmp_path / name)
-    for one in run_ranks(tmp_path, stages, (checks.staged,)):
+    for one in run_ranks(tmp_path, stages, (split_checks.staged,)):
         for name, model in models.items():
             result = one["staged"][name]
             assert isinstance(result, dict), result
