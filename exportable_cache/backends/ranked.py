@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ..common.compat.torch_distributed import name_group
+from ..common.compat.torch_distributed import group_apart, name_group
 from ..errors import BundleError
 from ..models.ranks import is_of_communication
 
@@ -27,6 +27,9 @@ class RankedRunner:
 
     def __init__(self, runner: Runner, ranks: Ranks) -> None:
         self._runner, self.ranks = runner, ranks
+        # What Python sends goes over the other one: its thread needs the interpreter to drop a tensor that Python holds,
+        # and machine code holds the interpreter until the group of its sums has answered (torch 2.13).
+        self._group = group_apart(ranks.group)
 
     @property
     def methods(self) -> Mapping[str, ProgramMethod]:
@@ -39,7 +42,7 @@ class RankedRunner:
 
     def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         # The name is one for all programs of a process, and two bundles may be open over two groups.
-        name_group(self.ranks.group)
+        name_group(self._group)
         with self.ranks.watched():
             try:
                 result = self._runner.run(method, *inputs)

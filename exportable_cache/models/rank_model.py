@@ -83,6 +83,8 @@ def part_of_model(model: PreTrainedModel, one: RankOf) -> PreTrainedModel:
                 heads = _heads(part, name) if of_parameter == "colwise" else None
                 own = cut.parameter(parameter, of_parameter, field == "bias", heads)
                 setattr(module, field, own)
+                if heads is not None and heads < one.size and field == "weight" and name.endswith("k_proj"):
+                    _fewer_queries(part.get_submodule(name.rpartition(".")[0]), one.size // heads)
         if style is not None:
             _wrap(name, module, style, one)
     return part
@@ -106,6 +108,16 @@ def _heads(model: nn.Module, name: str) -> int | None:
     ):
         return None
     return weight.shape[0] // head_dim
+
+
+def _fewer_queries(attention: nn.Module, ranks: int) -> None:
+    """Tell an attention module, whose heads of keys are each kept by `ranks` ranks, how many queries share one here.
+
+    Its own attention functions repeat keys by that number; ours go by shapes.
+    """
+    groups = getattr(attention, "num_key_value_groups", None)
+    if isinstance(groups, int):
+        attention.num_key_value_groups = max(groups // ranks, 1)  # type: ignore[assignment]
 
 
 class _Cutter:

@@ -173,12 +173,6 @@ def _check_ranks(spec: ExportSpec, backend: Any) -> None:
             f"tensor_parallel is {spec.tensor_parallel}, and programs of target {spec.target!r} run in one process; "
             "export for target 'pt2' or 'aoti', or leave it out"
         )
-    if spec.target == "aoti" and spec.verify:
-        # The processes that verify wait for ever where the process that compiled has started them; cause not found.
-        raise InputError(
-            f"tensor_parallel is {spec.tensor_parallel}, and machine code of several processes is not verified by its "
-            "export; leave verification out (verify=False, --no-verify), and verify the bundle afterwards"
-        )
     for name, given in (("quantize", spec.quantization), ("modalities", spec.modalities)):
         if given:
             raise InputError(

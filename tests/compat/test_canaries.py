@@ -35,6 +35,7 @@ NAMES: dict[str, dict[str, Any]] = {
         "torch.ops._c10d_functional.all_reduce": VALUE,
         "torch.ops._c10d_functional.wait_tensor": VALUE,
         "torch.distributed.distributed_c10d._register_process_group": CALLABLE,
+        "torch.distributed.ProcessGroup._get_backend": CALLABLE,
         "torch.distributed.distributed_c10d._unregister_process_group": CALLABLE,
     },
     "torch": {

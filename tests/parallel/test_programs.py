@@ -28,7 +28,7 @@ from exportable_cache.verification.verify import verify
 from ..decoding.byte_tokenizer import SIZE, byte_tokenizer
 from ..support.models import tiny_model, tokens
 from ..support.oracle import reference_logits
-from . import checks
+from . import split_checks
 from .checks import CAPACITY, FAMILY, LENGTH, PROMPT, REPEATED
 from .processes import run_ranks
 from .test_families import FAMILIES, family
@@ -66,7 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(folder: Path) -> list[dict[str, Any]]:
     """What each of two ranks found."""
-    ran = run_ranks(folder, 2, (checks.of_a_bundle, checks.killed_program))
+    ran = run_ranks(folder, 2, (split_checks.of_a_bundle, split_checks.killed_program))
     assert not any(isinstance(one["of_a_bundle"], str) for one in ran), ran
     results = [{**one["of_a_bundle"], "killed": one.get("killed_program")} for one in ran]
     return results
@@ -246,9 +246,8 @@ def test_programs_of_a_family(name: str, ranks: int, tmp_path: Path) -> None:
 def test_machine_code(tmp_path: Path) -> None:
     whole = tiny_model("llama", vocab_size=SIZE, num_hidden_layers=1)
     options = {"max_cache_len": CAPACITY, "prefill_chunk": 16, "tensor_parallel": 2, "tokenizer": byte_tokenizer()}
-    with pytest.raises(InputError, match="is not verified by its export; leave verification out"):
-        export(whole, target="aoti", output_dir=tmp_path / "bundle", **options)
-    export(whole, target="aoti", output_dir=tmp_path / "bundle", verify=False, **options)
+    bundle = export(whole, target="aoti", output_dir=tmp_path / "bundle", **options)
+    assert bundle.manifest.verification["max_difference"] < 1e-4
     whole.save_pretrained(tmp_path / "model")
     command = ("verify", tmp_path / "bundle", "--model", tmp_path / "model", "--trust")
     subprocess.run([sys.executable, "-m", "exportable_cache.cli", *command], check=True, timeout=500)
@@ -256,7 +255,7 @@ def test_machine_code(tmp_path: Path) -> None:
     session.prefill(tokens(LENGTH)[:, :PROMPT])
     session.save_state(tmp_path / "by-one.safetensors")
     expected = reference_logits(whole, tokens(LENGTH), PROMPT)
-    for one in run_ranks(tmp_path, 2, (checks.of_a_bundle,)):
+    for one in run_ranks(tmp_path, 2, (split_checks.of_a_bundle,)):
         result = one["of_a_bundle"]
         assert isinstance(result, dict), result
         assert (result["logits"] - expected).abs().max() < 1e-4
