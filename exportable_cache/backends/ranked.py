@@ -27,7 +27,7 @@ class RankedRunner:
 
     def __init__(self, runner: Runner, ranks: Ranks) -> None:
         self._runner, self.ranks = runner, ranks
-        # What Python sends goes over the other one: its thread needs the interpreter to drop a tensor that Python holds,
+        # What Python sends goes over the other one: its thread needs the interpreter to drop a tensor that Python has,
         # and machine code holds the interpreter until the group of its sums has answered (torch 2.13).
         self._group = group_apart(ranks.group)
 

@@ -6,7 +6,7 @@
 | `all_reduce`, `wait_tensor` of the same | no context over ranks |
 | `torch.ops._c10d_functional.all_reduce`, `wait_tensor` | programs of ranks cannot sum over them |
 | `_register_process_group`, `_unregister_process_group` of `distributed_c10d` | they cannot be run |
-| `ProcessGroup._get_backend`, `options._timeout` of a backend | they wait for a lost rank as long as torch's default says |
+| `ProcessGroup._get_backend`, `options._timeout` of a backend | a lost rank is waited for as torch's default says |
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def sum_in_graph(tensor: torch.Tensor, group: str = GROUP) -> torch.Tensor:
     from torch.distributed import _functional_collectives  # noqa: F401
 
     functional = torch.ops._c10d_functional
-    # Seen as another shape, since the tensor that the sum writes must never be a result that Python holds: gloo's thread
+    # Seen as another shape, as the tensor that the sum writes must never be a result that Python holds: gloo's thread
     # would need the interpreter to let go of it, and machine code keeps the interpreter while it waits for that thread.
     return functional.wait_tensor(functional.all_reduce(tensor.flatten(), "sum", group)).view(tensor.shape)
 
@@ -71,7 +71,7 @@ def name_group(group: ProcessGroup, name: str = GROUP) -> None:
 
 
 def group_apart(group: ProcessGroup) -> ProcessGroup:
-    """Another group of the same processes, with threads of its own and the same timeout; all of them have to call it."""
+    """Another group of the same processes, with threads of its own and the same timeout; all have to call it."""
     from torch import distributed
 
     backend = group._get_backend(torch.device("cpu"))
