@@ -10,6 +10,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from ..common.compat import torch_compile as private
+from .onednn_linears import linears_by_onednn
 from .regions import regions_of
 
 #: What Inductor has compiled: its own object, which runs, and can be written.
@@ -85,6 +86,7 @@ class LayeredBackend:
         self._regions: dict[str, tuple[Compiled, list[Any]]] = {}
 
     def __call__(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        linears_by_onednn(module)
         regions = regions_of(module)
         if not regions:
             self.compiled += 1

@@ -26,8 +26,15 @@ def takes(*names: str) -> tuple[str, ...]:
     return names
 
 
-#: Package -> name -> kind, or the parameters it must have.
+#: Module of common/compat -> name -> kind, or the parameters it must have.
 NAMES: dict[str, dict[str, Any]] = {
+    "torch_onednn": {
+        "torch.ops.mkldnn._linear_pointwise": VALUE,
+        "torch._inductor.mkldnn_ir.LinearUnary.create": takes("x", "w", "B", "attr", "scalars", "algorithm"),
+        "torch._inductor.lowering.register_lowering": takes("aten_fn", "type_promotion_kind"),
+        "torch._inductor.ir.TensorBox": CLASS,
+        "torch._C._nn.linear": CALLABLE,
+    },
     "torch_distributed": {
         "torch.distributed._functional_collectives.broadcast": takes("self", "src", "group"),
         "torch.distributed._functional_collectives.all_reduce": takes("self", "reduceOp", "group"),
@@ -118,7 +125,7 @@ def found(name: str) -> Any:
 
 
 def require(package: str) -> None:
-    if util.find_spec(package) is None:
+    if package not in ("torch_onednn", "torch_distributed") and util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
     if package == "torch_tensorrt":
         pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no tensorrt extra is installed")
@@ -152,7 +159,7 @@ def test_the_module_of_the_package_tells_of_each(package: str) -> None:
 
 def test_the_modules_are_of_these_packages() -> None:
     modules = {path.stem for path in Path(compat.__file__).parent.glob("*.py")}
-    # Of torch in three files: what imports the compiler is apart.
+    # What imports the compiler and cannot be named by one word has canaries of its own.
     assert modules == {"__init__", "torch_compile", "torch_kernels", *NAMES}
 
 

@@ -15,6 +15,7 @@ import torch
 
 from ...common.compat.torch import compile_ahead_of_time, load_package, write_package
 from ...models.layout import vocab_size_of
+from ..onednn_linears import linears_by_onednn
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -37,7 +38,9 @@ def compile_methods(path: Path, programs: Mapping[str, ExportedProgram]) -> dict
     files = {}
     with torch.no_grad():
         for name, program in programs.items():
-            files[name] = compile_ahead_of_time(program.module(check_guards=False), program.example_inputs, _OPTIONS)
+            module = program.module(check_guards=False)
+            linears_by_onednn(module)
+            files[name] = compile_ahead_of_time(module, program.example_inputs, _OPTIONS)
     write_package(path, files)
     return {name: load_package(path, name).get_constant_fqns() for name in programs}
 
