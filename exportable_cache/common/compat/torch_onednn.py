@@ -21,7 +21,7 @@ from torch._inductor.mkldnn_ir import LinearUnary
 
 #: `torch.nn.functional.linear` as TorchDynamo and `torch.export` record it.
 LINEARS = (torch._C._nn.linear, torch.ops.aten.linear.default)
-_NO_MORE = ("none", [], "")
+_NO_MORE: tuple[str, list[Any], str] = ("none", [], "")
 
 _library = torch.library.Library("exportable_cache", "FRAGMENT")
 _library.define("onednn_linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor")
