@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, FalconConfig
 from exportable_cache import ExportableCache, Session, export
 from exportable_cache.backends.probe import probe_attention
 from exportable_cache.bundle.manifest import Manifest
+from exportable_cache.common.patch import ORIGINAL
 from exportable_cache.errors import InputError, UnsupportedModelError
 from exportable_cache.models import quantized_rows
-from exportable_cache.models.patches.patch import ORIGINAL
 from exportable_cache.models.patches.registry import patch_model
 from exportable_cache.models.quantization import check_quantizable, is_tied, quantize, rounding_noise
 from exportable_cache.models.quantization_spec import Quantization

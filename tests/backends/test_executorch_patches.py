@@ -14,7 +14,7 @@ from executorch.exir import to_edge
 
 from exportable_cache.backends.executorch.patches import PATCHES
 from exportable_cache.common.compat.executorch import edge_config, operator_of
-from exportable_cache.models.patches.patch import ORIGINAL
+from exportable_cache.common.patch import ORIGINAL
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.label)

@@ -6,14 +6,13 @@ import multiprocessing
 import os
 import pickle
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
-from torch._dynamo.package import SourceInfo
 from torch._dynamo.utils import counters
 from torch._inductor import codecache, cpp_builder, cpu_vec_isa
 from torch._inductor import config as inductor
@@ -23,6 +22,7 @@ from exportable_cache.backends import graph_cache
 from exportable_cache.backends.graph_cache import GraphCache
 from exportable_cache.common.compat import torch_compile as private
 from exportable_cache.common.files import PARTIAL
+from exportable_cache.common.patch import ORIGINAL
 from exportable_cache.errors import InputError
 
 from ..support.compiling import compiling_with
@@ -72,7 +72,7 @@ def generated_code() -> Iterator[None]:
     with (
         compiling_with("inductor"),
         inductor.patch({"cpp.vec_isa_ok": None}),
-        mock.patch.object(cpu_vec_isa.VecISA, "_probe_load", lambda self, path: True),
+        private._PROBE.during(private._taken_for_granted),
     ):
         yield
 
@@ -102,11 +102,21 @@ def model():
     return ring_model()
 
 
+def trial(answer: Callable[[], bool]) -> Callable[..., bool]:
+    """In the place of Inductor's, and known as the one that is replaced."""
+
+    def check_build(self: cpu_vec_isa.VecISA, code: str) -> bool:
+        return answer()
+
+    setattr(check_build, ORIGINAL, cpu_vec_isa.VecISA.check_build)
+    return check_build
+
+
 @pytest.fixture(scope="module")
 def folder(model, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("graphs")
     session = session_of(model, folder, buckets=False)
-    with mock.patch.object(cpu_vec_isa.VecISA, "check_build", lambda self, code: pytest.fail("the processor is tried")):
+    with mock.patch.object(cpu_vec_isa.VecISA, "check_build", trial(lambda: pytest.fail("the processor is tried"))):
         assert worst(session, model) <= 1e-4
     # Of some ten kernels each.
     assert len(session.runner.graph_cache._libraries) == 2
@@ -154,7 +164,7 @@ def test_what_the_processor_was_tried_by_is_in_the_file_too(model, tmp_path, mon
 def test_what_cannot_be_compiled_without_a_trial_of_the_processor_is_compiled_with_one(monkeypatch) -> None:
     """The compiler may know fewer instructions than the processor."""
     monkeypatch.setattr(private, "_takes_short_cuts", True)
-    monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", lambda self, code: False)
+    monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", trial(lambda: False))
     found = []
 
     def compile_region() -> bool:
@@ -339,15 +349,6 @@ def test_processes_that_share_a_folder_read_whole_graphs_or_none(model, tmp_path
         worker.join()
     assert [worker.exitcode for worker in workers] == [0, 0, 0]
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 2 * 10**6
-
-
-def test_a_source_is_noted_once(monkeypatch) -> None:
-    noted: list[object] = []
-    monkeypatch.setattr(SourceInfo, "add_code", lambda self, code: noted.append(code))
-    with private.sources_once():
-        info, code = SourceInfo(inlined_sources=set()), test_a_source_is_noted_once.__code__
-        info.add_code(code), info.add_code(code)
-    assert noted == [code]
 
 
 def test_nothing_is_kept_of_a_session_that_compiles_nothing(model, tmp_path) -> None:

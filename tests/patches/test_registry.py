@@ -14,9 +14,9 @@ import torch
 import transformers
 
 from exportable_cache import ExportableCache
+from exportable_cache.common.patch import ORIGINAL, Patch
 from exportable_cache.errors import UnsupportedModelError
 from exportable_cache.models.patches import registry
-from exportable_cache.models.patches.patch import ORIGINAL, Patch
 from exportable_cache.models.patches.registry import COPIED, PATCHES, patch_model, patch_types
 
 from ..support.kinds import kind_model

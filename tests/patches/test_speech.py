@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from exportable_cache.models.patches.patch import ORIGINAL
+from exportable_cache.common.patch import ORIGINAL
 from exportable_cache.models.patches.registry import patch_model
 from exportable_cache.models.patches.speech import short_masks
 

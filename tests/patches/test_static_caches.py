@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from exportable_cache import ExportableCache, Session
+from exportable_cache.common.patch import ORIGINAL
 from exportable_cache.errors import UnsupportedModelError
-from exportable_cache.models.patches.patch import ORIGINAL
 from exportable_cache.models.patches.registry import PATCHES, patch_model
 from exportable_cache.models.support import WITHOUT_DYNAMIC_CACHE
 from exportable_cache.verification.verify import verify_session

@@ -2,8 +2,8 @@
 
 import pytest
 
+from exportable_cache.common.patch import ORIGINAL
 from exportable_cache.models.patches import decoder_masks, glm5_next, jetmoe, led, relative_shift, zaya
-from exportable_cache.models.patches.patch import ORIGINAL
 from exportable_cache.models.patches.registry import PATCHES
 
 from ..zoo.architectures import architectures

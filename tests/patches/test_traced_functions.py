@@ -8,8 +8,8 @@ from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextIndexer
 from transformers.models.jetmoe.modeling_jetmoe import JetMoeMoE
 from transformers.models.seamless_m4t import modeling_seamless_m4t
 
+from exportable_cache.common.patch import ORIGINAL
 from exportable_cache.models.patches import glm5_next, jetmoe, relative_shift
-from exportable_cache.models.patches.patch import ORIGINAL
 
 
 def original(function):

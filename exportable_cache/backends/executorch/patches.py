@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ...common.compat.executorch import without_submodules
+from ...common.patch import Patch
 from ...errors import UnsupportedModelError
-from ...models.patches.patch import Patch
 from .idle_passes import is_transpose, is_view, mixes_dtypes, reads_another_order, takes_symbol_as_tensor, unless_idle
 
 if TYPE_CHECKING:

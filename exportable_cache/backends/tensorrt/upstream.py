@@ -18,7 +18,13 @@ import torch
 
 from ...common.compat.torch import cuda_properties, without_fake_classes
 from ...common.compat.torch_tensorrt import conversion
+from ...common.patch import torch_patch
 
+_NO_DEVICE = "it fails where there is no GPU, and torch_tensorrt calls it while it is imported"
+_CAPABILITY = torch_patch("cuda", "get_device_capability", _NO_DEVICE, "bbba0f873dce8dbc")
+_DEVICE = torch_patch("cuda", "current_device", _NO_DEVICE, "c3055302ad3eb33f")
+#: Functions of torch that are replaced while torch_tensorrt is imported.
+PATCHES = (_CAPABILITY, _DEVICE)
 # They link libtorch_cuda; without it torch_tensorrt takes its own branch for "no C++ runtime", if it does not find
 # them.
 _CUDA_LIBRARIES = frozenset({"libtorchtrt.so", "libtorchtrt_runtime.so"})
@@ -32,8 +38,8 @@ def answered_cuda_queries() -> Iterator[None]:
         return
     is_file = os.path.isfile
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(torch.cuda, "get_device_capability", lambda *args, **kwargs: (0, 0)))
-        stack.enter_context(mock.patch.object(torch.cuda, "current_device", lambda: 0))
+        stack.enter_context(_CAPABILITY.during(lambda asked: lambda *args, **kwargs: (0, 0)))
+        stack.enter_context(_DEVICE.during(lambda asked: lambda: 0))
         if torch.version.cuda is None:
             stack.enter_context(
                 mock.patch.object(

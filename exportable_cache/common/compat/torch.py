@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,9 +41,19 @@ from torch._ops import OperatorBase, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from ..patch import Patch, torch_patch
+
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
+_REGISTER = torch_patch(
+    "_library",
+    "register_fake_class",
+    "it fails for classes of C++ that are not loaded",
+    *("d86928da6e62332f", "c7b0ea0e13e83457"),
+)
+#: Functions of torch that are replaced for the time of a block.
+PATCHES: tuple[Patch, ...] = (_REGISTER,)
 #: States a fact about sizes: the object itself, which tracers know.
 check = torch._check
 #: What a trace leaves where a dtype was looked at.
@@ -189,11 +199,7 @@ def cuda_properties() -> Iterator[None]:
 
 def without_fake_classes() -> AbstractContextManager:
     """A block in which descriptions of C++ classes are not registered: the classes are not there."""
-
-    def register(name: str) -> Callable[[type], type]:
-        return lambda described: described
-
-    return mock.patch.object(torch._library, "register_fake_class", register)
+    return _REGISTER.during(lambda register: lambda name: lambda described: described)
 
 
 def forget_fake_results() -> None:

@@ -25,14 +25,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, MethodType
 from typing import Any, TypeVar
-from unittest import mock
 
 import torch
 from torch._dynamo.aot_compile_types import SerializableCallable
 from torch._dynamo.guards import GuardsStatePickler, _Missing
 from torch._dynamo.package import SourceInfo
-from torch._inductor import codecache, standalone_compile
-from torch._inductor.codecache import CppCodeCache
+from torch._inductor import standalone_compile
 from torch._inductor.cpu_vec_isa import (
     VecAMX,
     VecAVX512,
@@ -46,6 +44,7 @@ from torch._inductor.standalone_compile import AOTCompiledArtifact
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import free_symbols as symbols_in
 
+from ..patch import Patch, torch_patch
 from .torch_kernels import kernels_together
 
 __all__ = ["FakeTensor", "SerializableCallable"]
@@ -55,6 +54,45 @@ Result = TypeVar("Result")
 
 #: See `_shortly`.
 _takes_short_cuts = True
+
+_ADD_CODE = torch_patch(
+    "_dynamo.package",
+    "SourceInfo.add_code",
+    "it reads and digests a whole file again for each call of a function that it has noted before",
+    "7b5730e312ad4ff5",
+)
+_REDUCE = torch_patch(
+    "_dynamo.guards",
+    "GuardsStatePickler.reducer_override",
+    "it wants a name of each method, and fails on those that have none",
+    *("bf150f4fce286624", "ccdbd27eca5c3a8d"),
+)
+_LOAD = torch_patch(
+    "_inductor.codecache",
+    "CppCodeCache.load_async",
+    "it does not say which file of machine code it loads",
+    *("eba94afa339b25d8", "e10d2b7bd80fcca0"),
+)
+_PROBE = torch_patch(
+    "_inductor.cpu_vec_isa",
+    "VecISA._probe_load",
+    "it does not say which file it tries the processor by, and starts an interpreter for it",
+    "e5fa7c48016931b3",
+)
+_CHECK = torch_patch(
+    "_inductor.cpu_vec_isa",
+    "VecISA.check_build",
+    "it compiles a kernel for each set of instructions, and starts an interpreter that loads it",
+    *("b2f38b7766fe38f1", "c3d4dd058c75501e"),
+)
+_HEADER = torch_patch(
+    "_inductor.codecache",
+    "_precompile_header",
+    "it compiles headers also where every kernel comes from disk",
+    *("a7221f2f90f9eff0", "87dd5f0ced843c79"),
+)
+#: Functions of torch that are replaced for the time of a block.
+PATCHES: tuple[Patch, ...] = (_ADD_CODE, _REDUCE, _LOAD, _PROBE, _CHECK, _HEADER)
 
 
 def free_symbols(value: Any) -> dict[Any, Any]:
@@ -88,14 +126,16 @@ def symbol_range(symbol: Any, environment: Any) -> str:
 def sources_once() -> Iterator[None]:
     """A block in which `aot_compile` notes the source of each traced function once, and not at each of its calls."""
     noted: set[tuple[int, CodeType]] = set()
-    add_code = SourceInfo.add_code
 
-    def add_new_code(self: SourceInfo, code: CodeType) -> None:
-        if (id(self), code) not in noted:
-            noted.add((id(self), code))
-            add_code(self, code)
+    def once(add_code: Callable[..., None]) -> Callable[..., None]:
+        def add_new_code(self: SourceInfo, code: CodeType) -> None:
+            if (id(self), code) not in noted:
+                noted.add((id(self), code))
+                add_code(self, code)
 
-    with mock.patch.object(SourceInfo, "add_code", add_new_code):
+        return add_new_code
+
+    with _ADD_CODE.during(once):
         yield
 
 
@@ -104,14 +144,16 @@ def nameless_methods_left_out() -> Iterator[None]:
     """A block in which guards are written without the methods that torchao sets on its layers, to describe them: they
     have no name, which pickling wants.
     """
-    reduce = GuardsStatePickler.reducer_override
 
-    def reduce_named(self: GuardsStatePickler, value: Any) -> Any:
-        if isinstance(value, MethodType) and not hasattr(value, "__name__"):
-            return _Missing, ("a method without a name",)
-        return reduce(self, value)
+    def named(reduce: Callable[..., Any]) -> Callable[..., Any]:
+        def reduce_named(self: GuardsStatePickler, value: Any) -> Any:
+            if isinstance(value, MethodType) and not hasattr(value, "__name__"):
+                return _Missing, ("a method without a name",)
+            return reduce(self, value)
 
-    with mock.patch.object(GuardsStatePickler, "reducer_override", reduce_named):
+        return reduce_named
+
+    with _REDUCE.during(named):
         yield
 
 
@@ -120,21 +162,23 @@ def libraries_noted(found: set[Path]) -> Iterator[None]:
     """A block in which Inductor's machine code is noted: the files of kernels that it loads, and those by which it
     tries the processor.
     """
-    load, probe = CppCodeCache.__dict__["load_async"].__func__, VecISA._probe_load
 
-    def load_noted(cls: type, *arguments: Any, **options: Any) -> Any:
-        loader = load(cls, *arguments, **options)
-        found.add(Path(inspect.getclosurevars(loader).nonlocals["binary_path"]))
-        return loader
+    def loads(load: Callable[..., Any]) -> Callable[..., Any]:
+        def load_noted(cls: type, *arguments: Any, **options: Any) -> Any:
+            loader = load(cls, *arguments, **options)
+            found.add(Path(inspect.getclosurevars(loader).nonlocals["binary_path"]))
+            return loader
 
-    def probe_noted(self: VecISA, path: str) -> bool:
-        found.add(Path(path))
-        return probe(self, path)
+        return load_noted
 
-    with (
-        mock.patch.object(CppCodeCache, "load_async", classmethod(load_noted)),
-        mock.patch.object(VecISA, "_probe_load", probe_noted),
-    ):
+    def probes(probe: Callable[..., bool]) -> Callable[..., bool]:
+        def probe_noted(self: VecISA, path: str) -> bool:
+            found.add(Path(path))
+            return probe(self, path)
+
+        return probe_noted
+
+    with _LOAD.during(loads), _PROBE.during(probes):
         yield
 
 
@@ -170,7 +214,7 @@ def _shortly(compiled: Callable[[], Result]) -> Result:
     global _takes_short_cuts
     if _takes_short_cuts:
         try:
-            with mock.patch.object(VecISA, "check_build", lambda self, code: True), kernels_together():
+            with _CHECK.during(_taken_for_granted), kernels_together():
                 return compiled()
         except Exception as error:  # of the compiler or of the loader, and it comes again if it is another
             log.info("compiled again without short cuts: %s", error)
@@ -187,13 +231,17 @@ def compiled_here(plainly: bool) -> Iterator[None]:
         plainly: Whether it was compiled without short cuts.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(codecache, "_precompile_header", lambda *arguments, **options: ""))
+        stack.enter_context(_HEADER.during(lambda compile_header: lambda *arguments, **options: ""))
         if plainly:
-            stack.enter_context(mock.patch.object(VecISA, "_probe_load", lambda self, path: True))
+            stack.enter_context(_PROBE.during(_taken_for_granted))
         else:
-            stack.enter_context(mock.patch.object(VecISA, "check_build", lambda self, code: True))
+            stack.enter_context(_CHECK.during(_taken_for_granted))
             stack.enter_context(kernels_together())
         yield
+
+
+def _taken_for_granted(trial: Callable[..., bool]) -> Callable[..., bool]:
+    return lambda self, what: True
 
 
 def code_folder() -> Path:

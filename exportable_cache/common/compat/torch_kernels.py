@@ -18,11 +18,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 from weakref import WeakKeyDictionary
 
 from torch._inductor.async_compile import AsyncCompile, get_compile_threads
 from torch._inductor.codecache import CppPythonBindingsCodeCache, LambdaFuture
+
+from ..patch import Patch, torch_patch
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,15 @@ _BINDING = ("kernel", "parse_arg", "py_methods", "py_module", "_torchinductor_py
 _INCLUDES = "#define PY_SSIZE_T_CLEAN\n#include <Python.h>\n#include <sstream>\n#include <cstdlib>\n#include <cerrno>\n"
 
 Kernel = Callable[..., None]
+
+
+_BIND = torch_patch(
+    "_inductor.async_compile", "AsyncCompile.cpp_pybinding", "it has a file for each kernel", "5da878aeaf11a457"
+)
+_WAIT = torch_patch(
+    "_inductor.async_compile", "AsyncCompile.wait", "it waits for each kernel by itself", "2df746cba5766066"
+)
+PATCHES: tuple[Patch, ...] = (_BIND, _WAIT)
 
 
 class _Files:
@@ -79,28 +89,30 @@ class _Files:
 def kernels_together() -> Iterator[None]:
     """A block in which the kernels of each graph that Inductor compiles or loads are one file, or few."""
     known: WeakKeyDictionary[AsyncCompile, _Files] = WeakKeyDictionary()
-    alone, wait = AsyncCompile.cpp_pybinding, AsyncCompile.wait
 
-    def cpp_pybinding(self: AsyncCompile, argtypes: list[str], source_code: str) -> Any:
-        if not _is_one_function(source_code):
-            return alone(self, argtypes, source_code)
-        if self not in known:
-            known[self] = _Files(self.submit if get_compile_threads() > 1 else None)
-        return known[self].add(argtypes, source_code)
+    def bind(alone: Callable[..., Any]) -> Callable[..., Any]:
+        def cpp_pybinding(self: AsyncCompile, argtypes: list[str], source_code: str) -> Any:
+            if not _is_one_function(source_code):
+                return alone(self, argtypes, source_code)
+            if self not in known:
+                known[self] = _Files(self.submit if get_compile_threads() > 1 else None)
+            return known[self].add(argtypes, source_code)
 
-    def wait_together(self: AsyncCompile, scope: dict[str, Any]) -> None:
-        files = known.pop(self, None)
-        if files is not None:
-            files.start()
-            for name, value in scope.items():
-                if isinstance(value, LambdaFuture):
-                    scope[name] = value.result()
-        wait(self, scope)
+        return cpp_pybinding
 
-    with (
-        mock.patch.object(AsyncCompile, "cpp_pybinding", cpp_pybinding),
-        mock.patch.object(AsyncCompile, "wait", wait_together),
-    ):
+    def wait(wait_for_others: Callable[..., None]) -> Callable[..., None]:
+        def wait_together(self: AsyncCompile, scope: dict[str, Any]) -> None:
+            files = known.pop(self, None)
+            if files is not None:
+                files.start()
+                for name, value in scope.items():
+                    if isinstance(value, LambdaFuture):
+                        scope[name] = value.result()
+            wait_for_others(self, scope)
+
+        return wait_together
+
+    with _BIND.during(bind), _WAIT.during(wait):
         yield
 
 

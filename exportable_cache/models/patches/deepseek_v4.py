@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from transformers.masking_utils import create_sliding_window_causal_mask
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from ...common.patch import Patch
 from .conditions import over_our_cache
-from .patch import Patch
 
 
 class _Entries(NamedTuple):

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from ...common.patch import Patch
 from ..scans import delta_rule
-from .patch import Patch
 
 
 def _delta_rule(original: Callable) -> Callable:

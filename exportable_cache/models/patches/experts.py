@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional as F
 
+from ...common.patch import Patch
 from .conditions import only_traced
-from .patch import Patch
 
 if TYPE_CHECKING:
     from torch import nn

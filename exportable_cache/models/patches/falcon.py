@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from ...common.patch import Patch
 from ..quantized_rows import is_quantized
-from .patch import Patch
 
 
 def _as_linear(original: Callable) -> Callable:

@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional as F
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
+from ...common.patch import Patch
 from .conditions import over_our_cache, step_mask
-from .patch import Patch
 
 
 def _decoder(

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.masking_utils import create_causal_mask
 
+from ...common.patch import Patch
 from .conditions import only_traced
-from .patch import Patch
 
 if TYPE_CHECKING:
     import torch

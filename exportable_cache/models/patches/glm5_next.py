@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from ...common.patch import Patch
 from .conditions import only_traced
-from .patch import Patch
 
 
 def _all_pools(

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...common.patch import Patch
 from .conditions import over_our_cache, step_mask
-from .patch import Patch
 
 if TYPE_CHECKING:
     from torch import nn

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from ...common.patch import Patch
 from .conditions import only_traced
 from .experts import mix_experts
-from .patch import Patch
 
 
 def _routed(router: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -13,8 +13,8 @@ import torch
 from torch.nn import functional as F
 from transformers.modeling_outputs import BaseModelOutput
 
+from ...common.patch import Patch
 from .conditions import only_traced, over_our_cache, step_mask
-from .patch import Patch
 
 if TYPE_CHECKING:
     from torch import nn

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...common.patch import Patch
 from ..scans import state_space_scan
 from .conditions import over_our_cache
-from .patch import Patch
 
 if TYPE_CHECKING:
     from torch import nn

@@ -12,8 +12,8 @@ import torch
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import CausalLMOutput
 
+from ...common.patch import Patch
 from .conditions import attention_function, kept_hidden_states, over_our_cache
-from .patch import Patch
 
 
 def _step(

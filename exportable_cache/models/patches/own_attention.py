@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import AttentionInterface
 
 from ...cache.attention.names import ATTENTION_NAMES
-from .patch import ORIGINAL, Patch
+from ...common.patch import ORIGINAL, Patch
 
 if TYPE_CHECKING:
     import torch

@@ -9,9 +9,9 @@ import torch
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
+from ...common.patch import Patch
 from ...errors import UnsupportedModelError
 from .conditions import over_our_cache
-from .patch import Patch
 
 
 def _like(self: Any, input_ids: Any, inputs_embeds: torch.Tensor | None) -> torch.Tensor:

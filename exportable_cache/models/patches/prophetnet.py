@@ -10,8 +10,8 @@ import torch
 from transformers import EncoderDecoderCache
 from transformers.masking_utils import create_causal_mask
 
+from ...common.patch import Patch
 from .conditions import over_our_cache
-from .patch import Patch
 
 
 class _Bias(NamedTuple):

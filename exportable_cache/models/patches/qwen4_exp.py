@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from ...common.patch import Patch
 from .conditions import over_our_cache
-from .patch import Patch
 
 # Numbers of the convolution states of a layer, as upstream has them.
 _TOKENS = 2

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional as F
 
+from ...common.patch import Patch
 from ..scans import linear_recurrence
 from .conditions import over_our_cache
-from .patch import Patch
 
 if TYPE_CHECKING:
     from torch import nn

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ...common.patch import ORIGINAL
 from ...errors import UnsupportedModelError
 from . import (
     ctrl,
@@ -46,12 +47,11 @@ from . import (
     xmod,
     zaya,
 )
-from .patch import ORIGINAL
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from .patch import Patch
+    from ...common.patch import Patch
 
 _FAMILIES = (
     ctrl,

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from ...common.patch import Patch
 from .conditions import only_traced
-from .patch import Patch
 
 
 def _relative_scores(

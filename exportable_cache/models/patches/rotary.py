@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .patch import Patch
+from ...common.patch import Patch
 
 if TYPE_CHECKING:
     from torch import nn

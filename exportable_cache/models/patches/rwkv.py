@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from ...common.patch import Patch
 from ..scans import weighted_values
 from .conditions import kept_hidden_states, over_our_cache
-from .patch import Patch
 
 # Numbers of the token shifts in the cache: inputs of the newest token, as a convolution of two takes them.
 _ATTENTION, _FEED_FORWARD = 0, 1

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ...cache.layers.carried import take_carried
+from ...common.patch import Patch
 from ..scans import selective_scan
-from .patch import Patch
 
 if TYPE_CHECKING:
     import torch

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...common.compat.transformers import output_lengths_of_mask, output_lengths_of_samples
+from ...common.patch import Patch
 from .conditions import over_our_cache
-from .patch import Patch
 
 if TYPE_CHECKING:
     from torch import nn

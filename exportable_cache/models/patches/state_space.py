@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from ...common.patch import Patch
 from ..scans import state_space_scan
-from .patch import Patch
 
 
 def _chunk_scan(original: Callable) -> Callable:

@@ -10,7 +10,7 @@ from transformers.masking_utils import create_causal_mask
 
 from ...cache.layers import PromptLayer
 from ...cache.policies import PromptPolicy
-from .patch import Patch
+from ...common.patch import Patch
 
 
 def _reference_mask(original: Callable) -> Callable:

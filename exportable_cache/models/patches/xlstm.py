@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from ...common.patch import Patch
 from ..scans import matrix_memory
 from ..scans.matrix_memory import MemoryState
 from .conditions import over_our_cache
-from .patch import Patch
 
 
 def _xlstm(

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ...common.patch import Patch
 from .conditions import only_traced
-from .patch import Patch
 
 if TYPE_CHECKING:
     from torch import nn

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
+import logging
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
 from importlib import import_module, metadata
 from types import ModuleType
 from typing import Any
 
-from ...errors import UnsupportedModelError
+from ..errors import UnsupportedModelError
+
+log = logging.getLogger(__name__)
 
 #: Attribute of a replacement: the function that it stands for.
 ORIGINAL = "_exportable_cache_original"
@@ -21,13 +25,13 @@ _MODELS = "transformers.models."
 
 @dataclass(frozen=True)
 class Patch:
-    """A replacement for one function or method of a modeling file.
+    """A replacement for one function or method of a modeling file, or of another package.
 
     Attributes:
         file: Below `transformers.models`, as `gpt_neo.modeling_gpt_neo`; of another package, the whole module name.
         name: `function`, or `Class.method`.
         replace: Makes the replacement from the original. It acts where a cache of ours is stepped, or a step is traced,
-            and hands everything else to the original.
+            and hands everything else to the original. None where it is replaced for the time of a block, see `during`.
         reason: What the original does that a static cache, or a traced step, cannot use.
         digests: Of the sources that the replacement was written for, one for each release that has a source of its own.
         source: Name of what the digest is taken of, `name` by default: the whole class where the replacement stands for
@@ -39,7 +43,7 @@ class Patch:
 
     file: str
     name: str
-    replace: Callable[[Callable], Callable]
+    replace: Callable[[Callable], Callable] | None
     reason: str
     digests: tuple[str, ...]
     source: str | None = None
@@ -82,6 +86,29 @@ class Patch:
             return False
         return True
 
+    @contextmanager
+    def during(self, replace: Callable[[Callable], Callable]) -> Iterator[bool]:
+        """Replace it for the time of a block, where its source is one that the replacement was written for.
+
+        Args:
+            replace: Makes the replacement from the original, which may be one of another block around this one.
+
+        Yields:
+            Whether it is replaced; where not, the block runs with the original.
+        """
+        if not _is_known(self):
+            yield False
+            return
+        owner, attribute = self._owner()
+        stored = inspect.getattr_static(owner, attribute)
+        replacement: Any = replace(getattr(stored, "__func__", stored))
+        setattr(replacement, ORIGINAL, getattr(stored, "__func__", stored))
+        setattr(owner, attribute, classmethod(replacement) if isinstance(stored, classmethod) else replacement)
+        try:
+            yield True
+        finally:
+            setattr(owner, attribute, stored)
+
     def _apply(self) -> None:
         owner, attribute = self._owner()
         current = getattr(owner, attribute, None)
@@ -95,7 +122,8 @@ class Patch:
                 f"{self._where()} changed: its digest is {found}, the patch is for {' or '.join(self.digests)}; "
                 f"{self._remedy()}"
             )
-        replacement = wraps(current)(self.replace(current))
+        assert self.replace is not None
+        replacement = functools.wraps(current)(self.replace(current))
         setattr(replacement, ORIGINAL, current)
         setattr(owner, attribute, replacement)
 
@@ -144,3 +172,29 @@ class Patch:
             f"without its patch the model is wrong, or cannot be traced, with a static cache ({self.reason}); install "
             "a release of transformers that this package is tested with, or use DynamicCache"
         )
+
+
+def torch_patch(file: str, name: str, reason: str, *digests: str) -> Patch:
+    """A function of torch that is replaced for the time of a block.
+
+    Args:
+        file: Below `torch`.
+        name: See `Patch`.
+        reason: What it does that is replaced.
+        digests: In 2.13, and in 2.14 where it is another.
+    """
+    url = f"https://github.com/pytorch/pytorch/blob/v2.13.0/torch/{file.replace('.', '/')}.py"
+    return Patch(f"torch.{file}", name, None, reason, digests, package="torch", url=url, needed=False)
+
+
+@functools.cache
+def _is_known(patch: Patch) -> bool:
+    """Whether the installed source is one that a replacement was written for; said in the log where it is not."""
+    try:
+        found = patch.digest()
+    except UnsupportedModelError as error:
+        log.info("%s", error)
+        return False
+    if found not in patch.digests:
+        log.info("%s changed: its digest is %s, and it is left as it is (%s)", patch._where(), found, patch.reason)
+    return found in patch.digests

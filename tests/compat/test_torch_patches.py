@@ -1,0 +1,170 @@
+"""Functions of torch that are replaced for the time of a block: those that were read, put back, and still needed."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import logging
+import re
+from types import MethodType
+
+import pytest
+import torch
+from torch._dynamo.guards import GuardsStatePickler
+from torch._dynamo.package import SourceInfo
+from torch._inductor import codecache
+from torch._inductor.async_compile import AsyncCompile
+
+from exportable_cache.common import patch as patching
+from exportable_cache.common.compat import torch as compat
+from exportable_cache.common.compat import torch_compile, torch_kernels
+from exportable_cache.common.patch import Patch
+
+PATCHES = (*compat.PATCHES, *torch_compile.PATCHES, *torch_kernels.PATCHES)
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.label)
+def test_the_original_is_the_one_that_the_patch_was_written_for(patch: Patch) -> None:
+    """Fails where torch changed it: read it, then add the digest or drop the patch. It is left alone meanwhile."""
+    assert patch.digest() in patch.digests
+    assert patch.reason and re.fullmatch(r"https://github.com/pytorch/pytorch/blob/v[\d.]+/torch/.*\.py", patch.link)
+
+
+def test_those_of_the_import_of_torch_tensorrt() -> None:
+    upstream = pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no tensorrt extra")
+    for patch in upstream.PATCHES:
+        assert patch.digest() in patch.digests
+        if not torch.cuda.is_available():
+            owner, attribute = patch._owner()
+            with pytest.raises((RuntimeError, AssertionError), match="CUDA|NVIDIA"):
+                getattr(owner, attribute)()
+
+
+def first(value: int) -> int:
+    return value
+
+
+class Owner:
+    @classmethod
+    def second(cls, value: int) -> tuple[type, int]:
+        return cls, value
+
+
+FIRST = Patch(__name__, "first", None, "tested", (), package="torch", url="")
+
+
+def known(patch: Patch) -> Patch:
+    found = Patch(patch.file, patch.name, None, patch.reason, (patch.digest(),), package="torch", url="")
+    patching._is_known.cache_clear()
+    return found
+
+
+def test_a_block_has_the_replacement_and_leaves_the_original() -> None:
+    module = importlib.import_module(__name__)
+    patch = known(FIRST)
+    with patch.during(lambda original: lambda value: 10 * original(value)) as outer:
+        with patch.during(lambda original: lambda value: 1 + original(value)):
+            assert outer and module.first(2) == 21
+        assert module.first(2) == 20
+        with pytest.raises(ValueError), patch.during(lambda original: lambda value: value):
+            raise ValueError
+        assert module.first(2) == 20
+    assert module.first is first
+
+
+def test_a_method_of_the_class_stays_one() -> None:
+    patch = known(Patch(__name__, "Owner.second", None, "tested", (), package="torch", url=""))
+    with patch.during(lambda original: lambda cls, value: (*original(cls, value), "replaced")):
+        assert Owner.second(1) == (Owner, 1, "replaced")
+    assert Owner.second(1) == (Owner, 1)
+
+
+def test_an_original_that_has_changed_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    patching._is_known.cache_clear()
+    with caplog.at_level(logging.INFO, "exportable_cache.common.patch"), FIRST.during(lambda original: len) as replaced:
+        assert not replaced and importlib.import_module(__name__).first(3) == 3
+    assert "first of torch" in caplog.text and "left as it is (tested)" in caplog.text
+
+
+# -- whether each is needed: where one of these fails, a patch can go --------------------------------------------------
+
+
+def test_sources_are_read_again_for_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+    original = SourceInfo.add_code.__globals__["_get_module_content"]
+    monkeypatch.setitem(
+        SourceInfo.add_code.__globals__, "_get_module_content", lambda module: read.append(module) or original(module)
+    )
+    info = SourceInfo(inlined_sources=set())
+    for _ in range(3):
+        info.add_code(known.__code__)
+    assert len(read) == 3
+    with torch_compile.sources_once():
+        for _ in range(3):
+            info.add_code(first.__code__)
+    assert len(read) == 4
+
+
+class Nameless:
+    """As torchao's: it can be called, and has no name."""
+
+    def __call__(self, module: object) -> str:
+        return ""
+
+
+def test_guards_on_methods_without_a_name_cannot_be_written() -> None:
+    method = MethodType(Nameless(), Owner())
+
+    def write() -> bytes:
+        written = io.BytesIO()
+        GuardsStatePickler({}, {}, {}, written).dump(method)
+        return written.getvalue()
+
+    with pytest.raises(AttributeError, match="__name__"):
+        write()
+    with torch_compile.nameless_methods_left_out():
+        assert b"a method without a name" in write()
+
+
+def test_each_kernel_is_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+    load = codecache.CppPythonBindingsCodeCache.load_pybinding_async
+    monkeypatch.setattr(
+        codecache.CppPythonBindingsCodeCache,
+        "load_pybinding_async",
+        lambda *arguments, **options: started.append(arguments) or load(*arguments, **options),
+    )
+    source = (
+        '#include <torch/csrc/inductor/cpp_prefix.h>\nextern "C"  void  kernel(float* out)\n{\n    out[0] = 1;\n}\n'
+    )
+    compiler = AsyncCompile()
+    scope = {f"kernel_{index}": compiler.cpp_pybinding(["float*"], source) for index in range(2)}
+    compiler.wait(scope)
+    assert len(started) == 2
+    with torch_kernels.kernels_together():
+        scope = {f"kernel_{index}": compiler.cpp_pybinding(["float*"], source) for index in range(2)}
+        compiler.wait(scope)
+    assert len(started) == 2
+    out = torch.zeros(1)
+    scope["kernel_1"](out)
+    assert out.item() == 1
+
+
+@pytest.mark.full
+def test_the_processor_is_tried_and_headers_are_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    """What a step from disk is spared, and one that is compiled: of the latter the trial alone."""
+    from torch._inductor.cpu_vec_isa import VecISA, valid_vec_isa_list
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch_compile.forget_processor()
+    try:
+        with torch_compile._CHECK.during(torch_compile._taken_for_granted):
+            assert valid_vec_isa_list() and not list(tmp_path.rglob("*.so"))
+        torch_compile.forget_processor()
+        tried = []
+        with torch_compile._PROBE.during(lambda probe: lambda self, path: tried.append(path) or probe(self, path)):
+            assert valid_vec_isa_list()
+        assert tried and all(path.startswith(str(tmp_path)) for path in tried)
+    finally:
+        torch_compile.forget_processor()
+    assert VecISA._probe_load is not None
