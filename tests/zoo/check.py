@@ -45,12 +45,12 @@ from .extended import Extended
 
 TARGETS = ("eager", "compiled", "pt2", "executorch", "tensorrt")
 #: What transformers itself has for the same, see `peers.py`.
-PEERS = ("static_cache", "exporter")
+PEERS = ("static_cache", "exporter", "dynamo")
 #: Of the table: the targets; what else a session in eager mode is asked, see `extended.py`; and the peers.
 COLUMNS = (*TARGETS, "extended", *PEERS)
 #: As they are run: what has references of its own, or is none of this package's, before its patches are in.
 ORDER = (*PEERS, "extended", *TARGETS)
-#: Groups of decoders alone, which is what a TensorRT program, and the peers' exporter, holds.
+#: Groups of decoders alone, which is what a TensorRT program, and those of the peers' exporters, hold.
 DECODER_GROUPS = ("causal", "image", "audio")
 MAX_CACHE_LEN = 64
 PREFILL_CHUNK = 16
@@ -294,7 +294,7 @@ def write_json(path: Path, facts: dict[str, Any]) -> None:
 
 def is_asked(architecture: Architecture, target: str) -> bool:
     """Whether the zoo runs this architecture in this column."""
-    return target not in ("tensorrt", "exporter") or architecture.group in DECODER_GROUPS
+    return target not in ("tensorrt", "exporter", "dynamo") or architecture.group in DECODER_GROUPS
 
 
 def read_result(folder: Path, row: Architecture) -> dict[str, Any]:

@@ -75,6 +75,7 @@ class Precision:
         ids: What both are fed.
         reference: float32 [STEPS + 1, vocab], after a prompt of `PROMPT` tokens.
         moved: By the smallest change of every weight.
+        is_sound: Whether that is little enough to compare with it.
         note: What was done to it, if the first one had a tie.
     """
 
@@ -82,6 +83,7 @@ class Precision:
     ids: torch.Tensor
     reference: torch.Tensor
     moved: float
+    is_sound: bool = True
     note: str = ""
 
 
@@ -178,7 +180,7 @@ class Extended:
         with _session(made.model, inputs) as session:
             _begin(session, inputs)
             found = _fed(session, made.ids, PROMPT).float()
-        if not is_sound(dtype, made.reference, made.moved):
+        if not made.is_sound:
             return Finding("unknown", _gap(found, made.reference), reason=made.note)
         return _compared(found, made.reference, tolerance(dtype, made.moved), made.note)
 
@@ -208,30 +210,34 @@ class Extended:
             return first
         note = f"ill-conditioned: the reference moves by {first.moved:.0e} with the last bit of its weights"
         try:
-            model, done = model_without_choices(self.architecture), "every expert and key chosen"
-        except ValueError:
-            model, done = self.model, "the same model"
-        made = first
+            model = model_without_choices(self.architecture)
+        except ValueError as error:
+            sound = is_sound(dtype, first.reference, first.moved, chooses=False)
+            return replace(first, is_sound=sound, note="" if sound else f"{note}; {error}")
         for seed in (0, *OTHER_TOKENS):
-            name = f", tokens of seed {seed}" if seed else ""
-            if seed or model is not self.model:
-                made = self._measured(model, dtype, tokens(model, seed, LONGEST))
-            if is_sound(dtype, made.reference, made.moved):
-                return replace(made, note=f"{note}; by {made.moved:.0e} with {done}{name}")
-        return replace(made, note=f"{note}; by {made.moved:.0e} with {done}{name}")
+            made = self._measured(model, dtype, tokens(model, seed, LONGEST))
+            sound = is_sound(dtype, made.reference, made.moved)
+            after = f"{note}; by {made.moved:.0e} with every expert and key chosen, tokens of seed {seed}"
+            if sound:
+                break
+        return replace(made, is_sound=sound, note=after)
 
     def _measured(self, model: PreTrainedModel, dtype: torch.dtype, ids: torch.Tensor) -> Precision:
         inputs, model = _cast(self.inputs, dtype), copy.deepcopy(model).to(dtype)
 
-        def reference_of(one: PreTrainedModel) -> torch.Tensor:
-            return _reference(one, ids, PROMPT, inputs)
+        def at_once(one: PreTrainedModel) -> torch.Tensor:
+            return _at_once(one, ids, PROMPT, _cast(inputs, one.dtype))
 
-        reference, moved = reference_of(model), movement(model, reference_of)
+        moved = movement(model, at_once)
         if dtype != torch.float32:
             # The same weights, in sums that are not rounded: another way to compute the same.
-            exact = copy.deepcopy(model).float()
-            moved = max(moved, _gap(_reference(exact, ids, PROMPT, _cast(inputs, torch.float32)), reference))
-        return Precision(model, ids, reference, moved)
+            moved = max(moved, _gap(at_once(copy.deepcopy(model).float()), at_once(model)))
+        return Precision(model, ids, _reference(model, ids, PROMPT, inputs), moved)
+
+
+def _at_once(model: PreTrainedModel, ids: torch.Tensor, prompt: int, inputs: Inputs) -> torch.Tensor:
+    """float32 [STEPS + 1, vocab], of one call without a cache."""
+    return uncached_logits(model, ids[:, : prompt + STEPS], inputs)[prompt - 1 :].float()
 
 
 def _reference(model: PreTrainedModel, ids: torch.Tensor, prompt: int, inputs: Inputs) -> torch.Tensor:
@@ -239,7 +245,7 @@ def _reference(model: PreTrainedModel, ids: torch.Tensor, prompt: int, inputs: I
     try:
         return cached_logits(model, ids, prompt, inputs).float()
     except Exception:  # models with a cache of their own, or none
-        return uncached_logits(model, ids, inputs)[prompt - 1 : prompt + STEPS].float()
+        return _at_once(model, ids, prompt, inputs)
 
 
 @contextmanager

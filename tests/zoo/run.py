@@ -38,6 +38,7 @@ LIMITS = {
     "model": 240,
     "static_cache": 120,
     "exporter": 240,
+    "dynamo": 240,
     "extended": 480,
     "eager": 240,
     "compiled": 900,

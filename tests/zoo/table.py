@@ -11,7 +11,7 @@ from typing import Any
 from .architectures import GROUPS, LEFT_OUT, Architecture, architectures
 from .build import PROMPTS, STEPS
 from .check import COLUMNS, PEERS, TARGETS, is_asked, read_result
-from .conditioning import MOST_MOVED, TOLERANCE
+from .conditioning import MOST_MOVED, MOST_MOVED_SMOOTHLY, TOLERANCE
 from .extended import LENGTHS, PROMPT, TAKEN_BACK
 from .overrides import OVERRIDES
 from .shrink import HIDDEN, VOCAB, WINDOW
@@ -34,7 +34,8 @@ EXTENDED_MEANS = (
     f"a prompt of {PROMPT} in bfloat16\nand float16 against the same model in the same dtype over `DynamicCache`, and "
     "the bytes of each layer by the config alone. In half\nprecision a logit may differ by as much as those of the "
     "reference move if every weight is changed by its last bit. If that is more\nthan "
-    f"{MOST_MOVED} roundings of the largest logit, or in float32 more than the tolerance, the reference is "
+    f"{MOST_MOVED} roundings of the largest logit ({MOST_MOVED_SMOOTHLY} of a model that chooses nothing), or in float32 "
+    "more than the tolerance, the reference is "
     "**ill-conditioned** (two experts or keys tie,\nand the order of a sum decides): then the same is asked of the "
     "model whose router takes every expert and whose indexer takes\nevery key. The cell counts checks passed; "
     "**unknown** have no sound reference, refused ones end with a sentence."
@@ -82,11 +83,14 @@ def _lines(results: dict[Architecture, dict[str, Any]]) -> list[str]:
         "",
         f"`extended` is {EXTENDED_MEANS}",
         "",
-        "`static_cache` and `exporter` are what transformers itself has, with the same tokens and tolerance: the model "
-        "in eager mode over",
-        "`StaticCache`, and `TorchExportableModuleForDecoderOnlyLM` of decoders, exported and fed token by token. An "
-        "error there is that of",
-        "transformers' own code, the first line of it.",
+        "`static_cache`, `exporter` and `dynamo` are what transformers itself has, with the same tokens and tolerance: "
+        "the model in eager",
+        "mode over `StaticCache`; of decoders `TorchExportableModuleForDecoderOnlyLM`, exported and fed token by token; "
+        "and of these, for the",
+        "longest prompt, the prefill and decode of `DynamoExporter` over a static cache, in the loop of the model's own "
+        "`generate`. An error",
+        "there is that of transformers' own code, the first line of it. Its `ExecutorchExporter`, which lowers the "
+        "same, was not run.",
         "",
         f"`{DOCUMENT.with_suffix('.json').name}` beside this file has the same for programs, with the time each took "
         "and the commit it",
