@@ -68,7 +68,7 @@ def nudged(model: PreTrainedModel, seed: int) -> PreTrainedModel:
         if parameter.is_floating_point():
             # A little more than the largest rounding, which is never rounded away.
             change = 1.01 * torch.finfo(parameter.dtype).eps / 2
-            signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
+            signs = torch.randint(0, 2, parameter.shape, generator=generator).double() * 2 - 1
             parameter.copy_((parameter.double() * (1 + change * signs)).to(parameter.dtype))
     return copied
 
