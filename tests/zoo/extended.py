@@ -243,6 +243,9 @@ def _at_once(model: PreTrainedModel, ids: torch.Tensor, prompt: int, inputs: Inp
 def _reference(model: PreTrainedModel, ids: torch.Tensor, prompt: int, inputs: Inputs) -> torch.Tensor:
     """float32 [STEPS + 1, vocab]."""
     try:
+        # Recurrent Gemma keeps its states in its modules, and goes on from them with a prompt of one token; a call
+        # without a cache drops them.
+        uncached_logits(model, ids[:, :1], inputs)
         return cached_logits(model, ids, prompt, inputs).float()
     except Exception:  # models with a cache of their own, or none
         return _at_once(model, ids, prompt, inputs)
