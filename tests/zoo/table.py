@@ -158,12 +158,12 @@ def _checks(results: dict[Architecture, dict[str, Any]]) -> list[str]:
         return ["The checks of `extended` were not run."]
     ill = {name: sum(1 for facts in results.values() if name in facts.get("ill_conditioned", {})) for name in by_check}
     statuses = ("pass", "refused", "unknown", "wrong", "error")
-    ahead = [
-        row.name
-        for row, facts in results.items()
-        if any(facts["targets"].get(peer, {}).get("status") == "pass" for peer in PEERS)
-        and any(facts["targets"].get(target, {}).get("status", "pass") != "pass" for target in TARGETS)
-    ]
+    ahead = []
+    for row, facts in results.items():
+        found = {name: outcome["status"] for name, outcome in facts["targets"].items()}
+        behind = [target for target in TARGETS if found.get(target, "pass") != "pass"]
+        if behind and "pass" in map(found.get, PEERS):
+            ahead.append(f"{row.name} ({', '.join(behind)})")
     return [
         f"| `extended` | {' | '.join(statuses)} | ill-conditioned at first |",
         "|---|" + "---|" * (len(statuses) + 1),

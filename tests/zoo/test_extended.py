@@ -170,7 +170,7 @@ def test_the_table_names_where_a_peer_is_ahead(tmp_path: Path) -> None:
     write_json(tmp_path / f"{second.name}.json", {"targets": {"eager": passed, "static_cache": passed}})
     write_table(tmp_path, tmp_path / "table.md")
     written = (tmp_path / "table.md").read_text()
-    assert f"Rows that a peer passes and a target here does not: {first.name}." in written
+    assert f"Rows that a peer passes and a target here does not: {first.name} (eager)." in written
     assert "- sizes, 1: layer N says N" in written
     assert "| 1, 1 refused |" in written
 
