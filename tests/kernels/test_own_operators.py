@@ -13,16 +13,16 @@ import torch
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
 
 from exportable_cache import ExportableCache
-from exportable_cache.backends import backend_for
 from exportable_cache.backends.executorch.fused import fusable_layers, fuse_layers
 from exportable_cache.backends.executorch.own_kernel import OwnKernel, OwnLatentKernel
 from exportable_cache.backends.executorch.own_layers import own_kernels
 from exportable_cache.backends.executorch.own_operators import check_own_kernels
+from exportable_cache.backends.executorch.rows_kernel import RowsKernel
 from exportable_cache.cache.attention.functions import matmul_attention
 from exportable_cache.cache.layers import layer_from
 from exportable_cache.cache.storage import FloatStorage, Int4Storage, Int8Storage
 from exportable_cache.common.own_kernels import VARIABLE
-from exportable_cache.errors import BundleError, InputError, MissingDependencyError, UnsupportedModelError
+from exportable_cache.errors import BundleError, MissingDependencyError
 from exportable_cache.models.patches.registry import PATCHES, patch_model
 
 from ..support.kinds import KINDS, kind_model
@@ -218,20 +218,10 @@ def test_latents_are_expanded_where_the_operator_cannot_take_them(monkeypatch: p
     assert own_kernels(model, cache) == [None] * 2
 
 
-def test_several_rows_are_refused_where_a_layer_keeps_to_plain_operators() -> None:
+def test_several_rows_of_what_our_operators_do_not_serve_go_through_plain_ones() -> None:
     model = _model("gpt_neox_japanese")
-    cache = ExportableCache.from_model(model, CAPACITY, 2)
-    with pytest.raises(UnsupportedModelError, match=r"batch_size is 2, but layers 0, 1 of GPTNeoX.*batch_size=1"):
-        fuse_layers(model, cache, own=True)
-
-
-def test_several_rows_need_our_operators(tmp_path: Path) -> None:
-    from exportable_cache import export
-
-    with pytest.raises(InputError, match="batch_size is 2, target 'executorch' takes at most 1.*with kernels='own'"):
-        export(tiny_model("llama"), "executorch", 64, tmp_path / "bundle", batch_size=2)
-    options = backend_for("executorch").options.parse({"kernels": "own"})
-    assert options.max_batch_size is None
+    fused = fuse_layers(model, ExportableCache.from_model(model, CAPACITY, 2), own=True)
+    assert [type(layer.kernel) for layer in fused.layers] == [RowsKernel] * 2
 
 
 def test_a_layer_is_described_by_its_kernel() -> None:

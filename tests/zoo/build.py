@@ -6,7 +6,7 @@ import inspect
 from typing import Any
 
 import torch
-from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel
 
 from exportable_cache.models.codebooks import codebooks_of
 from exportable_cache.models.encoder import encoder_of
@@ -40,8 +40,12 @@ DECODERS = {
 
 def tiny_model(architecture: Architecture, window: int = WINDOW) -> PreTrainedModel:
     """A random model in eval mode, every parameter off its initial zero or one; the same weights for every window."""
+    return initialised(architecture, tiny_config(architecture.model_class.config_class, window))
+
+
+def initialised(architecture: Architecture, config: PreTrainedConfig) -> PreTrainedModel:
+    """The random model of a tiny config, see `tiny_model`."""
     torch.manual_seed(0)
-    config = tiny_config(architecture.model_class.config_class, window)
     if architecture.group == "causal":
         # The decoder alone, of types that are an encoder-decoder otherwise.
         config.is_decoder, config.is_encoder_decoder = True, False
@@ -55,12 +59,12 @@ def tiny_model(architecture: Architecture, window: int = WINDOW) -> PreTrainedMo
     return model.float().eval()
 
 
-def tokens(model: PreTrainedModel | None = None, seed: int = 0) -> torch.Tensor:
-    """Random token ids clear of the special ones, int64 [1, LENGTH], of a model with several codebooks [1, LENGTH,
+def tokens(model: PreTrainedModel | None = None, seed: int = 0, length: int = LENGTH) -> torch.Tensor:
+    """Random token ids clear of the special ones, int64 [1, length], of a model with several codebooks [1, length,
     codebooks].
     """
     codebooks = None if model is None else codebooks_of(model.config)
-    shape = (1, LENGTH) if codebooks is None else (1, LENGTH, codebooks.count)
+    shape = (1, length) if codebooks is None else (1, length, codebooks.count)
     return torch.randint(FIRST_TOKEN, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -74,13 +78,13 @@ def positions_of(model: PreTrainedModel, start: int, count: int) -> dict[str, An
 
 
 @torch.no_grad()
-def encoder_inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def encoder_inputs(model: PreTrainedModel, seed: int = 1) -> dict[str, torch.Tensor]:
     """Random inputs of the encoder, none for a model without one: `ENCODER_LENGTH` tokens, or the
     sound that it takes.
     """
     if not model.config.is_encoder_decoder:
         return {}
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     if model.main_input_name == "input_ids":
         ids = torch.randint(FIRST_TOKEN, VOCAB, (1, ENCODER_LENGTH), generator=generator)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -125,18 +129,35 @@ def cached_logits(
     """
     encoding = encoded(model, inputs or {})
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache()) if encoding else DynamicCache(config=model.config)
+    first = (1,) * prompt if model.config.model_type in RIGHT_BY_TOKEN else (prompt,)
+    return forced_logits(model, ids, first, cache, encoding)
+
+
+@torch.no_grad()
+def forced_logits(
+    model: PreTrainedModel, ids: torch.Tensor, pieces: tuple[int, ...], cache: Cache, encoding: dict[str, Any]
+) -> torch.Tensor:
+    """The model itself over a cache of transformers', teacher-forced: [STEPS + 1, vocab], after the last of the pieces
+    and each token.
+
+    Args:
+        pieces: Tokens of each call before the single ones.
+        encoding: Of `encoded`.
+
+    Raises:
+        TypeError: If the model takes no such cache.
+    """
     names = [
         name for name in ("past_key_values", "cache_params") if name in inspect.signature(model.forward).parameters
     ]
     if not names:
         raise TypeError(f"{type(model).__name__} takes no transformers cache")
     start, rows = 0, []
-    first = [1] * prompt if model.config.model_type in RIGHT_BY_TOKEN else [prompt]
-    for count in (*first, *[1] * STEPS):
+    for count in (*pieces, *[1] * STEPS):
         given = {names[0]: cache, **positions_of(model, start, count)}
         rows.append(forward(model, ids[:, start : start + count], encoding, use_cache=True, **given)[-1])
         start += count
-    return torch.stack(rows[len(first) - 1 :])
+    return torch.stack(rows[len(pieces) - 1 :])
 
 
 @torch.no_grad()

@@ -26,6 +26,7 @@ from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
 
 from ..support.sessions import describe
+from . import peers
 from .architectures import Architecture
 from .build import (
     LEAST_SPREAD,
@@ -39,11 +40,18 @@ from .build import (
     tokens,
     uncached_logits,
 )
+from .conditioning import TOLERANCE
+from .extended import Extended
 
 TARGETS = ("eager", "compiled", "pt2", "executorch", "tensorrt")
-#: Groups of decoders alone, which is what a TensorRT program holds.
+#: What transformers itself has for the same, see `peers.py`.
+PEERS = ("static_cache", "exporter", "dynamo")
+#: Of the table: the targets; what else a session in eager mode is asked, see `extended.py`; and the peers.
+COLUMNS = (*TARGETS, "extended", *PEERS)
+#: As they are run: what has references of its own, or is none of this package's, before its patches are in.
+ORDER = (*PEERS, "extended", *TARGETS)
+#: Groups of decoders alone, which is what a TensorRT program, and those of the peers' exporters, hold.
 DECODER_GROUPS = ("causal", "image", "audio")
-TOLERANCE = 1e-4
 MAX_CACHE_LEN = 64
 PREFILL_CHUNK = 16
 
@@ -71,7 +79,7 @@ class Outcome:
 
 
 def check(architecture: Architecture, targets: list[str], report: Callable[[dict[str, Any]], None]) -> None:
-    """Run `targets`, one model instance for all. `report` gets what is known, again and again, as a dict of JSON."""
+    """Run columns of the table, one model instance for all. `report` gets what is known, again and again, as a dict of JSON."""
     torch.set_num_threads(1)
     facts: dict[str, Any] = {"running": "model"}
     report(facts)
@@ -84,17 +92,22 @@ def check(architecture: Architecture, targets: list[str], report: Callable[[dict
         facts["spread"] = spread(architecture, model, ids, inputs)
     except Exception as error:
         facts["running"] = None
-        facts["targets"] = {target: asdict(_without_reference(architecture, error)) for target in targets}
+        facts["targets"] = {target: asdict(_without_reference(architecture, target, error)) for target in targets}
         report(facts)
         return
     weak = {name: moved for name, moved in facts["spread"].items() if not moved > LEAST_SPREAD}
     facts["unfit"] = f"no test: {weak}" if weak else None
-    for target in targets:
+    for target in sorted(targets, key=ORDER.index):
         facts["running"] = target
         report(facts)
         start = time.monotonic()
         try:
-            outcome = _run(model, target, ids, inputs, references, facts)
+            if target in PEERS:
+                outcome = _judged(*getattr(peers, target)(model, ids, inputs, references))
+            elif target == "extended":
+                outcome = _extended(architecture, model, facts)
+            else:
+                outcome = _run(model, target, ids, inputs, references, facts)
         except Exception as error:  # any model's code runs here
             outcome = _outcome_of(error)
         outcome.seconds = round(time.monotonic() - start, 2)
@@ -103,8 +116,34 @@ def check(architecture: Architecture, targets: list[str], report: Callable[[dict
     report(facts)
 
 
-def _without_reference(architecture: Architecture, error: Exception) -> Outcome:
+def _judged(difference: float, reason: str = "") -> Outcome:
+    return Outcome("pass" if difference <= TOLERANCE else "wrong", difference, reason)
+
+
+def _extended(architecture: Architecture, model: PreTrainedModel, facts: dict[str, Any]) -> Outcome:
+    """`facts` get every check, and the dtypes whose reference has a tie."""
+    checks = Extended(architecture, model)
+    facts["ill_conditioned"] = checks.ill_conditioned
+    # A model that is refused is refused here.
+    ExportableCache.from_model(
+        model, MAX_CACHE_LEN, attn_implementation=None, **encoder_options(model, encoder_inputs(model))
+    )
+    findings = checks.findings()
+    facts["checks"] = {name: asdict(finding) for name, finding in findings.items()}
+    failed = {name: finding for name, finding in findings.items() if finding.status in ("wrong", "error")}
+    exact = [found.difference for found in findings.values() if found.limit == TOLERANCE]
+    reason = "; ".join(
+        f"{name}: {found.reason or f'{found.difference:.0e}, limit {found.limit:.0e}'}"
+        for name, found in failed.items()
+    )
+    status = "error" if any(found.status == "error" for found in failed.values()) else "wrong" if failed else "pass"
+    return Outcome(status, max(filter(None, exact), default=None), reason)
+
+
+def _without_reference(architecture: Architecture, target: str, error: Exception) -> Outcome:
     """A model that runs no text by itself, or not step by step, is to be refused as well."""
+    if target in PEERS:
+        return _outcome_of(error, "model: ")
     try:
         ExportableCache.from_model(tiny_model(architecture), MAX_CACHE_LEN, attn_implementation=None)
     except ExportableCacheError as refusal:
@@ -152,7 +191,7 @@ def _run(
             difference = max(_difference(session, ids, inputs, pieces, references[sum(pieces)]) for pieces in PROMPTS)
     finally:
         implementations.restore()
-    return Outcome("pass" if difference <= TOLERANCE else "wrong", difference)
+    return _judged(difference)
 
 
 @contextmanager
@@ -254,8 +293,8 @@ def write_json(path: Path, facts: dict[str, Any]) -> None:
 
 
 def is_asked(architecture: Architecture, target: str) -> bool:
-    """Whether the zoo runs this architecture on this target."""
-    return target != "tensorrt" or architecture.group in DECODER_GROUPS
+    """Whether the zoo runs this architecture in this column."""
+    return target not in ("tensorrt", "exporter", "dynamo") or architecture.group in DECODER_GROUPS
 
 
 def read_result(folder: Path, row: Architecture) -> dict[str, Any]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from .architectures import GROUPS, LEFT_OUT, Architecture, architectures
 from .build import PROMPTS, STEPS
-from .check import TARGETS, TOLERANCE, is_asked, read_result
+from .check import COLUMNS, PEERS, TARGETS, is_asked, read_result
+from .conditioning import MOST_MOVED, MOST_MOVED_SMOOTHLY, TOLERANCE
+from .extended import LENGTHS, PROMPT, TAKEN_BACK
 from .overrides import OVERRIDES
 from .shrink import HIDDEN, VOCAB, WINDOW
 
@@ -22,6 +25,21 @@ TITLES = {
     "seq2seq": "Encoder-decoders",
     "speech": "Speech encoder-decoders",
 }
+
+
+EXTENDED_MEANS = (
+    f"a session in eager mode and float32, for prompts of {', '.join(map(str, LENGTHS))} tokens, a second sequence of "
+    "other tokens (and\nanother encoding) behind them, "
+    f"{' and '.join(map(str, TAKEN_BACK))} tokens taken back past the window, and a fork that goes on by itself; then "
+    f"a prompt of {PROMPT} in bfloat16\nand float16 against the same model in the same dtype over `DynamicCache`, and "
+    "the bytes of each layer by the config alone. In half\nprecision a logit may differ by as much as those of the "
+    "reference move if every weight is changed by its last bit. If that is more\nthan "
+    f"{MOST_MOVED} roundings of the largest logit ({MOST_MOVED_SMOOTHLY} of a model that chooses nothing), or in float32 "
+    "more than the tolerance, the reference is "
+    "**ill-conditioned** (two experts or keys tie,\nand the order of a sum decides): then the same is asked of the "
+    "model whose router takes every expert and whose indexer takes\nevery key. The cell counts checks passed; "
+    "**unknown** have no sound reference, refused ones end with a sentence."
+)
 
 
 def write_table(folder: Path, document: Path = DOCUMENT) -> None:
@@ -62,11 +80,25 @@ def _lines(results: dict[Architecture, dict[str, Any]]) -> list[str]:
         "alone (no encoder-decoders): the networks that TensorRT makes its plans of, evaluated layer by layer on the "
         "CPU; no plan was",
         "built for the table, and no GPU has run one. An empty cell was not run, `-` was not asked.",
+        "",
+        f"`extended` is {EXTENDED_MEANS}",
+        "",
+        "`static_cache`, `exporter` and `dynamo` are what transformers itself has, with the same tokens and tolerance: "
+        "the model in eager",
+        "mode over `StaticCache`; of decoders `TorchExportableModuleForDecoderOnlyLM`, exported and fed token by token; "
+        "and of these, for the",
+        "longest prompt, the prefill and decode of `DynamoExporter` over a static cache, in the loop of the model's own "
+        "`generate`. An error",
+        "there is that of transformers' own code, the first line of it. Its `ExecutorchExporter`, which lowers the "
+        "same, was not run.",
+        "",
         f"`{DOCUMENT.with_suffix('.json').name}` beside this file has the same for programs, with the time each took "
         "and the commit it",
         "was found with.",
         "",
         *_counts(results),
+        "",
+        *_checks(results),
         "",
         *(
             line
@@ -85,7 +117,7 @@ def _counts(results: dict[Architecture, dict[str, Any]]) -> list[str]:
         "|---|" + "---|" * (len(STATUSES) + 3),
     ]
     total, complete = 0.0, True
-    for target in TARGETS:
+    for target in COLUMNS:
         asked = [facts for row, facts in results.items() if is_asked(row, target)]
         outcomes = [facts["targets"].get(target) for facts in asked]
         found = Counter(outcome["status"] for outcome in outcomes if outcome)
@@ -110,19 +142,75 @@ def _counts(results: dict[Architecture, dict[str, Any]]) -> list[str]:
     ]
 
 
+def _checks(results: dict[Architecture, dict[str, Any]]) -> list[str]:
+    """How each check of `extended` ended, what was refused, and what has no sound reference; peers that know more."""
+    by_check: dict[str, Counter[str]] = {}
+    refusals: Counter[tuple[str, str]] = Counter()
+    unknown: dict[tuple[str, str], list[str]] = {}
+    for row, facts in results.items():
+        for name, found in facts.get("checks", {}).items():
+            by_check.setdefault(name, Counter())[found["status"]] += 1
+            if found["status"] == "refused":
+                refusals[name, _without_places(found["reason"])] += 1
+            if found["status"] == "unknown":
+                unknown.setdefault((name, found["reason"]), []).append(row.name)
+    if not by_check:
+        return ["The checks of `extended` were not run."]
+    ill = {name: sum(1 for facts in results.values() if name in facts.get("ill_conditioned", {})) for name in by_check}
+    statuses = ("pass", "refused", "unknown", "wrong", "error")
+    ahead = []
+    for row, facts in results.items():
+        found = {name: outcome["status"] for name, outcome in facts["targets"].items()}
+        behind = [target for target in TARGETS if found.get(target, "pass") != "pass"]
+        if behind and "pass" in map(found.get, PEERS):
+            ahead.append(f"{row.name} ({', '.join(behind)})")
+    return [
+        f"| `extended` | {' | '.join(statuses)} | ill-conditioned at first |",
+        "|---|" + "---|" * (len(statuses) + 1),
+        *(
+            f"| {name} | {' | '.join(str(found[status]) for status in statuses)} | {ill[name] or ''} |"
+            for name, found in by_check.items()
+        ),
+        "",
+        "Refused:",
+        "",
+        *(f"- {name}, {count}: {reason}" for (name, reason), count in refusals.most_common()),
+        "",
+        "Unknown:",
+        "",
+        *(f"- {name}, {', '.join(names)}: {reason}" for (name, reason), names in sorted(unknown.items())),
+        "",
+        "Rows that a peer passes and a target here does not: " + (", ".join(ahead) or "none") + ".",
+    ]
+
+
+def _without_places(reason: str) -> str:
+    """One sentence for all lengths and layers."""
+    return re.sub(r"\d+", "N", reason.splitlines()[0])
+
+
+def _checks_cell(checks: dict[str, dict[str, Any]]) -> str:
+    counts = Counter(found["status"] for found in checks.values())
+    others = [f"{counts[status]} {status}" for status in ("refused", "unknown") if counts[status]]
+    return ", ".join([str(counts["pass"]), *others])
+
+
 def _group(group: str, results: dict[Architecture, dict[str, Any]]) -> list[str]:
     reasons: dict[str, list[str]] = {}
     lines = [
         f"## {TITLES[group]} ({len(results)})",
         "",
-        f"| model type | {' | '.join(TARGETS)} | layers | patches |",
-        "|---|" + "---|" * (len(TARGETS) + 2),
+        f"| model type | {' | '.join(COLUMNS)} | layers | patches |",
+        "|---|" + "---|" * (len(COLUMNS) + 2),
     ]
     for row, facts in results.items():
         cells = []
-        for target in TARGETS:
+        for target in COLUMNS:
             outcome = facts["targets"].get(target)
-            cells.append(_cell(outcome, reasons) if outcome or is_asked(row, target) else "-")
+            if target == "extended" and outcome and outcome["status"] == "pass":
+                cells.append(_checks_cell(facts["checks"]))
+            else:
+                cells.append(_cell(outcome, reasons) if outcome or is_asked(row, target) else "-")
         layers = ", ".join(f"{count} {kind}" for kind, count in facts.get("layers", {}).items())
         patches = ", ".join(facts.get("patches") or [])
         lines.append(f"| {row.model_type} | {' | '.join(cells)} | {layers} | {patches} |")

@@ -7,7 +7,7 @@ ExecuTorch's know causal attention and a mask, and nothing else, so each layer o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from transformers import AttentionInterface
@@ -25,6 +25,7 @@ from ..probe import is_causal, probe_attention
 from . import own_operators  # noqa: F401  registers torch.ops.exportable_cache.attention and write
 from .fused_kernels import FusedFullKernel, FusedKernel, FusedRingKernel, takes_latents, updated_just_now
 from .own_layers import own_kernels
+from .rows_kernel import RowsKernel, takes_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -73,15 +74,18 @@ def fuse_layers(model: PreTrainedModel, cache: ExportableCache, own: bool = Fals
 
     Args:
         own: Use operators of this package where it has them.
+
+    Raises:
+        UnsupportedModelError: If there are several rows, and a layer that neither these nor plain operators can serve.
     """
+    several = cache.batch_size > 1
     if isinstance(cache, ExportableEncoderDecoderCache):
         # The probe below feeds a text decoder, and T5's family has a position bias.
-        _refuse_rows(model, cache, range(len(cache.layers)))
+        if several:
+            _refuse_rows(model, cache, range(len(cache.layers)))
         return cache
-    if own:
-        kernels: Sequence[FusedKernel | None] = own_kernels(model, cache)
-        plain = [index for index, layer in enumerate(cache.layers) if layer.storage and kernels[index] is None]
-        _refuse_rows(model, cache, plain)
+    if own or several:
+        kernels: Sequence[FusedKernel | None] = own_kernels(model, cache) if own else [None] * len(cache.layers)
     else:
         fusable = fusable_layers(model, cache)
         kernels = [fused_kernel(layer) if fuse else None for layer, fuse in zip(cache.layers, fusable, strict=True)]
@@ -89,17 +93,21 @@ def fuse_layers(model: PreTrainedModel, cache: ExportableCache, own: bool = Fals
         # not lower.
         if not all(kernel or _is_plain(layer) for layer, kernel in zip(cache.layers, kernels, strict=True)):
             return cache
-    layers = zip(cache.layers, kernels, strict=True)
-    return ExportableCache([layer if kernel is None else kernel.fused(layer) for layer, kernel in layers])
+    pairs = list(zip(cache.layers, kernels, strict=True))
+    if several:
+        alike = [index for index, (layer, kernel) in enumerate(pairs) if kernel is None and not takes_rows(layer)]
+        if alike:
+            _refuse_rows(model, cache, alike)
+        return ExportableCache([kernel.fused(one) if kernel else RowsKernel.over(one) for one, kernel in pairs])
+    return ExportableCache([layer if kernel is None else kernel.fused(layer) for layer, kernel in pairs])
 
 
-def _refuse_rows(model: PreTrainedModel, cache: ExportableCache, plain: Sequence[int]) -> None:
-    if cache.batch_size > 1 and plain:
-        raise UnsupportedModelError(
-            f"batch_size is {cache.batch_size}, but layers {', '.join(map(str, plain))} of {type(model).__name__} keep "
-            "to plain operators on ExecuTorch, which copy the whole cache of several rows in every step; export with "
-            "batch_size=1, or for target 'pt2'"
-        )
+def _refuse_rows(model: PreTrainedModel, cache: ExportableCache, layers: Sequence[int]) -> NoReturn:
+    raise UnsupportedModelError(
+        f"batch_size is {cache.batch_size}, but layers {', '.join(map(str, layers))} of {type(model).__name__} are of "
+        "a kind that plain operators of ExecuTorch write at one position for all rows; export with batch_size=1, with "
+        "kernels='own' where that has an operator for them, or for target 'pt2'"
+    )
 
 
 def one_method_suffices(cache: ExportableCache) -> bool:

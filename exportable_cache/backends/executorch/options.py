@@ -65,12 +65,12 @@ class ExecutorchOptions(TensorRTOptions):
     llm_runner: bool = setting(False, "Have what ExecuTorch's text runner calls.", kind=bool)
 
     #: What lifts the limit of the next, for messages.
-    rows_by: ClassVar[str] = "kernels='own'"
+    rows_by: ClassVar[str] = "delegate='xnnpack'"
 
     @property
     def max_batch_size(self) -> int | None:
-        """Rows that a program can have: ExecuTorch's operators write all of them at one position."""
-        return None if self.kernels == "own" else 1
+        """Rows that a program can have. Elsewhere they would all be written at one position."""
+        return None if self.delegate == "xnnpack" else 1
 
     @classmethod
     def known(cls, given: Mapping[str, Any]) -> tuple[tuple[str, ...], str]:

@@ -30,8 +30,7 @@ class ExecutorchBackend:
 
     name = "executorch"
     packages = ("executorch",)
-    # ExecuTorch 1.4.1 writes in place at one 1-D index, the same for all rows; rows of their own length would be
-    # copied.
+    # Of a delegate other than XNNPACK, see `ExecutorchOptions.max_batch_size`.
     max_batch_size = 1
     # 8-bit weights without 8-bit activations have a kernel here that was 4 times slower than float32 for one token, and
     # 80 times for 32.
