@@ -412,7 +412,44 @@ def _over_stages(me: Rank, path: Path) -> dict[str, Any]:
     with mock.patch.object(dist, "isend", lambda hidden, **to: sizes.append(hidden.shape[0]) or _isend(hidden, **to)):
         prompts = [tokens(5)[0], tokens(14, seed=1)[0], tokens(9, seed=2)[0]]
         found["rows"] = [step.tolist() for step in rows.generate(prompts, max_new_tokens=12)]
-    return {**found, "sent": sizes}
+    rows.close()
+    return {**found, "sent": sizes, **_continuous_over_stages(model)}
+
+
+def _continuous_over_stages(model: Any) -> dict[str, Any]:
+    """Requests that start and finish on their own, and in which order their steps were begun and finished."""
+    theirs = model.forward
+    batch = ContinuousBatch.from_model(model, CAPACITY, 4)
+    calls: list[tuple[str, int]] = []
+
+    def noting(kind: str, step: Any) -> Any:
+        def noted(*given: Any) -> Any:
+            begun = step(*given)
+            calls.append((kind, (given[1] if kind == "begin" else given[0].rows).start))
+            return begun
+
+        return noted
+
+    runner = batch.decode.runner
+    with (
+        mock.patch.object(runner, "begin", noting("begin", runner.begin)),
+        mock.patch.object(runner, "finish", noting("finish", runner.finish)),
+    ):
+        settings = [None, Sampling(1.5, seed=3), None, None, Sampling(1.5, seed=4), None]
+        requests = [batch.submit(tokens(4 + 3 * index, seed=index), 8, one) for index, one in enumerate(settings)]
+        batch.step()
+        refused = error_of(lambda: batch.decode.decode(torch.tensor([3, 3, 3, 3])))
+        for _ in batch.run():
+            pass
+    batch.prefill.close()
+    after_one = model.forward is theirs
+    batch.decode.close()
+    return {
+        "continuous": [one.tokens for one in requests],
+        "calls": calls,
+        "under way": refused,
+        "forward": (after_one, model.forward is theirs),
+    }
 
 
 _isend = dist.isend

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from exportable_cache import ExportableCache, Session
+from exportable_cache.decoding import ContinuousBatch, Sampling
 from exportable_cache.pipeline.sizing import plan
 
 from ..support.models import tiny_model, tokens
@@ -78,6 +79,26 @@ def test_rows_go_through_in_micro_batches(found: list[dict[str, Any]]) -> None:
     first, last = (one["sent"] for one in found)
     # Before them one token of two rows of different length, which tells whether the model can take such.
     assert first[-2:] == [2, 1] and set(first) == {1, 2} and not last
+
+
+def test_a_continuous_batch_keeps_the_stages_busy(found: list[dict[str, Any]]) -> None:
+    model = tiny_model(FAMILY, **LAYERS)
+    batch = ContinuousBatch.from_model(model, CAPACITY, 4)
+    settings = [None, Sampling(1.5, seed=3), None, None, Sampling(1.5, seed=4), None]
+    requests = [batch.submit(tokens(4 + 3 * index, seed=index), 8, one) for index, one in enumerate(settings)]
+    for _ in batch.run():
+        pass
+    for one in found:
+        assert one["continuous"] == [request.tokens for request in requests]
+        # Groups of two rows begin their steps while those of the others are under way, as long as there are others.
+        calls, under_way = one["calls"], set()
+        for index, (kind, group) in enumerate(calls):
+            others = {2 - group} if ("begin", 2 - group) in calls[index:] and index else set()
+            assert kind == "finish" or under_way >= others
+            under_way ^= {group}
+        assert {group for _, group in calls} == {0, 2} and not under_way
+        assert "steps of 1 groups of rows are under way" in one["under way"]
+        assert one["forward"] == (False, True)
 
 
 def test_refusals(found: list[dict[str, Any]]) -> None:
