@@ -3,8 +3,8 @@
     python -m benchmarks.stages          # from the repository's root: it shares the tests' processes
     python -m benchmarks.stages --stages 4 --rows 16
 
-A Llama of random weights, one thread a stage. `busy` is the share of the time in which a stage does not wait for a message
-of another. Prompts are one token long: they are prefilled between steps, which empties both.
+A Llama of random weights, one thread a stage. `busy` is the share of the time in which a stage waits for no message of
+another. Prompts are one token long: they are prefilled between steps, which empties both.
 """
 
 from __future__ import annotations

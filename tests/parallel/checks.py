@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 import traceback
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from transformers.distributed import DistributedConfig
 from typer.testing import CliRunner
 
 from exportable_cache import ExportableCache, Session, load
+from exportable_cache.bundle import digests
 from exportable_cache.cli.app import app
 from exportable_cache.decoding import ContinuousBatch, PromptLookup, Sampling
 from exportable_cache.models import ranks
@@ -475,6 +477,29 @@ def of_a_bundle(me: Rank) -> dict[str, Any]:
     for name in ("printed", "refused"):
         result = found[name]
         found[name] = (result.exit_code, result.stdout, result.stderr)
+    return found
+
+
+def files_read(me: Rank) -> dict[str, Any]:
+    """What a rank reads of a bundle, whole; where it has its own part alone; and where the last rank's is damaged."""
+    read: list[str] = []
+    digests_of = digests.digests_of
+
+    def noting(paths: Any, *more: Any) -> Any:
+        read.extend(path.relative_to(me.folder / "bundle").as_posix() for path in paths)
+        return digests_of(paths, *more)
+
+    with mock.patch.object(digests, "digests_of", noting):
+        load(me.folder / "bundle", trust=True, check=True)
+    found: dict[str, Any] = {"read": read}
+    own = me.folder / f"own-{me.rank}"
+    others = shutil.ignore_patterns(*(f"rank-{rank}" for rank in range(me.size) if rank != me.rank))
+    shutil.copytree(me.folder / "bundle", own, ignore=others)
+    found["own"] = logits_of(load(own, trust=True, check=True), tokens(PROMPT + 1))
+    if me.rank == me.size - 1:
+        path = own / f"rank-{me.rank}" / "program.pt2"
+        path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
+    found["damaged"] = error_of(lambda: load(own, trust=True, check=True))
     return found
 
 
