@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import time
 import traceback
 from collections.abc import Iterator
@@ -25,7 +24,6 @@ from transformers.distributed import DistributedConfig
 from typer.testing import CliRunner
 
 from exportable_cache import ExportableCache, Session, load
-from exportable_cache.bundle import digests
 from exportable_cache.cli.app import app
 from exportable_cache.decoding import ContinuousBatch, PromptLookup, Sampling
 from exportable_cache.models import ranks
@@ -414,44 +412,7 @@ def _over_stages(me: Rank, path: Path) -> dict[str, Any]:
     with mock.patch.object(dist, "isend", lambda hidden, **to: sizes.append(hidden.shape[0]) or _isend(hidden, **to)):
         prompts = [tokens(5)[0], tokens(14, seed=1)[0], tokens(9, seed=2)[0]]
         found["rows"] = [step.tolist() for step in rows.generate(prompts, max_new_tokens=12)]
-    rows.close()
-    return {**found, "sent": sizes, **_continuous_over_stages(model)}
-
-
-def _continuous_over_stages(model: Any) -> dict[str, Any]:
-    """Requests that start and finish on their own, and in which order their steps were begun and finished."""
-    theirs = model.forward
-    batch = ContinuousBatch.from_model(model, CAPACITY, 4)
-    calls: list[tuple[str, int]] = []
-
-    def noting(kind: str, step: Any) -> Any:
-        def noted(*given: Any) -> Any:
-            begun = step(*given)
-            calls.append((kind, (given[1] if kind == "begin" else given[0].rows).start))
-            return begun
-
-        return noted
-
-    runner = batch.decode.runner
-    with (
-        mock.patch.object(runner, "begin", noting("begin", runner.begin)),
-        mock.patch.object(runner, "finish", noting("finish", runner.finish)),
-    ):
-        settings = [None, Sampling(1.5, seed=3), None, None, Sampling(1.5, seed=4), None]
-        requests = [batch.submit(tokens(4 + 3 * index, seed=index), 8, one) for index, one in enumerate(settings)]
-        batch.step()
-        refused = error_of(lambda: batch.decode.decode(torch.tensor([3, 3, 3, 3])))
-        for _ in batch.run():
-            pass
-    batch.prefill.close()
-    after_one = model.forward is theirs
-    batch.decode.close()
-    return {
-        "continuous": [one.tokens for one in requests],
-        "calls": calls,
-        "under way": refused,
-        "forward": (after_one, model.forward is theirs),
-    }
+    return {**found, "sent": sizes}
 
 
 _isend = dist.isend
@@ -477,29 +438,6 @@ def of_a_bundle(me: Rank) -> dict[str, Any]:
     for name in ("printed", "refused"):
         result = found[name]
         found[name] = (result.exit_code, result.stdout, result.stderr)
-    return found
-
-
-def files_read(me: Rank) -> dict[str, Any]:
-    """What a rank reads of a bundle, whole; where it has its own part alone; and where the last rank's is damaged."""
-    read: list[str] = []
-    digests_of = digests.digests_of
-
-    def noting(paths: Any, *more: Any) -> Any:
-        read.extend(path.relative_to(me.folder / "bundle").as_posix() for path in paths)
-        return digests_of(paths, *more)
-
-    with mock.patch.object(digests, "digests_of", noting):
-        load(me.folder / "bundle", trust=True, check=True)
-    found: dict[str, Any] = {"read": read}
-    own = me.folder / f"own-{me.rank}"
-    others = shutil.ignore_patterns(*(f"rank-{rank}" for rank in range(me.size) if rank != me.rank))
-    shutil.copytree(me.folder / "bundle", own, ignore=others)
-    found["own"] = logits_of(load(own, trust=True, check=True), tokens(PROMPT + 1))
-    if me.rank == me.size - 1:
-        path = own / f"rank-{me.rank}" / "program.pt2"
-        path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
-    found["damaged"] = error_of(lambda: load(own, trust=True, check=True))
     return found
 
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from exportable_cache import ExportableCache, Session
-from exportable_cache.decoding import ContinuousBatch, Sampling
+from exportable_cache.decoding import ContinuousBatch
 from exportable_cache.pipeline.sizing import plan
 
 from ..support.models import tiny_model, tokens
 from ..support.oracle import reference_logits
-from . import checks
+from . import checks, pipeline_checks
 from .checks import CAPACITY, FAMILY, LENGTH, PROMPT, REPEATED
 from .processes import run_ranks
 
@@ -38,6 +38,15 @@ OTHERS: dict[str, dict[str, Any]] = {
 def one_process(rows: int = 1) -> Session:
     model = tiny_model(FAMILY, **LAYERS)
     return Session.from_model(model, ExportableCache.from_model(model, CAPACITY, rows))
+
+
+def served(model: Any) -> list[list[int]]:
+    """Tokens of the same requests, of one process."""
+    batch = ContinuousBatch.from_model(model, CAPACITY, 4)
+    requests = pipeline_checks.submit_all(batch)
+    for _ in batch.run():
+        pass
+    return [request.tokens for request in requests]
 
 
 @pytest.fixture(scope="module")
@@ -81,26 +90,6 @@ def test_rows_go_through_in_micro_batches(found: list[dict[str, Any]]) -> None:
     assert first[-2:] == [2, 1] and set(first) == {1, 2} and not last
 
 
-def test_a_continuous_batch_keeps_the_stages_busy(found: list[dict[str, Any]]) -> None:
-    model = tiny_model(FAMILY, **LAYERS)
-    batch = ContinuousBatch.from_model(model, CAPACITY, 4)
-    settings = [None, Sampling(1.5, seed=3), None, None, Sampling(1.5, seed=4), None]
-    requests = [batch.submit(tokens(4 + 3 * index, seed=index), 8, one) for index, one in enumerate(settings)]
-    for _ in batch.run():
-        pass
-    for one in found:
-        assert one["continuous"] == [request.tokens for request in requests]
-        # Groups of two rows begin their steps while those of the others are under way, as long as there are others.
-        calls, under_way = one["calls"], set()
-        for index, (kind, group) in enumerate(calls):
-            others = {2 - group} if ("begin", 2 - group) in calls[index:] and index else set()
-            assert kind == "finish" or under_way >= others
-            under_way ^= {group}
-        assert {group for _, group in calls} == {0, 2} and not under_way
-        assert "steps of 1 groups of rows are under way" in one["under way"]
-        assert one["forward"] == (False, True)
-
-
 def test_refusals(found: list[dict[str, Any]]) -> None:
     for one in found:
         assert "neither saved nor loaded" in one["saved"]
@@ -121,3 +110,27 @@ def test_families(stages: int, tmp_path: Path) -> None:
             assert isinstance(result, dict), result
             expected = reference_logits(model, tokens(LENGTH), PROMPT)
             assert (result["logits"] - expected).abs().max() < 1e-4, name
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_a_continuous_batch_keeps_the_stages_busy(stages: int, tmp_path: Path) -> None:
+    models = {name: tiny_model(name, **fields) for name, fields in {FAMILY: LAYERS, **OTHERS}.items()}
+    for name, model in models.items():
+        model.save_pretrained(tmp_path / name)
+    expected = {name: served(model) for name, model in models.items()}
+    for one in run_ranks(tmp_path, stages, (pipeline_checks.continuous_over_stages,)):
+        assert not isinstance(one["continuous_over_stages"], str), one
+        for name, result in one["continuous_over_stages"].items():
+            assert result["continuous"] == expected[name], name
+            # As many groups of rows as stages, which begin their steps while those of all others are under way, as long
+            # as these have any to come.
+            calls, under_way, groups = result["calls"], set(), range(0, 4, 4 // stages)
+            for index, (kind, group) in enumerate(calls):
+                if kind == "begin" and index >= stages:
+                    assert under_way >= {
+                        other for other in groups if other != group and ("begin", other) in calls[index:]
+                    }
+                under_way ^= {group}
+            assert {group for _, group in calls} == set(groups) and not under_way
+            assert f"steps of {min(stages - 1, 1)} groups of rows are under way" in result["under way"]
+            assert result["forward"] == (False, True)
