@@ -28,8 +28,9 @@ from exportable_cache.verification.verify import verify
 from ..decoding.byte_tokenizer import SIZE, byte_tokenizer
 from ..support.models import tiny_model, tokens
 from ..support.oracle import reference_logits
-from . import checks, pipeline_checks
+from . import checks
 from .checks import CAPACITY, FAMILY, LENGTH, PROMPT, REPEATED
+from .pipeline_checks import files_read
 from .processes import run_ranks
 from .test_families import FAMILIES, family
 
@@ -214,7 +215,7 @@ def test_completions_are_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_rank_reads_its_own_files_and_what_all_share(folder: Path) -> None:
     listed = set(Bundle.open(folder / "bundle").manifest.files)
     of_ranks = {rank: {name for name in listed if name.startswith(f"rank-{rank}/")} for rank in range(2)}
-    found = [one["files_read"] for one in run_ranks(folder, 2, (pipeline_checks.files_read,))]
+    found = [one["files_read"] for one in run_ranks(folder, 2, (files_read,))]
     assert not any(isinstance(one, str) for one in found), found
     for rank, one in enumerate(found):
         assert sorted(one["read"]) == sorted(listed - of_ranks[1 - rank]) and of_ranks[rank]

@@ -14,8 +14,9 @@ from exportable_cache.pipeline.sizing import plan
 
 from ..support.models import tiny_model, tokens
 from ..support.oracle import reference_logits
-from . import checks, pipeline_checks
+from . import checks
 from .checks import CAPACITY, FAMILY, LENGTH, PROMPT, REPEATED
+from .pipeline_checks import continuous_over_stages, submit_all
 from .processes import run_ranks
 
 # In the fast lane processes that split heads and contexts: test_sessions.py, test_context.py.
@@ -43,7 +44,7 @@ def one_process(rows: int = 1) -> Session:
 def served(model: Any) -> list[list[int]]:
     """Tokens of the same requests, of one process."""
     batch = ContinuousBatch.from_model(model, CAPACITY, 4)
-    requests = pipeline_checks.submit_all(batch)
+    requests = submit_all(batch)
     for _ in batch.run():
         pass
     return [request.tokens for request in requests]
@@ -118,7 +119,7 @@ def test_a_continuous_batch_keeps_the_stages_busy(stages: int, tmp_path: Path) -
     for name, model in models.items():
         model.save_pretrained(tmp_path / name)
     expected = {name: served(model) for name, model in models.items()}
-    for one in run_ranks(tmp_path, stages, (pipeline_checks.continuous_over_stages,)):
+    for one in run_ranks(tmp_path, stages, (continuous_over_stages,)):
         assert not isinstance(one["continuous_over_stages"], str), one
         for name, result in one["continuous_over_stages"].items():
             assert result["continuous"] == expected[name], name
