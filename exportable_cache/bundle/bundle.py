@@ -43,12 +43,15 @@ class Bundle:
         manifest: What it holds.
         trusted: Whether machine code in it may be run: said so by who opened it, or made by this process.
         signed_by: Fingerprint of the key whose signature was checked, None where none was.
+        unread: How the files of ranks' parts are checked when one is opened to be run: going by earlier checks, or not;
+            None where nothing is left to be checked.
     """
 
     path: Path
     manifest: Manifest
     trusted: bool = False
     signed_by: str | None = None
+    unread: bool | None = None
 
     @classmethod
     def open(
@@ -60,6 +63,7 @@ class Bundle:
         known: bool = False,
         trust: bool = False,
         key: str | os.PathLike | None = None,
+        to_run: bool = False,
         progress: Progress = silent,
     ) -> Bundle:
         """Open a bundle; its program is not loaded yet.
@@ -73,6 +77,8 @@ class Bundle:
                 only, see `known_digests`.
             trust: Let machine code in it run, as targets `aoti` and `tensorrt` have it: it can do what you can.
             key: File of the public key that must have signed it; None for no check of who made it.
+            to_run: `open_runner` is what comes next: of a program in parts, one for each of several processes, each
+                process reads its own there, and here only what all have in common.
             progress: Told about bytes read.
 
         Raises:
@@ -97,10 +103,13 @@ class Bundle:
         check_listed(folder, manifest)
         if check_versions:
             check_installed(manifest, backend_for(manifest.target).packages)
+        unread = None
         if check_files:
             # A signature stands for what is there now.
-            check_digests(folder, manifest, progress, known and key is None)
-        return cls(folder, manifest, trust, signed_by)
+            known = known and key is None
+            unread = known if to_run and manifest.ranks is not None else None
+            check_digests(folder, manifest, progress, known, None if unread is None else manifest.files_of(None))
+        return cls(folder, manifest, trust, signed_by, unread)
 
     def open_runner(self) -> tuple[Runner, list[CacheLayer]]:
         """The program, ready to run, and its cache layers without tensors; of one for ranks this process's part.
@@ -123,6 +132,8 @@ class Bundle:
         runner, error = None, None
         try:
             folder = self.path / rank_folder(ranks.rank)
+            if self.unread is not None:
+                check_digests(self.path, self.manifest, silent, self.unread, self.manifest.files_of(ranks.rank))
             runner = backend.open(folder, self.manifest.description(ranks.rank))
         except BundleError as refused:
             error = refused

@@ -21,7 +21,9 @@ _HASH_PIECE = 1 << 20
 _MOST_THREADS = 8
 
 
-def check_files(folder: Path, manifest: Manifest, progress: Progress, known: bool = False) -> None:
+def check_files(
+    folder: Path, manifest: Manifest, progress: Progress, known: bool = False, names: Sequence[str] | None = None
+) -> None:
     """Refuse files that are not those that the manifest lists, by size and SHA-256.
 
     Args:
@@ -32,7 +34,8 @@ def check_files(folder: Path, manifest: Manifest, progress: Progress, known: boo
     Raises:
         BundleError: If one is missing, truncated or changed.
     """
-    for name, file in manifest.files.items():
+    files = {name: manifest.files[name] for name in (manifest.files if names is None else names)}
+    for name, file in files.items():
         path = folder / name
         if not path.is_file():
             raise BundleError(f"{path} is missing; copy the bundle again, or export the model again")
@@ -42,12 +45,12 @@ def check_files(folder: Path, manifest: Manifest, progress: Progress, known: boo
                 f"{path} has {size} bytes, the manifest says {file.bytes}; copy the bundle again, or export the model "
                 "again"
             )
-    paths = [folder / name for name in manifest.files]
+    paths = [folder / name for name in files]
     records = KnownDigests.read()
     found = {path: digest for path in paths if (digest := records.of(path) if known else None) is not None}
     unread = [path for path in paths if path not in found]
     found.update(zip(unread, digests_of(unread, progress, records), strict=True))
-    for file, path in zip(manifest.files.values(), paths, strict=True):
+    for file, path in zip(files.values(), paths, strict=True):
         if found[path] != file.sha256:
             raise BundleError(
                 f"{path} is damaged: its sha256 is {found[path][:12]}..., the manifest says {file.sha256[:12]}...; "

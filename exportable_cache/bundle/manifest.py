@@ -125,6 +125,13 @@ class Manifest(Entry):
         """Of each layer, into how many parts its heads are cut over ranks; nothing of a program in one part."""
         return () if self.ranks is None else tuple(self.ranks.parts_of_heads)
 
+    def files_of(self, rank: int | None) -> list[str]:
+        """Names of the files of one rank's part, or, of None, of those that no rank has for itself."""
+        if rank is not None:
+            return [name for name in self.files if name.startswith(f"{rank_folder(rank)}/")]
+        parts = tuple(f"{rank_folder(one)}/" for one in range(0 if self.ranks is None else self.ranks.size))
+        return [name for name in self.files if not name.startswith(parts)]
+
     def description(self, rank: int | None = None) -> ProgramDescription:
         """What the target's runner is told, of a program for ranks the one of `rank`."""
         folder = "" if rank is None else f"{rank_folder(rank)}/"

@@ -69,7 +69,9 @@ def chat(
         from ..session.session import Session
 
         options = CompletionOptions(Sampling(temperature, top_p=top_p, seed=seed), max_new_tokens)
-        bundle = Bundle.open(folder, check_versions=not ignore_versions, trust=trust, key=key, known=not check)
+        bundle = Bundle.open(
+            folder, check_versions=not ignore_versions, trust=trust, key=key, known=not check, to_run=True
+        )
         completer = Completer(Session.from_bundle(bundle))
     if not completer.takes_messages:
         raise InputError(

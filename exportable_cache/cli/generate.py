@@ -125,7 +125,7 @@ def generate(
         from ..session.session import Session
 
         versions = not ignore_versions
-        bundle = Bundle.open(folder, check_versions=versions, trust=trust, key=key, known=not check)
+        bundle = Bundle.open(folder, check_versions=versions, trust=trust, key=key, known=not check, to_run=True)
         session = Session.from_bundle(bundle)
         if session.ranks is not None:
             terminal.of_rank(session.ranks.rank)

@@ -62,7 +62,9 @@ def serve(
         from .server.app import ServerOptions, make_app
         from .server.run import run
 
-        bundle = Bundle.open(folder, check_versions=not ignore_versions, trust=trust, key=key, known=not check)
+        bundle = Bundle.open(
+            folder, check_versions=not ignore_versions, trust=trust, key=key, known=not check, to_run=True
+        )
         completer = Completer(Session.from_bundle(bundle))
     options = ServerOptions(name or Path(folder).resolve().name, most_waiting, api_key)
     run(

@@ -16,6 +16,7 @@ from ..generation.sampling import Sampling
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from ..backends.base import BegunStep
     from ..session.session import Session
 
 
@@ -44,6 +45,9 @@ class ContinuousBatch:
 
     Prompts are prefilled one by one into a cache of batch size 1, whose state is then copied into the free row; all
     rows are decoded together, each at its own position. Shapes never change, so nothing recompiles.
+
+    Of a model whose layers are split over stages, groups of rows take their steps in turn, and each begins its next one
+    while others' are under way in later stages. Prompts are prefilled between, and wait for them.
 
     Args:
         prefill: A session at batch size 1.
@@ -94,6 +98,8 @@ class ContinuousBatch:
         self.decode = decode
         self._waiting: deque[Request] = deque()
         self._rows: list[Request | None] = [None] * decode.batch_size
+        #: In the order of their turns, each with the step of it that is under way.
+        self._groups: deque[tuple[range, BegunStep | None]] = deque((rows, None) for rows in decode.row_groups)
 
     @classmethod
     def from_model(
@@ -152,26 +158,50 @@ class ContinuousBatch:
         return request
 
     def step(self) -> list[tuple[Request, int]]:
-        """Give waiting requests the free rows, then decode all rows once.
+        """Decode all rows once, then give waiting requests the free ones; over stages, those of the group whose turn it
+        is.
 
         Returns:
             One token per request that was served: the first of those admitted, the next of the others.
         """
+        if self._groups:
+            return self._step_of_group()
+        rows = range(len(self._rows))
         given: list[tuple[Request, int]] = []
-        decoding = [row for row, request in enumerate(self._rows) if request is not None]
-        if decoding:
-            feed = torch.tensor(
-                [request.tokens[-1] if request else 0 for request in self._rows], device=self.decode.device
-            )
-            logits = self.decode.decode(feed)
-            for row in decoding:
-                request = self._rows[row]
-                given.append((request, self._give(row, request, logits[row : row + 1])))
-            for row, request in enumerate(self._rows):
-                if request is None:
-                    self.decode.set_length(row, 0)
-        for row, request in enumerate(self._rows):
-            if request is None and self._waiting:
+        if self.active:
+            given += self._give_all(rows, self.decode.decode(self._newest(rows)))
+        return given + self._admit_all(rows)
+
+    def _step_of_group(self) -> list[tuple[Request, int]]:
+        rows, begun = self._groups.popleft()
+        given: list[tuple[Request, int]] = []
+        if begun is not None:
+            given += self._give_all(rows, self.decode.finish_decode(begun))
+        given += self._admit_all(rows)
+        is_used = any(self._rows[row] is not None for row in rows)
+        self._groups.append((rows, self.decode.begin_decode(self._newest(rows), rows) if is_used else None))
+        return given
+
+    def _newest(self, rows: range) -> torch.Tensor:
+        """What is fed next, int64 [len(rows)]; rows without a request are fed, too."""
+        requests = [self._rows[row] for row in rows]
+        return torch.tensor([one.tokens[-1] if one else 0 for one in requests], device=self.decode.device)
+
+    def _give_all(self, rows: range, logits: torch.Tensor) -> list[tuple[Request, int]]:
+        given = []
+        for index, row in enumerate(rows):
+            request = self._rows[row]
+            if request is not None:
+                given.append((request, self._give(row, request, logits[index : index + 1])))
+        for row in rows:
+            if self._rows[row] is None:
+                self.decode.set_length(row, 0)
+        return given
+
+    def _admit_all(self, rows: range) -> list[tuple[Request, int]]:
+        given = []
+        for row in rows:
+            if self._rows[row] is None and self._waiting:
                 admitted = self._waiting.popleft()
                 given.append((admitted, self._admit(row, admitted)))
         return given

@@ -42,5 +42,7 @@ def load(
     """
     from ..bundle.bundle import Bundle
 
-    bundle = Bundle.open(path, check_versions=check_versions, trust=trust, key=key, known=not check, progress=progress)
+    bundle = Bundle.open(
+        path, check_versions=check_versions, trust=trust, key=key, known=not check, to_run=True, progress=progress
+    )
     return Session.from_bundle(bundle)

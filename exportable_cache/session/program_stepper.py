@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..backends.base import ChoosesInGraph, state_of
+from ..backends.base import ChoosesInGraph, OverlapsSteps, state_of
 from ..errors import BundleError
 from ..program.methods import ROPE_DELTAS, chunk_sizes, method_for
 from .checks import check_no_autocast, check_pieces, check_room, check_rows_may_differ
@@ -21,7 +21,7 @@ from .sequence_state import SequenceState
 from .token_rows import TokenRows
 
 if TYPE_CHECKING:
-    from ..backends.base import Runner
+    from ..backends.base import BegunStep, Runner
     from ..cache.layers import CacheLayer
     from ..generation.sampler import Sampler
     from ..models.ranks import Ranks
@@ -219,6 +219,33 @@ class ProgramStepper:
                 "export the model again"
             )
         return logits
+
+    def begin(self, tokens: torch.Tensor, rows: range) -> BegunStep:
+        """A decode step of some rows, whose logits `runner.finish` gives; the state is that of after it at once.
+
+        Args:
+            tokens: int64 [len(rows)].
+            rows: One of the runner's `row_groups`.
+        """
+        check_no_autocast(self.device)
+        runner, mine = self.runner, torch.zeros(self.batch_size, dtype=torch.bool)
+        assert isinstance(runner, OverlapsSteps)
+        mine[rows.start : rows.stop] = True
+        with self.guard:
+            self.guard.check_whole()
+            method, inputs = self._call(tokens[:, None], 1)
+            self._reach(1, mine)
+            begun = runner.begin(method, rows, inputs[0], *(one[rows.start : rows.stop] for one in inputs[1:]))
+            self.state = self.state.fed(1, mine)
+            self.guard.is_broken = False
+        return begun
+
+    def finish(self, begun: BegunStep) -> torch.Tensor:
+        """Logits [len(rows), vocab] of a step that was begun."""
+        runner = self.runner
+        assert isinstance(runner, OverlapsSteps)
+        with self.guard:
+            return runner.finish(begun)
 
     def _reach(self, tokens: int, rows: torch.Tensor | None = None) -> None:
         """About to run a step of `tokens`: until it has finished, what it may write stands against the session."""

@@ -30,6 +30,7 @@ from ..support.models import tiny_model, tokens
 from ..support.oracle import reference_logits
 from . import split_checks
 from .checks import CAPACITY, FAMILY, LENGTH, PROMPT, REPEATED
+from .pipeline_checks import files_read
 from .processes import run_ranks
 from .test_families import FAMILIES, family
 
@@ -208,6 +209,20 @@ def test_completions_are_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(Session, "ranks", SimpleNamespace(size=2))
     with pytest.raises(InputError, match="this session runs on 2 ranks"):
         Completer(session)
+
+
+@pytest.mark.full
+def test_a_rank_reads_its_own_files_and_what_all_share(folder: Path) -> None:
+    listed = set(Bundle.open(folder / "bundle").manifest.files)
+    of_ranks = {rank: {name for name in listed if name.startswith(f"rank-{rank}/")} for rank in range(2)}
+    found = [one["files_read"] for one in run_ranks(folder, 2, (files_read,))]
+    assert not any(isinstance(one, str) for one in found), found
+    for rank, one in enumerate(found):
+        assert sorted(one["read"]) == sorted(listed - of_ranks[1 - rank]) and of_ranks[rank]
+    expected = reference_logits(model(), tokens(PROMPT + 1), PROMPT)
+    assert (found[0]["own"] - expected).abs().max() < 1e-4
+    assert "rank-1/program.pt2 is damaged" in found[1]["damaged"]
+    assert "rank 1 of 2 refused this" in found[0]["damaged"] and "is damaged" in found[0]["damaged"]
 
 
 @pytest.mark.full

@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from exportable_cache import ExportableCache, Session
+from exportable_cache.decoding import ContinuousBatch
 from exportable_cache.pipeline.sizing import plan
 
 from ..support.models import tiny_model, tokens
 from ..support.oracle import reference_logits
 from . import split_checks
 from .checks import CAPACITY, FAMILY, LENGTH, PROMPT, REPEATED
+from .pipeline_checks import continuous_over_stages, submit_all
 from .processes import run_ranks
 
 # In the fast lane processes that split heads and contexts: test_sessions.py, test_context.py.
@@ -37,6 +39,15 @@ OTHERS: dict[str, dict[str, Any]] = {
 def one_process(rows: int = 1) -> Session:
     model = tiny_model(FAMILY, **LAYERS)
     return Session.from_model(model, ExportableCache.from_model(model, CAPACITY, rows))
+
+
+def served(model: Any) -> list[list[int]]:
+    """Tokens of the same requests, of one process."""
+    batch = ContinuousBatch.from_model(model, CAPACITY, 4)
+    requests = submit_all(batch)
+    for _ in batch.run():
+        pass
+    return [request.tokens for request in requests]
 
 
 @pytest.fixture(scope="module")
@@ -100,3 +111,27 @@ def test_families(stages: int, tmp_path: Path) -> None:
             assert isinstance(result, dict), result
             expected = reference_logits(model, tokens(LENGTH), PROMPT)
             assert (result["logits"] - expected).abs().max() < 1e-4, name
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_a_continuous_batch_keeps_the_stages_busy(stages: int, tmp_path: Path) -> None:
+    models = {name: tiny_model(name, **fields) for name, fields in {FAMILY: LAYERS, **OTHERS}.items()}
+    for name, model in models.items():
+        model.save_pretrained(tmp_path / name)
+    expected = {name: served(model) for name, model in models.items()}
+    for one in run_ranks(tmp_path, stages, (continuous_over_stages,)):
+        assert not isinstance(one["continuous_over_stages"], str), one
+        for name, result in one["continuous_over_stages"].items():
+            assert result["continuous"] == expected[name], name
+            # As many groups of rows as stages, which begin their steps while those of all others are under way, as long
+            # as these have any to come.
+            calls, under_way, groups = result["calls"], set(), range(0, 4, 4 // stages)
+            for index, (kind, group) in enumerate(calls):
+                if kind == "begin" and index >= stages:
+                    assert under_way >= {
+                        other for other in groups if other != group and ("begin", other) in calls[index:]
+                    }
+                under_way ^= {group}
+            assert {group for _, group in calls} == set(groups) and not under_way
+            assert f"steps of {min(stages - 1, 1)} groups of rows are under way" in result["under way"]
+            assert result["forward"] == (False, True)

@@ -1,0 +1,132 @@
+"""Serve a bundle from several replicas under Ray Serve, which starts them and replaces those that die.
+
+pip install 'ray[serve]'
+python export_scripts/serve_replicas.py artifacts/demo --replicas 2 --port 8000
+
+Each replica is a process with a session of its own, behind the same application as `exportable-cache serve`; the header
+`X-Replica` of an answer says which one gave it. See docs/guides/replicas.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from exportable_cache.errors import InputError, MissingDependencyError
+
+REPLICA_HEADER = "X-Replica"
+
+#: What Ray's proxy is to say of a replica that is gone; read by Ray's processes. On a cluster that was started before
+#: set it there.
+_SAID = ("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", "exportable_cache.cli.server.proxied.middlewares")
+
+
+@dataclass(frozen=True)
+class ReplicaOptions:
+    """What is served, by how many, and where.
+
+    Attributes:
+        folder: Of the bundle; every machine of the cluster reaches it under this path.
+        replicas: Processes, each with a session of its own.
+        processors: That Ray sets aside for a replica, and as many threads of torch; ExecuTorch's are as many as there
+            are processors.
+        host, port: Where Ray's proxy listens.
+        trust: See `load`: machine code in the bundle may run.
+
+    Raises:
+        InputError: If a number is not positive, or the folder is no folder.
+    """
+
+    folder: Path
+    replicas: int = 2
+    processors: int = 1
+    host: str = "127.0.0.1"
+    port: int = 8000
+    trust: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("replicas", "processors", "port"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if not self.folder.is_dir():
+            raise InputError(f"there is no folder {self.folder}; pass a bundle that export wrote")
+
+
+def start(options: ReplicaOptions) -> None:
+    """Start Ray, unless this process has joined a cluster already, and the replicas; returns when all answer.
+
+    Raises:
+        MissingDependencyError: If Ray Serve is not installed.
+    """
+    if find_spec("ray") is None or find_spec("ray.serve") is None:
+        raise MissingDependencyError("replicas need Ray Serve; install it: pip install 'ray[serve]'")
+    os.environ.setdefault(*_SAID)
+    # Otherwise Ray sends statistics of use to its makers.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+    from ray import serve
+
+    if not ray.is_initialized():
+        ray.init(include_dashboard=False, log_to_driver=False)
+    serve.start(http_options={"host": options.host, "port": options.port})
+    deployment = serve.deployment(
+        serve.ingress(_builder(options))(),
+        name=options.folder.name,
+        num_replicas=options.replicas,
+        # A replica answers one request at a time. The others wait in Ray's proxy, so that they survive a replica.
+        max_ongoing_requests=1,
+        ray_actor_options={"num_cpus": options.processors},
+    )
+    serve.run(deployment.bind(), name=options.folder.name, route_prefix="/")
+
+
+def _builder(options: ReplicaOptions) -> Callable[[], Any]:
+    folder, trust = str(options.folder.resolve()), options.trust
+
+    def build() -> Any:
+        """Called in each replica."""
+        from exportable_cache import load
+        from exportable_cache.cli.server.app import ServerOptions, make_app
+        from exportable_cache.decoding import Completer
+
+        app = make_app(Completer(load(folder, trust=trust)), ServerOptions(os.path.basename(folder)))
+        replica = f"{os.uname().nodename}:{os.getpid()}".encode()
+
+        async def named(scope: Any, receive: Any, send: Any) -> None:
+            async def with_header(message: Any) -> None:
+                if message["type"] == "http.response.start":
+                    message["headers"] = [*message.get("headers", ()), (REPLICA_HEADER.lower().encode(), replica)]
+                await send(message)
+
+            await app(scope, receive, with_header)
+
+        return named
+
+    return build
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="a bundle")
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--processors", type=int, default=1, help="of each replica")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--trust", action="store_true", help="machine code in the bundle may run")
+    options = ReplicaOptions(**vars(parser.parse_args()))
+    start(options)
+    print(f"{options.replicas} replicas at http://{options.host}:{options.port}; Ctrl+C ends them", flush=True)
+    signal.sigwait({signal.SIGINT, signal.SIGTERM})
+    from ray import serve
+
+    serve.shutdown()
+
+
+if __name__ == "__main__":
+    main()

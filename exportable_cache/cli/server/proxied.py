@@ -1,0 +1,74 @@
+"""What a proxy in front of several servers says when the one that was answering is gone: Ray Serve says nothing of it.
+
+No package but Starlette is needed here; Ray's proxy calls `middlewares`, whose name it is given by a variable of the
+environment, see docs/guides/replicas.md.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from starlette.middleware import Middleware
+
+from .answers import error_of
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Application = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+
+#: Seconds after which a request that was lost may be sent again; another server takes it.
+RETRY_AFTER = 1
+LOST = "the replica that was answering this request is gone, and its answer with it; send the request again"
+
+
+class LostAnswers:
+    """Answers requests to which an application gives no answer, or not the end of one.
+
+    Status 503 with `Retry-After` and an error in the API's form where nothing was sent; of a stream of events one more,
+    which is the error. Any other answer that was begun stays as it was cut off.
+
+    Args:
+        app: ASGI.
+    """
+
+    def __init__(self, app: Application) -> None:
+        self._app = app
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        sent = _Sent(send)
+        await self._app(scope, receive, sent)
+        error = json.dumps(error_of(LOST, "server_error")).encode()
+        if not sent.has_begun:
+            headers = [(b"content-type", b"application/json"), (b"retry-after", str(RETRY_AFTER).encode())]
+            await send({"type": "http.response.start", "status": 503, "headers": headers})
+            await send({"type": "http.response.body", "body": error})
+        elif sent.is_stream and not sent.has_ended:
+            await send({"type": "http.response.body", "body": b"data: " + error + b"\n\n"})
+
+
+class _Sent:
+    """Passes messages on, and notes how far they came."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.has_begun = self.has_ended = self.is_stream = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.has_begun = True
+            kinds = (value for name, value in message.get("headers", ()) if name.lower() == b"content-type")
+            self.is_stream = any(value.startswith(b"text/event-stream") for value in kinds)
+        elif message["type"] == "http.response.body":
+            self.has_ended = not message.get("more_body", False)
+        await self._send(message)
+
+
+def middlewares() -> list[Middleware]:
+    """For `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH`."""
+    return [Middleware(LostAnswers)]
