@@ -45,6 +45,18 @@ def baddbmm(
     return product + (x if beta == 1 else x * beta) if beta != 0 else product
 
 
+def div(x: torch.Tensor | float, y: torch.Tensor | float) -> torch.Tensor:
+    """`div` of whole numbers, which gives floats: TensorRT divides whole numbers into whole ones."""
+    if not all(isinstance(one, int) or isinstance(one, torch.Tensor) and _is_whole(one) for one in (x, y)):
+        return NotImplemented
+    x, y = (one.to(torch.get_default_dtype()) if isinstance(one, torch.Tensor) else one for one in (x, y))
+    return torch.true_divide(x, y)  # type: ignore[arg-type]
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    return not tensor.is_floating_point() and not tensor.is_complex()
+
+
 def empty(
     size: Sequence[int], *, dtype: torch.dtype | None = None, device: torch.device | None = None, **ignored: object
 ) -> torch.Tensor:
@@ -72,6 +84,7 @@ def decompositions(in_place: bool) -> dict[OperatorBase, Callable]:
         torch.ops.aten.scatter.value: scatter_value,
         torch.ops.aten.select.int: select_from_end,
         torch.ops.aten.log1p.default: log1p,
+        torch.ops.aten.div.Tensor: div,
         torch.ops.aten.empty.memory_format: empty,
         torch.ops.aten.baddbmm.default: baddbmm,
         torch.ops.prims.broadcast_in_dim.default: broadcast_in_dim,
