@@ -150,3 +150,14 @@ def test_a_state_counts_in_plain_use() -> None:
         for count in (5, 1):
             model(tokens()[:, :count], cache_params=cache)
     assert cache.get_seq_length() == 6
+
+
+def test_prophetnets_buckets_are_those_of_upstream() -> None:
+    from transformers.models.prophetnet.modeling_prophetnet import compute_relative_buckets
+
+    from exportable_cache.models.patches.prophetnet import _buckets
+
+    relative = torch.arange(-700, 50)
+    for count, most in ((32, 128), (8, 16), (6, 40)):
+        expected = compute_relative_buckets(count, most, relative, False)
+        assert torch.equal(_buckets(relative, count, most), expected.long())

@@ -57,6 +57,18 @@ def _is_whole(tensor: torch.Tensor) -> bool:
     return not tensor.is_floating_point() and not tensor.is_complex()
 
 
+def max_of_dim(x: torch.Tensor, dim: int, keepdim: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """`max` over a dimension with where it is, which has no converter, as two operators."""
+    return torch.amax(x, dim, keepdim), torch.argmax(x, dim, keepdim)
+
+
+def all_of_dim(x: torch.Tensor, dim: int, keepdim: bool = False) -> torch.Tensor:
+    """`all` over a dimension, which has no converter, by the smallest of ones and zeros; the layer gives
+    floats.
+    """
+    return torch.amin((x != 0).float(), dim, keepdim) != 0
+
+
 def empty(
     size: Sequence[int], *, dtype: torch.dtype | None = None, device: torch.device | None = None, **ignored: object
 ) -> torch.Tensor:
@@ -85,6 +97,8 @@ def decompositions(in_place: bool) -> dict[OperatorBase, Callable]:
         torch.ops.aten.select.int: select_from_end,
         torch.ops.aten.log1p.default: log1p,
         torch.ops.aten.div.Tensor: div,
+        torch.ops.aten.max.dim: max_of_dim,
+        torch.ops.aten.all.dim: all_of_dim,
         torch.ops.aten.empty.memory_format: empty,
         torch.ops.aten.baddbmm.default: baddbmm,
         torch.ops.prims.broadcast_in_dim.default: broadcast_in_dim,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -93,7 +94,6 @@ def _bias(self: Any, embeds: torch.Tensor, cache: Any, positions: torch.Tensor, 
     # [batch, length, slots]
     distance = positions[:, :, None] - keys
     own = torch.zeros_like(distance.narrow(-1, 0, 1))
-    buckets_of = sys.modules[type(self).__module__].compute_relative_buckets
     lowest = torch.finfo(embeds.dtype).min
     if mask is None:
         mask = embeds.new_zeros(1, 1, *distance.shape[1:])
@@ -102,13 +102,24 @@ def _bias(self: Any, embeds: torch.Tensor, cache: Any, positions: torch.Tensor, 
         # A predicting stream stands one position later, and sees less of what it has to predict, but for the first key.
         ahead = 0 if stream == 0 else 1
         relative = torch.cat([-(distance + ahead), own], dim=-1)
-        buckets.append(buckets_of(self.num_buckets, self.relative_max_distance, relative, False).long())
+        buckets.append(_buckets(relative, self.num_buckets, self.relative_max_distance))
         seen = mask
         if stream > 1:
             seen = torch.where(((distance >= stream - 1) | (keys == 0))[:, None], mask, lowest)
         alone = torch.full_like(seen.narrow(-1, 0, 1), lowest if stream == 0 else 0.0)
         masks.append(torch.cat([seen, alone], dim=-1))
     return _Bias(torch.stack(buckets, dim=1)[:, None], torch.stack(masks, dim=2))
+
+
+def _buckets(relative: torch.Tensor, count: int, most: int) -> torch.Tensor:
+    """Numbers of `relative` positions, int64 of any shape, as upstream's `compute_relative_buckets` gives them. It takes
+    logarithms of 0 as well, which no integer type can hold, and then does not choose them.
+    """
+    exact = count // 2
+    distance = (-relative).clamp(min=0)
+    logarithm = torch.log(distance.clamp(min=exact).float() / exact) / math.log(most / exact)
+    far = (exact + logarithm * (count - exact)).clamp(max=count - 1).long()
+    return torch.where(distance < exact, distance, far)
 
 
 def _attention(self: Any, hidden_states: torch.Tensor, cache: Any, bias: _Bias) -> torch.Tensor:

@@ -50,6 +50,33 @@ def test_products_are_added_to(beta: float, alpha: float) -> None:
     assert torch.equal(evaluate(toy_network(add, tensors), tensors), add(*tensors))
 
 
+def test_quotients_of_whole_numbers_are_floats() -> None:
+    x, y = torch.tensor([7, -3, 0]), torch.tensor([2, 4, 5])
+    assert torch.equal(
+        evaluate(toy_network(lambda x: torch.floor(x / 2) + x / 4, [x]), [x]), torch.floor(x / 2) + x / 4
+    )
+    assert torch.equal(evaluate(toy_network(lambda x, y: x / y + 3 / y, [x, y]), [x, y]), x / y + 3 / y)
+    third = torch.tensor([0.5, 3.0, 1.0])
+    assert torch.equal(evaluate(toy_network(lambda x, y: y / x, [x, third]), [x, third]), third / x)
+
+
+def test_largest_values_and_where_they_are() -> None:
+    x = torch.tensor([[1.0, 5.0, 2.0], [7.0, -1.0, 6.5]])
+    assert torch.equal(
+        evaluate(toy_network(lambda x: x.max(-1).values * 10 + x.max(-1).indices, [x]), [x]).cpu(),
+        torch.tensor([51.0, 70.0]),
+    )
+
+
+def test_whether_all_hold() -> None:
+    x = torch.tensor([[1.0, 5.0, 2.0], [7.0, -1.0, 6.5]])
+
+    def count(x: torch.Tensor) -> torch.Tensor:
+        return (x > 0).all(-1, keepdim=True).float() + 2 * x.all(-1, keepdim=True).float()
+
+    assert torch.equal(evaluate(toy_network(count, [x]), [x]), count(x))
+
+
 def test_empty_tensors_are_filled_before_they_are_read() -> None:
     x = torch.arange(3.0)
     network = toy_network(lambda x: torch.cat([torch.empty(2).fill_(4.0), x]), [x])
