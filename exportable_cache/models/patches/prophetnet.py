@@ -112,8 +112,9 @@ def _bias(self: Any, embeds: torch.Tensor, cache: Any, positions: torch.Tensor, 
 
 
 def _buckets(relative: torch.Tensor, count: int, most: int) -> torch.Tensor:
-    """Numbers of `relative` positions, int64 of any shape, as upstream's `compute_relative_buckets` gives them. It takes
-    logarithms of 0 as well, which no integer type can hold, and then does not choose them.
+    """Numbers of `relative` positions, int64 of any shape, as upstream's `compute_relative_buckets` gives them.
+
+    That takes logarithms of 0 as well: no integer can hold one, and none is chosen.
     """
     exact = count // 2
     distance = (-relative).clamp(min=0)
