@@ -69,6 +69,16 @@ def all_of_dim(x: torch.Tensor, dim: int, keepdim: bool = False) -> torch.Tensor
     return torch.amin((x != 0).float(), dim, keepdim) != 0
 
 
+def masked_put(
+    x: torch.Tensor, indices: Sequence[torch.Tensor | None], values: torch.Tensor, accumulate: bool = False
+) -> torch.Tensor:
+    """`index_put` of one value where a mask holds, `x[mask] = 0`: the converter takes no masks."""
+    mask = indices[0]
+    if accumulate or len(indices) > 1 or mask is None or mask.dtype != torch.bool or values.numel() != 1:
+        return NotImplemented
+    return torch.where(mask.reshape(*mask.shape, *[1] * (x.dim() - mask.dim())), values.reshape(()), x)
+
+
 def empty(
     size: Sequence[int], *, dtype: torch.dtype | None = None, device: torch.device | None = None, **ignored: object
 ) -> torch.Tensor:
@@ -97,6 +107,7 @@ def decompositions(in_place: bool) -> dict[OperatorBase, Callable]:
         torch.ops.aten.select.int: select_from_end,
         torch.ops.aten.log1p.default: log1p,
         torch.ops.aten.div.Tensor: div,
+        torch.ops.aten.index_put.default: masked_put,
         torch.ops.aten.max.dim: max_of_dim,
         torch.ops.aten.all.dim: all_of_dim,
         torch.ops.aten.empty.memory_format: empty,

@@ -68,6 +68,18 @@ def test_largest_values_and_where_they_are() -> None:
     )
 
 
+def test_one_value_is_put_where_a_mask_holds() -> None:
+    ids, table = torch.tensor([[3, 9, 1], [9, 2, 9]]), torch.arange(12.0).reshape(2, 3, 2)
+
+    def put(ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        known, rows = ids.clone(), table.clone()
+        known[ids == 9] = 0
+        rows[ids == 9] = -1.0
+        return known[..., None] + rows
+
+    assert torch.equal(evaluate(toy_network(put, [ids, table]), [ids, table]), put(ids, table))
+
+
 def test_whether_all_hold() -> None:
     x = torch.tensor([[1.0, 5.0, 2.0], [7.0, -1.0, 6.5]])
 
