@@ -27,6 +27,19 @@ def select_from_end(x: torch.Tensor, dim: int, index: int) -> torch.Tensor:
     return torch.ops.aten.slice.Tensor(x, dim, index, index + 1 or None).squeeze(dim)
 
 
+def last_of_dim(
+    x: torch.Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> torch.Tensor:
+    """`slice` of the last place of a dimension, where two are of any length: the converter makes the other one's length
+    -1. It is gathered.
+    """
+    lengths = [size for size in x.shape if isinstance(size, torch.SymInt)]
+    if start != -1 or (end is not None and end < 2**62) or len(lengths) < 2:
+        return NotImplemented
+    place = torch.arange(x.shape[dim], device=x.device)[-1:]
+    return torch.index_select(x, dim, place)
+
+
 def log1p(x: torch.Tensor) -> torch.Tensor:
     """`log1p`, which has no converter, exact to a few roundings where `log(1 + x)` has lost x: the error that the sum
     makes is divided out again.
@@ -106,6 +119,7 @@ def decompositions(in_place: bool) -> dict[OperatorBase, Callable]:
         torch.ops.aten.scatter.value: scatter_value,
         torch.ops.aten.select.int: select_from_end,
         torch.ops.aten.log1p.default: log1p,
+        torch.ops.aten.slice.Tensor: last_of_dim,
         torch.ops.aten.div.Tensor: div,
         torch.ops.aten.index_put.default: masked_put,
         torch.ops.aten.max.dim: max_of_dim,

@@ -107,6 +107,26 @@ class Heads(torch.nn.Module):
         return x.view(batch, count, -1, 4).transpose(1, 2), input_pos + 1
 
 
+class LastRow(torch.nn.Module):
+    """The last row of a table of two lengths, as of a mask."""
+
+    def forward(
+        self, x: torch.Tensor, input_pos: torch.Tensor, length: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        table = torch.cat([x, x.new_ones(1, 3)], dim=1)
+        return (x[:, :, None] * table[:, None])[:, -1:], input_pos + 1
+
+
+def test_the_last_place_where_two_dimensions_are_of_any_length() -> None:
+    position = torch.zeros(1, dtype=torch.int64)
+    length = {"x": {1: torch.export.Dim("length", min=2, max=9)}, "input_pos": None, "length": None}
+    program = torch.export.export(LastRow(), (torch.ones(1, 5), position, position.clone()), dynamic_shapes=length)
+    network = build_network(program, EngineSignature(("x", "input_pos"), ("layers.0.cumulative_length",), (2, 9, 9)))
+    x = torch.arange(1.0, 8)[None]
+    result = NetworkEvaluator(network.definition, network.constants).run({"x": x, "input_pos": position})
+    assert torch.equal(result["logits"], 7 * torch.cat([x, torch.ones(1, 3)], dim=1)[:, None])
+
+
 def test_heads_are_known_behind_experts() -> None:
     position = torch.zeros(1, dtype=torch.int64)
     length = {"x": {1: torch.export.Dim("length", min=2, max=9)}, "input_pos": None, "length": None}
