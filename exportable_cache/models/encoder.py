@@ -14,6 +14,7 @@ from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPo
 from ..common.tensor_spec import TensorSpec
 from ..errors import InputError, UnsupportedModelError
 from .patches.speech import shortened_lengths
+from .support import WRONG_PADDED_IN_FLOAT16
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -124,10 +125,13 @@ def encoder_of(model: PreTrainedModel, max_encoder_len: int | None = None, batch
 
     Raises:
         InputError: If the encoder takes another length than `max_encoder_len`, or no such.
-        UnsupportedModelError: If the encoder's input is of no known kind.
+        UnsupportedModelError: If the encoder's input is of no known kind, or its own code is wrong in this dtype.
     """
     kind = _input_of(model, batch_size)
     name = type(model).__name__
+    reason = WRONG_PADDED_IN_FLOAT16.get(model.config.model_type)
+    if reason is not None and model.dtype == torch.float16:
+        raise UnsupportedModelError(f"{name} in float16: {reason}; load it in bfloat16 or float32")
     longest = max_encoder_len or kind.default
     if kind.spec.name == "input_ids" and kind.multiple > 1:
         # Text is padded to whole blocks. A single one has a graph of its own, and one length alone would mean that

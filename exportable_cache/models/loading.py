@@ -217,6 +217,10 @@ def check_checkpoint(model_or_path: Any, config: PreTrainedConfig) -> None:
 def auto_class(config: PreTrainedConfig) -> type | None:
     """The auto class that loads the generating model of a config, None where there is none."""
     if getattr(config, "is_encoder_decoder", False):
+        hears = MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING.get(type(config), None)
+        # Seamless has a model of text and one of speech for one kind of config.
+        if hears is not None and hears.__name__ in (config.architectures or ()):
+            return AutoModelForSpeechSeq2Seq
         if type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
             return AutoModelForSeq2SeqLM
         if type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING:

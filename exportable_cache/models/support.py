@@ -60,8 +60,14 @@ WITHOUT_DYNAMIC_CACHE = {
 #: what that does. Over a cache of ours they are what they are token by token, however many come.
 RIGHT_BY_TOKEN = {
     "fsmt": "tokens of one call see each other in both directions",
+    "kyutai_speech_to_text": "tokens of one call see past the window",
     "moshi": "tokens of one call see past the window",
     "prophetnet": "position biases of the predicting stream are mixed up among the tokens of one call",
+}
+
+#: Encoders that are wrong in float16 where their input is padded, and why: a static one is padded to whole blocks.
+WRONG_PADDED_IN_FLOAT16 = {
+    "longt5": "its encoder adds -1e10 to scores of padding, which is minus infinity in float16 and gives not-a-number",
 }
 
 #: Config fields that make a model one that no static cache fits: field -> (model types, reason).

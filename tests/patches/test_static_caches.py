@@ -1,5 +1,8 @@
 """Modules that are wrong over a static cache, or keep their state elsewhere: right with a patch, wrong without it."""
 
+from types import SimpleNamespace
+from unittest import mock
+
 import pytest
 import torch
 
@@ -161,3 +164,27 @@ def test_prophetnets_buckets_are_those_of_upstream() -> None:
     for count, most in ((32, 128), (8, 16), (6, 40)):
         expected = compute_relative_buckets(count, most, relative, False)
         assert torch.equal(_buckets(relative, count, most), expected.long())
+
+
+def test_a_saved_model_of_speech_is_built_as_one() -> None:
+    from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, SeamlessM4TConfig
+
+    from exportable_cache.models.loading import auto_class
+
+    config = SeamlessM4TConfig(architectures=["SeamlessM4TForSpeechToText"])
+    assert auto_class(config) is AutoModelForSpeechSeq2Seq
+    assert auto_class(SeamlessM4TConfig(architectures=["SeamlessM4TForTextToText"])) is AutoModelForSeq2SeqLM
+    assert auto_class(SeamlessM4TConfig()) is AutoModelForSeq2SeqLM
+
+
+def test_an_encoder_that_is_wrong_in_float16_is_refused() -> None:
+    from exportable_cache.models.encoder import encoder_of
+
+    model = SimpleNamespace(config=SimpleNamespace(model_type="longt5"), dtype=torch.float16)
+    with (
+        mock.patch("exportable_cache.models.encoder._input_of"),
+        pytest.raises(
+            UnsupportedModelError, match="in float16: its encoder adds -1e10.*load it in bfloat16 or float32"
+        ),
+    ):
+        encoder_of(model)

@@ -188,7 +188,9 @@ class Extended:
         """Bytes of each layer, from the config alone."""
         options = encoder_options(self.model, self.inputs)
         expected = _sizes(ExportableCache.from_model(self.model, MAX_CACHE_LEN, attn_implementation=None, **options))
-        config = self.model.config
+        config = copy.deepcopy(self.model.config)
+        # As saved: one kind of config may be of two models, and has not been told apart before.
+        config.architectures = [type(self.model).__name__]
         if self.inputs:
             made = plan(config, MAX_CACHE_LEN, dtype="float32", **options)
             if made.refusal is not None:

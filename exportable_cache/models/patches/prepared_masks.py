@@ -151,4 +151,13 @@ PATCHES = {
             ),
         ),
     ),
+    "kyutai_speech_to_text": (
+        Patch(
+            "kyutai_speech_to_text.modeling_kyutai_speech_to_text",
+            "KyutaiSpeechToTextModel.forward",
+            over_our_cache(_mask_with_window),
+            "its attention mask leaves out the sliding window",
+            digests=("f7fccb74c229ebd8", "f803dd08c01a124c"),
+        ),
+    ),
 }
