@@ -84,6 +84,7 @@ class Library:
         self.c.ec_tokenize.argtypes = [c_void_p, c_char_p, c_int, POINTER(c_int64), c_size_t, POINTER(c_size_t)]
         self.c.ec_encode_tokens.argtypes = [c_void_p, POINTER(c_int64), c_size_t]
         self.c.ec_encode_values.argtypes = [c_void_p, POINTER(c_float), c_size_t]
+        self.c.ec_add_input.argtypes = [c_void_p, c_char_p, c_void_p, c_int, POINTER(c_int64), c_size_t]
         self.c.ec_save_state.argtypes = self.c.ec_load_state.argtypes = [c_void_p, c_char_p]
 
     def outcome(self, status: int) -> tuple[int, str]:
@@ -137,6 +138,12 @@ class Library:
         ids = (c_int64 * len(tokens))(*tokens)
         status = self.c.ec_prefill(session, ids, len(tokens), byref(logits), byref(vocab))
         return {"outcome": self.outcome(status), "logits": logits[: vocab.value] if status == 0 else []}
+
+    def add_input(self, session: c_void_p, dtype: int, shape: list[int]) -> tuple[int, str]:
+        """Four values, whatever the shape says."""
+        sizes = (c_int64 * len(shape))(*shape)
+        data = (c_float * 4)(1, 2, 3, 4)
+        return self.outcome(self.c.ec_add_input(session, b"pixel_values", data, dtype, sizes, len(shape)))
 
     def length(self, session: c_void_p) -> list[int]:
         held, most = c_int64(), c_int64()
@@ -217,6 +224,11 @@ def calls(library: Library, bundle: str, folder: Path, asked: dict[str, Any]) ->
         library.outcome(library.c.ec_encode_tokens(session, (c_int64 * 2)(5, 6), 2)),
         library.outcome(library.c.ec_encode_values(session, None, 2)),
         library.outcome(library.c.ec_tokenize(session, b"x", 1, None, 4, byref(count))),
+        *(
+            library.add_input(session, dtype, shape)
+            for dtype, shape in ((0, [2, 2]), (0, [2, 0]), (0, [2, 2**62]), (7, [2, 2]))
+        ),
+        library.outcome(library.c.ec_add_input(session, b"pixel_values", None, 0, None, 0)),
     ]
     found["after refusals"] = library.prefill(session, prompt)
     library.c.ec_close(session)

@@ -65,7 +65,8 @@ EDITS: list[tuple[Callable[[bytes], bytes], str]] = [
     (lambda state: b"PK" + state[2:], "it begins as no state of this version does"),
     (lambda state: state[:4000] + bytes([state[4000] ^ 1]) + state[4001:], "its checksum is another"),
     (lambda state: state[:104] + struct.pack("<Q", 2**60) + state[112:], "it ends early"),
-    (lambda state: state[:112] + struct.pack("<Q", 2**63) + state[120:], "a piece lies outside"),
+    (lambda state: state[:112] + struct.pack("<Q", 2**60) + state[120:], "it ends early"),
+    (lambda state: state[:120] + struct.pack("<Q", 2**63) + state[128:], "a piece lies outside"),
     (lambda state: sealed(state[:72] + struct.pack("<q", 600) + state[80:]), "its lengths are none"),
     (lambda state: sealed(state[:80] + struct.pack("<q", 2**40) + state[88:]), "its lengths are none"),
     (lambda state: sealed(state[:88] + struct.pack("<q", VOCAB) + state[96:]), "its lengths are none"),
@@ -102,7 +103,8 @@ def sealed(state: bytes) -> bytes:
             value = (value ^ byte) * 0x100000001B3 % 2**64
         return value
 
-    value, at = add(0xCBF29CE484222325, state[:112]), 112
+    images = 120 + 24 * struct.unpack_from("<Q", state, 112)[0]
+    value, at = add(add(0xCBF29CE484222325, state[:120]), state[120:images]), images
     for _ in range(struct.unpack_from("<Q", state, 104)[0]):
         (size,) = struct.unpack_from("<Q", state, at + 8)
         value = add(add(value, state[at : at + 16]), state[at + 16 : at + 16 + size])

@@ -27,6 +27,8 @@ constexpr const char* kUsage =
     "  --tokens \"1 2 3\"        token ids instead; token ids come out. Of an encoder-decoder the decoder's\n"
     "  --encode \"1 2 3\"        token ids for its encoder, with --tokens\n"
     "  --encode-file FILE      float32 numbers for its encoder, as a speech model's processor makes them, with --tokens\n"
+    "  --input NAME=FILE       what the model's processor gives for images or sound, such as pixel_values: raw float32 (or int64)\n"
+    "                          values, item after item, with --tokens that have their placeholders; may be given several times\n"
     "  --max-new-tokens N      at most N; as many as fit by default\n"
     "  --temperature T         draw, after dividing logits by T; greedy by default\n"
     "  --top-k K, --top-p P    draw from the K most probable, from the fewest that reach P\n"
@@ -43,6 +45,7 @@ struct Arguments {
   std::string system;
   std::optional<std::vector<int64_t>> encoded_tokens;
   std::optional<std::string> encoded_file;
+  std::vector<std::string> inputs;  // NAME=FILE
   GenerateOptions options;
 };
 
@@ -67,21 +70,55 @@ bool parse_list(const char* text, std::vector<int64_t>& values) {
   return true;
 }
 
-// The float32 numbers of a file.
-Result<std::vector<float>> numbers_of(const std::string& path) {
+// The numbers of a file, float or int64_t.
+template <class T>
+Result<std::vector<T>> numbers_of(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   const std::string bytes{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
-  if (!file || bytes.empty() || bytes.size() % sizeof(float) != 0) {
-    return fail(ErrorCode::kInput, path, " cannot be read, or is not of float32 numbers");
+  if (!file || bytes.empty() || bytes.size() % sizeof(T) != 0) {
+    return fail(ErrorCode::kInput, path, " cannot be read, or is not of ", sizeof(T) == sizeof(float) ? "float32" : "int64", " numbers");
   }
-  std::vector<float> values(bytes.size() / sizeof(float));
+  std::vector<T> values(bytes.size() / sizeof(T));
   std::memcpy(values.data(), bytes.data(), bytes.size());
   return values;
 }
 
+template <class T>
+Status add(Session& session, const std::string& name, const std::string& path, std::vector<int64_t> shape) {
+  Result<std::vector<T>> values = numbers_of<T>(path);
+  if (!values.ok()) return values.error();
+  int64_t each = 1;
+  for (const int64_t size : shape) each *= size;
+  const auto count = static_cast<int64_t>(values->size());
+  if (each < 1 || count % each != 0) {
+    return fail(ErrorCode::kInput, path, " has ", count, " numbers, and one item of ", name, " takes ", each);
+  }
+  shape[0] *= count / each;
+  return session.add_input({name, std::move(shape), std::move(*values)});
+}
+
+// `NAME=FILE`, its shape that of the manifest and as many items as the file has.
+Status add(Session& session, const std::string& given) {
+  const size_t cut = given.find('=');
+  if (cut == std::string::npos) return fail(ErrorCode::kInput, "--input got '", given, "'; pass NAME=FILE");
+  const std::string name = given.substr(0, cut), path = given.substr(cut + 1);
+  for (const ItemSpec& item : session.manifest().items) {
+    for (const ItemInputSpec& input : item.inputs) {
+      if (input.name != name) continue;
+      const bool floats = input.dtype.find("float") != std::string::npos;
+      return floats ? add<float>(session, name, path, input.shape) : add<int64_t>(session, name, path, input.shape);
+    }
+    for (const FixedSpec& fixed : item.fixed) {
+      if (fixed.name == name) return add<int64_t>(session, name, path, fixed.shape);
+    }
+  }
+  // Refused, with the names there are.
+  return session.add_input({name, {1}, std::vector<int64_t>{0}});
+}
+
 // Fills `arguments`, or returns what is wrong with them.
 std::optional<std::string> parse_arguments(int argc, char** argv, Arguments& arguments) {
-  enum { kPrompt = 1, kChat, kSystem, kTokens, kEncode, kEncodeFile, kMaxNewTokens, kTemperature, kTopK, kTopP, kSeed, kStop, kStopToken, kPromptLookup, kHelp };
+  enum { kPrompt = 1, kChat, kSystem, kTokens, kEncode, kEncodeFile, kInput, kMaxNewTokens, kTemperature, kTopK, kTopP, kSeed, kStop, kStopToken, kPromptLookup, kHelp };
   static const option kOptions[] = {
       {"prompt", required_argument, nullptr, kPrompt},
       {"chat", no_argument, nullptr, kChat},
@@ -89,6 +126,7 @@ std::optional<std::string> parse_arguments(int argc, char** argv, Arguments& arg
       {"tokens", required_argument, nullptr, kTokens},
       {"encode", required_argument, nullptr, kEncode},
       {"encode-file", required_argument, nullptr, kEncodeFile},
+      {"input", required_argument, nullptr, kInput},
       {"max-new-tokens", required_argument, nullptr, kMaxNewTokens},
       {"temperature", required_argument, nullptr, kTemperature},
       {"top-k", required_argument, nullptr, kTopK},
@@ -111,6 +149,7 @@ std::optional<std::string> parse_arguments(int argc, char** argv, Arguments& arg
       case kTokens: good = parse_list(optarg, arguments.tokens.emplace()); break;
       case kEncode: good = parse_list(optarg, arguments.encoded_tokens.emplace()); break;
       case kEncodeFile: arguments.encoded_file = optarg; break;
+      case kInput: arguments.inputs.emplace_back(optarg); break;
       case kMaxNewTokens: good = parse(optarg, options.max_new_tokens.emplace()); break;
       case kTemperature: good = parse(optarg, options.sampling.temperature); break;
       case kTopK: good = parse(optarg, options.sampling.top_k.emplace()); break;
@@ -163,9 +202,13 @@ int main(int argc, char** argv) {
     if (const Status status = session->encode_input(*arguments.encoded_tokens); !status.ok()) return report(status.error());
   }
   if (arguments.encoded_file) {
-    const auto values = numbers_of(*arguments.encoded_file);
+    const auto values = numbers_of<float>(*arguments.encoded_file);
     if (!values.ok()) return report(values.error());
     if (const Status status = session->encode_input(*values); !status.ok()) return report(status.error());
+  }
+
+  for (const std::string& input : arguments.inputs) {
+    if (const Status status = add(*session, input); !status.ok()) return report(status.error());
   }
 
   if (arguments.chat) return converse(*session, arguments);

@@ -23,7 +23,7 @@ extern "C" {
 #endif
 
 /* Grows when something is added; another first half means that callers have to be compiled again. */
-#define EC_ABI_VERSION 0x00010000u
+#define EC_ABI_VERSION 0x00010001u
 
 typedef struct ec_session ec_session;
 
@@ -43,6 +43,12 @@ typedef enum ec_stop {
   EC_STOP_CALLBACK = 4,
   EC_STOP_CANCELLED = 5
 } ec_stop;
+
+/* What the values of a tensor are. */
+typedef enum ec_dtype {
+  EC_FLOAT32 = 0,
+  EC_INT64 = 1
+} ec_dtype;
 
 /* How tokens are generated. Fill it with ec_options_init first. */
 typedef struct ec_options {
@@ -98,6 +104,11 @@ EC_API ec_status ec_prefill(ec_session* session, const int64_t* tokens, size_t c
  * innermost. The decoder begins anew. */
 EC_API ec_status ec_encode_tokens(ec_session* session, const int64_t* tokens, size_t count);
 EC_API ec_status ec_encode_values(ec_session* session, const float* values, size_t count);
+
+/* Hold an image, a video or a piece of sound for the next prompt: a tensor that the model's processor gives, by its name there, such
+ * as "pixel_values", with `dims` sizes in `shape`. `dtype` is an ec_dtype. The prompt has the placeholder token once for each
+ * embedding; ec_reset drops what was added. */
+EC_API ec_status ec_add_input(ec_session* session, const char* name, const void* data, int dtype, const int64_t* shape, size_t dims);
 
 /* Take back the newest tokens. */
 EC_API ec_status ec_rewind(ec_session* session, int64_t tokens);

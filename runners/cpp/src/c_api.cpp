@@ -122,6 +122,30 @@ ec_status ec_encode_values(ec_session* session, const float* values, size_t coun
   return result_of(session->session.encode_input(std::span<const float>(values, count)));
 }
 
+ec_status ec_add_input(ec_session* session, const char* name, const void* data, int dtype, const int64_t* shape, size_t dims) {
+  if (session == nullptr || name == nullptr) return missing(session == nullptr ? "session" : "name");
+  if (data == nullptr || shape == nullptr) return missing(data == nullptr ? "data" : "shape");
+  int64_t count = 1;
+  for (size_t index = 0; index < dims; ++index) {
+    // Read are as many values as the sizes multiply to: no more than an address can name.
+    if (shape[index] < 1 || count > PTRDIFF_MAX / 8 / shape[index]) {
+      return failed(fail(ErrorCode::kInput, "shape[", index, "] is ", shape[index], "; each size is at least 1, and all together an array's"));
+    }
+    count *= shape[index];
+  }
+  Input input{name, {shape, shape + dims}, {}};
+  if (dtype == EC_FLOAT32) {
+    const auto* values = static_cast<const float*>(data);
+    input.values = std::vector<float>(values, values + count);
+  } else if (dtype == EC_INT64) {
+    const auto* values = static_cast<const int64_t*>(data);
+    input.values = std::vector<int64_t>(values, values + count);
+  } else {
+    return failed(fail(ErrorCode::kInput, "dtype is ", dtype, "; it is EC_FLOAT32 or EC_INT64"));
+  }
+  return result_of(session->session.add_input(input));
+}
+
 ec_status ec_rewind(ec_session* session, int64_t tokens) {
   return session == nullptr ? missing("session") : result_of(session->session.rewind(tokens));
 }

@@ -21,6 +21,7 @@
 #include <executorch/runtime/platform/runtime.h>
 
 #include "engine.h"
+#include "program_check.h"
 
 namespace exportable_cache {
 namespace {
@@ -50,6 +51,7 @@ class MappedFile final : public et::DataLoader {
   MappedFile& operator=(const MappedFile&) = delete;
 
   bool is_open() const { return data_ != nullptr; }
+  std::span<const uint8_t> bytes() const { return {reinterpret_cast<const uint8_t*>(data_), size_}; }
 
   et::Result<et::FreeableBuffer> load(size_t offset, size_t size, const SegmentInfo&) const override {
     if (!contains(offset, size)) return et::Error::InvalidArgument;
@@ -131,8 +133,12 @@ class MethodEngine final : public Engine {
   Status load(const std::vector<std::string>& names) {
     et::runtime_init();
     if (!file_.is_open()) return fail(ErrorCode::kBundle, "cannot read ", path_, "; copy the bundle again");
-    et::Result<et::Program> program = et::Program::load(&file_);
+    // Where this ExecuTorch was built to verify; its tables are whole then.
+    et::Result<et::Program> program = et::Program::load(&file_, et::Program::Verification::InternalConsistency);
     if (!program.ok()) return cannot_load(path_, program.error());
+    if (const std::string problem = program_problem(file_.bytes()); !problem.empty()) {
+      return fail(ErrorCode::kBundle, path_, " is damaged, or made to do harm: ", problem, "; get it again, or export the model again");
+    }
     program_ = std::make_unique<et::Program>(std::move(program.get()));
 
     if (const Status status = plan_arenas(names); !status.ok()) return status;

@@ -54,6 +54,7 @@ Result<Generation> Session::run(std::vector<int64_t> prompt, const GenerateOptio
   const auto prompt_size = static_cast<int64_t>(prompt.size());
   if (const Status status = check_room(length_, prompt_size, options.max_new_tokens); !status.ok()) return status.error();
   if (const Status status = check_encoded(length_); !status.ok()) return status.error();
+  if (const Status status = check_items(prompt); !status.ok()) return status.error();
   Result<Sampler> sampler = Sampler::make(options.sampling);
   if (!sampler.ok()) return sampler.error();
 

@@ -104,6 +104,123 @@ std::optional<EncoderSpec> encoder_of(const Json& method, Reader& reader) {
   return encoder;
 }
 
+// Of a dimension, a position or a token's number: products and sums of these stay far from the limits of 64 bits.
+int64_t small(const Json& value, const std::string& where, int64_t least, Reader& reader) {
+  constexpr int64_t kMost = int64_t{1} << 30;
+  const int64_t found = reader.integer(value, where, least);
+  if (found > kMost) reader.complain(where + " is " + std::to_string(found) + ", more than anything is");
+  return std::min(found, kMost);
+}
+
+std::vector<int64_t> shape_of(const Json& sizes, const std::string& where, Reader& reader) {
+  std::vector<int64_t> shape;
+  if (sizes.array() == nullptr || sizes.array()->empty()) reader.complain(where + " is no list of at least one");
+  if (sizes.array() == nullptr) return shape;
+  for (const Json& size : *sizes.array()) shape.push_back(small(size, where, 1, reader));
+  return shape;
+}
+
+FixedSpec fixed_of(const std::string& name, const Json& given, const std::string& where, Reader& reader) {
+  FixedSpec fixed{name, shape_of(given["shape"], where + ".shape", reader), {}};
+  const Json::Array none;
+  const Json::Array* values = given["values"].array();
+  for (const Json& value : values == nullptr ? none : *values) {
+    if (value.integer() != nullptr) {
+      fixed.values.push_back(static_cast<double>(*value.integer()));
+    } else if (value.number() != nullptr || value.boolean() != nullptr) {
+      fixed.values.push_back(value.number() != nullptr ? *value.number() : *value.boolean());
+    } else {
+      reader.complain(where + ".values has something else than numbers");
+    }
+  }
+  if (fixed.values.empty()) reader.complain(where + ".values is no list of at least one");
+  return fixed;
+}
+
+ItemSpec item_of(const std::string& name, const Json& method, Reader& reader) {
+  const std::string where = "program.methods." + name;
+  const Json& item = method["item"];
+  if (item.is_null()) reader.complain(where + " does not say what its items are");
+  ItemSpec spec{name, reader.integer(item["token_id"], where + ".item.token_id", 0), 1};
+  const Json::Array none;
+  const Json::Array* outputs = method["outputs"].array();
+  const std::vector<int64_t> given = outputs == nullptr || outputs->empty()
+                                         ? std::vector<int64_t>()
+                                         : shape_of(outputs->front()["shape"], where + ".outputs.0.shape", reader);
+  if (given.size() != 2) reader.complain(where + ".outputs.0.shape is not [tokens, hidden_size]");
+  if (given.size() == 2) spec.tokens = given[0];
+  const Json::Array* inputs = method["inputs"].array();
+  for (const Json& input : inputs == nullptr ? none : *inputs) {
+    ItemInputSpec one{reader.text(input["name"], where + ".inputs.name"), reader.text(input["dtype"], where + ".inputs.dtype"),
+                      shape_of(input["shape"], where + ".inputs.shape", reader)};
+    static constexpr std::string_view kKnown[] = {"float32", "float16", "bfloat16", "int64", "int32", "bool"};
+    if (std::find(std::begin(kKnown), std::end(kKnown), one.dtype) == std::end(kKnown)) {
+      reader.complain(where + " takes " + one.dtype + ", which this library does not give");
+    }
+    spec.inputs.push_back(std::move(one));
+  }
+  if (spec.inputs.empty()) reader.complain(where + ".inputs is no list of at least one");
+  const Json::Object no_fixed;
+  const Json::Object* fixed = item["fixed"].object();
+  for (const auto& [key, value] : fixed == nullptr ? no_fixed : *fixed) {
+    spec.fixed.push_back(fixed_of(key, value, where + ".item.fixed." + key, reader));
+  }
+  const Json::Array* axes = item["positions"].array();
+  for (const Json& axis : axes == nullptr ? none : *axes) {
+    std::vector<int64_t>& positions = spec.positions.emplace_back();
+    for (const Json& position : axis.array() == nullptr ? none : *axis.array()) {
+      positions.push_back(small(position, where + ".item.positions", 0, reader));
+    }
+    if (static_cast<int64_t>(positions.size()) != spec.tokens) reader.complain(where + ".item.positions is not of each of its tokens");
+  }
+  if (!spec.positions.empty()) spec.advance = small(item["advance"], where + ".item.advance", 0, reader);
+  spec.sees = reader.text(item["sees"], where + ".item.sees");
+  if (!spec.sees.empty() && spec.sees != "item" && spec.sees != "prompt") {
+    reader.complain(where + ".item.sees is '" + spec.sees + "', this library knows 'item' and 'prompt'");
+  }
+  spec.apart = item["apart"].boolean() != nullptr && *item["apart"].boolean();
+  return spec;
+}
+
+// What steps take beside embeddings, which has to go with what the items say.
+void read_items(const Json& methods, Manifest& manifest, Reader& reader) {
+  const Json::Object none;
+  for (const auto& [name, method] : methods.object() == nullptr ? none : *methods.object()) {
+    if (name.starts_with("encode_")) manifest.items.push_back(item_of(name, method, reader));
+  }
+  const auto step = std::find_if(manifest.methods.begin(), manifest.methods.end(), [](const MethodSpec& one) { return one.takes_embeds; });
+  if (manifest.items.empty()) {
+    if (step != manifest.methods.end()) reader.complain("program.methods." + step->name + " takes embeddings, which no method gives");
+    return;
+  }
+  const Json& embed = methods["embed"];
+  if (step == manifest.methods.end() || embed.is_null()) {
+    reader.complain("program.methods has encoders, and no embed or no prefill_embeds beside them");
+    return;
+  }
+  EmbedsSpec embeds{small(embed["max_length"], "program.methods.embed.max_length", 1, reader), 1};
+  const Json::Array* inputs = methods[step->name]["inputs"].array();
+  for (const Json& input : *inputs) {
+    const Json::Array* shape = input["shape"].array();
+    if (input["name"].string() == nullptr || shape == nullptr || shape->empty()) continue;
+    const std::string& name = *input["name"].string();
+    const std::string where = "program.methods." + step->name + "." + name + ".shape";
+    if (name == "inputs_embeds") embeds.hidden_size = small(shape->back(), where, 1, reader);
+    if (name == "position_ids") embeds.axes = small(shape->front(), where, 1, reader);
+    if (name == "image_ids") embeds.sees_items = true;
+  }
+  for (const ItemSpec& item : manifest.items) {
+    if (!item.positions.empty() && static_cast<int64_t>(item.positions.size()) != embeds.axes) {
+      reader.complain("program.methods." + item.method + ".item.positions has " + std::to_string(item.positions.size()) +
+                      " axes, steps take " + std::to_string(embeds.axes));
+    }
+    if (!item.sees.empty() && !embeds.sees_items) {
+      reader.complain("program.methods." + item.method + ".item.sees is '" + item.sees + "', and steps take no image_ids");
+    }
+  }
+  manifest.embeds = embeds;
+}
+
 std::optional<ChatTurns> chat_of(const Json& turns, Reader& reader) {
   if (turns.is_null()) return std::nullopt;
   const std::string where = "files.tokenizer/tokenizer.json.details.chat_turns.";
@@ -175,8 +292,15 @@ Result<Manifest> Manifest::read(const std::string& folder) {
     const Json& scored = method["scored_tokens"];
     if (!scored.is_null()) spec.scored_tokens = reader.integer(scored, where + ".scored_tokens", 0);
     spec.takes_encoded = takes(method, "encoder_hidden_states");
+    spec.takes_embeds = takes(method, "inputs_embeds");
+    const Json::Array no_inputs;
+    const Json::Array* inputs = method["inputs"].array();
+    for (const Json& input : inputs == nullptr ? no_inputs : *inputs) {
+      spec.inputs.push_back(reader.text(input["name"], where + ".inputs.name"));
+    }
     manifest.methods.push_back(std::move(spec));
   }
+  read_items(program["methods"], manifest, reader);
 
   const Json::Array no_layers;
   const Json::Array* layers = fields["layers"].array();

@@ -1,6 +1,7 @@
 #include <exportable_cache/program.h>
 
 #include <algorithm>
+#include <cstring>
 #include <limits>
 #include <utility>
 
@@ -21,6 +22,7 @@ std::string shape_text(et::Span<const int32_t> sizes) {
 }
 
 constexpr const char* kEncode = "encode";
+constexpr const char* kEmbed = "embed";
 
 int64_t reads(const MethodSpec& method) { return method.kv_read_len.value_or(std::numeric_limits<int64_t>::max()); }
 
@@ -28,25 +30,56 @@ bool is_floating(ScalarType type) {
   return type == ScalarType::Float || type == ScalarType::Half || type == ScalarType::BFloat16;
 }
 
-// What is not as `Program::open` says, or nothing. Dynamic sizes are given at their upper bound.
-std::string signature_problem(const et::MethodMeta& meta, const MethodSpec& method, int64_t logits_size) {
-  const size_t inputs = method.takes_encoded ? 4 : 2;
+// What is not as the manifest says of a tensor, or nothing. Dynamic sizes are given at their upper bound.
+std::string tensor_problem(const et::Result<et::TensorInfo>& found, const char* what, const std::vector<int64_t>& shape, bool floats) {
+  if (!found.ok()) return "takes or returns something else than tensors";
+  const auto sizes = found->sizes();
+  const bool fits = std::equal(sizes.begin(), sizes.end(), shape.begin(), shape.end(),
+                               [](int32_t size, int64_t expected) { return size == expected; });
+  if (fits && (floats ? is_floating(found->scalar_type()) : found->scalar_type() == ScalarType::Long)) return {};
+  std::string text;
+  for (const int64_t size : shape) text += (text.empty() ? "" : ", ") + std::to_string(size);
+  return "takes " + std::string(what) + " " + shape_text(sizes) + ", not " + (floats ? "floating [" : "int64 [") + text + "]";
+}
+
+// The same of what a step takes besides tokens and their position.
+std::string further_problem(const et::MethodMeta& meta, const MethodSpec& method, const std::optional<EmbedsSpec>& embeds) {
+  for (size_t index = 2; index < method.inputs.size(); ++index) {
+    const std::string& name = method.inputs[index];
+    std::vector<int64_t> shape;
+    if (method.takes_encoded) continue;  // an encoder's, of any size up to its longest
+    if (name == "rope_deltas") {
+      shape = {1};
+    } else if (name == "position_ids" && method.takes_embeds) {
+      shape = {embeds->axes, 1, method.max_length};
+    } else if (name == "image_ids" && method.takes_embeds) {
+      shape = {1, method.max_length};
+    } else {
+      return "takes " + name + ", which this library does not give";
+    }
+    const std::string problem = tensor_problem(meta.input_tensor_meta(index), name.c_str(), shape, false);
+    if (!problem.empty()) return problem;
+  }
+  return {};
+}
+
+// What is not as `Program::open` says, or nothing.
+std::string signature_problem(const et::MethodMeta& meta, const MethodSpec& method, const Manifest& manifest) {
+  const int64_t logits_size = manifest.logits_size;
+  const size_t inputs = method.takes_encoded ? 4 : std::max<size_t>(2, method.inputs.size());
   if (meta.num_inputs() != inputs || meta.num_outputs() != 1) {
     return "takes " + std::to_string(meta.num_inputs()) + " inputs and returns " + std::to_string(meta.num_outputs()) +
            " outputs, not " + std::to_string(inputs) + " and 1";
   }
-  const auto tokens = meta.input_tensor_meta(0);
-  const auto position = meta.input_tensor_meta(1);
   const auto logits = meta.output_tensor_meta(0);
-  if (!tokens.ok() || !position.ok() || !logits.ok()) return "takes or returns something else than tensors";
-
-  const auto sizes = tokens->sizes();
-  if (tokens->scalar_type() != ScalarType::Long || sizes.size() != 2 || sizes[0] != 1 || sizes[1] != method.max_length) {
-    return "takes tokens " + shape_text(sizes) + ", not int64 [1, " + std::to_string(method.max_length) + "]";
-  }
-  const auto position_sizes = position->sizes();
-  if (position->scalar_type() != ScalarType::Long || position_sizes.size() != 1 || position_sizes[0] != 1) {
-    return "takes a position " + shape_text(position_sizes) + ", not int64 [1]";
+  if (!logits.ok()) return "takes or returns something else than tensors";
+  if (method.takes_embeds && !manifest.embeds) return "takes embeddings, which no method gives";
+  std::vector<int64_t> tokens{1, method.max_length};
+  if (method.takes_embeds) tokens.push_back(manifest.embeds->hidden_size);
+  for (const std::string& problem :
+       {tensor_problem(meta.input_tensor_meta(0), method.takes_embeds ? "embeddings" : "tokens", tokens, method.takes_embeds),
+        tensor_problem(meta.input_tensor_meta(1), "a position", {1}, false), further_problem(meta, method, manifest.embeds)}) {
+    if (!problem.empty()) return problem;
   }
   const auto logits_sizes = logits->sizes();
   int64_t count = 1;
@@ -61,12 +94,95 @@ std::string signature_problem(const et::MethodMeta& meta, const MethodSpec& meth
   return {};
 }
 
+// The same of a tensor's number of values, whatever its dimensions, and its dtype.
+bool gives(const et::Result<et::TensorInfo>& found, int64_t count) {
+  if (!found.ok() || !is_floating(found->scalar_type())) return false;
+  for (const int32_t size : found->sizes()) {
+    if (size < 1 || count % size != 0) return false;
+    count /= size;
+  }
+  return count == 1;
+}
+
+ScalarType type_of(const std::string& dtype) {
+  return dtype == "float32"    ? ScalarType::Float
+         : dtype == "float16"  ? ScalarType::Half
+         : dtype == "bfloat16" ? ScalarType::BFloat16
+         : dtype == "int64"    ? ScalarType::Long
+         : dtype == "int32"    ? ScalarType::Int
+                               : ScalarType::Bool;
+}
+
+// Whether encoders and `embed` take and give what the manifest says.
+Status check_items(Engine& engine, const Manifest& manifest) {
+  const auto refused = [&manifest](const std::string& method, const std::string& what) {
+    return fail(ErrorCode::kBundle, "method '", method, "' of ", manifest.program_path(), " ", what,
+                "; it is not the program of this manifest: copy the bundle again");
+  };
+  const EmbedsSpec& embeds = *manifest.embeds;
+  const auto embed = engine.meta(kEmbed);
+  if (!embed.ok() || embed->num_inputs() != 1 || embed->num_outputs() != 1) return refused(kEmbed, "takes or returns not one tensor");
+  const std::string problem = tensor_problem(embed->input_tensor_meta(0), "tokens", {1, embeds.longest}, false);
+  if (!problem.empty()) return refused(kEmbed, problem);
+  if (!gives(embed->output_tensor_meta(0), embeds.longest * embeds.hidden_size)) {
+    return refused(kEmbed, "returns not floating [1, " + std::to_string(embeds.longest) + ", " + std::to_string(embeds.hidden_size) + "]");
+  }
+  for (const ItemSpec& item : manifest.items) {
+    const auto meta = engine.meta(item.method);
+    if (!meta.ok() || meta->num_inputs() != item.inputs.size() || meta->num_outputs() < 1) {
+      return refused(item.method, "takes not " + std::to_string(item.inputs.size()) + " inputs");
+    }
+    for (size_t index = 0; index < item.inputs.size(); ++index) {
+      const ItemInputSpec& input = item.inputs[index];
+      const auto found = meta->input_tensor_meta(index);
+      const bool fits = found.ok() && found->scalar_type() == type_of(input.dtype) &&
+                        std::equal(found->sizes().begin(), found->sizes().end(), input.shape.begin(), input.shape.end(),
+                                   [](int32_t size, int64_t expected) { return size == expected; });
+      if (!fits) return refused(item.method, "takes another " + input.name + " than the manifest says");
+    }
+    if (!gives(meta->output_tensor_meta(0), item.tokens * embeds.hidden_size)) {
+      return refused(item.method, "returns not floating [" + std::to_string(item.tokens) + ", " + std::to_string(embeds.hidden_size) + "]");
+    }
+  }
+  return {};
+}
+
 // The last `count` values.
 template <class T>
 void copy_floats(const executorch::aten::Tensor& tensor, size_t count, std::vector<float>& values) {
   const T* end = tensor.const_data_ptr<T>() + tensor.numel();
   values.resize(count);
   std::transform(end - count, end, values.begin(), [](T value) { return static_cast<float>(value); });
+}
+
+void last_floats(const executorch::aten::Tensor& tensor, size_t count, std::vector<float>& values) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Half: copy_floats<executorch::aten::Half>(tensor, count, values); break;
+    case ScalarType::BFloat16: copy_floats<executorch::aten::BFloat16>(tensor, count, values); break;
+    default: copy_floats<float>(tensor, count, values); break;
+  }
+}
+
+template <class T>
+std::vector<uint8_t> bytes_as(std::span<const float> values) {
+  std::vector<uint8_t> bytes(values.size() * sizeof(T));
+  for (size_t index = 0; index < values.size(); ++index) {
+    const T value = static_cast<T>(values[index]);
+    std::memcpy(bytes.data() + index * sizeof(T), &value, sizeof(T));
+  }
+  return bytes;
+}
+
+// Numbers in a program's dtype.
+std::vector<uint8_t> bytes_of(std::span<const float> values, ScalarType type) {
+  if (type == ScalarType::Half) return bytes_as<executorch::aten::Half>(values);
+  if (type == ScalarType::BFloat16) return bytes_as<executorch::aten::BFloat16>(values);
+  return bytes_as<float>(values);
+}
+
+// The runtime's tensors have no const view; a method does not write to its inputs.
+executorch::extension::TensorPtr view(const void* data, std::vector<int32_t> sizes, ScalarType type = ScalarType::Long) {
+  return executorch::extension::from_blob(const_cast<void*>(data), std::move(sizes), type);
 }
 
 }  // namespace
@@ -81,16 +197,21 @@ Result<Program> Program::open(const Manifest& manifest) {
   std::vector<std::string> names;
   for (const MethodSpec& method : manifest.methods) names.push_back(method.name);
   if (manifest.encoder) names.emplace_back(kEncode);
+  if (manifest.embeds) names.emplace_back(kEmbed);
+  for (const ItemSpec& item : manifest.items) names.push_back(item.method);
   Result<std::unique_ptr<Engine>> engine = Engine::open(manifest.program_path(), names);
   if (!engine.ok()) return engine.error();
   for (const MethodSpec& method : manifest.methods) {
     const auto meta = (*engine)->meta(method.name);
     if (!meta.ok()) return cannot_load("method '" + method.name + "' of " + manifest.program_path(), meta.error());
-    const std::string problem = signature_problem(meta.get(), method, manifest.logits_size);
+    const std::string problem = signature_problem(meta.get(), method, manifest);
     if (!problem.empty()) {
       return fail(ErrorCode::kBundle, "method '", method.name, "' of ", manifest.program_path(), " ", problem,
                   "; it is not the program of this manifest: copy the bundle again");
     }
+  }
+  if (manifest.embeds) {
+    if (const Status status = check_items(**engine, manifest); !status.ok()) return status.error();
   }
   Program program(manifest.methods, std::move(*engine));
   if (manifest.encoder) {
@@ -105,12 +226,17 @@ Result<Program> Program::open(const Manifest& manifest) {
     return fail(ErrorCode::kBundle, manifest.program_path(), " has no method that takes one token at every position; ",
                 "export the model again");
   }
+  if (manifest.embeds && program.method_for(1, std::numeric_limits<int64_t>::max(), {.embeds = true}) == nullptr) {
+    return fail(ErrorCode::kBundle, manifest.program_path(), " has no method that takes one embedding at every position; ",
+                "export the model again");
+  }
   return program;
 }
 
 const MethodSpec* Program::method_for(int64_t length, int64_t end, Need need) const {
   const MethodSpec* best = nullptr;
   for (const MethodSpec& method : methods_) {
+    if (method.takes_embeds != need.embeds) continue;
     if (need.scores ? method.scored_tokens < length : method.only_scores()) continue;
     if (method.takes_encoded ? !need.has_encoded : need.encodes) continue;
     if (length < method.min_length || length > method.max_length || end > reads(method)) continue;
@@ -120,10 +246,10 @@ const MethodSpec* Program::method_for(int64_t length, int64_t end, Need need) co
   return best;
 }
 
-int64_t Program::max_step() const {
+int64_t Program::max_step(bool embeds) const {
   int64_t longest = 1;
   for (const MethodSpec& method : methods_) {
-    if (!method.kv_read_len && !method.only_scores()) longest = std::max(longest, method.max_length);
+    if (method.takes_embeds == embeds && !method.kv_read_len && !method.only_scores()) longest = std::max(longest, method.max_length);
   }
   return longest;
 }
@@ -138,37 +264,90 @@ std::span<uint8_t> Program::cache() const { return engine_->cache(); }
 
 void Program::clear_cache() const { engine_->clear_cache(); }
 
-Status Program::run(const MethodSpec& method, std::span<const int64_t> tokens, int64_t position, size_t scored,
-                    const Encoded* encoded, std::vector<float>& logits) {
-  // The runtime's tensors have no const view; a method does not write to its inputs.
-  auto input_ids = executorch::extension::from_blob(
-      const_cast<int64_t*>(tokens.data()), {1, static_cast<int32_t>(tokens.size())}, ScalarType::Long);
-  auto input_pos = executorch::extension::from_blob(&position, {1}, ScalarType::Long);
-  std::vector<et::EValue> inputs{et::EValue(*input_ids), et::EValue(*input_pos)};
-  executorch::extension::TensorPtr states, lengths;
-  if (method.takes_encoded) {
-    states = executorch::extension::from_blob(const_cast<uint8_t*>(encoded->states.data()), encoded->sizes,
-                                              static_cast<ScalarType>(encoded->scalar_type));
-    lengths = executorch::extension::from_blob(const_cast<int64_t*>(&encoded->length), {1}, ScalarType::Long);
-    inputs.emplace_back(*states);
-    inputs.emplace_back(*lengths);
+Status Program::run(const MethodSpec& method, const Step& step, size_t scored, std::vector<float>& logits) {
+  const auto length = static_cast<int32_t>(step.length);
+  std::vector<executorch::extension::TensorPtr> tensors;
+  std::vector<uint8_t> embeds;  // while the method runs
+  if (method.takes_embeds) {
+    const auto meta = engine_->meta(method.name);
+    const ScalarType type = meta->input_tensor_meta(0)->scalar_type();
+    embeds = bytes_of(step.embeds, type);
+    tensors.push_back(view(embeds.data(), {1, length, static_cast<int32_t>(step.embeds.size() / step.length)}, type));
+  } else {
+    tensors.push_back(view(step.tokens.data(), {1, length}));
   }
+  tensors.push_back(view(&step.position, {1}));
+  if (method.takes_encoded) {
+    tensors.push_back(view(step.encoded->states.data(), step.encoded->sizes, static_cast<ScalarType>(step.encoded->scalar_type)));
+    tensors.push_back(view(&step.encoded->length, {1}));
+  } else {
+    for (size_t index = 2; index < method.inputs.size(); ++index) {
+      const std::string& name = method.inputs[index];
+      if (name == "rope_deltas") tensors.push_back(view(&step.rope_delta, {1}));
+      if (name == "image_ids") tensors.push_back(view(step.image_ids.data(), {1, length}));
+      if (name == "position_ids") {
+        tensors.push_back(view(step.position_ids.data(), {static_cast<int32_t>(step.position_ids.size()) / length, 1, length}));
+      }
+    }
+  }
+  std::vector<et::EValue> inputs;
+  for (const auto& tensor : tensors) inputs.emplace_back(*tensor);
   const auto output = engine_->execute(method.name, inputs);
   if (!output.ok()) {
-    return fail(ErrorCode::kRuntime, "ExecuTorch failed in method '", method.name, "' with ", tokens.size(), " tokens at position ",
-                position, ": ", describe(output.error()), "; reset() the session");
+    return fail(ErrorCode::kRuntime, "ExecuTorch failed in method '", method.name, "' with ", length, " tokens at position ",
+                step.position, ": ", describe(output.error()), "; reset() the session");
   }
   const executorch::aten::Tensor& tensor = output->front().toTensor();
   const size_t count = scored * static_cast<size_t>(tensor.size(tensor.dim() - 1));
   if (count > static_cast<size_t>(tensor.numel())) {
     return fail(ErrorCode::kRuntime, "method '", method.name, "' gave ", tensor.numel(), " logits, not ", count, "; reset() the session");
   }
-  switch (tensor.scalar_type()) {
-    case ScalarType::Half: copy_floats<executorch::aten::Half>(tensor, count, logits); break;
-    case ScalarType::BFloat16: copy_floats<executorch::aten::BFloat16>(tensor, count, logits); break;
-    default: copy_floats<float>(tensor, count, logits); break;
-  }
+  last_floats(tensor, count, logits);
   return {};
+}
+
+Result<std::vector<float>> Program::embed(const EmbedsSpec& embeds, std::span<const int64_t> tokens) {
+  std::vector<float> found, part;
+  const auto hidden = static_cast<size_t>(embeds.hidden_size);
+  found.reserve(tokens.size() * hidden);
+  while (!tokens.empty()) {
+    const size_t size = std::min(tokens.size(), static_cast<size_t>(embeds.longest));
+    const auto ids = view(tokens.data(), {1, static_cast<int32_t>(size)});
+    const auto output = engine_->execute(kEmbed, std::vector<et::EValue>{et::EValue(*ids)});
+    if (!output.ok()) {
+      return fail(ErrorCode::kRuntime, "ExecuTorch failed in method 'embed' with ", size, " tokens: ", describe(output.error()));
+    }
+    const executorch::aten::Tensor& tensor = output->front().toTensor();
+    if (static_cast<size_t>(tensor.numel()) != size * hidden) {
+      return fail(ErrorCode::kRuntime, "method 'embed' gave ", tensor.numel(), " numbers of ", size, " tokens, not ", size * hidden);
+    }
+    last_floats(tensor, size * hidden, part);
+    found.insert(found.end(), part.begin(), part.end());
+    tokens = tokens.subspan(size);
+  }
+  return found;
+}
+
+Result<std::vector<float>> Program::encode_item(const Items& items, size_t kind, size_t item) {
+  const ItemSpec& spec = items.specs()[kind];
+  std::vector<executorch::extension::TensorPtr> tensors;
+  std::vector<et::EValue> inputs;
+  for (size_t index = 0; index < spec.inputs.size(); ++index) {
+    const ItemInputSpec& input = spec.inputs[index];
+    tensors.push_back(view(items.bytes(kind, index, item).data(), {input.shape.begin(), input.shape.end()}, type_of(input.dtype)));
+    inputs.emplace_back(*tensors.back());
+  }
+  const auto output = engine_->execute(spec.method, inputs);
+  if (!output.ok()) {
+    return fail(ErrorCode::kRuntime, "ExecuTorch failed in method '", spec.method, "': ", describe(output.error()));
+  }
+  const executorch::aten::Tensor& tensor = output->front().toTensor();
+  if (tensor.numel() % spec.tokens != 0) {
+    return fail(ErrorCode::kRuntime, "method '", spec.method, "' gave ", tensor.numel(), " numbers of ", spec.tokens, " embeddings");
+  }
+  std::vector<float> found;
+  last_floats(tensor, static_cast<size_t>(tensor.numel()), found);
+  return found;
 }
 
 Result<Encoded> Program::encode(const EncoderSpec& encoder, const void* values, std::vector<int32_t> sizes, int32_t padding) {

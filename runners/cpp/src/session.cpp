@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "item_places.h"
 #include "prompt_lookup.h"
 #include "state_file.h"
 
@@ -19,7 +20,7 @@ const char* to_string(ErrorCode code) {
 }
 
 Session::Session(Manifest manifest, CacheLimits limits, Program program)
-    : manifest_(std::move(manifest)), limits_(std::move(limits)), program_(std::move(program)) {}
+    : manifest_(std::move(manifest)), limits_(std::move(limits)), program_(std::move(program)), items_(manifest_.items) {}
 
 Result<Session> Session::open(const std::string& folder) {
   Result<Manifest> manifest = Manifest::read(folder);
@@ -38,18 +39,25 @@ std::optional<int64_t> Session::room() const {
 }
 
 void Session::reset() {
+  items_.clear();
+  begin();
+}
+
+void Session::begin() {
   length_ = 0;
   max_len_ever_ = 0;
   pending_.reset();
+  placed_.clear();
 }
 
 Status Session::rewind(int64_t tokens) {
   if (const Status status = check_rewind(tokens); !status.ok()) return status;
   if (tokens == length_) {
-    reset();
+    begin();
     return {};
   }
   length_ -= tokens;
+  std::erase_if(placed_, [this](const Placed& item) { return item.end > length_; });
   pending_.reset();
   return {};
 }
@@ -68,8 +76,10 @@ Result<std::span<const float>> Session::prefill(std::span<const int64_t> tokens,
   }
   if (const Status status = check_room(start, static_cast<int64_t>(tokens.size()), {}); !status.ok()) return status.error();
   if (const Status status = check_encoded(start); !status.ok()) return status.error();
-  if (start == 0) reset();
+  if (const Status status = check_items(tokens); !status.ok()) return status.error();
+  if (start == 0) begin();
   length_ = start;
+  std::erase_if(placed_, [this](const Placed& item) { return item.end > length_; });
   return feed(tokens);
 }
 
@@ -79,24 +89,88 @@ Result<std::span<const float>> Session::decode(int64_t token, std::optional<int6
 
 Result<std::span<const float>> Session::feed(std::span<const int64_t> tokens, bool may_stop) {
   pending_.reset();
-  while (!tokens.empty() && !(may_stop && cancelled_->load(std::memory_order_relaxed))) {
-    int64_t size = std::min<int64_t>(static_cast<int64_t>(tokens.size()), program_.max_step());
-    const MethodSpec* method = method_for(size);
-    if (method == nullptr) {
+  const bool embeds = !items_.is_empty();
+  std::vector<float> embeddings;
+  ItemPlaces places;
+  if (embeds) {
+    Result<ItemPlaces> found = places_of(manifest_.items, *manifest_.embeds, tokens, program_.max_step(true));
+    if (!found.ok()) return found.error();
+    places = std::move(*found);
+    Result<std::vector<float>> given = embedded(tokens);
+    if (!given.ok()) return given.error();
+    embeddings = std::move(*given);
+    items_.clear();
+  }
+  const int64_t start = length_, delta = rope_delta(placed_, start);
+  for (int64_t& position : places.position_ids) position += start + delta;
+  const std::vector<Placed> before = placed_;
+  const auto total = static_cast<int64_t>(tokens.size());
+  const size_t hidden = embeds ? embeddings.size() / tokens.size() : 0;
+  size_t chunk = 0;
+  for (int64_t done = 0; done < total && !(may_stop && cancelled_->load(std::memory_order_relaxed));) {
+    const bool is_given = !places.sizes.empty();
+    int64_t size = is_given ? places.sizes[chunk++] : std::min(total - done, program_.max_step(embeds));
+    const MethodSpec* method = method_for(size, false, embeds);
+    if (method == nullptr && !is_given) {
       size = 1;
-      method = method_for(1);
+      method = method_for(1, false, embeds);
     }
-    if (method == nullptr) return no_method(1);
+    if (method == nullptr) return no_method(size);
+    const auto first = static_cast<size_t>(done), count = static_cast<size_t>(size);
+    Step step{.length = size, .position = length_, .encoded = encoded_ ? &*encoded_ : nullptr};
+    std::vector<int64_t> positions;
+    if (embeds) {
+      step.embeds = std::span<const float>(embeddings).subspan(first * hidden, count * hidden);
+      if (!places.image_ids.empty()) step.image_ids = std::span<const int64_t>(places.image_ids).subspan(first, count);
+      for (size_t axis = 0; axis < places.position_ids.size() / tokens.size(); ++axis) {
+        const auto from = places.position_ids.begin() + static_cast<int64_t>(axis) * total + done;
+        positions.insert(positions.end(), from, from + size);
+      }
+      step.position_ids = positions;
+    } else {
+      step.tokens = tokens.subspan(first, count);
+      step.rope_delta = rope_delta(placed_, length_);
+    }
     // Before the run: should it fail halfway, slots may have been written.
     max_len_ever_ = std::max(max_len_ever_, length_ + size);
-    const Status status =
-        program_.run(*method, tokens.first(static_cast<size_t>(size)), length_, 1, encoded_ ? &*encoded_ : nullptr, logits_);
-    if (!status.ok()) return status.error();
+    if (const Status status = program_.run(*method, step, 1, logits_); !status.ok()) return status.error();
     length_ += size;
-    tokens = tokens.subspan(static_cast<size_t>(size));
+    done += size;
+    if (places.placed.empty()) continue;
+    // Those whose tokens were fed, and no others: a step may fail.
+    placed_ = before;
+    for (const Placed& item : places.placed) {
+      if (item.start < done) placed_.push_back({item.start + start, item.end + start, item.delta + delta});
+    }
   }
   return std::span<const float>(logits_);
 }
+
+Result<std::vector<float>> Session::embedded(std::span<const int64_t> tokens) {
+  Result<std::vector<float>> embeddings = program_.embed(*manifest_.embeds, tokens);
+  if (!embeddings.ok()) return embeddings;
+  const auto hidden = static_cast<size_t>(manifest_.embeds->hidden_size);
+  for (size_t kind = 0; kind < manifest_.items.size(); ++kind) {
+    const ItemSpec& spec = manifest_.items[kind];
+    size_t place = 0;
+    for (size_t item = 0; item < items_.count(kind); ++item) {
+      const Result<std::vector<float>> one = program_.encode_item(items_, kind, item);
+      if (!one.ok()) return one.error();
+      if (one->size() != static_cast<size_t>(spec.tokens) * hidden) {
+        return fail(ErrorCode::kRuntime, "method '", spec.method, "' gave ", one->size(), " numbers, not ", spec.tokens, " embeddings of ",
+                    hidden);
+      }
+      for (size_t row = 0; row < static_cast<size_t>(spec.tokens); ++row, ++place) {
+        while (tokens[place] != spec.token_id) ++place;  // as many as `Items::check` counted
+        std::copy_n(one->begin() + static_cast<int64_t>(row * hidden), hidden,
+                    embeddings->begin() + static_cast<int64_t>(place * hidden));
+      }
+    }
+  }
+  return embeddings;
+}
+
+Status Session::add_input(const Input& input) { return items_.add(input); }
 
 Result<std::span<const float>> Session::score(std::span<const int64_t> tokens) {
   if (tokens.size() == 1) return feed(tokens);
@@ -105,7 +179,8 @@ Result<std::span<const float>> Session::score(std::span<const int64_t> tokens) {
   const MethodSpec* method = method_for(size, true);
   if (method == nullptr) return no_method(size);
   max_len_ever_ = std::max(max_len_ever_, length_ + size);
-  const Status status = program_.run(*method, tokens, length_, tokens.size(), nullptr, logits_);
+  const Step step{.tokens = tokens, .length = size, .position = length_, .rope_delta = rope_delta(placed_, length_)};
+  const Status status = program_.run(*method, step, tokens.size(), logits_);
   if (!status.ok()) return status.error();
   length_ += size;
   return std::span<const float>(logits_);
@@ -116,9 +191,10 @@ Error Session::no_method(int64_t size) const {
               manifest_.encoder && !encoded_ ? ", where nothing was encoded yet; call encode_input first" : "; export the model again");
 }
 
-const MethodSpec* Session::method_for(int64_t size, bool scores) const {
+const MethodSpec* Session::method_for(int64_t size, bool scores, bool embeds) const {
   const bool encodes = manifest_.encoder && length_ == 0;
-  return program_.method_for(size, length_ + size, {.scores = scores, .encodes = encodes, .has_encoded = encoded_.has_value()});
+  return program_.method_for(size, length_ + size,
+                             {.scores = scores, .encodes = encodes, .has_encoded = encoded_.has_value(), .embeds = embeds});
 }
 
 Status Session::encode_input(std::span<const int64_t> tokens) {
@@ -168,7 +244,7 @@ Status Session::encode_input(const void* values, std::vector<int32_t> sizes, int
   Result<Encoded> encoded = program_.encode(*manifest_.encoder, values, std::move(sizes), padding);
   if (!encoded.ok()) return encoded.error();
   encoded_ = std::move(*encoded);
-  reset();
+  begin();
   return {};
 }
 
@@ -185,13 +261,14 @@ Status Session::save_state(const std::string& path) const {
   if (cache.empty()) {
     return fail(ErrorCode::kBundle, manifest_.program_path(), " does not keep its cache apart from what it computes; export it again");
   }
-  return write_state(path, manifest_.program_sha256, {length_, max_len_ever_, pending_}, cache);
+  return write_state(path, manifest_.program_sha256, {length_, max_len_ever_, pending_, placed_}, cache);
 }
 
 Status Session::load_state(const std::string& path) {
   const auto accepts = [this](const Place& place) {
     const int64_t most = max_length().value_or(std::numeric_limits<int64_t>::max());
-    return place.max_len_ever <= most && place.pending.value_or(0) < manifest_.vocab_size;
+    const bool fits = place.placed.empty() || (manifest_.embeds && can_be(manifest_.items, *manifest_.embeds, place.placed, place.length));
+    return fits && place.max_len_ever <= most && place.pending.value_or(0) < manifest_.vocab_size;
   };
   Result<Place> place =
       read_state(path, manifest_.program_sha256, program_.cache(), accepts, [this] { program_.clear_cache(); });
@@ -199,6 +276,7 @@ Status Session::load_state(const std::string& path) {
   length_ = place->length;
   max_len_ever_ = place->max_len_ever;
   pending_ = place->pending;
+  placed_ = std::move(place->placed);
   return {};
 }
 
@@ -279,7 +357,13 @@ Status Session::check_rewind(int64_t tokens) const {
     return fail(ErrorCode::kInput, "cannot rewind ", tokens, " tokens at a length of ", length_, ": ", reason, ", at most ", allowed,
                 " can be taken back; reset() and prefill the tokens to keep");
   }
-  return {};
+  return check_cut(placed_, length_ - tokens);
+}
+
+Status Session::check_items(std::span<const int64_t> tokens) const {
+  if (const Status status = items_.check(tokens); !status.ok() || items_.is_empty()) return status;
+  const auto places = places_of(manifest_.items, *manifest_.embeds, tokens, program_.max_step(true));
+  return places.ok() ? Status() : places.error();
 }
 
 Status Session::check_options(const GenerateOptions& options) const {

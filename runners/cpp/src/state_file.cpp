@@ -16,8 +16,9 @@ namespace {
 
 // Everything is in the byte order of the processors there are; the last byte is the format's version.
 static_assert(std::endian::native == std::endian::little);
-constexpr char kMagic[8] = {'E', 'C', 'S', 'T', 'A', 'T', 'E', 1};
+constexpr char kMagic[8] = {'E', 'C', 'S', 'T', 'A', 'T', 'E', 2};
 constexpr size_t kBlock = 4096;
+constexpr size_t kMostPlaced = 1 << 16;
 constexpr size_t kDigest = 64;  // sha256 in hexadecimal
 
 struct Header {
@@ -27,8 +28,11 @@ struct Header {
   int64_t max_len_ever;
   int64_t pending;      // -1 for none
   uint64_t memory;      // bytes of the cache
-  uint64_t runs;        // pieces of it that follow, each with its place in front
+  uint64_t runs;        // pieces of it, each with its place in front, behind
+  uint64_t placed;      // so many images
 };
+
+static_assert(sizeof(Placed) == 3 * sizeof(int64_t));
 
 struct Run {
   uint64_t offset;
@@ -88,7 +92,7 @@ Result<std::vector<uint8_t>> bytes_of(const std::string& path, size_t memory) {
     return fail(ErrorCode::kInput, "cannot read ", path, ": ", std::strerror(errno));
   }
   if (!S_ISREG(status.st_mode)) return damaged(path, "it is no file");
-  const size_t most = sizeof(Header) + memory + (memory / kBlock + 1) * sizeof(Run) + sizeof(uint64_t);
+  const size_t most = sizeof(Header) + memory + (memory / kBlock + 1) * sizeof(Run) + kMostPlaced * sizeof(Placed) + sizeof(uint64_t);
   const auto size = static_cast<uint64_t>(status.st_size);
   if (size > most) return damaged(path, "it is larger than the cache");
   std::vector<uint8_t> bytes(size);
@@ -99,6 +103,9 @@ Result<std::vector<uint8_t>> bytes_of(const std::string& path, size_t memory) {
 }  // namespace
 
 Status write_state(const std::string& path, const std::string& program, const Place& place, std::span<const uint8_t> memory) {
+  if (place.placed.size() > kMostPlaced) {
+    return fail(ErrorCode::kInput, "the session holds ", place.placed.size(), " images, a state at most ", kMostPlaced, "; rewind it first");
+  }
   const std::vector<Run> runs = filled(memory);
   Header header{};
   std::memcpy(header.magic, kMagic, sizeof kMagic);
@@ -108,6 +115,7 @@ Status write_state(const std::string& path, const std::string& program, const Pl
   header.pending = place.pending.value_or(-1);
   header.memory = memory.size();
   header.runs = runs.size();
+  header.placed = place.placed.size();
 
   const std::string beside = path + ".part";
   Checksum checksum;
@@ -118,7 +126,7 @@ Status write_state(const std::string& path, const std::string& program, const Pl
       checksum.add(data, size);
       return std::fwrite(data, 1, size, file.get()) == size;
     };
-    good = file != nullptr && put(&header, sizeof header);
+    good = file != nullptr && put(&header, sizeof header) && put(place.placed.data(), place.placed.size() * sizeof(Placed));
     for (size_t index = 0; good && index < runs.size(); ++index) {
       good = put(&runs[index], sizeof(Run)) && put(memory.data() + runs[index].offset, runs[index].size);
     }
@@ -147,6 +155,12 @@ Result<Place> read_state(const std::string& path, const std::string& program, st
   // In the pieces in which it was written.
   size_t at = sizeof header;
   checksum.add(&header, sizeof header);
+  if (header.placed > (end - at) / sizeof(Placed)) return damaged(path, "it ends early");
+  std::vector<Placed> placed(header.placed);
+  const size_t listed = placed.size() * sizeof(Placed);
+  if (listed > 0) std::memcpy(placed.data(), bytes->data() + at, listed);
+  checksum.add(bytes->data() + at, listed);
+  at += listed;
   std::vector<std::pair<Run, size_t>> runs;
   uint64_t behind = 0;  // of the run before
   for (uint64_t index = 0; index < header.runs; ++index) {
@@ -170,7 +184,7 @@ Result<Place> read_state(const std::string& path, const std::string& program, st
     return fail(ErrorCode::kInput, path, " is the state of another program (", saved.substr(0, 12), "..., this is ", program.substr(0, 12),
                 "...); load it with the bundle that it was saved with");
   }
-  const Place place{header.length, header.max_len_ever, header.pending < 0 ? std::nullopt : std::optional(header.pending)};
+  Place place{header.length, header.max_len_ever, header.pending < 0 ? std::nullopt : std::optional(header.pending), std::move(placed)};
   if (place.length < 0 || place.max_len_ever < place.length || !accepts(place)) return damaged(path, "its lengths are none");
   clear();
   for (const auto& [run, from] : runs) std::memcpy(memory.data() + run.offset, bytes->data() + from, run.size);

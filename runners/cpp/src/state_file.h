@@ -6,7 +6,9 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <vector>
 
+#include <exportable_cache/items.h>
 #include <exportable_cache/result.h>
 
 namespace exportable_cache {
@@ -16,6 +18,7 @@ struct Place {
   int64_t length = 0;
   int64_t max_len_ever = 0;
   std::optional<int64_t> pending{};
+  std::vector<Placed> placed{};
 };
 
 /// Write a state, whole or not at all: beside `path` first, then put in its place.

@@ -120,6 +120,16 @@ const std::map<std::string, std::function<void(const Fields&)>> kCommands = {
        for (float value; text >> value;) values.push_back(value);
        reply(session->encode_input(std::span<const float>(values)));
      }},
+    {"add", [](const Fields& fields) {  // name, "float32" or "int64", shape, values
+       Input input{fields[1], integers(fields[3]), integers(fields[4])};
+       if (fields[2] == "float32") {
+         std::vector<float> values;
+         std::istringstream words(fields[4]);
+         for (std::string word; words >> word;) values.push_back(std::strtof(word.c_str(), nullptr));
+         input.values = std::move(values);
+       }
+       reply(session->add_input(input));
+     }},
     {"chat", [](const Fields& fields) {  // question and system message in hexadecimal
        std::string text;
        const auto generation = session->chat(from_hex(fields[1]), from_hex(fields[2]), options_of(fields, 3), [&text](std::string_view piece) {

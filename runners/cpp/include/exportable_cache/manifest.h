@@ -16,6 +16,8 @@ struct MethodSpec {
   int64_t min_length;
   int64_t max_length;
   std::optional<int64_t> kv_read_len{};  // reads only so many tokens of the cache, so it serves no later position
+  std::vector<std::string> inputs{};     // their names, in order
+  bool takes_embeds = false;             // takes embeddings in the place of token ids
   bool takes_encoded = false;            // takes what the encoder gave: the first step of a sequence, and those of several tokens
   int64_t scored_tokens = 0;             // gives logits of so many of the last tokens; 0 for those of the last alone
 
@@ -32,6 +34,41 @@ struct EncoderSpec {
   int64_t min_length;
   int64_t max_length;
   int64_t multiple;                 // of what its length is
+};
+
+/// A tensor that the encoder of one item takes.
+struct ItemInputSpec {
+  std::string name;   // such as "pixel_values"
+  std::string dtype;  // "float32", "float16", "bfloat16", "int64", "int32" or "bool"
+  std::vector<int64_t> shape;
+};
+
+/// What a processor gives with an item, and the program was made for one value of: a grid, a size or a mask.
+struct FixedSpec {
+  std::string name;  // such as "image_grid_thw"
+  std::vector<int64_t> shape;
+  std::vector<double> values;
+};
+
+/// A method that encodes one image, video or piece of sound, as embeddings in the places of placeholder tokens.
+struct ItemSpec {
+  std::string method;  // "encode_image"
+  int64_t token_id;    // of the placeholder
+  int64_t tokens;      // embeddings of one item
+  std::vector<ItemInputSpec> inputs{};
+  std::vector<FixedSpec> fixed{};
+  std::vector<std::vector<int64_t>> positions{};  // rotary ones [axes][tokens], from where it starts; empty: they count on by one
+  int64_t advance = 0;                            // from there to the token behind it, where there are positions
+  std::string sees{};                             // "item": its tokens see each other; "prompt": all tokens of a prompt with one do
+  bool apart = false;                             // of a video: each frame is an item
+};
+
+/// How embeddings are fed.
+struct EmbedsSpec {
+  int64_t longest;          // most token ids that `embed` takes at once
+  int64_t hidden_size;
+  int64_t axes = 0;         // of the rotary positions that steps take; 0 where they take none
+  bool sees_items = false;  // steps take which item each token is of
 };
 
 /// One cache layer: its slot policy (exportable_cache/cache/policies), with the fields of it that limit the layer, as far as it
@@ -65,6 +102,8 @@ struct Manifest {
   std::vector<MethodSpec> methods;  // those that give logits
   std::vector<LayerSpec> layers;
   std::optional<EncoderSpec> encoder{};
+  std::vector<ItemSpec> items;        // what prompts take beside text
+  std::optional<EmbedsSpec> embeds{};  // where there are such
   std::optional<ChatTurns> chat{};
   std::optional<int64_t> start_token{};  // decoder_start_token_id of the generation config
   std::vector<int64_t> end_tokens;  // eos_token_id of the generation config; may be empty

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include <exportable_cache/items.h>
 #include <exportable_cache/manifest.h>
 
 namespace exportable_cache {
@@ -21,13 +22,25 @@ struct Encoded {
   int64_t length = 0;           // tokens of it that are no padding
 };
 
+/// What a step takes: token ids, or embeddings of as many tokens; and where they go.
+struct Step {
+  std::span<const int64_t> tokens{};  // ids, where there are no embeddings
+  std::span<const float> embeds{};    // [length, hidden_size]
+  int64_t length = 0;
+  int64_t position = 0;               // of the first in the cache
+  int64_t rope_delta = 0;             // from there to its rotary position
+  std::span<const int64_t> position_ids{};  // [axes, length], beside embeddings
+  std::span<const int64_t> image_ids{};     // [length], beside embeddings
+  const Encoded* encoded = nullptr;
+};
+
 /// The methods of one program. They share its cache, which starts at zero.
 class Program {
  public:
   /// Load a file and every method that the manifest names.
   ///
-  /// Error kBundle if ExecuTorch cannot load it, a method is missing, or its signature is not
-  /// `(int64 [1, length], int64 [1]) -> floating [1, vocab_size] or [1, scored_tokens, vocab_size]`.
+  /// Error kBundle if ExecuTorch cannot load it, a method is missing, or its signature is not the manifest's:
+  /// `(int64 [1, length], int64 [1], ...) -> floating [1, vocab_size] or [1, scored_tokens, vocab_size]` of a step.
   static Result<Program> open(const Manifest& manifest);
 
   Program(Program&&) noexcept;
@@ -41,6 +54,7 @@ class Program {
     bool scores = false;       // the logits of each token
     bool encodes = false;      // computes the cross-attention's keys and values: an encoder-decoder's first step
     bool has_encoded = true;   // what the encoder gave is at hand
+    bool embeds = false;       // takes embeddings, not ids
   };
 
   /// The method that serves a step of `length` tokens, after which the cache holds `end`, at the least cost; or null.
@@ -49,15 +63,20 @@ class Program {
   /// Most tokens that one step gives the logits of.
   int64_t scored_tokens() const;
 
-  /// The longest step that a method takes at every position.
-  int64_t max_step() const;
+  /// The longest step that a method takes at every position, by ids or by embeddings.
+  int64_t max_step(bool embeds = false) const;
 
   /// Run one step. Nothing is checked here: `Session` has done so.
   ///
-  /// `tokens` are `method.min_length` to `method.max_length` of them, the first goes to `position`. `logits` [scored,
+  /// `method` takes ids or embeddings as `step` has them, `method.min_length` to `method.max_length`. `logits` [scored,
   /// vocab_size] receives those of the last `scored` tokens, as float32 whatever the program computes in.
-  Status run(const MethodSpec& method, std::span<const int64_t> tokens, int64_t position, size_t scored, const Encoded* encoded,
-             std::vector<float>& logits);
+  Status run(const MethodSpec& method, const Step& step, size_t scored, std::vector<float>& logits);
+
+  /// Embeddings [length, hidden_size] of token ids.
+  Result<std::vector<float>> embed(const EmbedsSpec& embeds, std::span<const int64_t> tokens);
+
+  /// Embeddings [tokens, hidden_size] of one of the items that are held.
+  Result<std::vector<float>> encode_item(const Items& items, size_t kind, size_t item);
 
   /// Run the encoder over token ids, or over numbers, of which there are as many as `sizes` say.
   ///

@@ -13,6 +13,7 @@
 
 #include <exportable_cache/cache_limits.h>
 #include <exportable_cache/detokenizer.h>
+#include <exportable_cache/items.h>
 #include <exportable_cache/manifest.h>
 #include <exportable_cache/program.h>
 #include <exportable_cache/sampler.h>
@@ -81,13 +82,15 @@ class Session {
   /// Tokens there is still room for, or nothing for any number.
   std::optional<int64_t> room() const;
 
-  /// Start anew at position 0. The buffers keep their contents, which no query sees.
+  /// Start anew at position 0. The buffers keep their contents, which no query sees. What was added for the next prompt is
+  /// dropped.
   void reset();
 
   /// Take back the newest tokens, so that others can follow in their place. A generated token that was given out and not
   /// fed yet is dropped as well, and not counted.
   ///
-  /// Error kInput if there are fewer, a ring has overwritten one that would be needed again, or a layer keeps a state.
+  /// Error kInput if there are fewer, a ring has overwritten one that would be needed again, a layer keeps a state, or what is
+  /// left ends inside an image that counts as one.
   Status rewind(int64_t tokens);
 
   /// Feed a prompt of any length. Long ones go through in chunks.
@@ -109,6 +112,13 @@ class Session {
   /// Error kInput if the model has no encoder, takes the other kind, or not so many; kRuntime if ExecuTorch fails.
   Status encode_input(std::span<const int64_t> tokens);
   Status encode_input(std::span<const float> values);
+
+  /// Hold an image, a video or a piece of sound for the next prompt, as the model's processor gives it: one tensor, of one item or
+  /// of several. The prompt has the placeholder token once for each embedding, as processors make it; a refused prompt leaves what
+  /// was added. Grids and masks may be left out: where they are given, they are compared with those of the export.
+  ///
+  /// Error kInput if the program does not take such, or of another shape or dtype; nothing changes then.
+  Status add_input(const Input& input);
 
   /// Called with each token as it is chosen; false ends the generation.
   using OnToken = std::function<bool(int64_t token)>;
@@ -165,13 +175,19 @@ class Session {
   Status check_encoded(int64_t position) const;
   Status check_options(const GenerateOptions& options) const;
   Status check_rewind(int64_t tokens) const;
+  // Whether the prompt goes with what was added for it.
+  Status check_items(std::span<const int64_t> tokens) const;
+  // At position 0; what was added stays.
+  void begin();
+  // The embeddings of a prompt, [length, hidden_size], with those of what was added in their places.
+  Result<std::vector<float>> embedded(std::span<const int64_t> tokens);
   // With `may_stop` it ends early when the session is cancelled.
   Result<std::span<const float>> feed(std::span<const int64_t> tokens, bool may_stop = false);
   // Feeds a few tokens in one step: logits [tokens, vocab_size] after each.
   Result<std::span<const float>> score(std::span<const int64_t> tokens);
   Status encode_input(const void* values, std::vector<int32_t> sizes, int32_t padding);
   // The method of a step of `size` tokens from here, or null.
-  const MethodSpec* method_for(int64_t size, bool scores = false) const;
+  const MethodSpec* method_for(int64_t size, bool scores = false, bool embeds = false) const;
   // The error where there is none, as a manifest may have it.
   Error no_method(int64_t size) const;
   // What may follow `context`, whose newest token was not fed yet: at most as many as fit and can be taken back.
@@ -189,6 +205,8 @@ class Session {
   std::optional<Detokenizer> detokenizer_;
   std::vector<float> logits_;
   std::optional<Encoded> encoded_;
+  Items items_;                     // for the next prompt
+  std::vector<Placed> placed_;      // the items that are held, oldest first
   std::unique_ptr<std::atomic<bool>> cancelled_ = std::make_unique<std::atomic<bool>>(false);
   int64_t length_ = 0;
   int64_t max_len_ever_ = 0;          // the most tokens held since position 0: a rewind's limit depends on it

@@ -1,0 +1,229 @@
+#include "program_check.h"
+
+#include <cstring>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "utf8.h"
+
+namespace exportable_cache {
+namespace {
+
+// Fields of the tables of ExecuTorch's program.fbs and XNNPACK's schema.fbs, by their place in them.
+constexpr int kPlans = 1, kSegments = 4, kNamedData = 7;
+constexpr int kName = 0, kValues = 2, kInputs = 3, kOutputs = 4, kChains = 5, kOperators = 6, kDelegates = 7;
+constexpr int kInstructions = 2;
+constexpr int kProcessed = 1, kCompileSpecs = 2;
+constexpr int kTensorInfo = 9, kTensorName = 1;
+constexpr int kConstants = 8, kConstantName = 2;
+// The unions of values and of instructions.
+enum Value { kTensor = 5, kString = 6, kTensorList = 10, kOptionalTensorList = 11 };
+enum Instruction { kKernelCall = 1, kDelegateCall = 2, kMove = 3, kJump = 4, kFree = 5 };
+// Where the file's own header says that segments begin, and XNNPACK's where its tables do.
+constexpr uint64_t kSegmentBase = 24, kXnnpackTables = 10;
+
+// The file, and the first thing that is wrong with it: what is read behind its end is 0, so that readers need not stop.
+class Bytes {
+ public:
+  explicit Bytes(std::span<const uint8_t> bytes) : bytes_(bytes) {}
+
+  bool has(uint64_t at, uint64_t size) const { return at <= bytes_.size() && bytes_.size() - at >= size; }
+
+  template <class T>
+  T number(uint64_t at) {
+    T value = 0;
+    if (!has(at, sizeof(T))) {
+      complain("a place in it is behind its end");
+    } else {
+      std::memcpy(&value, bytes_.data() + at, sizeof(T));
+    }
+    return value;
+  }
+
+  std::string_view text(uint64_t at, uint64_t size) {
+    if (!has(at, size)) {
+      complain("a place in it is behind its end");
+      return {};
+    }
+    return {reinterpret_cast<const char*>(bytes_.data()) + at, static_cast<size_t>(size)};
+  }
+
+  void complain(std::string problem) {
+    if (problem_.empty()) problem_ = std::move(problem);
+  }
+  const std::string& problem() const { return problem_; }
+
+ private:
+  std::span<const uint8_t> bytes_;
+  std::string problem_;
+};
+
+bool is_utf8(std::string_view text) {
+  while (!text.empty()) {
+    const Utf8Prefix front = utf8_prefix(text);
+    if (front.kind != Utf8Prefix::kCharacter) return false;
+    text.remove_prefix(front.size);
+  }
+  return true;
+}
+
+// A table of a flatbuffer.
+class Table {
+ public:
+  Table(Bytes& file, uint64_t at) : file_(&file), at_(at) {}
+
+  bool is_null() const { return at_ == 0; }
+
+  template <class T = int32_t>
+  T number(int field) const {
+    const uint64_t at = place(field);
+    return at == 0 ? T{0} : file_->number<T>(at);
+  }
+
+  Table table(int field) const {
+    const uint64_t at = place(field);
+    return {*file_, at == 0 ? 0 : indirect(at)};
+  }
+
+  std::vector<Table> tables(int field) const {
+    std::vector<Table> found;
+    const auto [start, count] = vector(field);
+    for (uint64_t index = 0; index < count; ++index) found.emplace_back(*file_, indirect(start + 4 * index));
+    return found;
+  }
+
+  std::vector<int32_t> numbers(int field) const {
+    std::vector<int32_t> found;
+    const auto [start, count] = vector(field);
+    for (uint64_t index = 0; index < count; ++index) found.push_back(file_->number<int32_t>(start + 4 * index));
+    return found;
+  }
+
+  // A text, "" for one that is not stored.
+  std::string text(int field) const {
+    const uint64_t at = place(field);
+    if (at == 0) return {};
+    const uint64_t start = indirect(at);
+    const std::string_view found = file_->text(start + 4, file_->number<uint32_t>(start));
+    if (!is_utf8(found)) file_->complain("a name is no UTF-8");
+    return std::string(found);
+  }
+
+ private:
+  // Where a field is, 0 for one that is not stored.
+  uint64_t place(int field) const {
+    if (at_ == 0) return 0;
+    const auto fields = static_cast<uint64_t>(static_cast<int64_t>(at_) - file_->number<int32_t>(at_));
+    const uint64_t entry = 4 + 2 * static_cast<uint64_t>(field);
+    if (entry >= file_->number<uint16_t>(fields)) return 0;
+    const auto offset = file_->number<uint16_t>(fields + entry);
+    return offset == 0 ? 0 : at_ + offset;
+  }
+
+  uint64_t indirect(uint64_t at) const { return at + file_->number<uint32_t>(at); }
+
+  // Where a list of four bytes each begins, and how many there are.
+  std::pair<uint64_t, uint64_t> vector(int field) const {
+    const uint64_t at = place(field);
+    if (at == 0) return {0, 0};
+    const uint64_t start = indirect(at), count = file_->number<uint32_t>(start);
+    if (file_->has(start + 4, 4 * count)) return {start + 4, count};
+    file_->complain("a list of " + std::to_string(count) + " goes past the end");
+    return {0, 0};
+  }
+
+  Bytes* file_;
+  uint64_t at_;
+};
+
+Table root(Bytes& file, uint64_t start) { return {file, start + file.number<uint32_t>(start)}; }
+
+void within(Bytes& file, const std::vector<int32_t>& indices, size_t size, const std::string& what, int32_t least = 0) {
+  for (const int32_t index : indices) {
+    if (index < least || index >= static_cast<int64_t>(size)) {
+      return file.complain(what + " names number " + std::to_string(index) + " of " + std::to_string(size));
+    }
+  }
+}
+
+// Names of the weights that XNNPACK looks for, of a payload in a segment.
+void check_payload(Bytes& file, const std::vector<Table>& segments, const Table& processed) {
+  if (processed.is_null() || processed.number<uint8_t>(0) == 0) return;
+  const auto index = processed.number<uint32_t>(1);
+  if (index >= segments.size()) return file.complain("a payload is in segment " + std::to_string(index) + ", which there is not");
+  const uint64_t start = file.number<uint64_t>(kSegmentBase) + segments[index].number<uint64_t>(0);
+  if (!file.has(start, 8) || file.text(start, 8).substr(4) != "XH00") return;
+  for (const Table& constant : root(file, start + file.number<uint32_t>(start + kXnnpackTables)).tables(kConstants)) {
+    constant.text(kConstantName);
+  }
+}
+
+void check_values(Bytes& file, const std::vector<Table>& values, const std::string& name) {
+  for (const Table& value : values) {
+    const auto kind = value.number<uint8_t>(0);
+    const Table held = value.table(1);
+    if (kind == 0 || held.is_null()) continue;
+    if (kind == kString) held.text(0);
+    if (kind == kTensor) held.table(kTensorInfo).text(kTensorName);
+    if (kind == kTensorList || kind == kOptionalTensorList) {
+      within(file, held.numbers(0), values.size(), "a list of '" + name + "'", kind == kTensorList ? 0 : -1);
+    }
+  }
+}
+
+struct Sizes {
+  size_t operators;
+  size_t delegates;
+  size_t values;
+  size_t instructions;
+};
+
+void check_instruction(Bytes& file, const Table& instruction, const Sizes& sizes, const std::string& what) {
+  const auto kind = instruction.number<uint8_t>(0);
+  const Table call = instruction.table(1);
+  if (kind == 0 || call.is_null()) return file.complain(what + " does nothing");
+  switch (kind) {
+    case kKernelCall:
+    case kDelegateCall:
+      within(file, {call.number(0)}, kind == kKernelCall ? sizes.operators : sizes.delegates, what);
+      return within(file, call.numbers(1), sizes.values, what);
+    case kMove: return within(file, {call.number(0), call.number(1)}, sizes.values, what);
+    case kJump:
+      within(file, {call.number(0)}, sizes.values, what);
+      // One past the last ends the method.
+      return within(file, {call.number(1)}, sizes.instructions + 1, what);
+    case kFree: return within(file, {call.number(0)}, sizes.values, what);
+    default: file.complain(what + " is of kind " + std::to_string(kind) + ", which there is not");
+  }
+}
+
+}  // namespace
+
+std::string program_problem(std::span<const uint8_t> bytes) {
+  Bytes file(bytes);
+  const Table program = root(file, 0);
+  for (const Table& named : program.tables(kNamedData)) named.text(0);
+  const std::vector<Table> segments = program.tables(kSegments);
+  for (const Table& plan : program.tables(kPlans)) {
+    const std::string name = plan.text(kName);
+    const auto operators = plan.tables(kOperators), delegates = plan.tables(kDelegates), values = plan.tables(kValues);
+    for (const Table& one : operators) one.text(0), one.text(1);
+    for (const Table& delegate : delegates) {
+      if (delegate.text(0) == "XnnpackBackend") check_payload(file, segments, delegate.table(kProcessed));
+      for (const Table& spec : delegate.tables(kCompileSpecs)) spec.text(0);
+    }
+    check_values(file, values, name);
+    within(file, plan.numbers(kInputs), values.size(), "inputs of '" + name + "'");
+    within(file, plan.numbers(kOutputs), values.size(), "outputs of '" + name + "'");
+    for (const Table& chain : plan.tables(kChains)) {
+      const auto instructions = chain.tables(kInstructions);
+      const Sizes sizes{operators.size(), delegates.size(), values.size(), instructions.size()};
+      for (const Table& one : instructions) check_instruction(file, one, sizes, "an instruction of '" + name + "'");
+    }
+    if (!file.problem().empty()) break;
+  }
+  return file.problem();
+}
+
+}  // namespace exportable_cache

@@ -1,0 +1,15 @@
+// Whether the instructions of a program.pte are of what the file has, which ExecuTorch's own verification does not look at.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+
+namespace exportable_cache {
+
+/// What is wrong with a file, or nothing: an instruction that names an operator, a delegate, a value or an instruction that there is
+/// not, or a name that is no UTF-8. The rules are those of exportable_cache/backends/executorch/instructions.py; the runtime (seen
+/// in 1.4.1) ends the process over some of them.
+std::string program_problem(std::span<const uint8_t> file);
+
+}  // namespace exportable_cache
