@@ -34,8 +34,7 @@ Result<Session> Session::open(const std::string& folder) {
 
 std::optional<int64_t> Session::room() const {
   const std::optional<int64_t> limit = max_length();
-  if (!limit) return std::nullopt;
-  return *limit - length_;
+  return limit ? std::optional<int64_t>(*limit - length_) : std::nullopt;
 }
 
 void Session::reset() {
