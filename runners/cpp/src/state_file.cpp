@@ -124,7 +124,8 @@ Status write_state(const std::string& path, const std::string& program, const Pl
     File file(std::fopen(beside.c_str(), "wb"));
     const auto put = [&](const void* data, size_t size) {
       checksum.add(data, size);
-      return std::fwrite(data, 1, size, file.get()) == size;
+      // A list without members has no address, which fwrite wants.
+      return size == 0 || std::fwrite(data, 1, size, file.get()) == size;
     };
     good = file != nullptr && put(&header, sizeof header) && put(place.placed.data(), place.placed.size() * sizeof(Placed));
     for (size_t index = 0; good && index < runs.size(); ++index) {
