@@ -101,14 +101,20 @@ class PortableKernel(Kernel, kind="portable"):
         length = layer.cumulative_length
         if not policy.wraps(layer.context.kv_read_len):
             slots = policy.slots_of(length[:, None] + torch.arange(query_length, device=layer.device))
-            stored = layer.write(slots, key_states, value_states)
+            stored = self._write(layer, slots, key_states, value_states)
             layer.advance(query_length)
             return layer.read(layer.slots_read, stored)
         if is_one(query_length):
-            stored = layer.write(policy.next_slot(length)[:, None], key_states, value_states)
+            stored = self._write(layer, policy.next_slot(length)[:, None], key_states, value_states)
             layer.advance(1)
             return layer.read(policy.capacity, stored)
         return self._gather(layer, key_states, value_states)
+
+    def _write(
+        self, layer: CacheLayer, slots: torch.Tensor, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """See `CacheLayer.write`: the written parts, each [batch_size, num_heads, capacity, dim]."""
+        return layer.write(slots, key_states, value_states)
 
     def _gather(
         self, layer: CacheLayer, key_states: torch.Tensor, value_states: torch.Tensor

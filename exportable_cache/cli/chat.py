@@ -63,16 +63,13 @@ def chat(
     """Talk with a model: each line of the input is a question, lines that begin with / are commands (/help)."""
     terminal: Terminal = ctx.obj
     with terminal.opening(folder):
-        from ..bundle.bundle import Bundle
         from ..decoding.completion import Completer, CompletionOptions
         from ..generation.sampling import Sampling
-        from ..session.session import Session
+        from ..session.opening import load
 
         options = CompletionOptions(Sampling(temperature, top_p=top_p, seed=seed), max_new_tokens)
-        bundle = Bundle.open(
-            folder, check_versions=not ignore_versions, trust=trust, key=key, known=not check, to_run=True
-        )
-        completer = Completer(Session.from_bundle(bundle))
+        session = load(folder, check_versions=not ignore_versions, trust=trust, key=key, check=check)
+        completer = Completer(session)
     if not completer.takes_messages:
         raise InputError(
             "the tokenizer has no chat template, so this model answers no messages; use generate, or set "

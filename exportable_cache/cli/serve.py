@@ -56,16 +56,13 @@ def serve(
             f"serve needs {' and '.join(missing)}; install the extra: pip install 'exportable-cache[serve]'"
         )
     with terminal.opening(folder):
-        from ..bundle.bundle import Bundle
         from ..decoding.completion import Completer
-        from ..session.session import Session
+        from ..session.opening import load
         from .server.app import ServerOptions, make_app
         from .server.run import run
 
-        bundle = Bundle.open(
-            folder, check_versions=not ignore_versions, trust=trust, key=key, known=not check, to_run=True
-        )
-        completer = Completer(Session.from_bundle(bundle))
+        session = load(folder, check_versions=not ignore_versions, trust=trust, key=key, check=check)
+        completer = Completer(session)
     options = ServerOptions(name or Path(folder).resolve().name, most_waiting, api_key)
     run(
         make_app(completer, options),

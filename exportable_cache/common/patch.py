@@ -116,16 +116,19 @@ class Patch:
             raise UnsupportedModelError(f"{self._where()} does not exist, and {self._remedy()}")
         if hasattr(current, ORIGINAL):
             return
+        self._check_digest()
+        assert self.replace is not None
+        replacement = functools.wraps(current)(self.replace(current))
+        setattr(replacement, ORIGINAL, current)
+        setattr(owner, attribute, replacement)
+
+    def _check_digest(self) -> None:
         found = self.digest()
         if found not in self.digests:
             raise UnsupportedModelError(
                 f"{self._where()} changed: its digest is {found}, the patch is for {' or '.join(self.digests)}; "
                 f"{self._remedy()}"
             )
-        assert self.replace is not None
-        replacement = functools.wraps(current)(self.replace(current))
-        setattr(replacement, ORIGINAL, current)
-        setattr(owner, attribute, replacement)
 
     def digest(self) -> str:
         """Of the installed source, 16 hex digits: comments count, indentation and the ends of lines do not.
@@ -191,10 +194,8 @@ def torch_patch(file: str, name: str, reason: str, *digests: str) -> Patch:
 def _is_known(patch: Patch) -> bool:
     """Whether the installed source is one that a replacement was written for; said in the log where it is not."""
     try:
-        found = patch.digest()
+        patch._check_digest()
     except UnsupportedModelError as error:
-        log.info("%s", error)
+        log.info("%s; it is left as it is (%s)", error, patch.reason)
         return False
-    if found not in patch.digests:
-        log.info("%s changed: its digest is %s, and it is left as it is (%s)", patch._where(), found, patch.reason)
-    return found in patch.digests
+    return True

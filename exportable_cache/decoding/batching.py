@@ -176,10 +176,10 @@ class ContinuousBatch:
         rows, begun = self._groups.popleft()
         given: list[tuple[Request, int]] = []
         if begun is not None:
-            given += self._give_all(rows, self.decode.finish_decode(begun))
+            given += self._give_all(rows, self.decode.row_groups.finish(begun))
         given += self._admit_all(rows)
         is_used = any(self._rows[row] is not None for row in rows)
-        self._groups.append((rows, self.decode.begin_decode(self._newest(rows), rows) if is_used else None))
+        self._groups.append((rows, self.decode.row_groups.begin(self._newest(rows), rows) if is_used else None))
         return given
 
     def _newest(self, rows: range) -> torch.Tensor:

@@ -12,15 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import (
     CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_MULTIMODAL_LM_MAPPING,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForMultimodalLM,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSpeechSeq2Seq,
     AutoProcessor,
     GgufConfig,
     PreTrainedConfig,
@@ -33,6 +25,7 @@ from ..common.dtypes import dtype_name, parse_dtype
 from ..common.progress import silent
 from ..errors import BundleError, InputError, MissingDependencyError, UnsupportedModelError, first_line
 from .adapters import ADAPTER_CONFIG, base_of, check_adapters, is_peft, merge_folder, merged, merged_line
+from .auto_class import auto_class
 from .config_sizes import check_sizes
 from .dtypes import converted, stored_dtype
 from .places import Place, file_in, place_of, quiet
@@ -55,8 +48,6 @@ _PROCESSOR_FILES = (
 )
 #: A model that is to be quantised is not made float32 as a whole where that takes more.
 MOST_WIDENED_BYTES = 1 << 30
-#: Model types that are loaded whole where transformers has their text decoder by itself, too; others as that.
-MULTIMODAL = ("llava", "smolvlm", "idefics3", "voxtral", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 _GGUF_NEEDS = ("gguf", "accelerate")
 # With tied embeddings such weights would pass for a causal LM's.
 _OTHER_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMaskedLM")
@@ -212,27 +203,6 @@ def check_checkpoint(model_or_path: Any, config: PreTrainedConfig) -> None:
         check_plain(model)
     else:
         check_readable(config, place_of(model_or_path).source)
-
-
-def auto_class(config: PreTrainedConfig) -> type | None:
-    """The auto class that loads the generating model of a config, None where there is none."""
-    if getattr(config, "is_encoder_decoder", False):
-        hears = MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING.get(type(config), None)
-        # Seamless has a model of text and one of speech for one kind of config.
-        if hears is not None and hears.__name__ in (config.architectures or ()):
-            return AutoModelForSpeechSeq2Seq
-        if type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
-            return AutoModelForSeq2SeqLM
-        if type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING:
-            return AutoModelForSpeechSeq2Seq
-    elif config.model_type in MULTIMODAL:
-        return AutoModelForMultimodalLM
-    elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        if type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING:
-            return AutoModelForMultimodalLM
-        # A text decoder that hears is no encoder-decoder, but some are listed as such.
-        return AutoModelForSeq2SeqLM if type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING else None
-    return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else None
 
 
 def load_processor(folder: Path, config_folder: Path) -> ProcessorMixin:

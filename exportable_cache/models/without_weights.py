@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 from ..common.compat.torch import fake_tensors
 from ..common.compat.transformers import experts_implementation, set_attention_implementation
 from ..errors import ExportableCacheError
+from .auto_class import auto_class
 from .patches.registry import patch_model
 
 if TYPE_CHECKING:
@@ -30,8 +31,6 @@ def model_without_weights(config: PreTrainedConfig, device: str = "meta") -> Pre
     Args:
         device: "meta", or any inside `fake_tensors`.
     """
-    from .loading import auto_class
-
     has_encoder = getattr(config, "is_encoder_decoder", False)
     probe = copy.deepcopy(config if has_encoder else config.get_text_config(decoder=True))
     model = _built(auto_class(probe) or AutoModelForCausalLM, probe, device)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import GenerationConfig
 
-from ..backends.base import OverlapsSteps
 from ..errors import InputError
 from ..generation.multi_step import check_steps_per_launch
 from ..generation.sampler import Sampler
@@ -18,12 +17,13 @@ from ..models.text_tokenizer import TextTokenizer
 from .checks import ProgramLimits, check_ids, check_one_id_a_token, check_room
 from .inputs.stages import InputStages
 from .program_stepper import ProgramStepper
+from .row_groups import RowGroups
 from .sequence_state import SequenceState
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ..backends.base import BegunStep, Runner
+    from ..backends.base import Runner
     from ..cache.layers import CacheLayer
     from ..generation.sampling import Sampling
     from ..models.ranks import Ranks
@@ -330,28 +330,9 @@ class SteppedSession:
         return self._stepper.step(tokens[:, None])
 
     @property
-    def row_groups(self) -> Sequence[range]:
-        """Rows that can begin a step while the others' is under way; none where all rows take a step together."""
-        return self.runner.row_groups if isinstance(self.runner, OverlapsSteps) else ()
-
-    def begin_decode(self, tokens: torch.Tensor, rows: range) -> BegunStep:
-        """For decoding loops: `decode` of one of the `row_groups`, as far as this process's part of it goes.
-
-        Ranks compare nothing here, which would have each wait for all: the tokens follow from logits that all got.
-
-        Args:
-            tokens: int64 [len(rows)], taken as they are.
-            rows: The group, of which no other step is under way.
-
-        Raises:
-            CacheFullError: If a row has no slot left.
-        """
-        check_room(int(self.sequence.length[rows.start : rows.stop].max()), self.max_length, 1)
-        return self._stepper.begin(tokens, rows)
-
-    def finish_decode(self, begun: BegunStep) -> torch.Tensor:
-        """Logits [len(rows), vocab] of the step that was begun first."""
-        return self._stepper.finish(begun)
+    def row_groups(self) -> RowGroups:
+        """Rows whose steps may overlap with those of others, for decoding loops."""
+        return RowGroups(self._stepper)
 
     def decode_and_choose(self, tokens: torch.Tensor, chooser: Sampler, steps: int = 1) -> torch.Tensor:
         """Feed one token per row and choose the next ones: inside the graph where the target can. Then feed those, and

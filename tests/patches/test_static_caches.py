@@ -169,7 +169,7 @@ def test_prophetnets_buckets_are_those_of_upstream() -> None:
 def test_a_saved_model_of_speech_is_built_as_one() -> None:
     from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, SeamlessM4TConfig
 
-    from exportable_cache.models.loading import auto_class
+    from exportable_cache.models.auto_class import auto_class
 
     config = SeamlessM4TConfig(architectures=["SeamlessM4TForSpeechToText"])
     assert auto_class(config) is AutoModelForSpeechSeq2Seq

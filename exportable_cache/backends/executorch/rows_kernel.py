@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...cache.kernel import Kernel
+from ...cache.kernel import PortableKernel
 from ...cache.layers import CacheLayer
 from ...cache.policies import FullPolicy, RingPolicy
-from ...cache.policies.circular import is_one
 from ...cache.storage import FloatStorage
 
 if TYPE_CHECKING:
@@ -26,16 +25,14 @@ _Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class RowsKernel(Kernel, kind="executorch_rows"):
-    """Plain operators on keys and values [batch_size * num_heads * capacity, dim], which are stored as they are.
+class RowsKernel(PortableKernel, kind="executorch_rows"):
+    """The portable kernel on keys and values [batch_size * num_heads * capacity, dim], which are stored as they are.
 
     Attributes:
         heads: Of keys and values.
-        capacity: Slots of a row.
     """
 
     heads: int
-    capacity: int
 
     row_dims = ("rows_heads_and_slots",)
 
@@ -49,67 +46,51 @@ class RowsKernel(Kernel, kind="executorch_rows"):
         if layer.storage is None:
             return layer
         tensors = dict(layer.named_state())
-        _, heads, capacity, _ = tensors["keys"].shape
+        heads = tensors["keys"].shape[1]
         for name in ("keys", "values"):
             tensors[name] = tensors[name].new_zeros(tensors[name].shape[:3].numel(), tensors[name].shape[3])
-        return layer.with_kernel(cls(heads, capacity), tensors)
+        return layer.with_kernel(cls(heads), tensors)
 
-    def update(
-        self, layer: CacheLayer, key_states: torch.Tensor, value_states: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `PortableKernel.update`: the same slots, written and read in the same order."""
-        policy, query_length = layer.policy, key_states.shape[2]
-        length, new = layer.cumulative_length, (key_states, value_states)
-        if not policy.wraps(layer.context.kv_read_len):
-            slots = policy.slots_of(length[:, None] + torch.arange(query_length, device=layer.device))
-            written = self._write(layer, slots, new)
-            layer.advance(query_length)
-            return self._read(layer, written, layer.slots_read)
-        if is_one(query_length):
-            written = self._write(layer, policy.next_slot(length)[:, None], new)
-            layer.advance(1)
-            return self._read(layer, written, self.capacity)
-        seen = self._gather(layer, length[:, None], new)
-        layer.advance(query_length)
-        return seen
-
-    def _write(self, layer: CacheLayer, slots: torch.Tensor, new: _Pair) -> _Pair:
-        """Put new rows, each [batch_size, num_heads, query_length, dim], into `slots` int64 [batch_size,
-        query_length].
-        """
-        index = self._numbers(slots, self.capacity)
-        for held, rows in zip(_held(layer), new, strict=True):
+    def _write(
+        self, layer: CacheLayer, slots: torch.Tensor, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> list[torch.Tensor]:
+        index = self._numbers(slots, _capacity(layer))
+        for held, rows in zip(_held(layer), (key_states, value_states), strict=True):
             held.index_copy_(0, index, rows.reshape(-1, rows.shape[3]))
-        return _held(layer)
+        return self._by_row(layer)
 
-    def _numbers(self, slots: torch.Tensor, capacity: int) -> torch.Tensor:
-        """Of slots [batch_size, n] among those of all rows and heads: int64 [batch_size * heads * n]."""
-        first = torch.arange(slots.shape[0] * self.heads, device=slots.device) * capacity
-        return (first.view(slots.shape[0], self.heads, 1) + slots[:, None]).reshape(-1)
-
-    def _read(self, layer: CacheLayer, written: _Pair, slots: int) -> _Pair:
-        """Keys and values of the first slots, [batch_size, num_heads, slots, dim]."""
-        keys, values = (held.view(-1, self.heads, self.capacity, held.shape[1]) for held in written)
-        # ExecuTorch copies even a slice of everything; a dynamic number must not be compared.
-        if layer.reads_so_far or slots < self.capacity:
-            keys, values = keys[:, :, :slots], values[:, :, :slots]
-        return keys, values
-
-    def _gather(self, layer: CacheLayer, length: torch.Tensor, new: _Pair) -> _Pair:
-        """See `PortableKernel._gather`; `length` [batch_size, 1] is that before the step."""
-        capacity, query_length = self.capacity, new[0].shape[2]
+    def _gather(self, layer: CacheLayer, key_states: torch.Tensor, value_states: torch.Tensor) -> _Pair:
+        capacity, query_length = _capacity(layer), key_states.shape[2]
+        length = layer.cumulative_length[:, None]
         positions = layer.policy.positions(length + query_length)
         slot = torch.arange(capacity, device=layer.device)
         index = self._numbers(
             torch.where(positions >= length, capacity + positions - length, slot), capacity + query_length
         )
         keys, values = (
-            torch.cat([held.view(-1, self.heads, capacity, rows.shape[3]), rows], dim=2)
-            for held, rows in zip(_held(layer), new, strict=True)
+            torch.cat([held, rows], dim=2)
+            for held, rows in zip(self._by_row(layer), (key_states, value_states), strict=True)
         )
         for held, joined in zip(_held(layer), (keys, values), strict=True):
             held.copy_(joined.reshape(-1, joined.shape[3]).index_select(0, index))
+        layer.advance(query_length)
         return keys, values
+
+    def _numbers(self, slots: torch.Tensor, capacity: int) -> torch.Tensor:
+        """Of slots [batch_size, n] among those of all rows and heads: int64 [batch_size * heads * n]."""
+        first = torch.arange(slots.shape[0] * self.heads, device=slots.device) * capacity
+        return (first.view(slots.shape[0], self.heads, 1) + slots[:, None]).reshape(-1)
+
+    def _by_row(self, layer: CacheLayer) -> list[torch.Tensor]:
+        """What is held, each [batch_size, num_heads, capacity, dim]."""
+        return [held.view(-1, self.heads, _capacity(layer), held.shape[1]) for held in _held(layer)]
+
+
+def _capacity(layer: CacheLayer) -> int:
+    capacity = layer.policy.capacity
+    # Of the policies that `takes_rows` knows.
+    assert capacity is not None
+    return capacity
 
 
 def _held(layer: CacheLayer) -> _Pair:
