@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import tempfile
 import time
 import traceback
@@ -54,6 +56,8 @@ ORDER = (*PEERS, "extended", *TARGETS)
 DECODER_GROUPS = ("causal", "image", "audio")
 MAX_CACHE_LEN = 64
 PREFILL_CHUNK = 16
+#: Tokens, the inputs of an encoder, and by prompt length logits [STEPS + 1, vocab].
+Case = tuple[torch.Tensor, dict[str, torch.Tensor], dict[int, torch.Tensor]]
 
 
 @dataclass
@@ -67,6 +71,7 @@ class Outcome:
         reason: Of a refusal or an error.
         where: Last lines of an error's traceback.
         seconds: It took.
+        processor_seconds: Of them, those of this process and its children; None in results from before they were told.
         commit: Of the package that it was found with.
     """
 
@@ -75,6 +80,7 @@ class Outcome:
     reason: str = ""
     where: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    processor_seconds: float | None = None
     commit: str = ""
 
 
@@ -83,16 +89,24 @@ def check(architecture: Architecture, targets: list[str], report: Callable[[dict
     torch.set_num_threads(1)
     facts: dict[str, Any] = {"running": "model"}
     report(facts)
+    begun = processor_seconds()
     try:
         model = tiny_model(architecture)
         facts["parameters"] = sum(parameter.numel() for parameter in model.parameters())
         ids = tokens(model)
         inputs = encoder_inputs(model)
-        references = _references(model, ids, inputs, facts)
+        case = ids, inputs, _references(model, ids, inputs, facts)
         facts["spread"] = spread(architecture, model, ids, inputs)
+        stopped = None
     except Exception as error:
+        stopped = error
+    facts["model processor seconds"] = round(processor_seconds() - begun, 2)
+    if stopped is not None:
         facts["running"] = None
-        facts["targets"] = {target: asdict(_without_reference(architecture, target, error)) for target in targets}
+        facts["targets"] = {
+            target: asdict(_timed(functools.partial(_without_reference, architecture, target, stopped)))
+            for target in targets
+        }
         report(facts)
         return
     weak = {name: moved for name, moved in facts["spread"].items() if not moved > LEAST_SPREAD}
@@ -100,20 +114,39 @@ def check(architecture: Architecture, targets: list[str], report: Callable[[dict
     for target in sorted(targets, key=ORDER.index):
         facts["running"] = target
         report(facts)
-        start = time.monotonic()
-        try:
-            if target in PEERS:
-                outcome = _judged(*getattr(peers, target)(model, ids, inputs, references))
-            elif target == "extended":
-                outcome = _extended(architecture, model, facts)
-            else:
-                outcome = _run(model, target, ids, inputs, references, facts)
-        except Exception as error:  # any model's code runs here
-            outcome = _outcome_of(error)
-        outcome.seconds = round(time.monotonic() - start, 2)
-        facts.setdefault("targets", {})[target] = asdict(outcome)
+        facts.setdefault("targets", {})[target] = asdict(
+            _timed(functools.partial(_found, architecture, model, target, case, facts))
+        )
     facts["running"] = None
     report(facts)
+
+
+def _found(
+    architecture: Architecture, model: PreTrainedModel, target: str, case: Case, facts: dict[str, Any]
+) -> Outcome:
+    try:
+        if target in PEERS:
+            return _judged(*getattr(peers, target)(model, *case))
+        if target == "extended":
+            return _extended(architecture, model, facts)
+        return _run(model, target, case, facts)
+    except Exception as error:  # any model's code runs here
+        return _outcome_of(error)
+
+
+def _timed(find: Callable[[], Outcome]) -> Outcome:
+    start, processor_start = time.monotonic(), processor_seconds()
+    outcome = find()
+    outcome.seconds = round(time.monotonic() - start, 2)
+    outcome.processor_seconds = round(processor_seconds() - processor_start, 2)
+    return outcome
+
+
+def processor_seconds() -> float:
+    """That this process has used, and those of its children that have ended: unlike minutes on a clock, they hardly change
+    with what else runs.
+    """
+    return sum(os.times()[:4])
 
 
 def _judged(difference: float, reason: str = "") -> Outcome:
@@ -172,14 +205,8 @@ def _references(
     return references
 
 
-def _run(
-    model: PreTrainedModel,
-    target: str,
-    ids: torch.Tensor,
-    inputs: dict[str, torch.Tensor],
-    references: dict[int, torch.Tensor],
-    facts: dict[str, Any],
-) -> Outcome:
+def _run(model: PreTrainedModel, target: str, case: Case, facts: dict[str, Any]) -> Outcome:
+    ids, inputs, references = case
     options = encoder_options(model, inputs)
     cache = ExportableCache.from_model(model, MAX_CACHE_LEN, attn_implementation=None, **options)
     facts["layers"] = dict(Counter(layer.label for layer in cache.layers))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -111,12 +112,34 @@ def _lines(results: dict[Architecture, dict[str, Any]]) -> list[str]:
     ]
 
 
+@dataclass
+class Costs:
+    """What the columns took.
+
+    Attributes:
+        minutes: Of processors, of the columns so far.
+        complete: Whether every result of these says them.
+    """
+
+    minutes: float = 0.0
+    complete: bool = True
+
+    def told(self, seconds: list[float | None]) -> str:
+        """The minutes of one column; empty if no result says them, and with the number of those that do if some do not."""
+        known = [each for each in seconds if each is not None]
+        self.minutes += sum(known) / 60
+        self.complete = self.complete and len(known) == len(seconds)
+        if not known:
+            return ""
+        return f"{sum(known) / 60:.0f}" + ("" if len(known) == len(seconds) else f" ({len(known)} rows)")
+
+
 def _counts(results: dict[Architecture, dict[str, Any]]) -> list[str]:
     lines = [
-        f"| {len(results)} architectures | {' | '.join(STATUSES)} | not run | not asked | minutes |",
-        "|---|" + "---|" * (len(STATUSES) + 3),
+        f"| {len(results)} architectures | {' | '.join(STATUSES)} | not run | not asked | minutes | processor minutes |",
+        "|---|" + "---|" * (len(STATUSES) + 4),
     ]
-    total, complete = 0.0, True
+    total, complete, costs = 0.0, True, Costs()
     for target in COLUMNS:
         asked = [facts for row, facts in results.items() if is_asked(row, target)]
         outcomes = [facts["targets"].get(target) for facts in asked]
@@ -125,16 +148,21 @@ def _counts(results: dict[Architecture, dict[str, Any]]) -> list[str]:
         total += minutes
         complete = complete and None not in outcomes
         cells = [str(found[status]) for status in STATUSES]
-        lines.append(
-            f"| {target} | {' | '.join(cells)} | {outcomes.count(None)} | {len(results) - len(asked)} | {minutes:.0f} |"
-        )
+        cost = costs.told([outcome.get("processor_seconds") for outcome in outcomes if outcome])
+        rest = f"{outcomes.count(None)} | {len(results) - len(asked)} | {minutes:.0f} | {cost}"
+        lines.append(f"| {target} | {' | '.join(cells)} | {rest} |")
+    models = costs.told([facts.get("model processor seconds") for facts in results.values() if facts["targets"]])
     patched = sum(1 for facts in results.values() if facts.get("patches"))
     kinds = Counter(kind for facts in results.values() for kind in facts.get("layers", {}))
     return [
         *lines,
         "",
         "Minutes are of processes, of which two run at a time on 2 cores"
-        + (f": about {total / 2:.0f} minutes for all." if complete else "; not everything has been run yet."),
+        + (f": about {total / 2:.0f} minutes for all." if complete else "; not everything has been run yet.")
+        + " Processor minutes leave",
+        "out what a process waits for while others run: "
+        + (f"{costs.minutes:.0f} in all" if complete and costs.complete else "not every row tells them yet")
+        + f", {models or 'an unknown part'} of them for models and references.",
         f"{patched} architectures go through patched functions of transformers (`exportable_cache/models/patches/`).",
         "Layer kinds, and architectures that have them: "
         + ", ".join(f"{kind} {count}" for kind, count in kinds.most_common())

@@ -175,6 +175,25 @@ def test_the_table_names_where_a_peer_is_ahead(tmp_path: Path) -> None:
     assert "| 1, 1 refused |" in written
 
 
+def test_the_table_sums_up_processor_minutes(tmp_path: Path) -> None:
+    """Results from before they were told are counted out."""
+    first, second = architectures()[:2]
+    told = {"status": "pass", "difference": 1e-6, "reason": "", "seconds": 600.0, "processor_seconds": 240.0}
+    before = {name: value for name, value in told.items() if name != "processor_seconds"}
+    made = {"model processor seconds": 60.0}
+    write_json(tmp_path / f"{first.name}.json", {"targets": {"eager": told, "pt2": told}, **made})
+    write_json(tmp_path / f"{second.name}.json", {"targets": {"eager": before, "pt2": told, "compiled": before}})
+    write_table(tmp_path, tmp_path / "table.md")
+    written = (tmp_path / "table.md").read_text()
+    cells = {line.split(" | ")[0][2:]: line.split(" | ")[-2:] for line in written.splitlines() if line.startswith("| ")}
+    assert [cells[name] for name in ("eager", "pt2", "compiled")] == [
+        ["20", "4 (1 rows) |"],
+        ["20", "8 |"],
+        ["10", " |"],
+    ]
+    assert "not every row tells them yet, 1 (1 rows) of them for models" in written
+
+
 def test_logits_of_codebooks_are_those_of_each() -> None:
     """As many as a prompt of any length asks for."""
     model = tiny_model(row_of("musicgen"))

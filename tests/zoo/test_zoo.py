@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from typing import Any
 
 import pytest
@@ -10,7 +13,7 @@ from exportable_cache.backends.tensorrt.evaluator import NetworkEvaluator
 from exportable_cache.errors import VerificationError
 
 from .architectures import GROUPS, LEFT_OUT, Architecture, architectures
-from .check import TARGETS, check, is_asked
+from .check import TARGETS, Outcome, check, is_asked
 from .run import run_apart
 
 #: Model types of the spread, by what they show.
@@ -101,6 +104,19 @@ def test_tensorrt_is_asked_of_decoders_alone() -> None:
 def test_an_encoder_of_windows_is_one_graph() -> None:
     found = outcomes("led", ["compiled"])["targets"]["compiled"]
     assert found["status"] == "pass", found
+
+
+def test_a_row_tells_processor_seconds_of_children_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def busy(*args: Any) -> Outcome:
+        subprocess.run([sys.executable, "-c", "sum(range(20_000_000))"], check=True)
+        time.sleep(1)
+        return Outcome("pass", 0.0)
+
+    monkeypatch.setattr("tests.zoo.check._run", busy)
+    found = outcomes("llama", ["eager"])
+    seconds, processor = (found["targets"]["eager"][name] for name in ("seconds", "processor_seconds"))
+    assert 0.1 < processor < seconds - 0.9, found
+    assert found["model processor seconds"] > 0
 
 
 @pytest.mark.parametrize("model_type", REFUSED)
