@@ -18,6 +18,11 @@ def scatter_value(x: torch.Tensor, dim: int, index: torch.Tensor, value: float) 
     return torch.scatter(x, dim, index, torch.full_like(index, value, dtype=x.dtype))
 
 
+def scatter_nothing(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """`scatter` to no place, as that of keys without a rotated part: TensorRT reads a size of 0 as one to be copied."""
+    return x if index.numel() == 0 else NotImplemented
+
+
 def select_from_end(x: torch.Tensor, dim: int, index: int) -> torch.Tensor:
     """`select` counted from the end of any length, as a slice: the converter gathers at the negative index, which is
     undefined.
@@ -66,6 +71,15 @@ def div(x: torch.Tensor | float, y: torch.Tensor | float) -> torch.Tensor:
     return torch.true_divide(x, y)  # type: ignore[arg-type]
 
 
+def remainder(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """`remainder` of whole numbers by the division that rounds down: the converter takes the quotient's sign from a
+    product of both, which large ones overflow.
+    """
+    if not (_is_whole(x) and _is_whole(y)):
+        return NotImplemented
+    return x - y * torch.floor_divide(x, y)
+
+
 def _is_whole(tensor: torch.Tensor) -> bool:
     return not tensor.is_floating_point() and not tensor.is_complex()
 
@@ -90,6 +104,38 @@ def masked_put(
     if accumulate or len(indices) > 1 or mask is None or mask.dtype != torch.bool or values.numel() != 1:
         return NotImplemented
     return torch.where(mask.reshape(*mask.shape, *[1] * (x.dim() - mask.dim())), values.reshape(()), x)
+
+
+def bitwise_xor(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """`bitwise_xor` of whole numbers, which no layer computes, by single bits: two differ if their sum is odd."""
+    if torch.bool in (x.dtype, y.dtype):
+        return NotImplemented
+    dtype = torch.promote_types(x.dtype, y.dtype)
+    highest = torch.iinfo(dtype).bits - 1
+    # `torch.tensor` is not functional; these are folded into one constant.
+    powers = torch.cat([torch.full((1,), 2**bit, dtype=dtype, device=x.device) for bit in range(highest)])
+
+    def bits(one: torch.Tensor) -> torch.Tensor:
+        """Zeros and ones, the lowest first, and the sign behind them: division that rounds down is a shift."""
+        shifted = torch.floor_divide(one[..., None].to(dtype), powers)
+        low = shifted - 2 * torch.floor_divide(shifted, 2)
+        return torch.cat([low, (one[..., None] < 0).to(dtype)], dim=-1)
+
+    left, right = bits(x), bits(y)
+    differs = left + right - 2 * left * right
+    place = torch.cat([powers, torch.full((1,), torch.iinfo(dtype).min, dtype=dtype, device=x.device)])
+    return (differs * place).sum(dim=-1, dtype=dtype)
+
+
+def unfold(x: torch.Tensor, dim: int, size: int, step: int) -> torch.Tensor:
+    """`unfold` as a slice for each place of a window: torch spells it out as a view by strides, which has no
+    converter.
+    """
+    windows = (x.shape[dim] - size) // step + 1
+    slices = [
+        torch.ops.aten.slice.Tensor(x, dim, place, place + (windows - 1) * step + 1, step) for place in range(size)
+    ]
+    return torch.stack(slices, dim=-1)
 
 
 def empty(
@@ -117,6 +163,7 @@ def decompositions(in_place: bool) -> dict[OperatorBase, Callable]:
     """
     table: dict[OperatorBase, Callable] = {
         torch.ops.aten.scatter.value: scatter_value,
+        torch.ops.aten.scatter.src: scatter_nothing,
         torch.ops.aten.select.int: select_from_end,
         torch.ops.aten.log1p.default: log1p,
         torch.ops.aten.slice.Tensor: last_of_dim,
@@ -124,6 +171,9 @@ def decompositions(in_place: bool) -> dict[OperatorBase, Callable]:
         torch.ops.aten.index_put.default: masked_put,
         torch.ops.aten.max.dim: max_of_dim,
         torch.ops.aten.all.dim: all_of_dim,
+        torch.ops.aten.bitwise_xor.Tensor: bitwise_xor,
+        torch.ops.aten.remainder.Tensor: remainder,
+        torch.ops.aten.unfold.default: unfold,
         torch.ops.aten.empty.memory_format: empty,
         torch.ops.aten.baddbmm.default: baddbmm,
         torch.ops.prims.broadcast_in_dim.default: broadcast_in_dim,

@@ -45,16 +45,20 @@ class EngineSignature:
         inputs: Of the method, in order: `input_ids`, `input_pos`.
         state: Names of every state tensor in the order of the cache's pytree, lengths among them.
         lengths: Fewest, usual and most new tokens.
+        empty: Names of state tensors that hold nothing, as the rotated keys of a model that rotates none.
     """
 
     inputs: tuple[str, ...]
     state: tuple[str, ...]
     lengths: tuple[int, int, int]
+    empty: frozenset[str] = frozenset()
 
     @property
     def kept_state(self) -> tuple[str, ...]:
-        """State tensors that the engine takes and gives: all but the lengths, which are an input of the method."""
-        return tuple(name for name in self.state if not name.endswith(_LENGTH))
+        """State tensors that the engine takes and gives: all but the lengths, which are an input of the method, and the
+        empty ones, which TensorRT has no tensors for.
+        """
+        return tuple(name for name in self.state if not name.endswith(_LENGTH) and name not in self.empty)
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -62,32 +66,34 @@ class EngineSignature:
         return (LOGITS, NEXT_POS, *(STATE_OUT + name for name in self.kept_state))
 
     def bind(self, graph: GraphModule) -> tuple[InputSpec, ...]:
-        """Take the layers' lengths out of a lowered graph, in place: as inputs they are never read, as outputs all are
-        one.
+        """Take the layers' lengths, and state that is empty, out of a lowered graph, in place: as inputs they are never
+        read, as outputs all lengths are one.
 
         Returns:
             What is left of the inputs, in order.
 
         Raises:
-            UnsupportedModelError: If the graph reads a length.
+            UnsupportedModelError: If the graph reads a length or an empty tensor.
         """
-        specs = []
-        placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
-        for node, name in zip(placeholders, (*self.inputs, *(STATE_IN + name for name in self.state)), strict=True):
-            if name.endswith(_LENGTH):
-                if node.users:
-                    raise UnsupportedModelError(
-                        f"the program reads {name}, not its own input_pos; export for another target"
-                    )
-                graph.graph.erase_node(node)
-            else:
-                specs.append(self._spec(name, node.meta["val"]))
         output = next(node for node in graph.graph.nodes if node.op == "output")
         given = dict(zip((LOGITS, *self.state), output.args[0], strict=True))
         position = given[next(name for name in self.state if name.endswith(_LENGTH))]
         output.args = ((given[LOGITS], position, *(given[name] for name in self.kept_state)),)
         output.meta.pop("val", None)
         graph.graph.eliminate_dead_code()
+        kept, specs = {STATE_IN + name for name in self.kept_state}.union(self.inputs), []
+        placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        for node, name in zip(placeholders, (*self.inputs, *(STATE_IN + name for name in self.state)), strict=True):
+            if name in kept:
+                specs.append(self._spec(name, node.meta["val"]))
+                continue
+            if node.users:
+                raise UnsupportedModelError(
+                    f"the program reads {name}, not its own input_pos; export for another target"
+                    if name.endswith(_LENGTH)
+                    else f"the program reads {name}, which holds nothing; export for another target"
+                )
+            graph.graph.erase_node(node)
         reset_signature(graph.graph)
         graph.recompile()
         return tuple(specs)
@@ -105,4 +111,6 @@ def signature_of(program: Program, method: str, opt_length: int | None = None) -
     """
     described = program.methods[method]
     lengths = (described.min_length, opt_length or described.max_length, described.max_length)
-    return EngineSignature(described.input_names, tuple(name for name, _ in program.cache.named_state()), lengths)
+    state = dict(program.cache.named_state())
+    empty = frozenset(name for name, tensor in state.items() if tensor.numel() == 0)
+    return EngineSignature(described.input_names, tuple(state), lengths, empty)

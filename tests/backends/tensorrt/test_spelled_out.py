@@ -95,6 +95,60 @@ def test_empty_tensors_are_filled_before_they_are_read() -> None:
     assert evaluate(network, [x]).tolist() == [4, 4, 0, 1, 2]
 
 
+def test_whole_numbers_of_which_either_bit_is_set() -> None:
+    edge = 2**63 - 1
+    x = torch.tensor([[0, 1, -1, edge, -edge - 1, 0x5DEECE66D], [7, -7, edge, edge, 3, -3]])
+    y = torch.tensor([0x1234567890ABCDEF, 1, 255, -2, edge, -0x0FEDCBA987654321])
+    assert torch.equal(evaluate(toy_network(torch.bitwise_xor, [x, y]), [x, y]), x ^ y)
+    x, y = x.to(torch.int32), y.to(torch.int32)
+    assert torch.equal(evaluate(toy_network(torch.bitwise_xor, [x, y]), [x, y]), x ^ y)
+
+
+def test_remainders_of_large_whole_numbers() -> None:
+    x, y = torch.tensor([2**62 + 5, -(2**62) - 5, 7, -7, 0]), torch.tensor([509, 511, -4, 4, 3])
+    assert torch.equal(evaluate(toy_network(torch.remainder, [x, y]), [x, y]), torch.remainder(x, y))
+
+
+@pytest.mark.parametrize(("size", "step"), [(4, 1), (3, 2), (1, 3)])
+def test_windows_over_a_length(size: int, step: int) -> None:
+    x = torch.arange(14.0).reshape(2, 7)
+    network = toy_network(lambda x: x.unfold(-1, size, step).flip(-1), [x])
+    assert torch.equal(evaluate(network, [x]), x.unfold(-1, size, step).flip(-1))
+
+
+class NothingRotated(torch.nn.Module):
+    """Keys of two parts, the second of which has no size, over a cache that keeps both."""
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        input_pos: torch.Tensor,
+        keys: torch.Tensor,
+        rotated: torch.Tensor,
+        length: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        key, turned = x.split([4, 0], dim=-1)
+        keys, rotated = keys.index_copy(1, input_pos, key), rotated.index_copy(1, input_pos, turned)
+        whole = torch.zeros_like(keys)
+        whole[..., :4] = keys
+        whole[..., 4:] = rotated
+        return whole, keys, rotated, input_pos + 1
+
+
+def test_state_that_holds_nothing_stays_outside() -> None:
+    position, x = torch.ones(1, dtype=torch.int64), torch.arange(4.0)[None, None]
+    given = (x, position, torch.zeros(1, 3, 4), torch.zeros(1, 3, 0), position.clone())
+    state = tuple(f"layers.0.{name}" for name in ("keys", "values", "cumulative_length"))
+    signature = EngineSignature(("x", "input_pos"), state, (1, 1, 1), frozenset({"layers.0.values"}))
+    network = build_network(torch.export.export(NothingRotated(), given), signature)
+    assert [spec.name for spec in network.inputs] == ["x", "input_pos", "cache.layers.0.keys"]
+    result = NetworkEvaluator(network.definition, network.constants).run(
+        {"x": x, "input_pos": position, "cache.layers.0.keys": given[2]}
+    )
+    assert torch.equal(result["logits"][:, 1], x[:, 0]) and result["logits"].sum() == x.sum()
+    assert torch.equal(result["next.layers.0.keys"], result["logits"])
+
+
 class Heads(torch.nn.Module):
     """Heads split off a length that went through a sum, as behind a layer of experts."""
 
