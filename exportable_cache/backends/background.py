@@ -10,12 +10,14 @@ import tempfile
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..common.threads import threads_of_torch
 from ..errors import InputError
 from .background_worker import GraphWorker, Mail
 from .compiling import CompileOptions, StepCompiler, check_background
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
     from ..program.spec import ProgramSpec
 
 log = logging.getLogger(__name__)
+
+#: From so many on, one core is left to each of the two processes that compile.
+_CORES_FOR_TWO = 4
 
 
 class BackgroundCompiler:
@@ -81,6 +86,16 @@ class BackgroundCompiler:
             yield
         finally:
             self._waits = False
+
+    def leaving_cores(self) -> AbstractContextManager[None]:
+        """A block in which torch uses fewer threads while graphs are compiled.
+
+        Threads of one operator wait for each other, so one that has to share its core holds up all of them: steps are
+        slower then than with a thread less, and what compiles waits as well.
+        """
+        threads = torch.get_num_threads()
+        left = 0 if not self.pending else 2 if threads >= _CORES_FOR_TWO else 1
+        return threads_of_torch(max(1, threads - left))
 
     def take(self, graph: Graph, inputs: Sequence[torch.Tensor], ahead: bool = False) -> Callable[..., Any] | None:
         """A graph if it can be called; None if it is being compiled, which it is from now on, or cannot be.

@@ -185,7 +185,8 @@ class ModuleRunner:
                 self.unshare(method.name)
                 return self._call(key, inputs, *further)
             if call is None:
-                return choosing(self.modules[key[0]], key, self.ranks)(*inputs, *further)
+                with self.background.leaving_cores():
+                    return choosing(self.modules[key[0]], key, self.ranks)(*inputs, *further)
             self._calls[graph.key] = call
         if call is not None:
             result = call(*graph.arguments)

@@ -12,6 +12,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -25,8 +26,10 @@ from exportable_cache import ExportableCache, Session
 from exportable_cache.backends import background_worker
 from exportable_cache.backends.background_process import _Requests, _runner
 from exportable_cache.backends.background_twin import Twin, can_fork
+from exportable_cache.backends.graph_cache import GRAPH
 from exportable_cache.backends.skeleton import from_skeleton, skeleton
 from exportable_cache.common.compat.torch import inductor_config
+from exportable_cache.common.threads import threads_of_torch
 from exportable_cache.decoding import ContinuousBatch
 from exportable_cache.errors import InputError
 
@@ -149,6 +152,47 @@ def test_what_aotinductor_notes_in_its_settings_makes_no_other_graphs() -> None:
     before = inductor_config()
     with inductor.patch({"aot_inductor.metadata": {"AOTI_CPU_ISA": "AVX2"}}):
         assert inductor_config() == before
+
+
+@pytest.mark.parametrize(("threads", "left"), [(1, 1), (2, 1), (3, 2), (4, 2)])
+def test_steps_leave_cores_to_what_compiles(threads: int, left: int, monkeypatch) -> None:
+    in_its_place(monkeypatch, SLEEPS)
+    model, seen = model_of(), []
+    with threads_of_torch(threads):
+        session = session_of(model)
+        model.model.norm.register_forward_hook(lambda *_: seen.append(torch.get_num_threads()))
+        session.prefill(tokens(3))
+        assert torch.get_num_threads() == threads
+        session.close()
+        # Nothing compiles any more.
+        session = session_of(model, False)
+        session.prefill(tokens(3))
+    assert seen[0] == left and set(seen[1:]) == {threads}
+
+
+def test_graphs_are_loaded_with_the_threads_that_they_were_compiled_for(tmp_path: Path, monkeypatch) -> None:
+    """Though a step runs with fewer when the thread that loads them first asks."""
+    in_its_place(monkeypatch, SLEEPS)
+    (tmp_path / f"other{GRAPH}").touch()
+    tmp_path.chmod(0o700)
+    model, found, stepping, noted = model_of(), [], threading.Event(), threading.Event()
+
+    def note(*_: object) -> None:
+        assert stepping.wait(60)
+        found.append(torch.get_num_threads())
+        noted.set()
+
+    def wait(*_: object) -> None:
+        stepping.set()
+        assert noted.wait(60)
+
+    with threads_of_torch(2):
+        session = session_of(model, graph_cache=tmp_path)
+        monkeypatch.setattr(session.runner.compiler, "load", note)
+        model.model.norm.register_forward_hook(wait)
+        session.prefill(tokens(3))
+        session.close()
+    assert found == [2]
 
 
 @pytest.mark.full
