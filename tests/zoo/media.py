@@ -43,7 +43,7 @@ from .architectures import Architecture, architectures
 from .build import tiny_model
 from .check import TOLERANCE, Outcome, _outcome_of, write_json
 from .media_items import TOWERS, axis_of, item, kinds_of
-from .media_table import write_media_table
+from .media_table import take_up_media, write_media_table
 from .overrides import OVERRIDES
 from .shrink import FIRST_TOKEN, VOCAB
 
@@ -190,8 +190,13 @@ def main() -> None:
     )
     parser.add_argument("--redo", action="store_true", help="run again what has a result")
     parser.add_argument("--status", help="run again what has one of these results, comma-separated")
+    parser.add_argument(
+        "--keep", action="store_true", help="begin with what docs/media.json has: run only what is missing there"
+    )
     parser.add_argument("--table", action="store_true", help="only write docs/media.md from the results there are")
     arguments = parser.parse_args()
+    if arguments.keep:
+        take_up_media(RESULTS)
     if not arguments.table:
         transformers.logging.set_verbosity_error()
         warnings.simplefilter("ignore")

@@ -8,8 +8,12 @@ from typing import Any
 
 import transformers
 
+from .check import write_json
+
 DOCUMENT = Path(__file__).parents[2] / "docs" / "media.md"
 TARGETS = ("eager", "pt2", "executorch")
+#: Of an outcome, in docs/media.json.
+_KEPT = ("status", "difference", "reason")
 _HEAD = """# Pictures, film and sound, model by model
 
 Made by `make zoo-media` on transformers {version}: tiny random models of every architecture that takes pictures, film or sound
@@ -28,7 +32,7 @@ argument, what is made from the config may be what does not fit: a processor's o
 """
 
 
-def write_media_table(results: Path) -> None:
+def write_media_table(results: Path, document: Path = DOCUMENT) -> None:
     """Write docs/media.md and docs/media.json from one JSON file an architecture."""
     from .media import STEPS
 
@@ -46,15 +50,23 @@ def write_media_table(results: Path) -> None:
             lines.append(f"| `{name}` | {kind} | {' | '.join(cells)} | {by} |")
     lines.append("")
     lines += [f"{index + 1}. {reason}" for index, reason in enumerate(reasons)]
-    DOCUMENT.write_text("\n".join(lines) + "\n")
+    document.write_text("\n".join(lines) + "\n")
     kept = {
         name: {
-            kind: {target: {key: one[key] for key in ("status", "difference")} for target, one in targets.items()}
+            kind: {target: {key: one[key] for key in _KEPT} for target, one in targets.items()}
             for kind, targets in kinds.items()
         }
         for name, kinds in found.items()
     }
-    DOCUMENT.with_suffix(".json").write_text(json.dumps(kept, indent=1) + "\n")
+    document.with_suffix(".json").write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def take_up_media(results: Path, document: Path = DOCUMENT) -> None:
+    """The committed results, for architectures that this clone has not run itself."""
+    for name, kinds in json.loads(document.with_suffix(".json").read_text()).items():
+        path = results / f"{name}.json"
+        if not path.exists():
+            write_json(path, kinds)
 
 
 def _cell(outcome: dict[str, Any] | None, reasons: list[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -14,7 +15,7 @@ from exportable_cache.program.inputs.probe import prompt_with
 
 from .media import STEPS, check_media, media_rows, reference, tiny_media_model
 from .media_items import TOWERS, item
-from .media_table import DOCUMENT
+from .media_table import DOCUMENT, take_up_media, write_media_table
 from .shrink import FIRST_TOKEN, VOCAB
 
 #: By what items reach the decoder, one of each; grids and images that see themselves are in tests/test_multimodal.py.
@@ -92,6 +93,21 @@ def test_frames_that_lie_apart_are_items_of_their_own() -> None:
     session = Session.from_model(model, ExportableCache.from_model(model, 64), modalities={"video": video})
     rows = [session.prefill(**prompt)] + [session.decode(following[:, step]) for step in range(STEPS)]
     assert (torch.stack(rows, dim=1) - expected).abs().max() <= 1e-4
+
+
+def test_the_page_is_gone_on_from(tmp_path: Path) -> None:
+    """What was run here stays, and the page that is written again has the reasons of those that were not."""
+    page = tmp_path / "media.md"
+    take_up_media(tmp_path / "results")
+    assert json.loads((tmp_path / "results" / "blip.json").read_text())["image"]["eager"]["reason"]
+    here = {"image": {"eager": {"status": "wrong", "difference": 1.0, "reason": "places"}}}
+    (tmp_path / "results" / "blip.json").write_text(json.dumps(here))
+    take_up_media(tmp_path / "results")
+    write_media_table(tmp_path / "results", page)
+    assert json.loads((tmp_path / "results" / "blip.json").read_text()) == here
+    written, kept = page.read_text(), json.loads(DOCUMENT.with_suffix(".json").read_text())
+    assert "Wrong: 1." in written and "names no token that stands for" in written
+    assert json.loads(page.with_suffix(".json").read_text()) == {**kept, "blip": here}
 
 
 @pytest.mark.parametrize("model_type, kind", REFUSED)
