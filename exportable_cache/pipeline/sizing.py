@@ -380,7 +380,7 @@ def _dynamic_bytes(layout: LayerLayout, spec: CacheSpec, dtype: torch.dtype) -> 
     """
     states = [state for state in (*layout.conv_states, *layout.recurrent_states) if state is not None]
     fixed = sum(math.prod(state.shape) * (state.dtype or dtype).itemsize for state in states)
-    tokens = layout.encoder_slots or spec.max_cache_len
+    tokens = layout.encoder_slots or layout.item_slots or spec.max_cache_len
     kept = tokens if layout.window is None else min(tokens, layout.window - 1)
     per_token = (layout.num_heads or 0) * ((layout.head_dim or 0) + (layout.value_head_dim or 0)) + (
         layout.index_head_dim or 0
