@@ -183,7 +183,7 @@ class ExportableCache(LayeredCache):
 
         Args:
             max_encoder_len: Longest input of an encoder-decoder's encoder, in tokens, frames or samples; see
-                `seq2seq.encoder_of` for the default.
+                `encoder_of` for the default. Slots for pictures, see `ItemsPolicy.within`.
             offload: "host" to keep the layers in host memory (pinned, where steps run on a GPU), or a folder, to keep
                 them in mapped files there; each comes to the device before its turn, so that two are on it.
             split_context: Keep on each process of the default group the slots of every `size`-th token of full layers

@@ -15,6 +15,7 @@ from ..cache.spec import CacheSpec
 from ..common.dtypes import dtype_name
 from ..errors import InputError, UnsupportedModelError
 from ..models.config_sizes import check_sizes
+from ..models.cross_layers import item_slots_of
 from ..models.dtypes import stored_dtype
 from ..models.layout import check_longest, check_model_type, check_sinks, layout_from_config
 from ..models.loading import live_model, load_config
@@ -349,7 +350,7 @@ def _architecture(config: PreTrainedConfig, model: PreTrainedModel | None) -> st
 
 def _layouts(config: PreTrainedConfig, model: PreTrainedModel | None, spec: CacheSpec) -> list[LayerLayout]:
     if not getattr(config, "is_encoder_decoder", False):
-        if spec.max_encoder_len is not None:
+        if spec.max_encoder_len is not None and not item_slots_of(config):
             raise InputError(
                 f"max_encoder_len is {spec.max_encoder_len}, but {config.model_type!r} has no encoder; leave it out"
             )

@@ -23,7 +23,7 @@ from ..models.layout import cache_argument
 from ..models.patches.registry import patch_model
 from ..models.patches.speech import short_masks
 from ..models.scans import longest_step
-from .inputs.cross_items import ITEM_STATES, ITEMS_SEEN, CrossModality, cross_methods
+from .inputs.cross_items import ITEM_STATES, ITEMS_SEEN, CrossModality, cross_methods, without_items
 from .inputs.deepstack import travelling_beside
 from .inputs.encoder import EncodeModule
 from .inputs.encoder_decoder import decoder_arguments, seq2seq_methods
@@ -286,6 +286,8 @@ class Program:
         self.modalities = spec.modalities
         # Before the model is run to adapt the cache to it.
         checked_prefill_chunk(cache, spec.prefill_chunk)
+        if not any(isinstance(modality, CrossModality) for modality in self.modalities):
+            cache = without_items(cache)
         # A target's own operators know causal attention, not images that see themselves.
         if spec.adapt is not None and not any(modality.facts.sees for modality in self.modalities):
             cache = spec.adapt(model, cache)

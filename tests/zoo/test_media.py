@@ -26,6 +26,7 @@ MECHANISMS = {
     "one long sequence": ("minicpmv4_6", "image"),
     "features beside, by layer": ("granite4_vision", "image"),
     "features beside, of every token": ("gemma4", "image"),
+    "cross-attention, between layers of self-attention": ("mllama", "image"),
     "a prompt that sees itself": ("paligemma", "image"),
     "positions by tokens around items": ("qwen2_5_omni_thinker", "video"),
     "frames of sound with lengths": ("qwen2_audio", "audio"),

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ...cache.policies import ItemsPolicy
+from ...cache.layers import CacheLayer, ItemsLayer
+from ...cache.policies import ItemsPolicy, NoPolicy
 from ...common.named_forward import name_forward
 from ...common.tensor_spec import TensorSpec
 from ...errors import InputError, UnsupportedModelError
@@ -103,6 +104,13 @@ def cross_methods(
         name = name.replace("prefill", "prefill_items")
         found[name] = replace(method, name=name, min_length=1, inputs=(*method.inputs, states), scored_tokens=0)
     return {**found, modality.method.name: modality.method}
+
+
+def without_items(cache: ExportableCache) -> ExportableCache:
+    """The cache of a program that takes no pictures, whose steps leave out layers of cross-attention to them."""
+    if not any(isinstance(layer, ItemsLayer) for layer in cache.layers):
+        return cache
+    return type(cache)([CacheLayer(NoPolicy()) if isinstance(layer, ItemsLayer) else layer for layer in cache.layers])
 
 
 def cross_modality(model: PreTrainedModel, kind: str, given: Mapping[str, Any] | None) -> CrossModality:

@@ -16,7 +16,6 @@ struct Rules {
 // A policy that is not here may have other rules, so it is refused.
 constexpr Rules kRules[] = {
     {"full", true, false}, {"ring", false, true}, {"sinks", false, true}, {"recurrent", false, false}, {"none", false, false},
-    {"items", false, false},  // of pictures, which stay
     {"cross", false, false},  // of the encoder's tokens, which stay
 };
 
