@@ -116,6 +116,12 @@ class BackgroundCompiler:
             self._warn(self._mail.failed.get(graph.key, self._mail.over))
         return self._mail.ready.get(graph.key)
 
+    def lose(self, key: tuple, reason: str) -> None:
+        """Hand a graph out no more."""
+        with self._mail.changed:
+            del self._mail.ready[key]
+            self._mail.failed[key] = reason
+
     def unshared(self, key: tuple) -> Any | None:
         """The method of a graph, if it has to be compiled for each read length."""
         return self._mail.unshared.get(key)

@@ -21,7 +21,7 @@ from ..program.read_lengths import shared_methods, slots_to_read
 from ..program.spec import ProgramSpec
 from ..program.tracing import told_by
 from .background import background_compiler
-from .compiling import CompileOptions, StepCompiler, marked
+from .compiling import CompileOptions, OutdatedGraph, StepCompiler, marked
 from .graphs import Graph, choice_graph, choosing
 
 if TYPE_CHECKING:
@@ -168,7 +168,11 @@ class ModuleRunner:
         if call is None:
             return choice(*inputs)
         self._calls[graph.key] = call
-        return call(*inputs)
+        try:
+            return call(*inputs)
+        except OutdatedGraph as outdated:
+            self._lose(graph, outdated)
+            return self._choose(choice, inputs)
 
     def _call(self, key: tuple, inputs: Sequence[torch.Tensor], *further: torch.Tensor) -> Any:
         if not self.is_open:
@@ -189,7 +193,11 @@ class ModuleRunner:
                     return choosing(self.modules[key[0]], key, self.ranks)(*inputs, *further)
             self._calls[graph.key] = call
         if call is not None:
-            result = call(*graph.arguments)
+            try:
+                result = call(*graph.arguments)
+            except OutdatedGraph as outdated:
+                self._lose(graph, outdated)
+                return self._call(key, inputs, *further)
         else:
             call = self.compiler.compile(graph.module, graph.method, graph.name, graph.arguments)
             try:
@@ -204,6 +212,14 @@ class ModuleRunner:
             self._calls[graph.key] = call
         # CUDA graphs give out their own buffers, which the next step overwrites.
         return private.tree_map(lambda tensor: tensor.clone() if tensor.is_cuda else tensor, result)
+
+    def _lose(self, graph: Graph, outdated: OutdatedGraph) -> None:
+        """Compile a graph again when it is needed next. Another process would compile what it has: steps go on as they are
+        then.
+        """
+        del self._calls[graph.key]
+        if self.background is not None:
+            self.background.lose(graph.key, str(outdated))
 
     def _from_background(
         self, graph: Graph, inputs: Sequence[torch.Tensor], further: Sequence[torch.Tensor]

@@ -265,6 +265,38 @@ def test_a_later_session_goes_on_while_graphs_are_loaded_and_starts_no_process(m
         assert session.runner.background._worker._process is None and told[-1][1] == told[-1][2]
 
 
+@pytest.mark.parametrize("how", ["wait", "background"])
+def test_a_graph_that_does_not_fit_any_more_is_not_called(how: str, model, folder) -> None:
+    """The model, or torch's settings, change amid a session."""
+    attention, ids = model.model.layers[0].self_attn, tokens(6)
+    scaling = attention.scaling
+
+    def check(session: Session) -> None:
+        torch.testing.assert_close(session.prefill(ids), reference_logits(model, ids, 6)[:, -1], atol=1e-4, rtol=0)
+        session.reset()
+
+    with session_of(model, folder, buckets=False, compile=how) as session:
+        session.warm_up()
+        check(session)
+        before = counts(session)
+        assert before[1] == 0 and "prefill" in {key[0] for key in session.runner._calls}
+        attention.scaling = scaling * 3
+        try:
+            if how == "wait":
+                check(session)
+                # Once, and the graph for this model as it was is replaced by that for it as it is.
+                check(session)
+                assert counts(session) == (before[0], 1)
+            else:
+                with pytest.warns(RuntimeWarning, match="the model or torch's settings have changed"):
+                    check(session)
+                assert "prefill" not in {key[0] for key in session.runner._calls}
+        finally:
+            attention.scaling = scaling
+    # Back to the graphs of the other tests.
+    session_of(model, folder, buckets=False).prefill(tokens(3))
+
+
 def cache_of(folder: Path, model, limit: int = graph_cache.GRAPH_CACHE_MB) -> GraphCache:
     return GraphCache(folder, model, ExportableCache.from_model(model, CAPACITY), limit)
 
@@ -286,6 +318,9 @@ class Written:
 
     def guard_check(self, *inputs: torch.Tensor) -> bool:
         return True
+
+    def disable_guard_check(self) -> None:
+        pass
 
 
 def written_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
