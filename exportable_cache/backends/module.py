@@ -214,8 +214,8 @@ class ModuleRunner:
         return private.tree_map(lambda tensor: tensor.clone() if tensor.is_cuda else tensor, result)
 
     def _lose(self, graph: Graph, outdated: OutdatedGraph) -> None:
-        """Compile a graph again when it is needed next. Another process would compile what it has: steps go on as they are
-        then.
+        """Compile a graph again when it is needed next. Another process would compile what it has: steps go on as they
+        are then.
         """
         del self._calls[graph.key]
         if self.background is not None:
