@@ -189,7 +189,7 @@ class ModuleRunner:
                 self.unshare(method.name)
                 return self._call(key, inputs, *further)
             if call is None:
-                with self.background.leaving_cores():
+                with self.background.meanwhile():
                     return choosing(self.modules[key[0]], key, self.ranks)(*inputs, *further)
             self._calls[graph.key] = call
         if call is not None:
