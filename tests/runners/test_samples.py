@@ -77,7 +77,7 @@ def test_cmake_configures_the_android_libraries(tmp_path: Path) -> None:
     """For this machine, over the wheel: there is no NDK."""
     cmake = cmake_program()
     command = [cmake, "-S", ANDROID, "-B", tmp_path, *over_wheel()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     built = subprocess.run([cmake, "--build", tmp_path, "--target", "help"], capture_output=True, text=True).stdout
     targets = {
@@ -97,5 +97,5 @@ def test_what_needs_no_android_compiles_as_kotlin(tmp_path: Path) -> None:
         ["javac", "-d", tmp_path / "java", java],
         ["kotlinc", "-cp", tmp_path / "java", "-d", tmp_path / "kotlin", kotlin],
     ):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stdout + done.stderr
