@@ -1,4 +1,4 @@
-"""Images and video of kinds that tests/support has no family of, in the C++ session: tiny models of `make zoo-media`."""
+"""Images and video of kinds that tests/support has no family of, in the C++ session: tiny models of the media zoo."""
 
 from __future__ import annotations
 
