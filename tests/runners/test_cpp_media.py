@@ -31,7 +31,13 @@ PROMPTS = ((2, 3), (3, 2, 5), (18, 2))
 CAPACITY, STEPS = 96, 5
 
 
-def bundle_of(model: PreTrainedModel, model_type: str, kind: str) -> Path:
+def tiny(model_type: str) -> PreTrainedModel:
+    (row,) = (row for row in media_rows() if row.model_type == model_type)
+    return tiny_media_model(row)
+
+
+def bundle_of(model_type: str, kind: str = "image") -> Path:
+    model = tiny(model_type)
     options = {"prefill_chunk": 48 if model_type == "paligemma" else 16, "verify": False}
     key = {"media": [model_type, kind], "max_cache_len": CAPACITY, **options}
     modalities = {kind: item(model, kind)}
@@ -40,11 +46,10 @@ def bundle_of(model: PreTrainedModel, model_type: str, kind: str) -> Path:
 
 @pytest.mark.parametrize("model_type, kind", KINDS.values(), ids=list(KINDS))
 def test_what_is_seen_answers_as_in_python(probe: Probe, model_type: str, kind: str) -> None:
-    (row,) = (row for row in media_rows() if row.model_type == model_type)
-    model = tiny_media_model(row)
+    model = tiny(model_type)
     example = item(model, kind)
     (modality,) = modalities_of(model, {kind: example})
-    bundle = bundle_of(model, model_type, kind)
+    bundle = bundle_of(model_type, kind)
     session = load(bundle)
     commands: list[tuple[object, ...]] = [("open", bundle)]
     expected: list[torch.Tensor | None] = [None]
