@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -55,8 +55,8 @@ def question_of(bundle: Bundle) -> Question:
     placeholders = {method.item.token_id for method in methods.values() if method.item is not None}
     text = (token for token in itertools.count(_FIRST) if token not in placeholders)
     prompt = list(itertools.islice(text, _BEFORE))
-    given: dict[str, torch.Tensor] = {}
-    fixed: dict[str, torch.Tensor] = {}
+    given: dict[str, Any] = {}
+    fixed: dict[str, Any] = {}
     for method in methods.values():
         if method.item is None:
             continue
