@@ -97,7 +97,7 @@ class BackgroundCompiler:
         Threads of one operator wait for each other, so one that has to share its core holds up all of them: steps are
         slower then than with a thread less, and what compiles waits as well.
         """
-        threads = torch.get_num_threads()
+        threads = self._worker.torch_threads
         left = 0 if not self.pending else 2 if threads >= _CORES_FOR_TWO else 1
         with threads_of_torch(max(1, threads - left)), EagerLinearsByOneDNN() if self._by_onednn else nullcontext():
             yield

@@ -14,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from ..cache.attention.implementation import borrow_attention
 from ..common.compat import torch as private
+from ..common.threads import threads_of_torch
 from ..errors import InputError, UnsupportedModelError
 from ..generation.choosing_steps import Choice, of_step
 from ..program.program import ResidentModule, front_module, program_methods
@@ -80,6 +81,7 @@ class ModuleRunner:
         self._shared_modules = {method.name: ResidentModule(model, cache, method) for method in self._shared.values()}
         self._slots = torch.empty(max((one.kv_read_len for one in self._shared.values()), default=0), dtype=torch.bool)
         self._calls: dict[tuple, Callable[..., torch.Tensor]] = {}
+        self._threads = torch.get_num_threads()
         # TorchDynamo does not follow a model that is left before its decoder, or whose decoder is handed more than the
         # model hands it.
         self._as_they_are = {
@@ -169,7 +171,7 @@ class ModuleRunner:
             return choice(*inputs)
         self._calls[graph.key] = call
         try:
-            return call(*inputs)
+            return self._run_graph(call, inputs)
         except OutdatedGraph as outdated:
             self._lose(graph, outdated)
             return self._choose(choice, inputs)
@@ -194,14 +196,14 @@ class ModuleRunner:
             self._calls[graph.key] = call
         if call is not None:
             try:
-                result = call(*graph.arguments)
+                result = self._run_graph(call, graph.arguments)
             except OutdatedGraph as outdated:
                 self._lose(graph, outdated)
                 return self._call(key, inputs, *further)
         else:
             call = self.compiler.compile(graph.module, graph.method, graph.name, graph.arguments)
             try:
-                result = call(*graph.arguments)
+                result = self._run_graph(call, graph.arguments)
             except (private.dynamo_error(), ConstraintViolationError) as error:
                 if graph.is_shared:
                     self.unshare(graph.method.name)
@@ -212,6 +214,11 @@ class ModuleRunner:
             self._calls[graph.key] = call
         # CUDA graphs give out their own buffers, which the next step overwrites.
         return private.tree_map(lambda tensor: tensor.clone() if tensor.is_cuda else tensor, result)
+
+    def _run_graph(self, call: Callable[..., Any], arguments: Sequence[torch.Tensor]) -> Any:
+        # A graph is compiled for a number of threads, and a thread of the caller's may have another.
+        with threads_of_torch(self._threads):
+            return call(*arguments)
 
     def _lose(self, graph: Graph, outdated: OutdatedGraph) -> None:
         """Compile a graph again when it is needed next. Another process would compile what it has: steps go on as they

@@ -24,6 +24,7 @@ from exportable_cache.backends.graph_cache import GraphCache
 from exportable_cache.common.compat import torch_compile as private
 from exportable_cache.common.files import PARTIAL
 from exportable_cache.common.patch import ORIGINAL
+from exportable_cache.common.threads import threads_of_torch
 from exportable_cache.errors import InputError
 
 from ..support.compiling import compiling_with
@@ -295,6 +296,17 @@ def test_a_graph_that_does_not_fit_any_more_is_not_called(how: str, model, folde
             attention.scaling = scaling
     # Back to the graphs of the other tests.
     session_of(model, folder, buckets=False).prefill(tokens(3))
+
+
+@pytest.mark.parametrize("how", ["wait", "background"])
+def test_graphs_run_on_as_many_threads_as_when_the_session_was_made(how: str, model, folder) -> None:
+    with session_of(model, folder, buckets=False, compile=how) as session:
+        session.warm_up()
+        with threads_of_torch(3):
+            ids = tokens(6)
+            torch.testing.assert_close(session.prefill(ids), reference_logits(model, ids, 6)[:, -1], atol=1e-4, rtol=0)
+            assert torch.get_num_threads() == 3
+        assert "prefill" in {key[0] for key in session.runner._calls} and counts(session)[1] == 0
 
 
 def cache_of(folder: Path, model, limit: int = graph_cache.GRAPH_CACHE_MB) -> GraphCache:
