@@ -35,7 +35,8 @@ HERE = Path(__file__).parent
 #: Positions that tokens are timed at: this one, and `BEFORE_END` short of the last slot.
 FIRST, BEFORE_END = 100, 96
 PROMPTS = (128, 1024)
-CHECK_SECONDS, ROUND_SECONDS, PREPARE_SECONDS = 300, 900, 3600
+#: What one process may take; a package without a wheel compiles for most of an hour on two cores.
+CHECK_SECONDS, ROUND_SECONDS, PREPARE_SECONDS = 300, 900, 7200
 console = Console(stderr=True)
 
 

@@ -10,7 +10,7 @@ import tempfile
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from ..errors import InputError
 from .background_worker import GraphWorker, Mail
 from .compiling import CompileOptions, StepCompiler, check_background
 from .graphs import Graph
+from .onednn_linears import EagerLinearsByOneDNN, onednn_is_better
 from .skeleton import skeleton
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class BackgroundCompiler:
         self._end = weakref.finalize(self, self._worker.stop)
         self._asked: dict[tuple, int] = {}
         self._waits = False
+        self._by_onednn = onednn_is_better()
         self._has_warned = False
 
     @property
@@ -87,15 +89,18 @@ class BackgroundCompiler:
         finally:
             self._waits = False
 
-    def leaving_cores(self) -> AbstractContextManager[None]:
-        """A block in which torch uses fewer threads while graphs are compiled.
+    @contextlib.contextmanager
+    def meanwhile(self) -> Iterator[None]:
+        """A block for a step without a graph: fewer threads while graphs are compiled, and oneDNN's linear layers where
+        those are better.
 
         Threads of one operator wait for each other, so one that has to share its core holds up all of them: steps are
         slower then than with a thread less, and what compiles waits as well.
         """
-        threads = torch.get_num_threads()
+        threads = self._worker.torch_threads
         left = 0 if not self.pending else 2 if threads >= _CORES_FOR_TWO else 1
-        return threads_of_torch(max(1, threads - left))
+        with threads_of_torch(max(1, threads - left)), EagerLinearsByOneDNN() if self._by_onednn else nullcontext():
+            yield
 
     def take(self, graph: Graph, inputs: Sequence[torch.Tensor], ahead: bool = False) -> Callable[..., Any] | None:
         """A graph if it can be called; None if it is being compiled, which it is from now on, or cannot be.
@@ -115,6 +120,12 @@ class BackgroundCompiler:
         if self._is_lost(graph.key):
             self._warn(self._mail.failed.get(graph.key, self._mail.over))
         return self._mail.ready.get(graph.key)
+
+    def lose(self, key: tuple, reason: str) -> None:
+        """Hand a graph out no more."""
+        with self._mail.changed:
+            del self._mail.ready[key]
+            self._mail.failed[key] = reason
 
     def unshared(self, key: tuple) -> Any | None:
         """The method of a graph, if it has to be compiled for each read length."""

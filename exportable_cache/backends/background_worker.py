@@ -84,8 +84,8 @@ class GraphWorker:
         self._threads: list[threading.Thread] = []
         # torch's settings are those of a context, and a thread begins with an empty one.
         self._context = contextvars.copy_context()
-        # Taken now, as steps use fewer while graphs are compiled.
-        self._torch_threads = torch.get_num_threads()
+        #: Of the process when this was made: steps use fewer while graphs are compiled.
+        self.torch_threads = torch.get_num_threads()
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = os.getpid()
 
@@ -119,7 +119,7 @@ class GraphWorker:
             # Graphs are guarded by the number of threads. A new thread takes over the one that steps run with when it
             # first asks, even if another was set before.
             torch.get_num_threads()
-            torch.set_num_threads(self._torch_threads)
+            torch.set_num_threads(self.torch_threads)
             work(*arguments)
 
         thread = threading.Thread(target=self._context.copy().run, args=(run,), daemon=True, name=name)

@@ -26,6 +26,13 @@ if TYPE_CHECKING:
 Step = Callable[..., Any]
 
 
+class OutdatedGraph(Exception):
+    """A graph that was kept, and whose guards do not hold any more."""
+
+    def __init__(self) -> None:
+        super().__init__("the model or torch's settings have changed since a graph was compiled")
+
+
 @dataclass(frozen=True)
 class CompileOptions:
     """Whether and how steps are compiled.
@@ -111,7 +118,7 @@ class StepCompiler:
                 f"{method} {key}", step, {"module": module}, inputs, dynamic=dynamic, options=options, **backend
             )
             if call is not None:
-                return _unmarked(call)
+                return _guarded(call)
         mode = {"mode": self._mode} if self.layered is None else backend
         return torch.compile(step, fullgraph=True, dynamic=dynamic, **mode)
 
@@ -122,7 +129,7 @@ class StepCompiler:
         if self.graph_cache is None:
             return None
         call = self.graph_cache.load(f"{method} {key}", _step_of(module), {"module": module}, inputs)
-        return None if call is None else _unmarked(call)
+        return None if call is None else _guarded(call)
 
 
 def generates_code(device: torch.device) -> bool:
@@ -191,9 +198,18 @@ def _has_graphs_by_length(method: ProgramMethod | ChoiceMethod) -> bool:
     return isinstance(method, ProgramMethod) and not method.is_step and (not method.takes_ids or method.pads)
 
 
-def _unmarked(call: Step) -> Step:
-    # Guards of a graph that was kept are those of unmarked inputs.
-    return lambda *inputs: call(*(tensor.detach() for tensor in inputs))
+def _guarded(call: Any) -> Step:
+    """A graph that was kept, or is now; it raises `OutdatedGraph` before it does anything, or runs."""
+    call.disable_guard_check()
+
+    def step(*inputs: torch.Tensor) -> Any:
+        # Its guards are those of unmarked inputs.
+        unmarked = [tensor.detach() for tensor in inputs]
+        if not call.guard_check(*unmarked):
+            raise OutdatedGraph
+        return call(*unmarked)
+
+    return step
 
 
 def _step_of(module: torch.nn.Module) -> Step:

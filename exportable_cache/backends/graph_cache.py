@@ -254,10 +254,11 @@ def unpacked(written: bytes, folder: Path) -> tuple[bytes, bool]:
 
 
 def _keepable(guards: Sequence[Any]) -> list[bool]:
-    """Guards that are written: half the time of a load is theirs.
+    """Guards that are written: most of the time of a load is theirs, and a step checks all of them.
 
-    Left out are those that cannot be, which compare identities and global names (sources stand for them), and those on
-    the modules' hooks and own attributes, thousands, which the file's name stands for.
+    Left out are those that cannot be, which compare identities and global names (sources stand for them), and those
+    that the file's name stands for, thousands: on the modules' hooks, own attributes and classes, and on dictionaries
+    being such.
     """
     left_out = {
         *unwritable_guards(),
@@ -273,9 +274,17 @@ def _keepable(guards: Sequence[Any]) -> list[bool]:
             guard.is_global
             or left_out & {guard.guard_type, *(guard.derived_guard_types or ())}
             or f"{guard.name}.".startswith(packed_weights)
+            or _is_of_a_class(guard)
         )
         for guard in guards
     ]
+
+
+def _is_of_a_class(guard: Any) -> bool:
+    """Whether a guard compares the class of a module or a dictionary, or looks into a class."""
+    if guard.guard_type == "DICT_NOT_CONTAINS":
+        return guard.name.startswith("dict(type(")
+    return guard.guard_type == "TYPE_MATCH" and guard.has_value and isinstance(guard.value, (torch.nn.Module, dict))
 
 
 def _sources_unchanged(call: Any) -> bool:
@@ -318,10 +327,12 @@ def _settings() -> list[Any]:
 def _structure(model: nn.Module, cache: ExportableCache) -> list[Any]:
     tensors = [*model.named_parameters(), *model.named_buffers(), *cache.named_state()]
     return [
-        f"{type(model).__module__}.{type(model).__qualname__}",
         model.config.to_dict(),
         str(model),
-        [(name, *_attributes(module)) for name, module in model.named_modules()],
+        [
+            (name, type(module).__module__, type(module).__qualname__, *_attributes(module))
+            for name, module in model.named_modules()
+        ],
         [(type(layer).__qualname__, layer.config()) for layer in cache.layers],
         [
             (name, *_kind(tensor), str(tensor.dtype), str(tensor.device), tensor.shape, tensor.stride())

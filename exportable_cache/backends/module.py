@@ -14,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from ..cache.attention.implementation import borrow_attention
 from ..common.compat import torch as private
+from ..common.threads import threads_of_torch
 from ..errors import InputError, UnsupportedModelError
 from ..generation.choosing_steps import Choice, of_step
 from ..program.program import ResidentModule, front_module, program_methods
@@ -21,7 +22,7 @@ from ..program.read_lengths import shared_methods, slots_to_read
 from ..program.spec import ProgramSpec
 from ..program.tracing import told_by
 from .background import background_compiler
-from .compiling import CompileOptions, StepCompiler, marked
+from .compiling import CompileOptions, OutdatedGraph, StepCompiler, marked
 from .graphs import Graph, choice_graph, choosing
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class ModuleRunner:
         self._shared_modules = {method.name: ResidentModule(model, cache, method) for method in self._shared.values()}
         self._slots = torch.empty(max((one.kv_read_len for one in self._shared.values()), default=0), dtype=torch.bool)
         self._calls: dict[tuple, Callable[..., torch.Tensor]] = {}
+        self._threads = torch.get_num_threads()
         # TorchDynamo does not follow a model that is left before its decoder, or whose decoder is handed more than the
         # model hands it.
         self._as_they_are = {
@@ -168,7 +170,11 @@ class ModuleRunner:
         if call is None:
             return choice(*inputs)
         self._calls[graph.key] = call
-        return call(*inputs)
+        try:
+            return self._run_graph(call, inputs)
+        except OutdatedGraph as outdated:
+            self._lose(graph, outdated)
+            return self._choose(choice, inputs)
 
     def _call(self, key: tuple, inputs: Sequence[torch.Tensor], *further: torch.Tensor) -> Any:
         if not self.is_open:
@@ -185,15 +191,19 @@ class ModuleRunner:
                 self.unshare(method.name)
                 return self._call(key, inputs, *further)
             if call is None:
-                with self.background.leaving_cores():
+                with self.background.meanwhile():
                     return choosing(self.modules[key[0]], key, self.ranks)(*inputs, *further)
             self._calls[graph.key] = call
         if call is not None:
-            result = call(*graph.arguments)
+            try:
+                result = self._run_graph(call, graph.arguments)
+            except OutdatedGraph as outdated:
+                self._lose(graph, outdated)
+                return self._call(key, inputs, *further)
         else:
             call = self.compiler.compile(graph.module, graph.method, graph.name, graph.arguments)
             try:
-                result = call(*graph.arguments)
+                result = self._run_graph(call, graph.arguments)
             except (private.dynamo_error(), ConstraintViolationError) as error:
                 if graph.is_shared:
                     self.unshare(graph.method.name)
@@ -204,6 +214,19 @@ class ModuleRunner:
             self._calls[graph.key] = call
         # CUDA graphs give out their own buffers, which the next step overwrites.
         return private.tree_map(lambda tensor: tensor.clone() if tensor.is_cuda else tensor, result)
+
+    def _run_graph(self, call: Callable[..., Any], arguments: Sequence[torch.Tensor]) -> Any:
+        # A graph is compiled for a number of threads, and a thread of the caller's may have another.
+        with threads_of_torch(self._threads):
+            return call(*arguments)
+
+    def _lose(self, graph: Graph, outdated: OutdatedGraph) -> None:
+        """Compile a graph again when it is needed next. Another process would compile what it has: steps go on as they
+        are then.
+        """
+        del self._calls[graph.key]
+        if self.background is not None:
+            self.background.lose(graph.key, str(outdated))
 
     def _from_background(
         self, graph: Graph, inputs: Sequence[torch.Tensor], further: Sequence[torch.Tensor]

@@ -1,4 +1,4 @@
-"""Linear layers of compiled steps by oneDNN, where MKL has no good code for the processor.
+"""Linear layers of compiled steps, and of those that have no graph yet, by oneDNN, where MKL is slow.
 
 torch multiplies float32 by MKL, which takes a generic path on processors that are not Intel's. oneDNN compiles its
 products for the processor that it finds. It takes weights as they lie in memory, as the model has them, so nothing is
@@ -7,10 +7,13 @@ packed and no copy is kept.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
+from ..common.compat.torch import LINEAR, linear_by_onednn
 from ..common.processor import cpu_fields
 
 if TYPE_CHECKING:
@@ -21,6 +24,27 @@ def onednn_is_better() -> bool:
     """Whether torch has both libraries, and this processor is one that MKL does not serve well."""
     vendor = cpu_fields().get("vendor_id", "GenuineIntel")
     return vendor != "GenuineIntel" and torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+
+
+class EagerLinearsByOneDNN(TorchFunctionMode):
+    """A block whose linear layers are oneDNN's, of those that it can compute; without gradients."""
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if (
+            function is LINEAR
+            and not kwargs
+            and _is_matrix(args[1])
+            and all(_is_float32(one) for one in args if one is not None)
+        ):
+            return linear_by_onednn(*args)
+        return function(*args, **kwargs)
 
 
 def linears_by_onednn(module: GraphModule) -> int:
@@ -51,8 +75,11 @@ def _is_plain(node: Node) -> bool:
     """Whether it is of float32 tensors on the CPU, and its weight lies in memory without gaps."""
     values = [_value_of(source) for source in node.all_input_nodes]
     weight = _value_of(node.args[1] if len(node.args) > 1 else node.kwargs["weight"])
-    is_matrix = isinstance(weight, torch.Tensor) and weight.dim() == 2 and weight.is_contiguous()
-    return is_matrix and all(map(_is_float32, values))
+    return _is_matrix(weight) and all(map(_is_float32, values))
+
+
+def _is_matrix(weight: object) -> bool:
+    return isinstance(weight, torch.Tensor) and weight.dim() == 2 and weight.is_contiguous()
 
 
 def _is_float32(value: object) -> bool:

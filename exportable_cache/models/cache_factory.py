@@ -320,12 +320,12 @@ class ExportableEncoderDecoderCache(ExportableCache, EncoderDecoderLayeredCache)
 
 def _layouts(model: PreTrainedModel, stage: Stage | None) -> tuple[list[LayerLayout], torch.dtype, torch.device]:
     """`layout_from_model`; of quantised weights from the config where it tells, as a token through a model of billions
-    of them takes a minute. They compute in float32.
+    of them takes a minute.
     """
     if not has_quantized_weights(model):
         return layout_from_model(model, None if stage is None else stage.layers)
     try:
-        return layout_from_config(model.config), torch.float32, model.device
+        return layout_from_config(model.config), model.dtype, model.device
     except UnsupportedModelError:
         with QuantizedRows():
             return layout_from_model(model)

@@ -6,12 +6,9 @@ import os
 import platform as host
 import shutil
 import subprocess
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import torch
 
 from ..bundle.builder import cannot_write
 from ..bundle.manifest import MANIFEST_FILE
@@ -20,16 +17,14 @@ from ..common.elf import read_program
 from ..common.files import atomic_folder
 from ..common.progress import Progress, silent
 from ..errors import BundleError, InputError, VerificationError
-from ..session.session import Session
+from .package_check import Question, question_of
 
 if TYPE_CHECKING:
     from ..bundle.bundle import Bundle
 
 #: Numbers of the processors in ELF files, by platform.
 PLATFORMS = {"linux-x86_64": 62, "linux-aarch64": 183}
-PROGRAM, BUNDLE, RUN, CHECK = "generate", "bundle", "run.sh", "check.sh"
-#: Of the check: token ids of the prompt, and how many it generates.
-_PROMPT, _NEW = range(3, 11), 16
+PROGRAM, BUNDLE, RUN, CHECK, CHECK_INPUT = "generate", "bundle", "run.sh", "check.sh", "check-{}.bin"
 #: Of the libraries that only the program over the Python wheel loads.
 _OF_THE_WHEEL = ("libpython", "libtorch", "libc10", "_portable_lib")
 _SECONDS = 600
@@ -44,7 +39,7 @@ _CHECK = """\
 #!/bin/sh
 # Whether this device answers as the session did that made the package: 0 yes, 1 no.
 here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd) || exit 2
-found=$("$here/run.sh" --tokens "{prompt}" --max-new-tokens {new}) || exit 2
+found=$("$here/run.sh" --tokens "{prompt}" --max-new-tokens {count}{inputs}) || exit 2
 expected="{expected}"
 if [ "$(echo $found)" = "$expected" ]; then echo "the same {count} tokens"; exit 0; fi
 echo "other tokens: $found"; echo "expected:     $expected"
@@ -79,15 +74,17 @@ def package(
     """Write a folder with a bundle, a program, `run.sh`, and `check.sh`, which compares tokens.
 
     Args:
-        bundle: A decoder for ExecuTorch on the processor.
+        bundle: For ExecuTorch on the processor; where it has encoders, they are part of the check.
         program: `exportable_cache_generate` of `runners/cpp`, built for the platform over an installed ExecuTorch.
         platform: One of `PLATFORMS`.
         output: The folder, which does not exist.
         progress: Told about stages.
 
     Raises:
-        BundleError: If the bundle is of another target, has an encoder, or the folder exists or cannot be written.
-        InputError: If the platform is unknown, the program is for another one, or needs the Python wheel.
+        BundleError: If the bundle is of another target, its cache is too short for the check, or the folder exists or
+            cannot be written.
+        InputError: If the platform is unknown, the program is for another one, or needs the Python wheel; if no step
+            takes what the check shows to the bundle's encoders.
         VerificationError: If the platform is this machine's, and the program fails or gives other tokens; nothing is
             left of the folder.
     """
@@ -97,11 +94,11 @@ def package(
     if folder.exists() or folder.is_symlink():
         raise BundleError(f"{folder} exists; choose another folder, or remove it")
     progress("asking the session for the expected tokens", 0, None)
-    tokens = _expected(bundle)
+    question = question_of(bundle)
     progress("copying", 0, None)
     try:
         with atomic_folder(folder) as made:
-            _fill(made, bundle, program, tokens)
+            _fill(made, bundle, program, question)
             ran = platform == _here()
             if ran:
                 progress("running the check", 0, None)
@@ -109,7 +106,7 @@ def package(
             files = {path.relative_to(made).as_posix(): path.stat().st_size for path in _files(made)}
     except OSError as error:
         raise cannot_write(folder, error) from error
-    return Package(folder, platform, files, libraries, tuple(tokens), ran)
+    return Package(folder, platform, files, libraries, question.tokens, ran)
 
 
 def _check_program(path: Path, platform: str) -> tuple[str, ...]:
@@ -133,25 +130,9 @@ def _check_bundle(bundle: Bundle) -> None:
     manifest = bundle.manifest
     if manifest.target != "executorch":
         raise BundleError(f"{bundle.path} is for {manifest.target}; export it with --target executorch for a device")
-    if "encode" in manifest.program.methods:
-        raise BundleError(
-            f"{bundle.path} has an encoder, whose input the check would have to make; copy the bundle and the program "
-            "by hand (docs/device.md)"
-        )
 
 
-def _expected(bundle: Bundle) -> list[int]:
-    session = Session.from_bundle(bundle)
-    room = _NEW if session.max_length is None else min(_NEW, session.max_length - len(_PROMPT))
-    if room < 1:
-        raise BundleError(
-            f"{bundle.path} holds {session.max_length} tokens, and the check takes {len(_PROMPT) + 1}; export it with "
-            "a larger max_cache_len"
-        )
-    return [int(token) for token in session.generate(torch.tensor([list(_PROMPT)]), room)]
-
-
-def _fill(folder: Path, bundle: Bundle, program: Path, tokens: Sequence[int]) -> None:
+def _fill(folder: Path, bundle: Bundle, program: Path, question: Question) -> None:
     names = [*bundle.manifest.files, MANIFEST_FILE]
     names += [SIGNATURE_FILE] if (bundle.path / SIGNATURE_FILE).is_file() else []
     for name in names:
@@ -161,12 +142,29 @@ def _fill(folder: Path, bundle: Bundle, program: Path, tokens: Sequence[int]) ->
     shutil.copyfile(program, folder / PROGRAM)
     # Numbers and names of ours alone: what a manifest says goes into no script.
     check = _CHECK.format(
-        prompt=" ".join(map(str, _PROMPT)), new=len(tokens), expected=" ".join(map(str, tokens)), count=len(tokens)
+        prompt=" ".join(map(str, question.prompt)),
+        inputs=_write_inputs(folder, question),
+        expected=" ".join(map(str, question.tokens)),
+        count=len(question.tokens),
     )
     (folder / RUN).write_text(_RUN.format(program=PROGRAM, bundle=BUNDLE), encoding="ascii")
     (folder / CHECK).write_text(check, encoding="ascii")
     for name in (PROGRAM, RUN, CHECK):
         (folder / name).chmod(0o755)
+
+
+def _write_inputs(folder: Path, question: Question) -> str:
+    """What the program is told of them."""
+    said = f' --encode "{" ".join(map(str, question.encoded))}"' if question.encoded else ""
+    if question.values:
+        file = CHECK_INPUT.format("input")
+        (folder / file).write_bytes(question.values)
+        said = f' --encode-file "$here/{file}"'
+    for name, content in question.inputs.items():
+        file = CHECK_INPUT.format(name)
+        (folder / file).write_bytes(content)
+        said += f' --input "{name}=$here/{file}"'
+    return said
 
 
 def _here() -> str:

@@ -44,6 +44,29 @@ struct Part {
   bool kept;
 };
 
+// exp(x) of numbers up to zero, to 2e-7, and zero far below. Highway's is for all numbers, in more steps (1.06 times the
+// time of a prompt's attention).
+HWY_INLINE V exp_of_low(V x) {
+  const F d;
+  const hn::RebindToSigned<F> whole;
+  // The bits of a number added to this one are those of the nearest whole number.
+  const V shift = hn::Set(d, 12582912.0f);
+  const V two_to = hn::Max(hn::Mul(x, hn::Set(d, 1.44269504f)), hn::Set(d, -127.0f));
+  const V shifted = hn::Add(two_to, shift);
+  const V rest = hn::Sub(two_to, hn::Sub(shifted, shift));
+  V power = hn::Set(d, 1.5353362e-4f);
+  power = hn::MulAdd(power, rest, hn::Set(d, 1.3398874e-3f));
+  power = hn::MulAdd(power, rest, hn::Set(d, 9.6184374e-3f));
+  power = hn::MulAdd(power, rest, hn::Set(d, 5.5503325e-2f));
+  power = hn::MulAdd(power, rest, hn::Set(d, 0.24022648f));
+  power = hn::MulAdd(power, rest, hn::Set(d, 0.6931472f));
+  power = hn::MulAdd(power, rest, hn::Set(d, 1.0f));
+  const auto exponent = hn::ShiftLeft<23>(hn::BitCast(whole, shifted));
+  const V result = hn::BitCast(d, hn::Add(hn::BitCast(whole, power), exponent));
+  // Of the greater of two, some processors lose a not-a-number.
+  return hn::IfThenElse(hn::IsNaN(x), x, result);
+}
+
 // Scores of one row to weights: what is below its greatest score so far. Earlier sums shrink if that has grown.
 HWY_INLINE void weigh(float* scores, Range seen, float* top, float* total, float* sums, int64_t dim) {
   const F d;
@@ -60,9 +83,7 @@ HWY_INLINE void weigh(float* scores, Range seen, float* top, float* total, float
   const V above = hn::Set(d, greatest);
   V sum = hn::Zero(d);
   for (int64_t t = 0; t < kBlock; t += lanes) {
-    const V x = hn::Sub(hn::Load(d, scores + t), above);
-    // Highway's Exp makes zero of not-a-number, which must be seen.
-    const V weight = hn::IfThenElse(hn::IsNaN(x), x, hn::Exp(d, x));
+    const V weight = exp_of_low(hn::Sub(hn::Load(d, scores + t), above));
     hn::Store(weight, d, scores + t);
     sum = hn::Add(sum, weight);
   }

@@ -134,6 +134,21 @@ static int on_text(const char* piece, size_t size, void* user) {
   return !(*env)->ExceptionCheck(env) && goes_on;
 }
 
+static int on_allowed(const int64_t* tokens, size_t count, uint32_t* mask, size_t words, void* user) {
+  const Callback* callback = user;
+  JNIEnv* env = callback->env;
+  jlongArray given = (*env)->NewLongArray(env, (jsize)count);
+  jintArray bits = given == NULL ? NULL : (*env)->NewIntArray(env, (jsize)words);
+  if (bits == NULL) return -1;
+  (*env)->SetLongArrayRegion(env, given, 0, (jsize)count, (const jlong*)tokens);
+  const jboolean goes_on = (*env)->CallBooleanMethod(env, callback->object, callback->test, given, bits);
+  if ((*env)->ExceptionCheck(env)) return -1;
+  (*env)->GetIntArrayRegion(env, bits, 0, (jsize)words, (jint*)mask);
+  (*env)->DeleteLocalRef(env, given);
+  (*env)->DeleteLocalRef(env, bits);
+  return goes_on;
+}
+
 static jlong long_field(JNIEnv* env, jobject object, const char* name) {
   jclass kind = (*env)->GetObjectClass(env, object);
   return (*env)->GetLongField(env, object, (*env)->GetFieldID(env, kind, name, "J"));
@@ -156,6 +171,7 @@ static void read_seed(JNIEnv* env, jobject object, ec_options* options) {
 /* Prompt, tokens and texts that are freed together. */
 typedef struct Arguments {
   ec_options options;
+  Callback allowed;
   int64_t* tokens;
   char* text;
   char* system; /* of a chat; NULL of a text to go on from */
@@ -184,6 +200,12 @@ static int read_arguments(JNIEnv* env, Arguments* arguments, jlongArray tokens, 
   known->prompt_lookup = long_field(env, options, "promptLookup");
   read_seed(env, options, known);
   jclass kind = (*env)->GetObjectClass(env, options);
+  jclass allows = (*env)->FindClass(env, "exportablecache/Session$AllowedTokens");
+  if (allows == NULL) return 0;
+  jfieldID allowed = (*env)->GetFieldID(env, kind, "allowedTokens", "Lexportablecache/Session$AllowedTokens;");
+  arguments->allowed = (Callback){env, (*env)->GetObjectField(env, options, allowed), (*env)->GetMethodID(env, allows, "allow", "([J[I)Z")};
+  known->allowed_user = &arguments->allowed;
+  if (arguments->allowed.object != NULL) known->allowed_tokens = on_allowed;
   jlongArray stop_tokens = (*env)->GetObjectField(env, options, (*env)->GetFieldID(env, kind, "stopTokens", "[J"));
   arguments->stop_tokens = copy_of(env, stop_tokens, sizeof(jlong));
   if (arguments->stop_tokens == NULL) return 0;

@@ -135,14 +135,30 @@ def get_delegates_of(edge: object) -> list:
     return [(node.name, getattr(graph_module, node.target), node) for node in get_delegates(graph_module.graph)]
 
 
-def test_what_is_lowered_does_not_grow_with_the_layers(stamped, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, fewer = stamped
-    sizes = counted(monkeypatch, stop_at=2)
-    with suppress(_Counted):
-        lower.to_edge(programs_of(model_of(LAYERS + 1)))
+def sizes_of(layers: int, own: bool) -> list[int]:
+    """Operators of each program that a model's lowering goes through."""
+    with pytest.MonkeyPatch.context() as monkeypatch, suppress(_Counted):
+        sizes = counted(monkeypatch, stop_at=2)
+        lower.to_edge(programs_of(model_of(layers)), own=own)
+    return sizes
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_what_is_lowered_does_not_grow_with_the_layers(own: bool) -> None:
+    fewer, sizes = sizes_of(LAYERS, own), sizes_of(LAYERS + 1, own)
     assert len(fewer) == len(sizes) == 2 and sizes[0] == fewer[0]
     # A layer more is its inputs and calls, not its operators.
     assert sizes[1] - fewer[1] < fewer[0] / 2
+
+
+@pytest.mark.full
+def test_operators_of_our_own_read_the_weights_of_their_layers() -> None:
+    edge = lower.to_edge(programs_of(model_of(LAYERS)), own=True)
+    program = edge.exported_program("forward")
+    calls = [node for node in program.graph.nodes if "linear_4bit" in str(node.target)]
+    read = {program.graph_signature.inputs_to_parameters[call.args[1].name] for call in calls}
+    # Seven in each layer, and the head.
+    assert len(calls) == len(read) == 7 * LAYERS + 1
 
 
 @pytest.mark.full

@@ -16,6 +16,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch._inductor import codecache, cpp_builder, cpu_vec_isa
 from torch._inductor import config as inductor
+from transformers.models.mistral import modeling_mistral
 
 from exportable_cache import ExportableCache, Session
 from exportable_cache.backends import graph_cache
@@ -23,6 +24,7 @@ from exportable_cache.backends.graph_cache import GraphCache
 from exportable_cache.common.compat import torch_compile as private
 from exportable_cache.common.files import PARTIAL
 from exportable_cache.common.patch import ORIGINAL
+from exportable_cache.common.threads import threads_of_torch
 from exportable_cache.errors import InputError
 
 from ..support.compiling import compiling_with
@@ -89,6 +91,10 @@ def in_an_empty_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
     forget_code()
     monkeypatch.setattr(cpp_builder.CppBuilder, "build", lambda self: pytest.fail("code is compiled"))
+
+
+class MistralRMSNorm(modeling_mistral.MistralRMSNorm):
+    """Of the same name, so that a model of it reads as one of the other."""
 
 
 def ring_model(scale: float = 1.0):
@@ -200,7 +206,9 @@ def test_what_the_file_name_does_not_know_is_guarded(folder) -> None:
     session_of(ring_model(), folder, buckets=False).prefill(tokens(3))
 
 
-@pytest.mark.parametrize("change", among(["source", "file", "threads", "layout", "hook"], fast=["source", "hook"]))
+@pytest.mark.parametrize(
+    "change", among(["source", "file", "threads", "layout", "hook", "class"], fast=["source", "hook", "class"])
+)
 def test_graphs_of_something_else_are_compiled_again(change: str, model, folder, monkeypatch) -> None:
     options = {"buckets": False}
     if change == "source":
@@ -215,6 +223,8 @@ def test_graphs_of_something_else_are_compiled_again(change: str, model, folder,
         monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
     elif change == "hook":
         hook = model.model.norm.register_forward_hook(lambda module, inputs, output: 2 * output)
+    elif change == "class":
+        model.model.norm.__class__ = MistralRMSNorm
     else:
         options = {"buckets": [4]}
     try:
@@ -224,6 +234,8 @@ def test_graphs_of_something_else_are_compiled_again(change: str, model, folder,
     finally:
         if change == "hook":
             hook.remove()
+        elif change == "class":
+            model.model.norm.__class__ = modeling_mistral.MistralRMSNorm
     assert counts(session) == (0, 1)
 
 
@@ -254,6 +266,49 @@ def test_a_later_session_goes_on_while_graphs_are_loaded_and_starts_no_process(m
         assert session.runner.background._worker._process is None and told[-1][1] == told[-1][2]
 
 
+@pytest.mark.parametrize("how", ["wait", "background"])
+def test_a_graph_that_does_not_fit_any_more_is_not_called(how: str, model, folder) -> None:
+    """The model, or torch's settings, change amid a session."""
+    attention, ids = model.model.layers[0].self_attn, tokens(6)
+    scaling = attention.scaling
+
+    def check(session: Session) -> None:
+        torch.testing.assert_close(session.prefill(ids), reference_logits(model, ids, 6)[:, -1], atol=1e-4, rtol=0)
+        session.reset()
+
+    with session_of(model, folder, buckets=False, compile=how) as session:
+        session.warm_up()
+        check(session)
+        before = counts(session)
+        assert before[1] == 0 and "prefill" in {key[0] for key in session.runner._calls}
+        attention.scaling = scaling * 3
+        try:
+            if how == "wait":
+                check(session)
+                # Once, and the graph for this model as it was is replaced by that for it as it is.
+                check(session)
+                assert counts(session) == (before[0], 1)
+            else:
+                with pytest.warns(RuntimeWarning, match="the model or torch's settings have changed"):
+                    check(session)
+                assert "prefill" not in {key[0] for key in session.runner._calls}
+        finally:
+            attention.scaling = scaling
+    # Back to the graphs of the other tests.
+    session_of(model, folder, buckets=False).prefill(tokens(3))
+
+
+@pytest.mark.parametrize("how", ["wait", "background"])
+def test_graphs_run_on_as_many_threads_as_when_the_session_was_made(how: str, model, folder) -> None:
+    with session_of(model, folder, buckets=False, compile=how) as session:
+        session.warm_up()
+        with threads_of_torch(3):
+            ids = tokens(6)
+            torch.testing.assert_close(session.prefill(ids), reference_logits(model, ids, 6)[:, -1], atol=1e-4, rtol=0)
+            assert torch.get_num_threads() == 3
+        assert "prefill" in {key[0] for key in session.runner._calls} and counts(session)[1] == 0
+
+
 def cache_of(folder: Path, model, limit: int = graph_cache.GRAPH_CACHE_MB) -> GraphCache:
     return GraphCache(folder, model, ExportableCache.from_model(model, CAPACITY), limit)
 
@@ -275,6 +330,9 @@ class Written:
 
     def guard_check(self, *inputs: torch.Tensor) -> bool:
         return True
+
+    def disable_guard_check(self) -> None:
+        pass
 
 
 def written_graphs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,13 +31,13 @@ def generated_code() -> Iterator[None]:
         yield
 
 
-def quantized_model(bits: int = 8, group: int = 32):
+def quantized_model(bits: int = 8, group: int = 32, dtype: torch.dtype = torch.float32):
     pytest.importorskip("torchao")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, quantize_
         from torchao.quantization.granularity import PerGroup
-    model = tiny_model("llama", **SIZES)
+    model = tiny_model("llama", dtype, **SIZES)
     four = IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(group))
     quantize_(model, Int8WeightOnlyConfig() if bits == 8 else four)
     return model
@@ -76,6 +76,13 @@ def test_quantised_weights(bits: int) -> None:
     expected, session = logits(session_of(model)), session_of(model, "wait")
     assert (logits(session) - expected).abs().max() <= 1e-4
     assert counts(session) == (REGIONS, CALLS)
+
+
+def test_keys_and_values_are_of_the_dtype_that_quantised_weights_compute_in() -> None:
+    model = quantized_model(dtype=torch.bfloat16)
+    with session_of(model) as session:
+        assert session.prefill(tokens(3)).dtype == torch.bfloat16
+        assert session.cache.layers[0].keys.dtype == torch.bfloat16
 
 
 def test_quantised_weights_are_compiled_in_the_background(monkeypatch) -> None:

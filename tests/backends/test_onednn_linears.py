@@ -1,4 +1,4 @@
-"""Linear layers of captured graphs that oneDNN computes, on any processor."""
+"""Linear layers that oneDNN computes, in captured graphs and as they run, on any processor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from exportable_cache import ExportableCache, Session, export
-from exportable_cache.backends import onednn_linears
+from exportable_cache.backends import background, background_worker, onednn_linears
 from exportable_cache.backends.layered import LayeredBackend
 
 from ..support.compiling import compiling_with
@@ -76,6 +76,32 @@ def test_a_compiled_session_multiplies_by_it(better) -> None:
     # Seven of a layer, and the logits.
     assert calls["mkldnn::_linear_pointwise"] == 2 * 7 + 1
     assert not calls.keys() & {"aten::mm", "aten::addmm", "aten::linear"}
+
+
+@pytest.mark.parametrize("shape", [(8,), (3, 8), (2, 3, 8)])
+def test_layers_of_every_form_as_they_run(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    module, x = Linears().eval(), torch.randn(shape)
+    with torch.no_grad():
+        expected = module(x)
+        with torch.profiler.profile() as profile, onednn_linears.EagerLinearsByOneDNN():
+            got = module(x)
+    torch.testing.assert_close(got, expected)
+    # One more is called with names.
+    assert {event.key: event.count for event in profile.key_averages()}["mkldnn::_linear_pointwise"] == 2
+
+
+@pytest.mark.parametrize("is_better", [True, False])
+def test_steps_that_wait_for_their_graph_multiply_by_it(is_better: bool, monkeypatch) -> None:
+    monkeypatch.setattr(background, "onednn_is_better", lambda: is_better)
+    monkeypatch.setattr(background_worker, "_CHILD", "import time; time.sleep(600)")
+    model, ids = tiny_model("llama", num_hidden_layers=2), tokens(5)
+    with compiling_with("inductor"):
+        session = Session.from_model(model, ExportableCache.from_model(model, 64), compile="background")
+    with session, torch.profiler.profile() as profile:
+        torch.testing.assert_close(session.prefill(ids), reference_logits(model, ids, 5)[:, -1], atol=1e-4, rtol=0)
+    calls = {event.key: event.count for event in profile.key_averages()}
+    assert calls.get("mkldnn::_linear_pointwise", 0) == (2 * 7 + 1 if is_better else 0)
 
 
 @pytest.mark.full

@@ -29,11 +29,9 @@ def takes(*names: str) -> tuple[str, ...]:
 #: Module of common/compat -> name -> kind, or the parameters it must have.
 NAMES: dict[str, dict[str, Any]] = {
     "torch_onednn": {
-        "torch.ops.mkldnn._linear_pointwise": VALUE,
         "torch._inductor.mkldnn_ir.LinearUnary.create": takes("x", "w", "B", "attr", "scalars", "algorithm"),
         "torch._inductor.lowering.register_lowering": takes("aten_fn", "type_promotion_kind"),
         "torch._inductor.ir.TensorBox": CLASS,
-        "torch._C._nn.linear": CALLABLE,
     },
     "torch_distributed": {
         "torch.distributed._functional_collectives.broadcast": takes("self", "src", "group"),
@@ -48,6 +46,8 @@ NAMES: dict[str, dict[str, Any]] = {
     "torch": {
         "torch._check": takes("cond", "message"),
         "torch.ops.aten._reshape_copy": VALUE,
+        "torch.ops.mkldnn._linear_pointwise": VALUE,
+        "torch._C._nn.linear": CALLABLE,
         "torch._subclasses.fake_tensor.FakeTensor": CLASS,
         "torch._subclasses.fake_tensor.FakeTensorMode.cache_clear": CALLABLE,
         "torch._ops.OperatorBase": CLASS,

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
 from exportable_cache import export
 from exportable_cache.backends.executorch.lower import lower_programs
 from exportable_cache.backends.executorch.own_linears import pack
+from exportable_cache.backends.executorch.segment_calls import StampedSegments
 from exportable_cache.common.compat.executorch import load_program
 
-from ..support.models import tiny_model
+from ..backends.test_executorch_stamping import LAYERS, model_of, programs_of
+from ..support.models import tiny_model, tokens
 
 
 class Linear(torch.nn.Module):
@@ -53,8 +56,23 @@ def check_bundle(folder: Path) -> None:
     assert b"linear_4bit" in (folder / "program.pte").read_bytes()
 
 
+def check_stamped(path: Path) -> None:
+    """Layers that are lowered once, and each of them lowered: the same logits, to the bit."""
+    inputs = (tokens(7), torch.zeros(1, dtype=torch.int64))
+    stamped = lower_programs(programs_of(model_of(LAYERS)), own=True)
+    with patch.object(StampedSegments, "take", lambda self, program: program):
+        whole = lower_programs(programs_of(model_of(LAYERS)), own=True)
+    assert stamped.buffer != whole.buffer
+    results = []
+    for program in (stamped, whole):
+        path.write_bytes(program.buffer)
+        results.append(load_program(path).load_method("forward")(inputs)[0].clone())
+    assert torch.equal(*results)
+
+
 @torch.no_grad()
 def check_linears(folder: Path) -> None:
-    """The operator by itself, and a model of it."""
+    """The operator by itself, and models of it."""
     check_operator(folder.with_name("linear.pte"))
+    check_stamped(folder.with_name("stamped.pte"))
     check_bundle(folder)

@@ -78,6 +78,24 @@ final class SessionCalls {
       } catch (IllegalArgumentException failure) {
         System.out.println(failure.getMessage());
       }
+      session.reset();
+      Session.Options bound = new Session.Options();
+      tokens.clear();
+      // Multiples of 7, and none after the third.
+      bound.allowedTokens = (chosen, mask) -> {
+        for (int token = 0; token < 32 * mask.length; token += 7) mask[token / 32] |= 1 << (token % 32);
+        return chosen.length < 3 && (chosen.length == 0 || chosen[chosen.length - 1] == tokens.get(tokens.size() - 1));
+      };
+      statistics = session.generate(prompt, bound, token -> tokens.add(token));
+      System.out.println(tokens.stream().allMatch(token -> token % 7 == 0) + " " + tokens.size() + " " + statistics.stop);
+      bound.allowedTokens = (chosen, mask) -> true;
+      System.out.println(refused(() -> session.generate(prompt, bound, token -> true)));
+      bound.allowedTokens = (chosen, mask) -> { throw new IllegalArgumentException("from the mask"); };
+      try {
+        session.generate(prompt, bound, token -> true);
+      } catch (IllegalArgumentException failure) {
+        System.out.println(failure.getMessage());
+      }
       System.out.println(refused(() -> session.prefill(new long[] {1000000})));
       System.out.println(refused(() -> session.encodeInput(new long[] {1})));
       System.out.println(refused(() -> session.encodeInput(new float[] {1})));

@@ -12,7 +12,20 @@ import ctypes
 import json
 import sys
 import threading
-from ctypes import POINTER, byref, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p
+from ctypes import (
+    POINTER,
+    byref,
+    c_char_p,
+    c_double,
+    c_float,
+    c_int,
+    c_int32,
+    c_int64,
+    c_size_t,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +45,8 @@ class Options(ctypes.Structure):
         ("stop_strings", POINTER(c_char_p)),
         ("stop_string_count", c_size_t),
         ("prompt_lookup", c_int64),
+        ("allowed_tokens", c_void_p),
+        ("allowed_user", c_void_p),
     ]
 
 
@@ -57,6 +72,7 @@ class Statistics(ctypes.Structure):
 
 ON_TOKEN = ctypes.CFUNCTYPE(c_int, c_int64, c_void_p)
 ON_TEXT = ctypes.CFUNCTYPE(c_int, c_void_p, c_size_t, c_void_p)
+ALLOW = ctypes.CFUNCTYPE(c_int, POINTER(c_int64), c_size_t, POINTER(c_uint32), c_size_t, c_void_p)
 
 
 class Library:

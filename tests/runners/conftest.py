@@ -52,7 +52,16 @@ def installed_executorch(request: pytest.FixtureRequest) -> str:
     return prefix
 
 
-def _over_wheel() -> list[str]:
+def cmake_program() -> str:
+    """The cmake beside this interpreter, or on the path."""
+    beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    cmake = shutil.which("cmake", path=beside)
+    if cmake is None:
+        pytest.skip("there is no cmake; the test extra installs one")
+    return cmake
+
+
+def over_wheel() -> list[str]:
     """CMake's options for the executorch wheel of this interpreter."""
     library = Path(sysconfig.get_config_var("LIBDIR") or "", sysconfig.get_config_var("INSTSONAME") or "")
     if not sysconfig.get_config_var("Py_ENABLE_SHARED") or not library.is_file():
@@ -71,10 +80,7 @@ def cpp_build(request: pytest.FixtureRequest) -> Path:
     """Folder with the programs, built against this interpreter's executorch wheel, or what `--executorch` names."""
     pytest.importorskip("executorch", reason="the executorch extra is not installed")
     prefix, toolchain = request.config.getoption("--executorch"), request.config.getoption("--toolchain")
-    beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    cmake = shutil.which("cmake", path=beside)
-    if cmake is None:
-        pytest.skip("there is no cmake; the test extra installs one")
+    cmake = cmake_program()
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None or subprocess.run(
         [*compiler.split(), "-std=c++20", "-fsyntax-only", "-x", "c++", "-"],
@@ -86,7 +92,7 @@ def cpp_build(request: pytest.FixtureRequest) -> Path:
     if request.config.getoption("--sanitize"):
         quick.append("-DCMAKE_CXX_FLAGS=-fsanitize=address,undefined -fno-sanitize-recover=all")
     options = [
-        *(_over_wheel() if prefix is None else _over_installed(prefix, toolchain)),
+        *(over_wheel() if prefix is None else _over_installed(prefix, toolchain)),
         *([] if toolchain else [f"-DCMAKE_CXX_COMPILER={compiler}"]),
         "-DEC_BUILD_TESTS=ON",
         "-DEC_BUILD_SHARED=ON",

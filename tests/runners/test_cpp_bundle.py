@@ -105,6 +105,18 @@ def test_prompt_lookup_gives_the_same_tokens_in_fewer_steps(probe: Probe) -> Non
     assert not refused.ok and "prompt_lookup is -1" in refused.values[1]
 
 
+def test_prompt_lookup_proposes_what_the_caller_may_not_allow(probe: Probe) -> None:
+    bundle = wider_than_its_logits()
+    prompt = torch.randint(2, VOCAB, (1, 6), generator=torch.Generator().manual_seed(2)).repeat(1, 5)
+    asked = ("generate", ids(prompt[0]), "max_new_tokens=50", "multiples_of=3", "temperature=1.1", "seed=3")
+    found, _, looked_up, length = probe(
+        ("open", bundle), asked, ("reset",), (*asked, "prompt_lookup=4"), ("length",)
+    )[1:]  # fmt: skip
+    assert looked_up.tokens() == found.tokens() and len(found.tokens()) == 50
+    assert all(token % 3 == 0 and token < VOCAB for token in found.tokens()) and len(set(found.tokens())) > 5
+    assert looked_up.tokens(5)[0] > looked_up.tokens(5)[1] and length.tokens() == [prompt.shape[1] + 49]
+
+
 def test_prompt_lookup_that_cannot_be_is_refused(both, tmp_path, probe: Probe) -> None:
     asked = ("generate", "5 6 7", "max_new_tokens=5", "prompt_lookup=3")
     (reply,) = probe(("open", both), asked)[1:]

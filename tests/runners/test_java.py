@@ -67,6 +67,9 @@ def test_java_answers_as_the_session_in_python(classes: Path, demo_bundle: Path,
         "2 CANCELLED",
         "from the callback",
     ]
+    assert lines[9] == "true 3 WHOLE" and lines[11] == "from the mask"
+    assert lines[10].startswith(f"1 allowed_tokens allows none of {VOCAB} tokens after 0 new ones")
+    del lines[9:12]
     assert lines[9].startswith("1 tokens[0] is token id 1000000")
     assert lines[10] == lines[11] == "1 this model has no encoder; pass the tokens to prefill"
     assert lines[12].startswith("1 ") and lines[13].startswith("3 ")

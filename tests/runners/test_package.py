@@ -1,6 +1,7 @@
 """`package`: a folder for a device, with a check that finds a program that answers otherwise."""
 
 import platform
+import re
 import shutil
 import struct
 import subprocess
@@ -17,6 +18,9 @@ from exportable_cache.session.opening import load
 
 from ..support.models import tiny_model
 from ..support.sessions import exported_bundle
+from .test_cpp_encoders import bundle_of as encoder_bundle
+from .test_cpp_items import bundle_of as items_bundle
+from .test_cpp_media import bundle_of as media_bundle
 
 HERE = f"linux-{platform.machine()}"
 OTHER = next(name for name in PLATFORMS if name != HERE)
@@ -120,6 +124,38 @@ def test_other_bundles_are_refused(tmp_path: Path) -> None:
     pt2 = Bundle.open(exported_bundle(tiny_model("llama"), "pt2", prefill_chunk=16))
     with pytest.raises(BundleError, match="is for pt2; export it with --target executorch"):
         package(pt2, program, HERE, tmp_path / "device")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["t5", "whisper", "llava", "qwen2_5_vl", "paligemma"])
+def test_the_check_gives_an_encoder_its_input(cpp_build: Path, tmp_path: Path, family: str) -> None:
+    of_family = {"t5": encoder_bundle, "whisper": encoder_bundle, "paligemma": media_bundle}.get(family, items_bundle)
+    bundle = Bundle.open(of_family(family))
+    made = package(bundle, for_machine(compiled(tmp_path, ""), PLATFORMS[OTHER]), OTHER, tmp_path / "device")
+    assert len(made.tokens) > 3
+    # That over the wheel, which is no device's: another name for it.
+    program = cpp_build / "exportable_cache_generate"
+    (made.path / PROGRAM).write_text(f'#!/bin/sh\nexec "{program}" "$@"\n')
+    done = subprocess.run([made.path / CHECK], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout == f"the same {len(made.tokens)} tokens\n", done
+    files = sorted(path.name for path in made.path.glob("check-*"))
+    name = {"whisper": "input", "t5": None}.get(family, "pixel_values")
+    assert files == ([f"check-{name}.bin"] if name else [])
+    if name is None:
+        script = (made.path / CHECK).read_text()
+        (made.path / CHECK).write_text(re.sub('--encode "[0-9 ]+"', '--encode ""', script))
+    else:
+        content = (made.path / files[0]).read_bytes()
+        (made.path / files[0]).write_bytes(content[:-8])
+    done = subprocess.run([made.path / CHECK], capture_output=True, text=True)
+    assert done.returncode == 2 and ("is empty" if name is None else "numbers") in done.stderr
+
+
+def test_a_cache_that_is_too_short_for_the_check_is_refused(tmp_path: Path) -> None:
+    bundle = Bundle.open(exported_bundle(tiny_model("llama"), "executorch", 8, prefill_chunk=8, verify=False))
+    program = for_machine(compiled(tmp_path, ""), PLATFORMS[OTHER])
+    with pytest.raises(BundleError, match="holds 8 tokens, and the check takes 9"):
+        package(bundle, program, OTHER, tmp_path / "device")
 
 
 def test_the_program_over_an_installed_executorch(

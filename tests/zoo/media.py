@@ -86,7 +86,7 @@ def check_media(row: Architecture, kind: str, target: str, model: PreTrainedMode
 def _run(model: PreTrainedModel, kind: str, target: str) -> Outcome:
     example = item(model, kind)
     (modality,) = modalities_of(model, {kind: example})
-    prompts = [_prompt(model, modality, example, pieces) for pieces in PROMPTS]
+    prompts = [prompt_of(model, modality, example, pieces) for pieces in PROMPTS]
     following = torch.randint(FIRST_TOKEN, VOCAB, (1, STEPS), generator=torch.Generator().manual_seed(5))
     references = []
     for prompt in prompts:
@@ -126,7 +126,7 @@ def mechanism_of(modality: Modality) -> str:
     return ", ".join(found)
 
 
-def _prompt(
+def prompt_of(
     model: PreTrainedModel, modality: Modality, example: dict[str, torch.Tensor], pieces: tuple[int, ...]
 ) -> dict[str, torch.Tensor]:
     items = [item(model, modality.kind, seed) for seed in range(1, len(pieces))]

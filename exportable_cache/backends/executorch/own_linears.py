@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from executorch.backends.transforms.utils import get_param_tensor
 
-from .graph_edits import add_constant, insert_call, replace_call
+from .graph_edits import add_weight, insert_call, replace_call
 from .quantized_linears import fold_linears, int4_layer
 
 if TYPE_CHECKING:
@@ -45,7 +45,8 @@ def linears_to_own(program: ExportedProgram) -> ExportedProgram:
         if zero_point is not None and bool(zero_point.any()):
             continue
         integers, scales = (get_param_tensor(program, part) for part in (layer.integers, layer.scale))
-        packed = add_constant(program, f"{layer.integers.name}_packed", pack(integers, scales), persistent=True)
+        # A parameter, as what differs between layers that are otherwise equal: see `segments`.
+        packed = add_weight(program, f"{layer.integers.name}_packed", pack(integers, scales))
         with graph.inserting_before(node):
             operator = torch.ops.exportable_cache.linear_4bit.default
             call = insert_call(graph, operator, layer.source, packed, layer.bias, integers.shape[0])

@@ -30,8 +30,8 @@ _FEWEST_OPERATORS = 12
 #: Of fewer equal ones, lowering them where they are takes no longer.
 _FEWEST_TIMES = 3
 _LIBRARIES = ("aten", "exportable_cache", "torchao", "quantized_decomposed")
-#: Stay where they are: see `attention_forms`, and `own_linears`, whose weights no delegate has.
-_IN_PLACE = ("exportable_cache::fused_attention", "exportable_cache::linear_4bit")
+#: Stays where it is: see `attention_forms`.
+_IN_PLACE = "exportable_cache::fused_attention"
 
 
 class Unexplained(Exception):
@@ -110,7 +110,7 @@ def _is_movable(node: Node) -> bool:
     target = node.target
     if target is operator.getitem:
         return _is_movable(node.args[0])
-    if not isinstance(target, OpOverload) or target.namespace not in _LIBRARIES or target.name() in _IN_PLACE:
+    if not isinstance(target, OpOverload) or target.namespace not in _LIBRARIES or target.name() == _IN_PLACE:
         return False
     values = node.meta.get("val")
     values = values if isinstance(values, (list, tuple)) else [values]

@@ -16,6 +16,7 @@
 | `torch.ops.aten._reshape_copy` | networks of TensorRT have reshapes with sizes that it does not know |
 | `torch.ops.aten._assert_tensor_metadata` | equal layers are lowered one by one |
 | `torch._C._dispatch_get_all_op_names` | functions of TorchScript are not told from operators that a file may call |
+| `torch._C._nn.linear`, `torch.ops.mkldnn._linear_pointwise` | linear layers are MKL's where it is slow |
 | `torch._dynamo.mark_dynamic`, `maybe_mark_dynamic`, `exc.TorchDynamoException` | each length of a prompt is a graph |
 | `torch._inductor.list_mode_options`, `config.save_config_portable`, `load_config` | no compiled graphs on disk |
 | `torch._dynamo.guards.CheckFunctionManager.UNSUPPORTED_SERIALIZATION_GUARD_TYPES` | the same |
@@ -59,8 +60,15 @@ check = torch._check
 #: What a trace leaves where a dtype was looked at.
 RESHAPE_COPY = torch.ops.aten._reshape_copy.default
 METADATA_ASSERTION = torch.ops.aten._assert_tensor_metadata.default
+#: `torch.nn.functional.linear` as it runs.
+LINEAR = torch._C._nn.linear
 
 __all__ = ["FakeTensor", "OpOverload", "OperatorBase", "check", "tree_flatten", "tree_map", "tree_unflatten"]
+
+
+def linear_by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`torch.nn.functional.linear` of float32 on a CPU, without a gradient."""
+    return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
 
 
 def fake_tensors() -> AbstractContextManager[Any]:

@@ -3,9 +3,8 @@ compiler.
 
 | name | without it |
 |---|---|
-| `torch.ops.mkldnn._linear_pointwise`, `torch._inductor.mkldnn_ir.LinearUnary` | compiled steps multiply by MKL |
+| `torch._inductor.mkldnn_ir.LinearUnary` | compiled steps multiply by MKL |
 | `torch._inductor.lowering.register_lowering`, `torch._inductor.ir.TensorBox` | the same |
-| `torch._C._nn.linear` | linear layers of captured graphs are not found |
 
 Inductor has a lowering of its own for that operator, for weights that are constants of a graph; ours are inputs of it.
 """
@@ -19,8 +18,10 @@ from torch._inductor.ir import TensorBox
 from torch._inductor.lowering import register_lowering
 from torch._inductor.mkldnn_ir import LinearUnary
 
+from .torch import LINEAR, linear_by_onednn
+
 #: `torch.nn.functional.linear` as TorchDynamo and `torch.export` record it.
-LINEARS = (torch._C._nn.linear, torch.ops.aten.linear.default)
+LINEARS = (LINEAR, torch.ops.aten.linear.default)
 _NO_MORE: tuple[str, list[Any], str] = ("none", [], "")
 
 _library = torch.library.Library("exportable_cache", "FRAGMENT")
@@ -31,7 +32,7 @@ ONEDNN_LINEAR = torch.ops.exportable_cache.onednn_linear.default
 
 @torch.library.impl(_library, "onednn_linear", "CPU")
 def _onednn_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, *_NO_MORE)
+    return linear_by_onednn(x, weight, bias)
 
 
 @torch.library.register_fake("exportable_cache::onednn_linear", lib=_library)

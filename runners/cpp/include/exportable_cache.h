@@ -23,7 +23,7 @@ extern "C" {
 #endif
 
 /* Grows when something is added; another first half means that callers have to be compiled again. */
-#define EC_ABI_VERSION 0x00010001u
+#define EC_ABI_VERSION 0x00010002u
 
 typedef struct ec_session ec_session;
 
@@ -41,7 +41,8 @@ typedef enum ec_stop {
   EC_STOP_MAX_NEW_TOKENS = 2,
   EC_STOP_CACHE_FULL = 3,
   EC_STOP_CALLBACK = 4,
-  EC_STOP_CANCELLED = 5
+  EC_STOP_CANCELLED = 5,
+  EC_STOP_WHOLE = 6 /* allowed_tokens said so */
 } ec_stop;
 
 /* What the values of a tensor are. */
@@ -49,6 +50,12 @@ typedef enum ec_dtype {
   EC_FLOAT32 = 0,
   EC_INT64 = 1
 } ec_dtype;
+
+/* Called once before each choice: set bit b of mask[w] where token 32 * w + b may come next. All are 0 before. `tokens` are the `count`
+ * that were chosen so far, the prompt not among them. Return 1; 0 where the answer is whole, which ends the generation; less where
+ * it failed, which ends it with EC_INPUT, as a mask that allows no token does: what was given out stays. The masks of llguidance and
+ * XGrammar are of this form. */
+typedef int (*ec_allow_tokens)(const int64_t* tokens, size_t count, uint32_t* mask, size_t words, void* user);
 
 /* How tokens are generated. Fill it with ec_options_init first. */
 typedef struct ec_options {
@@ -65,6 +72,8 @@ typedef struct ec_options {
   const char* const* stop_strings; /* that end the text, and are not given out */
   size_t stop_string_count;
   int64_t prompt_lookup;           /* most tokens proposed a step from the text itself; 0: none */
+  ec_allow_tokens allowed_tokens;  /* null: all may come */
+  void* allowed_user;              /* what it is called with */
 } ec_options;
 
 /* What came of a generation; seconds. */

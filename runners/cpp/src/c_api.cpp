@@ -19,7 +19,7 @@ thread_local std::string last_error;
 
 static_assert(static_cast<int>(ErrorCode::kInput) + 1 == EC_INPUT && static_cast<int>(ErrorCode::kRuntime) + 1 == EC_RUNTIME);
 static_assert(static_cast<int>(StopReason::kEndToken) == EC_STOP_END_TOKEN &&
-              static_cast<int>(StopReason::kCancelled) == EC_STOP_CANCELLED);
+              static_cast<int>(StopReason::kWhole) == EC_STOP_WHOLE);
 
 ec_status failed(const Error& error) {
   last_error = error.message;
@@ -59,6 +59,14 @@ Result<GenerateOptions> options_of(const ec_options* given) {
     options.stop_strings.emplace_back(known.stop_strings[index]);
   }
   options.prompt_lookup = known.prompt_lookup;
+  if (known.allowed_tokens != nullptr) {
+    options.allowed_tokens = [allow = known.allowed_tokens, user = known.allowed_user](std::span<const int64_t> tokens,
+                                                                                       std::span<uint32_t> mask) -> Result<bool> {
+      const int said = allow(tokens.data(), tokens.size(), mask.data(), mask.size(), user);
+      if (said >= 0) return said != 0;
+      return fail(ErrorCode::kInput, "allowed_tokens failed with ", said, " after ", tokens.size(), " new tokens");
+    };
+  }
   return options;
 }
 

@@ -5,6 +5,8 @@
 #include <exportable_cache/session.h>
 #include <exportable_cache/text_stream.h>
 
+#include "token_mask.h"
+
 namespace exportable_cache {
 namespace {
 
@@ -35,6 +37,7 @@ const char* to_string(StopReason reason) {
     case StopReason::kCacheFull: return "cache_full";
     case StopReason::kCallback: return "callback";
     case StopReason::kCancelled: return "cancelled";
+    case StopReason::kWhole: return "whole";
   }
   return "unknown";
 }
@@ -61,6 +64,10 @@ Result<Generation> Session::run(std::vector<int64_t> prompt, const GenerateOptio
   const Clock::time_point start = Clock::now();
   Clock::time_point first = start;
   cancelled_->store(false, std::memory_order_relaxed);
+  // Asked before the step that the choice is of: a failure then leaves the session as any end does.
+  TokenMask mask(options.allowed_tokens, static_cast<size_t>(manifest_.logits_size));
+  Result<bool> goes_on = mask.ask({});
+  if (!goes_on.ok()) return goes_on.error();
   Result<std::span<const float>> logits = feed(prompt, true);
   if (!logits.ok()) return logits.error();
   Generation generation;
@@ -68,6 +75,7 @@ Result<Generation> Session::run(std::vector<int64_t> prompt, const GenerateOptio
   int64_t proposed = 0, accepted = 0;
   std::vector<int64_t> judged;  // the tokens that `logits` are of: the newest one, and what was proposed to follow it
   std::optional<StopReason> reason;
+  if (!*goes_on) reason = StopReason::kWhole;
   // A prompt that was not fed to its end has no logits to go on from.
   if (cancelled_->load(std::memory_order_relaxed)) reason = StopReason::kCancelled;
   while (!reason) {
@@ -76,7 +84,7 @@ Result<Generation> Session::run(std::vector<int64_t> prompt, const GenerateOptio
     const size_t vocabulary = logits->size() / rows;
     size_t used = 0;
     while (!reason && used < rows) {
-      const int64_t token = sampler->choose(logits->subspan(used * vocabulary, vocabulary));
+      const int64_t token = sampler->choose(logits->subspan(used * vocabulary, vocabulary), mask.words());
       ++used;
       if (generation.tokens.empty()) first = Clock::now();
       generation.tokens.push_back(token);
@@ -84,6 +92,9 @@ Result<Generation> Session::run(std::vector<int64_t> prompt, const GenerateOptio
       reason = on_token(token);
       if (!reason && is_end(token, options)) reason = StopReason::kEndToken;
       if (!reason && static_cast<int64_t>(generation.tokens.size()) == options.max_new_tokens) reason = StopReason::kMaxNewTokens;
+      if (!reason) goes_on = mask.ask(generation.tokens);
+      if (!goes_on.ok()) break;
+      if (!reason && !*goes_on) reason = StopReason::kWhole;
       // A token that is not the one proposed makes those behind it worthless.
       if (used < rows && token != judged[used]) break;
     }
@@ -92,6 +103,7 @@ Result<Generation> Session::run(std::vector<int64_t> prompt, const GenerateOptio
     length_ -= static_cast<int64_t>(rows - used);
     const int64_t token = context.back();
     pending_ = is_end(token, options) ? std::nullopt : std::optional(token);
+    if (!goes_on.ok()) return goes_on.error();
     if (!reason && room() == 0) reason = StopReason::kCacheFull;
     if (!reason && cancelled_->load(std::memory_order_relaxed)) reason = StopReason::kCancelled;
     if (reason) break;

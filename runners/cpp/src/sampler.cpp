@@ -26,14 +26,20 @@ Result<Sampler> Sampler::make(const Sampling& sampling) {
 Sampler::Sampler(const Sampling& sampling)
     : sampling_(sampling), generator_(sampling.seed ? *sampling.seed : std::random_device{}()) {}
 
-int64_t Sampler::choose(std::span<const float> logits) {
-  const auto largest = std::max_element(logits.begin(), logits.end());
-  if (sampling_.temperature == 0) return largest - logits.begin();
+int64_t Sampler::choose(std::span<const float> logits, std::span<const uint32_t> mask) {
+  const auto may_come = [mask](size_t token) { return mask.empty() || (mask[token / 32] >> (token % 32) & 1) != 0; };
+  size_t largest = 0;
+  while (!may_come(largest)) ++largest;
+  for (size_t token = largest + 1; token < logits.size(); ++token) {
+    if (logits[largest] < logits[token] && may_come(token)) largest = token;
+  }
+  if (sampling_.temperature == 0) return static_cast<int64_t>(largest);
 
   candidates_.clear();
   for (size_t token = 0; token < logits.size(); ++token) {
+    if (!may_come(token)) continue;
     // In double, with the largest at zero: no temperature above 0 overflows, and the largest keeps a weight of 1.
-    const double difference = static_cast<double>(logits[token]) - static_cast<double>(*largest);
+    const double difference = static_cast<double>(logits[token]) - static_cast<double>(logits[largest]);
     candidates_.emplace_back(difference == 0 ? 1.0 : std::exp(difference / sampling_.temperature), static_cast<int64_t>(token));
   }
   const auto heavier = [](const auto& left, const auto& right) {
@@ -57,7 +63,7 @@ int64_t Sampler::choose(std::span<const float> logits) {
   }
   // 53 random bits as a number in [0, 1): std::uniform_real_distribution differs between standard libraries.
   double left = static_cast<double>(generator_() >> 11) * 0x1p-53 * total;
-  int64_t chosen = largest - logits.begin();  // where rounding leaves something over past the last weight
+  auto chosen = static_cast<int64_t>(largest);  // where rounding leaves something over past the last weight
   for (const auto& [weight, token] : candidates_) {
     if (weight == 0) continue;
     chosen = token;

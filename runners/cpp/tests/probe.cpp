@@ -82,6 +82,12 @@ GenerateOptions options_of(const Fields& fields, size_t first) {
     if (name == "top_k") options.sampling.top_k = integer(value);
     if (name == "top_p") options.sampling.top_p = std::stod(value);
     if (name == "seed") options.sampling.seed = std::stoull(value);
+    if (name == "multiples_of") {
+      options.allowed_tokens = [step = static_cast<size_t>(integer(value))](std::span<const int64_t>, std::span<uint32_t> mask) {
+        for (size_t token = 0; token < 32 * mask.size(); token += step) mask[token / 32] |= uint32_t{1} << token % 32;
+        return Result<bool>(true);
+      };
+    }
     if (name == "stop_token") options.stop_tokens.push_back(integer(value));
     if (name == "stop") options.stop_strings.push_back(from_hex(value));
   }

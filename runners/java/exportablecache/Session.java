@@ -14,6 +14,15 @@ public final class Session implements AutoCloseable {
     System.loadLibrary("exportable_cache_jni");
   }
 
+  /** Which tokens may come next, called once before each choice. */
+  public interface AllowedTokens {
+    /**
+     * Set bit {@code token % 32} of {@code mask[token / 32]}, which was 0, for each token that may come after {@code tokens}: those
+     * chosen so far, the prompt not among them. False where the answer is whole, which ends it.
+     */
+    boolean allow(long[] tokens, int[] mask);
+  }
+
   /** How tokens are generated: greedy, and all that fits, unless told otherwise. */
   public static final class Options {
     public long maxNewTokens = 0; // 0: as many as fit
@@ -24,10 +33,11 @@ public final class Session implements AutoCloseable {
     public long[] stopTokens = {};
     public String[] stopStrings = {};
     public long promptLookup = 0; // most tokens proposed a step from the text itself; 0: none
+    public AllowedTokens allowedTokens = null; // null: all may come
   }
 
   /** Why a generation ended, in the order of ec_stop. */
-  public enum Stop { END_TOKEN, STOP_STRING, MAX_NEW_TOKENS, CACHE_FULL, CALLBACK, CANCELLED }
+  public enum Stop { END_TOKEN, STOP_STRING, MAX_NEW_TOKENS, CACHE_FULL, CALLBACK, CANCELLED, WHOLE }
 
   /** What came of a generation; seconds. */
   public static final class Statistics {

@@ -28,7 +28,9 @@ class Sampler {
   static Result<Sampler> make(const Sampling& sampling);
 
   /// The next token, from logits [vocab]. The first of equally large logits wins where nothing is drawn.
-  int64_t choose(std::span<const float> logits);
+  ///
+  /// `mask`, if not empty, has bit b of word w for token 32 w + b: those of zero are left out, and at least one is not.
+  int64_t choose(std::span<const float> logits, std::span<const uint32_t> mask = {});
 
  private:
   explicit Sampler(const Sampling& sampling);

@@ -11,6 +11,7 @@
 #include <string_view>
 #include <vector>
 
+#include <exportable_cache/allowed_tokens.h>
 #include <exportable_cache/cache_limits.h>
 #include <exportable_cache/detokenizer.h>
 #include <exportable_cache/items.h>
@@ -29,11 +30,13 @@ struct GenerateOptions {
   /// Most tokens that are proposed a step from the text itself (prompt lookup, Saxena 2023) and judged together; the tokens are
   /// the same as without, to rounding. Needs a bundle that was exported with `score_length`. 0 for none.
   int64_t prompt_lookup = 0;
+  /// Which tokens may come next; empty where all may. What it fails with is what the call fails with: what was given out stays.
+  AllowTokens allowed_tokens{};
 };
 
-enum class StopReason { kEndToken, kStopString, kMaxNewTokens, kCacheFull, kCallback, kCancelled };
+enum class StopReason { kEndToken, kStopString, kMaxNewTokens, kCacheFull, kCallback, kCancelled, kWhole };
 
-/// "end_token", "stop_string", "max_new_tokens", "cache_full", "callback" or "cancelled".
+/// "end_token", "stop_string", "max_new_tokens", "cache_full", "callback", "cancelled" or "whole", which `allowed_tokens` said.
 const char* to_string(StopReason reason);
 
 /// How long a generation took, in seconds and tokens.

@@ -7,6 +7,10 @@ public struct Failure: Error, CustomStringConvertible {
     public let description: String
 }
 
+/// Which tokens may come next, called once before each choice: sets bit `token % 32` of `mask[token / 32]`, which was 0, for each that
+/// may come after `tokens`, those chosen so far without the prompt. False where the answer is whole, which ends it.
+public typealias AllowedTokens = (_ tokens: UnsafeBufferPointer<Int64>, _ mask: UnsafeMutableBufferPointer<UInt32>) -> Bool
+
 /// How tokens are generated: greedy, and all that fits, unless told otherwise.
 public struct Options {
     public var maxNewTokens: Int64 = 0  // 0: as many as fit
@@ -15,10 +19,12 @@ public struct Options {
     public var topP: Double = 1  // 1: all
     public var seed: UInt64?
     public var promptLookup: Int64 = 0  // most tokens proposed a step from the text itself; 0: none
+    public var allowedTokens: AllowedTokens?  // nil: all may come
 
     public init() {}
 
-    fileprivate var c: ec_options {
+    /// `allowed` is kept until the call returns.
+    fileprivate func c(_ allowed: Box<AllowedTokens>?) -> ec_options {
         var options = ec_options()
         ec_options_init(&options, MemoryLayout<ec_options>.size)
         options.max_new_tokens = maxNewTokens
@@ -29,6 +35,13 @@ public struct Options {
         if let seed {
             options.seed = seed
             options.has_seed = 1
+        }
+        if let allowed {
+            options.allowed_user = Unmanaged.passUnretained(allowed).toOpaque()
+            options.allowed_tokens = { tokens, count, mask, words, user in
+                let allow = Unmanaged<Box<AllowedTokens>>.fromOpaque(user!).takeUnretainedValue().value
+                return allow(UnsafeBufferPointer(start: tokens, count: count), UnsafeMutableBufferPointer(start: mask, count: words)) ? 1 : 0
+            }
         }
         return options
     }
@@ -81,13 +94,13 @@ public final class Session {
     @discardableResult
     public func generate(_ prompt: [Int64], _ options: Options = Options(), onToken: (Int64) -> Bool) throws -> ec_statistics {
         try withoutActuallyEscaping(onToken) { taker in
-            let box = Box(taker)
-            var (how, statistics) = (options.c, emptyStatistics())
+            let (box, allowed) = (Box(taker), options.allowedTokens.map { Box($0) })
+            var (how, statistics) = (options.c(allowed), emptyStatistics())
             let status = ec_generate(
                 handle, prompt, prompt.count, &how,
                 { token, user in Unmanaged<Box<(Int64) -> Bool>>.fromOpaque(user!).takeUnretainedValue().value(token) ? 1 : 0 },
                 Unmanaged.passUnretained(box).toOpaque(), &statistics)
-            try withExtendedLifetime(box) { try check(status) }
+            try withExtendedLifetime((box, allowed)) { try check(status) }
             return statistics
         }
     }
@@ -96,21 +109,21 @@ public final class Session {
     @discardableResult
     public func generateText(_ prompt: String, _ options: Options = Options(), onText: (String) -> Bool) throws -> ec_statistics {
         try withoutActuallyEscaping(onText) { taker in
-            let box = Box(taker)
-            var (how, statistics) = (options.c, emptyStatistics())
+            let (box, allowed) = (Box(taker), options.allowedTokens.map { Box($0) })
+            var (how, statistics) = (options.c(allowed), emptyStatistics())
             let status = ec_generate_text(
                 handle, prompt, &how,
                 { piece, _, user in
                     Unmanaged<Box<(String) -> Bool>>.fromOpaque(user!).takeUnretainedValue().value(String(cString: piece!)) ? 1 : 0
                 },
                 Unmanaged.passUnretained(box).toOpaque(), &statistics)
-            try withExtendedLifetime(box) { try check(status) }
+            try withExtendedLifetime((box, allowed)) { try check(status) }
             return statistics
         }
     }
 }
 
-private final class Box<Value> {
+fileprivate final class Box<Value> {
     let value: Value
     init(_ value: Value) { self.value = value }
 }
