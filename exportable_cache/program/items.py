@@ -8,6 +8,14 @@ from typing import Any
 
 import torch
 
+#: Which tiles each token of a step sees, int64 [batch, items * tiles, length]: 1; or -1 where attention alone does, as
+#: upstream has it of what comes before the first picture of a prompt.
+ITEMS_SEEN = "items_seen"
+#: States of all pictures that are held, [batch, items * slots, hidden_size], zeros behind them.
+ITEM_STATES = "item_states"
+#: What a processor says of the same, bool [batch, length, items, tiles].
+CROSS_MASK = "cross_attention_mask"
+
 
 @dataclass(frozen=True)
 class FixedInput:

@@ -23,13 +23,14 @@ from ..models.layout import cache_argument
 from ..models.patches.registry import patch_model
 from ..models.patches.speech import short_masks
 from ..models.scans import longest_step
-from .inputs.cross_items import ITEM_STATES, ITEMS_SEEN, CrossModality, cross_methods, without_items
+from .inputs.cross_items import CrossModality, cross_methods, without_items
 from .inputs.deepstack import travelling_beside
 from .inputs.encoder import EncodeModule
 from .inputs.encoder_decoder import decoder_arguments, seq2seq_methods
 from .inputs.image_masks import image_masks
 from .inputs.modality import EmbedModule
 from .inputs.multimodal import multimodal_methods
+from .items import ITEM_STATES, ITEMS_SEEN
 from .methods import KV_SLOTS, checked_prefill_chunk, methods_for
 from .spec import Form, Logits, ProgramSpec
 from .tracing import told_by

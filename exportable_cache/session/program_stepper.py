@@ -11,7 +11,7 @@ import torch
 
 from ..backends.base import ChoosesInGraph, OverlapsSteps, state_of
 from ..errors import BundleError
-from ..program.inputs.cross_items import ITEM_STATES, ITEMS_SEEN
+from ..program.items import ITEM_STATES, ITEMS_SEEN
 from ..program.methods import ROPE_DELTAS, chunk_sizes, method_for
 from .checks import check_no_autocast, check_pieces, check_room, check_rows_may_differ
 from .guard import StepGuard

@@ -22,7 +22,7 @@ from ..common.settings import renamed
 from ..errors import InputError
 from ..generation.sampler import Sampler
 from ..generation.sampling import Sampling
-from ..program.inputs.cross_items import ITEMS_SEEN
+from ..program.items import ITEMS_SEEN
 from ..program.methods import ROPE_DELTAS, smallest_inputs
 from . import persistence
 from .checks import check_max_new_tokens, split_stops

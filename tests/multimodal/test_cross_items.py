@@ -185,6 +185,8 @@ def test_what_is_refused_names_the_remedy() -> None:
         session.prefill(**inputs)
     with pytest.raises(InputError, match=f"max_encoder_len is {SLOTS - 1}, a picture of this model takes {SLOTS}"):
         opened(SLOTS - 1)
+    with pytest.raises(UnsupportedModelError, match="`aspect_ratio_ids` must be provided.* pass what its processor"):
+        opened(modalities={"image": {"pixel_values": inputs["pixel_values"][:, :1]}})
     with pytest.raises(InputError, match="takes no video"):
         opened(modalities=["video"])
     with pytest.raises(InputError, match="takes pictures in a session"):

@@ -21,26 +21,18 @@ from ...common.tensor_spec import TensorSpec
 from ...errors import InputError, UnsupportedModelError
 from ...models.cross_layers import item_slots_of, tiles_of
 from ...models.patches.registry import patch_model
-from ..items import ItemFacts
+from ..items import CROSS_MASK, ITEM_STATES, ITEMS_SEEN, ItemFacts
 from ..methods import ProgramMethod
 from .examples import IMAGE, checked_example, placeholders_of
 from .front import handed_to_decoder
 from .known_values import KnownValues
-from .modality import Modality, joined_items
+from .modality import Modality, joined_items, not_understood
 from .probe import alike
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ...models.cache_factory import ExportableCache
-
-#: Which tiles each token of a step sees, int64 [batch, items * tiles, length]: 1; or -1 where attention alone does, as
-#: upstream has it of what comes before the first picture of a prompt.
-ITEMS_SEEN = "items_seen"
-#: States of all pictures that are held, [batch, items * slots, hidden_size], zeros behind them.
-ITEM_STATES = "item_states"
-#: What a processor says of the same, bool [batch, length, items, tiles].
-CROSS_MASK = "cross_attention_mask"
 
 
 @dataclass(frozen=True)
@@ -137,8 +129,11 @@ def cross_modality(model: PreTrainedModel, kind: str, given: Mapping[str, Any] |
     ]
     pair = joined_items(items, 1)
     known = KnownValues()
-    with known.recording():
-        states = [_states(model, item) for item in items]
+    try:
+        with known.recording():
+            states = [_states(model, item) for item in items]
+    except Exception as error:  # any model's code runs here
+        raise not_understood(model, kind, error) from error
     slots, tiles = item_slots_of(model.config), tiles_of(model.config)
     refuse = f"{model.config.model_type!r} does more with {kind} than a program knows: "
     if known.found or pair is None or states[0].shape[0] != slots:

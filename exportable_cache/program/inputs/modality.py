@@ -183,7 +183,7 @@ def modality_of(model: PreTrainedModel, kind: str, example: Mapping[str, Any]) -
                 problem = problem or error
         else:
             assert problem is not None
-            raise _not_understood(model, kind, problem) from problem
+            raise not_understood(model, kind, problem) from problem
     name = str(model.dtype).removeprefix("torch.")
     return Modality(
         kind,
@@ -204,7 +204,8 @@ def modality_of(model: PreTrainedModel, kind: str, example: Mapping[str, Any]) -
     )
 
 
-def _not_understood(model: PreTrainedModel, kind: str, problem: Exception) -> Exception:
+def not_understood(model: PreTrainedModel, kind: str, problem: Exception) -> Exception:
+    """The refusal of a model whose code fails on one item, or the refusal that `problem` is."""
     if isinstance(problem, (UnsupportedModelError, InputError)):
         return problem
     return UnsupportedModelError(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import InputError
-from ...program.inputs.cross_items import CROSS_MASK, ITEM_STATES, ITEMS_SEEN
+from ...program.items import CROSS_MASK, ITEM_STATES, ITEMS_SEEN
 from .image_places import Placed, PlacedImages
 from .items import ItemStage, placeholders
 
