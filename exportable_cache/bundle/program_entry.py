@@ -46,12 +46,13 @@ class ItemEntry(Entry):
     advance: int = 0
     sees: Literal["", "item", "sliding item", "prompt"] = ""
     apart: bool = False
+    tiles: int = Field(0, ge=0)
 
     def described(self) -> ItemFacts:
         """The same as a program knows it."""
         fixed = {name: FixedInput(one.dtype, tuple(one.shape), tuple(one.values)) for name, one in self.fixed.items()}
         positions = tuple(map(tuple, self.positions))
-        return ItemFacts(self.token_id, fixed, positions, self.advance, self.sees, self.apart)
+        return ItemFacts(self.token_id, fixed, positions, self.advance, self.sees, self.apart, self.tiles)
 
 
 class MethodEntry(Entry):

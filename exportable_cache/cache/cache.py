@@ -116,6 +116,9 @@ class LayeredCache(Cache):
         default.
         """
         if not (self.layers[layer_idx].is_linear or self.layers[layer_idx].is_dummy):
+            # Those of pictures count no tokens.
+            while layer_idx < len(self.layers) - 1 and not self.layers[layer_idx].follows_decoder:
+                layer_idx += 1
             return layer_idx
         if self.layers[layer_idx].is_dummy:
             # Of its kind, if there is one: a process that has some of a model's layers keeps nothing of the others.
@@ -292,7 +295,7 @@ class LayeredCache(Cache):
             raise InputError(f"crop takes minus the number of tokens to remove, got {tokens_to_remove!r}") from error
         if tokens_to_remove < 0:
             for layer in self.layers:
-                if not layer.is_dummy:
+                if not layer.is_dummy and layer.follows_decoder:
                     check_rollback(layer, -tokens_to_remove)
         super().crop(tokens_to_remove)
 

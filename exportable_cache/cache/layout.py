@@ -7,10 +7,21 @@ from typing import TYPE_CHECKING
 
 from ..errors import InputError
 from .context_ranks import SPLIT, ContextRanks
-from .layers import CacheLayer, CrossLayer, IndexedLayer, IndexerKeys, LinearLayer, LinearStates, PromptLayer, RowSizes
+from .layers import (
+    CacheLayer,
+    CrossLayer,
+    IndexedLayer,
+    IndexerKeys,
+    ItemsLayer,
+    LinearLayer,
+    LinearStates,
+    PromptLayer,
+    RowSizes,
+)
 from .policies import (
     CrossPolicy,
     FullPolicy,
+    ItemsPolicy,
     NoPolicy,
     PromptPolicy,
     RecurrentPolicy,
@@ -25,7 +36,7 @@ if TYPE_CHECKING:
 
     from .layers import StateShape
     from .policies import SlotPolicy
-    from .spec import CacheSpec, Sinks
+    from .spec import CacheSpec
 
 #: Transformers' name for a window of what follows the prompt, which is seen as a whole.
 PROMPT_TYPE = "reference_sliding_attention"
@@ -59,6 +70,7 @@ class LayerLayout:
         conv_states: Shape of each convolution state, where the layer has any.
         recurrent_states: Shape of each recurrent state.
         encoder_slots: Positions of the longest encoder output, where the layer is one of cross-attention.
+        item_slots: Positions of a picture, where the layer is one of cross-attention to pictures.
     """
 
     layer_type: str
@@ -70,6 +82,7 @@ class LayerLayout:
     conv_states: tuple[StateShape | None, ...] = ()
     recurrent_states: tuple[StateShape | None, ...] = ()
     encoder_slots: int | None = None
+    item_slots: int | None = None
 
     def build(
         self, spec: CacheSpec, dtype: torch.dtype, device: torch.device | str, over: ContextRanks | None = None
@@ -86,7 +99,8 @@ class LayerLayout:
         Raises:
             InputError: If it cannot be kept in the spec's `kv_dtype`.
         """
-        batch_size, kv_dtype = spec.batch_size, spec.kv_dtype
+        # Models read those of pictures as they are, and these are few.
+        batch_size, kv_dtype = spec.batch_size, spec.kv_dtype if self.item_slots is None else None
         states = None
         if any((*self.conv_states, *self.recurrent_states)):
             states = LinearStates.of(self.conv_states, self.recurrent_states, dtype)
@@ -94,7 +108,7 @@ class LayerLayout:
             if states is None:
                 return CacheLayer(NoPolicy())
             return LinearLayer(RecurrentPolicy(), states, batch_size, device=device)
-        policy = self._policy(spec.max_cache_len, spec.rollback_slots, spec.sinks)
+        policy = self._policy(spec)
         storage = storage_of(dtype, kv_dtype)
         sizes = RowSizes(batch_size, self.num_heads, self.head_dim, self.value_head_dim)
         if states is not None:
@@ -114,9 +128,13 @@ class LayerLayout:
             layer = CacheLayer(part, storage, sizes, kernel=SPLIT, device=device)
             layer.over = over
             return layer
-        return (CacheLayer if self.encoder_slots is None else CrossLayer)(policy, storage, sizes, device=device)
+        made = {CrossPolicy: CrossLayer, ItemsPolicy: ItemsLayer}.get(type(policy), CacheLayer)
+        return made(policy, storage, sizes, device=device)
 
-    def _policy(self, max_cache_len: int, rollback_slots: int, sinks: Sinks | None) -> SlotPolicy:
+    def _policy(self, spec: CacheSpec) -> SlotPolicy:
+        max_cache_len, sinks = spec.max_cache_len, spec.sinks
+        if self.item_slots is not None:
+            return ItemsPolicy.within(self.item_slots, spec.max_encoder_len)
         if self.encoder_slots is not None:
             return CrossPolicy(self.encoder_slots)
         if self.index_head_dim is not None:
@@ -124,8 +142,8 @@ class LayerLayout:
         if self.layer_type == PROMPT_TYPE:
             return PromptPolicy(max_cache_len, self.window)
         if sinks is not None and self.window is None:
-            return SinkPolicy(sinks.tokens, sinks.window, rollback_slots)
+            return SinkPolicy(sinks.tokens, sinks.window, spec.rollback_slots)
         # A window that is never reached needs no ring: every token stays visible, and the slot is the position.
         if self.window is None or (self.window > max_cache_len and sinks is None):
             return FullPolicy(max_cache_len)
-        return RingPolicy(self.window, rollback_slots)
+        return RingPolicy(self.window, spec.rollback_slots)

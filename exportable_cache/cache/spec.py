@@ -75,8 +75,8 @@ class CacheSpec:
             run without end; None for a layer that keeps all.
         attention_window: What `attention_sinks` leave of `max_cache_len` by default.
         kv_dtype: One of `KV_DTYPES` to keep keys and values so, with scales; None for the dtype that the model writes.
-        max_encoder_len: Longest input of an encoder-decoder's encoder, in tokens, frames or samples; None for its
-            default.
+        max_encoder_len: Longest input of an encoder-decoder's encoder, in tokens, frames or samples; slots for pictures
+            of a text decoder with layers of cross-attention; None for the default, two pictures there.
         offload: Keep layers in host memory ("host") or in files in this folder, and two of them on the device, see
             `Residence`; None for all on the device.
         split_context: Split the slots of full layers over the processes of the default group.
@@ -139,12 +139,12 @@ class CacheSpec:
     )
     max_encoder_len: int | None = setting(
         None,
-        "Encoder-decoders: longest encoder input, in tokens, frames or samples.",
+        "Encoder-decoders: longest encoder input, in tokens, frames or samples; slots of pictures in cross-attention.",
         flags=("--max-encoder-len",),
         metavar="N",
         kind=int,
         least=1,
-        shown_default="512 tokens, 30 s of samples, or what the encoder has positions for",
+        shown_default="512 tokens, 30 s of samples, or what the encoder has positions for; two pictures",
     )
     offload: str | Path | None = None
     split_context: bool = False

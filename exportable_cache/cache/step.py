@@ -31,6 +31,7 @@ class StepContext:
             of `kv_read_len`.
         in_place: Whether the state tensors are mutated (buffers of a resident program, eager and compiled use) or the
             attributes are bound to new ones (explicit programs, whose state is a graph input and output).
+        sees_items: Whether it says which pictures each token sees, and so runs the layers that attend to them.
         shared: What layers have computed for all of them, see `once`.
     """
 
@@ -38,6 +39,7 @@ class StepContext:
     kv_read_len: int | None = None
     in_place: bool = True
     kv_slots: int | None = None
+    sees_items: bool = False
     shared: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property

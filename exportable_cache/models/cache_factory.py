@@ -25,6 +25,7 @@ from ..common.settings import renamed
 from ..errors import ExportableCacheError, InputError, UnsupportedModelError, first_line
 from ..pytree import register_node
 from .context_split import check_split, ranks_of_context
+from .cross_layers import check_in_one_place, item_slots_of
 from .encoder import encoder_of
 from .encoder_decoder_layout import encoder_decoder_layers
 from .layout import check_longest, check_model_type, check_sinks, layout_from_config, layout_from_model
@@ -182,7 +183,7 @@ class ExportableCache(LayeredCache):
 
         Args:
             max_encoder_len: Longest input of an encoder-decoder's encoder, in tokens, frames or samples; see
-                `seq2seq.encoder_of` for the default.
+                `encoder_of` for the default. Slots for pictures, see `ItemsPolicy.within`.
             offload: "host" to keep the layers in host memory (pinned, where steps run on a GPU), or a folder, to keep
                 them in mapped files there; each comes to the device before its turn, so that two are on it.
             split_context: Keep on each process of the default group the slots of every `size`-th token of full layers
@@ -227,7 +228,7 @@ class ExportableCache(LayeredCache):
                 encoder = encoder_of(model, spec.max_encoder_len, spec.batch_size)
                 layouts, dtype, device = encoder_decoder_layers(model, encoder)
             cls = ExportableEncoderDecoderCache
-        elif spec.max_encoder_len is not None:
+        elif spec.max_encoder_len is not None and not item_slots_of(model.config):
             raise InputError(
                 f"max_encoder_len is {spec.max_encoder_len}, but {type(model).__name__} has no encoder; leave it out"
             )
@@ -236,6 +237,7 @@ class ExportableCache(LayeredCache):
                 stage = stage_of(model, model.device)
                 layouts, dtype, device = _layouts(model, stage)
         check_longest(model.config, spec.max_cache_len)
+        check_in_one_place(model.config, ranks, stage, spec.offload, spec.split_context)
         if spec.sinks is not None:
             check_sinks(model.config, layouts)
         over = None

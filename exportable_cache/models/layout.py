@@ -20,11 +20,12 @@ from ..cache.layout import (
     WINDOWED_TYPES,
     LayerLayout,
 )
-from ..cache.policies import CrossPolicy, RingPolicy
+from ..cache.policies import CrossPolicy, ItemsPolicy, RingPolicy
 from ..common.compat.transformers import type_of_layer
 from ..errors import InputError, UnsupportedModelError
 from .codebooks import codebooks_of
 from .config_sizes import check_sizes
+from .cross_layers import cross_layers_of, item_slots_of, probe_pictures
 from .split_weights import whole_shape
 from .support import (
     BIASED_BY_SLOT,
@@ -77,6 +78,8 @@ def layer_types_and_windows(config: PreTrainedConfig) -> list[tuple[str, int | N
     types, options = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
     if config.model_type in STATES_OF_LAYERS:
         types = ["linear_attention"] * len(types)
+    crosses = cross_layers_of(config)
+    types = ["dummy" if index in crosses else one for index, one in enumerate(types)]
     is_compressed = [layer_type in COMPRESSED_TYPES for layer_type in types]
     types = ["indexed_attention" if of_entries else one for one, of_entries in zip(types, is_compressed, strict=True)]
     for index, layer_type in enumerate(types):
@@ -91,6 +94,8 @@ def layer_types_and_windows(config: PreTrainedConfig) -> list[tuple[str, int | N
     ]
     kinds = list(zip(types, windows, strict=True))
     _check_windows(config, kinds)
+    if item_slots_of(config):
+        return [(CROSS_ATTENTION, None) if index in crosses else one for index, one in enumerate(kinds)]
     return kinds
 
 
@@ -184,7 +189,9 @@ def check_layers(model: PreTrainedModel, cache: Cache) -> None:
             layer_type in (*KEY_TYPES, *HYBRID_TYPES, CROSS_ATTENTION),
             layer_type in STATE_TYPES + HYBRID_TYPES,
         )
-        if found != expected or isinstance(layer.policy, CrossPolicy) is not (layer_type == CROSS_ATTENTION):
+        if found != expected or isinstance(layer.policy, (CrossPolicy, ItemsPolicy)) is not (
+            layer_type == CROSS_ATTENTION
+        ):
             raise InputError(
                 f"layer {index} of the cache is {layer!r}, but that layer of the model is of type {layer_type!r}; "
                 "allocate the cache with ExportableCache.from_model"
@@ -240,7 +247,7 @@ def layout_from_model(
     model.eval()
     try:
         with torch.no_grad():
-            model(input_ids=token, use_cache=True, **{cache_argument(model): cache})
+            model(input_ids=token, use_cache=True, **{cache_argument(model): cache}, **probe_pictures(model))
     finally:
         model.train(was_training)
     if len(cache.layers) != len(kinds):
@@ -261,7 +268,7 @@ def _layout_of(index: int, model: PreTrainedModel, layer: Any, layer_type: str, 
     # Unlimited OCR keeps its prompt apart.
     keys, values = (getattr(layer, f"prefill_{name}", getattr(layer, name, None)) for name in ("keys", "values"))
     conv, recurrent = _state_shapes(layer, "conv_states", model.dtype), _state_shapes(layer, "recurrent_states", None)
-    if layer_type in KEY_TYPES + HYBRID_TYPES and not isinstance(keys, torch.Tensor):
+    if layer_type in (*KEY_TYPES, *HYBRID_TYPES, CROSS_ATTENTION) and not isinstance(keys, torch.Tensor):
         raise UnsupportedModelError(
             f"{type(model).__name__} wrote no keys and values to layer {index} of the cache, which is of type "
             f"{layer_type!r}; layers that keep them elsewhere are not supported"
@@ -283,6 +290,7 @@ def _layout_of(index: int, model: PreTrainedModel, layer: Any, layer_type: str, 
     return LayerLayout(
         layer_type,
         **sizes,
+        item_slots=item_slots_of(model.config) if layer_type == CROSS_ATTENTION else None,
         index_head_dim=None if indexer_keys is None else indexer_keys.shape[-1],
         conv_states=conv,
         recurrent_states=recurrent,
@@ -357,7 +365,7 @@ def layout_from_config(config: PreTrainedConfig, model: PreTrainedModel | None =
     if found is not None:
         return found
     for layer_type, _ in kinds:
-        if layer_type in STATE_TYPES + HYBRID_TYPES:
+        if layer_type in (*STATE_TYPES, *HYBRID_TYPES, CROSS_ATTENTION):
             raise UnsupportedModelError(
                 f"the sizes of a {layer_type!r} layer of {config.model_type!r} are known from the model only; use "
                 "ExportableCache.from_model"

@@ -91,8 +91,8 @@ def export(
         max_encoder_len: Longest input of an encoder-decoder's encoder, in tokens, frames or samples, see
             `ExportableCache.from_model`.
         modalities: What is fed beside text, of `image`, `video` and `audio`; or by kind what the model's processor
-            gives for one item, see `modality.modalities_of`. The processor beside the model goes into the bundle then,
-            or with an encoder of images or sound. Encoders are verified on random numbers, see `verify_encoders`.
+            gives for one item, see `modalities_of`. The processor beside the model goes into the bundle then, or with
+            an encoder of images or sound. Encoders are verified on random numbers, see `verify_encoders`.
         image_size: Height and width of every image in pixels, where the model's config leaves it open, see there.
         kv_dtype: `int8` or `int4` to keep keys and values in 8 or 4 bits, see `ExportableCache.from_config`. The
             program is then verified against the model with the same rounding, and its distance from the model without

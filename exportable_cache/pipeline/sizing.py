@@ -15,6 +15,7 @@ from ..cache.spec import CacheSpec
 from ..common.dtypes import dtype_name
 from ..errors import InputError, UnsupportedModelError
 from ..models.config_sizes import check_sizes
+from ..models.cross_layers import item_slots_of
 from ..models.dtypes import stored_dtype
 from ..models.layout import check_longest, check_model_type, check_sinks, layout_from_config
 from ..models.loading import live_model, load_config
@@ -349,7 +350,7 @@ def _architecture(config: PreTrainedConfig, model: PreTrainedModel | None) -> st
 
 def _layouts(config: PreTrainedConfig, model: PreTrainedModel | None, spec: CacheSpec) -> list[LayerLayout]:
     if not getattr(config, "is_encoder_decoder", False):
-        if spec.max_encoder_len is not None:
+        if spec.max_encoder_len is not None and not item_slots_of(config):
             raise InputError(
                 f"max_encoder_len is {spec.max_encoder_len}, but {config.model_type!r} has no encoder; leave it out"
             )
@@ -380,7 +381,7 @@ def _dynamic_bytes(layout: LayerLayout, spec: CacheSpec, dtype: torch.dtype) -> 
     """
     states = [state for state in (*layout.conv_states, *layout.recurrent_states) if state is not None]
     fixed = sum(math.prod(state.shape) * (state.dtype or dtype).itemsize for state in states)
-    tokens = layout.encoder_slots or spec.max_cache_len
+    tokens = layout.encoder_slots or layout.item_slots or spec.max_cache_len
     kept = tokens if layout.window is None else min(tokens, layout.window - 1)
     per_token = (layout.num_heads or 0) * ((layout.head_dim or 0) + (layout.value_head_dim or 0)) + (
         layout.index_head_dim or 0

@@ -41,7 +41,7 @@ class ExportSpec:
         options: Of the target.
         quantization: Of the weights, None for none.
         dtype: Of the weights; by default what the target computes best in, see `dtypes.choose_dtype`.
-        modalities: What is fed beside text, `image` or `audio`, see `modality.modalities_of`.
+        modalities: What is fed beside text, `image` or `audio`, see `modalities.modalities_of`.
         image_size: Height and width of every image in pixels, where the model's config leaves it open, see there.
         verify: Compare with the model.
         overwrite: Replace a bundle that is there.

@@ -32,7 +32,7 @@ from ..models.dtypes import stored_dtype
 from ..models.layout import layer_types_and_windows
 from ..models.loading import check_checkpoint, check_positions, live_model, load_config, load_model, load_to_quantise
 from ..models.quantization import quantize
-from ..program.inputs.modality import modalities_of
+from ..program.inputs.modalities import modalities_of
 from ..program.program import Program
 from ..verification.compare import compare, measure_stored
 from ..verification.quantization_effect import measure_distance, measure_quantization

@@ -8,6 +8,14 @@ from typing import Any
 
 import torch
 
+#: Which tiles each token of a step sees, int64 [batch, items * tiles, length]: 1; or -1 where attention alone does, as
+#: upstream has it of what comes before the first picture of a prompt.
+ITEMS_SEEN = "items_seen"
+#: States of all pictures that are held, [batch, items * slots, hidden_size], zeros behind them.
+ITEM_STATES = "item_states"
+#: What a processor says of the same, bool [batch, length, items, tiles].
+CROSS_MASK = "cross_attention_mask"
+
 
 @dataclass(frozen=True)
 class FixedInput:
@@ -55,6 +63,8 @@ class ItemFacts:
         advance: Positions from where it starts to the token behind it, where `positions` are given.
         sees: What tokens see beyond what came before: "item" for the tokens of their item, "sliding item" for these in
             layers of sliding attention only, "prompt" for those of the whole prompt, "" for nothing.
+        tiles: Parts of an item that a token sees or does not, where layers of cross-attention see items; 0 where
+            embeddings take the places of placeholders.
         apart: Whether frames of a video lie apart in a prompt: a grid of several frames is so many items of one.
     """
 
@@ -64,6 +74,7 @@ class ItemFacts:
     advance: int = 0
     sees: str = ""
     apart: bool = False
+    tiles: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """JSON."""
@@ -77,4 +88,5 @@ class ItemFacts:
             "advance": self.advance,
             "sees": self.sees,
             "apart": self.apart,
+            "tiles": self.tiles,
         }

@@ -23,12 +23,14 @@ from ..models.layout import cache_argument
 from ..models.patches.registry import patch_model
 from ..models.patches.speech import short_masks
 from ..models.scans import longest_step
+from .inputs.cross_items import CrossModality, cross_methods, without_items
 from .inputs.deepstack import travelling_beside
 from .inputs.encoder import EncodeModule
 from .inputs.encoder_decoder import decoder_arguments, seq2seq_methods
 from .inputs.image_masks import image_masks
-from .inputs.modality import EmbedModule, FeaturesModule
+from .inputs.modality import EmbedModule
 from .inputs.multimodal import multimodal_methods
+from .items import ITEM_STATES, ITEMS_SEEN
 from .methods import KV_SLOTS, checked_prefill_chunk, methods_for
 from .spec import Form, Logits, ProgramSpec
 from .tracing import told_by
@@ -108,6 +110,7 @@ class ProgramModule(nn.Module):
             input_ids = self.codebooks.taken(input_ids)
         position_ids, rope_deltas = further.pop("position_ids", None), further.pop("rope_deltas", None)
         image_ids = further.pop("image_ids", None)
+        seen, states = further.pop(ITEMS_SEEN, None), further.pop(ITEM_STATES, None)
         if isinstance(cache, ExportableEncoderDecoderCache):
             options = decoder_arguments(self.layout.encoder, cache, input_ids, **further)
         else:
@@ -121,6 +124,8 @@ class ProgramModule(nn.Module):
             options["attention_mask"] = image_masks(
                 self.model.config.get_text_config(), tokens, cache, image_ids, input_pos, self.method.sees
             )
+        if seen is not None:
+            options |= {"cross_attention_mask": seen.transpose(1, 2), "cross_attention_states": states}
         options[self.cache_argument] = cache
         with longest_step(self.method.max_length), short_masks():
             kept = {"logits_to_keep": self._kept(tokens)} if self.keeps_last else {}
@@ -170,7 +175,10 @@ class ResidentModule(ProgramModule):
         tensors = {name: getattr(self, buffer) for name, buffer in self.state_buffers.items()}
         slots = inputs.pop(KV_SLOTS.name, None)
         context = StepContext(
-            inputs["input_pos"], self.method.kv_read_len, kv_slots=None if slots is None else slots.shape[0]
+            inputs["input_pos"],
+            self.method.kv_read_len,
+            kv_slots=None if slots is None else slots.shape[0],
+            sees_items=ITEMS_SEEN in inputs,
         )
         cache = self.layout.with_state(tensors, context)
         residence = self.layout.residence
@@ -196,7 +204,9 @@ class ExplicitModule(ProgramModule):
         Returns:
             Logits as in `ResidentModule`, and the cache after the step.
         """
-        context = StepContext(inputs["input_pos"], self.method.kv_read_len, in_place=False)
+        context = StepContext(
+            inputs["input_pos"], self.method.kv_read_len, in_place=False, sees_items=ITEMS_SEEN in inputs
+        )
         cache = cache.with_state(dict(cache.named_state()), context)
         return self.run(cache, **inputs), cache
 
@@ -221,6 +231,9 @@ def program_methods(model: PreTrainedModel, cache: ExportableCache, spec: Progra
 def _program_methods(cache: ExportableCache, spec: ProgramSpec) -> dict[str, ProgramMethod]:
     if not isinstance(cache, ExportableEncoderDecoderCache):
         methods = methods_for(cache, spec)
+        crossing = [one for one in spec.modalities if isinstance(one, CrossModality)]
+        if crossing:
+            return cross_methods(methods, crossing[0], cache)
         return multimodal_methods(methods, spec.modalities) if spec.modalities else methods
     if spec.modalities:
         raise InputError(
@@ -242,7 +255,7 @@ def front_module(
         return EmbedModule(model, method.outputs[0].shape[-1], modalities[0].travels)
     for modality in modalities:
         if method.name == modality.method.name:
-            return FeaturesModule(model, modality)
+            return modality.module(model)
     return EncodeModule(model, cache.encoder)
 
 
@@ -274,6 +287,8 @@ class Program:
         self.modalities = spec.modalities
         # Before the model is run to adapt the cache to it.
         checked_prefill_chunk(cache, spec.prefill_chunk)
+        if not any(isinstance(modality, CrossModality) for modality in self.modalities):
+            cache = without_items(cache)
         # A target's own operators know causal attention, not images that see themselves.
         if spec.adapt is not None and not any(modality.facts.sees for modality in self.modalities):
             cache = spec.adapt(model, cache)

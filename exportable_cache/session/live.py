@@ -16,7 +16,7 @@ from ..models.fingerprint import fingerprint
 from ..models.layout import check_layers, vocab_size_of
 from ..models.loading import check_positions
 from ..models.split_weights import is_split
-from ..program.inputs.modality import modalities_of
+from ..program.inputs.modalities import modalities_of
 from ..program.methods import length_buckets
 from ..program.spec import ProgramSpec
 

@@ -11,9 +11,11 @@ import torch
 
 from ..backends.base import ChoosesInGraph, OverlapsSteps, state_of
 from ..errors import BundleError
+from ..program.items import ITEM_STATES, ITEMS_SEEN
 from ..program.methods import ROPE_DELTAS, chunk_sizes, method_for
 from .checks import check_no_autocast, check_pieces, check_room, check_rows_may_differ
 from .guard import StepGuard
+from .inputs.cross_items import seen_by_next
 from .inputs.image_places import shifted
 from .inputs.stage import Steps
 from .rows_aside import rows_to_set_aside, set_aside
@@ -162,6 +164,7 @@ class ProgramStepper:
         for size in sizes:
             chunk = slice(start, start + size)
             further = {name: tensor[..., chunk].contiguous() for name, tensor in steps.further.items()}
+            further |= steps.first if start == 0 else {}
             logits = self.step(steps.fed[:, chunk].contiguous(), further, rows)
             start += size
             if placed is not None:
@@ -307,15 +310,23 @@ class ProgramStepper:
             # The first step of a sequence, however short, is the one that fills the cross-attention layers.
             able = {name: method for name, method in methods.items() if _ENCODED in method.input_names}
         else:
-            able = {name: method for name, method in methods.items() if method.takes_ids is by_ids}
+            able = {
+                name: method
+                for name, method in methods.items()
+                if method.takes_ids is by_ids and (ITEM_STATES in method.input_names) is (ITEM_STATES in further)
+            }
         method = methods[method_for(able, fed.shape[1], longest + tokens, scores)]
         inputs = [fed, self.state.length.to(self.device, copy=True)]
         names = method.input_names[2:]
         if _ENCODED in names:
             return method.name, [*inputs, *self.state.encoded]
-        for name in names:
-            is_offset = name == ROPE_DELTAS.name
-            inputs.append(self.state.images.deltas(self.state.length).to(self.device) if is_offset else further[name])
+        for spec in method.inputs[2:]:
+            if spec.name == ROPE_DELTAS.name:
+                inputs.append(self.state.images.deltas(self.state.length).to(self.device))
+            elif spec.name == ITEMS_SEEN and spec.name not in further:
+                inputs.append(seen_by_next(self.state, int(spec.shape[1]), fed.shape[1]).to(self.device))
+            else:
+                inputs.append(further[spec.name])
         return method.name, inputs
 
     # -- other places ------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from ..common.settings import renamed
 from ..errors import InputError
 from ..generation.sampler import Sampler
 from ..generation.sampling import Sampling
+from ..program.items import ITEMS_SEEN
 from ..program.methods import ROPE_DELTAS, smallest_inputs
 from . import persistence
 from .checks import check_max_new_tokens, split_stops
@@ -96,7 +97,7 @@ class Session(SteppedSession):
                 Each method for decoding gets a second graph, as many times as large. Drafts judge several tokens as it
                 is.
             modalities: What is fed beside text, of `image`, `video` and `audio`; or by kind what the model's processor
-                gives for one item, whose sizes the program is made for: see `modality.modalities_of`.
+                gives for one item, whose sizes the program is made for: see `modalities.modalities_of`.
             image_size: Of every image, in pixels, where the model's config leaves it open: see there.
             graph_cache: Folder that keeps compiled graphs, so that a later process neither traces nor compiles them,
                 see `backends.graph_cache.GraphCache`; only with `compile`.
@@ -193,9 +194,8 @@ class Session(SteppedSession):
                     for inputs in smallest_inputs(self.runner.methods[method.name], self.batch_size, self.device):
                         self.runner.run(method.name, *inputs)
             warm.add(graph_of(method.name))
-            feeds = (
-                {"input_ids", "input_pos"} <= set(method.input_names) <= {"input_ids", "input_pos", ROPE_DELTAS.name}
-            )
+            tokens, further = {"input_ids", "input_pos"}, {ROPE_DELTAS.name, ITEMS_SEEN}
+            feeds = tokens <= set(method.input_names) <= tokens | further
             if feeds and method.max_length == 1 and self.chooses_in_graph:
                 for sampling, steps in product((Sampling(), Sampling(temperature=1.0)), {1, self.steps_per_launch}):
                     choice = (graph_of(method.name), sampling.is_greedy, steps)

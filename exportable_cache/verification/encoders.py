@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..cache.attention.implementation import attention_of
-from ..program.inputs.modality import KINDS, features_of, modalities_of
+from ..program.inputs.modalities import modalities_of
+from ..program.inputs.modality import KINDS, features_of
 from .report import VerifiedEncoder
 from .tolerance import default_tolerance
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from ..common.tensor_spec import TensorSpec
     from ..program.methods import ProgramMethod
     from ..session.session import Session
 
@@ -43,9 +45,7 @@ def verify_encoders(
         (modality,) = modalities_of(model, {kind: _example(method)})
         differences, largest = [], 0.0
         for _ in range(_ITEMS):
-            item = [
-                torch.randn(spec.shape, generator=generator).to(getattr(torch, spec.dtype)) for spec in method.inputs
-            ]
+            item = [_random(spec, generator) for spec in method.inputs]
             with attention_of(model, "eager"):
                 given = [tensor.to(model.device) for tensor in item]
                 expected = features_of(model, modality, *given).float().clone()
@@ -63,4 +63,12 @@ def _example(method: ProgramMethod) -> dict[str, torch.Tensor]:
     if method.grid is not None:
         # All that bundles from before say.
         fixed.setdefault("image_grid_thw", torch.tensor([method.grid]))
-    return {**{spec.name: torch.zeros(spec.shape) for spec in method.inputs}, **fixed}
+    return {**{spec.name: _random(spec) for spec in method.inputs}, **fixed}
+
+
+def _random(spec: TensorSpec, generator: torch.Generator | None = None) -> torch.Tensor:
+    """Pixels or samples; of what is counted, the first that there is: 0 stands for none."""
+    dtype = getattr(torch, spec.dtype)
+    if not dtype.is_floating_point:
+        return torch.ones(spec.shape, dtype=dtype)
+    return torch.randn(spec.shape, generator=generator).to(dtype)

@@ -16,7 +16,7 @@ from exportable_cache.backends.executorch.encoders import fold_constants, patche
 from exportable_cache.backends.executorch.lower import lower_programs
 from exportable_cache.backends.executorch.tied import write_pte
 from exportable_cache.errors import UnsupportedModelError
-from exportable_cache.program.inputs.modality import modalities_of
+from exportable_cache.program.inputs.modalities import modalities_of
 from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
 

@@ -33,7 +33,8 @@ from transformers import DynamicCache, PreTrainedModel
 from exportable_cache import ExportableCache, Session
 from exportable_cache.backends import backend_for
 from exportable_cache.models.layout import vocab_size_of
-from exportable_cache.program.inputs.modality import Modality, joined_items, modalities_of
+from exportable_cache.program.inputs.modalities import modalities_of
+from exportable_cache.program.inputs.modality import Modality, joined_items
 from exportable_cache.program.inputs.probe import prompt_with
 from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
@@ -42,7 +43,7 @@ from ..support.sessions import describe
 from .architectures import Architecture, architectures
 from .build import tiny_model
 from .check import TOLERANCE, Outcome, _outcome_of, write_json
-from .media_items import TOWERS, axis_of, item, kinds_of
+from .media_items import TOWERS, axis_of, item, kinds_of, seen_by
 from .media_table import take_up_media, write_media_table
 from .overrides import OVERRIDES
 from .shrink import FIRST_TOKEN, VOCAB
@@ -113,7 +114,7 @@ def _run(model: PreTrainedModel, kind: str, target: str) -> Outcome:
 
 def mechanism_of(modality: Modality) -> str:
     """By what items reach the decoder."""
-    found = ["places"]
+    found = ["cross-attention" if modality.facts.tiles else "places"]
     if modality.facts.fixed:
         found.append("sizes")
     if modality.travels:
@@ -136,6 +137,7 @@ def prompt_of(
     )
     # Special tokens stay: placeholders, and what stands around items.
     given["input_ids"] = torch.where(given["input_ids"] < FIRST_TOKEN, given["input_ids"], random)
+    given |= seen_by(given["input_ids"], modality.token_id, together)
     if modality.facts.sees == "prompt":
         given["token_type_ids"] = torch.zeros_like(given["input_ids"])
     return given
@@ -150,8 +152,10 @@ def reference(model: PreTrainedModel, inputs: dict[str, torch.Tensor], following
             module.rope_deltas = None
     cache = DynamicCache(config=model.config.get_text_config())
     rows = [model(**inputs, past_key_values=cache, use_cache=True).logits[:, -1]]
+    # What the last token of the prompt sees, later ones see.
+    later = {name: tensor[:, -1:] for name, tensor in inputs.items() if name == "cross_attention_mask"}
     for position in range(following.shape[1]):
-        given = {"input_ids": following[:, position : position + 1]}
+        given = {"input_ids": following[:, position : position + 1], **later}
         rows.append(model(**given, past_key_values=cache, use_cache=True).logits[:, -1])
     return torch.stack(rows, dim=1)
 
@@ -171,8 +175,9 @@ def _session(
     backend = backend_for(target)
     spec = backend.program_spec(ProgramSpec(chunk, modalities=(modality,)), backend.options())
     program = Program(model, cache, spec)
-    # Every prompt here has an item: steps that take several tokens by id are not run.
-    program.methods.pop("prefill"), program.modules.pop("prefill")
+    if not modality.facts.tiles:
+        # Every prompt here has an item, and goes through as embeddings.
+        program.methods.pop("prefill"), program.modules.pop("prefill")
     with tempfile.TemporaryDirectory() as folder:
         backend.lower(program, Path(folder), backend.options())
         runner = backend.open(Path(folder), describe(program))

@@ -12,6 +12,10 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.models.mllama.processing_mllama import (
+    convert_sparse_cross_attention_mask_to_dense,
+    get_cross_attention_token_mask,
+)
 
 #: Patches of a picture, rows and columns.
 GRID = (4, 6)
@@ -161,6 +165,11 @@ def _framed(size: int) -> Callable[[PreTrainedModel], Item]:
 
 _OWN: dict[tuple[str, str], Callable[[PreTrainedModel], Item]] = {
     ("deepseek_vl_hybrid", "image"): _by_two_sizes,
+    ("mllama", "image"): lambda model: {
+        "pixel_values": torch.randn(1, 1, 4, 3, *_square(model)),
+        "aspect_ratio_ids": torch.tensor([[2]]),
+        "aspect_ratio_mask": torch.tensor([[[1, 1, 0, 0]]]),
+    },
     **{(name, "image"): _anyres for name in "llava_next llava_next_video llava_onevision granite4_vision".split()},
     **{(name, "image"): lambda model: _tiles(model, 1) for name in "idefics2 idefics3 smolvlm".split()},
     ("granite_docling", "image"): lambda model: _tiles(
@@ -220,12 +229,23 @@ _OWN: dict[tuple[str, str], Callable[[PreTrainedModel], Item]] = {
 }
 
 
+def seen_by(input_ids: torch.Tensor, token_id: int, items: Item) -> Item:
+    """What Mllama's processor says of which tiles each token sees, where it says that."""
+    if "aspect_ratio_mask" not in items:
+        return {}
+    sparse = [get_cross_attention_token_mask(input_ids[0].tolist(), token_id)]
+    tiles = items["aspect_ratio_mask"].sum(-1).tolist()
+    most = items["aspect_ratio_mask"].shape[-1]
+    dense = convert_sparse_cross_attention_mask_to_dense(sparse, tiles, most, input_ids.shape[1])
+    return {"cross_attention_mask": torch.from_numpy(dense)}
+
+
 def axis_of(model: PreTrainedModel) -> int:
     """Along which several items are joined, see `joined_items`."""
     return 1 if model.config.model_type in _BY_PROMPT else -1 if "minicpm" in model.config.model_type else 0
 
 
-_BY_PROMPT = ("idefics2", "idefics3", "smolvlm", "granite_docling", "fuyu")
+_BY_PROMPT = ("idefics2", "idefics3", "smolvlm", "granite_docling", "fuyu", "mllama")
 _WINDOWED = {"window_size": 56, "fullatt_block_indexes": [0]}
 _TILED = {"image_grid_pinpoints": [[64, 64]]}
 _SHORT = {"max_source_positions": 24}
@@ -287,6 +307,7 @@ TOWERS: dict[str, dict[str, Any]] = {
     "granite_speech_plus": {"window_size": 15},
     "qwen3_omni_moe_audio_encoder": {"output_dim": 64, "n_window": 50, "n_window_infer": 100},
     "gemma3": {"mm_tokens_per_image": 4},
+    "mllama_vision_model": {"intermediate_layers_indices": [0], "vision_output_dim": 128},
     "llava_next": _TILED,
     "llava_next_video": _TILED,
     "llava_onevision": _TILED,

@@ -25,7 +25,8 @@ above 10. Pixels, grids, sizes and masks are made from the configs (`tests/zoo/m
 
 What each mechanism is: *places*, embeddings at the places of placeholder tokens; *sizes*, grids, sizes or masks that go with an
 item and fix the program; *features beside*, features that the decoder takes beside the embeddings, by layer or for each token;
-*axes*, positions of several axes; *sees item*, *sees prompt*, tokens of an item, or of the whole prompt, that see each other.
+*axes*, positions of several axes; *sees item*, *sees prompt*, tokens of an item, or of the whole prompt, that see each other;
+*cross-attention*, layers between those of self-attention that see items.
 An empty cell was not run: pt2 and ExecuTorch run what passes in eager sessions. Where a reason speaks of shapes or of a missing
 argument, what is made from the config may be what does not fit: a processor's own output was not tried.
 

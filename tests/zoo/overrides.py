@@ -40,6 +40,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4,
         "intermediate_size": 64,
     },
+    "mllama_text_model": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
     "mamba2": {"num_heads": 4, "head_dim": 32},
     "gemma3n_text": {
         **_SHARED_KV,

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from exportable_cache import ExportableCache, Session
-from exportable_cache.program.inputs.modality import joined_items, modalities_of
+from exportable_cache.program.inputs.modalities import modalities_of
+from exportable_cache.program.inputs.modality import joined_items
 from exportable_cache.program.inputs.probe import prompt_with
 
 from .media import STEPS, check_media, media_rows, reference, tiny_media_model
@@ -25,6 +26,7 @@ MECHANISMS = {
     "one long sequence": ("minicpmv4_6", "image"),
     "features beside, by layer": ("granite4_vision", "image"),
     "features beside, of every token": ("gemma4", "image"),
+    "cross-attention, between layers of self-attention": ("mllama", "image"),
     "a prompt that sees itself": ("paligemma", "image"),
     "positions by tokens around items": ("qwen2_5_omni_thinker", "video"),
     "frames of sound with lengths": ("qwen2_audio", "audio"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...cache.layers import CacheLayer, rounding_storage
+from ...cache.layers import CacheLayer, ItemsLayer, rounding_storage
 from ...errors import UnsupportedModelError
 from ...models.cache_factory import ExportableCache
 from ..probe import probe_attention
@@ -21,12 +21,17 @@ def engine_layers(model: PreTrainedModel, cache: ExportableCache) -> ExportableC
     Layers of other kinds stay as they are: if their operators convert, their state is copied in every step.
 
     Raises:
-        UnsupportedModelError: If the model is an encoder-decoder, or the cache rounds.
+        UnsupportedModelError: If the model is an encoder-decoder, or keeps pictures, or the cache rounds.
     """
     if type(cache) is not ExportableCache:
         raise UnsupportedModelError(
             f"{type(model).__name__} keeps an encoder's output beside its tokens, which has no TensorRT form yet; "
             "export for another target"
+        )
+    if any(isinstance(layer, ItemsLayer) for layer in cache.layers):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} keeps pictures in layers of cross-attention, which have no TensorRT form yet; "
+            "leave out modalities, or export for another target"
         )
     storage = rounding_storage(cache.layers)
     if storage is not None:

@@ -3,6 +3,7 @@
 from .composed import RowSizes, label_of
 from .cross import CrossLayer
 from .indexed import IndexedLayer, IndexerKeys
+from .items import ItemsLayer
 from .layer import CacheLayer
 from .linear import LinearLayer, LinearStates, StateShape
 from .make import layer_class, layer_from, rounding_storage
@@ -13,6 +14,7 @@ __all__ = [
     "CrossLayer",
     "IndexedLayer",
     "IndexerKeys",
+    "ItemsLayer",
     "LinearLayer",
     "LinearStates",
     "PromptLayer",

@@ -216,7 +216,8 @@ class ComposedLayer:
         """
         self.context = context
         self.twin = None
-        self.is_initialized = True
+        # Models ask those of cross-attention for keys (Mllama), where they are.
+        self.is_initialized = not self.policy.is_dummy
         # Host bookkeeping of `crop`, moved by it alone.
         self._max_len_ever = 0 if self.policy.is_dummy else max_len_ever
 

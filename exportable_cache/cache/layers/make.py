@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import InputError
 from ...pytree import register_node
-from ..policies import CrossPolicy, PromptPolicy
+from ..policies import CrossPolicy, ItemsPolicy, PromptPolicy
 from .cross import CrossLayer
 from .indexed import IndexedLayer
+from .items import ItemsLayer
 from .layer import CacheLayer
 from .linear import LinearLayer
 from .prompt import PromptLayer
@@ -30,7 +31,7 @@ def layer_class(config: Mapping[str, Any]) -> type[CacheLayer]:
         return LinearLayer
     if "indexer" in config:
         return IndexedLayer
-    of_policy = {CrossPolicy.kind: CrossLayer, PromptPolicy.kind: PromptLayer}
+    of_policy = {CrossPolicy.kind: CrossLayer, ItemsPolicy.kind: ItemsLayer, PromptPolicy.kind: PromptLayer}
     kind = config["policy"].get("kind")
     return of_policy.get(kind, CacheLayer) if isinstance(kind, str) else CacheLayer
 
@@ -62,5 +63,5 @@ def _unflatten(cls: type[CacheLayer], children: list[Any], config: Mapping[str, 
     return layer
 
 
-for _class in (CacheLayer, CrossLayer, IndexedLayer, LinearLayer, PromptLayer):
+for _class in (CacheLayer, CrossLayer, IndexedLayer, ItemsLayer, LinearLayer, PromptLayer):
     _register(_class)

@@ -2,6 +2,7 @@
 
 from .cross import CrossPolicy
 from .full import FullPolicy
+from .items import ItemsPolicy
 from .none import NoPolicy
 from .policy import SlotPolicy
 from .prompt import PromptPolicy
@@ -13,6 +14,7 @@ from .split import SplitPolicy
 __all__ = [
     "CrossPolicy",
     "FullPolicy",
+    "ItemsPolicy",
     "NoPolicy",
     "PromptPolicy",
     "RecurrentPolicy",

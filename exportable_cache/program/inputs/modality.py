@@ -18,7 +18,7 @@ from ...common.tensor_spec import TensorSpec
 from ...errors import InputError, UnsupportedModelError, first_line
 from ..items import FixedInput, ItemFacts
 from ..methods import ProgramMethod
-from .examples import AUDIO, IMAGE, KINDS, VIDEO, VIDEO_GRID, checked_example, example_of, placeholders_of
+from .examples import AUDIO, IMAGE, KINDS, VIDEO, VIDEO_GRID, checked_example, placeholders_of
 from .front import count_tokens, handed_to_decoder
 from .known_values import KnownValues
 from .probe import Probed, Travelling, frames_lie_apart, probe, prompt_with
@@ -26,7 +26,7 @@ from .probe import Probed, Travelling, frames_lie_apart, probe, prompt_with
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["AUDIO", "IMAGE", "KINDS", "VIDEO", "Modality", "features_of", "modalities_of"]
+__all__ = ["AUDIO", "IMAGE", "KINDS", "VIDEO", "Modality", "features_of", "modality_of"]
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,10 @@ class Modality:
             grid=None if grid is None or grid.numel != 3 else grid.tensor().flatten().tolist(),
             item=self.facts,
         )
+
+    def module(self, model: PreTrainedModel) -> nn.Module:
+        """What runs `method`."""
+        return FeaturesModule(model, self)
 
 
 class FeaturesModule(nn.Module):
@@ -154,51 +158,11 @@ def _encoded(model: PreTrainedModel, travels: Sequence[Travelling], given: Mappi
 
 def features_of(model: PreTrainedModel, modality: Modality, *inputs: torch.Tensor) -> torch.Tensor:
     """Embeddings [tokens, hidden_size] of one item by the model's own code, those that travel beside them too."""
-    return FeaturesModule(model, modality)(*inputs)[0]
+    return modality.module(model)(*inputs)[0]
 
 
-@torch.no_grad()
-def modalities_of(
-    model: PreTrainedModel,
-    kinds: Sequence[str] | Mapping[str, Mapping[str, Any] | None],
-    image_size: int | Sequence[int] | None = None,
-) -> tuple[Modality, ...]:
-    """What of `kinds` a model takes, from running it up to its decoder on items of random numbers.
-
-    Args:
-        kinds: Any of `image`, `video` and `audio`; or by kind what the model's processor gives for one item, whose
-            sizes the program is made for. Without it the sizes come from the config.
-        image_size: Height and width of every image in pixels, or one number for both, where the model's config leaves
-            it open (Qwen2-VL).
-
-    Raises:
-        InputError: If a kind is neither, or the model does not take it.
-        UnsupportedModelError: If the model does more with it than is known here.
-    """
-    if image_size is not None and IMAGE not in kinds:
-        raise InputError(
-            f"image_size is {image_size!r}, but no images are taken; pass modalities=['image'] too, or leave it out"
-        )
-    found = []
-    for kind in kinds:
-        if kind not in KINDS:
-            raise InputError(f"modality is {kind!r}; choose of {', '.join(KINDS)}")
-        given = kinds[kind] if isinstance(kinds, Mapping) else None
-        if given is not None:
-            found.append(_modality(model, kind, given))
-            continue
-        example = example_of(model, kind, image_size)
-        try:
-            found.append(_modality(model, kind, example))
-        except UnsupportedModelError:
-            # Those that cut images into tiles take them by prompt, [batch, images, ...].
-            if "pixel_attention_mask" not in inspect.signature(model.forward).parameters:
-                raise
-            found.append(_modality(model, kind, {name: value[None] for name, value in example.items()}))
-    return tuple(found)
-
-
-def _modality(model: PreTrainedModel, kind: str, example: Mapping[str, Any]) -> Modality:
+def modality_of(model: PreTrainedModel, kind: str, example: Mapping[str, Any]) -> Modality:
+    """One kind of items whose embeddings take the places of placeholders, from those like `example`."""
     floats, fixed = checked_example(model, kind, example)
     token_ids = placeholders_of(model.config, kind)
     generator = torch.Generator().manual_seed(0)
@@ -219,7 +183,7 @@ def _modality(model: PreTrainedModel, kind: str, example: Mapping[str, Any]) -> 
                 problem = problem or error
         else:
             assert problem is not None
-            raise _not_understood(model, kind, problem) from problem
+            raise not_understood(model, kind, problem) from problem
     name = str(model.dtype).removeprefix("torch.")
     return Modality(
         kind,
@@ -240,7 +204,8 @@ def _modality(model: PreTrainedModel, kind: str, example: Mapping[str, Any]) -> 
     )
 
 
-def _not_understood(model: PreTrainedModel, kind: str, problem: Exception) -> Exception:
+def not_understood(model: PreTrainedModel, kind: str, problem: Exception) -> Exception:
+    """The refusal of a model whose code fails on one item, or the refusal that `problem` is."""
     if isinstance(problem, (UnsupportedModelError, InputError)):
         return problem
     return UnsupportedModelError(

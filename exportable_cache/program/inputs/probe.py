@@ -154,7 +154,7 @@ def probe(
         matters = matters or not torch.equal(*features)
         both = _features(two, name, offset)
         found = [both[3 : 3 + tokens], both[5 + tokens : 5 + 2 * tokens]]
-        if not all(_alike(a, b, model.dtype) for a, b in zip(features, found)):
+        if not all(alike(a, b, model.dtype) for a, b in zip(features, found)):
             refuse(f"the {name} of an item depend on what else is in the prompt")
     if not matters:
         refuse("its decoder is given the same for two items of other numbers")
@@ -189,7 +189,7 @@ def _same(one: Any, other: Any, dtype: torch.dtype) -> bool:
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(_same(*each, dtype) for each in zip(one, other))
     if isinstance(one, torch.Tensor):
-        return one.shape == other.shape and _alike(one.float(), other.float(), dtype)
+        return one.shape == other.shape and alike(one.float(), other.float(), dtype)
     return bool(one == other)
 
 
@@ -226,7 +226,7 @@ def _check_embeddings(
             refuse("it changes the embeddings of text")
 
 
-def _alike(one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> bool:
+def alike(one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether two of [tokens, size] differ by rounding only."""
     limit = 1e-3 if dtype == torch.float32 else 5e-2
     return bool((one - other).norm() <= limit * torch.maximum(one.norm(), other.norm()))

@@ -35,6 +35,7 @@ class Steps:
         rows: Where each row's tokens are.
         sizes: Tokens of each step, where that is not free.
         further: What steps take besides, by name of the input, [..., length].
+        first: What the first step takes besides, by name of the input.
         placed: Where its images are, counted from its first token, their rotary offset from there.
     """
 
@@ -42,6 +43,7 @@ class Steps:
     rows: TokenRows
     sizes: Sequence[int] | None = None
     further: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    first: Mapping[str, torch.Tensor] = field(default_factory=dict)
     placed: PlacedImages | None = None
 
     @property

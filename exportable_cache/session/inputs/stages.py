@@ -9,6 +9,7 @@ import torch
 
 from ...errors import InputError
 from ..token_rows import TokenRows
+from .cross_items import CrossItemStage
 from .encoder import EncoderStage
 from .image import ItemPlaces
 from .items import ItemStage, placeholders
@@ -43,7 +44,7 @@ class InputStages:
         self.limits = limits
         self.encoder = EncoderStage(methods["encode"], limits) if "encode" in methods else None
         self.placeholders = tuple(placeholders.values())
-        self._stages = tuple(ItemStage(methods[name], token, limits.device) for name, token in placeholders.items())
+        self._stages = tuple(_item_stage(methods[name], token, limits) for name, token in placeholders.items())
         self._places = ItemPlaces(self._stages, methods, limits.device)
 
     def check(self, input_ids: Any, attention_mask: Any, given: Mapping[str, Any], state: SequenceState) -> Prompt:
@@ -106,3 +107,8 @@ class InputStages:
                 taken = ", ".join(stage.names[0] for stage in self._stages)
                 raise InputError(f"prefill takes {taken} beside input_ids, got {name!r}; leave it out")
         return Prompt(rows, items)
+
+
+def _item_stage(method: ProgramMethod, token: int, limits: ProgramLimits) -> ItemStage:
+    is_cross = method.item is not None and method.item.tiles > 0
+    return (CrossItemStage if is_cross else ItemStage)(method, token, limits.device)
