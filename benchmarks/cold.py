@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -186,6 +187,8 @@ def main(
         return
     if unknown := set(forms or ()) - set(FORMS):
         raise typer.BadParameter(f"{sorted(unknown)} is none of {', '.join(FORMS)}", param_hint="'--form'")
+    if plot is not None and find_spec("matplotlib") is None:
+        raise typer.BadParameter("it needs matplotlib: pip install matplotlib", param_hint="'--plot'")
     console, runs, begin = Console(width=150), [], os.getloadavg()[0]
     for form in forms or [form for form in FORMS if model.startswith("llama") or form != "gpt-fast style"]:
         with tempfile.TemporaryDirectory() as folder:
