@@ -91,7 +91,14 @@ FORMS = {
         32,
         {"weights": ["fp32"], "properties": _F32_KEYS},
     ),
-    "llama.cpp": Form("llama.cpp, float32 (float32 keys)", "llama.cpp", "llama_cpp", 32, {"type": "F32", "keys": 0}),
+    # Its flash attention makes float32 keys float16: 1e-3 from the model.
+    "llama.cpp": Form(
+        "llama.cpp, float32 (float32 keys, no flash attention)",
+        "llama.cpp",
+        "llama_cpp",
+        32,
+        {"type": "F32", "keys": 0, "flash": False},
+    ),
     "ours-8da4w": Form("**ours, 8da4w**", "here", "ours", 4, {"export": _SMALL}),
     "ours-8da4w-own": Form("**ours, 8da4w, own linear layers**", "here", "ours", 4, {"export": {**_SMALL, **_OWN}}),
     "ours-8da4w-int8": Form(
@@ -117,6 +124,10 @@ FORMS = {
         {"weights": ["int4", "--group-size", "32", "--sym", "--ratio", "1.0"], "properties": {}},
     ),
     "llama.cpp-q4_0": Form(
-        "llama.cpp, Q4_0 (its defaults: float16 keys)", "llama.cpp", "llama_cpp", 4, {"type": "Q4_0", "keys": 1}
+        "llama.cpp, Q4_0 (its defaults: float16 keys)",
+        "llama.cpp",
+        "llama_cpp",
+        4,
+        {"type": "Q4_0", "keys": 1, "flash": True},
     ),
 }

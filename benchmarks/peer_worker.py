@@ -229,7 +229,7 @@ class LlamaCpp(Runtime):
             n_threads_batch=threads,
             type_k=keys,
             type_v=keys,
-            flash_attn=True,
+            flash_attn=form.options["flash"],
             verbose=False,
         )
         self._library = llama_cpp
