@@ -109,7 +109,13 @@ def test_every_patch_is_shown() -> None:
     shown = {kind for kind, _ in SHOWN.values()} | {name for names in SIZED_BY_DATA.values() for name in names}
     families = (decoder_masks, experts, git, mpt, position_tables, xmod)
     labels = {patch.label for family in families for patches in family.PATCHES.values() for patch in patches}
-    assert labels - shown == {"NllbMoeExperts", "Pix2StructTextModel", "SwitchTransformersExperts"}
+    assert labels - shown == {
+        "NllbMoeExperts",
+        "NllbMoeSparseMLP",
+        "Pix2StructTextModel",
+        "SwitchTransformersExperts",
+        "SwitchTransformersTop1Router",
+    }
 
 
 def test_a_buffer_that_is_set_in_every_step_can_be_compiled() -> None:

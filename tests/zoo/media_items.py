@@ -293,7 +293,7 @@ TOWERS: dict[str, dict[str, Any]] = {
     "exaone4_5_vision": {**_WINDOWED, "num_key_value_heads": 4},
     **{name: {"input_dim": 40} for name in ("granite_speech_encoder", "granite_speech_plus_encoder")},
     "deepseek_vl_hybrid": {},
-    "sam_vision_model": {"global_attn_indexes": [0, 1], "output_channels": 64, "patch_size": 8, "image_size": 32},
+    "sam_vision_model": {"global_attn_indexes": [1], "output_channels": 64, "patch_size": 8, "image_size": 32},
     "granite_docling_vision": {"scale_factor": 2},
     "granite_docling": {"scale_factor": 2},
     "kimi_k25": {"projection_hidden_size": 64},

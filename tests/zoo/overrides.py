@@ -26,7 +26,7 @@ _SIGLIP = {
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1], "mamba_d_head": 32, "mamba_n_heads": 4},
     "granitemoehybrid": {**_LINEAR_AND_FULL, "mamba_d_head": 32, "mamba_n_heads": 4},
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4},
+    "jamba": {"attn_layer_period": 3, "attn_layer_offset": 2, "num_hidden_layers": 3, "mamba_dt_rank": 4},
     "recurrent_gemma": {"num_hidden_layers": 3},
     "zamba": {
         "attention_hidden_size": 128,
@@ -90,6 +90,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "reformer": {"attn_layers": ["local", "lsh"], "axial_pos_embds_dim": [32, 32], "axial_pos_shape": [16, 16]},
     "xmod": {"default_language": "en_XX"},
+    "electra": {"embedding_size": 32},
+    # Kinds of layers that come too seldom for two layers: without positions, with experts, within a block.
+    **dict.fromkeys("llama4_text mistral_large4_text smollm3".split(), {"no_rope_layers": [1, 0]}),
+    "flint": {"mlp_only_layers": [0]},
+    "nllb-moe": {"encoder_sparse_step": 2, "decoder_sparse_step": 2},
+    "switch_transformers": {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
+    "t5gemma2_text": {"layer_types": ["sliding_attention", "full_attention"]},
     # Encoders that attend within blocks: several of them.
     "longt5": {"local_radius": 3},
     "pegasus_x": {"block_size": 4},
@@ -108,11 +115,20 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "ernie4_5_vl_moe_text": {"_mrope": [3, 3, 2]},
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"], "num_hidden_layers": 2},
     "inkling_text": {"logits_mup_width_multiplier": 1.0},
-    "inkling2_text": {"logits_mup_width_multiplier": 1.0},
+    "inkling2_text": {
+        "logits_mup_width_multiplier": 1.0,
+        "layer_types": ["hybrid_sliding", "hybrid_sliding", "hybrid_sliding", "hybrid"],
+        "num_hidden_layers": 4,
+        "n_layers_per_attn_res_block": 2,
+    },
     "inkling_vision": {"num_hidden_layers": 2, "patch_size": 4},
     "molmo2_adapter": {"vision_feature_layer": [-1, -2]},
     "muse_spark_audio": {"num_hidden_layers": 4, "hidden_sizes": [8, 8, 8, 64], "depths": [1, 1, 1, 1]},
-    "dots3_note_vision_encoder": {"mlp_layer_types": ["dense", "dense"], "adapter_in_dim": 64},
+    "dots3_note_vision_encoder": {"mlp_layer_types": ["dense", "sparse"], "adapter_in_dim": 64},
+    "lfm3_vl_vision": {"layer_types": ["conv", "full_attention"]},
+    **dict.fromkeys(
+        "sam_vision_model got_ocr2_vision unlimited_ocr_sam_vision_model".split(), {"global_attn_indexes": [1]}
+    ),
     "dots3_note_audio_encoder": {"adapter_input_size": 64},
     "mimi": {"upsample_groups": 8},
     "fun_asr_nano": {
@@ -125,6 +141,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "moonshine_streaming": {"num_key_value_heads": 4},
     "pp_formulanet": {"initializer_range": 0.125},
     "pp_formulanet_vision": {
+        "global_attn_indexes": [1],
         "image_size": 128,
         "output_channels": 32,
         "post_conv_in_channels": 32,

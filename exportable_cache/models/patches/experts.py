@@ -1,4 +1,8 @@
-"""DBRX, LongCat Flash, NLLB-MoE, Step 3.7 and Switch: their experts loop over those that were hit."""
+"""DBRX, LongCat Flash, NLLB-MoE, Step 3.7 and Switch: their experts loop over those that were hit.
+
+The routers of NLLB-MoE and Switch also replace their own weights in every call, and NLLB-MoE's reads what is padding
+from the last columns of the attention mask, which over a static cache are slots that no token has.
+"""
 
 from __future__ import annotations
 
@@ -95,6 +99,50 @@ def _nllb_experts(
     )
 
 
+def _nllb_block(original: Callable) -> Callable:
+    def forward(self: nn.Module, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
+        if self.training:
+            return original(self, hidden_states, padding_mask)
+        states = hidden_states.reshape(-1, hidden_states.shape[-1])
+        logits = _routed(self.router, states)
+        # Padding is routed like all else: its tokens reach no others.
+        if self.router.second_expert_policy == "all" and self.router.moe_eval_capacity_token_fraction >= 1:
+            chosen, weights = _two_experts(self.router, logits, states.dtype)
+        else:
+            chosen, weights = self.router.route_tokens(logits, states.dtype, None)
+        return self.experts(states, chosen, weights).reshape(hidden_states.shape)
+
+    return forward
+
+
+def _two_experts(router: nn.Module, logits: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `route_tokens` where every expert has room for all tokens: the first one's place, and weights of both."""
+    weights = logits.softmax(dim=-1).to(dtype)
+    first = F.one_hot(weights.argmax(dim=-1), router.num_experts)
+    second = F.one_hot(logits.masked_fill(first.bool(), float("-inf")).argmax(dim=-1), router.num_experts)
+    of_first, of_second = router.normalize_router_probabilities(weights, first, second)
+    return first, of_first[:, None] * first + of_second[:, None] * second
+
+
+def _switch_router(
+    self: nn.Module, hidden_states: torch.Tensor, *, original: Callable
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits = _routed(self, hidden_states)
+    weights, index = logits.softmax(dim=-1).to(hidden_states.dtype).max(dim=-1, keepdim=True)
+    chosen = F.one_hot(index[..., 0], self.num_experts)
+    # An expert takes so many tokens of a call, and is full then.
+    chosen = chosen * (chosen.cumsum(dim=-2) <= self.expert_capacity)
+    return chosen, weights, logits
+
+
+def _routed(router: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+    """Logits [..., experts], in the router's own dtype."""
+    weight, bias = router.classifier.weight, router.classifier.bias
+    return F.linear(
+        hidden_states.to(router.dtype), weight.to(router.dtype), None if bias is None else bias.to(router.dtype)
+    )
+
+
 def _switch_experts(
     self: nn.Module,
     hidden_states: torch.Tensor,
@@ -125,6 +173,7 @@ def _step_experts(
 
 
 _REASON = "its experts loop over those that were hit"
+_ROUTER = "its router replaces its own weights in every call"
 
 
 def _of_class(file: str, name: str, replacement: Callable, *digests: str) -> tuple[Patch, ...]:
@@ -136,13 +185,33 @@ PATCHES = {
     "longcat_flash": _of_class(
         "longcat_flash.modeling_longcat_flash", "LongcatFlashExperts", _longcat_experts, "94aa5350d765972b"
     ),
-    "nllb-moe": _of_class("nllb_moe.modeling_nllb_moe", "NllbMoeExperts", _nllb_experts, "6a3cc213299fb176"),
+    "nllb-moe": (
+        *_of_class("nllb_moe.modeling_nllb_moe", "NllbMoeExperts", _nllb_experts, "6a3cc213299fb176"),
+        Patch(
+            "nllb_moe.modeling_nllb_moe",
+            "NllbMoeSparseMLP.forward",
+            _nllb_block,
+            f"{_ROUTER}, and takes the mask of a static cache for one of padding",
+            ("fd5f1d8f83ca1b99",),
+            source="NllbMoeSparseMLP NllbMoeTop2Router",
+        ),
+    ),
     "step3p5": _of_class("step3p7.modeling_step3p7", "Step3p7Experts", _step_experts, "aa2624bdfc191949"),
     "step3p7": _of_class("step3p7.modeling_step3p7", "Step3p7Experts", _step_experts, "aa2624bdfc191949"),
-    "switch_transformers": _of_class(
-        "switch_transformers.modeling_switch_transformers",
-        "SwitchTransformersExperts",
-        _switch_experts,
-        "4a595a85c75d1acc",
+    "switch_transformers": (
+        *_of_class(
+            "switch_transformers.modeling_switch_transformers",
+            "SwitchTransformersExperts",
+            _switch_experts,
+            "4a595a85c75d1acc",
+        ),
+        Patch(
+            "switch_transformers.modeling_switch_transformers",
+            "SwitchTransformersTop1Router.forward",
+            only_traced(_switch_router),
+            _ROUTER,
+            ("e9855b32b50729f2",),
+            source="SwitchTransformersTop1Router",
+        ),
     ),
 }
