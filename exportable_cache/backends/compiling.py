@@ -81,6 +81,7 @@ class StepCompiler:
     """
 
     def __init__(self, model: torch.nn.Module, cache: ExportableCache, options: CompileOptions) -> None:
+        self._model, self._cache = model, cache
         self._mode = "reduce-overhead" if options.mode is None and cache.device.type == "cuda" else options.mode
         self.by_layers = self._mode is None and generates_code(cache.device)
         self.graph_cache = None
@@ -93,9 +94,12 @@ class StepCompiler:
         if not self.by_layers:
             return None
         # Here, as it imports the compiler, which takes long.
+        from .equal_layers import EqualLayers
         from .layered import LayeredBackend
 
-        return LayeredBackend()
+        # Others than those of plain decoders hand each other more than hidden states.
+        is_plain = self._cache.residence is None and self._cache.ranks is None
+        return LayeredBackend(EqualLayers(self._model, self._cache) if is_plain else None)
 
     def compile(
         self, module: torch.nn.Module, method: ProgramMethod | ChoiceMethod, key: str, inputs: Sequence[torch.Tensor]

@@ -29,6 +29,7 @@ from ..common.garbage import few_collections
 from ..common.own_files import is_own_file, own_folder, sealed, unsealed
 from ..common.own_key import own_key
 from ..common.processor import instructions, processor_name
+from ..common.tensor_kind import kind_of_tensor
 
 if TYPE_CHECKING:
     from torch import nn
@@ -130,7 +131,7 @@ class GraphCache:
                 private.libraries_noted(self._libraries),
                 few_collections(),
             ):
-                call = torch.compile(step, fullgraph=True, **options).aot_compile((tuple(inputs), {}))
+                call = self._compiled(step, inputs, options)
         except Exception as error:  # tensor subclasses and backends that cannot be written, under errors of their own
             self._not_kept(key, error)
             return None
@@ -149,6 +150,21 @@ class GraphCache:
         ) as error:  # a full disk, or something in the graph that cannot be pickled: it runs all the same
             self._not_kept(key, error)
         return call
+
+    def _compiled(self, step: Callable[..., Any], inputs: Sequence[torch.Tensor], options: dict[str, Any]) -> Any:
+        def compiled() -> Any:
+            # torch.compile takes out of its options what is not Inductor's.
+            own = {**options, "options": dict(options["options"])}
+            return torch.compile(step, fullgraph=True, **own).aot_compile((tuple(inputs), {}))
+
+        equal = getattr(options.get("backend"), "equal", None)
+        if equal is not None and equal.kinds:
+            try:
+                with equal.traced_once():
+                    return compiled()
+            except Exception as error:  # of TorchDynamo's, around ours
+                log.info("every layer is traced: %s", error)
+        return compiled()
 
     def load(
         self, key: str, step: Callable[..., Any], external: dict[str, nn.Module], inputs: Sequence[torch.Tensor]
@@ -334,22 +350,8 @@ def _structure(model: nn.Module, cache: ExportableCache) -> list[Any]:
             for name, module in model.named_modules()
         ],
         [(type(layer).__qualname__, layer.config()) for layer in cache.layers],
-        [
-            (name, *_kind(tensor), str(tensor.dtype), str(tensor.device), tensor.shape, tensor.stride())
-            for name, tensor in tensors
-        ],
+        [(name, *kind_of_tensor(tensor)) for name, tensor in tensors],
     ]
-
-
-def _kind(tensor: torch.Tensor) -> list[str]:
-    """Of a quantised weight also what it is made of, and what its class keeps beside: the size of groups, say."""
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is None:
-        return [type(tensor).__name__]
-    names, kept = flatten()
-    parts = [(name, getattr(tensor, name)) for name in names]
-    forms = [(name, str(part.dtype), part.shape, part.stride()) for name, part in parts if part is not None]
-    return [type(tensor).__name__, repr(forms), repr(kept)]
 
 
 def _attributes(module: nn.Module) -> list[str]:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.fx import GraphModule, Node
 
 from ..common.compat import torch_compile as private
 from .onednn_linears import linears_by_onednn
 from .regions import regions_of
+from .stamped_layers import taken_marks
+
+if TYPE_CHECKING:
+    from .equal_layers import EqualLayers
 
 #: What Inductor has compiled: its own object, which runs, and can be written.
 Compiled = Callable[..., Sequence[Any]]
@@ -75,19 +79,28 @@ class LayeredBackend:
 
     Graphs of one model share the regions that they have in common: the ways to choose tokens, and several steps.
 
+    Args:
+        equal: Layers that need not all be traced, where graphs are of such a model.
+
     Attributes:
         compiled: Regions compiled so far, and graphs compiled whole.
         called: Calls of regions in the graphs so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, equal: EqualLayers | None = None) -> None:
+        self.equal = equal
         self.compiled, self.called = 0, 0
         # Operators go along: the texts tell them apart by identity.
         self._regions: dict[str, tuple[Compiled, list[Any]]] = {}
 
     def __call__(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        if self.equal is not None:
+            self.equal.traced()
         linears_by_onednn(module)
+        marks = taken_marks(module)
         regions = regions_of(module)
+        if marks is not None:
+            regions = marks.stamped(regions)
         if not regions:
             self.compiled += 1
             return private.compile_whole(module, inputs)

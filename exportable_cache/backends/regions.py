@@ -177,12 +177,12 @@ def _text(nodes: Sequence[Node], inputs: Sequence[Node], outputs: Sequence[Node]
     names = {node: f"i{index}" for index, node in enumerate(inputs)} | {
         node: f"n{index}" for index, node in enumerate(nodes)
     }
-    lines = [f"{names[node]}: {_described(value_of(node))}" for node in inputs]
+    lines = [f"{names[node]}: {described(value_of(node))}" for node in inputs]
     for node in nodes:
         arguments = map_aggregate(
             (node.args, tuple(node.kwargs.items())), lambda value: names[value] if isinstance(value, Node) else value
         )
-        lines.append(f"{node.op} {_name(node.target)} {arguments} {_described(value_of(node))}")
+        lines.append(f"{node.op} {_name(node.target)} {arguments} {described(value_of(node))}")
     lines.append(", ".join(names[node] for node in outputs))
     text = "\n".join(lines)
     order = {symbol: f"s{index}" for index, symbol in enumerate(dict.fromkeys(_SYMBOL.findall(text)))}
@@ -200,11 +200,12 @@ def _name(target: Any) -> str:
     return target if isinstance(target, str) else f"{getattr(target, '__name__', target)} {id(target)}"
 
 
-def _described(value: Any) -> str:
+def described(value: Any) -> str:
+    """The same for values that a region cannot tell apart but by what they hold."""
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} {list(value.shape)} {value.stride()} {value.device} {type(value).__name__}"
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_described, value))}]"
+        return f"[{', '.join(map(described, value))}]"
     return f"{type(value).__name__} {value}"
 
 

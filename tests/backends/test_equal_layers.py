@@ -1,0 +1,211 @@
+"""Of equal layers three are traced, and one of them explains all others, or every layer is traced."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from exportable_cache import ExportableCache, Session
+from exportable_cache.backends.equal_layers import EqualLayers
+from exportable_cache.backends.module import ModuleRunner
+from exportable_cache.backends.regions import Region, regions_of
+from exportable_cache.backends.stamped_layers import Marks, NotStampedError, taken_marks
+
+from ..support.compiling import compiling_with
+from ..support.models import tiny_model, tokens
+from ..support.oracle import difference, reference_logits
+
+CAPACITY = 32
+
+
+def cache_of(model: Any) -> ExportableCache:
+    return ExportableCache.from_model(model, CAPACITY)
+
+
+@pytest.fixture
+def forward_of_llama(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable], None]:
+    def replace(forward: Callable) -> None:
+        own = LlamaDecoderLayer.forward
+
+        def replaced(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            return forward(self, own(self, hidden_states, *args, **kwargs), kwargs)
+
+        monkeypatch.setattr(LlamaDecoderLayer, "forward", replaced)
+
+    return replace
+
+
+def captured(model: Any, cache: ExportableCache, length: int) -> torch.fx.GraphModule:
+    """A step of a model as TorchDynamo leaves it."""
+    found: list[torch.fx.GraphModule] = []
+
+    def keep(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        found.append(module)
+        return lambda *inputs: [None]
+
+    runner = ModuleRunner(model, cache)
+    module = runner.modules["decode" if length == 1 else "prefill"]
+    step = torch.compile(lambda ids, at: module(ids, at), fullgraph=True, backend=keep)
+    with torch.no_grad():
+        step(tokens(length), torch.tensor([0]))
+    runner.close()
+    return found[0]
+
+
+def traced(model: Any, cache: ExportableCache, length: int = 1) -> tuple[torch.fx.GraphModule, Marks | None]:
+    """A step of which some layers were traced, and its marks, which are taken out."""
+    with EqualLayers(model, cache).traced_once():
+        graph = captured(model, cache, length)
+    return graph, taken_marks(graph)
+
+
+def calls(regions: list[Region]) -> list[tuple[str, list[str]]]:
+    return [(region.text, [node.name for node in region.inputs]) for region in regions]
+
+
+@pytest.mark.parametrize(
+    ("family", "length"),
+    [
+        ("llama", 1),
+        pytest.param("llama", 4, marks=pytest.mark.full),
+        pytest.param("gemma3_text", 1, marks=pytest.mark.full),
+        ("gemma3_text", 4),
+    ],
+)
+def test_what_is_stamped_is_what_is_traced(family: str, length: int) -> None:
+    """The regions of a graph are those of one in which every layer was traced."""
+    kinds = {"layer_types": ["sliding_attention", "full_attention"] * 4} if family != "llama" else {}
+    model = tiny_model(family, num_hidden_layers=8 if kinds else 5, **kinds)
+    cache = cache_of(model)
+    graph, marks = traced(model, cache, length)
+    assert marks is not None
+    every = captured(model, cache, length)
+    assert taken_marks(every) is None and len(graph.graph.nodes) < len(every.graph.nodes)
+    stamped, whole = marks.stamped(regions_of(graph)), regions_of(every)
+    assert [text for text, _ in calls(stamped)] == [text for text, _ in calls(whole)]
+    # Graph inputs have the names of tensors; what is computed has another number.
+    for (_, ours), (_, theirs) in zip(calls(stamped), calls(whole), strict=True):
+        assert [name for name in ours if name.startswith("l_")] == [name for name in theirs if name.startswith("l_")]
+    layers = 3 * len(EqualLayers(model, cache).kinds)
+    assert len(marks.traced) == layers and len(marks.equal) == model.config.num_hidden_layers - layers
+
+
+def test_a_layer_that_reads_another_ones_keys_is_no_template(forward_of_llama: Callable) -> None:
+    model = tiny_model("llama", num_hidden_layers=5)
+    cache = cache_of(model)
+    forward_of_llama(lambda self, hidden, kwargs: hidden + kwargs["past_key_values"].layers[3].keys.sum())
+    graph, marks = traced(model, cache)
+    assert marks is not None
+    with pytest.raises(NotStampedError, match="of another one"):
+        marks.stamped(regions_of(graph))
+
+
+def test_layers_whose_graphs_differ_are_no_templates(forward_of_llama: Callable) -> None:
+    """What no attribute of a layer tells, the graph of the last one does."""
+    model = tiny_model("llama", num_hidden_layers=5)
+    cache = cache_of(model)
+    last = model.model.layers[-1]
+    forward_of_llama(lambda self, hidden, kwargs: hidden * 2 if self is last else hidden)
+    graph, marks = traced(model, cache)
+    assert marks is not None
+    with pytest.raises(NotStampedError, match="layers 1 and 4 differ"):
+        marks.stamped(regions_of(graph))
+
+
+def test_layers_that_ask_for_their_number_are_traced(forward_of_llama: Callable) -> None:
+    model = tiny_model("llama", num_hidden_layers=5)
+    cache = cache_of(model)
+    forward_of_llama(lambda self, hidden, kwargs: hidden)
+    assert EqualLayers(model, cache).kinds == [(0, 1, 2, 3, 4)]
+
+    def numbered(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return hidden_states * (1 + self.self_attn.layer_idx)
+
+    LlamaDecoderLayer.forward = numbered  # undone with the fixture's own
+    assert EqualLayers(model, cache).kinds == []
+
+
+@pytest.mark.parametrize("differ", ["weight", "number", "hook", "rows"])
+def test_layers_that_differ_are_of_two_kinds(differ: str) -> None:
+    model = tiny_model("llama", num_hidden_layers=9)
+    cache = cache_of(model)
+    for layer in model.model.layers[4:]:
+        if differ == "weight":
+            layer.mlp.up_proj.bias = torch.nn.Parameter(torch.zeros(64))
+        elif differ == "number":
+            layer.self_attn.scaling *= 2
+        elif differ == "hook":
+            layer.mlp.register_forward_hook(print)
+        else:
+            layer.self_attn.kept = torch.zeros(3)
+    # Hooks have a number each.
+    assert EqualLayers(model, cache).kinds == [(0, 1, 2, 3), (4, 5, 6, 7, 8)][: 1 if differ == "hook" else 2]
+
+
+def test_who_else_runs_the_model_meanwhile_gets_its_layers() -> None:
+    model = tiny_model("llama", num_hidden_layers=5)
+    equal = EqualLayers(model, cache_of(model))
+    expected, classes = model(tokens(4)).logits, [type(layer) for layer in model.model.layers]
+    with equal.traced_once():
+        assert [type(layer) for layer in model.model.layers] != classes
+        assert torch.equal(model(tokens(4)).logits, expected)
+    assert [type(layer) for layer in model.model.layers] == classes
+
+
+def test_few_layers_are_all_traced() -> None:
+    model = tiny_model("llama", num_hidden_layers=3)
+    assert EqualLayers(model, cache_of(model)).kinds == []
+
+
+@pytest.fixture
+def generated_code() -> Iterator[None]:
+    with compiling_with("inductor"):
+        yield
+
+
+def session_of(model: Any, folder: Path) -> Session:
+    return Session.from_model(model, cache_of(model), compile="wait", prefill_chunk=16, graph_cache=folder)
+
+
+def worst(session: Session, model: Any) -> float:
+    def step(piece: torch.Tensor) -> torch.Tensor:
+        return session.decode(piece[:, 0]) if piece.shape[1] == 1 else session.prefill(piece)
+
+    ids = tokens(24)
+    return difference(step, reference_logits(model, ids, 5), ids, 5)
+
+
+@pytest.mark.usefixtures("generated_code")
+def test_graphs_are_kept_and_loaded(tmp_path: Path) -> None:
+    model = tiny_model("llama", num_hidden_layers=5)
+    classes = [type(layer) for layer in model.model.layers]
+    session = session_of(model, tmp_path)
+    assert worst(session, model) <= 1e-4
+    assert [type(layer) for layer in model.model.layers] == classes
+    backend = session.runner.compiler.layered
+    # What is before the layers, one layer, and what is behind them; of a prompt and of a step.
+    assert (backend.compiled, backend.called) == (6, 14)
+    again = session_of(model, tmp_path)
+    assert worst(again, model) <= 1e-4
+    assert (again.runner.graph_cache.loaded, again.runner.graph_cache.compiled) == (2, 0)
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("generated_code")
+def test_what_cannot_be_stamped_is_traced(
+    tmp_path: Path, forward_of_llama: Callable, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_model("llama", num_hidden_layers=5)
+    last = model.model.layers[-1]
+    forward_of_llama(lambda self, hidden, kwargs: hidden * 2 if self is last else hidden)
+    with caplog.at_level(logging.INFO, "exportable_cache"):
+        session = session_of(model, tmp_path)
+        assert worst(session, model) <= 1e-4
+    assert "every layer is traced" in caplog.text and "differ" in caplog.text
+    assert session.runner.graph_cache.compiled == 2
