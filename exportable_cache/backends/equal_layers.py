@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -65,6 +66,8 @@ class _Role(NamedTuple):
 
 #: Of the classes that layers have meanwhile. TorchDynamo's guards on what is global are not kept.
 _ROLES: dict[type, _Role] = {}
+#: One model at a time has them: TorchDynamo, too, traces one step after the other.
+_TRACING = threading.Lock()
 
 
 class EqualLayers:
@@ -92,6 +95,11 @@ class EqualLayers:
     @contextmanager
     def traced_once(self) -> Iterator[None]:
         """A block in which TorchDynamo follows three layers of each kind, once: until `traced` is called."""
+        with _TRACING, self._changed():
+            yield
+
+    @contextmanager
+    def _changed(self) -> Iterator[None]:
         try:
             for index, kind in enumerate(self._layers):
                 for place, (number, layer) in enumerate(kind.items()):

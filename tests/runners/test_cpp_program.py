@@ -12,6 +12,8 @@ import pytest
 
 from exportable_cache.backends.executorch import instructions
 
+from ..security.conftest import reseal
+from ..support.shared_tables import with_one_call_for_all
 from .conftest import Probe
 from .test_cpp_items import bundle_of
 
@@ -31,7 +33,7 @@ def _spoiled(program: bytes, at: int, form: str, value: int) -> bytes:
 
 
 def _calls(program: bytes, kind: int) -> Iterator[instructions._Table]:
-    for plan in instructions._root(program, 0).tables(instructions._PLANS):
+    for plan in instructions._root(instructions._Bytes(program), 0).tables(instructions._PLANS):
         for chain in plan.tables(instructions._CHAINS):
             for instruction in chain.tables(instructions._INSTRUCTIONS):
                 found, call = instruction.union(0)
@@ -59,7 +61,7 @@ def _named(pattern: bytes) -> Callable[[bytes], bytes]:
 
 
 def _segment_that_there_is_not(program: bytes) -> bytes:
-    for plan in instructions._root(program, 0).tables(instructions._PLANS):
+    for plan in instructions._root(instructions._Bytes(program), 0).tables(instructions._PLANS):
         for delegate in plan.tables(instructions._DELEGATES):
             processed = delegate.table(instructions._PROCESSED)
             if processed._at(1):
@@ -87,9 +89,18 @@ def test_what_ends_the_process_is_refused(probe: Probe, whole: bytes, tmp_path: 
     assert "program.pte is damaged, or made to do harm" in reply.values[1] and message in reply.values[1]
 
 
+def test_tables_that_share_a_long_list_are_refused(probe: Probe, whole: bytes, tmp_path: Path) -> None:
+    bundle = Path(shutil.copytree(bundle_of("llava"), tmp_path / "bundle"))
+    (bundle / "program.pte").write_bytes(with_one_call_for_all(whole, 20_000, 100_000))
+    reseal(bundle)
+    (reply,) = probe(("open", bundle))
+    assert not reply.ok and reply.values[0] == "bundle", reply
+    assert "share more lists and names than any program's" in reply.values[1]
+
+
 def test_tables_that_are_cut_are_refused(probe: Probe, whole: bytes, tmp_path: Path) -> None:
     """By ExecuTorch's own verification, or here."""
-    root = instructions._root(whole, 0)
+    root = instructions._root(instructions._Bytes(whole), 0)
     at = root._table.Vector(root._at(instructions._PLANS)) - 4
     for index, spoiled in enumerate(
         [_spoiled(whole, at, "<I", 2**31), _spoiled(whole, 0, "<I", 2**31), whole[:2000] + bytes(len(whole) - 2000)]

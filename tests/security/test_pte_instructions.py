@@ -14,6 +14,7 @@ from exportable_cache.backends.executorch import instructions
 from exportable_cache.backends.executorch.instructions import check_instructions
 from exportable_cache.errors import BundleError
 
+from ..support.shared_tables import with_one_call_for_all
 from .conftest import reseal
 
 pytest.importorskip("executorch")
@@ -33,7 +34,7 @@ def _refused(program: bytes | bytearray, folder: Path) -> str:
 
 
 def _calls(program: bytes, kind: int) -> list[instructions._Table]:
-    plans = instructions._root(program, 0).tables(instructions._PLANS)
+    plans = instructions._root(instructions._Bytes(program), 0).tables(instructions._PLANS)
     chains = [chain for plan in plans for chain in plan.tables(instructions._CHAINS)]
     found = [instruction.union(0) for chain in chains for instruction in chain.tables(instructions._INSTRUCTIONS)]
     return [call for is_kind, call in found if is_kind == kind and call is not None]
@@ -55,6 +56,16 @@ def test_operators_and_delegates_that_there_are_not(program: bytes, tmp_path: Pa
         spoiled = bytearray(program)
         struct.pack_into("<i", spoiled, _number_at(call), number if kind != instructions._JUMP else 10**6)
         assert "an instruction of 'forward' names number" in _refused(spoiled, tmp_path)
+
+
+def test_one_list_for_many_instructions(program: bytes, tmp_path: Path) -> None:
+    """Some kilobytes that would be read as many megabytes; a hundred times as long, they would be read for days."""
+    path = tmp_path / "few.pte"
+    path.write_bytes(with_one_call_for_all(program, 3, 5))
+    check_instructions(path)
+    hostile = with_one_call_for_all(program, 20_000, 20_000)
+    assert 16 * len(hostile) < 4 * 20_000 * 20_000
+    assert "share more lists and names" in _refused(hostile, tmp_path)
 
 
 def test_values_that_there_are_not(program: bytes, tmp_path: Path) -> None:
@@ -90,7 +101,7 @@ def test_names_that_are_no_text(program: bytes, tmp_path: Path, name: bytes) -> 
 
 
 def test_lists_past_the_end(program: bytes, tmp_path: Path) -> None:
-    plans = instructions._root(program, 0)
+    plans = instructions._root(instructions._Bytes(program), 0)
     spoiled = bytearray(program)
     at = plans._table.Vector(plans._at(instructions._PLANS)) - 4
     struct.pack_into("<I", spoiled, at, 2**31)

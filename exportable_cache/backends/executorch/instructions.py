@@ -30,6 +30,8 @@ _KERNEL_CALL, _DELEGATE_CALL, _MOVE, _JUMP, _FREE = 1, 2, 3, 4, 5
 _SEGMENT_BASE, _XNNPACK_TABLES = 24, 10
 _XNNPACK, _XNNPACK_MAGIC = "XnnpackBackend", b"XH00"
 _CONSTANTS, _CONSTANT_NAME = 8, 2
+#: How often a file may be read in all: tables can share lists and names, and many that share a long one take for ever.
+_TIMES, _AT_LEAST = 16, 1 << 16
 
 
 def check_instructions(path: Path) -> None:
@@ -40,12 +42,12 @@ def check_instructions(path: Path) -> None:
 
     Raises:
         BundleError: If an instruction names an operator, a delegate, a value or an instruction that there is not, or a
-            name is no UTF-8.
+            name is no UTF-8, or tables share more than any program's do.
         OSError: If it cannot be read.
     """
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         try:
-            _check(data, _root(data, 0))
+            _check(_root(_Bytes(data), 0))
         # The last three: of places that are none.
         except (ValueError, IndexError, TypeError, struct.error) as error:
             raise BundleError(
@@ -53,7 +55,25 @@ def check_instructions(path: Path) -> None:
             ) from None
 
 
-def _check(data: mmap.mmap, program: _Table) -> None:
+class _Bytes:
+    """A file, and how many bytes of lists and names may still be read of it."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+        self._left = _TIMES * len(data) + _AT_LEAST
+
+    def spend(self, size: int) -> None:
+        """Take note of what is about to be read.
+
+        Raises:
+            ValueError: If that is too much.
+        """
+        self._left -= size
+        if self._left < 0:
+            raise ValueError("its tables share more lists and names than any program's")
+
+
+def _check(program: _Table) -> None:
     for named in program.tables(_NAMED_DATA):
         named.text(0)
     segments = program.tables(_SEGMENTS)
@@ -64,7 +84,7 @@ def _check(data: mmap.mmap, program: _Table) -> None:
             operator.text(0), operator.text(1)
         for delegate in delegates:
             if delegate.text(0) == _XNNPACK:
-                _check_payload(data, segments, delegate.table(_PROCESSED))
+                _check_payload(segments, delegate.table(_PROCESSED))
             for spec in delegate.tables(_COMPILE_SPECS):
                 spec.text(0)
         _check_values(values, name)
@@ -77,14 +97,16 @@ def _check(data: mmap.mmap, program: _Table) -> None:
                 _check_instruction(instruction, sizes, len(values), len(instructions), f"an instruction of {name!r}")
 
 
-def _check_payload(data: mmap.mmap, segments: list[_Table], processed: _Table | None) -> None:
+def _check_payload(segments: list[_Table], processed: _Table | None) -> None:
     """Names of the weights that XNNPACK looks for, of a payload in a segment."""
     if processed is None or processed.number(0, "<b") == 0:
         return
+    file = processed.file
+    data = file.data
     start = struct.unpack_from("<Q", data, _SEGMENT_BASE)[0] + segments[processed.number(1)].number(0, "<Q")
     if data[start + 4 : start + 8] != _XNNPACK_MAGIC:
         return
-    tables = _root(data, start + struct.unpack_from("<I", data, start + _XNNPACK_TABLES)[0])
+    tables = _root(file, start + struct.unpack_from("<I", data, start + _XNNPACK_TABLES)[0])
     for constant in tables.tables(_CONSTANTS):
         constant.text(_CONSTANT_NAME)
 
@@ -133,10 +155,12 @@ class _Table:
     """A table in a flatbuffer; `flatbuffers.Table` finds its fields.
 
     Args:
+        file: That it is in.
         table: That.
     """
 
-    def __init__(self, table: Any) -> None:
+    def __init__(self, file: _Bytes, table: Any) -> None:
+        self.file = file
         self._table = table
 
     def _at(self, field: int) -> int:
@@ -145,7 +169,7 @@ class _Table:
 
     def table(self, field: int) -> _Table | None:
         at = self._at(field)
-        return _table(self._table.Bytes, self._table.Indirect(at + self._table.Pos)) if at else None
+        return _table(self.file, self._table.Indirect(at + self._table.Pos)) if at else None
 
     def tables(self, field: int) -> list[_Table]:
         return list(self._tables(field))
@@ -156,8 +180,9 @@ class _Table:
             start, count = self._table.Vector(at), self._table.VectorLen(at)
             if start + 4 * count > len(self._table.Bytes):
                 raise ValueError(f"a list of {count} goes past the end")
+            self.file.spend(4 * count)
             for index in range(count):
-                yield _table(self._table.Bytes, self._table.Indirect(start + 4 * index))
+                yield _table(self.file, self._table.Indirect(start + 4 * index))
 
     def union(self, field: int) -> tuple[int, _Table | None]:
         """Which table a union is, and that table."""
@@ -175,22 +200,28 @@ class _Table:
         at = self._at(field)
         if not at:
             return ()
-        return struct.unpack_from(f"<{self._table.VectorLen(at)}i", self._table.Bytes, self._table.Vector(at))
+        count = self._table.VectorLen(at)
+        self.file.spend(4 * count)
+        return struct.unpack_from(f"<{count}i", self._table.Bytes, self._table.Vector(at))
 
     def text(self, field: int) -> str:
         """A text, "" for one that is not stored."""
         at = self._at(field)
+        if not at:
+            return ""
+        found = self._table.String(self._table.Pos + at)
+        self.file.spend(len(found))
         try:
-            return self._table.String(self._table.Pos + at).decode() if at else ""
+            return found.decode()
         except UnicodeDecodeError as error:
             raise ValueError(f"a name is no UTF-8: {error.object[:40]!r}") from None
 
 
-def _table(data: Any, position: int) -> _Table:
+def _table(file: _Bytes, position: int) -> _Table:
     from flatbuffers.table import Table
 
-    return _Table(Table(data, position))
+    return _Table(file, Table(file.data, position))
 
 
-def _root(data: Any, start: int) -> _Table:
-    return _table(data, start + struct.unpack_from("<I", data, start)[0])
+def _root(file: _Bytes, start: int) -> _Table:
+    return _table(file, start + struct.unpack_from("<I", file.data, start)[0])

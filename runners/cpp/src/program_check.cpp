@@ -22,11 +22,13 @@ enum Value { kTensor = 5, kString = 6, kTensorList = 10, kOptionalTensorList = 1
 enum Instruction { kKernelCall = 1, kDelegateCall = 2, kMove = 3, kJump = 4, kFree = 5 };
 // Where the file's own header says that segments begin, and XNNPACK's where its tables do.
 constexpr uint64_t kSegmentBase = 24, kXnnpackTables = 10;
+// How often a file may be read in all: tables can share lists and names, and many that share a long one take for ever.
+constexpr uint64_t kTimes = 16, kAtLeast = 1 << 16;
 
 // The file, and the first thing that is wrong with it: what is read behind its end is 0, so that readers need not stop.
 class Bytes {
  public:
-  explicit Bytes(std::span<const uint8_t> bytes) : bytes_(bytes) {}
+  explicit Bytes(std::span<const uint8_t> bytes) : bytes_(bytes), left_(kTimes * bytes.size() + kAtLeast) {}
 
   bool has(uint64_t at, uint64_t size) const { return at <= bytes_.size() && bytes_.size() - at >= size; }
 
@@ -46,7 +48,19 @@ class Bytes {
       complain("a place in it is behind its end");
       return {};
     }
+    if (!spend(size)) return {};
     return {reinterpret_cast<const char*>(bytes_.data()) + at, static_cast<size_t>(size)};
+  }
+
+  // Whether so many bytes of a list or a name, which are in the file, may still be read.
+  bool spend(uint64_t size) {
+    if (size > left_) {
+      left_ = 0;
+      complain("its tables share more lists and names than any program's");
+      return false;
+    }
+    left_ -= size;
+    return true;
   }
 
   void complain(std::string problem) {
@@ -56,6 +70,7 @@ class Bytes {
 
  private:
   std::span<const uint8_t> bytes_;
+  uint64_t left_;
   std::string problem_;
 };
 
@@ -128,7 +143,7 @@ class Table {
     const uint64_t at = place(field);
     if (at == 0) return {0, 0};
     const uint64_t start = indirect(at), count = file_->number<uint32_t>(start);
-    if (file_->has(start + 4, 4 * count)) return {start + 4, count};
+    if (file_->has(start + 4, 4 * count)) return {start + 4, file_->spend(4 * count) ? count : 0};
     file_->complain("a list of " + std::to_string(count) + " goes past the end");
     return {0, 0};
   }
