@@ -14,6 +14,7 @@ from ...program.tracing import told_by
 from .delegates import BACKEND_IDS, check_cache, check_methods, delegated_calls
 from .kernels import check_kernels
 from .llm_runner import runner_metadata
+from .load_order import make_largest_first
 from .lower import lower_programs
 from .quantized_tracing import FoldedLinears
 from .tied import write_pte
@@ -47,6 +48,7 @@ def write_program(
         calls = ", ".join(f"{count} in {name}" for name, count in delegated_calls(lowered).items())
         holds += f"; calls of {BACKEND_IDS[delegate]}: {calls}"
     write_pte(lowered, path)
+    make_largest_first(path)
     forget_program(lowered)
     del lowered
     # Graphs and their nodes refer to one another.

@@ -6,6 +6,7 @@
 | `executorch.exir._serialize._program._get_extended_header` | segments of a `.pte` cannot be found |
 | `executorch.exir._serialize._flatbuffer_program._patch_generated_flatbuffer_aliases` | the readers fail |
 | `executorch.exir._serialize.generated.executorch_flatbuffer.Program` | delegates and segments cannot be listed |
+| `DelegateCall`, `InstructionArguments` beside it | delegates cannot be put into another order |
 | `executorch.exir._serialize._program.deserialize_pte_binary` | plans in a file cannot be read back |
 | `executorch.extension.pybindings._portable_lib`, `_C` from 1.5 on | a `.pte` is opened 2.4 s of processor time later |
 | `_load_program` and `_get_operator_names` of these | no `.pte` runs; a file that no runtime loads is written |
@@ -31,6 +32,7 @@ from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ...errors import MissingDependencyError
+from ..file_pages import give_back_pages
 from ..own_kernels import load_own_kernels
 
 if TYPE_CHECKING:
@@ -119,7 +121,10 @@ def load_program(path: Path) -> Any:
         RuntimeError: If the runtime cannot load it.
     """
     extension = runtime()
-    return extension._load_program(str(path), program_verification=extension.Verification.InternalConsistency)
+    program = extension._load_program(str(path), program_verification=extension.Verification.InternalConsistency)
+    # It locks the constants of its own kernels, such as an embedding table, of which a step reads a few rows.
+    give_back_pages(path)
+    return program
 
 
 def _library(package: str, pattern: str) -> Path:
@@ -159,6 +164,25 @@ def flat_program(table: bytes | bytearray) -> Any:
     # The generated readers name modules where they need classes, until the serialiser's own reader has been here.
     _patch_generated_flatbuffer_aliases()
     return Program.GetRootAs(table)
+
+
+def delegate_calls(plan: Any) -> list[Any]:
+    """Readers of a method's calls of delegates.
+
+    Args:
+        plan: Its reader, of `flat_program`.
+    """
+    from executorch.exir._serialize.generated.executorch_flatbuffer.DelegateCall import DelegateCall
+    from executorch.exir._serialize.generated.executorch_flatbuffer.InstructionArguments import InstructionArguments
+
+    found = []
+    for chain in (plan.Chains(index) for index in range(plan.ChainsLength())):
+        for instruction in (chain.Instructions(index) for index in range(chain.InstructionsLength())):
+            if instruction.InstrArgsType() == InstructionArguments.DelegateCall:
+                call, arguments = DelegateCall(), instruction.InstrArgs()
+                call.Init(arguments.Bytes, arguments.Pos)
+                found.append(call)
+    return found
 
 
 def deserialized_program(data: bytes) -> Any:
