@@ -37,6 +37,7 @@ HARMLESS = {
     "output_router_logits": "of the experts",
     "vision_feature_layer": "of the projector, which takes it from the layers' outputs",
     "vision_feature_select_strategy": "of the projector, behind the layers",
+    "grid_thw": "of convolutions between the layers of a tower of pictures",
 }
 
 
