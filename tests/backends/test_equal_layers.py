@@ -75,7 +75,7 @@ def calls(regions: list[Region]) -> list[tuple[str, list[str]]]:
         ("llama", 1),
         pytest.param("llama", 4, marks=pytest.mark.full),
         pytest.param("gemma3_text", 1, marks=pytest.mark.full),
-        ("gemma3_text", 4),
+        pytest.param("gemma3_text", 4, marks=pytest.mark.full),
     ],
 )
 def test_what_is_stamped_is_what_is_traced(family: str, length: int) -> None:
