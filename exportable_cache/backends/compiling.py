@@ -97,9 +97,11 @@ class StepCompiler:
         from .equal_layers import EqualLayers
         from .layered import LayeredBackend
 
-        # Others than those of plain decoders hand each other more than hidden states.
+        # Layers of other models hand each other more than hidden states, and graphs that are not kept have guards on
+        # the classes of layers, which tracing three of them changes.
         is_plain = self._cache.residence is None and self._cache.ranks is None
-        return LayeredBackend(EqualLayers(self._model, self._cache) if is_plain else None)
+        stamps = is_plain and self.graph_cache is not None
+        return LayeredBackend(EqualLayers(self._model, self._cache) if stamps else None)
 
     def compile(
         self, module: torch.nn.Module, method: ProgramMethod | ChoiceMethod, key: str, inputs: Sequence[torch.Tensor]

@@ -181,14 +181,19 @@ def _layers_of(model: nn.Module, count: int) -> dict[int, nn.Module]:
         ]
         found = {next(iter(own)): layer for own, layer in zip(numbers, modules, strict=True) if len(own) == 1}
         if len(found) == len(modules) > _FIRST + _LAST and max(found) < count:
-            return {number: layer for number, layer in found.items() if not _asks_for_its_number(layer)}
+            # Once for each class: sources take long to read.
+            asking = {kind for kind in _classes(modules) if _asks_for_its_number(kind)}
+            return {number: layer for number, layer in found.items() if not asking & _classes(layer)}
     return {}
 
 
-def _asks_for_its_number(layer: nn.Module) -> bool:
-    """Whether a layer's code may do something else for each number."""
-    own = {kind for part in layer.modules() for kind in type(part).__mro__} - {nn.Module, object}
-    for method in (one for kind in own for name, one in vars(kind).items() if name != "__init__"):
+def _classes(module: nn.Module) -> set[type]:
+    return {kind for part in module.modules() for kind in type(part).__mro__} - {nn.Module, object}
+
+
+def _asks_for_its_number(kind: type) -> bool:
+    """Whether the code of a class may do something else for each number of a layer."""
+    for method in (one for name, one in vars(kind).items() if name != "__init__"):
         # Behind a decorator, too.
         while (code := getattr(method, "__code__", None)) is not None:
             if _NUMBER in code.co_names and _NUMBER in _OWN_PLACE.sub("", _source_of(method)):

@@ -43,14 +43,19 @@ def tiny_model(architecture: Architecture, window: int = WINDOW) -> PreTrainedMo
     return initialised(architecture, tiny_config(architecture.model_class.config_class, window))
 
 
-def initialised(architecture: Architecture, config: PreTrainedConfig) -> PreTrainedModel:
-    """The random model of a tiny config, see `tiny_model`."""
-    torch.manual_seed(0)
+def made(architecture: Architecture, config: PreTrainedConfig) -> PreTrainedModel:
+    """The model of a config as it is made, with eager attention."""
     if architecture.group == "causal":
         # The decoder alone, of types that are an encoder-decoder otherwise.
         config.is_decoder, config.is_encoder_decoder = True, False
     config._attn_implementation = "eager"
-    model = architecture.model_class(config)
+    return architecture.model_class(config)
+
+
+def initialised(architecture: Architecture, config: PreTrainedConfig) -> PreTrainedModel:
+    """The random model of a tiny config, see `tiny_model`."""
+    torch.manual_seed(0)
+    model = made(architecture, config)
     if architecture.model_type in DECODERS:
         model = getattr(model, DECODERS[architecture.model_type])
     with torch.no_grad():

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from .architectures import Architecture, architectures
+from .build import made
 from .overrides import OVERRIDES
 from .shrink import tiny_config
 
@@ -64,11 +65,8 @@ def kinds_of(model: nn.Module) -> set[str]:
 
 
 def without_weights(row: Architecture, config: PreTrainedConfig) -> nn.Module:
-    if row.group == "causal":
-        config.is_decoder, config.is_encoder_decoder = True, False
-    config._attn_implementation = "eager"
     with torch.device("meta"):
-        return row.model_class(config)
+        return made(row, config)
 
 
 @pytest.mark.parametrize("row", ROWS)
