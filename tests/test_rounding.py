@@ -1,4 +1,4 @@
-"""Caches in 8 and 4 bits in every target, against a `DynamicCache` with the same rounding."""
+"""Caches in 16, 8 and 4 bits in every target, against a `DynamicCache` with the same rounding."""
 
 import pytest
 import torch
@@ -30,11 +30,16 @@ def test_the_layers_are_those_of_the_model() -> None:
     assert {layer.label for layer in sinks.layers} == {"sinks int8"}
     by_config = ExportableCache.from_config(model.config, CAPACITY, kv_dtype="int8")
     assert [layer.config() for layer in by_config.layers] == [layer.config() for layer in cache.layers]
-    with pytest.raises(InputError, match="kv_dtype is 'int2'; it must be one of int8, int4, or None"):
+    with pytest.raises(
+        InputError, match="kv_dtype is 'int2'; it must be one of float16, bfloat16, int8, int4, or None"
+    ):
         ExportableCache.from_model(model, CAPACITY, kv_dtype="int2")
 
 
-@pytest.mark.parametrize(("kv_dtype", "least", "most"), [("int8", 1e-3, 0.2), ("int4", 2e-2, 4.0)])
+@pytest.mark.parametrize(
+    ("kv_dtype", "least", "most"),
+    [("float16", 1e-4, 0.02), ("bfloat16", 1e-3, 0.1), ("int8", 1e-3, 0.2), ("int4", 2e-2, 4.0)],
+)
 @torch.no_grad()
 def test_the_reference_rounds(kv_dtype: str, least: float, most: float) -> None:
     model, ids, storage = tiny_model("gemma3_text"), tokens(30), storage_of(torch.float32, kv_dtype)
@@ -90,6 +95,14 @@ def test_four_bits_compiled(family: str) -> None:
     four_bits(family, compiled=True)
 
 
+@pytest.mark.parametrize("kv_dtype", ["float16", "bfloat16"])
+def test_half_precision(kv_dtype: str) -> None:
+    model = tiny_model("gemma3_text")
+    cache = ExportableCache.from_model(model, CAPACITY, kv_dtype=kv_dtype)
+    assert [layer.label for layer in cache.layers] == [f"ring {kv_dtype}", f"full {kv_dtype}"]
+    check(Session.from_model(model, cache, prefill_chunk=16), model, storage_of(torch.float32, kv_dtype))
+
+
 @pytest.mark.full
 def test_four_bits_through_inductor() -> None:
     with compiling_with("inductor"):
@@ -110,6 +123,8 @@ def test_sinks(kv_dtype: str) -> None:
         pytest.param("int8", "resident", marks=pytest.mark.full),
         pytest.param("int8", "explicit", marks=pytest.mark.full),
         ("int4", "resident"),
+        pytest.param("float16", "resident", marks=pytest.mark.full),
+        pytest.param("bfloat16", "explicit", marks=pytest.mark.full),
         pytest.param("int4", "explicit", marks=pytest.mark.full),
     ],
 )

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 #: What `kv_dtype` may be, besides None for the dtype that the model writes.
-KV_DTYPES = ("int8", "int4")
+KV_DTYPES = ("float16", "bfloat16", "int8", "int4")
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,8 @@ class CacheSpec:
         attention_sinks: Have full-attention layers keep this many first tokens and the newest `attention_window`, and
             run without end; None for a layer that keeps all.
         attention_window: What `attention_sinks` leave of `max_cache_len` by default.
-        kv_dtype: One of `KV_DTYPES` to keep keys and values so, with scales; None for the dtype that the model writes.
+        kv_dtype: One of `KV_DTYPES` to keep keys and values so, whole numbers with scales; None for the dtype that the
+            model writes.
         max_encoder_len: Longest input of an encoder-decoder's encoder, in tokens, frames or samples; slots for pictures
             of a text decoder with layers of cross-attention; None for the default, two pictures there.
         offload: Keep layers in host memory ("host") or in files in this folder, and two of them on the device, see
@@ -131,7 +132,7 @@ class CacheSpec:
     )
     kv_dtype: str | None = setting(
         None,
-        "Keep keys and values in 8 or 4 bits; the model's own dtype by default.",
+        "Keep keys and values in 16, 8 or 4 bits; the model's own dtype by default.",
         flags=("--kv-cache-dtype",),
         metavar="|".join(KV_DTYPES),
         choices=KV_DTYPES,

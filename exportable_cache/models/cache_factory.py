@@ -107,8 +107,8 @@ class ExportableCache(LayeredCache):
             attention_sinks: Have full-attention layers keep this many first tokens and the newest `attention_window`,
                 and run without end: see `policies.SinkPolicy`. Works with our attention functions only.
             attention_window: What `attention_sinks` leave of `max_cache_len` by default.
-            kv_dtype: `int8` or `int4` to keep keys and values in 8 or 4 bits with one scale per token and head, see
-                `cache.storage`; the dtype that the model writes by default.
+            kv_dtype: `float16` or `bfloat16` to keep keys and values of a float32 model so; `int8` or `int4` for 8 or 4
+                bits with one scale per token and head, see `cache.storage`; the dtype that the model writes by default.
             attn_implementation: Name to set on the config; None leaves it alone. Under transformers' own `sdpa` and
                 `eager` the cache works too, but for padding masks and rows of different length.
             slack: The name of `rollback_slots` until the last release.

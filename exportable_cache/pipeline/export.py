@@ -94,9 +94,9 @@ def export(
             gives for one item, see `modalities_of`. The processor beside the model goes into the bundle then, or with
             an encoder of images or sound. Encoders are verified on random numbers, see `verify_encoders`.
         image_size: Height and width of every image in pixels, where the model's config leaves it open, see there.
-        kv_dtype: `int8` or `int4` to keep keys and values in 8 or 4 bits, see `ExportableCache.from_config`. The
-            program is then verified against the model with the same rounding, and its distance from the model without
-            it is recorded.
+        kv_dtype: `float16`, `bfloat16`, `int8` or `int4` to keep keys and values in fewer bits, see
+            `ExportableCache.from_config`. The program is then verified against the model with the same rounding, and
+            its distance from the model without it is recorded.
         rollback_slots: Extra slots of each ring, so that `rollback_slots + 1` tokens can be taken back past the window,
             as drafts need it.
         tensor_parallel: Ranks to split the program over, by transformers' plan of the model (targets `pt2` and `aoti`):

@@ -9,13 +9,13 @@ import torch
 from exportable_cache import ExportableCache, export, load
 from exportable_cache.cache.attention.implementation import attention_of
 from exportable_cache.cache.layers import layer_from
-from exportable_cache.cache.storage import Int8Storage
+from exportable_cache.cache.storage import Int8Storage, storage_of
 from exportable_cache.verification.references.by_step import rounding_effect
 from exportable_cache.verification.references.rounding import RoundingCache
 from exportable_cache.verification.verify import verify_session
 
 from ..support.models import WINDOW, tiny_model, tokens
-from ..support.sessions import folded_bundle
+from ..support.sessions import folded_bundle, lowered_session
 
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
 
@@ -136,3 +136,18 @@ def test_with_quantised_weights(tmp_path) -> None:
     assert (manifest.cache_bytes - 8) / (manifest.kv_cache.float_bytes - 8) == 12 / 32
     # The cache's own share, of the model with quantised weights, and that of both.
     assert 1e-4 < manifest.kv_cache.max_difference < manifest.quantization.max_difference
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kv_dtype", ["float16", "bfloat16"])
+def test_half_precision_goes_through_the_fused_operators(kv_dtype: str) -> None:
+    model = tiny_model("gemma3_text")
+    session = lowered_session(model, "executorch", CAPACITY, cache_options={"kv_dtype": kv_dtype})
+    assert list(session.runner.methods) == ["forward"]
+    cache = ExportableCache.from_model(model, CAPACITY, kv_dtype=kv_dtype, attn_implementation=None)
+    ring, full = fuse_layers(model, cache).layers
+    assert (ring.kernel, full.kernel) == (FusedRingKernel(), FusedFullKernel())
+    assert [list(tensor.shape) for _, tensor in full.named_state()] == [FULL, FULL, [1]]
+    report = verify_session(session, model)
+    rounding = rounding_effect(model, 64, storage_of(torch.float32, kv_dtype))
+    assert report.passed and report.tolerance <= rounding / 4 + 1e-4

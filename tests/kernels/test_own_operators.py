@@ -20,7 +20,7 @@ from exportable_cache.backends.executorch.own_operators import check_own_kernels
 from exportable_cache.backends.executorch.rows_kernel import RowsKernel
 from exportable_cache.cache.attention.functions import matmul_attention
 from exportable_cache.cache.layers import layer_from
-from exportable_cache.cache.storage import FloatStorage, Int4Storage, Int8Storage
+from exportable_cache.cache.storage import KV_DTYPES, storage_of
 from exportable_cache.common.own_kernels import VARIABLE
 from exportable_cache.errors import BundleError, MissingDependencyError
 from exportable_cache.models.patches.registry import PATCHES, patch_model
@@ -29,7 +29,7 @@ from ..support.kinds import KINDS, kind_model
 from ..support.models import among, tiny_model
 from .own_programs import CAPACITY, LINEARS, OPERATORS, PROGRAMS
 
-STORAGES = {"float32": FloatStorage("float32"), "int8": Int8Storage("float32"), "int4": Int4Storage("float32")}
+STORAGES = {kind: storage_of(torch.float32, None if kind == "float32" else kind) for kind in ("float32", *KV_DTYPES)}
 #: Made in one process.
 FAST = (OPERATORS, "rows")
 #: First slots, ring, window and chunk of a layer.
@@ -132,17 +132,21 @@ def test_a_program_says_what_it_needs_where_that_is_missing(own_bundle) -> None:
 EXPORT = """
 import sys
 from exportable_cache import export
+from tests.support.kinds import kind_model
 from tests.support.models import tiny_model
 # Verified against the eager model with a cache of the same storage, past one chunk and token by token.
-export(tiny_model("llama"), "executorch", 64, sys.argv[2], prefill_chunk=16, kernels="own", kv_dtype=sys.argv[1])
+model = kind_model("deepseek_v3") if sys.argv[2] == "latents" else tiny_model("llama")
+export(model, "executorch", 64, sys.argv[3], prefill_chunk=16, kernels="own", kv_dtype=sys.argv[1])
 """
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
-def test_a_program_over_fewer_bits_is_the_model_over_them(own_library: Path, tmp_path: Path, kv_dtype: str) -> None:
+@pytest.mark.parametrize(("kv_dtype", "kept"), [*((kind, "keys") for kind in KV_DTYPES), ("float16", "latents")])
+def test_a_program_over_fewer_bits_is_the_model_over_them(
+    own_library: Path, tmp_path: Path, kv_dtype: str, kept: str
+) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", EXPORT, kv_dtype, tmp_path / "bundle"],
+        [sys.executable, "-c", EXPORT, kv_dtype, kept, tmp_path / "bundle"],
         capture_output=True, text=True, timeout=600, env={**os.environ, VARIABLE: str(own_library)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
@@ -211,6 +215,9 @@ def test_a_model_with_attention_of_its_own_is_whole_without_its_patch(
 def test_latents_are_expanded_where_the_operator_cannot_take_them(monkeypatch: pytest.MonkeyPatch) -> None:
     model = kind_model("deepseek_v3")
     assert own_kernels(model, ExportableCache.from_model(model, CAPACITY, kv_dtype="int8")) == [None] * 2
+    cache = ExportableCache.from_model(model, CAPACITY, kv_dtype="float16")
+    assert own_kernels(model, cache) == [OwnLatentKernel()] * 2
+    assert OwnLatentKernel().fused(cache.layers[0]).keys.dtype == torch.float16
     cache = ExportableCache.from_model(model, CAPACITY)
     assert not any(fusable_layers(model, cache))
     # Its weights are in fewer bits: their parts cannot be taken from them.

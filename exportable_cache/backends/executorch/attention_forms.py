@@ -80,7 +80,7 @@ def _causal(capacity: int, scaling: float) -> Form:
         start = length[0].item()
         check(start >= 0)
         check(start < capacity)
-        if len(stored) > 2:
+        if _is_rounded(stored):
             # Read, not computed from `start`: a sum of two symbols does not lower.
             end = (length + query.shape[2])[0].item()
             check(end >= 1)
@@ -120,11 +120,16 @@ def _masked(capacity: int, scaling: float) -> Form:
 
 
 def _readable(stored: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Keys and values as the operator takes them: as they are, or times their scales."""
+    """Keys and values as the operator takes them, in float32: as they are, made wider, or times their scales."""
     if len(stored) == 2:
-        return stored
+        return [part.to(torch.float32) for part in stored]
     keys, values, key_scales, value_scales = stored
     return dequantize_slots(keys, key_scales), dequantize_slots(values, value_scales)
+
+
+def _is_rounded(stored: Sequence[torch.Tensor]) -> bool:
+    """Whether slots are made float32 before they are read: only those that are filled."""
+    return stored[0].dtype != torch.float32
 
 
 def dequantize_slots(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -163,7 +168,7 @@ def _attend_folded(
     """
     check(newest >= fold - 1)
     check(newest < capacity)
-    if len(stored) > 2:
+    if _is_rounded(stored):
         stored = [part[:, : newest + 1] for part in stored]
     keys, values = _readable(stored)
     _, heads, query_length, head_dim = query.shape

@@ -16,7 +16,7 @@ from ...cache.attention.functions import EXTRAS, matmul_attention
 from ...cache.attention.masks import register_masks
 from ...cache.layers import CacheLayer
 from ...cache.policies import FullPolicy, RingPolicy
-from ...cache.storage import FloatStorage, Int8Storage
+from ...cache.storage import FloatStorage, HalfStorage, Int8Storage
 from ...common.compat.executorch import register_fused_operators, register_quantized_operators
 from ...errors import UnsupportedModelError
 from ...models.cache_factory import ExportableCache, ExportableEncoderDecoderCache
@@ -36,7 +36,7 @@ register_quantized_operators()
 EXECUTORCH_ATTENTION = "exportable_cache_executorch"
 
 # Storages that the kernels' attention can read.
-_STORAGES = (FloatStorage, Int8Storage)
+_STORAGES = (FloatStorage, HalfStorage, Int8Storage)
 
 
 def executorch_attention(

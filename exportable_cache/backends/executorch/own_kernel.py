@@ -110,8 +110,8 @@ class OwnLatentKernel(OwnKernel, kind="own_latents"):
     attends_latents = True
 
     def declare(self, layer: ComposedLayer) -> dict[str, StateTensor]:
-        # Floats alone are kept so, and programs for ExecuTorch are of float32.
-        return {"keys": StateTensor(*self.row_dims, "latent_and_key", dtype=torch.float32)}
+        assert layer.storage is not None
+        return {"keys": StateTensor(*self.row_dims, "latent_and_key", dtype=layer.storage.parts["keys"].dtype)}
 
     def fused(self, layer: CacheLayer) -> CacheLayer:
         tensors = dict(layer.named_state())
@@ -125,7 +125,8 @@ class OwnLatentKernel(OwnKernel, kind="own_latents"):
     def encoded(
         self, layer: CacheLayer, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        return (heads_as_batch(torch.cat([key_states, value_states], dim=-1)),)
+        assert layer.storage is not None
+        return (heads_as_batch(torch.cat(layer.storage.encode(key_states, value_states), dim=-1)),)
 
     def attend(
         self,

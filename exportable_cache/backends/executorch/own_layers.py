@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...cache.policies import FullPolicy, RingPolicy, SinkPolicy
-from ...cache.storage import FloatStorage, Int4Storage, Int8Storage
+from ...cache.storage import FloatStorage, HalfStorage, Int4Storage, Int8Storage
 from ...models.layout import layer_types_and_windows
 from ...models.quantized_rows import has_quantized_weights
 from ..probe import is_causal, probe_attention
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ...models.cache_factory import ExportableCache
 
 _POLICIES = (FullPolicy, RingPolicy, SinkPolicy)
-_STORAGES = (FloatStorage, Int8Storage, Int4Storage)
+_STORAGES = (FloatStorage, HalfStorage, Int8Storage, Int4Storage)
 
 
 def own_kernels(model: PreTrainedModel, cache: ExportableCache) -> list[OwnKernel | None]:
@@ -68,6 +68,6 @@ def _kernel_for(layer: CacheLayer, layer_type: str, calls: list[Any]) -> OwnKern
     chunked = layer_type == "chunked_attention" and not is_full
     form = (chunked, any(call.masked for call in calls), len(calls))
     if any(call.of_latents for call in calls):
-        # Keys and values in fewer bits have scales of their own, which their sum in one product has no place for.
-        return OwnLatentKernel(*form) if isinstance(layer.storage, FloatStorage) else None
+        # Whole numbers of keys and of values have scales of their own, which their sum in one product has no place for.
+        return OwnLatentKernel(*form) if isinstance(layer.storage, (FloatStorage, HalfStorage)) else None
     return OwnKernel(*form)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from ...common.settings import check_choice
 from ..spec import KV_DTYPES
 from .float import FloatStorage
+from .half import BFloat16Storage, Float16Storage, HalfStorage
 from .int4 import Int4Storage
 from .int8 import Int8Storage
 from .rounded import RoundedStorage
@@ -17,7 +18,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "KV_DTYPES",
+    "BFloat16Storage",
+    "Float16Storage",
     "FloatStorage",
+    "HalfStorage",
     "Int4Storage",
     "Int8Storage",
     "Part",
@@ -28,11 +32,13 @@ __all__ = [
 
 
 def storage_of(dtype: torch.dtype, kv_dtype: str | None = None) -> Storage:
-    """The storage for keys and values of `dtype` that are kept in `kv_dtype`.
+    """The storage for keys and values of `dtype` that are kept in `kv_dtype`: as they are where the two are one.
 
     Raises:
         InputError: If `dtype` is no floating one, or there is no such storage.
     """
     if kv_dtype is not None:
         check_choice("kv_dtype", kv_dtype, KV_DTYPES, optional=True)
-    return (FloatStorage if kv_dtype is None else Storage.kinds[kv_dtype]).of(dtype)
+    if kv_dtype is None or str(dtype) == f"torch.{kv_dtype}":
+        return FloatStorage.of(dtype)
+    return Storage.kinds[kv_dtype].of(dtype)

@@ -1,0 +1,69 @@
+"""Keys and values in 16 bits of models that compute in more: half of float32's bytes, and no scales."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from .storage import Part, Storage
+
+
+class HalfStorage(Storage):
+    """Keys [..., head_dim] and values [..., value_head_dim], rounded to the nearest number of 16 bits.
+
+    Attention is over what is stored, for new tokens too, so that logits do not depend on how a prompt is cut into
+    chunks.
+    """
+
+    rounds = True
+    #: Element type of `keys` and `values`.
+    stored_dtype: ClassVar[torch.dtype]
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        return {"keys": Part("head_dim", self.stored_dtype), "values": Part("value_head_dim", self.stored_dtype)}
+
+    def sizes(self, head_dim: int, value_head_dim: int) -> dict[str, int]:
+        return {"head_dim": head_dim, "value_head_dim": value_head_dim}
+
+    def head_dim(self, stored: int) -> int:
+        return stored
+
+    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.narrow(keys), self.narrow(values)
+
+    def decode(self, stored: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = stored
+        return keys.to(self.rows_dtype), values.to(self.rows_dtype)
+
+    def narrow(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows [..., dim] as they are stored."""
+        return rows.to(self.stored_dtype)
+
+
+@dataclass(frozen=True)
+class Float16Storage(HalfStorage, kind="float16"):
+    """11 bits of precision, numbers up to 65504 in size: larger ones are kept as that.
+
+    An infinite key would make not-a-number of every score in its row.
+    """
+
+    dtype: str
+
+    stored_dtype = torch.float16
+
+    def narrow(self, rows: torch.Tensor) -> torch.Tensor:
+        largest = torch.finfo(torch.float16).max
+        return super().narrow(rows.clamp(-largest, largest))
+
+
+@dataclass(frozen=True)
+class BFloat16Storage(HalfStorage, kind="bfloat16"):
+    """8 bits of precision, numbers as large as float32's."""
+
+    dtype: str
+
+    stored_dtype = torch.bfloat16
