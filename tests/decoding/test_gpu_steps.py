@@ -1,0 +1,80 @@
+"""Steps on a GPU that computes nothing: they wait for no value, and no tensor of theirs is anywhere else."""
+
+from __future__ import annotations
+
+import multiprocessing
+
+import pytest
+import torch
+
+CLEAN = {"plain": "clean", "traced": "clean"}
+
+
+def in_a_fork(work, *arguments):
+    """The device is a process's for good, and other tests ask for none."""
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        return pool.apply_async(work, arguments).get(300)
+
+
+def checked(group: str, model_type: str) -> dict[str, str]:
+    from ..zoo.architectures import architectures
+    from ..zoo.gpu import check
+
+    (row,) = (row for row in architectures() if (row.group, row.model_type) == (group, model_type))
+    found = check(row)
+    return {"plain": found.plain, "traced": found.traced}
+
+
+@pytest.mark.parametrize(
+    ("group", "model_type"),
+    [
+        ("causal", "gemma3_text"),
+        pytest.param("causal", "falcon_h1", marks=pytest.mark.full),
+        pytest.param("causal", "deepseek_v3", marks=pytest.mark.full),
+        pytest.param("causal", "gpt_oss", marks=pytest.mark.full),
+        pytest.param("causal", "qwen3_next", marks=pytest.mark.full),
+        pytest.param("seq2seq", "t5", marks=pytest.mark.full),
+        pytest.param("speech", "whisper", marks=pytest.mark.full),
+    ],
+)
+def test_a_prompt_and_a_step_stay_on_the_gpu(group: str, model_type: str) -> None:
+    assert in_a_fork(checked, group, model_type) == CLEAN
+
+
+@pytest.mark.full
+def test_what_waits_is_found() -> None:
+    found = in_a_fork(checked, "causal", "dbrx")
+    assert "waits for a size at `modeling_dbrx.py`" in found["plain"] and found["traced"] == "clean"
+
+
+@torch.no_grad()
+def chosen(greedy: bool, penalised: bool) -> tuple[list[int], list[str]]:
+    """Shape of the tokens of two steps with the choice in them, as they are; and what is wrong with them traced."""
+    from exportable_cache import ExportableCache
+    from exportable_cache.generation.choosing_steps import ChoosingSteps
+    from exportable_cache.program.program import ResidentModule, program_methods
+    from exportable_cache.program.spec import ProgramSpec
+
+    from ..support.fake_gpu import DEVICE, FakeGpu, nodes_elsewhere, waiting_nodes
+    from ..support.models import tiny_model
+
+    model = tiny_model("gemma3_text")
+    cache = ExportableCache.from_model(model, 64, rollback_slots=1)
+    decode = program_methods(model, cache, ProgramSpec())["decode"]
+    steps, gpu = ChoosingSteps(ResidentModule(model, cache, decode), greedy, penalised, 2), FakeGpu()
+    gpu.move(steps)
+    given = [torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)]
+    given += [] if greedy else [torch.rand(2, 1)]
+    given += [torch.zeros(1, model.config.vocab_size, dtype=torch.bool)] if penalised else []
+    given += [torch.tensor(number) for number in (0.8, 40, 0.9, 0.1, 1.2)]
+    given = [gpu.moved(tensor) for tensor in given]
+    with gpu:
+        tokens = steps(*given)
+    assert tokens.device == DEVICE
+    program = torch.export.export(steps, tuple(given), strict=False)
+    return list(tokens.shape), [*waiting_nodes(program), *nodes_elsewhere(program)]
+
+
+@pytest.mark.parametrize(("greedy", "penalised"), [pytest.param(True, False, marks=pytest.mark.full), (False, True)])
+def test_the_choice_stays_on_the_gpu(greedy: bool, penalised: bool) -> None:
+    assert in_a_fork(chosen, greedy, penalised) == ([1, 2], [])
