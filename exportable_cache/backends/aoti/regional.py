@@ -56,10 +56,10 @@ class RegionalCompiler:
         module = GraphModule(program.graph_module, copy.deepcopy(program.graph))
         for node in module.graph.find_nodes(op="call_function", target=METADATA_ASSERTION):
             module.graph.erase_node(node)
-        linears_by_onednn(module)
         regions = regions_of(module, own_sizes=True) if names is not None else []
         if names is None or not regions or not all(map(_takes_tensors, regions)):
             return self._whole(program)
+        linears_by_onednn(module)
         return self._in_regions(module, regions, {node: stored_name(name) for node, name in names.items()})
 
     def _whole(self, program: ExportedProgram) -> Method:
