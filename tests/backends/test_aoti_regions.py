@@ -14,7 +14,6 @@ from exportable_cache.backends import backend_for
 from exportable_cache.backends.aoti import regional
 from exportable_cache.backends.aoti.table import Call, Method, Table, read_table
 from exportable_cache.backends.aoti.target import CODE, CONSTANTS, TABLE
-from exportable_cache.common.compat import torch_aoti
 from exportable_cache.errors import BundleError
 from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from ...common.compat.torch import METADATA_ASSERTION
 from ...common.compat.torch_aoti import compile_ahead_of_time
@@ -57,7 +57,9 @@ class RegionalCompiler:
         for node in module.graph.find_nodes(op="call_function", target=METADATA_ASSERTION):
             module.graph.erase_node(node)
         regions = regions_of(module, own_sizes=True) if names is not None else []
-        if names is None or not regions or not all(map(_takes_tensors, regions)):
+        # What a method gives as it came is no region's.
+        given = any(node.op == "placeholder" for node in _results(module))
+        if names is None or not regions or given or not all(map(_takes_tensors, regions)):
             return self._whole(program)
         linears_by_onednn(module)
         return self._in_regions(module, regions, {node: stored_name(name) for node, name in names.items()})
@@ -79,7 +81,7 @@ class RegionalCompiler:
         tensors = list(dict.fromkeys(names[node.name] for node in held))
         places = {node: index for index, node in enumerate(inputs)}
         places.update({node: len(inputs) + tensors.index(names[node.name]) for node in held})
-        (results,) = module.graph.output_node().args
+        results = _results(module)
         last = {source: index for index, region in enumerate(regions) for source in region.inputs}
         end, calls = len(inputs) + len(tensors), []
         for index, region in enumerate(regions):
@@ -123,6 +125,10 @@ def _names(program: ExportedProgram) -> dict[str, str] | None:
     if any(not isinstance(spec.arg, TensorArgument) or spec.kind != OutputKind.USER_OUTPUT for spec in specs):
         return None
     return names
+
+
+def _results(module: GraphModule) -> list[Node]:
+    return list(cast(Any, module.graph.output_node().args[0]))
 
 
 def _takes_tensors(region: Region) -> bool:

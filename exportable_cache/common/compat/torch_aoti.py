@@ -134,6 +134,8 @@ def _built(builder: CppBuilder, build: Callable[[CppBuilder], None], text: str, 
     source = folder / f"{name}.cpp"
     source.write_text(text)
     one = CppBuilder(name=name, sources=str(source), BuildOption=builder._build_option, output_dir=str(folder))
-    build(one)
-    source.unlink()
+    try:
+        build(one)
+    finally:
+        source.unlink()
     return Path(one.get_target_file_path())
