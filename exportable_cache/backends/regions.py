@@ -20,6 +20,7 @@ from torch.fx.node import map_aggregate
 
 from ..common.compat.torch import OpOverload, writes_in_place
 from ..common.compat.torch_compile import FakeTensor, free_symbols, storage_of, symbol_range
+from .region_sizes import compute_own_sizes, value_of
 
 #: A layer's number in the name of a module.
 _LAYER = re.compile(r"^(.*?\.\d+)(?:\.|$)")
@@ -60,10 +61,14 @@ class Region:
         return [value_of(node) for node in self.inputs]
 
 
-def regions_of(module: GraphModule) -> list[Region]:
+def regions_of(module: GraphModule, own_sizes: bool = False) -> list[Region]:
     """All of a graph as regions in their order, or none where no layer comes twice or a region cannot stand alone.
 
     What several layers read and the first of them computes is moved in front of them, in place.
+
+    Args:
+        module: As TorchDynamo gives it, or `torch.export`, with tensors as inputs.
+        own_sizes: Have each region compute the sizes that it needs, so that tensors alone go in and out.
     """
     graph = module.graph
     for node in list(graph.nodes):
@@ -71,18 +76,33 @@ def regions_of(module: GraphModule) -> list[Region]:
             graph.erase_node(node)
     if any(node.op in ("get_attr", "call_module") or _is_mode(node) for node in graph.nodes):
         return []
-    runs = _hoisted(_runs(graph), graph)
-    sizes = {str(value_of(node)): node for node in graph.nodes if isinstance(value_of(node), torch.SymInt)}
+    found = _runs(graph)
+    if own_sizes:
+        # Before, so that no layer reads a size of the first one.
+        compute_own_sizes([nodes for _, nodes in found], graph)
+    runs = _hoisted(found, graph)
+    if own_sizes:
+        compute_own_sizes(runs, graph)
+        runs = [nodes for nodes in runs if nodes]
+    sizes = _sizes(graph)
     regions = [_region(run, sizes) for run in runs]
-    found = [region for region in regions if region is not None]
-    if len(found) < len(regions) or max(Counter(region.text for region in found).values(), default=0) < 2:
+    whole = [region for region in regions if region is not None]
+    if len(whole) < len(regions) or max(Counter(region.text for region in whole).values(), default=0) < 2:
         return []
-    return found
+    return whole
 
 
-def value_of(node: Node) -> Any:
-    """What TorchDynamo has seen of a node: a fake tensor, a size, or several."""
-    return node.meta.get("example_value")
+def _sizes(graph: Graph) -> dict[str, Node]:
+    """What gives the value of a symbol: a size, or an input of the graph that has it among its sizes."""
+    sizes = {str(value_of(node)): node for node in graph.nodes if isinstance(value_of(node), torch.SymInt)}
+    if any(node.op == "placeholder" for node in sizes.values()):
+        return sizes
+    # Programs of torch.export take tensors alone.
+    for node in graph.find_nodes(op="placeholder"):
+        for size in getattr(value_of(node), "shape", ()):
+            if isinstance(size, torch.SymInt):
+                sizes[str(size)] = node
+    return sizes
 
 
 def _is_mode(node: Node) -> bool:

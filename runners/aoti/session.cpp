@@ -43,16 +43,28 @@ Session::Session(const std::string& folder) {
   batch_size_ = limits.at("batch_size").toInt();
   vocab_size_ = limits.at("vocab_size").toInt();
   max_length_ = optional_int(limits.at("max_length"));
-  for (const auto& entry : stored.at("methods").toGenericDict()) {
-    const auto range = entry.value().toTupleRef().elements();
-    Method method{entry.key().toStringRef(), range[0].toInt(), range[1].toInt(), optional_int(range[2]), nullptr};
-    method.model = std::make_unique<torch::inductor::AOTIModelPackageLoader>(folder + "/program.pt2", method.name);
-    std::unordered_map<std::string, at::Tensor> constants;
-    for (const auto& name : method.model->get_constant_fqns()) {
-      constants[name] = tensors_.at(name);
+  auto table = read_region_table(
+      folder + "/regions.json", [this](const std::string& name) { return tensors_.count(name) > 0; });
+  for (size_t number = 0; number < table.regions.size(); ++number) {
+    // Calls wait for each other.
+    regions_.push_back(std::make_unique<torch::inductor::AOTIModelPackageLoader>(
+        folder + "/program.pt2", "region_" + std::to_string(number), /*run_single_threaded=*/true));
+    if (!table.regions[number].empty()) {
+      std::unordered_map<std::string, at::Tensor> constants;
+      for (const auto& [own, name] : table.regions[number]) constants[own] = tensors_.at(name);
+      // It keeps bare pointers, so that all methods write one cache; tensors_ keeps what they point to.
+      regions_.back()->load_constants(constants, /*use_inactive=*/false, /*check_full_update=*/true, /*user_managed=*/true);
     }
-    // The model keeps bare pointers, so that all methods write one cache; tensors_ keeps what they point to.
-    method.model->load_constants(constants, /*use_inactive=*/false, /*check_full_update=*/true, /*user_managed=*/true);
+  }
+  for (const auto& entry : stored.at("methods").toGenericDict()) {
+    const auto& name = entry.key().toStringRef();
+    const auto found = table.methods.find(name);
+    if (found == table.methods.end() || found->second.inputs != 2) {
+      throw std::invalid_argument(folder + "/regions.json has no method '" + name + "' of two inputs; export the model again");
+    }
+    const auto range = entry.value().toTupleRef().elements();
+    Method method{name, range[0].toInt(), range[1].toInt(), optional_int(range[2]), std::move(found->second), {}};
+    for (const auto& tensor : method.table.tensors) method.tensors.push_back(tensors_.at(tensor));
     methods_.push_back(std::move(method));
   }
 }
@@ -92,9 +104,28 @@ at::Tensor Session::step(const at::Tensor& input_ids) {
   const int64_t size = input_ids.size(1);
   const auto& method = method_for(size, length_ + size);
   const auto input_pos = at::full({batch_size_}, length_, at::kLong);
-  const auto logits = method.model->run({input_ids, input_pos}).at(0);
+  const auto logits = call(method, input_ids, input_pos);
   length_ += size;
   return logits;
+}
+
+at::Tensor Session::call(const Method& method, at::Tensor input_ids, at::Tensor input_pos) {
+  std::vector<at::Tensor> values{std::move(input_ids), std::move(input_pos)};
+  values.insert(values.end(), method.tensors.begin(), method.tensors.end());
+  std::vector<at::Tensor> given;
+  for (const auto& call : method.table.calls) {
+    given.clear();
+    for (const auto place : call.sources) given.push_back(values[place]);
+    auto results = regions_[call.region]->run(given);
+    if (results.size() != call.results) {
+      throw std::runtime_error(
+          "region " + std::to_string(call.region) + " gives " + std::to_string(results.size()) + " values, of " +
+          std::to_string(call.results) + "; export the model again");
+    }
+    std::move(results.begin(), results.end(), std::back_inserter(values));
+    for (const auto place : call.done) values[place] = at::Tensor();
+  }
+  return values[method.table.outputs.front()];
 }
 
 const Method& Session::method_for(int64_t size, int64_t end) const {

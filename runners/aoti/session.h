@@ -10,6 +10,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "regions.h"
+
 namespace torch::inductor {
 class AOTIModelPackageLoader;
 }
@@ -23,14 +25,16 @@ struct Method {
   int64_t min_length;
   int64_t max_length;
   std::optional<int64_t> kv_read_len;
-  std::unique_ptr<torch::inductor::AOTIModelPackageLoader> model;
+  MethodCalls table;
+  // Of `table.tensors`, in their order.
+  std::vector<at::Tensor> tensors;
 };
 
 // Every call checks its arguments and the room in the cache before anything runs and throws std::invalid_argument, with the
 // numbers, on what it refuses: a refused call changes nothing. Not for use from several threads at once.
 class Session {
  public:
-  // Opens program.pt2 and constants.pt in `folder`, as `exportable-cache export --target aoti` wrote them.
+  // Opens program.pt2, regions.json and constants.pt in `folder`, as `exportable-cache export --target aoti` wrote them.
   explicit Session(const std::string& folder);
   ~Session();
 
@@ -51,10 +55,13 @@ class Session {
  private:
   void check(const at::Tensor& ids, int64_t dims) const;
   at::Tensor step(const at::Tensor& input_ids);
+  at::Tensor call(const Method& method, at::Tensor input_ids, at::Tensor input_pos);
   const Method& method_for(int64_t size, int64_t end) const;
 
   std::vector<Method> methods_;
-  // What the models point to: weights by name, then the cache.
+  // Machine code, each for all layers and methods that are alike.
+  std::vector<std::unique_ptr<torch::inductor::AOTIModelPackageLoader>> regions_;
+  // What the code is given, and may point to: weights by name, then the cache.
   std::unordered_map<std::string, at::Tensor> tensors_;
   std::vector<std::string> state_names_;
   int64_t batch_size_ = 0;

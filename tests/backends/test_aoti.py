@@ -1,5 +1,6 @@
 """The `aoti` target: machine code over one set of weights and one cache that is updated in place."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,26 +9,29 @@ import pytest
 import torch
 
 from exportable_cache import export, load
-from exportable_cache.backends.aoti.target import CODE, CONSTANTS
+from exportable_cache.backends.aoti.target import CODE, CONSTANTS, TABLE
 from exportable_cache.errors import BundleError, InputError
 
-from ..support.models import tiny_model, tokens
+from ..support.models import WINDOW, tiny_model, tokens
 from ..support.oracle import difference, reference_logits
-from ..support.sessions import aoti_bundle, lowered_session
+from ..support.sessions import AOTI_CAPACITY, aoti_bundle, lowered_session, regional_aoti_bundle
 
 TOLERANCE = 1e-4
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
-    model = tiny_model("gemma3_text")
-    assert model.config.tie_word_embeddings
-    return model
+# Two equal layers, token by token, are three regions; two layers that differ, and prompts, are two of whole methods.
+@pytest.fixture(scope="module", params=["mistral", pytest.param("gemma3_text", marks=pytest.mark.full)])
+def model(request: pytest.FixtureRequest) -> Any:
+    return tiny_model(request.param, tie_word_embeddings=True)
 
 
 @pytest.fixture(scope="module")
 def bundle(model: Any) -> Path:
-    return aoti_bundle(model)
+    return regional_aoti_bundle(model) if model.config.model_type == "mistral" else aoti_bundle(model)
+
+
+def capacity(model: Any, layer: int) -> int:
+    return WINDOW if model.config.model_type == "mistral" or layer == 0 else AOTI_CAPACITY
 
 
 def worst(session: Any, model: Any) -> float:
@@ -76,12 +80,21 @@ def second_opinion(bundle: Path) -> torch.Tensor:
     return session.decode(tokens(1)[0])
 
 
+def test_the_methods_are_of_equal_layers_or_whole(bundle: Path, model: Any) -> None:
+    table = json.loads((bundle / TABLE).read_text())
+    calls = {name: [call["region"] for call in method["calls"]] for name, method in table["methods"].items()}
+    regional = model.config.model_type == "mistral"
+    assert calls == ({"decode": [0, 1, 1, 2]} if regional else {"decode": [0], "prefill": [1]})
+    # Only code of whole methods holds tensors.
+    assert [bool(held) for held in table["regions"]] == ([False] * 3 if regional else [True] * 2)
+
+
 def test_weights_are_stored_once_and_the_cache_not_at_all(bundle: Path, model: Any) -> None:
     weights = sum(parameter.nbytes for parameter in model.parameters())
     assert weights <= (bundle / CONSTANTS).stat().st_size <= weights + 32_000
     stored = torch.load(bundle / CONSTANTS, weights_only=True)
     assert sum(name.endswith(("lm_head.weight", "embed_tokens.weight")) for name in stored["weights"]) == 1
-    assert stored["state"]["layers_1_keys"].shape == (1, 2, 64, 8)
+    assert stored["state"]["layers_1_keys"].shape == (1, 2, capacity(model, 1), 8)
     assert stored["state"]["layers_1_keys"].untyped_storage().nbytes() == 4
 
 

@@ -1,5 +1,7 @@
 """The C++ session over an `aoti` bundle, built against the libtorch of the torch wheel."""
 
+import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -9,9 +11,10 @@ import pytest
 import torch
 
 from exportable_cache import load
+from exportable_cache.backends.aoti.target import TABLE
 
 from ..support.models import tiny_model, tokens
-from ..support.sessions import AOTI_CAPACITY, aoti_bundle, rounded_aoti_bundle
+from ..support.sessions import AOTI_CAPACITY, aoti_bundle, regional_aoti_bundle, rounded_aoti_bundle
 from ..support.store import stored
 
 SOURCE = Path(__file__).parents[2] / "runners" / "aoti"
@@ -26,8 +29,10 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def bundle() -> Path:
+@pytest.fixture(scope="module", params=["whole", "regions"])
+def bundle(request: pytest.FixtureRequest) -> Path:
+    if request.param == "regions":
+        return regional_aoti_bundle(tiny_model("llama"))
     return aoti_bundle(tiny_model("gemma3_text"))
 
 
@@ -106,6 +111,33 @@ def test_what_does_not_fit_is_refused_with_the_numbers(
     done = run(program, bundle, *arguments)
     assert done.returncode == 1
     assert message in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("sources", [0, 900], r"calls\.1\.sources: there should be a number from 0 to \d+"),
+        ("region", 77, r"calls\.1\.region: there should be a number from 0 to \d+"),
+        ("results", -1, r"calls\.1\.results: there should be a number from 0 to 10000"),
+        ("done", {}, r"calls\.1\.done: there should be a list"),
+    ],
+)
+def test_a_damaged_table_is_refused(program: Path, tmp_path: Path, field: str, value: object, message: str) -> None:
+    damaged = shutil.copytree(regional_aoti_bundle(tiny_model("llama")), tmp_path / "bundle")
+    table = json.loads((damaged / TABLE).read_text())
+    table["methods"]["decode"]["calls"][1][field] = value
+    (damaged / TABLE).write_text(json.dumps(table))
+    done = run(program, damaged, 1, 5)
+    assert done.returncode == 1
+    assert re.search(rf"regions\.json is damaged: methods\.decode\.{message}; export the model again", done.stderr)
+
+
+def test_a_bundle_of_an_earlier_release_is_told(program: Path, tmp_path: Path) -> None:
+    earlier = shutil.copytree(regional_aoti_bundle(tiny_model("llama")), tmp_path / "bundle")
+    (earlier / TABLE).unlink()
+    done = run(program, earlier, 1, 5)
+    assert done.returncode == 1
+    assert "an earlier release wrote the bundle" in done.stderr and "export the model again" in done.stderr
 
 
 def test_a_missing_bundle_is_named(program: Path, tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def test_steps_that_wait_for_their_graph_multiply_by_it(is_better: bool, monkeyp
 @pytest.mark.full
 def test_machine_code_has_it(better, tmp_path: Path) -> None:
     counted = mock.Mock(side_effect=onednn_linears.linears_by_onednn)
-    with mock.patch("exportable_cache.backends.aoti.package.linears_by_onednn", counted):
+    with mock.patch("exportable_cache.backends.aoti.regional.linears_by_onednn", counted):
         bundle = export(tiny_model("llama", num_hidden_layers=1), target="aoti", output_dir=tmp_path, max_cache_len=32)
     assert bundle.manifest.verification["max_difference"] <= 1e-4
     assert counted.call_count == 2

@@ -33,6 +33,14 @@ NAMES: dict[str, dict[str, Any]] = {
         "torch._inductor.lowering.register_lowering": takes("aten_fn", "type_promotion_kind"),
         "torch._inductor.ir.TensorBox": CLASS,
     },
+    "torch_aoti": {
+        "torch._inductor.aot_compile": takes("gm", "args", "options"),
+        "torch._inductor.package.package_aoti": takes("archive_file", "aoti_files"),
+        "torch._inductor.cpp_builder.CppBuilder": takes("name", "sources", "BuildOption", "output_dir"),
+        "torch._inductor.cpp_builder.CppBuilder.get_command_line": CALLABLE,
+        "torch._inductor.cpp_builder.CppBuilder.get_target_file_path": CALLABLE,
+        "torch._inductor.runtime.cache_dir_utils.cache_dir": CALLABLE,
+    },
     "torch_distributed": {
         "torch.distributed._functional_collectives.broadcast": takes("self", "src", "group"),
         "torch.distributed._functional_collectives.all_reduce": takes("self", "reduceOp", "group"),
@@ -52,9 +60,9 @@ NAMES: dict[str, dict[str, Any]] = {
         "torch._subclasses.fake_tensor.FakeTensorMode.cache_clear": CALLABLE,
         "torch._ops.OperatorBase": CLASS,
         "torch._ops.OpOverload": CLASS,
-        "torch._inductor.aot_compile": takes("gm", "args", "options"),
-        "torch._inductor.package.package_aoti": takes("archive_file", "aoti_files"),
-        "torch._inductor.package.load_package": takes("path", "model_name"),
+        "torch._C._aoti.AOTIModelPackageLoader.run": CALLABLE,
+        "torch._C._aoti.AOTIModelPackageLoader.load_constants": CALLABLE,
+        "torch._C._aoti.AOTIModelPackageLoader.get_constant_fqns": CALLABLE,
         "torch._export.serde.serialize.serialize": takes(
             "exported_program", "serialize_state_dict", "serialize_constants", "serialize_example_inputs"
         ),
@@ -125,7 +133,7 @@ def found(name: str) -> Any:
 
 
 def require(package: str) -> None:
-    if package not in ("torch_onednn", "torch_distributed") and util.find_spec(package) is None:
+    if package not in ("torch_aoti", "torch_onednn", "torch_distributed") and util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
     if package == "torch_tensorrt":
         pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no tensorrt extra is installed")

@@ -6,6 +6,7 @@ import importlib
 import io
 import logging
 import re
+from pathlib import Path
 from types import MethodType
 
 import pytest
@@ -17,10 +18,10 @@ from torch._inductor.async_compile import AsyncCompile
 
 from exportable_cache.common import patch as patching
 from exportable_cache.common.compat import torch as compat
-from exportable_cache.common.compat import torch_compile, torch_kernels
+from exportable_cache.common.compat import torch_aoti, torch_compile, torch_kernels
 from exportable_cache.common.patch import Patch
 
-PATCHES = (*compat.PATCHES, *torch_compile.PATCHES, *torch_kernels.PATCHES)
+PATCHES = (*compat.PATCHES, *torch_aoti.PATCHES, *torch_compile.PATCHES, *torch_kernels.PATCHES)
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.label)
@@ -168,3 +169,32 @@ def test_the_processor_is_tried_and_headers_are_compiled(monkeypatch: pytest.Mon
     finally:
         torch_compile.forget_processor()
     assert VecISA._probe_load is not None
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("known", [True, False])
+def test_machine_code_has_its_interface_compiled_once(known: bool, tmp_path: Path, monkeypatch) -> None:
+    """Still needed: of two graphs each has it in its source."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    if not known:
+        monkeypatch.setattr(torch_aoti, "_REGEX", "#error %(extern)s\n")
+    x, packages = torch.randn(3), {}
+    with torch._inductor.config.patch({"aot_inductor.precompile_headers": False}):
+        for count in (2, 3):
+            program = torch.export.export(Multiply(count), (x,))
+            packages[str(count)] = torch_aoti.compile_ahead_of_time(program.module(), ((x,), {}))
+    torch_aoti.write_package(tmp_path / "code.pt2", packages)
+    for name in packages:
+        (found,) = compat.load_machine_code(tmp_path / "code.pt2", name).run([x])
+        torch.testing.assert_close(found, int(name) * x)
+    objects = list((tmp_path / "exportable_cache_interface").iterdir())
+    assert len([one for one in objects if one.suffix == ".o"]) == known
+
+
+class Multiply(torch.nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.count

@@ -148,6 +148,12 @@ def aoti_bundle(model: PreTrainedModel) -> Path:
         return exported_bundle(model, "aoti", AOTI_CAPACITY, prefill_chunk=PREFILL, verify=False)
 
 
+def regional_aoti_bundle(model: PreTrainedModel, **options: Any) -> Path:
+    """Machine code of a model, token by token."""
+    with _headers_as_they_are():
+        return exported_bundle(model, "aoti", AOTI_CAPACITY, prefill_chunk=1, verify=False, **options)
+
+
 def rounded_aoti_bundle() -> tuple[PreTrainedModel, Path]:
     """A model and its machine code over keys and values in 8 bits, token by token in two buckets."""
     model = tiny_model("llama", num_hidden_layers=1)

@@ -14,8 +14,8 @@ from ..options import TargetOptions
 class AotiOptions(TargetOptions):
     """
     Attributes:
-        buckets: Read lengths that get methods of their own, see `ProgramSpec`. Each is compiled by itself: it adds
-            about as much export time as the first, and code to the file, but no weights.
+        buckets: Read lengths that get methods of their own, see `ProgramSpec`. Each adds the code of a layer of each
+            kind, and of what runs before the layers, to time and file, but no weights.
         score_length: Add a method that gives logits after each of up to this many tokens, for speculative decoding.
     """
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 CODE = "program.pt2"
 CONSTANTS = "constants.pt"
+TABLE = "regions.json"
 
 
 class AotiBackend:
@@ -37,15 +38,17 @@ class AotiBackend:
 
     def lower(self, program: Program, folder: Path, options: AotiOptions) -> list[LoweredFile]:
         exported = {name: program.export(name) for name in program.methods}
-        names = compile_methods(folder / CODE, exported)
-        write_constants(folder / CONSTANTS, program, exported, names)
+        table, tensors = compile_methods(folder / CODE, exported)
+        table.write(folder / TABLE)
+        write_constants(folder / CONSTANTS, program, tensors)
         return [
             LoweredFile(CODE, f"machine code of methods {', '.join(exported)}"),
+            LoweredFile(TABLE, "which machine code a method calls"),
             LoweredFile(CONSTANTS, "weights; shapes of the cache"),
         ]
 
     def open(self, folder: Path, description: ProgramDescription) -> Runner:
-        return AotiRunner(folder / CODE, folder / CONSTANTS, description)
+        return AotiRunner(folder / CODE, folder / TABLE, folder / CONSTANTS, description)
 
 
 backend = AotiBackend()

@@ -7,7 +7,7 @@
 | `torch._subclasses.fake_tensor.FakeTensorMode` | `plan` refuses four architectures of encoder-decoders |
 | `FakeTensorMode.cache_clear` of the same module | a process keeps the weights of all that it lowered |
 | `torch._ops.OperatorBase`, `OpOverload` | types of operators in annotations; `Any` would do |
-| `torch._inductor.aot_compile`, `package.package_aoti`, `package.load_package` | no target `aoti` |
+| `torch._C._aoti.AOTIModelPackageLoader` | no target `aoti` |
 | `torch._export.serde.serialize.serialize` | no target `pt2` with several methods in a file |
 | `torch.utils._python_dispatch._disable_current_modes` | nothing can be traced inside a pass over a graph |
 | `torch.utils._pytree.tree_map` | results are cloned by a loop of one's own |
@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,25 +76,13 @@ def fake_tensors() -> AbstractContextManager[Any]:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def compile_ahead_of_time(module: torch.nn.Module, inputs: Sequence[Any], options: Mapping[str, Any]) -> list[str]:
-    """Files of a module that is compiled by AOTInductor, for `write_package`."""
-    from torch._inductor import aot_compile
+def load_machine_code(path: Path, name: str) -> Any:
+    """One model of an AOTInductor package, for calls that wait for each other: `run(inputs)` gives a list of tensors.
 
-    return aot_compile(module, *inputs, options=dict(options))  # type: ignore[arg-type, return-value]
-
-
-def write_package(path: Path, files: Mapping[str, list[str]]) -> None:
-    """Write what `compile_ahead_of_time` gave for each method as one package."""
-    from torch._inductor.package import package_aoti
-
-    package_aoti(str(path), dict(files))  # type: ignore[arg-type]
-
-
-def load_package(path: Path, method: str, **options: Any) -> Any:
-    """A method of an AOTInductor package."""
-    from torch._inductor.package import load_package as load
-
-    return load(str(path), method, **options)
+    Raises:
+        RuntimeError: If there is no such model, or it does not fit this torch.
+    """
+    return torch._C._aoti.AOTIModelPackageLoader(str(path), name, True, 1, -1)
 
 
 def operator_arguments(operator: OpOverload) -> Sequence[Any]:

@@ -52,7 +52,7 @@ __all__ = ["FakeTensor", "SerializableCallable"]
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
-#: See `_shortly`.
+#: See `shortly`.
 _takes_short_cuts = True
 
 _ADD_CODE = torch_patch(
@@ -200,11 +200,11 @@ def forget_processor() -> None:
 
 
 def takes_short_cuts() -> bool:
-    """Whether what was compiled so far by layers was compiled with the two short cuts of `_shortly`."""
+    """Whether what was compiled so far by layers was compiled with the two short cuts of `shortly`."""
     return _takes_short_cuts
 
 
-def _shortly(compiled: Callable[[], Result]) -> Result:
+def shortly(compiled: Callable[[], Result]) -> Result:
     """What is compiled without a trial of the processor, and with its kernels in few files.
 
     Inductor compiles and loads a small kernel for each set of vector instructions first, as the compiler may know fewer
@@ -251,14 +251,14 @@ def code_folder() -> Path:
 
 def compile_whole(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """What torch.compile's default backend makes of a graph."""
-    return _shortly(lambda: torch._inductor.compile(module, list(inputs)))
+    return shortly(lambda: torch._inductor.compile(module, list(inputs)))
 
 
 def compile_region(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
     """Part of a graph that TorchDynamo is compiling, over its fake tensors, compiled by Inductor in a form that can be
     written.
     """
-    return _shortly(
+    return shortly(
         lambda: standalone_compile(module, list(inputs), dynamic_shapes="from_tracing_context", options={}, aot=True)
     )
 

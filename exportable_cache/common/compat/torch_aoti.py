@@ -1,0 +1,141 @@
+"""Private names of torch by which graphs become machine code in files, seen in 2.13.0. Importing this imports the
+compiler.
+
+| name | without it |
+|---|---|
+| `torch._inductor.aot_compile`, `package.package_aoti` | no target `aoti` |
+| `torch._inductor.cpp_builder.CppBuilder.build` and what it is made of | seven seconds more for each region |
+
+Into each graph's source AOTInductor puts the same 660 lines, by which whoever loads the machine code talks to it: with
+the headers behind them they take the C++ compiler four of the five seconds that a small graph takes. Here they are
+compiled once, and linked to each.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch._inductor import aot_compile
+from torch._inductor.cpp_builder import CppBuilder
+from torch._inductor.package import package_aoti
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch.fx import GraphModule
+
+from ..patch import Patch, torch_patch
+from .torch_compile import shortly
+
+log = logging.getLogger(__name__)
+
+_BUILD = torch_patch(
+    "_inductor.cpp_builder",
+    "CppBuilder.build",
+    "it compiles the interface of machine code again for each graph",
+    "e2d627e9f24e793c",
+)
+#: Functions of torch that are replaced for the time of a block.
+PATCHES: tuple[Patch, ...] = (_BUILD,)
+#: Constants are given when the code is loaded; lines of the source, by which a debugger would find its way, are three
+#: quarters of the code's size.
+_OPTIONS = {
+    "aot_inductor.package": True,
+    "aot_inductor.package_constants_in_so": False,
+    "aot_inductor.enable_line_tables": False,
+}
+#: The last line of the interface, and functions that it has.
+_END = '} // extern "C"\n'
+#: Regular expressions, by which names of devices are read, take as long again: libstdc++'s are compiled once, too.
+_REGEX = """
+#include <regex>
+#ifdef __GLIBCXX__
+namespace std::__detail {
+%(extern)s template class _Compiler<std::regex_traits<char>>;
+%(extern)s template class _Scanner<char>;
+}
+#endif
+"""
+_INTERFACE = ("AOTInductorModelContainerCreateWithDevice(", "AOTInductorGetLastError(")
+
+
+def compile_ahead_of_time(module: GraphModule, inputs: Sequence[Any]) -> list[str]:
+    """Files of a module that is compiled by AOTInductor, for `write_package`.
+
+    Args:
+        module: A graph as torch.export gives it, or one with a fake tensor `val` of each input.
+        inputs: Positional ones, and a dict of those by keyword.
+    """
+
+    def compiled() -> list[str]:
+        with _interface_once():
+            return aot_compile(module, *inputs, options=dict(_OPTIONS))  # type: ignore[arg-type, return-value]
+
+    return shortly(compiled)
+
+
+def write_package(path: Path, files: Mapping[str, list[str]]) -> None:
+    """Write what `compile_ahead_of_time` gave for each name as one package."""
+    package_aoti(str(path), dict(files))  # type: ignore[arg-type]
+
+
+@contextmanager
+def _interface_once() -> Iterator[None]:
+    """A block in which the interface is taken from Inductor's folder, where it was compiled before."""
+    if sys.platform != "linux":
+        yield
+        return
+    with _BUILD.during(_in_two):
+        yield
+
+
+def _in_two(build: Callable[[CppBuilder], None]) -> Callable[[CppBuilder], None]:
+    def build_in_two(self: CppBuilder) -> None:
+        target, source = Path(self.get_target_file_path()), Path(self._sources_args)
+        if target.name.endswith(".wrapper.o") and source.is_file():
+            interface, end, own = source.read_text().partition(_END)
+            if end and all(name in interface for name in _INTERFACE):
+                try:
+                    _build_in_two(self, build, target, interface + end, own)
+                    return
+                except Exception as error:  # of a compiler that knows these names otherwise, and it comes again if not
+                    log.info("compiled as one file: %s", error)
+        build(self)
+
+    return build_in_two
+
+
+def _build_in_two(
+    builder: CppBuilder, build: Callable[[CppBuilder], None], target: Path, interface: str, own: str
+) -> None:
+    flags = builder.get_command_line().replace(str(target), "").replace(builder._sources_args, "")
+    digest = hashlib.sha256(f"{flags}\n{interface}{_REGEX}".encode()).hexdigest()[:32]
+    folder = Path(cache_dir()) / "exportable_cache_interface"
+    compiled, name = folder / f"{digest}.o", f"{digest}.{os.getpid()}"
+    if not compiled.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        object_file = _built(builder, build, interface + _REGEX % {"extern": ""}, folder, name)
+        # Whole or not at all, whoever else compiles it meanwhile.
+        os.replace(object_file, compiled)
+    includes = "".join(line for line in interface.splitlines(keepends=True) if line.startswith("#include"))
+    declared = _REGEX % {"extern": "extern"}
+    own_object = _built(builder, build, declared + includes + own, target.parent, f"{target.stem}.own")
+    link = [builder._compiler, "-r", "-nostdlib", "-o", str(target), str(own_object), str(compiled)]
+    subprocess.run(link, check=True, capture_output=True)
+    own_object.unlink()
+
+
+def _built(builder: CppBuilder, build: Callable[[CppBuilder], None], text: str, folder: Path, name: str) -> Path:
+    source = folder / f"{name}.cpp"
+    source.write_text(text)
+    one = CppBuilder(name=name, sources=str(source), BuildOption=builder._build_option, output_dir=str(folder))
+    try:
+        build(one)
+    finally:
+        source.unlink()
+    return Path(one.get_target_file_path())
