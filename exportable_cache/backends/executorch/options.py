@@ -72,6 +72,11 @@ class ExecutorchOptions(TensorRTOptions):
         """Rows that a program can have. Elsewhere they would all be written at one position."""
         return None if self.delegate == "xnnpack" else 1
 
+    @property
+    def signed_scales(self) -> bool:
+        """Whether what computes linear layers of 4 bits takes negative scales."""
+        return self.linears == "own"
+
     @classmethod
     def known(cls, given: Mapping[str, Any]) -> tuple[tuple[str, ...], str]:
         delegate = given.get("delegate", "xnnpack")
