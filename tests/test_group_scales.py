@@ -1,4 +1,4 @@
-"""Scales of 4-bit groups: the least error of a few, numbers a kernel takes, the same in any number of rows and threads."""
+"""Scales of 4-bit groups: the least error of a few, numbers a kernel takes, the same in any rows and threads."""
 
 import pytest
 import torch
@@ -136,4 +136,6 @@ def test_negative_scales_are_for_kernels_that_take_them(tmp_path) -> None:
         )
         return spec.quantization.scales
 
-    assert chosen() == "mse" and chosen(linears="own") == "signed_mse"
+    assert chosen() == chosen(kernels="own", linears="delegate") == "mse"
+    # Kernels of ours for attention bring those for linear layers.
+    assert chosen(linears="own") == chosen(kernels="own") == "signed_mse"

@@ -56,7 +56,9 @@ def round_groups(
     """
     weight = weight.detach()
     rows, columns = weight.shape
-    integers = torch.empty(rows, columns, dtype=torch.int8) if scratch is None else scratch.empty(weight.shape, torch.int8)
+    integers = (
+        torch.empty(rows, columns, dtype=torch.int8) if scratch is None else scratch.empty(weight.shape, torch.int8)
+    )
     scales = torch.empty(rows, columns // group_size, dtype=dtype)
     at_once = max(1, _ELEMENTS_AT_ONCE // columns)
 

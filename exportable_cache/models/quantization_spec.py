@@ -19,8 +19,8 @@ LINEAR_SCHEMES = {"8da4w": (4, True), "8da8w": (8, True), "8w": (8, False)}
 EMBEDDING_SCHEMES = {"8w": 8, "4w": 4}
 DEFAULT_GROUP_SIZE = 32
 #: How the scales of 4-bit groups are chosen: `mse` has the least squared error of a few, see `group_scales`; in
-#: `signed_mse` those of linear layers may be negative, which this package's kernels take and XNNPACK's do not; `absmax`,
-#: the largest magnitude over 7.5, is that of bundles before there were others.
+#: `signed_mse` those of linear layers may be negative, which this package's kernels take and XNNPACK's do not;
+#: `absmax`, the largest magnitude over 7.5, is that of bundles before there were others.
 SCALES = ("mse", "signed_mse", "absmax")
 #: XNNPACK's kernels for groups of 4-bit weights take multiples of this.
 GROUP_MULTIPLE = 32
