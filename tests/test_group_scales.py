@@ -85,6 +85,16 @@ def test_groups_of_zeros_and_of_the_smallest_numbers_have_scales_that_kernels_ta
     assert (scales >= torch.finfo(torch.float32).smallest_normal).all() and scales.isfinite().all()
 
 
+@pytest.mark.parametrize("signed", [False, True])
+def test_weights_that_are_of_4_bits_already_keep_their_values(signed: bool) -> None:
+    def rounded(weight: torch.Tensor) -> torch.Tensor:
+        integers, scales = round_groups(weight, GROUP, torch.bfloat16, signed)
+        return integers * scales.float().repeat_interleave(GROUP, 1)
+
+    once = rounded(weights())
+    assert torch.equal(rounded(once), once)
+
+
 def test_rows_and_threads_do_not_change_the_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     weight = weights().to(torch.bfloat16)
     whole = round_groups(weight, GROUP, torch.bfloat16)
