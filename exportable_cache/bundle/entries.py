@@ -34,6 +34,8 @@ class Quantized(Entry):
     linear: str | None
     group_size: int | None
     embeddings: str | None
+    # None in bundles of releases that had `absmax` only.
+    scales: str | None = None
     positions: int | None = None
     max_difference: float | None = None
     argmax_agreement: float | None = None

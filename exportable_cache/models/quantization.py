@@ -13,6 +13,7 @@ from torch import nn
 
 from ..common.threads import one_thread
 from ..errors import InputError, UnsupportedModelError
+from .group_scales import round_groups
 from .layout import vocab_size_of
 from .patches.registry import prepare_model
 from .quantization_spec import (
@@ -132,7 +133,11 @@ def quantize(model: PreTrainedModel, quantization: Quantization, scratch: Scratc
     dtypes = {4: torch.int4, 8: torch.int8}
     if quantization.embeddings is not None:
         bits = EMBEDDING_SCHEMES[quantization.embeddings]
-        _quantize_weight(table, IntxWeightOnlyConfig(weight_dtype=dtypes[bits], granularity=groups[bits]), scratch)
+        if bits == 4 and quantization.scales != "absmax":
+            # Their kernel takes scales of either sign.
+            _quantize_groups(table, quantization, torch.float32, True, scratch)
+        else:
+            _quantize_weight(table, IntxWeightOnlyConfig(weight_dtype=dtypes[bits], granularity=groups[bits]), scratch)
     if quantization.linear is not None:
         bits, dynamic = LINEAR_SCHEMES[quantization.linear]
         if dynamic:
@@ -144,9 +149,13 @@ def quantize(model: PreTrainedModel, quantization: Quantization, scratch: Scratc
             )
         else:
             config = IntxWeightOnlyConfig(weight_dtype=dtypes[bits], granularity=groups[bits])
+        fitted = bits == 4 and quantization.scales != "absmax"
         for module in model.modules():
             if isinstance(module, nn.Linear) and not (tied and module is head):
-                _quantize_weight(module, config, scratch)
+                if fitted:
+                    _quantize_groups(module, quantization, torch.bfloat16, quantization.scales == "signed_mse", scratch)
+                else:
+                    _quantize_weight(module, config, scratch)
     if tied and quantization.embeddings is not None:
         head.weight = nn.Parameter(_as_linear(table.weight, quantization.linear), requires_grad=False)
     _to_float32(model)
@@ -179,6 +188,25 @@ def _quantize_weight(module: nn.Module, config: Any, scratch: Scratch | None) ->
         integers = torch.cat([part.qdata for part in parts], out=whole)
     form = (first.target_dtype, first.block_size, first.dtype, first.activation_quantization)
     module.weight = nn.Parameter(type(first)(integers, scales, zero_points, *form), requires_grad=False)
+
+
+def _quantize_groups(
+    module: nn.Module, quantization: Quantization, dtype: torch.dtype, signed: bool, scratch: Scratch | None
+) -> None:
+    """Exchange a module's weight for one of 4 bits with scales of a dtype, as torchao would hold it."""
+    from torchao.quantization.quantize_.workflows.intx.intx_unpacked_to_int8_tensor import (
+        IntxUnpackedToInt8Tensor,
+        IntxUnpackedToInt8TensorActivationQuantization,
+    )
+
+    size = quantization.group_size or DEFAULT_GROUP_SIZE
+    integers, scales = round_groups(module.weight, size, dtype, signed, scratch)
+    zeros = torch.zeros(scales.shape, dtype=torch.int8)
+    rounding = (
+        IntxUnpackedToInt8TensorActivationQuantization.INT8_ASYM_PER_TOKEN if isinstance(module, nn.Linear) else None
+    )
+    form = (torch.int4, (1, size), torch.float32, rounding)
+    module.weight = nn.Parameter(IntxUnpackedToInt8Tensor(integers, scales, zeros, *form), requires_grad=False)
 
 
 def _quantized(rows: torch.Tensor, config: Any) -> torch.Tensor:

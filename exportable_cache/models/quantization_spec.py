@@ -18,6 +18,10 @@ LINEAR_SCHEMES = {"8da4w": (4, True), "8da8w": (8, True), "8w": (8, False)}
 #: Embedding tables: scheme -> bits.
 EMBEDDING_SCHEMES = {"8w": 8, "4w": 4}
 DEFAULT_GROUP_SIZE = 32
+#: How the scales of 4-bit groups are chosen: `mse` has the least squared error of a few, see `group_scales`; in
+#: `signed_mse` those of linear layers may be negative, which this package's kernels take and XNNPACK's do not;
+#: `absmax`, the largest magnitude over 7.5, is that of bundles before there were others.
+SCALES = ("mse", "signed_mse", "absmax")
 #: XNNPACK's kernels for groups of 4-bit weights take multiples of this.
 GROUP_MULTIPLE = 32
 
@@ -34,6 +38,7 @@ class Quantization:
         group_size: Weights that share a scale, in 4 bits. In 8 bits a scale serves a whole row.
         embeddings: One of `EMBEDDING_SCHEMES`, or None to leave the table as it is. A head that is tied to the table is
             quantised with it, in 8 bits, so that both still read the same numbers.
+        scales: One of `SCALES`; None without 4 bits. The target chooses it, and the manifest records it.
 
     Raises:
         InputError: If a scheme is unknown, nothing is to be quantised, or the group size is not one the kernels take.
@@ -64,6 +69,7 @@ class Quantization:
         choices=tuple(EMBEDDING_SCHEMES),
         shown_default=False,
     )
+    scales: str | None = setting(None, "How the scales of 4-bit groups are chosen.", choices=SCALES)
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -77,6 +83,7 @@ class Quantization:
                     f"group_size is {self.group_size}, but 8-bit weights have one scale per row; "
                     "leave it out, or quantize to 8da4w"
                 )
+            object.__setattr__(self, "scales", None)
             return
         size = DEFAULT_GROUP_SIZE if self.group_size is None else self.group_size
         if not isinstance(size, int) or isinstance(size, bool) or size < 1 or size % GROUP_MULTIPLE:
@@ -84,6 +91,7 @@ class Quantization:
                 f"group_size is {size!r}; it must be a multiple of {GROUP_MULTIPLE}, which the 4-bit kernels take"
             )
         object.__setattr__(self, "group_size", size)
+        object.__setattr__(self, "scales", self.scales or SCALES[0])
 
     @staticmethod
     def _bits(scheme: str | None, known: dict[str, Any]) -> int | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -148,6 +148,8 @@ class ExportSpec:
         if self.quantization is not None:
             linear, embeddings = getattr(backend, "linear_schemes", ()), getattr(backend, "embedding_schemes", ())
             check_schemes(self.quantization, self.target, linear, embeddings)
+            if self.quantization.scales == "mse" and getattr(options, "signed_scales", False):
+                object.__setattr__(self, "quantization", replace(self.quantization, scales="signed_mse"))
         from ..common.dtypes import parse_dtype
         from .dtypes import check_dtype
 

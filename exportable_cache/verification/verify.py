@@ -81,7 +81,9 @@ def verify(
         from .tolerance import tolerances_of
 
         recorded = manifest.quantization
-        quantization = Quantization(recorded.linear, recorded.group_size, recorded.embeddings)
+        quantization = Quantization(
+            recorded.linear, recorded.group_size, recorded.embeddings, recorded.scales or "absmax"
+        )
         progress(f"quantising to {quantization}", 0, None)
         model = quantize(model, quantization).model
     session, remark = session_to_verify(bundle, model, progress=progress)

@@ -51,7 +51,10 @@ double difference(const Case& c, std::mt19937& random) {
   std::vector<int8_t> weights(c.outputs * c.inputs);
   std::vector<float> scales(c.outputs * groups), bias(c.outputs), source(c.rows * c.inputs);
   for (auto& weight : weights) weight = static_cast<int8_t>(whole(random));
-  for (auto& scale : scales) scale = cut(std::fabs(normal(random)) * 0.1f + 1e-3f);
+  for (auto& scale : scales) {
+    const float drawn = normal(random) * 0.1f;
+    scale = cut(drawn + std::copysign(1e-3f, drawn));
+  }
   for (auto& value : bias) value = normal(random);
   for (auto& value : source) value = c.positive ? std::fabs(normal(random)) + 3.0f : normal(random);
   // One row of zeros: a scale of nothing.

@@ -24,7 +24,7 @@ OPERATOR = "exportable_cache::linear_4bit"
 @pytest.mark.parametrize(("outputs", "inputs", "group"), [(16, 32, 32), (40, 96, 32), (1, 128, 64), (33, 64, 64)])
 def test_weights_are_packed_without_loss(outputs: int, inputs: int, group: int) -> None:
     integers = torch.randint(-8, 8, (outputs, inputs), dtype=torch.int8)
-    scales = torch.rand(outputs, inputs // group).to(torch.bfloat16)
+    scales = torch.randn(outputs, inputs // group).to(torch.bfloat16)
     packed = pack(integers, scales)
     assert packed.shape == (-(-outputs // BLOCK), BLOCK * (4 + 2 * inputs // group + inputs // 2))
     found = unpack(packed, inputs, outputs)
@@ -35,7 +35,7 @@ def test_weights_are_packed_without_loss(outputs: int, inputs: int, group: int) 
     torch.testing.assert_close(sums, plain.sum((1, 2)))
 
 
-def exported(linear: str, group: int | None = None) -> tuple[nn.Module, torch.export.ExportedProgram]:
+def exported(linear: str, scales: str | None = None) -> tuple[nn.Module, torch.export.ExportedProgram]:
     """A quantised layer with a bias behind one without, and its program as an export traces it."""
 
     class Layers(nn.Module):
@@ -47,13 +47,16 @@ def exported(linear: str, group: int | None = None) -> tuple[nn.Module, torch.ex
             return self.mlp(source)
 
     model = tiny_model("llama", hidden_size=64, intermediate_size=96, mlp_bias=True)
-    layers = Layers(quantize(model, Quantization(linear, group, None)).model)
+    layers = Layers(quantize(model, Quantization(linear, scales=scales)).model)
     with torch.no_grad(), FoldedLinears(layers):
         return layers, torch.export.export(layers, (torch.randn(1, 5, 64),))
 
 
-def test_the_operator_is_the_layer_that_torchao_has() -> None:
-    layers, program = exported("8da4w")
+@pytest.mark.parametrize("scales", ["mse", "signed_mse"])
+def test_the_operator_is_the_layer_that_torchao_has(scales: str) -> None:
+    layers, program = exported("8da4w", scales)
+    stored = [tensor for tensor in program.state_dict.values() if tensor.dtype == torch.bfloat16]
+    assert len(stored) == 3 and any((tensor < 0).any() for tensor in stored) == (scales == "signed_mse")
     rewritten = linears_to_own(program)
     assert [str(node.target) for node in rewritten.graph.nodes].count(f"{OPERATOR.replace('::', '.')}.default") == 3
     assert not any(int4_layer(node) for node in rewritten.graph.nodes)

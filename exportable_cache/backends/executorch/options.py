@@ -42,8 +42,8 @@ class ExecutorchOptions(TensorRTOptions):
             those kernels are. They fuse what ExecuTorch's leave in plain operators: soft-capping, sinks, position
             biases, chunks, rings that can be rolled back, 8 and 4 bits that are not made float32 first, several rows.
         linears: `delegate`: XNNPACK has the linear layers. `own`: layers in 8da4w are operators of this package, which
-            run only where its compiled kernels are. 1.4 to 2 times as fast where a processor is held to AVX2; about the
-            same or slower with AVX-512 VNNI, for which XNNPACK's kernels are made (docs/benchmarks.md).
+            run only where its compiled kernels are, and their scales may be negative, so that less is lost; figures are
+            in docs/benchmarks.md. By default `own` with kernels='own', else `delegate`.
         score_length: Give logits after each of the last so many tokens of a call, for speculative decoding: by
             `forward`, or, where the program is split, by a method `score`, which packs the weights once more.
         llm_runner: Insist on `forward` and on the constant methods that the runner reads.
@@ -60,7 +60,12 @@ class ExecutorchOptions(TensorRTOptions):
     )
     methods: str = setting("auto", "Which methods the program has.", choices=METHODS)
     kernels: str = setting("executorch", "Operators that the program may call.", choices=KERNELS)
-    linears: str = setting("delegate", "What computes linear layers in 8da4w.", choices=LINEARS)
+    linears: str = setting(
+        None,
+        "What computes linear layers in 8da4w.",
+        choices=LINEARS,
+        shown_default="own with kernels=own, else delegate",
+    )
     score_length: int = 0
     llm_runner: bool = setting(False, "Have what ExecuTorch's text runner calls.", kind=bool)
 
@@ -72,6 +77,11 @@ class ExecutorchOptions(TensorRTOptions):
         """Rows that a program can have. Elsewhere they would all be written at one position."""
         return None if self.delegate == "xnnpack" else 1
 
+    @property
+    def signed_scales(self) -> bool:
+        """Whether what computes linear layers of 4 bits takes negative scales."""
+        return self.linears == "own"
+
     @classmethod
     def known(cls, given: Mapping[str, Any]) -> tuple[tuple[str, ...], str]:
         delegate = given.get("delegate", "xnnpack")
@@ -80,6 +90,8 @@ class ExecutorchOptions(TensorRTOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.linears is None:
+            object.__setattr__(self, "linears", "own" if self.kernels == "own" else "delegate")
         ProgramSpec(score_length=self.score_length)
         if self.methods == "split" and self.llm_runner:
             raise InputError(
