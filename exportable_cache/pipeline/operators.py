@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _HEADER = """\
 # Operators that {bundles} call.
-# For CMake of runners/cpp: -DEC_OPERATORS=this file. Each line: operator, kernel, number of outputs, what the kernel takes;
+# For CMake of runners/cpp: -DEC_OPERATORS=this file. Each line: operator, kernel, number of outputs, argument types;
 # of a library that is linked whole, the operator alone.
 """
 

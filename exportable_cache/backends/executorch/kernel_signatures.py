@@ -1,7 +1,7 @@
 """C++ functions that ExecuTorch has for operators: their names, and what they take, from the operators' schemas.
 
-A program for a device can register the kernels of the operators that it needs, and the linker leaves out all others. For
-that it must declare these functions, for which ExecuTorch has generated headers that it does not install.
+A program for a device can register the kernels of the operators that it needs, and the linker leaves out all others.
+For that it must declare these functions: ExecuTorch generates headers of them, which it does not install.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def signatures_of(operators: Sequence[str]) -> list[KernelSignature]:
     missing = [name for name in wanted if name not in known]
     if missing:
         raise InputError(
-            f"ExecuTorch has no kernel for {', '.join(missing)}; build the program with all kernels, and link those that "
-            "have these operators"
+            f"ExecuTorch has no kernel for {', '.join(missing)}; build the program with all kernels, and link those "
+            "that have these operators"
         )
     return [_signature(name, *known[name]) for name in wanted]
 
@@ -109,7 +109,8 @@ def _type(kind: str, out: bool) -> str:
 @functools.cache
 def _kernels() -> dict[str, tuple[str, str | None]]:
     """By operator, its kernel's name, and its schema as text where torch has none."""
-    found: dict[str, tuple[str, str | None]] = {f"aten::{name}": (name_, None) for name, name_ in _ONLY_OPTIMIZED.items()}
+    found: dict[str, tuple[str, str | None]] = {}
+    found |= {f"aten::{name}": (kernel, None) for name, kernel in _ONLY_OPTIMIZED.items()}
     for table in _TABLES:
         for entry in _table(table):
             text = entry.get("func")
