@@ -38,7 +38,7 @@ pytestmark = pytest.mark.skipif(not PACKAGE.parts, reason="the executorch extra 
 
 @pytest.fixture(scope="module")
 def hybrid() -> Bundle:
-    return Bundle.open(folded_bundle(verify=False)[1])
+    return Bundle.open(folded_bundle(llm_runner=True)[1])
 
 
 def libraries() -> list[Path]:

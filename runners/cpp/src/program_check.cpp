@@ -74,15 +74,6 @@ class Bytes {
   std::string problem_;
 };
 
-bool is_utf8(std::string_view text) {
-  while (!text.empty()) {
-    const Utf8Prefix front = utf8_prefix(text);
-    if (front.kind != Utf8Prefix::kCharacter) return false;
-    text.remove_prefix(front.size);
-  }
-  return true;
-}
-
 // A table of a flatbuffer.
 class Table {
  public:
@@ -121,7 +112,7 @@ class Table {
     if (at == 0) return {};
     const uint64_t start = indirect(at);
     const std::string_view found = file_->text(start + 4, file_->number<uint32_t>(start));
-    if (!is_utf8(found)) file_->complain("a name is no UTF-8");
+    if (valid_utf8(found) != found.size()) file_->complain("a name is no UTF-8");
     return std::string(found);
   }
 
