@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from exportable_cache.common.own_kernels import VARIABLE
-
 from exportable_cache.bundle.bundle import Bundle
+from exportable_cache.common.own_kernels import VARIABLE
 from exportable_cache.pipeline.operators import list_operators, write_list
 from exportable_cache.session.opening import load
 
 from ..kernels.conftest import kernels_build, own_library  # noqa: F401
+from ..support.kinds import kind_model
 from ..support.models import WINDOW, tiny_model, tokens
 from ..support.oracle import reference_logits
-from ..support.sessions import exported_bundle
+from ..support.sessions import PREFILL, exported_bundle
 from .conftest import SOURCES, Probe, cmake_program, ids, over_installed
 
 
@@ -89,6 +89,6 @@ def test_a_program_with_the_kernels_of_one_bundle_alone(
         [*command, demo_bundle, "--tokens", ids(prompt), "--max-new-tokens", "20"], capture_output=True, text=True
     )
     assert [int(token) for token in done.stdout.split()] == expected, done.stderr
-    other = exported_bundle(tiny_model("mamba"), "executorch", prefill_chunk=16, verify=False)
+    other = exported_bundle(kind_model("lfm2"), "executorch", prefill_chunk=PREFILL, verify=False)
     done = subprocess.run([*command, other, "--tokens", "5"], capture_output=True, text=True)
     assert done.returncode == 2 and ", which this program was built without; build it with" in done.stderr, done.stderr
