@@ -15,6 +15,7 @@ from .export import export
 from .generate import generate
 from .inspect import inspect
 from .kernels import kernels
+from .operators import operators
 from .package import package
 from .plan import plan
 from .serve import serve
@@ -67,7 +68,7 @@ def root(
     ctx.obj = {"debug": debug}
 
 
-for _command in (plan, export, inspect, verify, generate, chat, serve, bench, package):
+for _command in (plan, export, inspect, verify, generate, chat, serve, bench, operators, package):
     app.command(cls=Command, no_args_is_help=True)(_command)
 app.command(cls=Command)(doctor)
 app.add_typer(kernels, name="kernels")

@@ -148,9 +148,17 @@ def test_text_completions(client, bundle: Path) -> None:
     assert "".join(logprobs.tokens) == text and logprobs.text_offset[0] == 0
     assert "".join(chunk.choices[0].text for chunk in client.completions.create(**asked, stream=True)) == text
     ids = session.text_tokenizer(QUESTION, add_special_tokens=True)["input_ids"]
-    assert client.completions.create(**{**asked, "prompt": ids}).choices[0].text == text
+    for form in (ids, [ids], [QUESTION]):
+        assert client.completions.create(**{**asked, "prompt": form}).choices[0].text == text
     stopped = client.completions.create(**asked, stop=text[2:4])
     assert stopped.choices[0].text == text[:2] and stopped.choices[0].finish_reason == "stop"
+
+
+def test_the_model_is_there_by_its_name(client) -> None:
+    (listed,) = client.models.list().data
+    assert client.models.retrieve(listed.id) == listed
+    with pytest.raises(openai.NotFoundError, match="no model 'another/one'; this server has 'demo'"):
+        client.models.retrieve("another/one")
 
 
 def test_a_seed_draws_the_same(client) -> None:
@@ -193,7 +201,7 @@ TEXT = {"model": "demo", "prompt": "x"}
         ("chat/completions", {**CHAT, "top_logprobs": 2}, 400, "top_logprobs was given without logprobs"),
         ("chat/completions", {**CHAT, "temperatur": 0}, 400, "temperatur: Extra inputs are not permitted"),
         ("chat/completions", {**CHAT, "temperature": -1}, 400, "temperature is -1"),
-        ("chat/completions", {**CHAT, "max_tokens": 0}, 400, "max_new_tokens is 0"),
+        ("chat/completions", {**CHAT, "max_tokens": 0}, 400, "max_tokens: Input should be greater than or equal to 1"),
         (
             "chat/completions",
             {**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
@@ -203,6 +211,7 @@ TEXT = {"model": "demo", "prompt": "x"}
         ("completions", {**TEXT, "prompt": ""}, 400, "the prompt is empty"),
         ("completions", {**TEXT, "prompt": [10**9]}, 400, "token id 1000000000 is outside the vocabulary"),
         ("completions", {**TEXT, "prompt": ["x", "y"]}, 400, "got 2 prompts"),
+        ("completions", {**TEXT, "prompt": [[5], [6]]}, 400, "got 2 prompts"),
         ("completions", {**TEXT, "prompt": "\ud800"}, 400, "no UTF-8"),
         ("completions", {**TEXT, "max_tokens": 500}, 400, f"the cache holds {MAX_CACHE_LEN}; ask for at most"),
         ("completions", {**TEXT, "prompt": "the " * 500}, 400, f"but the cache holds {MAX_CACHE_LEN}; shorten it"),

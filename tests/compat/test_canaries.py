@@ -66,6 +66,7 @@ NAMES: dict[str, dict[str, Any]] = {
         "torch._export.serde.serialize.serialize": takes(
             "exported_program", "serialize_state_dict", "serialize_constants", "serialize_example_inputs"
         ),
+        "torch._C.parse_schema": CALLABLE,
         "torch.utils._python_dispatch._disable_current_modes": CALLABLE,
         "torch.utils._pytree.tree_map": takes("func", "tree"),
         "torch.utils._pytree.tree_flatten": takes("tree"),

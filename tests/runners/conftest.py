@@ -69,7 +69,7 @@ def over_wheel() -> list[str]:
     return [f"-DPython3_EXECUTABLE={sys.executable}"]
 
 
-def _over_installed(prefix: str, toolchain: str | None) -> list[str]:
+def over_installed(prefix: str, toolchain: str | None) -> list[str]:
     """CMake's options for an installed ExecuTorch."""
     options = ["-DEC_EXECUTORCH=installed", f"-DCMAKE_PREFIX_PATH={prefix}"]
     return options if toolchain is None else [*options, f"-DCMAKE_TOOLCHAIN_FILE={Path(toolchain).resolve()}"]
@@ -92,7 +92,7 @@ def cpp_build(request: pytest.FixtureRequest) -> Path:
     if request.config.getoption("--sanitize"):
         quick.append("-DCMAKE_CXX_FLAGS=-fsanitize=address,undefined -fno-sanitize-recover=all")
     options = [
-        *(over_wheel() if prefix is None else _over_installed(prefix, toolchain)),
+        *(over_wheel() if prefix is None else over_installed(prefix, toolchain)),
         *([] if toolchain else [f"-DCMAKE_CXX_COMPILER={compiler}"]),
         "-DEC_BUILD_TESTS=ON",
         "-DEC_BUILD_SHARED=ON",

@@ -300,7 +300,7 @@ def test_program_takes_token_ids(demo_bundle, session, program: Program) -> None
     ("arguments", "message"),
     [
         (["--prompt", "x"], "pass one bundle"),
-        (["BUNDLE"], "pass --prompt, --chat or --tokens"),
+        (["BUNDLE"], "pass one of --prompt, --chat and --tokens"),
         (["BUNDLE", "--tokens", "1 x"], "--tokens got '1 x'"),
         (["BUNDLE", "--prompt", "x", "--seed", "-1"], "--seed got '-1'"),
         (["BUNDLE", "--tokens", "394"], "token id 394, outside the vocabulary of 0 to 393"),
@@ -310,3 +310,18 @@ def test_program_takes_token_ids(demo_bundle, session, program: Program) -> None
 def test_program_refuses_with_code_2(demo_bundle, program: Program, arguments: list[str], message: str) -> None:
     done = run(program, *(demo_bundle if argument == "BUNDLE" else argument for argument in arguments))
     assert done.returncode == 2 and message in done.stderr
+
+
+def test_text_that_is_no_utf8_is_refused_and_not_left_out(demo_bundle, probe: Probe) -> None:
+    _, wrong, right = probe(("open", demo_bundle), ("text", b"am\xffber?".hex()), ("text", b"amber?".hex()))
+    refused(wrong, "input", "the text is no UTF-8 at byte 2 of 7; pass UTF-8")
+    assert right.ok
+
+
+@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="there is no /dev/full")
+@pytest.mark.parametrize("given", [["--prompt", "x"], ["--tokens", "5"]])
+def test_text_that_cannot_be_written_is_an_error(demo_bundle, program: Program, given: list[str]) -> None:
+    command = [*program("exportable_cache_generate"), str(demo_bundle), *given]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=300)
+    assert done.returncode == 2 and "cannot write all of the output" in done.stderr

@@ -4,6 +4,7 @@ With that option all of tests/runners drive programs that are linked so; here is
 """
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,12 +13,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.common.own_kernels import VARIABLE
+from exportable_cache.pipeline.operators import list_operators, write_list
+from exportable_cache.session.opening import load
 
 from ..kernels.conftest import kernels_build, own_library  # noqa: F401
+from ..support.kinds import kind_model
 from ..support.models import WINDOW, tiny_model, tokens
 from ..support.oracle import reference_logits
-from .conftest import Probe, ids
+from ..support.sessions import PREFILL, exported_bundle
+from .conftest import SOURCES, Probe, cmake_program, ids, over_installed
 
 
 def test_programs_load_nothing_but_what_every_system_has(installed_executorch: str, cpp_build: Path) -> None:
@@ -61,3 +67,28 @@ def test_own_operators_are_linked_in(
     replies = probe(("open", tmp_path / "bundle"), ("prefill", ids(fed[0, :prompt])), *decodes)[1:]
     for reply, logits in zip(replies, expected, strict=True):
         assert (torch.tensor(reply.numbers()) - logits).abs().max() <= 1e-4
+
+
+def test_a_program_with_the_kernels_of_one_bundle_alone(
+    request: pytest.FixtureRequest, installed_executorch: str, cpp_build: Path, demo_bundle: Path, tmp_path: Path
+) -> None:
+    """It is smaller, gives the same tokens, and names what another bundle needs."""
+    bundle, listed, folder = Bundle.open(demo_bundle), tmp_path / "listed.txt", tmp_path / "build"
+    write_list(list_operators([bundle]), [bundle], listed)
+    over = over_installed(installed_executorch, request.config.getoption("--toolchain"))
+    options = [*over, f"-DEC_OPERATORS={listed}", "-DCMAKE_UNITY_BUILD=ON", "-DCMAKE_CXX_FLAGS_RELEASE=-O0"]
+    for command in (["-S", SOURCES, "-B", folder, *options], ["--build", folder, "--parallel"]):
+        done = subprocess.run([cmake_program(), *command], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    program = folder / "exportable_cache_generate"
+    assert program.stat().st_size < (cpp_build / program.name).stat().st_size - 10**6
+    command = [*shlex.split(request.config.getoption("--emulator")), program]
+    prompt = list(range(3, 40))
+    expected = list(load(demo_bundle).generate(torch.tensor([prompt]), 20))
+    done = subprocess.run(
+        [*command, demo_bundle, "--tokens", ids(prompt), "--max-new-tokens", "20"], capture_output=True, text=True
+    )
+    assert [int(token) for token in done.stdout.split()] == expected, done.stderr
+    other = exported_bundle(kind_model("lfm2"), "executorch", prefill_chunk=PREFILL, verify=False)
+    done = subprocess.run([*command, other, "--tokens", "5"], capture_output=True, text=True)
+    assert done.returncode == 2 and ", which this program was built without; build it with" in done.stderr, done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -119,6 +120,11 @@ def test_files_that_cannot_be_are_refused(demo_bundle, probe: Probe, tmp_path: P
     assert not read.ok and "cannot read" in read.values[1]
     assert not folder.ok and "it is no file" in folder.values[1]
     assert not written.ok and "cannot write" in written.values[1]
+    # What is no file is not replaced by one.
+    queue = tmp_path / "queue"
+    os.mkfifo(queue)
+    _, queued = probe(("open", demo_bundle), ("save", queue))
+    assert not queued.ok and "it is no file, and would be replaced" in queued.values[1] and queue.is_fifo()
 
 
 def test_a_generation_is_cancelled_between_steps(demo_bundle, probe: Probe) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 import struct
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +47,35 @@ def check_instructions(path: Path) -> None:
         OSError: If it cannot be read.
     """
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        try:
+        with _one_sentence(path):
             _check(_root(_Bytes(data), 0))
-        # The last three: of places that are none.
-        except (ValueError, IndexError, TypeError, struct.error) as error:
-            raise BundleError(
-                f"{path.name} is damaged, or made to do harm: {error}; get it again, or export the model again"
-            ) from None
+
+
+def called_operators(path: Path) -> frozenset[str]:
+    """Operators that the methods of a program call, such as "aten::add.out", without what delegates took.
+
+    Args:
+        path: A file whose tables were verified.
+
+    Raises:
+        BundleError: As `check_instructions`.
+        OSError: If it cannot be read.
+    """
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        with _one_sentence(path):
+            operators = (one for plan in _root(_Bytes(data), 0).tables(_PLANS) for one in plan.tables(_OPERATORS))
+            return frozenset(f"{operator.text(0)}.{operator.text(1)}".rstrip(".") for operator in operators)
+
+
+@contextmanager
+def _one_sentence(path: Path) -> Iterator[None]:
+    try:
+        yield
+    # The last three: of places that are none.
+    except (ValueError, IndexError, TypeError, struct.error) as error:
+        raise BundleError(
+            f"{path.name} is damaged, or made to do harm: {error}; get it again, or export the model again"
+        ) from None
 
 
 class _Bytes:

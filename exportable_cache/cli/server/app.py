@@ -83,11 +83,19 @@ def make_app(completer: Completer, options: ServerOptions) -> FastAPI:
     async def health() -> dict[str, Any]:
         return {"status": "ok", "waiting": engine.waiting, "answered": engine.answered}
 
+    def about() -> dict[str, Any]:
+        held = completer.session.max_length
+        said = {"id": options.model_name, "object": "model", "created": 0, "owned_by": "exportable-cache"}
+        return {**said, "max_model_len": held, "chat": completer.takes_messages}
+
     @api.get("/models")
     async def models() -> dict[str, Any]:
-        held = completer.session.max_length
-        about = {"id": options.model_name, "object": "model", "created": 0, "owned_by": "exportable-cache"}
-        return {"object": "list", "data": [{**about, "max_model_len": held, "chat": completer.takes_messages}]}
+        return {"object": "list", "data": [about()]}
+
+    @api.get("/models/{model:path}")
+    async def model(model: str) -> dict[str, Any]:
+        named(model)
+        return about()
 
     @api.get("/cache")
     async def cache() -> dict[str, Any]:

@@ -22,6 +22,8 @@ TEMPERATURE = 1.0
 _MOST_ALTERNATIVES = 20
 
 Zero = Annotated[float | None, Field(ge=0, le=0)]
+#: Of new tokens.
+Limit = Annotated[int | None, Field(ge=1)]
 
 
 class StreamOptions(BaseModel):
@@ -106,7 +108,7 @@ class _Request(BaseModel):
     stop: str | list[str] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
+    max_tokens: Limit = None
     n: Annotated[int | None, Field(ge=1, le=1)] = None
     presence_penalty: Zero = None
     frequency_penalty: Zero = None
@@ -134,7 +136,7 @@ class ChatRequest(_Request):
     """`POST /v1/chat/completions`"""
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Limit = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=_MOST_ALTERNATIVES)] = None
     tools: Annotated[list[Any] | None, Field(max_length=0)] = None
@@ -167,8 +169,8 @@ class CompletionRequest(_Request):
     """`POST /v1/completions`"""
 
     #: Token ids are taken as they are.
-    prompt: str | list[int] | list[str]
-    max_tokens: int | None = 16
+    prompt: str | list[int] | list[str] | list[list[int]]
+    max_tokens: Limit = 16
     logprobs: Annotated[int | None, Field(ge=0, le=_MOST_ALTERNATIVES)] = None
     echo: Literal[False] | None = None
     best_of: Annotated[int | None, Field(ge=1, le=1)] = None
@@ -188,8 +190,8 @@ class CompletionRequest(_Request):
         Raises:
             InputError: If there are several.
         """
-        if isinstance(self.prompt, list) and self.prompt and isinstance(self.prompt[0], str):
+        if isinstance(self.prompt, list) and self.prompt and isinstance(self.prompt[0], str | list):
             if len(self.prompt) != 1:
                 raise InputError(f"got {len(self.prompt)} prompts; send one a request")
-            return str(self.prompt[0])
+            return self.prompt[0]
         return self.prompt  # type: ignore[return-value]

@@ -13,6 +13,7 @@
 | `torch.utils._pytree.tree_map` | results are cloned by a loop of one's own |
 | `torch.utils._pytree.tree_flatten`, `tree_unflatten` | caches are not passed along as inputs and outputs |
 | `torch._ops.OpOverload._schema` | inputs of operators that a file names cannot be told by position, nor writes found |
+| `torch._C.parse_schema` | programs for a device hold kernels of every operator |
 | `torch.ops.aten._reshape_copy` | networks of TensorRT have reshapes with sizes that it does not know |
 | `torch.ops.aten._assert_tensor_metadata` | equal layers are lowered one by one |
 | `torch._C._dispatch_get_all_op_names` | functions of TorchScript are not told from operators that a file may call |
@@ -110,6 +111,18 @@ def gives_views(operator: OpOverload) -> bool:
 def operator_results(operator: OpOverload) -> Sequence[Any]:
     """What an operator gives, in order: `type` of each."""
     return operator._schema.returns
+
+
+def schema_of(operator: str) -> Any:
+    """Schema of an operator of torch's dispatcher by its name, such as "aten::add.out"."""
+    library, name = operator.split("::")
+    base, _, overload = name.partition(".")
+    return getattr(getattr(getattr(torch.ops, library), base), overload or "default")._schema
+
+
+def schema_of_text(text: str) -> Any:
+    """Schema that a text describes, such as "add.out(Tensor self, Tensor other, *, Tensor(a!) out) -> Tensor(a!)"."""
+    return torch._C.parse_schema(text)
 
 
 def is_dispatched(operator: OpOverload) -> bool:

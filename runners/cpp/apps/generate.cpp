@@ -164,7 +164,7 @@ std::optional<std::string> parse_arguments(int argc, char** argv, Arguments& arg
     if (!good) return std::string("--") + kOptions[index].name + " got '" + optarg + "', which is no number it takes";
   }
   if (argc - optind != 1) return "pass one bundle: a folder that export wrote";
-  if (arguments.prompt.has_value() + arguments.tokens.has_value() + arguments.chat != 1) return "pass --prompt, --chat or --tokens";
+  if (arguments.prompt.has_value() + arguments.tokens.has_value() + arguments.chat != 1) return "pass one of --prompt, --chat and --tokens";
   if (!arguments.system.empty() && !arguments.chat) return "--system is of a chat; pass --chat, too";
   arguments.bundle = argv[optind];
   return std::nullopt;
@@ -172,7 +172,12 @@ std::optional<std::string> parse_arguments(int argc, char** argv, Arguments& arg
 
 bool print(std::string_view piece) {
   std::cout << piece << std::flush;
-  return true;
+  return std::cout.good();
+}
+
+int cannot_write() {
+  std::cerr << "error: cannot write all of the output; it goes where there is no room, or nothing takes it\n";
+  return 2;
 }
 
 // A line of the input is a question, until it ends.
@@ -182,6 +187,7 @@ int converse(Session& session, const Arguments& arguments) {
     const Result<Generation> generation = session.chat(question, system, arguments.options, print);
     std::cout << std::endl;
     if (!generation.ok()) return report(generation.error());
+    if (!std::cout) return cannot_write();
     system.clear();
   }
   return 0;
@@ -218,10 +224,11 @@ int main(int argc, char** argv) {
           ? session->generate_text(*arguments.prompt, arguments.options, print)
           : session->generate(*arguments.tokens, arguments.options, [](int64_t token) {
               std::cout << token << " " << std::flush;
-              return true;
+              return std::cout.good();
             });
   std::cout << std::endl;
   if (!generation.ok()) return report(generation.error());
+  if (!std::cout) return cannot_write();
   const Statistics& statistics = generation->statistics;
   std::fprintf(stderr,
                "%lld prompt tokens, %lld new, ended by %s; first token after %.4f s (%.1f tokens/s), then %.1f tokens/s\n",

@@ -2,6 +2,10 @@
 #
 # The wheel is made for Python: its library of runtime, kernels and delegates is the extension module _portable_lib, which
 # refers to libtorch and libpython. Both are on the machine that exports, so this is for there, not for a device.
+if(EC_OPERATORS)
+  message(FATAL_ERROR "EC_OPERATORS is ${EC_OPERATORS}, but the wheel's library has all kernels in it; it is for an installed "
+    "ExecuTorch: -DEC_EXECUTORCH=installed")
+endif()
 find_package(Python3 REQUIRED COMPONENTS Interpreter)
 set(_query [=[
 import importlib.util, pathlib, sysconfig

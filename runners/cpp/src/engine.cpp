@@ -10,6 +10,7 @@
 #include <map>
 
 #include <executorch/runtime/backend/backend_options_map.h>
+#include <executorch/runtime/backend/interface.h>
 #include <executorch/runtime/backend/options.h>
 #include <executorch/runtime/core/data_loader.h>
 #include <executorch/runtime/core/error.h>
@@ -18,6 +19,7 @@
 #include <executorch/runtime/executor/memory_manager.h>
 #include <executorch/runtime/executor/method.h>
 #include <executorch/runtime/executor/program.h>
+#include <executorch/runtime/kernel/operator_registry.h>
 #include <executorch/runtime/platform/runtime.h>
 
 #include "engine.h"
@@ -151,7 +153,7 @@ class MethodEngine final : public Engine {
     }
     for (const std::string& name : names) {
       auto method = program_->load_method(name.c_str(), memory_.get(), nullptr, nullptr, names.size() > 1 ? &options : nullptr);
-      if (!method.ok()) return cannot_load("method '" + name + "' of " + path_, method.error());
+      if (!method.ok()) return cannot_load_method(name, method.error());
       methods_.emplace(name, std::move(method.get()));
     }
     return {};
@@ -212,6 +214,37 @@ class MethodEngine final : public Engine {
     planned_ = std::make_unique<et::HierarchicalAllocator>(et::Span<et::Span<uint8_t>>(spans_.data(), spans_.size()));
     memory_ = std::make_unique<et::MemoryManager>(&allocator_, planned_.get(), &temporary_);
     return {};
+  }
+
+  // With the names of what this program was built without.
+  Error cannot_load_method(const std::string& name, et::Error error) const {
+    const std::string what = "method '" + name + "' of " + path_;
+    if (error == et::Error::OperatorMissing) {
+      const auto has = [](const std::string& one) { return et::registry_has_op_function(one.c_str()); };
+      const std::string missing = not_among(called_operators(file_.bytes(), name), has);
+      if (!missing.empty()) {
+        return fail(ErrorCode::kBundle, what, " calls ", missing, ", which this program was built without; build it with "
+                    "-DEC_OPERATORS=LIST, where `exportable-cache operators` lists this bundle, too, or without a list");
+      }
+    }
+    if (error == et::Error::NotFound) {
+      const auto has = [](const std::string& one) { return et::get_backend_class(one.c_str()) != nullptr; };
+      const std::string missing = not_among(called_delegates(file_.bytes(), name), has);
+      if (!missing.empty()) {
+        return fail(ErrorCode::kBundle, what, " is for ", missing, ", which this program was built without; build it with "
+                    "-DEC_DELEGATES=..., or export the model for another delegate");
+      }
+    }
+    return cannot_load(what, error);
+  }
+
+  template <class Has>
+  static std::string not_among(const std::set<std::string>& needed, Has has) {
+    std::string missing;
+    for (const std::string& one : needed) {
+      if (!has(one)) missing += (missing.empty() ? "" : ", ") + one;
+    }
+    return missing;
   }
 
   // In the order in which each needs those before it, so that destruction goes the other way round.

@@ -74,15 +74,6 @@ class Bytes {
   std::string problem_;
 };
 
-bool is_utf8(std::string_view text) {
-  while (!text.empty()) {
-    const Utf8Prefix front = utf8_prefix(text);
-    if (front.kind != Utf8Prefix::kCharacter) return false;
-    text.remove_prefix(front.size);
-  }
-  return true;
-}
-
 // A table of a flatbuffer.
 class Table {
  public:
@@ -121,7 +112,7 @@ class Table {
     if (at == 0) return {};
     const uint64_t start = indirect(at);
     const std::string_view found = file_->text(start + 4, file_->number<uint32_t>(start));
-    if (!is_utf8(found)) file_->complain("a name is no UTF-8");
+    if (valid_utf8(found) != found.size()) file_->complain("a name is no UTF-8");
     return std::string(found);
   }
 
@@ -213,7 +204,37 @@ void check_instruction(Bytes& file, const Table& instruction, const Sizes& sizes
   }
 }
 
+// Of a method of a file that was checked, what `read` gives of its plan.
+template <class Read>
+std::set<std::string> of_plan(std::span<const uint8_t> bytes, const std::string& method, Read read) {
+  Bytes file(bytes);
+  std::set<std::string> found;
+  for (const Table& plan : root(file, 0).tables(kPlans)) {
+    if (plan.text(kName) == method) found.merge(read(plan));
+  }
+  return found;
+}
+
 }  // namespace
+
+std::set<std::string> called_operators(std::span<const uint8_t> bytes, const std::string& method) {
+  return of_plan(bytes, method, [](const Table& plan) {
+    std::set<std::string> found;
+    for (const Table& one : plan.tables(kOperators)) {
+      const std::string overload = one.text(1);
+      found.insert(overload.empty() ? one.text(0) : one.text(0) + "." + overload);
+    }
+    return found;
+  });
+}
+
+std::set<std::string> called_delegates(std::span<const uint8_t> bytes, const std::string& method) {
+  return of_plan(bytes, method, [](const Table& plan) {
+    std::set<std::string> found;
+    for (const Table& one : plan.tables(kDelegates)) found.insert(one.text(0));
+    return found;
+  });
+}
 
 std::string program_problem(std::span<const uint8_t> bytes) {
   Bytes file(bytes);

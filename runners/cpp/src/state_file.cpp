@@ -106,6 +106,10 @@ Status write_state(const std::string& path, const std::string& program, const Pl
   if (place.placed.size() > kMostPlaced) {
     return fail(ErrorCode::kInput, "the session holds ", place.placed.size(), " images, a state at most ", kMostPlaced, "; rewind it first");
   }
+  struct stat status;
+  if (::stat(path.c_str(), &status) == 0 && !S_ISREG(status.st_mode)) {
+    return fail(ErrorCode::kInput, "cannot write ", path, ": it is no file, and would be replaced; choose another path");
+  }
   const std::vector<Run> runs = filled(memory);
   Header header{};
   std::memcpy(header.magic, kMagic, sizeof kMagic);

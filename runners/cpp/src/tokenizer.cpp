@@ -23,6 +23,8 @@ std::unique_ptr<tokenizers::Tokenizer> load_tokenizer(
 }  // namespace executorch::extension::llm
 #endif
 
+#include "utf8.h"
+
 namespace exportable_cache {
 namespace {
 
@@ -72,6 +74,10 @@ Result<Tokenizer> Tokenizer::open(const std::string& path) {
 }
 
 Result<std::vector<int64_t>> Tokenizer::encode(const std::string& text, bool starts) const {
+  // Readers drop what they cannot read.
+  if (const size_t valid = valid_utf8(text); valid != text.size()) {
+    return fail(ErrorCode::kInput, "the text is no UTF-8 at byte ", valid, " of ", text.size(), "; pass UTF-8");
+  }
   return guarded<std::vector<int64_t>>("encode", [&]() -> Result<std::vector<int64_t>> {
     // An empty text is refused by some readers and gives special tokens from others; here it is no token.
     if (text.empty()) return std::vector<int64_t>();

@@ -39,4 +39,14 @@ Utf8Prefix utf8_prefix(std::string_view bytes) {
   return {Utf8Prefix::kCharacter, length};
 }
 
+size_t valid_utf8(std::string_view bytes) {
+  size_t valid = 0;
+  while (valid < bytes.size()) {
+    const Utf8Prefix front = utf8_prefix(bytes.substr(valid));
+    if (front.kind != Utf8Prefix::kCharacter) break;
+    valid += front.size;
+  }
+  return valid;
+}
+
 }  // namespace exportable_cache

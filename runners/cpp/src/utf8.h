@@ -25,4 +25,7 @@ struct Utf8Prefix {
 /// "maximal subparts"), which is how Python's and Rust's lossy decoders count them.
 Utf8Prefix utf8_prefix(std::string_view bytes);
 
+/// Where the first byte is that belongs to no character, or the length of a text that is UTF-8.
+size_t valid_utf8(std::string_view bytes);
+
 }  // namespace exportable_cache
