@@ -6,6 +6,7 @@ oneDNN and MKL are made for many rows and reach half of that. Prompts stay with 
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..common.compat.torch import LINEAR
+from ..common.compat.torch import LINEAR, fixed_size
 from ..common.machine_code import MachineCode
 
 if TYPE_CHECKING:
@@ -108,12 +109,8 @@ def _operator_for(x: Any, weight: Any, bias: Any) -> Callable[..., torch.Tensor]
         return None
     if x.dtype not in (torch.float32, torch.bfloat16) or hasattr(x, "__tensor_flatten__"):
         return None
-    rows = 1
-    for size in x.shape[:-1]:
-        if not isinstance(size, int):
-            return None
-        rows *= size
-    if not 0 < rows <= MOST_ROWS or weight.dim() != 2:
+    sizes = [fixed_size(size) for size in x.shape[:-1]]
+    if None in sizes or not 0 < math.prod(sizes) <= MOST_ROWS or weight.dim() != 2:
         return None
     if weight.shape[0] < _LEAST_OUT or weight.shape[1] < _LEAST_IN:
         return None
