@@ -18,7 +18,7 @@ from ..common.compat.torch import LINEAR, fixed_size
 from ..common.machine_code import MachineCode
 
 if TYPE_CHECKING:
-    from torch.fx import GraphModule, Node
+    from torch.fx import GraphModule
 
 #: Rows up to which the kernel is faster than oneDNN. Measured with 1 to 16 on an AMD processor with AVX-512.
 MOST_ROWS = 16
@@ -109,8 +109,8 @@ def _operator_for(x: Any, weight: Any, bias: Any) -> Callable[..., torch.Tensor]
         return None
     if x.dtype not in (torch.float32, torch.bfloat16) or hasattr(x, "__tensor_flatten__"):
         return None
-    sizes = [fixed_size(size) for size in x.shape[:-1]]
-    if None in sizes or not 0 < math.prod(sizes) <= MOST_ROWS or weight.dim() != 2:
+    sizes = [size for size in map(fixed_size, x.shape[:-1]) if size is not None]
+    if len(sizes) < x.dim() - 1 or not 0 < math.prod(sizes) <= MOST_ROWS or weight.dim() != 2:
         return None
     if weight.shape[0] < _LEAST_OUT or weight.shape[1] < _LEAST_IN:
         return None
