@@ -236,12 +236,11 @@ def test_steps_that_wait_for_their_graph_call_it(loaded, inductor, monkeypatch) 
         assert calls_of(session)["exportable_cache::few_rows_linear"] == LINEARS
 
 
-_LATER = """
+_PROCESS = """
 import sys, torch
 from exportable_cache import ExportableCache, Session
 from exportable_cache.backends import few_rows
 from tests.support.models import tiny_model, tokens
-torch.set_num_threads(1)
 model = tiny_model("llama", num_hidden_layers=2)
 cache = ExportableCache.from_model(model, 64)
 session = Session.from_model(model, cache, compile="wait", graph_cache=sys.argv[1])
@@ -250,16 +249,14 @@ print(session.decode(tokens(1)[:, 0]).sum().item(), session.runner.graph_cache.l
 
 
 @pytest.mark.full
-def test_a_later_process_compiles_neither_graph_nor_kernel(loaded, inductor, tmp_path, monkeypatch) -> None:
-    model = tiny_model("llama", num_hidden_layers=LAYERS)
-    cache = ExportableCache.from_model(model, 64)
-    session = Session.from_model(model, cache, compile="wait", graph_cache=tmp_path)
-    expected = session.decode(tokens(1)[:, 0]).sum().item()
-    environment = {**os.environ, "CXX": "no-compiler"}
-    command = [sys.executable, "-c", _LATER, str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    total, number, is_loaded = done.stdout.split()
-    assert (float(total), int(number), is_loaded) == (pytest.approx(expected, abs=1e-3), 1, "True")
+def test_a_later_process_compiles_neither_graph_nor_kernel(tmp_path) -> None:
+    printed = []
+    for compiler in ({}, {"CXX": "no-compiler"}):
+        command = [sys.executable, "-c", _PROCESS, str(tmp_path)]
+        environment = {**os.environ, **compiler}
+        printed.append(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
+    totals, loaded, is_there = zip(*(one.split() for one in printed))
+    assert (loaded, is_there) == (("0", "1"), ("True", "True")) and totals[0] == totals[1]
 
 
 def test_graphs_with_and_without_it_are_told_apart(tmp_path, monkeypatch) -> None:
