@@ -19,10 +19,11 @@ import torch
 
 from ..common.threads import threads_of_torch
 from ..errors import InputError
+from . import few_rows
 from .background_worker import GraphWorker, Mail
 from .compiling import CompileOptions, StepCompiler, check_background
 from .graphs import Graph
-from .onednn_linears import EagerLinearsByOneDNN, onednn_is_better
+from .onednn_linears import EagerLinears, onednn_is_better
 from .skeleton import skeleton
 
 if TYPE_CHECKING:
@@ -91,15 +92,17 @@ class BackgroundCompiler:
 
     @contextlib.contextmanager
     def meanwhile(self) -> Iterator[None]:
-        """A block for a step without a graph: fewer threads while graphs are compiled, and oneDNN's linear layers where
-        those are better.
+        """A block for a step without a graph: fewer threads while graphs are compiled, and linear layers of the kernel
+        for few rows, once it is there, and of oneDNN where those are better.
 
         Threads of one operator wait for each other, so one that has to share its core holds up all of them: steps are
         slower then than with a thread less, and what compiles waits as well.
         """
         threads = self._worker.torch_threads
         left = 0 if not self.pending else 2 if threads >= _CORES_FOR_TWO else 1
-        with threads_of_torch(max(1, threads - left)), EagerLinearsByOneDNN() if self._by_onednn else nullcontext():
+        few = few_rows.load(compiles=False)
+        linears = EagerLinears(few, self._by_onednn) if few or self._by_onednn else nullcontext()
+        with threads_of_torch(max(1, threads - left)), linears:
             yield
 
     def take(self, graph: Graph, inputs: Sequence[torch.Tensor], ahead: bool = False) -> Callable[..., Any] | None:

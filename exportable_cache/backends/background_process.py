@@ -15,6 +15,7 @@ import torch
 from ..common.garbage import collect_seldom
 from ..generation.choosing_steps import Choice
 from .background_twin import Reply, Request, Twin, can_fork
+from .few_rows import load as load_few_rows
 from .graphs import CHOICE, choice_graph
 from .skeleton import from_skeleton
 
@@ -136,6 +137,7 @@ def _warm(runner: Any) -> None:
     """
     backend = runner.compiler.layered
     if backend is not None:
+        load_few_rows()
         square = torch.zeros(2, 2)
         torch.compile(lambda x: x @ x, fullgraph=True, backend=backend)(square)
 

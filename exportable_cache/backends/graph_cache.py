@@ -30,6 +30,7 @@ from ..common.own_files import is_own_file, own_folder, sealed, unsealed
 from ..common.own_key import own_key
 from ..common.processor import instructions, processor_name
 from ..common.tensor_kind import kind_of_tensor
+from . import few_rows
 
 if TYPE_CHECKING:
     from torch import nn
@@ -223,6 +224,8 @@ class GraphCache:
             from ..common.compat.torch_compile import code_folder, compiled_here, libraries_noted
 
             graph, plainly = unpacked(written, own_folder(code_folder()))
+            if few_rows.calls_kernel(graph):
+                few_rows.load()
             with compiled_here(plainly), libraries_noted(self._libraries):
                 call = torch.compiler.load_compiled_function(
                     io.BytesIO(graph), f_globals=step.__globals__, external_data=external
@@ -337,6 +340,7 @@ def _settings() -> list[Any]:
         torch.get_float32_matmul_precision(),
         torch.are_deterministic_algorithms_enabled(),
         torch.compiler.get_default_backend(),
+        few_rows.identity(),
     ]
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from exportable_cache import ExportableCache, Session, export
-from exportable_cache.backends import background, background_worker, onednn_linears
+from exportable_cache.backends import background, background_worker, few_rows, onednn_linears
 from exportable_cache.backends.layered import LayeredBackend
 
 from ..support.compiling import compiling_with
@@ -19,6 +19,11 @@ from ..support.models import tiny_model, tokens
 from ..support.oracle import difference, reference_logits
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+
+
+@pytest.fixture(autouse=True)
+def without_our_kernel(monkeypatch) -> None:
+    monkeypatch.setenv(few_rows.VARIABLE, "torch")
 
 
 @pytest.fixture
@@ -58,6 +63,7 @@ def test_layers_of_every_form(better, shape: tuple[int, ...]) -> None:
         torch.testing.assert_close(got, module(x), atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.full
 def test_a_compiled_session_multiplies_by_it(better) -> None:
     model = tiny_model("llama", num_hidden_layers=2)
     session = Session.from_model(model, ExportableCache.from_model(model, 64), compile="wait", prefill_chunk=16)
@@ -84,7 +90,7 @@ def test_layers_of_every_form_as_they_run(shape: tuple[int, ...]) -> None:
     module, x = Linears().eval(), torch.randn(shape)
     with torch.no_grad():
         expected = module(x)
-        with torch.profiler.profile() as profile, onednn_linears.EagerLinearsByOneDNN():
+        with torch.profiler.profile() as profile, onednn_linears.EagerLinears(few_rows=False, onednn=True):
             got = module(x)
     torch.testing.assert_close(got, expected)
     # One more is called with names.

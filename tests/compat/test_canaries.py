@@ -71,6 +71,7 @@ NAMES: dict[str, dict[str, Any]] = {
         "torch.utils._pytree.tree_map": takes("func", "tree"),
         "torch.utils._pytree.tree_flatten": takes("tree"),
         "torch.utils._pytree.tree_unflatten": takes("leaves", "treespec"),
+        "torch.fx.experimental.symbolic_shapes.is_concrete_int": takes("a"),
         "torch._dynamo.mark_dynamic": takes("t", "index", "min", "max"),
         "torch._dynamo.maybe_mark_dynamic": takes("t", "index"),
         "torch._dynamo.exc.TorchDynamoException": CLASS,

@@ -18,6 +18,7 @@
 | `torch.ops.aten._assert_tensor_metadata` | equal layers are lowered one by one |
 | `torch._C._dispatch_get_all_op_names` | functions of TorchScript are not told from operators that a file may call |
 | `torch._C._nn.linear`, `torch.ops.mkldnn._linear_pointwise` | linear layers are MKL's where it is slow |
+| `torch.fx.experimental.symbolic_shapes.is_concrete_int` | some steps leave linear layers to oneDNN or MKL |
 | `torch._dynamo.mark_dynamic`, `maybe_mark_dynamic`, `exc.TorchDynamoException` | each length of a prompt is a graph |
 | `torch._inductor.list_mode_options`, `config.save_config_portable`, `load_config` | no compiled graphs on disk |
 | `torch._dynamo.guards.CheckFunctionManager.UNSUPPORTED_SERIALIZATION_GUARD_TYPES` | the same |
@@ -70,6 +71,15 @@ __all__ = ["FakeTensor", "OpOverload", "OperatorBase", "check", "tree_flatten", 
 def linear_by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`torch.nn.functional.linear` of float32 on a CPU, without a gradient."""
     return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
+
+
+def fixed_size(size: int | torch.SymInt) -> int | None:
+    """A size that tracing has found to be one number, None of one that may be several."""
+    if isinstance(size, int):
+        return size
+    from torch.fx.experimental.symbolic_shapes import is_concrete_int
+
+    return int(size) if is_concrete_int(size) else None
 
 
 def fake_tensors() -> AbstractContextManager[Any]:

@@ -1,0 +1,157 @@
+"""Linear layers of few rows by a kernel of this package, `few_rows.cpp`: in captured graphs, and as steps run.
+
+A decode step has a row for each sequence, and its linear layers take as long as memory takes to give their weights.
+oneDNN and MKL are made for many rows and reach half of that. Prompts stay with them.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..common.compat.torch import LINEAR, fixed_size
+from ..common.machine_code import MachineCode
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule
+
+#: Rows up to which the kernel is faster than oneDNN. Measured with 1 to 16 on an AMD processor with AVX-512.
+MOST_ROWS = 16
+#: Chooses who computes linear layers of few rows: `torch` for its own operators.
+VARIABLE = "EXPORTABLE_CACHE_LINEARS"
+#: `torch.nn.functional.linear` as TorchDynamo records it.
+_LINEARS = (LINEAR, torch.ops.aten.linear.default)
+#: The kernel takes a weight [out, in] of at least these sizes, and groups of inputs that have a scale each.
+_LEAST_OUT, _LEAST_IN, _LEAST_GROUP = 12, 16, 32
+_NAME = "few_rows_linear"
+
+CODE = MachineCode(Path(__file__).with_name("few_rows.cpp"))
+_has_shapes = False
+
+
+def is_wanted() -> bool:
+    """Whether there is a kernel for this process, or a compiler for it."""
+    return os.environ.get(VARIABLE, "") != "torch" and CODE.can_be_loaded()
+
+
+def identity() -> str:
+    """What tells graphs that may call the kernel from others."""
+    return CODE.digest if is_wanted() else ""
+
+
+def load(compiles: bool = True) -> bool:
+    """Have the operators in this process, see `MachineCode.load`."""
+    global _has_shapes
+    if not is_wanted() or not CODE.load(compiles):
+        return False
+    if not _has_shapes:
+        _has_shapes = True
+        for name in (_NAME, f"{_NAME}_int8"):
+            torch.library.register_fake(f"exportable_cache::{name}", _shape_of)
+    return True
+
+
+def calls_kernel(graph: bytes) -> bool:
+    """Whether a graph that was written needs the operators to be read."""
+    return _NAME.encode() in graph
+
+
+def linears_of_few_rows(module: GraphModule) -> int:
+    """Replace, in place, the linear layers of a captured graph that the kernel can compute.
+
+    Args:
+        module: As TorchDynamo gives it, without gradients.
+
+    Returns:
+        How many.
+    """
+    found = []
+    for node in module.graph.nodes:
+        if node.op == "call_function" and node.target in _LINEARS:
+            names = ("input", "weight", "bias")
+            args = (*node.args, *(node.kwargs.get(name) for name in names[len(node.args) :]))
+            target = _operator_for(*(_value_of(one) for one in args))
+            if target is not None:
+                found.append((node, target, args))
+    if not found or not load():
+        return 0
+    for node, target, args in found:
+        node.target, node.args, node.kwargs = target, args, {}
+    module.recompile()
+    return len(found)
+
+
+def linear_of_few_rows(x: Any, weight: Any, bias: Any = None) -> torch.Tensor | None:
+    """`torch.nn.functional.linear` by the kernel, once it is loaded; None of what it does not compute."""
+    target = _operator_for(x, weight, bias)
+    return None if target is None else target(x, weight, bias)
+
+
+def plain_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Over weights in float32 or bfloat16."""
+    return torch.ops.exportable_cache.few_rows_linear.default(x, weight, bias)
+
+
+def quantized_linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
+    """Over weights of torchao in 8 bits, and in fewer that have a byte each."""
+    zero_point = None if _has_no_zeros(weight) else weight.zero_point
+    return torch.ops.exportable_cache.few_rows_linear_int8.default(x, weight.qdata, weight.scale, zero_point, bias)
+
+
+def _operator_for(x: Any, weight: Any, bias: Any) -> Callable[..., torch.Tensor] | None:
+    """Which of the two computes a layer of such tensors, None for none."""
+    if not all(isinstance(one, torch.Tensor) and one.device.type == "cpu" for one in (x, weight)):
+        return None
+    if x.dtype not in (torch.float32, torch.bfloat16) or hasattr(x, "__tensor_flatten__"):
+        return None
+    sizes = [size for size in map(fixed_size, x.shape[:-1]) if size is not None]
+    if len(sizes) < x.dim() - 1 or not 0 < math.prod(sizes) <= MOST_ROWS or weight.dim() != 2:
+        return None
+    if weight.shape[0] < _LEAST_OUT or weight.shape[1] < _LEAST_IN:
+        return None
+    if bias is not None and (not isinstance(bias, torch.Tensor) or bias.dtype != x.dtype or not bias.is_contiguous()):
+        return None
+    if hasattr(weight, "__tensor_flatten__"):
+        return quantized_linear if _is_readable(weight) else None
+    return plain_linear if weight.dtype == x.dtype and weight.is_contiguous() else None
+
+
+def _is_readable(weight: Any) -> bool:
+    """Whether the kernel reads a weight of a class of torchao's as it is."""
+    kind = type(weight).__name__
+    if kind == "Int8Tensor":
+        changes_input = weight.act_quant_kwargs is not None or weight.act_pre_scale is not None
+    elif kind == "IntxUnpackedToInt8Tensor":
+        changes_input = weight.activation_quantization is not None
+    else:
+        return False
+    if changes_input or weight.block_size[0] != 1 or weight.scale.dtype not in (torch.float32, torch.bfloat16):
+        return False
+    parts = [weight.qdata, weight.scale]
+    if not _has_no_zeros(weight):
+        group = weight.block_size[1]
+        if group < _LEAST_GROUP or group & (group - 1) or weight.shape[1] % group:
+            return False
+        if not isinstance(weight.zero_point, torch.Tensor) or weight.zero_point.dtype != torch.int8:
+            return False
+        parts.append(weight.zero_point)
+    return all(part.is_contiguous() for part in parts)
+
+
+def _has_no_zeros(weight: Any) -> bool:
+    """Whether a weight has a scale for each output and nothing else: torchao does not read zero points of those."""
+    return type(weight).__name__ == "Int8Tensor" and weight.block_size[1] == weight.shape[1]
+
+
+def _shape_of(x: torch.Tensor, weight: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def _value_of(node: object) -> object:
+    """The fake tensor of a node, where TorchDynamo notes it."""
+    return getattr(node, "meta", {}).get("example_value")

@@ -1,0 +1,119 @@
+"""C++ of this package, compiled for the processor at hand when it is first needed and kept for the user.
+
+The compiler is the one that Inductor takes. What is kept is loaded as it is, so the folder has to be the user's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+import torch
+
+from ..errors import ExportableCacheError, first_line
+from .files import atomic_path
+from .own_files import HAS_OWNERS, home_folder, is_own_file, own_folder
+from .processor import instructions, processor_name
+
+log = logging.getLogger(__name__)
+
+_FOLDER = "machine_code"
+#: Seconds after which a compiler is given up; it takes some five.
+_SECONDS = 300.0
+
+
+class MachineCode:
+    """A library with operators of torch.
+
+    Args:
+        source: A file of C++ that needs torch's headers and nothing else.
+    """
+
+    def __init__(self, source: Path) -> None:
+        self.source = source
+        self._is_loaded = False
+        #: Why there is none, "" as long as nothing has failed.
+        self.reason = ""
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Of the source, the compiler's options, torch's release and the processor."""
+        told = [self.source.read_text(), *_OPTIONS, torch.__version__, processor_name(), instructions()]
+        return hashlib.sha256("\n".join(told).encode()).hexdigest()[:32]
+
+    @property
+    def path(self) -> Path:
+        """Where it is kept.
+
+        Raises:
+            RuntimeError: If the user has no home.
+        """
+        return home_folder() / _FOLDER / f"{self.source.stem}-{self.digest}.so"
+
+    def can_be_loaded(self) -> bool:
+        """Whether it is there, or there is a compiler for it. Where owners are unknown, nothing is loaded."""
+        try:
+            return not self.reason and HAS_OWNERS and (self.path.is_file() or _compiler() is not None)
+        except (OSError, RuntimeError):  # there is no home
+            return False
+
+    def load(self, compiles: bool = True) -> bool:
+        """Have its operators in this process, compiling it where it is not kept yet; a second call does nothing.
+
+        Args:
+            compiles: Whether to compile it; otherwise it is loaded only if it is there.
+
+        Returns:
+            Whether they are there. Where they cannot be, the log has one line.
+        """
+        if self._is_loaded or self.reason:
+            return self._is_loaded
+        try:
+            if not HAS_OWNERS:
+                raise OSError("the system does not say whose files are")
+            if not self.path.is_file():
+                if not compiles:
+                    return False
+                self._compile()
+            folder = own_folder(self.path.parent)
+            with self.path.open("rb") as file:
+                if not is_own_file(file.fileno()):
+                    raise OSError(f"{self.path} is not yours, or others can write to it")
+            torch.ops.load_library(str(folder / self.path.name))
+            self._is_loaded = True
+        except (ExportableCacheError, OSError, RuntimeError, subprocess.SubprocessError) as error:
+            self.reason = first_line(error.__cause__ or error)
+            log.warning("%s is not compiled, and torch's own operators serve: %s", self.source.name, self.reason)
+        return self._is_loaded
+
+    def _compile(self) -> None:
+        compiler = _compiler()
+        if compiler is None:
+            raise OSError("there is no C++ compiler")
+        own_folder(self.path.parent, make=True)
+        with atomic_path(self.path) as temporary:
+            command = [compiler, *_OPTIONS, str(self.source), "-o", str(temporary), *_torch_options()]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
+            if done.returncode:
+                errors = [line for line in done.stderr.splitlines() if "error" in line]
+                raise OSError(f"{compiler} ends with {done.returncode}: {errors[0] if errors else done.stderr[:200]}")
+
+
+_NATIVE = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
+_OPTIONS = ("-std=c++17", "-O2", _NATIVE, "-ffp-contract=fast", "-fPIC", "-shared", "-w")
+
+
+def _compiler() -> str | None:
+    """As Inductor chooses it."""
+    return shutil.which(os.environ.get("CXX", "g++"))
+
+
+def _torch_options() -> list[str]:
+    root = Path(torch.__file__).parent
+    return [f"-I{root / 'include'}", f"-L{root / 'lib'}", "-ltorch_cpu"]
