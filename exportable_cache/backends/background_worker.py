@@ -24,6 +24,8 @@ from typing import IO, Any
 import torch
 
 from ..common.compat.torch import inductor_config
+from ..common.garbage import few_collections, put_off_full_collection
+from ..common.process_setting import ProcessSetting
 from .compiling import CompileOptions, StepCompiler
 from .graph_cache import GRAPH
 from .graphs import Graph
@@ -31,8 +33,10 @@ from .graphs import Graph
 log = logging.getLogger(__name__)
 
 _DIFFERENT = "what was compiled does not fit this process"
-#: Seconds that a thread holds the interpreter while a graph is loaded, so that steps go on meanwhile.
-_SWITCH_INTERVAL = 0.0005
+#: Seconds that a thread holds the interpreter while a graph is loaded. A step without a graph gives it back and takes it
+#: again for each of its hundreds of operators.
+_SWITCH_INTERVAL = 0.00005
+_SWITCHING = ProcessSetting(sys.getswitchinterval, sys.setswitchinterval)
 #: Longest time that the end of a session waits for a graph that is being loaded, which takes two or three.
 _LOADING_SECONDS = 20.0
 #: Garbage is looked for once everything is imported, see `collect_seldom`.
@@ -213,14 +217,15 @@ class GraphWorker:
         self._options.progress(f"compiling {graph.method.name}", done, max(least, done + len(mail.waiting)))
 
     def _loaded(self, graph: Graph) -> Callable[..., Any] | None:
-        with self._loading:
-            before = sys.getswitchinterval()
-            sys.setswitchinterval(min(before, _SWITCH_INTERVAL))
-            try:
-                with torch.no_grad():
-                    return self._compiler.load(graph.module, graph.method, graph.name, graph.arguments)
-            finally:
-                sys.setswitchinterval(before)
+        with (
+            self._loading,
+            _SWITCHING.during(lambda found: min(found, _SWITCH_INTERVAL)),
+            few_collections(),
+            torch.no_grad(),
+        ):
+            call = self._compiler.load(graph.module, graph.method, graph.name, graph.arguments)
+            put_off_full_collection()
+            return call
 
 
 def torch_settings() -> dict[str, Any]:
