@@ -40,8 +40,12 @@ _SWITCHING = ProcessSetting(sys.getswitchinterval, sys.setswitchinterval)
 #: Longest time that the end of a session waits for a graph that is being loaded, which takes two or three.
 _LOADING_SECONDS = 20.0
 #: Garbage is looked for once everything is imported, see `collect_seldom`.
+#: It has a process group of its own, so that an interrupt from the keyboard is this process's to handle, and no session
+#: of its own: where Linux shares the processor among sessions first, its niceness would count within that only, and each
+#: operator of a compiled step would wait for it.
 _CHILD = """
-import gc, sys
+import gc, os, sys
+os.setpgrp()
 gc.disable()
 sys.path[:] = sys.argv[1:]
 from exportable_cache.backends.background_process import main
@@ -112,6 +116,8 @@ class GraphWorker:
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+            # It has its group only once it runs.
+            self._process.kill()
             self._process.wait()
         # A thread that loads machine code while the interpreter ends takes the whole process down with it.
         for thread in self._threads:
@@ -160,13 +166,11 @@ class GraphWorker:
                 return None
             if self._process is not None:
                 return self._process.stdin
-            # Its own session, so that an interrupt from the keyboard is this process's to handle.
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _CHILD, *sys.path],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,
             )
         requests, replies = self._process.stdin, self._process.stdout
         assert requests is not None and replies is not None
