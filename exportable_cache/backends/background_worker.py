@@ -24,6 +24,8 @@ from typing import IO, Any
 import torch
 
 from ..common.compat.torch import inductor_config
+from ..common.garbage import few_collections, put_off_full_collection
+from ..common.process_setting import ProcessSetting
 from .compiling import CompileOptions, StepCompiler
 from .graph_cache import GRAPH
 from .graphs import Graph
@@ -31,13 +33,19 @@ from .graphs import Graph
 log = logging.getLogger(__name__)
 
 _DIFFERENT = "what was compiled does not fit this process"
-#: Seconds that a thread holds the interpreter while a graph is loaded, so that steps go on meanwhile.
-_SWITCH_INTERVAL = 0.0005
+#: Seconds that a thread holds the interpreter while a graph is loaded. A step without a graph gives it back and takes it
+#: again for each of its hundreds of operators.
+_SWITCH_INTERVAL = 0.00005
+_SWITCHING = ProcessSetting(sys.getswitchinterval, sys.setswitchinterval)
 #: Longest time that the end of a session waits for a graph that is being loaded, which takes two or three.
 _LOADING_SECONDS = 20.0
 #: Garbage is looked for once everything is imported, see `collect_seldom`.
+#: It has a process group of its own, so that an interrupt from the keyboard is this process's to handle, and no session
+#: of its own: where Linux shares the processor among sessions first, its niceness would count within that only, and each
+#: operator of a compiled step would wait for it.
 _CHILD = """
-import gc, sys
+import gc, os, sys
+os.setpgrp()
 gc.disable()
 sys.path[:] = sys.argv[1:]
 from exportable_cache.backends.background_process import main
@@ -108,6 +116,8 @@ class GraphWorker:
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+            # It has its group only once it runs.
+            self._process.kill()
             self._process.wait()
         # A thread that loads machine code while the interpreter ends takes the whole process down with it.
         for thread in self._threads:
@@ -156,13 +166,11 @@ class GraphWorker:
                 return None
             if self._process is not None:
                 return self._process.stdin
-            # Its own session, so that an interrupt from the keyboard is this process's to handle.
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _CHILD, *sys.path],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,
             )
         requests, replies = self._process.stdin, self._process.stdout
         assert requests is not None and replies is not None
@@ -213,14 +221,15 @@ class GraphWorker:
         self._options.progress(f"compiling {graph.method.name}", done, max(least, done + len(mail.waiting)))
 
     def _loaded(self, graph: Graph) -> Callable[..., Any] | None:
-        with self._loading:
-            before = sys.getswitchinterval()
-            sys.setswitchinterval(min(before, _SWITCH_INTERVAL))
-            try:
-                with torch.no_grad():
-                    return self._compiler.load(graph.module, graph.method, graph.name, graph.arguments)
-            finally:
-                sys.setswitchinterval(before)
+        with (
+            self._loading,
+            _SWITCHING.during(lambda found: min(found, _SWITCH_INTERVAL)),
+            few_collections(),
+            torch.no_grad(),
+        ):
+            call = self._compiler.load(graph.module, graph.method, graph.name, graph.arguments)
+            put_off_full_collection()
+            return call
 
 
 def torch_settings() -> dict[str, Any]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+
+from .process_setting import ProcessSetting
 
 #: Objects between two collections, and collections of each generation between two of the next.
 RARELY = (10_000, 20, 50)
+_THRESHOLDS = ProcessSetting(gc.get_threshold, lambda thresholds: gc.set_threshold(*thresholds))
 
 
 def collect_seldom() -> None:
@@ -17,20 +20,14 @@ def collect_seldom() -> None:
     gc.set_threshold(5 * RARELY[0], *RARELY[1:])
 
 
-@contextmanager
-def few_collections() -> Iterator[None]:
-    """Collect garbage seldom.
+def few_collections() -> AbstractContextManager[None]:
+    """A block, of any thread, in which garbage is collected seldom.
 
     A trace makes millions of small objects, few of them in cycles, among millions that stay: with Python's own
-    thresholds a tenth of an export to ExecuTorch goes into looking through them again and again.
+    thresholds a tenth of an export to ExecuTorch goes into looking through them again and again. Where a graph is
+    loaded, looking through all that torch and transformers are made of holds the interpreter for 0.2 s.
     """
-    thresholds = gc.get_threshold()
-    if 0 < thresholds[0] < RARELY[0]:
-        gc.set_threshold(*RARELY)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*thresholds)
+    return _THRESHOLDS.during(lambda found: RARELY if 0 < found[0] < RARELY[0] else found)
 
 
 @contextmanager
@@ -49,3 +46,14 @@ def no_collections() -> Iterator[None]:
             if not gc.get_freeze_count():
                 gc.freeze()
             gc.enable()
+
+
+def put_off_full_collection() -> None:
+    """Count from now on until all objects are looked through, and take those that are there for old ones.
+
+    Behind `few_collections` that would be due at once.
+    """
+    # What an application has frozen stays so.
+    if not gc.get_freeze_count():
+        gc.freeze()
+        gc.unfreeze()

@@ -29,6 +29,7 @@ from exportable_cache.backends.background_twin import Twin, can_fork
 from exportable_cache.backends.graph_cache import GRAPH
 from exportable_cache.backends.skeleton import from_skeleton, skeleton
 from exportable_cache.common.compat.torch import inductor_config
+from exportable_cache.common.garbage import RARELY
 from exportable_cache.common.threads import threads_of_torch
 from exportable_cache.decoding import ContinuousBatch
 from exportable_cache.errors import InputError
@@ -257,6 +258,38 @@ def test_closing_ends_the_process_and_takes_its_folder_along(monkeypatch) -> Non
     del session
     gc.collect()
     assert not folder.exists()
+
+
+def test_the_process_is_of_this_session_and_not_of_its_group(monkeypatch) -> None:
+    """Else its niceness would not count beside steps, or an interrupt from the keyboard would end it."""
+    program, _, _ = background_worker._CHILD.partition("from exportable_cache")
+    in_its_place(monkeypatch, f"{program}import time; time.sleep(600)")
+    session = session_of(model_of())
+    session.prefill(tokens(3))
+    process = process_of(session)
+    wait_until(lambda: os.getpgid(process.pid) == process.pid, 60)
+    assert os.getsid(process.pid) == os.getsid(0)
+    session.close()
+    assert process.poll() is not None
+
+
+def test_steps_come_to_their_turn_while_a_graph_is_loaded(monkeypatch, tmp_path: Path) -> None:
+    """They take the interpreter sooner, no full collection holds it, and none is due behind it."""
+    (tmp_path / f"of another model{GRAPH}").touch()
+    in_its_place(monkeypatch, SLEEPS)
+    before, found = (sys.getswitchinterval(), gc.get_threshold()), []
+
+    def load(*arguments: object) -> None:
+        found.append((sys.getswitchinterval(), gc.get_threshold()))
+
+    monkeypatch.setattr(background_worker, "put_off_full_collection", lambda: found.append("put off"))
+    session = session_of(model_of(), graph_cache=tmp_path)
+    monkeypatch.setattr(session.runner.compiler, "load", load)
+    session.prefill(tokens(3))
+    wait_until(lambda: session.runner.background._worker._process)
+    assert found[1:] == ["put off"] and found[0][0] < 0.001 and found[0][1] == RARELY
+    assert (sys.getswitchinterval(), gc.get_threshold()) == before
+    session.close()
 
 
 def test_a_session_that_nobody_holds_ends_its_process(monkeypatch) -> None:

@@ -6,6 +6,8 @@ import importlib
 import io
 import logging
 import re
+import threading
+import time
 from pathlib import Path
 from types import MethodType
 
@@ -18,10 +20,16 @@ from torch._inductor.async_compile import AsyncCompile
 
 from exportable_cache.common import patch as patching
 from exportable_cache.common.compat import torch as compat
-from exportable_cache.common.compat import torch_aoti, torch_compile, torch_kernels
+from exportable_cache.common.compat import torch_aoti, torch_compile, torch_kernels, torch_loading
 from exportable_cache.common.patch import Patch
 
-PATCHES = (*compat.PATCHES, *torch_aoti.PATCHES, *torch_compile.PATCHES, *torch_kernels.PATCHES)
+PATCHES = (
+    *compat.PATCHES,
+    *torch_aoti.PATCHES,
+    *torch_compile.PATCHES,
+    *torch_kernels.PATCHES,
+    *torch_loading.PATCHES,
+)
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.label)
@@ -49,6 +57,10 @@ class Owner:
     @classmethod
     def second(cls, value: int) -> tuple[type, int]:
         return cls, value
+
+    @staticmethod
+    def third(value: int) -> int:
+        return value
 
 
 FIRST = Patch(__name__, "first", None, "tested", (), package="torch", url="")
@@ -78,6 +90,30 @@ def test_a_method_of_the_class_stays_one() -> None:
     with patch.during(lambda original: lambda cls, value: (*original(cls, value), "replaced")):
         assert Owner.second(1) == (Owner, 1, "replaced")
     assert Owner.second(1) == (Owner, 1)
+    patch = known(Patch(__name__, "Owner.third", None, "tested", (), package="torch", url=""))
+    with patch.during(lambda original: lambda value: (original(value), "replaced")):
+        assert Owner.third(1) == Owner().third(1) == (1, "replaced")
+    assert Owner.third(1) == Owner().third(1) == 1
+
+
+def test_blocks_of_two_threads_follow_each_other() -> None:
+    """One that began in the other's block and outlasts it would leave that one's replacement for good."""
+    module, patch, seen = importlib.import_module(__name__), known(FIRST), []
+    begun = threading.Event()
+
+    def other() -> None:
+        begun.set()
+        with patch.during(lambda original: lambda value: 100 * original(value)):
+            seen.append(module.first(1))
+
+    thread = threading.Thread(target=other)
+    with patch.during(lambda original: lambda value: 10 * original(value)):
+        thread.start()
+        begun.wait(60)
+        time.sleep(0.05)
+        assert not seen and module.first(1) == 10
+    thread.join()
+    assert seen == [100] and module.first is first
 
 
 def test_an_original_that_has_changed_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:

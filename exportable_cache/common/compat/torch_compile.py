@@ -46,6 +46,7 @@ from torch.fx.experimental.symbolic_shapes import free_symbols as symbols_in
 
 from ..patch import Patch, torch_patch
 from .torch_kernels import kernels_together
+from .torch_loading import without_compiler
 
 __all__ = ["FakeTensor", "SerializableCallable"]
 
@@ -225,12 +226,14 @@ def shortly(compiled: Callable[[], Result]) -> Result:
 
 @contextmanager
 def compiled_here(plainly: bool) -> Iterator[None]:
-    """A block that loads what was compiled for this processor, tries no instructions and compiles no headers for it.
+    """A block that loads what was compiled for this processor, tries no instructions, compiles no headers for it, and
+    does not import what compiles graphs.
 
     Args:
         plainly: Whether it was compiled without short cuts.
     """
     with contextlib.ExitStack() as stack:
+        stack.enter_context(without_compiler())
         stack.enter_context(_HEADER.during(lambda compile_header: lambda *arguments, **options: ""))
         if plainly:
             stack.enter_context(_PROBE.during(_taken_for_granted))

@@ -1,0 +1,128 @@
+"""Private names of torch that load a compiled graph without what compiles graphs, seen in 2.13.0. Importing this imports
+a part of the compiler.
+
+| name | without it |
+|---|---|
+| `torch._inductor.codecache.FxGraphCache.cache_hit_post_compile` | the first graph from disk takes three times as long |
+| `torch._inductor.output_code.CompiledFxGraph.write_to_disk`, `codecache.code_hash`, `get_path`, `write_atomic` | the same |
+| `torch._functorch._aot_autograd.aot_autograd_result.BundledOutputCodeLoadable.post_compile` | the same |
+| `torch._inductor.graph`, `torch._inductor.select_algorithm.extern_kernels`, `KernelNamespace` | the same |
+
+Of the 0.7 processor seconds that the first graph of a process takes to load, 0.45 are imports of what lowers graphs, for
+three names: a hook of tests, and two imports in generated code, which seldom uses them.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch._functorch._aot_autograd.aot_autograd_result import BundledOutputCodeLoadable
+from torch._inductor.codecache import code_hash, get_path, write_atomic
+from torch._inductor.output_code import CompiledFxGraph
+
+from ..patch import Patch, torch_patch
+
+#: What lowers graphs: once it is imported, nothing is saved by doing without.
+_COMPILER = "torch._inductor.graph"
+#: Imports of generated code that import it, by the name that the code may use.
+IMPORTS = {
+    "align": "from torch._inductor.codegen.memory_planning import _align as align\n",
+    "extern_kernels": "from torch._inductor.select_algorithm import extern_kernels\n",
+}
+#: Attributes of `extern_kernels` that are functions of torch.
+PLAIN_KERNELS = ("mm", "addmm", "bmm", "baddbmm")
+_PLAIN = "from types import SimpleNamespace\nextern_kernels = SimpleNamespace({})\n".format(
+    ", ".join(f"{name}=torch.{name}" for name in PLAIN_KERNELS)
+)
+
+_HIT = torch_patch(
+    "_inductor.codecache",
+    "FxGraphCache.cache_hit_post_compile",
+    "it imports the compiler, for a hook of tests",
+    "91c203a0bcf8ed65",
+)
+_WRITE = torch_patch(
+    "_inductor.output_code",
+    "CompiledFxGraph.write_to_disk",
+    "what it writes imports the compiler, for names that it does not use",
+    "c0f25cb5d4d05b90",
+)
+_POST = torch_patch(
+    "_functorch._aot_autograd.aot_autograd_result",
+    "BundledOutputCodeLoadable.post_compile",
+    "what it gives looks into the compiler at each call, for a record of tests",
+    "31b15504593fd6b2",
+)
+PATCHES: tuple[Patch, ...] = (_HIT, _WRITE, _POST)
+
+
+@contextmanager
+def without_compiler() -> Iterator[None]:
+    """A block that loads graphs from disk and does not import what compiles graphs, unless one of them needs it.
+
+    What is loaded is called in fewer steps: nothing of it can be written again, and no profiler has a row for it.
+    """
+    with ExitStack() as stack:
+        # All of them, or none: each is in vain without the others.
+        if all(stack.enter_context(patch.during(replace)) for patch, replace in _REPLACEMENTS):
+            yield
+            return
+    yield
+
+
+def _loaded(load: Callable[..., Any]) -> Callable[..., Any]:
+    def load_alone(graph: CompiledFxGraph, cache_info: Any, constants: Any) -> tuple[CompiledFxGraph, Any]:
+        bundle = graph._triton_bundle
+        if _COMPILER in sys.modules or (bundle and (bundle.kernel_artifacts or bundle.static_autotuners)):
+            return load(graph, cache_info, constants)
+        graph.after_deserialization(constants)
+        return graph, cache_info
+
+    return load_alone
+
+
+def _written(write: Callable[..., str]) -> Callable[..., str]:
+    def write_alone(self: CompiledFxGraph) -> str:
+        code = self.source_code if _COMPILER in sys.modules else self_contained(self.source_code)
+        if code == self.source_code:
+            return write(self)
+        path = get_path(code_hash(code), "py")[2]
+        if not Path(path).exists():
+            write_atomic(path, code, make_dirs=True)
+        return path
+
+    return write_alone
+
+
+def _callable(finish: Callable[..., Any]) -> Callable[..., Any]:
+    def finish_alone(self: BundledOutputCodeLoadable, result: Any, options: Any) -> Any:
+        graph = finish(self, result, options)
+        if _COMPILER in sys.modules or type(graph) is not CompiledFxGraph:
+            return graph
+
+        # The graph lives as long as this: its end takes from its code what it calls.
+        def call(inputs: Sequence[Any]) -> Any:
+            return graph.current_callable(inputs)
+
+        return call
+
+    return finish_alone
+
+
+_REPLACEMENTS = ((_HIT, _loaded), (_WRITE, _written), (_POST, _callable))
+
+
+def self_contained(code: str) -> str:
+    """A generated module without the imports of what it does not use, or that are functions of torch."""
+    for name, line in IMPORTS.items():
+        used = set(re.findall(rf"\b{name}\b(?:\.(\w+))?", code.replace(line, "")))
+        if not used:
+            code = code.replace(line, "")
+        elif name == "extern_kernels" and used <= {*PLAIN_KERNELS}:
+            code = code.replace(line, _PLAIN)
+    return code

@@ -1,0 +1,84 @@
+"""Settings of the process that threads change at the same time, and the garbage collector's among them."""
+
+import gc
+import threading
+import weakref
+from types import SimpleNamespace
+
+from exportable_cache.common.garbage import RARELY, few_collections, put_off_full_collection
+from exportable_cache.common.process_setting import ProcessSetting
+
+
+class Circle:
+    def __init__(self) -> None:
+        self.own = self
+
+
+def setting_of(place: SimpleNamespace) -> ProcessSetting:
+    return ProcessSetting(lambda: place.value, lambda value: setattr(place, "value", value))
+
+
+def test_the_last_of_the_blocks_puts_back_what_the_first_one_found() -> None:
+    place = SimpleNamespace(value=5)
+    setting = setting_of(place)
+    began, ends, values = threading.Event(), threading.Event(), []
+
+    def longer() -> None:
+        with setting.during(lambda found: found - 3):
+            values.append(place.value)
+            began.set()
+            ends.wait(60)
+            values.append(place.value)
+
+    thread = threading.Thread(target=longer)
+    with setting.during(lambda found: found - 1):
+        values.append(place.value)
+        thread.start()
+        began.wait(60)
+    ends.set()
+    thread.join()
+    assert values == [4, 4, 4] and place.value == 5
+
+
+def test_what_is_set_meanwhile_stays() -> None:
+    place = SimpleNamespace(value=5)
+    with setting_of(place).during(lambda found: 1):
+        place.value = 7
+    assert place.value == 7
+
+
+def test_garbage_is_collected_seldom_in_a_block_and_as_before_behind_it() -> None:
+    before = gc.get_threshold()
+    try:
+        gc.set_threshold(700, 10, 10)
+        with few_collections():
+            assert gc.get_threshold() == RARELY
+        assert gc.get_threshold() == (700, 10, 10)
+        gc.set_threshold(0)
+        with few_collections():
+            assert gc.get_threshold()[0] == 0
+    finally:
+        gc.set_threshold(*before)
+
+
+def test_a_full_collection_that_is_put_off_finds_what_is_garbage_by_then() -> None:
+    frozen = gc.get_freeze_count()
+    gc.unfreeze()
+    try:
+        gc.disable()
+        kept = [[] for _ in range(2000)]
+        older = weakref.ref(Circle())
+        put_off_full_collection()
+        assert gc.get_count() < (100, 1, 1) and not gc.get_freeze_count()
+        assert older() is not None
+        gc.collect()
+        assert older() is None and kept
+        # An application's own stay as they are.
+        gc.freeze()
+        put_off_full_collection()
+        assert gc.get_freeze_count()
+    finally:
+        gc.unfreeze()
+        if frozen:
+            gc.freeze()
+        gc.enable()
