@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,9 @@ _has_shapes = False
 
 def is_wanted() -> bool:
     """Whether there is a kernel for this process, or a compiler for it."""
-    return os.environ.get(VARIABLE, "") != "torch" and CODE.can_be_loaded()
+    # Its numbers were compared on such processors alone.
+    is_known = platform.machine() in ("x86_64", "AMD64")
+    return is_known and os.environ.get(VARIABLE, "") != "torch" and CODE.can_be_loaded()
 
 
 def identity() -> str:

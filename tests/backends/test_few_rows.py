@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -234,29 +231,6 @@ def test_steps_that_wait_for_their_graph_call_it(loaded, inductor, monkeypatch) 
     with session:
         session.prefill(tokens(3))
         assert calls_of(session)["exportable_cache::few_rows_linear"] == LINEARS
-
-
-_PROCESS = """
-import sys, torch
-from exportable_cache import ExportableCache, Session
-from exportable_cache.backends import few_rows
-from tests.support.models import tiny_model, tokens
-model = tiny_model("llama", num_hidden_layers=2)
-cache = ExportableCache.from_model(model, 64)
-session = Session.from_model(model, cache, compile="wait", graph_cache=sys.argv[1])
-print(session.decode(tokens(1)[:, 0]).sum().item(), session.runner.graph_cache.loaded, few_rows.load(compiles=False))
-"""
-
-
-@pytest.mark.full
-def test_a_later_process_compiles_neither_graph_nor_kernel(tmp_path) -> None:
-    printed = []
-    for compiler in ({}, {"CXX": "no-compiler"}):
-        command = [sys.executable, "-c", _PROCESS, str(tmp_path)]
-        environment = {**os.environ, **compiler}
-        printed.append(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
-    totals, loaded, is_there = zip(*(one.split() for one in printed))
-    assert (loaded, is_there) == (("0", "1"), ("True", "True")) and totals[0] == totals[1]
 
 
 def test_graphs_with_and_without_it_are_told_apart(tmp_path, monkeypatch) -> None:
