@@ -33,16 +33,16 @@ from .graphs import Graph
 log = logging.getLogger(__name__)
 
 _DIFFERENT = "what was compiled does not fit this process"
-#: Seconds that a thread holds the interpreter while a graph is loaded. A step without a graph gives it back and takes it
-#: again for each of its hundreds of operators.
+#: Seconds that a thread holds the interpreter while a graph is loaded. A step without a graph gives it back and takes
+#: it again for each of its hundreds of operators.
 _SWITCH_INTERVAL = 0.00005
 _SWITCHING = ProcessSetting(sys.getswitchinterval, sys.setswitchinterval)
 #: Longest time that the end of a session waits for a graph that is being loaded, which takes two or three.
 _LOADING_SECONDS = 20.0
-#: Garbage is looked for once everything is imported, see `collect_seldom`.
-#: It has a process group of its own, so that an interrupt from the keyboard is this process's to handle, and no session
-#: of its own: where Linux shares the processor among sessions first, its niceness would count within that only, and each
-#: operator of a compiled step would wait for it.
+#: Garbage is looked for once everything is imported, see `collect_seldom`. It has a process group of its own, so that
+#: an interrupt from the keyboard is this process's to handle, and no session of its own: where Linux shares the
+#: processor among sessions first, its niceness would count within that only, and each operator of a compiled step would
+#: wait for it.
 _CHILD = """
 import gc, os, sys
 os.setpgrp()

@@ -277,7 +277,9 @@ def test_steps_come_to_their_turn_while_a_graph_is_loaded(monkeypatch, tmp_path:
     """They take the interpreter sooner, no full collection holds it, and none is due behind it."""
     (tmp_path / f"of another model{GRAPH}").touch()
     in_its_place(monkeypatch, SLEEPS)
-    before, found = (sys.getswitchinterval(), gc.get_threshold()), []
+    own, found = gc.get_threshold(), []
+    gc.set_threshold(700, 10, 10)
+    before = sys.getswitchinterval(), gc.get_threshold()
 
     def load(*arguments: object) -> None:
         found.append((sys.getswitchinterval(), gc.get_threshold()))
@@ -289,6 +291,7 @@ def test_steps_come_to_their_turn_while_a_graph_is_loaded(monkeypatch, tmp_path:
     wait_until(lambda: session.runner.background._worker._process)
     assert found[1:] == ["put off"] and found[0][0] < 0.001 and found[0][1] == RARELY
     assert (sys.getswitchinterval(), gc.get_threshold()) == before
+    gc.set_threshold(*own)
     session.close()
 
 

@@ -1,15 +1,16 @@
-"""Private names of torch that load a compiled graph without what compiles graphs, seen in 2.13.0. Importing this imports
-a part of the compiler.
+"""Private names of torch that load a compiled graph without what compiles graphs, seen in 2.13.0. Importing this
+imports a part of the compiler.
 
 | name | without it |
 |---|---|
-| `torch._inductor.codecache.FxGraphCache.cache_hit_post_compile` | the first graph from disk takes three times as long |
-| `torch._inductor.output_code.CompiledFxGraph.write_to_disk`, `codecache.code_hash`, `get_path`, `write_atomic` | the same |
+| `torch._inductor.codecache.FxGraphCache.cache_hit_post_compile` | the first graph loads in three times the time |
+| `torch._inductor.output_code.CompiledFxGraph.write_to_disk`, `codecache.code_hash`, `get_path` | the same |
+| `torch._inductor.codecache.write_atomic`, `CompiledFxGraph._triton_bundle` | the same |
 | `torch._functorch._aot_autograd.aot_autograd_result.BundledOutputCodeLoadable.post_compile` | the same |
 | `torch._inductor.graph`, `torch._inductor.select_algorithm.extern_kernels`, `KernelNamespace` | the same |
 
-Of the 0.7 processor seconds that the first graph of a process takes to load, 0.45 are imports of what lowers graphs, for
-three names: a hook of tests, and two imports in generated code, which seldom uses them.
+Of the 0.7 processor seconds that the first graph of a process takes to load, 0.45 are imports of what lowers graphs,
+for three names: a hook of tests, and two imports in generated code, which seldom uses them.
 """
 
 from __future__ import annotations
@@ -102,13 +103,15 @@ def _written(write: Callable[..., str]) -> Callable[..., str]:
 def _callable(finish: Callable[..., Any]) -> Callable[..., Any]:
     def finish_alone(self: BundledOutputCodeLoadable, result: Any, options: Any) -> Any:
         graph = finish(self, result, options)
-        if _COMPILER in sys.modules or type(graph) is not CompiledFxGraph:
+        if _COMPILER in sys.modules or type(graph) is not CompiledFxGraph or graph.current_callable is None:
             return graph
+        code: Callable[..., Any] = graph.current_callable
 
-        # The graph lives as long as this: its end takes from its code what it calls.
         def call(inputs: Sequence[Any]) -> Any:
-            return graph.current_callable(inputs)
+            return code(inputs)
 
+        # The end of a graph takes from its code what that calls.
+        vars(call)["graph"] = graph
         return call
 
     return finish_alone
