@@ -6,9 +6,7 @@ import functools
 import hashlib
 import inspect
 import logging
-import os
 import textwrap
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,17 +21,6 @@ log = logging.getLogger(__name__)
 #: Attribute of a replacement: the function that it stands for.
 ORIGINAL = "_exportable_cache_original"
 _MODELS = "transformers.models."
-_blocks = threading.RLock()
-
-
-def _forget_blocks() -> None:
-    global _blocks
-    _blocks = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    # A fork has none of the threads that may be in one.
-    os.register_at_fork(after_in_child=_forget_blocks)
 
 
 @dataclass(frozen=True)
@@ -112,11 +99,6 @@ class Patch:
         if not _is_known(self):
             yield False
             return
-        # Blocks of two threads would put back each other's replacement.
-        with _blocks:
-            yield from self._during(replace)
-
-    def _during(self, replace: Callable[[Callable], Callable]) -> Iterator[bool]:
         owner, attribute = self._owner()
         stored = inspect.getattr_static(owner, attribute)
         replacement: Any = replace(getattr(stored, "__func__", stored))

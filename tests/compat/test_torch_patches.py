@@ -6,8 +6,6 @@ import importlib
 import io
 import logging
 import re
-import threading
-import time
 from pathlib import Path
 from types import MethodType
 
@@ -94,26 +92,6 @@ def test_a_method_of_the_class_stays_one() -> None:
     with patch.during(lambda original: lambda value: (original(value), "replaced")):
         assert Owner.third(1) == Owner().third(1) == (1, "replaced")
     assert Owner.third(1) == Owner().third(1) == 1
-
-
-def test_blocks_of_two_threads_follow_each_other() -> None:
-    """One that began in the other's block and outlasts it would leave that one's replacement for good."""
-    module, patch, seen = importlib.import_module(__name__), known(FIRST), []
-    begun = threading.Event()
-
-    def other() -> None:
-        begun.set()
-        with patch.during(lambda original: lambda value: 100 * original(value)):
-            seen.append(module.first(1))
-
-    thread = threading.Thread(target=other)
-    with patch.during(lambda original: lambda value: 10 * original(value)):
-        thread.start()
-        begun.wait(60)
-        time.sleep(0.05)
-        assert not seen and module.first(1) == 10
-    thread.join()
-    assert seen == [100] and module.first is first
 
 
 def test_an_original_that_has_changed_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
