@@ -20,6 +20,7 @@ from torch.fx.node import map_aggregate
 
 from ..common.compat.torch import OpOverload, writes_in_place
 from ..common.compat.torch_compile import FakeTensor, free_symbols, storage_of, symbol_range
+from ..common.tensor_kind import kind_of_tensor
 from .region_sizes import compute_own_sizes, value_of
 
 #: A layer's number in the name of a module.
@@ -223,7 +224,7 @@ def _name(target: Any) -> str:
 def described(value: Any) -> str:
     """The same for values that a region cannot tell apart but by what they hold."""
     if isinstance(value, torch.Tensor):
-        return f"{value.dtype} {list(value.shape)} {value.stride()} {value.device} {type(value).__name__}"
+        return " ".join(kind_of_tensor(value))
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(described, value))}]"
     return f"{type(value).__name__} {value}"

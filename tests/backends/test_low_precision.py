@@ -11,6 +11,7 @@ import torch
 from exportable_cache import ExportableCache, Session
 from exportable_cache.backends import background_worker
 from exportable_cache.backends.graph_cache import GraphCache
+from exportable_cache.backends.regions import described
 from exportable_cache.backends.skeleton import from_skeleton, skeleton
 from exportable_cache.models.fingerprint import fingerprint
 
@@ -67,6 +68,19 @@ def test_half_precision(dtype: str) -> None:
     tolerance = ROUNDINGS * torch.finfo(model.dtype).eps / 2 * expected.abs().max()
     assert (logits(session) - expected).abs().max() <= tolerance
     assert counts(session) == (REGIONS, CALLS)
+
+
+def test_weights_with_other_groups_are_of_another_region() -> None:
+    pytest.importorskip("torchao")
+    from torchao.quantization import IntxWeightOnlyConfig, quantize_
+    from torchao.quantization.granularity import PerGroup
+
+    layers = [torch.nn.Linear(128, 16) for _ in range(3)]
+    for layer, group in zip(layers, (32, 64, 32), strict=True):
+        quantize_(layer, IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(group)))
+    fine, coarse, same = (layer.weight for layer in layers)
+    assert fine.shape == coarse.shape and fine.dtype == coarse.dtype
+    assert described(fine) != described(coarse) and described(fine) == described(same)
 
 
 @pytest.mark.full
