@@ -180,9 +180,9 @@ def test_what_cannot_be_compiled_without_a_trial_of_the_processor_is_compiled_wi
             raise RuntimeError("unrecognized command-line option")
         return found[-1]
 
-    assert private._shortly(compile_region) is False and found == [True, False]
+    assert private.shortly(compile_region) is False and found == [True, False]
     assert not private.takes_short_cuts()
-    assert private._shortly(compile_region) is False and found == [True, False, False]
+    assert private.shortly(compile_region) is False and found == [True, False, False]
     private.forget_processor()
 
 

@@ -170,7 +170,7 @@ def test_the_module_of_the_package_tells_of_each(package: str) -> None:
 def test_the_modules_are_of_these_packages() -> None:
     modules = {path.stem for path in Path(compat.__file__).parent.glob("*.py")}
     # What imports the compiler and cannot be named by one word has canaries of its own.
-    assert modules == {"__init__", "torch_compile", "torch_kernels", *NAMES}
+    assert modules == {"__init__", "torch_compile", "torch_kernels", "torch_loading", *NAMES}
 
 
 def test_a_new_config_has_fields_of_its_own() -> None:

@@ -157,7 +157,10 @@ def test_dtype_is_checked_at_construction() -> None:
     [
         (lambda config: config["policy"].update(kind="spiral"), "policy is of kind 'spiral', known are .*full.*ring"),
         (lambda config: config["policy"].update(width=3), "policy has .*width, one of kind"),
-        (lambda config: config["storage"].clear(), "storage is of kind None, known are float, int4, int8"),
+        (
+            lambda config: config["storage"].clear(),
+            "storage is of kind None, known are float, float16, bfloat16, int4, int8",
+        ),
         (lambda config: config.pop("storage"), "storage of a layer is None, but its policy .* needs one"),
         (lambda config: config.pop("policy"), "it needs a policy"),
         (lambda config: config["storage"].update(dtype="int64"), "dtype of a cache layer is 'int64'"),

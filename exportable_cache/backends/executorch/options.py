@@ -60,7 +60,7 @@ class ExecutorchOptions(TensorRTOptions):
     )
     methods: str = setting("auto", "Which methods the program has.", choices=METHODS)
     kernels: str = setting("executorch", "Operators that the program may call.", choices=KERNELS)
-    linears: str = setting(
+    linears: str | None = setting(
         None,
         "What computes linear layers in 8da4w.",
         choices=LINEARS,
@@ -78,9 +78,9 @@ class ExecutorchOptions(TensorRTOptions):
         return None if self.delegate == "xnnpack" else 1
 
     @property
-    def signed_scales(self) -> bool:
-        """Whether what computes linear layers of 4 bits takes negative scales."""
-        return self.linears == "own"
+    def own_linears(self) -> bool:
+        """Whether this package's operators compute linear layers in 8da4w. They take negative scales."""
+        return (self.linears or self.kernels) == "own"
 
     @classmethod
     def known(cls, given: Mapping[str, Any]) -> tuple[tuple[str, ...], str]:
@@ -90,8 +90,6 @@ class ExecutorchOptions(TensorRTOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.linears is None:
-            object.__setattr__(self, "linears", "own" if self.kernels == "own" else "delegate")
         ProgramSpec(score_length=self.score_length)
         if self.methods == "split" and self.llm_runner:
             raise InputError(

@@ -51,7 +51,7 @@ class ExecutorchBackend:
         if options.delegate in ELSEWHERE:
             # Without the fused operators, which would cut the delegate's graph at every layer.
             return replace(asked, attention=MATMUL_ATTENTION)
-        if "own" in (options.kernels, options.linears):
+        if options.kernels == "own" or options.own_linears:
             check_own_kernels()
         methods, auto = options.methods, options.methods == "auto"
         return replace(
@@ -70,7 +70,7 @@ class ExecutorchBackend:
             return lower_to_plans(program, folder, FILE, options)
         from .program_file import write_program
 
-        own = options.linears == "own"
+        own = options.own_linears
         return [LoweredFile(FILE, write_program(program, folder / FILE, options.delegate, options.llm_runner, own))]
 
     def open(self, folder: Path, description: ProgramDescription) -> Runner:

@@ -7,7 +7,7 @@
 | `torch._subclasses.fake_tensor.FakeTensorMode` | `plan` refuses four architectures of encoder-decoders |
 | `FakeTensorMode.cache_clear` of the same module | a process keeps the weights of all that it lowered |
 | `torch._ops.OperatorBase`, `OpOverload` | types of operators in annotations; `Any` would do |
-| `torch._C._aoti.AOTIModelPackageLoader` | no target `aoti` |
+| `torch._C._aoti.AOTIModelPackageLoader`: `run`, `load_constants`, `get_constant_fqns` | no target `aoti` |
 | `torch._export.serde.serialize.serialize` | no target `pt2` with several methods in a file |
 | `torch.utils._python_dispatch._disable_current_modes` | nothing can be traced inside a pass over a graph |
 | `torch.utils._pytree.tree_map` | results are cloned by a loop of one's own |
