@@ -178,7 +178,13 @@ def page(rows: list[Row]) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+    """What was found, once for the methods that it was found of."""
+    methods: dict[str, list[str]] = {}
+    for one in text.split("; "):
+        method, _, finding = one.rpartition(": ") if " at `" not in one else one.partition(": ")
+        methods.setdefault(finding, []).append(method)
+    told = (f"{', '.join(dict.fromkeys(names))}: {finding}".removeprefix(": ") for finding, names in methods.items())
+    return "; ".join(told).replace("|", "\\|")
 
 
 if __name__ == "__main__":
