@@ -31,15 +31,19 @@ class Environment:
         packages: What it installs then.
         without: What these bring along and nothing here needs, but that fails to load beside another build of torch.
         releases: Distributions whose releases are printed with the figures.
+        settings: Variables of pip's environment that say what is compiled.
     """
 
     first: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
     releases: tuple[str, ...] = ()
+    settings: dict[str, str] = field(default_factory=dict)
 
 
 _TORCH = ("torch==2.13.0",)
+_LLAMA_CPP = ("llama-cpp-python", "gguf", "safetensors")
+_AVX2 = ("SSE42", "AVX", "AVX2", "BMI2", "FMA", "F16C")
 ENVIRONMENTS = {
     "here": Environment(releases=("exportable-cache", "executorch", "torch")),
     "onnxruntime": Environment(
@@ -50,7 +54,14 @@ ENVIRONMENTS = {
     "openvino": Environment(
         _TORCH, ("openvino-genai", "nncf", "optimum-intel"), ("torchvision",), ("openvino-genai", "openvino")
     ),
-    "llama.cpp": Environment((), ("llama-cpp-python", "gguf", "safetensors"), releases=("llama-cpp-python",)),
+    "llama.cpp": Environment((), _LLAMA_CPP, releases=("llama-cpp-python",)),
+    # It is compiled for the processor at hand; this one runs where AVX-512 is hidden.
+    "llama.cpp-avx2": Environment(
+        (),
+        _LLAMA_CPP,
+        releases=("llama-cpp-python",),
+        settings={"CMAKE_ARGS": "-DGGML_NATIVE=OFF " + " ".join(f"-DGGML_{part}=ON" for part in _AVX2)},
+    ),
 }
 
 

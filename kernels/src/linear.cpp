@@ -68,6 +68,15 @@ constexpr int64_t kRowsTogether = 4;
 // processor itself looks ahead is too little (twice the time, AMD EPYC with AVX-512).
 constexpr int64_t kAhead = 8192;
 
+// Into the second cache, where far more can be under way than into the first.
+HWY_INLINE void ask_for(const uint8_t* bytes) {
+#if HWY_COMPILER_GCC || HWY_COMPILER_CLANG
+  __builtin_prefetch(bytes, 0, 1);
+#else
+  hwy::Prefetch(bytes);
+#endif
+}
+
 // Sums of two products of neighbours, of weights below 16 and of numbers of 8 bits.
 HWY_INLINE VI16 pairs(VU8 weights, VI8 numbers) {
 #if HWY_TARGET == HWY_SSE4
@@ -149,7 +158,7 @@ HWY_NOINLINE void multiply(const Linear& linear, const Rounded& rounded, int64_t
         VI16 of_run[kRows];
         EC_EACH_ROW of_run[r] = hn::Zero(halves);
         for (int64_t eight = 0; eight < kRun / 8; ++eight) {
-          if (kRows == 1) hwy::Prefetch(weights + kAhead);
+          if (kRows == 1) ask_for(weights + kAhead);
           const VU8 both = hn::LoadU(bytes, weights);
           const VU8 first = hn::And(both, low), second = hn::ShiftRight<4>(both);
           EC_EACH_ROW {
@@ -184,56 +193,80 @@ HWY_NOINLINE void multiply(const Linear& linear, const Rounded& rounded, int64_t
 
 #if HWY_TARGET == HWY_AVX3
 #define EC_VNNI __attribute__((target("avx512vnni")))
+#define EC_EACH_BLOCK _Pragma("GCC unroll 2") for (int64_t b = 0; b < kBlocks; ++b)
 
-constexpr int64_t kRowsWithVnni = 8;
+// Rows and blocks that go together, and the rows that are left: the more blocks, the less often a row is read.
+constexpr int64_t kRowsWithVnni = 6, kBlocksWithVnni = 2;
 
-// The same with the instruction for it, which not all processors with AVX-512 have.
-template <int64_t kRows>
+// The same for kBlocks blocks with the instruction for it, which not all processors with AVX-512 have.
+template <int64_t kRows, int64_t kBlocks>
 EC_VNNI HWY_NOINLINE void multiply_vnni(const Linear& linear, const Rounded& rounded, int64_t block, int64_t row) {
   const int64_t inputs = linear.inputs, groups = linear.groups, runs = inputs / kRun, runs_of_group = runs / groups;
-  const uint8_t* const start = linear.weights + block * bytes_of_block(inputs, groups);
+  const int64_t bytes = bytes_of_block(inputs, groups);
+  const uint8_t* const start = linear.weights + block * bytes;
   const uint8_t* scales = start + kBlockOutputs * 4;
   const uint8_t* weights = start + kBlockOutputs * (4 + 2 * groups);
   const int8_t* numbers = rounded.numbers + row * inputs;
   const int32_t* of_runs = rounded.sums + row * runs;
   const __m512i low = _mm512_set1_epi8(15);
-  __m512 sums[kRows];
-  EC_EACH_ROW sums[r] = _mm512_setzero_ps();
+  __m512 sums[kRows][kBlocks];
+  EC_EACH_ROW { EC_EACH_BLOCK sums[r][b] = _mm512_setzero_ps(); }
   for (int64_t group = 0; group < groups; ++group) {
-    const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales));
-    const __m512 scale = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
     for (int64_t run = 0; run < runs_of_group; ++run) {
-      __m512i of_run[kRows];
-      EC_EACH_ROW of_run[r] = _mm512_set1_epi32(of_runs[r * runs]);
+      __m512i of_run[kRows][kBlocks];
+      EC_EACH_ROW { EC_EACH_BLOCK of_run[r][b] = _mm512_set1_epi32(of_runs[r * runs]); }
       for (int64_t eight = 0; eight < kRun / 8; ++eight) {
-        if (kRows == 1) hwy::Prefetch(weights + kAhead);
-        const __m512i both = _mm512_loadu_si512(weights);
-        const __m512i first = _mm512_and_si512(both, low);
-        const __m512i second = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
+        if (kRows == 1) ask_for(weights + kAhead);
+        __m512i first[kBlocks], second[kBlocks];
+        EC_EACH_BLOCK {
+          const __m512i both = _mm512_loadu_si512(weights + b * bytes);
+          first[b] = _mm512_and_si512(both, low);
+          second[b] = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
+        }
         EC_EACH_ROW {
           // Two loads of four bytes: what is loaded as eight is taken apart in other registers first.
           int32_t four;
           std::memcpy(&four, numbers + r * inputs, sizeof(four));
-          of_run[r] = _mm512_dpbusd_epi32(of_run[r], first, _mm512_set1_epi32(four));
+          __m512i of_row = _mm512_set1_epi32(four);
+          if (kBlocks > 1) __asm__("" : "+v"(of_row));  // or it is read for each block again
+          EC_EACH_BLOCK of_run[r][b] = _mm512_dpbusd_epi32(of_run[r][b], first[b], of_row);
           std::memcpy(&four, numbers + r * inputs + 4, sizeof(four));
-          of_run[r] = _mm512_dpbusd_epi32(of_run[r], second, _mm512_set1_epi32(four));
+          of_row = _mm512_set1_epi32(four);
+          if (kBlocks > 1) __asm__("" : "+v"(of_row));
+          EC_EACH_BLOCK of_run[r][b] = _mm512_dpbusd_epi32(of_run[r][b], second[b], of_row);
         }
         weights += 4 * kBlockOutputs, numbers += 8;
       }
-      EC_EACH_ROW sums[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(of_run[r]), scale, sums[r]);
+      EC_EACH_BLOCK {
+        const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales + b * bytes));
+        const __m512 scale = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+        EC_EACH_ROW sums[r][b] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(of_run[r][b]), scale, sums[r][b]);
+      }
       ++of_runs;
     }
     scales += 2 * kBlockOutputs;
   }
-  const int64_t output = block * kBlockOutputs, count = std::min(kBlockOutputs, linear.outputs - output);
-  const __mmask16 valid = static_cast<__mmask16>((1u << count) - 1);
-  const __m512 of_weights = _mm512_loadu_ps(start);
-  const __m512 bias = linear.bias ? _mm512_maskz_loadu_ps(valid, linear.bias + output) : _mm512_setzero_ps();
-  EC_EACH_ROW {
-    const __m512 sum = _mm512_fnmadd_ps(_mm512_set1_ps(rounded.zero[row + r]), of_weights, sums[r]);
-    const __m512 out = _mm512_fmadd_ps(_mm512_set1_ps(rounded.scale[row + r]), sum, bias);
-    _mm512_mask_storeu_ps(linear.out + (row + r) * linear.outputs + output, valid, out);
+  EC_EACH_BLOCK {
+    const int64_t output = (block + b) * kBlockOutputs, count = std::min(kBlockOutputs, linear.outputs - output);
+    const __mmask16 valid = static_cast<__mmask16>((1u << count) - 1);
+    const __m512 of_weights = _mm512_loadu_ps(start + b * bytes);
+    const __m512 bias = linear.bias ? _mm512_maskz_loadu_ps(valid, linear.bias + output) : _mm512_setzero_ps();
+    EC_EACH_ROW {
+      const __m512 sum = _mm512_fnmadd_ps(_mm512_set1_ps(rounded.zero[row + r]), of_weights, sums[r][b]);
+      const __m512 out = _mm512_fmadd_ps(_mm512_set1_ps(rounded.scale[row + r]), sum, bias);
+      _mm512_mask_storeu_ps(linear.out + (row + r) * linear.outputs + output, valid, out);
+    }
   }
+}
+
+template <int64_t kBlocks>
+void multiply_rows(const Linear& linear, const Rounded& rounded, const Tile& tile, int64_t block) {
+  int64_t row = tile.first_row;
+  for (; row + kRowsWithVnni <= tile.last_row; row += kRowsWithVnni) {
+    multiply_vnni<kRowsWithVnni, kBlocks>(linear, rounded, block, row);
+  }
+  for (; row + 2 <= tile.last_row; row += 2) multiply_vnni<2, kBlocks>(linear, rounded, block, row);
+  for (; row < tile.last_row; ++row) multiply_vnni<1, kBlocks>(linear, rounded, block, row);
 }
 
 bool has_vnni() {
@@ -245,14 +278,12 @@ bool has_vnni() {
 void multiply_tile(const Linear& linear, const Rounded& rounded, const Tile& tile) {
 #if HWY_TARGET == HWY_AVX3
   if (has_vnni()) {
-    for (int64_t block = tile.first_block; block < tile.last_block; ++block) {
-      int64_t row = tile.first_row;
-      for (; row + kRowsWithVnni <= tile.last_row; row += kRowsWithVnni) {
-        multiply_vnni<kRowsWithVnni>(linear, rounded, block, row);
-      }
-      for (; row + 2 <= tile.last_row; row += 2) multiply_vnni<2>(linear, rounded, block, row);
-      for (; row < tile.last_row; ++row) multiply_vnni<1>(linear, rounded, block, row);
+    int64_t block = tile.first_block;
+    const bool one_row = tile.last_row - tile.first_row == 1;
+    for (; !one_row && block + kBlocksWithVnni <= tile.last_block; block += kBlocksWithVnni) {
+      multiply_rows<kBlocksWithVnni>(linear, rounded, tile, block);
     }
+    for (; block < tile.last_block; ++block) multiply_rows<1>(linear, rounded, tile, block);
     return;
   }
 #endif
