@@ -89,10 +89,11 @@ class Form:
         return self.runtime == "ours"
 
 
-_SMALL, _OWN = {"quantize": "8da4w", "quantize_embeddings": "8w"}, {"kernels": "own", "linears": "own"}
+_SMALL, _OWN = {"quantize": "8da4w", "quantize_embeddings": "8w"}, {"kernels": "own"}
 _F32_KEYS = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 FORMS = {
     "ours": Form("**ours, float32**", "here", "ours", 32),
+    "ours-own": Form("**ours, float32, own operators**", "here", "ours", 32, {"export": _OWN}),
     "executorch": Form("ExecuTorch's own export", "here", "executorch", 32),
     "onnxruntime": Form("ONNX Runtime GenAI, float32", "onnxruntime", "onnxruntime", 32, {"precision": "fp32"}),
     "openvino": Form(
@@ -111,9 +112,9 @@ FORMS = {
         {"type": "F32", "keys": 0, "flash": False},
     ),
     "ours-8da4w": Form("**ours, 8da4w**", "here", "ours", 4, {"export": _SMALL}),
-    "ours-8da4w-own": Form("**ours, 8da4w, own linear layers**", "here", "ours", 4, {"export": {**_SMALL, **_OWN}}),
+    "ours-8da4w-own": Form("**ours, 8da4w, own operators**", "here", "ours", 4, {"export": {**_SMALL, **_OWN}}),
     "ours-8da4w-int8": Form(
-        "**ours, 8da4w, own linear layers, 8-bit keys**",
+        "**ours, 8da4w, own operators, 8-bit keys**",
         "here",
         "ours",
         4,

@@ -5,14 +5,16 @@
 #include <cmath>
 #include <cstring>
 
+#include "linear_tasks.h"
+
 #undef HWY_DISABLED_TARGETS
 #define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV)
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "linear.cpp"
 #include "hwy/foreach_target.h"  // IWYU pragma: keep
 // After foreach_target.h.
-#include "hwy/cache_control.h"
 #include "hwy/highway.h"
+#include "unrolled-inl.h"
 
 #ifndef EXPORTABLE_CACHE_LINEAR_TYPES
 #define EXPORTABLE_CACHE_LINEAR_TYPES
@@ -27,11 +29,6 @@ struct Rounded {
   int32_t* sums;    // [rows, runs]: what the 8 that is added to weights makes of a run, to be taken off
   float* scale;     // [rows]
   float* zero;      // [rows]: the number that stands for 0
-};
-
-// The layers of one task: blocks of outputs, and rows.
-struct Tile {
-  int64_t first_block, last_block, first_row, last_row;
 };
 
 }  // namespace exportable_cache::kernels
@@ -54,28 +51,13 @@ using VI16 = hn::Vec<I16>;
 using VI8 = hn::Vec<I8>;
 using VU8 = hn::Vec<U8>;
 
-// Unrolled, so that arrays of rows are registers.
-#if defined(__clang__)
-#define EC_EACH_ROW _Pragma("unroll") for (int64_t r = 0; r < kRows; ++r)
-#else
-#define EC_EACH_ROW _Pragma("GCC unroll 8") for (int64_t r = 0; r < kRows; ++r)
-#endif
+#define EC_EACH_ROW EC_EACH(r, kRows)
 
 // Rows that go through a block together: so many sums stay in registers.
 constexpr int64_t kRowsTogether = 4;
 
-// Bytes that are asked for before they are multiplied: with one row the memory is what is waited for, and what a
-// processor itself looks ahead is too little (twice the time, AMD EPYC with AVX-512).
-constexpr int64_t kAhead = 8192;
-
-// Into the second cache, where far more can be under way than into the first.
-HWY_INLINE void ask_for(const uint8_t* bytes) {
-#if HWY_COMPILER_GCC || HWY_COMPILER_CLANG
-  __builtin_prefetch(bytes, 0, 1);
-#else
-  hwy::Prefetch(bytes);
-#endif
-}
+// Bytes that are asked for before they are multiplied, scales like weights.
+constexpr int64_t kAhead = 12288;
 
 // Sums of two products of neighbours, of weights below 16 and of numbers of 8 bits.
 HWY_INLINE VI16 pairs(VU8 weights, VI8 numbers) {
@@ -111,16 +93,6 @@ HWY_INLINE VI32 fours(VI16 pairs) {
 #endif
 }
 
-// Keeps a sum in its register. GCC would compute all products of a run first, and put them in memory: they are more
-// than there are registers (1.4 times the time, AVX2).
-HWY_INLINE void keep(VI16& sum) {
-#if HWY_COMPILER_GCC && !HWY_COMPILER_CLANG && HWY_ARCH_X86
-  __asm__("" : "+v"(sum.raw));
-#else
-  (void)sum;
-#endif
-}
-
 HWY_INLINE VI8 four_numbers(const int8_t* numbers) {
   int32_t four;
   std::memcpy(&four, numbers, sizeof(four));
@@ -152,13 +124,14 @@ HWY_NOINLINE void multiply(const Linear& linear, const Rounded& rounded, int64_t
     VF sums[kRows];
     EC_EACH_ROW sums[r] = hn::Zero(d);
     for (int64_t group = 0; group < groups; ++group) {
+      if (kRows == 1 && lane == 0) ask_for(scales + kAhead);
       const VF scale = scales_at(scales);
       for (int64_t run = 0; run < runs_of_group; ++run) {
         // The sums of 32 products of at most 15 * 128, two in each lane at a time, stay within 16 bits.
         VI16 of_run[kRows];
         EC_EACH_ROW of_run[r] = hn::Zero(halves);
         for (int64_t eight = 0; eight < kRun / 8; ++eight) {
-          if (kRows == 1) ask_for(weights + kAhead);
+          if (kRows == 1 && lane == 0) ask_for(weights + kAhead);
           const VU8 both = hn::LoadU(bytes, weights);
           const VU8 first = hn::And(both, low), second = hn::ShiftRight<4>(both);
           EC_EACH_ROW {
@@ -193,7 +166,7 @@ HWY_NOINLINE void multiply(const Linear& linear, const Rounded& rounded, int64_t
 
 #if HWY_TARGET == HWY_AVX3
 #define EC_VNNI __attribute__((target("avx512vnni")))
-#define EC_EACH_BLOCK _Pragma("GCC unroll 2") for (int64_t b = 0; b < kBlocks; ++b)
+#define EC_EACH_BLOCK EC_EACH(b, kBlocks)
 
 // Rows and blocks that go together, and the rows that are left: the more blocks, the less often a row is read.
 constexpr int64_t kRowsWithVnni = 6, kBlocksWithVnni = 2;
@@ -212,6 +185,7 @@ EC_VNNI HWY_NOINLINE void multiply_vnni(const Linear& linear, const Rounded& rou
   __m512 sums[kRows][kBlocks];
   EC_EACH_ROW { EC_EACH_BLOCK sums[r][b] = _mm512_setzero_ps(); }
   for (int64_t group = 0; group < groups; ++group) {
+    if (kRows == 1) ask_for(scales + kAhead);
     for (int64_t run = 0; run < runs_of_group; ++run) {
       __m512i of_run[kRows][kBlocks];
       EC_EACH_ROW { EC_EACH_BLOCK of_run[r][b] = _mm512_set1_epi32(of_runs[r * runs]); }
@@ -227,13 +201,13 @@ EC_VNNI HWY_NOINLINE void multiply_vnni(const Linear& linear, const Rounded& rou
           // Two loads of four bytes: what is loaded as eight is taken apart in other registers first.
           int32_t four;
           std::memcpy(&four, numbers + r * inputs, sizeof(four));
-          __m512i of_row = _mm512_set1_epi32(four);
-          if (kBlocks > 1) __asm__("" : "+v"(of_row));  // or it is read for each block again
-          EC_EACH_BLOCK of_run[r][b] = _mm512_dpbusd_epi32(of_run[r][b], first[b], of_row);
+          VI32 of_row{_mm512_set1_epi32(four)};
+          keep(of_row);
+          EC_EACH_BLOCK of_run[r][b] = _mm512_dpbusd_epi32(of_run[r][b], first[b], of_row.raw);
           std::memcpy(&four, numbers + r * inputs + 4, sizeof(four));
-          of_row = _mm512_set1_epi32(four);
-          if (kBlocks > 1) __asm__("" : "+v"(of_row));
-          EC_EACH_BLOCK of_run[r][b] = _mm512_dpbusd_epi32(of_run[r][b], second[b], of_row);
+          of_row = VI32{_mm512_set1_epi32(four)};
+          keep(of_row);
+          EC_EACH_BLOCK of_run[r][b] = _mm512_dpbusd_epi32(of_run[r][b], second[b], of_row.raw);
         }
         weights += 4 * kBlockOutputs, numbers += 8;
       }
@@ -342,10 +316,6 @@ namespace {
 
 // Rows of a task: their activations stay in a core's own memory while its blocks pass over them.
 constexpr int64_t kTaskRows = 128;
-// What one thread computes in the time that others take to wake.
-constexpr int64_t kWorthAThread = 1 << 17;
-constexpr int64_t kTasksOfThread = 4;
-
 constexpr size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
 Rounded rounded_in(const Linear& linear, void* scratch) {
@@ -358,7 +328,7 @@ Rounded rounded_in(const Linear& linear, void* scratch) {
 struct Work {
   const Linear& linear;
   Rounded rounded;
-  int64_t blocks, blocks_of_task, row_tasks;
+  Tiles tiles;
 };
 
 void round_one(void* context, size_t index) {
@@ -368,19 +338,7 @@ void round_one(void* context, size_t index) {
 
 void multiply_one(void* context, size_t index) {
   const Work& work = *static_cast<Work*>(context);
-  const int64_t block = static_cast<int64_t>(index) / work.row_tasks * work.blocks_of_task;
-  const int64_t row = static_cast<int64_t>(index) % work.row_tasks * kTaskRows;
-  const Tile tile{block, std::min(block + work.blocks_of_task, work.blocks), row,
-                  std::min(row + kTaskRows, work.linear.rows)};
-  HWY_DYNAMIC_DISPATCH(multiply_tile)(work.linear, work.rounded, tile);
-}
-
-void run(const Threads& threads, int64_t count, void (*task)(void*, size_t), Work& work, bool worth_it) {
-  if (worth_it && threads.run != nullptr && threads.count > 1 && count > 1) {
-    threads.run(static_cast<size_t>(count), task, &work);
-    return;
-  }
-  for (int64_t i = 0; i < count; ++i) task(&work, static_cast<size_t>(i));
+  HWY_DYNAMIC_DISPATCH(multiply_tile)(work.linear, work.rounded, work.tiles[static_cast<int64_t>(index)]);
 }
 
 }  // namespace
@@ -391,14 +349,10 @@ size_t linear_scratch(const Linear& linear) {
 
 void apply_linear(const Linear& linear, const Threads& threads, void* scratch) {
   if (linear.rows == 0) return;
-  const int64_t blocks = (linear.outputs + kBlockOutputs - 1) / kBlockOutputs;
-  const int64_t row_tasks = (linear.rows + kTaskRows - 1) / kTaskRows;
-  const int64_t wanted = std::max<int64_t>(1, static_cast<int64_t>(threads.count) * kTasksOfThread / row_tasks);
-  const int64_t blocks_of_task = std::max<int64_t>(1, (blocks + wanted - 1) / wanted);
-  Work work{linear, rounded_in(linear, scratch), blocks, blocks_of_task, row_tasks};
-  run(threads, linear.rows, round_one, work, linear.rows * linear.inputs > kWorthAThread);
-  const int64_t tasks = (blocks + blocks_of_task - 1) / blocks_of_task * row_tasks;
-  run(threads, tasks, multiply_one, work, linear.rows * linear.inputs * linear.outputs > kWorthAThread);
+  Work work{linear, rounded_in(linear, scratch), Tiles(linear.rows, linear.outputs, kTaskRows, threads)};
+  run_tasks(threads, linear.rows, round_one, &work, linear.rows * linear.inputs > kWorthAThread);
+  run_tasks(threads, work.tiles.count(), multiply_one, &work,
+            linear.rows * linear.inputs * linear.outputs > kWorthAThread);
 }
 
 }  // namespace exportable_cache::kernels
