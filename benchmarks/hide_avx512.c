@@ -82,8 +82,9 @@ static FILE *addresses(const char *path) {
   snprintf(cached, sizeof cached, "%s/%s-%ld-%ld", folder, name ? name + 1 : path, (long)seen.st_size,
            (long)seen.st_mtime);
   if (access(cached, R_OK)) {
-    char *find = "set -e; objdump -d --no-show-raw-insn \"$1\" > \"$2.$$\"; "
-                 "awk -F: '/\\tcpuid/ {print $1}' \"$2.$$\" > \"$2.$$.found\"; rm \"$2.$$\"; mv \"$2.$$.found\" \"$2\"";
+    // Of what is in the millions of lines only addresses are written; a failure is among them.
+    char *find = "{ objdump -d --no-show-raw-insn \"$1\" || echo fails:; } | "
+                 "awk -F: '/\\tcpuid/ {print $1} /^fails:/ {failed = 1} END {exit failed}' > \"$2.$$\" && mv \"$2.$$\" \"$2\"";
     char *arguments[] = {"sh", "-c", find, "sh", (char *)path, cached, NULL};
     char *environment[] = {"PATH=/usr/local/bin:/usr/bin:/bin", NULL};
     pid_t child;
