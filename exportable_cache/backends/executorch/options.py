@@ -42,8 +42,8 @@ class ExecutorchOptions(TensorRTOptions):
             those kernels are. They fuse what ExecuTorch's leave in plain operators: soft-capping, sinks, position
             biases, chunks, rings that can be rolled back, 8 and 4 bits that are not made float32 first, several rows.
         linears: `delegate`: XNNPACK has the linear layers. `own`: layers in float32 and in 8da4w are operators of this
-            package, which run only where its compiled kernels are; scales of 8da4w may then be negative, so that less is
-            lost; figures are in docs/benchmarks.md. By default `own` with kernels='own', else `delegate`.
+            package, which run only where its compiled kernels are. Scales of 8da4w may then be negative, so that less
+            is lost; figures are in docs/benchmarks.md. By default `own` with kernels='own', else `delegate`.
         score_length: Give logits after each of the last so many tokens of a call, for speculative decoding: by
             `forward`, or, where the program is split, by a method `score`, which packs the weights once more.
         llm_runner: Insist on `forward` and on the constant methods that the runner reads.
