@@ -55,7 +55,7 @@ double difference(const Case& c, std::mt19937& random) {
   double worst = 0;
   for (int64_t row = 0; row < c.rows; ++row) {
     for (int64_t output = 0; output < c.outputs; ++output) {
-      double sum = c.bias ? bias[output] : 0.0, size = 1e-6;
+      double sum = c.bias ? bias[output] : 0.0, size = 1e-6 + std::fabs(sum);
       for (int64_t i = 0; i < c.inputs; ++i) {
         const double product = double(source[row * c.inputs + i]) * weights[output * c.inputs + i];
         sum += product, size += std::fabs(product);
