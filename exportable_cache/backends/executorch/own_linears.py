@@ -11,7 +11,7 @@ With weights of 4 bits, activations are rounded to 8, each token by itself, as t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from executorch.backends.transforms.utils import get_param_tensor, is_param
@@ -84,7 +84,8 @@ def _packed_float(program: ExportedProgram, node: Node) -> _Packed | None:
     """None of a layer whose weights are also read otherwise: a table that the head is tied to is kept once."""
     if node.target is not _PLAIN:
         return None
-    source, weight, bias = (*node.args, None)[:3]
+    found: list[Any] = [*node.args, None]
+    source, weight, bias = found[:3]
     if not is_param(program, weight) or any(user.target is not _PLAIN for user in weight.users):
         return None
     numbers = get_param_tensor(program, weight)
