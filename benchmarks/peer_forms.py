@@ -17,9 +17,9 @@ CHECKED_PROMPT, CHECKED_STEPS = 40, 16
 CHUNK = 256
 
 
-def token_ids(count: int) -> list[int]:
-    """The first `count` of them."""
-    return [(7919 * index + 13) % (VOCABULARY - 16) + 8 for index in range(count)]
+def token_ids(count: int, first: int = 0) -> list[int]:
+    """So many of them, from one of them on. A runtime may remember a prompt that begins as an earlier one did."""
+    return [(7919 * index + 13) % (VOCABULARY - 16) + 8 for index in range(first, first + count)]
 
 
 @dataclass(frozen=True)

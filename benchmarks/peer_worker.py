@@ -290,9 +290,9 @@ def main() -> None:
     runtime.timed(token_ids(8), 1)
     found: dict[str, Any] = {"start_s": seconds_since_start(), "prompt": {}, "token": {}}
     for count in plan["prompts"]:
-        found["prompt"][count] = runtime.timed(token_ids(count), 1)[0]
+        found["prompt"][count] = runtime.timed(token_ids(count, count), 1)[0]
     for position in plan["ends"]:
-        prompt, seconds = runtime.timed(token_ids(position), plan["steps"] + 1)
+        prompt, seconds = runtime.timed(token_ids(position, position), plan["steps"] + 1)
         found["prompt"].setdefault(position, prompt)
         # What the first step sets up is not what a token costs.
         found["token"][position] = seconds[1:]

@@ -111,6 +111,8 @@ namespace {
 
 // Bytes of a task's rows: they stay in a core's second cache while its blocks pass over them.
 constexpr int64_t kTaskBytes = 512 * 1024;
+// Blocks that some targets multiply together.
+constexpr int64_t kOneRowTogether = 4, kTogether = 3;
 
 struct Work {
   const FloatLinear& linear;
@@ -128,7 +130,8 @@ void apply_float_linear(const FloatLinear& linear, const Threads& threads) {
   if (linear.rows == 0) return;
   // A multiple of every tile's rows.
   const int64_t task_rows = std::max<int64_t>(1, kTaskBytes / 4 / linear.inputs / 24) * 24;
-  Work work{linear, Tiles(linear.rows, linear.outputs, task_rows, threads)};
+  const int64_t together = linear.rows == 1 ? kOneRowTogether : kTogether;
+  Work work{linear, Tiles(linear.rows, linear.outputs, task_rows, together, threads)};
   run_tasks(threads, work.tiles.count(), multiply_one, &work,
             linear.rows * linear.inputs * linear.outputs > kWorthAThread);
 }

@@ -316,6 +316,8 @@ namespace {
 
 // Rows of a task: their activations stay in a core's own memory while its blocks pass over them.
 constexpr int64_t kTaskRows = 128;
+// Blocks that some targets multiply together.
+constexpr int64_t kTogether = 2;
 constexpr size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
 Rounded rounded_in(const Linear& linear, void* scratch) {
@@ -349,7 +351,7 @@ size_t linear_scratch(const Linear& linear) {
 
 void apply_linear(const Linear& linear, const Threads& threads, void* scratch) {
   if (linear.rows == 0) return;
-  Work work{linear, rounded_in(linear, scratch), Tiles(linear.rows, linear.outputs, kTaskRows, threads)};
+  Work work{linear, rounded_in(linear, scratch), Tiles(linear.rows, linear.outputs, kTaskRows, kTogether, threads)};
   run_tasks(threads, linear.rows, round_one, &work, linear.rows * linear.inputs > kWorthAThread);
   run_tasks(threads, work.tiles.count(), multiply_one, &work,
             linear.rows * linear.inputs * linear.outputs > kWorthAThread);

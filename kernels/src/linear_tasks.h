@@ -19,14 +19,14 @@ struct Tile {
   int64_t first_block, last_block, first_row, last_row;
 };
 
-// Tiles of all outputs and rows, `task_rows` rows at a time.
+// Tiles of all outputs and rows: `task_rows` rows, and a multiple of `together` blocks.
 class Tiles {
  public:
-  Tiles(int64_t rows, int64_t outputs, int64_t task_rows, const Threads& threads)
+  Tiles(int64_t rows, int64_t outputs, int64_t task_rows, int64_t together, const Threads& threads)
       : rows_(rows), task_rows_(task_rows), blocks_(blocks_of(outputs)) {
     row_tasks_ = (rows + task_rows - 1) / task_rows;
     const int64_t wanted = std::max<int64_t>(1, static_cast<int64_t>(threads.count) * kTasksOfThread / row_tasks_);
-    blocks_of_task_ = std::max<int64_t>(1, (blocks_ + wanted - 1) / wanted);
+    blocks_of_task_ = std::max<int64_t>(1, (blocks_ + wanted * together - 1) / (wanted * together)) * together;
   }
 
   int64_t count() const { return (blocks_ + blocks_of_task_ - 1) / blocks_of_task_ * row_tasks_; }
