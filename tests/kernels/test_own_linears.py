@@ -102,7 +102,7 @@ def test_float_layers_become_the_operator_but_for_tied_heads_and_few_outputs(tie
         program = linears_to_own(torch.export.export(module, (tokens,)))
         targets = [str(node.target) for node in program.graph.nodes]
         assert targets.count("exportable_cache.linear_float.default") == (2 if tied else 3)
-        # What is called twice is packed once, and nothing of it is left beside.
+        # What is called twice is packed once.
         assert sum("packed" in name for name in program.state_dict) == (1 if tied else 2)
         for found, expected in zip(program.module()(tokens), module(tokens), strict=True):
             torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
