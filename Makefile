@@ -70,6 +70,7 @@ kernels-sanitized:
 	@cmake --build build/kernels-sanitized --parallel $(JOBS)
 	@build/kernels-sanitized/attention_test
 	@build/kernels-sanitized/linear_test
+	@build/kernels-sanitized/float_linear_test
 
 demo: $(VENV)/.installed
 	@$(BIN)/exportable-cache export demo --target executorch --max-cache-len $(MAX_CACHE_LEN) --output $(OUTPUT) --overwrite

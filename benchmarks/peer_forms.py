@@ -17,9 +17,9 @@ CHECKED_PROMPT, CHECKED_STEPS = 40, 16
 CHUNK = 256
 
 
-def token_ids(count: int) -> list[int]:
-    """The first `count` of them."""
-    return [(7919 * index + 13) % (VOCABULARY - 16) + 8 for index in range(count)]
+def token_ids(count: int, first: int = 0) -> list[int]:
+    """So many of them, from one of them on. A runtime may remember a prompt that begins as an earlier one did."""
+    return [(7919 * index + 13) % (VOCABULARY - 16) + 8 for index in range(first, first + count)]
 
 
 @dataclass(frozen=True)
@@ -31,15 +31,19 @@ class Environment:
         packages: What it installs then.
         without: What these bring along and nothing here needs, but that fails to load beside another build of torch.
         releases: Distributions whose releases are printed with the figures.
+        settings: Variables of pip's environment that say what is compiled.
     """
 
     first: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
     releases: tuple[str, ...] = ()
+    settings: dict[str, str] = field(default_factory=dict)
 
 
 _TORCH = ("torch==2.13.0",)
+_LLAMA_CPP = ("llama-cpp-python", "gguf", "safetensors")
+_AVX2 = ("SSE42", "AVX", "AVX2", "BMI2", "FMA", "F16C")
 ENVIRONMENTS = {
     "here": Environment(releases=("exportable-cache", "executorch", "torch")),
     "onnxruntime": Environment(
@@ -50,7 +54,14 @@ ENVIRONMENTS = {
     "openvino": Environment(
         _TORCH, ("openvino-genai", "nncf", "optimum-intel"), ("torchvision",), ("openvino-genai", "openvino")
     ),
-    "llama.cpp": Environment((), ("llama-cpp-python", "gguf", "safetensors"), releases=("llama-cpp-python",)),
+    "llama.cpp": Environment((), _LLAMA_CPP, releases=("llama-cpp-python",)),
+    # It is compiled for the processor at hand; this one runs where AVX-512 is hidden.
+    "llama.cpp-avx2": Environment(
+        (),
+        _LLAMA_CPP,
+        releases=("llama-cpp-python",),
+        settings={"CMAKE_ARGS": "-DGGML_NATIVE=OFF " + " ".join(f"-DGGML_{part}=ON" for part in _AVX2)},
+    ),
 }
 
 
@@ -78,10 +89,11 @@ class Form:
         return self.runtime == "ours"
 
 
-_SMALL, _OWN = {"quantize": "8da4w", "quantize_embeddings": "8w"}, {"kernels": "own", "linears": "own"}
+_SMALL, _OWN = {"quantize": "8da4w", "quantize_embeddings": "8w"}, {"kernels": "own"}
 _F32_KEYS = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 FORMS = {
     "ours": Form("**ours, float32**", "here", "ours", 32),
+    "ours-own": Form("**ours, float32, own operators**", "here", "ours", 32, {"export": _OWN}),
     "executorch": Form("ExecuTorch's own export", "here", "executorch", 32),
     "onnxruntime": Form("ONNX Runtime GenAI, float32", "onnxruntime", "onnxruntime", 32, {"precision": "fp32"}),
     "openvino": Form(
@@ -100,9 +112,9 @@ FORMS = {
         {"type": "F32", "keys": 0, "flash": False},
     ),
     "ours-8da4w": Form("**ours, 8da4w**", "here", "ours", 4, {"export": _SMALL}),
-    "ours-8da4w-own": Form("**ours, 8da4w, own linear layers**", "here", "ours", 4, {"export": {**_SMALL, **_OWN}}),
+    "ours-8da4w-own": Form("**ours, 8da4w, own operators**", "here", "ours", 4, {"export": {**_SMALL, **_OWN}}),
     "ours-8da4w-int8": Form(
-        "**ours, 8da4w, own linear layers, 8-bit keys**",
+        "**ours, 8da4w, own operators, 8-bit keys**",
         "here",
         "ours",
         4,

@@ -5,8 +5,8 @@
 PLAN is JSON: `{"threads": 2, "slots": 4096, "prompts": [128], "ends": [100], "steps": 8}` to measure, or
 with `"logits"`, the file to write, in place of the last three.
 
-It prints a line when the first token of a prompt is there, and then one with what it measured: seconds of each prompt
-and of the tokens that follow it, and the most memory that it had resident.
+It prints what it measured: seconds from its start to the first token of a prompt, of each prompt and of the tokens that
+follow it, and the most memory that it had resident.
 """
 
 from __future__ import annotations
@@ -268,6 +268,12 @@ def peak_mb() -> float:
     raise RuntimeError("this system does not count the most resident memory")
 
 
+def seconds_since_start() -> float:
+    """How long this process has been there, whatever started it; Linux counts in hundredths."""
+    begin = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - begin
+
+
 def main() -> None:
     """Open the form, and answer."""
     # Answers go where nothing else is printed.
@@ -282,12 +288,11 @@ def main() -> None:
         print("{}", file=answers, flush=True)
         return
     runtime.timed(token_ids(8), 1)
-    print(json.dumps({"first": True}), file=answers, flush=True)
-    found: dict[str, Any] = {"prompt": {}, "token": {}}
+    found: dict[str, Any] = {"start_s": seconds_since_start(), "prompt": {}, "token": {}}
     for count in plan["prompts"]:
-        found["prompt"][count] = runtime.timed(token_ids(count), 1)[0]
+        found["prompt"][count] = runtime.timed(token_ids(count, count), 1)[0]
     for position in plan["ends"]:
-        prompt, seconds = runtime.timed(token_ids(position), plan["steps"] + 1)
+        prompt, seconds = runtime.timed(token_ids(position, position), plan["steps"] + 1)
         found["prompt"].setdefault(position, prompt)
         # What the first step sets up is not what a token costs.
         found["token"][position] = seconds[1:]

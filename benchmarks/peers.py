@@ -3,6 +3,7 @@
     python benchmarks/peers.py --prepare       # environments and files, minutes; what fails is said, and left out
     python benchmarks/peers.py                 # checks logits, then measures
     python benchmarks/peers.py --slots 16384 --form ours --form onnxruntime
+    python benchmarks/peers.py --without-avx512    # benchmarks/without_avx512.py says how
 
 A random Llama of 110M parameters, float32 and weights of 4 bits. Environments, made by venv and pip with pip's own
 settings, files and results stay in the folder. Delete a form's folder to make it again, and an environment's to try
@@ -10,18 +11,20 @@ again what failed.
 
 First every form is fed the same tokens and its logits are compared with transformers' float32 model: a form in float32
 that differs is left out. Then each round starts each form in turn, alone on the machine: seconds from the start of the
-process to a first token, prompts on an empty cache, tokens after a prompt, and the most memory. Take `--fastest` on a
-machine that has other work.
+process to a first token, prompts on an empty cache, tokens after a prompt, and the most memory. On a machine that has
+other work take `--fastest`, or `--by` with a command that waits for its turn.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
-import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,18 +33,40 @@ import typer
 from peer_forms import ENVIRONMENTS, FORMS
 from peer_results import LIMIT, distance, summary, table
 from rich.console import Console
+from without_avx512 import hidden
 
 HERE = Path(__file__).parent
 #: Positions that tokens are timed at: this one, and `BEFORE_END` short of the last slot.
 FIRST, BEFORE_END = 100, 96
 PROMPTS = (128, 1024)
 #: What one process may take; a package without a wheel compiles for most of an hour on two cores.
-CHECK_SECONDS, ROUND_SECONDS, PREPARE_SECONDS = 300, 900, 7200
+CHECK_SECONDS, ROUND_SECONDS, PREPARE_SECONDS = 600, 1800, 7200
 console = Console(stderr=True)
 
 
 class Failed(Exception):
     """What a form or an environment is left out for."""
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What forms run under.
+
+    Attributes:
+        by: A command that runs each measured process.
+        without_avx512: Whether that is hidden from them.
+        variables: Of the environment, which do that.
+    """
+
+    by: Sequence[str] = ()
+    without_avx512: bool = False
+    variables: dict[str, str] = field(default_factory=dict)
+
+    def python(self, form: str, folder: Path) -> Path:
+        """Of a form's environment, which is another where it is compiled for the processor."""
+        name = FORMS[form].environment
+        older = f"{name}-avx2"
+        return environment_python(older if self.without_avx512 and older in ENVIRONMENTS else name, folder)
 
 
 def logged(command: list[str], log: Path, environment: dict[str, str] | None = None) -> None:
@@ -74,11 +99,13 @@ def environment_python(name: str, folder: Path) -> Path:
     place.mkdir(parents=True)
     console.print(f"making the environment of {name}")
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install"]
+    # What pip keeps was compiled with other settings.
+    fresh, variables = (["--no-cache-dir"] if wanted.settings else []), plain_environment() | wanted.settings
     try:
         logged([sys.executable, "-m", "venv", str(place)], place / "log.txt")
         for packages in (wanted.first, wanted.packages):
             if packages:
-                logged([*pip, *packages], place / "log.txt", plain_environment())
+                logged([*pip, *fresh, *packages], place / "log.txt", variables)
         if wanted.without:
             logged([*pip[:-1], "uninstall", "--yes", *wanted.without], place / "log.txt", plain_environment())
     except (Failed, subprocess.TimeoutExpired) as error:
@@ -144,46 +171,43 @@ def prepare(name: str, folder: Path, slots: int) -> Path:
     return place
 
 
-def ask(name: str, folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
-    """What a form's process answers, with the seconds to its first token.
+def ask(name: str, folder: Path, plan: dict[str, Any], conditions: Conditions) -> dict[str, Any]:
+    """What a form's process answers.
 
     Raises:
         Failed: If it ends early or takes too long.
     """
     place = folder / f"{name}-{plan['slots']}"
-    python = environment_python(FORMS[name].environment, folder)
-    log = place / "worker.txt"
+    python = conditions.python(name, folder)
+    log, limit = place / "worker.txt", CHECK_SECONDS if "logits" in plan else ROUND_SECONDS
+    command = [str(python), str(HERE / "peer_worker.py"), name, str(place.resolve()), json.dumps(plan)]
     with log.open("ab") as file:
-        begin = time.perf_counter()
-        process = subprocess.Popen(
-            [str(python), str(HERE / "peer_worker.py"), name, str(place.resolve()), json.dumps(plan)],
-            stdout=subprocess.PIPE,
-            stderr=file,
-            text=True,
-            env=form_environment(name, folder, plan["threads"]),
-        )
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        start = time.perf_counter() - begin
         try:
-            rest, _ = process.communicate(timeout=CHECK_SECONDS if "logits" in plan else ROUND_SECONDS)
+            done = subprocess.run(
+                command if "logits" in plan else [*conditions.by, *command],
+                stdout=subprocess.PIPE,
+                stderr=file,
+                text=True,
+                env=form_environment(name, folder, plan["threads"]) | conditions.variables,
+                timeout=limit,
+                check=False,
+            )
         except subprocess.TimeoutExpired as error:
-            process.kill()
-            raise Failed(f"it took more than {error.timeout} s (see {log})") from error
-    if not line or process.returncode:
+            raise Failed(f"it took more than {limit} s (see {log})") from error
+    if not done.stdout or done.returncode:
         words = log.read_text(errors="replace").strip().splitlines()
         raise Failed(f"{words[-1][:200] if words else 'it ended early'} (see {log})")
-    return {} if "logits" in plan else {**json.loads(rest.splitlines()[-1]), "start_s": start}
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-def check(name: str, folder: Path, slots: int, threads: int) -> float:
+def check(name: str, folder: Path, slots: int, threads: int, conditions: Conditions) -> float:
     """A form's distance from transformers' model.
 
     Raises:
         Failed: If it runs in float32 and its logits are others.
     """
     path = folder / f"{name}-{slots}" / "logits.npy"
-    ask(name, folder, {"threads": threads, "slots": slots, "logits": str(path.resolve())})
+    ask(name, folder, {"threads": threads, "slots": slots, "logits": str(path.resolve())}, conditions)
     found = distance(numpy.load(path), numpy.load(folder / f"model-{slots}" / "logits.npy"))
     console.print(f"{name}: {found:.1e} from the float32 model")
     if FORMS[name].bits == 32 and not found < LIMIT:
@@ -191,11 +215,11 @@ def check(name: str, folder: Path, slots: int, threads: int) -> float:
     return found
 
 
-def releases(name: str, folder: Path) -> str:
+def releases(name: str, folder: Path, conditions: Conditions) -> str:
     """Of what runs a form."""
     wanted = ENVIRONMENTS[FORMS[name].environment].releases
     code = f"from importlib.metadata import version\nprint(', '.join(n + ' ' + version(n) for n in {wanted!r}))"
-    python = environment_python(FORMS[name].environment, folder)
+    python = conditions.python(name, folder)
     return subprocess.run([str(python), "-c", code], check=True, capture_output=True, text=True).stdout.strip()
 
 
@@ -231,8 +255,10 @@ def main(
     rounds: Annotated[int, typer.Option(help="Times that every form is started.", min=1)] = 2,
     steps: Annotated[int, typer.Option(help="Tokens timed at each position.", min=1, max=BEFORE_END - 8)] = 16,
     fastest: Annotated[bool, typer.Option("--fastest", help="Show the fastest, not the median.")] = False,
+    without_avx512: Annotated[bool, typer.Option("--without-avx512", help="Hide AVX-512 from every form.")] = False,
+    by: Annotated[str, typer.Option(help="A command that runs each measured process, as `chrt -f 1`.")] = "",
 ) -> None:
-    """Make what is missing, check logits, measure, write results.json and results.md, and print the tables."""
+    """Make what is missing, check logits, measure, write both kinds of results, and print the tables."""
     from exportable_cache.common.processor import processor_name
 
     chosen = form or list(FORMS)
@@ -243,20 +269,22 @@ def main(
     counts = threads or sorted({1, os.cpu_count() or 1})
     folder.mkdir(parents=True, exist_ok=True)
     own_kernels(folder)
+    conditions = Conditions(shlex.split(by), without_avx512, hidden(folder / "hidden") if without_avx512 else {})
     failed: dict[str, str] = {}
     distances: dict[str, float] = {}
     for name in chosen:
         try:
             prepare(name, folder, slots)
+            conditions.python(name, folder)
             if not prepare_only:
-                distances[name] = check(name, folder, slots, counts[-1])
+                distances[name] = check(name, folder, slots, counts[-1], conditions)
         except (Failed, subprocess.TimeoutExpired) as error:
             failed[name] = str(error)
             console.print(f"[red]{name} is left out[/red]: {error}")
     if prepare_only:
         return
     results: dict[str, Any] = {
-        "processor": processor_name(),
+        "processor": processor_name() + (" with AVX-512 hidden" if without_avx512 else ""),
         "cores": os.cpu_count(),
         "load": f"{os.getloadavg()[0]:.1f}",
         "of": "The fastest." if fastest else f"Medians of {rounds} rounds.",
@@ -265,24 +293,25 @@ def main(
         "ends": ends,
         "distances": distances,
         "failed": failed,
-        "releases": {name: releases(name, folder) for name in distances},
+        "releases": {name: releases(name, folder, conditions) for name in distances},
         "answers": {str(count): {} for count in counts},
     }
+    file = folder / f"results-{slots}{'-without-avx512' if without_avx512 else ''}.json"
     plan = {"slots": slots, "prompts": prompts, "ends": ends, "steps": steps}
     for done in range(rounds):
         for count in counts:
             for name in [name for name in distances if name not in failed]:
                 try:
-                    answer = ask(name, folder, {**plan, "threads": count})
+                    answer = ask(name, folder, {**plan, "threads": count}, conditions)
                 except Failed as error:
                     failed[name] = str(error)
                     continue
                 results["answers"][str(count)].setdefault(name, []).append(answer)
             console.print(f"round {done + 1} of {rounds}, threads {count}, done")
         # After every round, so that what was measured outlives an interruption.
-        (folder / "results.json").write_text(json.dumps(results, indent=2))
+        file.write_text(json.dumps(results, indent=2))
     text = report(results, fastest)
-    (folder / "results.md").write_text(text + "\n")
+    file.with_suffix(".md").write_text(text + "\n")
     print(text)
 
 

@@ -1,6 +1,8 @@
-"""What benchmarks/peers.py makes of its processes' answers; no peer is run here."""
+"""What benchmarks/peers.py makes of its processes' answers, and what it hides from them; no peer is run here."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -96,7 +98,7 @@ def test_every_form_can_be_made_and_run():
     from peer_worker import RUNTIMES
 
     assert {form.runtime for form in FORMS.values()} == set(CONVERTERS) == set(RUNTIMES)
-    assert {form.environment for form in FORMS.values()} == set(ENVIRONMENTS)
+    assert {form.environment for form in FORMS.values()} | {"llama.cpp-avx2"} == set(ENVIRONMENTS)
     assert {form.bits for form in FORMS.values() if form.is_ours} == {form.bits for form in FORMS.values()} == {4, 32}
     ids = token_ids(4096)
     assert 0 < min(ids) <= max(ids) < VOCABULARY
@@ -123,3 +125,36 @@ def test_an_unknown_form_is_refused_with_those_that_there_are():
     )
     assert done.returncode == 2
     assert "teapot" in done.stderr and "onnxruntime-int4" in done.stderr
+
+
+ASKS = """
+#include <cpuid.h>
+#include <stdio.h>
+#include <string.h>
+int main(int count, char** words) {
+  unsigned a, b, c, d;
+  __get_cpuid_count(7, 0, &a, &b, &c, &d);
+  printf("%d %d %u\\n", !!__builtin_cpu_supports("avx512f"), !!__builtin_cpu_supports("avx2"), b >> 16 & 1);
+  fflush(stdout);
+  if (count > 1) __builtin_trap();
+}
+"""
+
+
+@pytest.mark.skipif(
+    not all(shutil.which(tool) for tool in ("cc", "objdump")) or os.uname().machine != "x86_64",
+    reason="needs cc and objdump on x86-64",
+)
+def test_a_process_sees_no_avx512_where_it_is_hidden(tmp_path):
+    from without_avx512 import hidden
+
+    program = tmp_path / "asks"
+    subprocess.run(["cc", "-O1", "-x", "c", "-", "-o", program], input=ASKS, text=True, check=True)
+    plain = subprocess.run([program], capture_output=True, text=True, check=True).stdout.split()
+    variables = {**os.environ, **hidden(tmp_path / "hidden")}
+    found = subprocess.run([program], env=variables, capture_output=True, text=True, check=True).stdout.split()
+    assert found == ["0", plain[1], "0"]
+    shown = subprocess.run([program], env={**variables, "HIDE_AVX512": "0"}, capture_output=True, text=True, check=True)
+    assert shown.stdout.split() == plain
+    # An instruction of the program's own ends it as it would.
+    assert subprocess.run([program, "ends"], env=variables, stdout=subprocess.DEVNULL, check=False).returncode == -4

@@ -5,14 +5,16 @@
 #include <cmath>
 #include <cstring>
 
+#include "linear_tasks.h"
+
 #undef HWY_DISABLED_TARGETS
 #define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV)
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "linear.cpp"
 #include "hwy/foreach_target.h"  // IWYU pragma: keep
 // After foreach_target.h.
-#include "hwy/cache_control.h"
 #include "hwy/highway.h"
+#include "unrolled-inl.h"
 
 #ifndef EXPORTABLE_CACHE_LINEAR_TYPES
 #define EXPORTABLE_CACHE_LINEAR_TYPES
@@ -27,11 +29,6 @@ struct Rounded {
   int32_t* sums;    // [rows, runs]: what the 8 that is added to weights makes of a run, to be taken off
   float* scale;     // [rows]
   float* zero;      // [rows]: the number that stands for 0
-};
-
-// The layers of one task: blocks of outputs, and rows.
-struct Tile {
-  int64_t first_block, last_block, first_row, last_row;
 };
 
 }  // namespace exportable_cache::kernels
@@ -54,19 +51,13 @@ using VI16 = hn::Vec<I16>;
 using VI8 = hn::Vec<I8>;
 using VU8 = hn::Vec<U8>;
 
-// Unrolled, so that arrays of rows are registers.
-#if defined(__clang__)
-#define EC_EACH_ROW _Pragma("unroll") for (int64_t r = 0; r < kRows; ++r)
-#else
-#define EC_EACH_ROW _Pragma("GCC unroll 8") for (int64_t r = 0; r < kRows; ++r)
-#endif
+#define EC_EACH_ROW EC_EACH(r, kRows)
 
 // Rows that go through a block together: so many sums stay in registers.
 constexpr int64_t kRowsTogether = 4;
 
-// Bytes that are asked for before they are multiplied: with one row the memory is what is waited for, and what a
-// processor itself looks ahead is too little (twice the time, AMD EPYC with AVX-512).
-constexpr int64_t kAhead = 8192;
+// Bytes that are asked for before they are multiplied, scales like weights.
+constexpr int64_t kAhead = 12288;
 
 // Sums of two products of neighbours, of weights below 16 and of numbers of 8 bits.
 HWY_INLINE VI16 pairs(VU8 weights, VI8 numbers) {
@@ -102,16 +93,6 @@ HWY_INLINE VI32 fours(VI16 pairs) {
 #endif
 }
 
-// Keeps a sum in its register. GCC would compute all products of a run first, and put them in memory: they are more
-// than there are registers (1.4 times the time, AVX2).
-HWY_INLINE void keep(VI16& sum) {
-#if HWY_COMPILER_GCC && !HWY_COMPILER_CLANG && HWY_ARCH_X86
-  __asm__("" : "+v"(sum.raw));
-#else
-  (void)sum;
-#endif
-}
-
 HWY_INLINE VI8 four_numbers(const int8_t* numbers) {
   int32_t four;
   std::memcpy(&four, numbers, sizeof(four));
@@ -143,13 +124,14 @@ HWY_NOINLINE void multiply(const Linear& linear, const Rounded& rounded, int64_t
     VF sums[kRows];
     EC_EACH_ROW sums[r] = hn::Zero(d);
     for (int64_t group = 0; group < groups; ++group) {
+      if (kRows == 1 && lane == 0) ask_for(scales + kAhead);
       const VF scale = scales_at(scales);
       for (int64_t run = 0; run < runs_of_group; ++run) {
         // The sums of 32 products of at most 15 * 128, two in each lane at a time, stay within 16 bits.
         VI16 of_run[kRows];
         EC_EACH_ROW of_run[r] = hn::Zero(halves);
         for (int64_t eight = 0; eight < kRun / 8; ++eight) {
-          if (kRows == 1) hwy::Prefetch(weights + kAhead);
+          if (kRows == 1 && lane == 0) ask_for(weights + kAhead);
           const VU8 both = hn::LoadU(bytes, weights);
           const VU8 first = hn::And(both, low), second = hn::ShiftRight<4>(both);
           EC_EACH_ROW {
@@ -184,56 +166,81 @@ HWY_NOINLINE void multiply(const Linear& linear, const Rounded& rounded, int64_t
 
 #if HWY_TARGET == HWY_AVX3
 #define EC_VNNI __attribute__((target("avx512vnni")))
+#define EC_EACH_BLOCK EC_EACH(b, kBlocks)
 
-constexpr int64_t kRowsWithVnni = 8;
+// Rows and blocks that go together, and the rows that are left: the more blocks, the less often a row is read.
+constexpr int64_t kRowsWithVnni = 6, kBlocksWithVnni = 2;
 
-// The same with the instruction for it, which not all processors with AVX-512 have.
-template <int64_t kRows>
+// The same for kBlocks blocks with the instruction for it, which not all processors with AVX-512 have.
+template <int64_t kRows, int64_t kBlocks>
 EC_VNNI HWY_NOINLINE void multiply_vnni(const Linear& linear, const Rounded& rounded, int64_t block, int64_t row) {
   const int64_t inputs = linear.inputs, groups = linear.groups, runs = inputs / kRun, runs_of_group = runs / groups;
-  const uint8_t* const start = linear.weights + block * bytes_of_block(inputs, groups);
+  const int64_t bytes = bytes_of_block(inputs, groups);
+  const uint8_t* const start = linear.weights + block * bytes;
   const uint8_t* scales = start + kBlockOutputs * 4;
   const uint8_t* weights = start + kBlockOutputs * (4 + 2 * groups);
   const int8_t* numbers = rounded.numbers + row * inputs;
   const int32_t* of_runs = rounded.sums + row * runs;
   const __m512i low = _mm512_set1_epi8(15);
-  __m512 sums[kRows];
-  EC_EACH_ROW sums[r] = _mm512_setzero_ps();
+  __m512 sums[kRows][kBlocks];
+  EC_EACH_ROW { EC_EACH_BLOCK sums[r][b] = _mm512_setzero_ps(); }
   for (int64_t group = 0; group < groups; ++group) {
-    const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales));
-    const __m512 scale = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+    if (kRows == 1) ask_for(scales + kAhead);
     for (int64_t run = 0; run < runs_of_group; ++run) {
-      __m512i of_run[kRows];
-      EC_EACH_ROW of_run[r] = _mm512_set1_epi32(of_runs[r * runs]);
+      __m512i of_run[kRows][kBlocks];
+      EC_EACH_ROW { EC_EACH_BLOCK of_run[r][b] = _mm512_set1_epi32(of_runs[r * runs]); }
       for (int64_t eight = 0; eight < kRun / 8; ++eight) {
-        if (kRows == 1) hwy::Prefetch(weights + kAhead);
-        const __m512i both = _mm512_loadu_si512(weights);
-        const __m512i first = _mm512_and_si512(both, low);
-        const __m512i second = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
+        if (kRows == 1) ask_for(weights + kAhead);
+        __m512i first[kBlocks], second[kBlocks];
+        EC_EACH_BLOCK {
+          const __m512i both = _mm512_loadu_si512(weights + b * bytes);
+          first[b] = _mm512_and_si512(both, low);
+          second[b] = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
+        }
         EC_EACH_ROW {
           // Two loads of four bytes: what is loaded as eight is taken apart in other registers first.
           int32_t four;
           std::memcpy(&four, numbers + r * inputs, sizeof(four));
-          of_run[r] = _mm512_dpbusd_epi32(of_run[r], first, _mm512_set1_epi32(four));
+          VI32 of_row{_mm512_set1_epi32(four)};
+          keep(of_row);
+          EC_EACH_BLOCK of_run[r][b] = _mm512_dpbusd_epi32(of_run[r][b], first[b], of_row.raw);
           std::memcpy(&four, numbers + r * inputs + 4, sizeof(four));
-          of_run[r] = _mm512_dpbusd_epi32(of_run[r], second, _mm512_set1_epi32(four));
+          of_row = VI32{_mm512_set1_epi32(four)};
+          keep(of_row);
+          EC_EACH_BLOCK of_run[r][b] = _mm512_dpbusd_epi32(of_run[r][b], second[b], of_row.raw);
         }
         weights += 4 * kBlockOutputs, numbers += 8;
       }
-      EC_EACH_ROW sums[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(of_run[r]), scale, sums[r]);
+      EC_EACH_BLOCK {
+        const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales + b * bytes));
+        const __m512 scale = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+        EC_EACH_ROW sums[r][b] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(of_run[r][b]), scale, sums[r][b]);
+      }
       ++of_runs;
     }
     scales += 2 * kBlockOutputs;
   }
-  const int64_t output = block * kBlockOutputs, count = std::min(kBlockOutputs, linear.outputs - output);
-  const __mmask16 valid = static_cast<__mmask16>((1u << count) - 1);
-  const __m512 of_weights = _mm512_loadu_ps(start);
-  const __m512 bias = linear.bias ? _mm512_maskz_loadu_ps(valid, linear.bias + output) : _mm512_setzero_ps();
-  EC_EACH_ROW {
-    const __m512 sum = _mm512_fnmadd_ps(_mm512_set1_ps(rounded.zero[row + r]), of_weights, sums[r]);
-    const __m512 out = _mm512_fmadd_ps(_mm512_set1_ps(rounded.scale[row + r]), sum, bias);
-    _mm512_mask_storeu_ps(linear.out + (row + r) * linear.outputs + output, valid, out);
+  EC_EACH_BLOCK {
+    const int64_t output = (block + b) * kBlockOutputs, count = std::min(kBlockOutputs, linear.outputs - output);
+    const __mmask16 valid = static_cast<__mmask16>((1u << count) - 1);
+    const __m512 of_weights = _mm512_loadu_ps(start + b * bytes);
+    const __m512 bias = linear.bias ? _mm512_maskz_loadu_ps(valid, linear.bias + output) : _mm512_setzero_ps();
+    EC_EACH_ROW {
+      const __m512 sum = _mm512_fnmadd_ps(_mm512_set1_ps(rounded.zero[row + r]), of_weights, sums[r][b]);
+      const __m512 out = _mm512_fmadd_ps(_mm512_set1_ps(rounded.scale[row + r]), sum, bias);
+      _mm512_mask_storeu_ps(linear.out + (row + r) * linear.outputs + output, valid, out);
+    }
   }
+}
+
+template <int64_t kBlocks>
+void multiply_rows(const Linear& linear, const Rounded& rounded, const Tile& tile, int64_t block) {
+  int64_t row = tile.first_row;
+  for (; row + kRowsWithVnni <= tile.last_row; row += kRowsWithVnni) {
+    multiply_vnni<kRowsWithVnni, kBlocks>(linear, rounded, block, row);
+  }
+  for (; row + 2 <= tile.last_row; row += 2) multiply_vnni<2, kBlocks>(linear, rounded, block, row);
+  for (; row < tile.last_row; ++row) multiply_vnni<1, kBlocks>(linear, rounded, block, row);
 }
 
 bool has_vnni() {
@@ -245,14 +252,12 @@ bool has_vnni() {
 void multiply_tile(const Linear& linear, const Rounded& rounded, const Tile& tile) {
 #if HWY_TARGET == HWY_AVX3
   if (has_vnni()) {
-    for (int64_t block = tile.first_block; block < tile.last_block; ++block) {
-      int64_t row = tile.first_row;
-      for (; row + kRowsWithVnni <= tile.last_row; row += kRowsWithVnni) {
-        multiply_vnni<kRowsWithVnni>(linear, rounded, block, row);
-      }
-      for (; row + 2 <= tile.last_row; row += 2) multiply_vnni<2>(linear, rounded, block, row);
-      for (; row < tile.last_row; ++row) multiply_vnni<1>(linear, rounded, block, row);
+    int64_t block = tile.first_block;
+    const bool one_row = tile.last_row - tile.first_row == 1;
+    for (; !one_row && block + kBlocksWithVnni <= tile.last_block; block += kBlocksWithVnni) {
+      multiply_rows<kBlocksWithVnni>(linear, rounded, tile, block);
     }
+    for (; block < tile.last_block; ++block) multiply_rows<1>(linear, rounded, tile, block);
     return;
   }
 #endif
@@ -311,10 +316,8 @@ namespace {
 
 // Rows of a task: their activations stay in a core's own memory while its blocks pass over them.
 constexpr int64_t kTaskRows = 128;
-// What one thread computes in the time that others take to wake.
-constexpr int64_t kWorthAThread = 1 << 17;
-constexpr int64_t kTasksOfThread = 4;
-
+// Blocks that some targets multiply together.
+constexpr int64_t kTogether = 2;
 constexpr size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
 Rounded rounded_in(const Linear& linear, void* scratch) {
@@ -327,7 +330,7 @@ Rounded rounded_in(const Linear& linear, void* scratch) {
 struct Work {
   const Linear& linear;
   Rounded rounded;
-  int64_t blocks, blocks_of_task, row_tasks;
+  Tiles tiles;
 };
 
 void round_one(void* context, size_t index) {
@@ -337,19 +340,7 @@ void round_one(void* context, size_t index) {
 
 void multiply_one(void* context, size_t index) {
   const Work& work = *static_cast<Work*>(context);
-  const int64_t block = static_cast<int64_t>(index) / work.row_tasks * work.blocks_of_task;
-  const int64_t row = static_cast<int64_t>(index) % work.row_tasks * kTaskRows;
-  const Tile tile{block, std::min(block + work.blocks_of_task, work.blocks), row,
-                  std::min(row + kTaskRows, work.linear.rows)};
-  HWY_DYNAMIC_DISPATCH(multiply_tile)(work.linear, work.rounded, tile);
-}
-
-void run(const Threads& threads, int64_t count, void (*task)(void*, size_t), Work& work, bool worth_it) {
-  if (worth_it && threads.run != nullptr && threads.count > 1 && count > 1) {
-    threads.run(static_cast<size_t>(count), task, &work);
-    return;
-  }
-  for (int64_t i = 0; i < count; ++i) task(&work, static_cast<size_t>(i));
+  HWY_DYNAMIC_DISPATCH(multiply_tile)(work.linear, work.rounded, work.tiles[static_cast<int64_t>(index)]);
 }
 
 }  // namespace
@@ -360,14 +351,10 @@ size_t linear_scratch(const Linear& linear) {
 
 void apply_linear(const Linear& linear, const Threads& threads, void* scratch) {
   if (linear.rows == 0) return;
-  const int64_t blocks = (linear.outputs + kBlockOutputs - 1) / kBlockOutputs;
-  const int64_t row_tasks = (linear.rows + kTaskRows - 1) / kTaskRows;
-  const int64_t wanted = std::max<int64_t>(1, static_cast<int64_t>(threads.count) * kTasksOfThread / row_tasks);
-  const int64_t blocks_of_task = std::max<int64_t>(1, (blocks + wanted - 1) / wanted);
-  Work work{linear, rounded_in(linear, scratch), blocks, blocks_of_task, row_tasks};
-  run(threads, linear.rows, round_one, work, linear.rows * linear.inputs > kWorthAThread);
-  const int64_t tasks = (blocks + blocks_of_task - 1) / blocks_of_task * row_tasks;
-  run(threads, tasks, multiply_one, work, linear.rows * linear.inputs * linear.outputs > kWorthAThread);
+  Work work{linear, rounded_in(linear, scratch), Tiles(linear.rows, linear.outputs, kTaskRows, kTogether, threads)};
+  run_tasks(threads, linear.rows, round_one, &work, linear.rows * linear.inputs > kWorthAThread);
+  run_tasks(threads, work.tiles.count(), multiply_one, &work,
+            linear.rows * linear.inputs * linear.outputs > kWorthAThread);
 }
 
 }  // namespace exportable_cache::kernels

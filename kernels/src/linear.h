@@ -16,6 +16,8 @@ constexpr int64_t kBlockOutputs = 16;
 // Groups hold a multiple of it.
 constexpr int64_t kGroupMultiple = 32;
 
+constexpr int64_t blocks_of(int64_t outputs) { return (outputs + kBlockOutputs - 1) / kBlockOutputs; }
+
 struct Linear {
   int64_t rows = 0, inputs = 0, outputs = 0, groups = 0;
   const float* source = nullptr;   // [rows, inputs]

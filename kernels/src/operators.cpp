@@ -160,7 +160,7 @@ bool register_operators() {
     }
   }
   register_own_operators();
-  register_linear_operator();
+  register_linear_operators();
   return true;
 }
 

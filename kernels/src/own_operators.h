@@ -4,6 +4,6 @@ namespace exportable_cache::kernels {
 
 // Operators for which ExecuTorch has no kernel.
 void register_own_operators();
-void register_linear_operator();
+void register_linear_operators();
 
 }  // namespace exportable_cache::kernels

@@ -1,4 +1,4 @@
-"""Linear layers of 4-bit weights as our operator: how weights are packed, which layers it takes, programs with it."""
+"""Linear layers as our operators: how weights are packed, which layers they take, programs with them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
 
-from exportable_cache.backends.executorch.own_linears import BLOCK, linears_to_own, pack, unpack
+from exportable_cache.backends.executorch.own_linears import BLOCK, linears_to_own, pack, pack_float, unpack
 from exportable_cache.backends.executorch.quantized_linears import int4_layer
 from exportable_cache.backends.executorch.quantized_tracing import FoldedLinears
 from exportable_cache.models.quantization import quantize
@@ -71,19 +71,51 @@ def test_layers_of_other_kinds_are_left_to_the_delegate() -> None:
     assert [node.target for node in linears_to_own(program).graph.nodes] == before
 
 
-def test_the_operator_gives_what_out_is_filled_with() -> None:
+@pytest.mark.parametrize("name", ["linear_4bit", "linear_float"])
+def test_the_operators_give_what_out_is_filled_with(name: str) -> None:
     packed = pack(torch.randint(-8, 8, (20, 32), dtype=torch.int8), torch.rand(20, 1))
-    given = (torch.randn(2, 3, 32), packed, torch.randn(20), 20)
-    found, out = torch.ops.exportable_cache.linear_4bit(*given), torch.empty(2, 3, 20)
-    assert torch.equal(torch.ops.exportable_cache.linear_4bit.out(*given, out=out), found)
+    weights = packed if name == "linear_4bit" else pack_float(torch.randn(20, 32))
+    given, operator = (torch.randn(2, 3, 32), weights, torch.randn(20), 20), getattr(torch.ops.exportable_cache, name)
+    found, out = operator(*given), torch.empty(2, 3, 20)
+    assert torch.equal(operator.out(*given, out=out), found)
+
+
+class Head(nn.Module):
+    """A table, and a head over it that may be tied to it, behind a layer that is called twice."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.table, self.layer, self.few = nn.Embedding(50, 32), nn.Linear(32, 32), nn.Linear(32, 3)
+        self.head = nn.Linear(32, 50, bias=False)
+        if tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        states = self.layer(self.layer(self.table(tokens)))
+        return self.head(states), self.few(states)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_float_layers_become_the_operator_but_for_tied_heads_and_few_outputs(tied: bool) -> None:
+    module, tokens = Head(tied).eval(), torch.tensor([[1, 4, 7]])
+    with torch.no_grad():
+        program = linears_to_own(torch.export.export(module, (tokens,)))
+        targets = [str(node.target) for node in program.graph.nodes]
+        assert targets.count("exportable_cache.linear_float.default") == (2 if tied else 3)
+        # What is called twice is packed once.
+        assert sum("packed" in name for name in program.state_dict) == (1 if tied else 2)
+        for found, expected in zip(program.module()(tokens), module(tokens), strict=True):
+            torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
 
 
 def test_linears_are_exact_on_every_instruction_set(kernels_build: Build) -> None:
-    said = run(kernels_build("-DEC_KERNELS_TESTS=ON") / "linear_test")
-    assert "0 failures" in said.splitlines()[-1]
+    for test in ("linear_test", "float_linear_test"):
+        said = run(kernels_build("-DEC_KERNELS_TESTS=ON") / test)
+        assert "0 failures" in said.splitlines()[-1]
 
 
 @pytest.mark.slow
 def test_linears_under_the_sanitizers(kernels_build: Build) -> None:
     options = ("-DEC_KERNELS_LIBRARY=OFF", "-DEC_KERNELS_TESTS=ON", "-DEC_KERNELS_SANITIZE=address,undefined")
-    run(kernels_build(*options) / "linear_test")
+    for test in ("linear_test", "float_linear_test"):
+        run(kernels_build(*options) / test)

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
         ExecutorchProgramManager,
     )
 
+# A line of a cache, in bytes.
+_ALIGNMENT = 64
+
 Rewrite = Callable[[ExportedProgram], ExportedProgram]
 
 #: What every delegate and the runtime need, in this order: before what is constant in all methods is folded, and after.
@@ -58,7 +61,7 @@ def to_edge(
         programs: By method name.
         constant_methods: Values that the file answers as methods of their own.
         delegate: See `delegates`.
-        own: Linear layers of 4-bit weights are operators of this package.
+        own: Linear layers are operators of this package.
     """
     patch_exporter()
     segments = StampedSegments(_segment_to_edge)
@@ -144,6 +147,8 @@ def to_program(edge: EdgeProgramManager) -> ExecutorchProgramManager:
                 alloc_graph_input=True, alloc_graph_output=True, share_mutable_buffers=True
             ),
             run_reinplace_pass=True,
+            # What our kernels read: a vector that lies across two lines of a cache takes two reads.
+            constant_tensor_alignment=_ALIGNMENT,
         )
     )
 

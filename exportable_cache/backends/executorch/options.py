@@ -41,9 +41,9 @@ class ExecutorchOptions(TensorRTOptions):
             this package serve them, too, where they are. `own`: it calls operators of this package, and runs only where
             those kernels are. They fuse what ExecuTorch's leave in plain operators: soft-capping, sinks, position
             biases, chunks, rings that can be rolled back, 8 and 4 bits that are not made float32 first, several rows.
-        linears: `delegate`: XNNPACK has the linear layers. `own`: layers in 8da4w are operators of this package, which
-            run only where its compiled kernels are, and their scales may be negative, so that less is lost; figures are
-            in docs/benchmarks.md. By default `own` with kernels='own', else `delegate`.
+        linears: `delegate`: XNNPACK has the linear layers. `own`: layers in float32 and in 8da4w are operators of this
+            package, which run only where its compiled kernels are. Scales of 8da4w may then be negative, so that less
+            is lost; figures are in docs/benchmarks.md. By default `own` with kernels='own', else `delegate`.
         score_length: Give logits after each of the last so many tokens of a call, for speculative decoding: by
             `forward`, or, where the program is split, by a method `score`, which packs the weights once more.
         llm_runner: Insist on `forward` and on the constant methods that the runner reads.
@@ -62,7 +62,7 @@ class ExecutorchOptions(TensorRTOptions):
     kernels: str = setting("executorch", "Operators that the program may call.", choices=KERNELS)
     linears: str | None = setting(
         None,
-        "What computes linear layers in 8da4w.",
+        "What computes linear layers in float32 and 8da4w.",
         choices=LINEARS,
         shown_default="own with kernels=own, else delegate",
     )
@@ -79,7 +79,7 @@ class ExecutorchOptions(TensorRTOptions):
 
     @property
     def own_linears(self) -> bool:
-        """Whether this package's operators compute linear layers in 8da4w. They take negative scales."""
+        """Whether this package's operators compute linear layers. Those of 8da4w take negative scales."""
         return (self.linears or self.kernels) == "own"
 
     @classmethod

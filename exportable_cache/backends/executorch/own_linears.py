@@ -1,24 +1,29 @@
-"""Linear layers of 4-bit weights through this package's own operator, `exportable_cache::linear_4bit`; see `kernels/`.
+"""Linear layers through this package's own operators, `exportable_cache::linear_float` over weights of float32 and
+`exportable_cache::linear_4bit` over those of 4 bits; see `kernels/`.
 
-For a processor with AVX2 and no AVX-512, XNNPACK (of ExecuTorch 1.4.1) multiplies them in 16 bits, half as fast. It
-also packs a second copy of the weights as a program is loaded. Here they are packed as they are exported, and read
-where the file is mapped.
+XNNPACK (of ExecuTorch 1.4.1) packs a second copy of the weights as a program is loaded. Here they are packed as they
+are exported, and read where the file is mapped. Weights of 4 bits it multiplies in 16 bits on a processor with AVX2 and
+no AVX-512, half as fast.
 
-Activations are rounded to 8 bits, each token by itself, as torchao's `8da4w` says.
+With weights of 4 bits, activations are rounded to 8, each token by itself, as torchao's `8da4w` says.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from executorch.backends.transforms.utils import get_param_tensor
+from executorch.backends.transforms.utils import get_param_tensor, is_param
+from torch.fx import Node
 
 from .graph_edits import add_weight, insert_call, replace_call
 from .quantized_linears import fold_linears, int4_layer
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
+
+    from ...common.compat.torch import OpOverload
 
 #: Outputs of a block, and what the weights of a group are a multiple of: `kernels/src/linear.h` has the same.
 BLOCK, GROUP_MULTIPLE = 16, 32
@@ -28,35 +33,91 @@ _QUADS = 8
 
 _library = torch.library.Library("exportable_cache", "FRAGMENT")
 _LINEAR = "(Tensor source, Tensor weights, Tensor? bias, int outputs"
-# ExecuTorch calls the one that is named out.
-_library.define(f"linear_4bit{_LINEAR}) -> Tensor")
-_library.define(f"linear_4bit.out{_LINEAR}, *, Tensor(a!) out) -> Tensor(a!)")
+_PLAIN = torch.ops.aten.linear.default
+
+
+class _Packed(NamedTuple):
+    """A layer as an operator of ours takes it; `weight` is what its weights were made from."""
+
+    operator: OpOverload
+    source: Node
+    weight: Node
+    packed: torch.Tensor
+    bias: Node | None
+    outputs: int
 
 
 def linears_to_own(program: ExportedProgram) -> ExportedProgram:
-    """Rewrite each quantised linear layer that the operator can be, in place; others are left as they are."""
+    """Rewrite each linear layer that an operator of ours can be, in place; others are left as they are."""
     graph = fold_linears(program).graph
-    rewritten = False
+    known: dict[str, Node] = {}
     for node in list(graph.nodes):
-        layer = int4_layer(node)
-        if layer is None or layer.group % GROUP_MULTIPLE:
+        layer = _packed_4bit(program, node) or _packed_float(program, node)
+        if layer is None:
             continue
-        zero_point = None if layer.zero_point is None else get_param_tensor(program, layer.zero_point)
-        if zero_point is not None and bool(zero_point.any()):
-            continue
-        integers, scales = (get_param_tensor(program, part) for part in (layer.integers, layer.scale))
+        name = f"{layer.weight.name}_packed"
         # A parameter, as what differs between layers that are otherwise equal: see `segments`.
-        packed = add_weight(program, f"{layer.integers.name}_packed", pack(integers, scales))
+        known[name] = known.get(name) or add_weight(program, name, layer.packed)
         with graph.inserting_before(node):
-            operator = torch.ops.exportable_cache.linear_4bit.default
-            call = insert_call(graph, operator, layer.source, packed, layer.bias, integers.shape[0])
+            call = insert_call(graph, layer.operator, layer.source, known[name], layer.bias, layer.outputs)
         call.meta = {**node.meta, "val": call.meta["val"]}
         replace_call(node, call)
-        rewritten = True
-    if rewritten:
+    if known:
         graph.eliminate_dead_code()
         program.graph_module.recompile()
     return program
+
+
+def _packed_4bit(program: ExportedProgram, node: Node) -> _Packed | None:
+    layer = int4_layer(node)
+    if layer is None or layer.group % GROUP_MULTIPLE:
+        return None
+    zero_point = None if layer.zero_point is None else get_param_tensor(program, layer.zero_point)
+    if zero_point is not None and bool(zero_point.any()):
+        return None
+    integers, scales = (get_param_tensor(program, part) for part in (layer.integers, layer.scale))
+    operator = torch.ops.exportable_cache.linear_4bit.default
+    return _Packed(operator, layer.source, layer.integers, pack(integers, scales), layer.bias, integers.shape[0])
+
+
+def _packed_float(program: ExportedProgram, node: Node) -> _Packed | None:
+    """None of a layer whose weights are also read otherwise: a table that the head is tied to is kept once."""
+    if node.target is not _PLAIN:
+        return None
+    found: list[Any] = [*node.args, None]
+    source, weight, bias = found[:3]
+    if not is_param(program, weight) or any(user.target is not _PLAIN for user in weight.users):
+        return None
+    numbers = get_param_tensor(program, weight)
+    if numbers.dtype != torch.float32 or source.meta["val"].dtype != torch.float32 or numbers.shape[0] < BLOCK:
+        return None
+    operator = torch.ops.exportable_cache.linear_float.default
+    return _Packed(operator, source, weight, pack_float(numbers), bias, numbers.shape[0])
+
+
+def pack_float(weight: torch.Tensor) -> torch.Tensor:
+    """Weights as the kernel reads them: float32 [blocks, inputs, `BLOCK`] of [outputs, inputs]; outputs that are not
+    there are zeros.
+    """
+    outputs, inputs = weight.shape
+    whole = torch.nn.functional.pad(weight.detach(), (0, 0, 0, -outputs % BLOCK))
+    return whole.view(-1, BLOCK, inputs).transpose(1, 2).contiguous()
+
+
+def linear_float(source: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None, outputs: int) -> torch.Tensor:
+    """A linear layer in plain operators: what the kernel computes.
+
+    Args:
+        source: float32 [..., inputs].
+        weights: float32 [blocks, inputs, `BLOCK`], of `pack_float`.
+        bias: float32 [outputs], or None.
+        outputs: How many there are.
+
+    Returns:
+        float32 [..., outputs].
+    """
+    plain = weights.transpose(1, 2).reshape(-1, weights.shape[1])[:outputs]
+    return torch.nn.functional.linear(source, plain, bias)
 
 
 def pack(integers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -121,16 +182,21 @@ def linear_4bit(source: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor 
     return torch.nn.functional.linear((rounded - zero) * scale, plain, bias)
 
 
-def _into(
-    source: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None, outputs: int, *, out: torch.Tensor
-) -> torch.Tensor:
-    return out.copy_(linear_4bit(source, weights, bias, outputs))
-
-
 def _output(source: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None, outputs: int) -> torch.Tensor:
     return source.new_empty(*source.shape[:-1], outputs)
 
 
-_library.impl("linear_4bit", linear_4bit, "CompositeExplicitAutograd")
-_library.impl("linear_4bit.out", _into, "CompositeExplicitAutograd")
-torch.library.register_fake("exportable_cache::linear_4bit", _output, lib=_library)
+def _define(name: str, plain: Callable[..., torch.Tensor]) -> None:
+    def into(*arguments: object, out: torch.Tensor) -> torch.Tensor:
+        return out.copy_(plain(*arguments))
+
+    # ExecuTorch calls the one that is named out.
+    _library.define(f"{name}{_LINEAR}) -> Tensor")
+    _library.define(f"{name}.out{_LINEAR}, *, Tensor(a!) out) -> Tensor(a!)")
+    _library.impl(name, plain, "CompositeExplicitAutograd")
+    _library.impl(f"{name}.out", into, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"exportable_cache::{name}", _output, lib=_library)
+
+
+_define("linear_float", linear_float)
+_define("linear_4bit", linear_4bit)

@@ -1,0 +1,140 @@
+// Linear layers over weights of float32, compiled once for every instruction set and chosen at run time.
+//
+// One row reads the weights of a block after the other, in order, as fast as memory gives them. Several rows keep the
+// sums of a tile in registers while its weights and rows pass once.
+#include "float_linear.h"
+
+#include <algorithm>
+
+#include "linear_tasks.h"
+
+#undef HWY_DISABLED_TARGETS
+#define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV)
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "float_linear.cpp"
+#include "hwy/foreach_target.h"  // IWYU pragma: keep
+// After foreach_target.h.
+#include "hwy/highway.h"
+#include "unrolled-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace exportable_cache::kernels {
+namespace HWY_NAMESPACE {
+namespace hn = hwy::HWY_NAMESPACE;
+
+using F = hn::ScalableTag<float>;
+using V = hn::Vec<F>;
+
+constexpr int64_t kLanes = static_cast<int64_t>(hn::MaxLanes(F()));
+// Vectors of a block.
+constexpr int64_t kVectors = kBlockOutputs / kLanes;
+// A tile's sums fill the registers but for its weights and a row's number.
+#if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
+constexpr int64_t kTileRows = 8, kTileBlocks = 3;
+#elif HWY_TARGET == HWY_AVX2 || HWY_TARGET == HWY_NEON
+constexpr int64_t kTileRows = 6, kTileBlocks = 1;
+#else
+constexpr int64_t kTileRows = 3, kTileBlocks = 1;
+#endif
+// Blocks of one row: two threads read 59 GB/s of so many stretches of memory at a time, 53 of one each (AMD EPYC,
+// family 25).
+constexpr int64_t kStreams = HWY_TARGET == HWY_SSE4 ? 2 : 4;
+// Numbers that are asked for ahead of those that are multiplied: 2 KB.
+constexpr int64_t kAhead = 512;
+
+// kRows rows of kBlocks blocks.
+template <int64_t kRows, int64_t kBlocks>
+HWY_NOINLINE void multiply(const FloatLinear& linear, int64_t block, int64_t row) {
+  constexpr int64_t kAll = kBlocks * kVectors;
+  const F d;
+  const int64_t inputs = linear.inputs, size = inputs * kBlockOutputs;
+  const float* weights = linear.weights + block * size;
+  const float* rows[kRows];
+  V sums[kRows][kAll];
+  EC_EACH(r, kRows) {
+    rows[r] = linear.source + (row + r) * inputs;
+    EC_EACH(v, kAll) sums[r][v] = hn::Zero(d);
+  }
+  for (int64_t i = 0; i < inputs; ++i, weights += kBlockOutputs) {
+    if (kRows == 1) EC_EACH(b, kBlocks) ask_for(weights + b * size + kAhead);
+    V of_outputs[kAll];
+    EC_EACH(v, kAll) of_outputs[v] = hn::LoadU(d, weights + v / kVectors * size + v % kVectors * kLanes);
+    EC_EACH(r, kRows) {
+      V of_row = hn::Set(d, rows[r][i]);
+      keep(of_row);
+      EC_EACH(v, kAll) sums[r][v] = hn::MulAdd(of_row, of_outputs[v], sums[r][v]);
+    }
+  }
+  EC_EACH(b, kBlocks) {
+    const int64_t output = (block + b) * kBlockOutputs, count = std::min(kBlockOutputs, linear.outputs - output);
+    EC_EACH(r, kRows) {
+      float* const out = linear.out + (row + r) * linear.outputs + output;
+      if (count == kBlockOutputs && linear.bias == nullptr) {
+        EC_EACH(v, kVectors) hn::StoreU(sums[r][b * kVectors + v], d, out + v * kLanes);
+        continue;
+      }
+      float results[kBlockOutputs];
+      EC_EACH(v, kVectors) hn::StoreU(sums[r][b * kVectors + v], d, results + v * kLanes);
+      for (int64_t i = 0; i < count; ++i) out[i] = results[i] + (linear.bias ? linear.bias[output + i] : 0.0f);
+    }
+  }
+}
+
+template <int64_t kBlocks>
+void multiply_rows(const FloatLinear& linear, const Tile& tile, int64_t block) {
+  int64_t row = tile.first_row;
+  for (; row + kTileRows <= tile.last_row; row += kTileRows) multiply<kTileRows, kBlocks>(linear, block, row);
+  for (; row + 4 <= tile.last_row; row += 4) multiply<4, kBlocks>(linear, block, row);
+  for (; row < tile.last_row; ++row) multiply<1, kBlocks>(linear, block, row);
+}
+
+void multiply_float_tile(const FloatLinear& linear, const Tile& tile) {
+  int64_t block = tile.first_block;
+  if (tile.last_row - tile.first_row == 1) {
+    for (; block + kStreams <= tile.last_block; block += kStreams) multiply<1, kStreams>(linear, block, tile.first_row);
+    for (; block < tile.last_block; ++block) multiply<1, 1>(linear, block, tile.first_row);
+    return;
+  }
+  for (; block + kTileBlocks <= tile.last_block; block += kTileBlocks) multiply_rows<kTileBlocks>(linear, tile, block);
+  for (; block < tile.last_block; ++block) multiply_rows<1>(linear, tile, block);
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace exportable_cache::kernels
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace exportable_cache::kernels {
+HWY_EXPORT(multiply_float_tile);
+
+namespace {
+
+// Bytes of a task's rows: they stay in a core's second cache while its blocks pass over them.
+constexpr int64_t kTaskBytes = 512 * 1024;
+// Blocks that some targets multiply together.
+constexpr int64_t kOneRowTogether = 4, kTogether = 3;
+
+struct Work {
+  const FloatLinear& linear;
+  Tiles tiles;
+};
+
+void multiply_one(void* context, size_t index) {
+  const Work& work = *static_cast<Work*>(context);
+  HWY_DYNAMIC_DISPATCH(multiply_float_tile)(work.linear, work.tiles[static_cast<int64_t>(index)]);
+}
+
+}  // namespace
+
+void apply_float_linear(const FloatLinear& linear, const Threads& threads) {
+  if (linear.rows == 0) return;
+  // A multiple of every tile's rows.
+  const int64_t task_rows = std::max<int64_t>(1, kTaskBytes / 4 / linear.inputs / 24) * 24;
+  const int64_t together = linear.rows == 1 ? kOneRowTogether : kTogether;
+  Work work{linear, Tiles(linear.rows, linear.outputs, task_rows, together, threads)};
+  run_tasks(threads, work.tiles.count(), multiply_one, &work,
+            linear.rows * linear.inputs * linear.outputs > kWorthAThread);
+}
+
+}  // namespace exportable_cache::kernels
+#endif  // HWY_ONCE
