@@ -80,7 +80,7 @@ def waiting_nodes(program: ExportedProgram) -> list[str]:
 
 
 def nodes_elsewhere(program: ExportedProgram) -> list[str]:
-    """Tensors of a traced step that are not on the GPU."""
+    """Tensors of a traced step that are not on the GPU; not those of one value, which operators take as a number."""
     values = [(node, node.meta.get("val")) for node in program.graph.nodes]
-    tensors = [(node, value) for node, value in values if isinstance(value, torch.Tensor)]
+    tensors = [(node, value) for node, value in values if isinstance(value, torch.Tensor) and value.dim()]
     return [f"`{node.name}` is on {value.device}" for node, value in tensors if value.device != DEVICE]

@@ -21,6 +21,7 @@ import torch
 from exportable_cache import ExportableCache, Session
 from exportable_cache.cache.step import known_length, starting_at
 from exportable_cache.errors import ExportableCacheError
+from exportable_cache.models.layout import check_model_type
 
 from ..support.fake_gpu import FakeGpu, nodes_elsewhere, waiting_nodes
 from .architectures import Architecture, architectures
@@ -54,6 +55,7 @@ def check(architecture: Architecture) -> Row:
     """Find out of one architecture, in bfloat16, the dtype that its experts want on a GPU."""
     try:
         model = tiny_model(architecture).to(torch.bfloat16)
+        check_model_type(model.config)
         inputs = {name: _half(tensor) for name, tensor in encoder_inputs(model).items()}
         options = encoder_options(model, inputs)
         cache = ExportableCache.from_model(model, 64, attn_implementation=None, **options)
