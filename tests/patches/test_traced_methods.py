@@ -110,7 +110,7 @@ def test_upstream_still_has_sizes_that_depend_on_data(model_type: str, monkeypat
 
 def asking(program: Program) -> list[str]:
     """Nodes of the method `decode` that read a value."""
-    return [node.name for node in program.export("decode").graph.nodes if "_local_scalar_dense" in str(node.target)]
+    return [node.name for node in program.export("decode").graph.nodes if str(node.target) == "aten.item.default"]
 
 
 @pytest.mark.parametrize("model_type", ASKING)
