@@ -73,8 +73,10 @@ def _keep_image_tokens(model: nn.Module) -> None:
     """As a buffer, which moves with the model."""
     for module in model.modules():
         if type(module).__name__ == "ChameleonForConditionalGeneration" and not hasattr(module, "image_token_ids"):
-            ids = torch.tensor(module.model.vocabulary_mapping.image_tokens, dtype=torch.int64, device=module.device)
-            module.register_buffer("image_token_ids", ids, persistent=False)
+            chameleon: Any = module
+            tokens = chameleon.model.vocabulary_mapping.image_tokens
+            ids = torch.tensor(tokens, dtype=torch.int64, device=chameleon.device)
+            chameleon.register_buffer("image_token_ids", ids, persistent=False)
 
 
 def _falcon_heads(self: Any, fused_qkv: torch.Tensor, *, original: Callable) -> tuple[torch.Tensor, ...]:
