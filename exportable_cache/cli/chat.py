@@ -143,20 +143,24 @@ class _Talk:
         return True
 
     def _ask(self, question: str) -> None:
-        """An answer as it comes. Interrupted, it stays as far as it is there."""
+        """An answer as it comes. Interrupted, it stays as far as it is there; before it began, nothing does."""
         told = [{"role": "system", "content": self.system}] if self.system else []
         asked = {"role": "user", "content": question}
-        ids = self.completer.encode([*told, *self.messages, asked])
-        answer, completion = "", self.completer.complete(ids, self.options)
+        answer, completion = "", None
         try:
+            ids = self.completer.encode([*told, *self.messages, asked])
+            completion = self.completer.complete(ids, self.options)
             for piece in completion:
                 answer += piece.text
                 self.terminal.write(piece.text)
         except KeyboardInterrupt:
             self.terminal.note(" interrupted")
         finally:
-            completion.close()
-            self.terminal.write("\n")
+            if completion is not None:
+                completion.close()
+                self.terminal.write("\n")
+        if completion is None:
+            return
         self.messages += [asked, {"role": "assistant", "content": answer}]
         if completion.finish_reason == "length" and self.options.max_new_tokens is None:
             self.terminal.note("the cache is full: /undo or /reset, or export with a larger --max-cache-len")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from exportable_cache import export, load
+from exportable_cache.decoding.completion import Completer, Completion
 
 from ..support.letters import letter_tokenizer
 from ..support.models import tiny_model
@@ -92,6 +93,28 @@ def test_bytes_that_are_no_text_cost_one_question(run, bundle: Path) -> None:
     assert len(said) == 3 and "the prompt is no UTF-8: character 1 is" in said[0], said
     assert all("embedded null" in line for line in said[1:]), said
     assert result.stdout.splitlines() == answers(bundle, QUESTION, "amber?")
+
+
+@pytest.mark.parametrize("amid", ["the question", "the answer"])
+def test_an_interrupt_ends_an_answer_and_not_the_conversation(
+    run, bundle: Path, monkeypatch: pytest.MonkeyPatch, amid: str
+) -> None:
+    interrupts = iter([KeyboardInterrupt])
+
+    def once(original):
+        def method(self, *args):
+            for interrupt in interrupts:
+                raise interrupt
+            return original(self, *args)
+
+        return method
+
+    owner, name = (Completer, "encode") if amid == "the question" else (Completion, "__next__")
+    monkeypatch.setattr(owner, name, once(getattr(owner, name)))
+    result = run("chat", bundle, input=f"amber?\n/undo\n{QUESTION}\n")
+    assert result.exit_code == 0 and "interrupted" in result.stderr, result.stderr
+    assert ("nothing to take back" in result.stderr) == (amid == "the question")
+    assert result.stdout.split("\n")[-2] == answers(bundle, QUESTION)[0]
 
 
 def test_a_conversation_that_is_no_text_is_not_loaded(run, bundle: Path, tmp_path: Path) -> None:

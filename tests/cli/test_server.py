@@ -213,6 +213,7 @@ TEXT = {"model": "demo", "prompt": "x"}
         ("completions", {**TEXT, "prompt": ["x", "y"]}, 400, "got 2 prompts"),
         ("completions", {**TEXT, "prompt": [[5], [6]]}, 400, "got 2 prompts"),
         ("completions", {**TEXT, "prompt": "\ud800"}, 400, "no UTF-8"),
+        ("chat/completions", {**CHAT, "messages": [{"role": "user", "content": "\ud800"}]}, 400, "no UTF-8"),
         ("completions", {**TEXT, "max_tokens": 500}, 400, f"the cache holds {MAX_CACHE_LEN}; ask for at most"),
         ("completions", {**TEXT, "prompt": "the " * 500}, 400, f"but the cache holds {MAX_CACHE_LEN}; shorten it"),
         ("completions", {**TEXT, "top_p": 3}, 400, "top_p is 3"),
