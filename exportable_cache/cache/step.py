@@ -23,8 +23,8 @@ class StepContext:
         start: Length of each row before the step, int64 [batch_size], where a program takes it as an input; None in
             plain use, where the layers count.
         kv_read_len: A position that no row will reach in this step, so that slots from there on need not be read; None
-            where that is unknown. A static int, one per compiled or exported method: what makes a step cost what the filled
-            part costs, not what is allocated.
+            where that is unknown. A static int, one per compiled or exported method: what makes a step cost what the
+            filled part costs, not what is allocated.
         kv_slots: Slots to read of layers that are read up to `kv_read_len`, at most that and beyond what any row will
             hold; a size that may differ from step to step, so that one graph reads as far as it needs to. None for all
             of `kv_read_len`.

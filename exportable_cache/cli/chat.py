@@ -7,7 +7,7 @@ import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeGuard
 
 import typer
 
@@ -200,7 +200,7 @@ class _Talk:
         self.system, self.messages = system, list(messages)
 
 
-def _is_conversation(messages: Any) -> bool:
+def _is_conversation(messages: Any) -> TypeGuard[list[dict[str, str]]]:
     """Whether it is messages of the user and the assistant in turn."""
     return (
         isinstance(messages, list)

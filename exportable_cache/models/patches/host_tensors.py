@@ -2,7 +2,7 @@
 
 | function | models | what it makes | upstream (v5.23.0, src/transformers/models) |
 |---|---|---|---|
-| `ChameleonForConditionalGeneration.forward` | Chameleon | ids of image tokens, of a list | chameleon/modeling_chameleon.py |
+| `ChameleonForConditionalGeneration` | Chameleon | image tokens, of a list | chameleon/modeling_chameleon.py |
 | `FalconAttention._split_heads` | Falcon | indices, of lists | falcon/modeling_falcon.py |
 | `Gemma3nTextMLP._gaussian_topk` | Gemma 3n | a quantile, of a number | gemma3n/modeling_gemma3n.py |
 | `_mask_local_attention_mask`, `_make_global_fixed_block_ids` | LongT5 | positions | longt5/modeling_longt5.py |
