@@ -1,7 +1,7 @@
 """BigBird, BioGPT, Megatron-BERT, OPT, Pix2Struct, RemBERT and RoFormer: they make a mask as long as what was seen.
 
 No runtime can plan memory for a tensor of such a size, and a GPU is waited for. Of OPT's nothing is used where
-positions are given: https://github.com/huggingface/transformers/pull/49002 makes it none then.
+positions are given; https://github.com/huggingface/transformers/pull/49002 says so.
 """
 
 from __future__ import annotations

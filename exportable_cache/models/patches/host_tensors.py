@@ -10,7 +10,7 @@
 | `get_rel_pos` | towers as SAM's | positions | sam/modeling_sam.py, ... |
 
 On a GPU each is a copy at every step, for which launches wait and which a CUDA graph cannot hold. On a CPU all of them
-are the originals, and under a tracer there as well. No issue or pull request of transformers is about them.
+are the originals, and under a tracer there as well. No issue or pull request of transformers was found about them.
 """
 
 from __future__ import annotations
