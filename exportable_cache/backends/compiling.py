@@ -105,6 +105,13 @@ class StepCompiler:
         stamps = is_plain and self.graph_cache is not None
         return LayeredBackend(EqualLayers(self._model, self._cache) if stamps else None)
 
+    def chooses_apart(self, penalised: bool) -> bool:
+        """Whether the choice of tokens is a graph by itself, behind that of the step.
+
+        A CUDA graph cannot hold the tokens seen, an input that a choice with the repetition penalty writes to.
+        """
+        return self.by_layers or (penalised and self._cache.device.type == "cuda")
+
     def compile(
         self, module: torch.nn.Module, method: ProgramMethod | ChoiceMethod, key: str, inputs: Sequence[torch.Tensor]
     ) -> Step:
