@@ -168,7 +168,7 @@ def seconds(work: Callable[[], object], device: str) -> float:
     return time.perf_counter() - start
 
 
-def copy_bandwidth(device: str) -> float:
+def copy_bandwidth(device: str = "cpu") -> float:
     """Bytes read and written per second by a copy of 512 MB, the best of ten."""
     source = torch.ones(2**27, device=device)
     target = torch.empty_like(source)
