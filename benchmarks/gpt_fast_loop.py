@@ -24,7 +24,7 @@ class _Layer(nn.Module):
         self.gate, self.up, self.down = mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight
         self.norms = nn.ParameterList([layer.input_layernorm.weight, layer.post_attention_layernorm.weight])
         for name in ("keys", "values"):
-            self.register_buffer(name, torch.zeros(batch_size, self.sizes[1], length, self.sizes[2]))
+            self.register_buffer(name, self.qkv.new_zeros(batch_size, self.sizes[1], length, self.sizes[2]))
 
     def forward(
         self, x: torch.Tensor, position: torch.Tensor, mask: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
@@ -57,10 +57,11 @@ class GptFastLlama(nn.Module):
         self.embedding, self.head = model.model.embed_tokens.weight, model.lm_head.weight
         self.norm, self.eps = model.model.norm.weight, model.config.rms_norm_eps
         self.layers = nn.ModuleList(_Layer(layer, model.config, batch_size, length) for layer in model.model.layers)
-        cos, sin = model.model.rotary_emb(self.embedding[:1], torch.arange(length)[None])
+        device = self.embedding.device
+        cos, sin = model.model.rotary_emb(self.embedding[:1], torch.arange(length, device=device)[None])
         self.register_buffer("cos", cos[0])
         self.register_buffer("sin", sin[0])
-        self.register_buffer("causal", torch.ones(length, length, dtype=torch.bool).tril())
+        self.register_buffer("causal", torch.ones(length, length, dtype=torch.bool, device=device).tril())
 
     def forward(self, tokens: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         x = F.embedding(tokens, self.embedding)

@@ -4,9 +4,9 @@
     python benchmarks/loop.py --plot loop.svg --json loop.json         # everything; most of an hour on 2 cores
 
 Forms: transformers' own step with `DynamicCache` in eager mode, which is what `generate` runs; its `StaticCache`
-compiled; a loop in the manner of gpt-fast (Llamas only); ours, compiled, read by length buckets. The bound is the time
-it takes to read every weight and the filled cache once at the bandwidth that a large copy reaches here; a copy reads
-and writes.
+compiled; a loop in the manner of gpt-fast (Llamas only); ours, compiled, read by length buckets. On a GPU, which is
+taken where there is one, compiled forms replay CUDA graphs. The bound is the time it takes to read every weight and the
+filled cache once at the bandwidth that a large copy reaches there; a copy reads and writes.
 
 Rounds are interleaved, so that a slow moment of the machine falls on all forms. Positions are set, not generated: what
 a step costs depends on the position and not on what the cache holds. Every form is checked first, on a short sequence.
@@ -14,13 +14,14 @@ a step costs depends on the position and not on what the cache holds. Every form
 
 from __future__ import annotations
 
+import functools
 import json
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -83,9 +84,23 @@ class Row:
     bound_ms: float
 
 
-def random_model(name: str, length: int) -> PreTrainedModel:
+def random_model(name: str, length: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(MODELS[name](length), dtype=torch.float32).eval()
+    # Not converted: frequencies of rotary embeddings stay in float32.
+    return AutoModelForCausalLM.from_config(MODELS[name](length), dtype=dtype).to(device).eval()
+
+
+def compiled(module: torch.nn.Module) -> Callable[..., Any]:
+    """As the peers compile a step: by CUDA graphs on a GPU."""
+    on_gpu = next(module.parameters()).is_cuda
+    graph = torch.compile(module, fullgraph=True, dynamic=False, mode="reduce-overhead" if on_gpu else None)
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        # What the step before gave is not looked at any more.
+        torch.compiler.cudagraph_mark_step_begin()
+        return graph(*args, **kwargs)
+
+    return step if on_gpu else graph
 
 
 def dynamic_step(model: PreTrainedModel, tokens: torch.Tensor) -> Step:
@@ -97,7 +112,8 @@ def dynamic_step(model: PreTrainedModel, tokens: torch.Tensor) -> Step:
             filled[position] = cache = DynamicCache(config=model.config)
             for index in range(model.config.num_hidden_layers):
                 shape = (tokens.shape[0], model.config.num_key_value_heads, position, model.config.head_dim)
-                cache.update(torch.zeros(shape), torch.zeros(shape), index)
+                zeros = torch.zeros(shape, dtype=model.dtype, device=model.device)
+                cache.update(zeros, zeros.clone(), index)
         cache = filled[position]
         kept = [(layer.keys, layer.values) for layer in cache.layers]
         logits = model(tokens, past_key_values=cache, position_ids=torch.full_like(tokens, position)).logits[:, -1]
@@ -113,8 +129,8 @@ def dynamic_step(model: PreTrainedModel, tokens: torch.Tensor) -> Step:
 def static_step(model: PreTrainedModel, tokens: torch.Tensor, length: int) -> Step:
     cache = StaticCache(config=model.config, max_cache_len=length)
     config = model.config
-    cache.early_initialization(tokens.shape[0], config.num_key_value_heads, config.head_dim, torch.float32, "cpu")
-    compiled = torch.compile(model, fullgraph=True, dynamic=False)
+    cache.early_initialization(tokens.shape[0], config.num_key_value_heads, config.head_dim, model.dtype, model.device)
+    call = compiled(model)
 
     def step(position: int) -> torch.Tensor:
         for layer in cache.layers:
@@ -122,7 +138,7 @@ def static_step(model: PreTrainedModel, tokens: torch.Tensor, length: int) -> St
                 layer.cumulative_length.fill_(position)
             if hasattr(layer, "cumulative_length_int"):
                 layer.cumulative_length_int = position
-        return compiled(
+        return call(
             tokens, past_key_values=cache, position_ids=torch.full_like(tokens, position), logits_to_keep=1
         ).logits[:, -1]
 
@@ -130,28 +146,33 @@ def static_step(model: PreTrainedModel, tokens: torch.Tensor, length: int) -> St
 
 
 def gpt_fast_step(model: PreTrainedModel, tokens: torch.Tensor, length: int) -> Step:
-    compiled = torch.compile(GptFastLlama(model, tokens.shape[0], length).eval(), fullgraph=True, dynamic=False)
-    return lambda position: compiled(tokens, torch.tensor([position]))
+    call = compiled(GptFastLlama(model, tokens.shape[0], length).eval())
+    return lambda position: call(tokens, torch.tensor([position], device=model.device))
 
 
 def our_step(model: PreTrainedModel, tokens: torch.Tensor, length: int) -> Step:
     session = Session.from_model(model, ExportableCache.from_model(model, length, tokens.shape[0]), compile="wait")
     runner = session.runner
     return lambda position: runner.run(
-        method_for(runner.methods, 1, position + 1), tokens, torch.full((tokens.shape[0],), position, dtype=torch.int64)
+        method_for(runner.methods, 1, position + 1), tokens, torch.full_like(tokens[:, 0], position)
     )
 
 
-def copy_bandwidth() -> float:
+def seconds(work: Callable[[], object], device: str) -> float:
+    """How long it takes, on a GPU until that is done with it."""
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    wait()
+    start = time.perf_counter()
+    work()
+    wait()
+    return time.perf_counter() - start
+
+
+def copy_bandwidth(device: str = "cpu") -> float:
     """Bytes read and written per second by a copy of 512 MB, the best of ten."""
-    source = torch.ones(2**27)
+    source = torch.ones(2**27, device=device)
     target = torch.empty_like(source)
-    times = []
-    for _ in range(10):
-        start = time.perf_counter()
-        target.copy_(source)
-        times.append(time.perf_counter() - start)
-    return 2 * source.nbytes / min(times)
+    return 2 * source.nbytes / min(seconds(lambda: target.copy_(source), device) for _ in range(10))
 
 
 def bytes_read(model: PreTrainedModel, batch: int, position: int) -> int:
@@ -165,7 +186,7 @@ def bytes_read(model: PreTrainedModel, batch: int, position: int) -> int:
         for kind in getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     ]
     slots = sum(min(window, position + 1) for window in windows)
-    return weights + 2 * 4 * batch * slots * config.num_key_value_heads * config.head_dim
+    return weights + 2 * model.dtype.itemsize * batch * slots * config.num_key_value_heads * config.head_dim
 
 
 @torch.no_grad()
@@ -178,6 +199,8 @@ def main(
     positions: Annotated[list[int] | None, typer.Option("--position", help="100, 1000 and 4000 by default.")] = None,
     rounds: Annotated[int, typer.Option(help="Interleaved rounds.")] = 6,
     steps: Annotated[int, typer.Option(help="Steps of each form per round.")] = 4,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; cuda by default where there is one.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="By default float32 on a CPU, bfloat16 on a GPU.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="The 110M Llama at batch 1 only.")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="Also write the figures here.")] = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="Also draw them here; needs matplotlib.")] = None,
@@ -187,14 +210,16 @@ def main(
     names = ["llama-110m"] if quick else models or MEASURED
     batches = [1] if quick else batches or [1, 8]
     positions = positions or [100, 1000, 4000]
-    bandwidth = copy_bandwidth()
-    console.print(
-        f"copy bandwidth {bandwidth / 1e9:.1f} GB/s, {torch.get_num_threads()} threads, cache {length}, float32"
-    )
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = dtype or ("bfloat16" if device == "cuda" else "float32")
+    bandwidth = copy_bandwidth(device)
+    where = torch.cuda.get_device_name() if device == "cuda" else f"{torch.get_num_threads()} threads"
+    console.print(f"copy bandwidth {bandwidth / 1e9:.1f} GB/s, {where}, cache {length}, {dtype}")
     rows: list[Row] = []
     for name in names:
         for batch in batches:
-            rows += measure(name, batch, length, positions, rounds, steps, bandwidth, console)
+            model = random_model(name, length, device, getattr(torch, dtype))
+            rows += measure(name, model, batch, positions, rounds, steps, bandwidth, console)
             console.print(table_of([row for row in rows if (row.model, row.batch) == (name, batch)]))
     if json_path is not None:
         json_path.write_text(json.dumps({"bandwidth": bandwidth, "rows": [asdict(row) for row in rows]}, indent=1))
@@ -204,8 +229,8 @@ def main(
 
 def measure(
     name: str,
+    model: PreTrainedModel,
     batch: int,
-    length: int,
     positions: list[int],
     rounds: int,
     steps: int,
@@ -214,7 +239,10 @@ def measure(
 ) -> list[Row]:
     """Time every form of one model at one batch size."""
     torch._dynamo.reset()
-    model, tokens = random_model(name, length), torch.randint(0, 32000, (batch, 1))
+    device, length = model.device, model.config.max_position_embeddings
+    tokens = torch.randint(0, model.config.vocab_size, (batch, 1), device=device)
+    # Of rounding: in half precision sums in another order differ by more.
+    allowed = 1e-3 if model.dtype == torch.float32 else 5e-2
 
     def again():
         return _copy(model)
@@ -231,13 +259,15 @@ def measure(
             if form != DYNAMIC:
                 status.update(f"{name}, batch {batch}: checking {form}")
                 difference = max((step(position) - expected[:, position]).abs().max().item() for position in range(6))
-                if difference > 1e-3:
+                if difference > allowed:
                     raise SystemExit(f"{form} is wrong on {name}: |logit difference| {difference:.1e}")
         for position in positions:
             for form, step in list(forms.items()):
                 status.update(f"{name}, batch {batch}, position {position}: preparing {form}")
                 try:
-                    step(position)
+                    # A CUDA graph is recorded the second time.
+                    for _ in range(3 if device.type == "cuda" else 1):
+                        step(position)
                 except Exception as error:  # transformers' own compiled sliding layers stop at the recompile limit
                     console.print(
                         f"{form} fails at position {position}: {type(error).__name__}: "
@@ -249,16 +279,14 @@ def measure(
                 for form, step in forms.items():
                     status.update(f"{name}, batch {batch}, position {position}: round {done + 1} of {rounds}, {form}")
                     for _ in range(steps):
-                        start = time.perf_counter()
-                        step(position)
-                        times[form].append(1e3 * (time.perf_counter() - start))
+                        times[form].append(1e3 * seconds(functools.partial(step, position), device.type))
             bound = 1e3 * bytes_read(model, batch, position) / bandwidth
             rows += [Row(name, batch, position, form, statistics.median(ms), bound) for form, ms in times.items()]
     return rows
 
 
 def _copy(model: PreTrainedModel) -> PreTrainedModel:
-    copied = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32).eval()
+    copied = AutoModelForCausalLM.from_config(model.config, dtype=model.dtype).to(model.device).eval()
     copied.load_state_dict(model.state_dict())
     return copied
 

@@ -185,6 +185,8 @@ def graphed_step(model: PreTrainedModel, max_cache_len: int) -> Step:
         logits = runner.run("decode", token, place)
 
     def step(position: int) -> object:
+        # Replayed at the addresses of the runner's tensors, which go with it.
+        assert runner.is_open
         place.fill_(position)
         graph.replay()
         return logits

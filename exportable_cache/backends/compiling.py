@@ -41,7 +41,8 @@ class CompileOptions:
         compile: Each method into one graph: decode for one token, prefill with a dynamic length, and those of several
             read lengths together. "background": in another process, and steps run as they are until their graph is
             there; "wait": when a graph is needed; True: in the background where that holds.
-        mode: Of torch.compile; `reduce-overhead` (CUDA graphs) by default on a GPU.
+        mode: Of torch.compile; by default on a GPU `reduce-overhead` (CUDA graphs) for steps of one size, whose work is
+            less than launching it. Of a prompt's there would be one for each length.
         graph_cache: Folder in which compiled graphs are kept for later processes, see `GraphCache`.
         graph_cache_mb: How large it may grow.
         progress: Told of graphs that are compiled in the background, from another thread.
@@ -82,7 +83,8 @@ class StepCompiler:
 
     def __init__(self, model: torch.nn.Module, cache: ExportableCache, options: CompileOptions) -> None:
         self._model, self._cache = model, cache
-        self._mode = "reduce-overhead" if options.mode is None and cache.device.type == "cuda" else options.mode
+        self._mode = options.mode
+        self._records = options.mode is None and cache.device.type == "cuda"
         self.by_layers = self._mode is None and generates_code(cache.device)
         self.graph_cache = None
         if options.graph_cache is not None:
@@ -103,6 +105,13 @@ class StepCompiler:
         stamps = is_plain and self.graph_cache is not None
         return LayeredBackend(EqualLayers(self._model, self._cache) if stamps else None)
 
+    def chooses_apart(self, penalised: bool) -> bool:
+        """Whether the choice of tokens is a graph by itself, behind that of the step.
+
+        A CUDA graph cannot hold the tokens seen, an input that a choice with the repetition penalty writes to.
+        """
+        return self.by_layers or (penalised and self._cache.device.type == "cuda")
+
     def compile(
         self, module: torch.nn.Module, method: ProgramMethod | ChoiceMethod, key: str, inputs: Sequence[torch.Tensor]
     ) -> Step:
@@ -115,17 +124,18 @@ class StepCompiler:
             inputs: Examples, from `marked`.
         """
         dynamic = None if any(_is_dynamic(method, inputs)) else False
+        chosen = "reduce-overhead" if self._records and dynamic is False else self._mode
         backend = {} if self.layered is None else {"backend": self.layered}
         step = _step_of(module)
         # A graph from disk has no others beside it.
         if self.graph_cache is not None and not _has_graphs_by_length(method):
-            options = private.mode_options(self._mode) if self._mode else None
+            options = private.mode_options(chosen) if chosen else None
             call = self.graph_cache.get(
                 f"{method} {key}", step, {"module": module}, inputs, dynamic=dynamic, options=options, **backend
             )
             if call is not None:
                 return _guarded(call)
-        mode = {"mode": self._mode} if self.layered is None else backend
+        mode = {"mode": chosen} if self.layered is None else backend
         return torch.compile(step, fullgraph=True, dynamic=dynamic, **mode)
 
     def load(

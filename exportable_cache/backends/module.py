@@ -133,7 +133,8 @@ class ModuleRunner:
 
         One graph serves all settings of a `Sampling`; greedy choice, the repetition penalty and every number of steps
         have graphs of their own. Where graphs are made of layers the choice is one by itself, behind that of the step:
-        there is nothing to be saved by having both in one, and a model would be traced again for each.
+        there is nothing to be saved by having both in one, and a model would be traced again for each. See
+        `StepCompiler.chooses_apart`.
         """
         with nullcontext() if self.ranks is None else self.ranks.watched():
             return self._run_and_choose(method, chooser, inputs, steps)
@@ -146,7 +147,7 @@ class ModuleRunner:
         if penalised:
             further.append(chooser.seen)
         further += astuple(chooser.settings)
-        if self.compiler is None or not self.compiler.by_layers:
+        if self.compiler is None or not self.compiler.chooses_apart(penalised):
             return self._call((method, greedy, penalised, steps), inputs, *further)
         tokens, position, *more = inputs
         chosen: list[torch.Tensor] = []

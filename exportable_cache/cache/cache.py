@@ -156,22 +156,26 @@ class LayeredCache(Cache):
         return -1 if limit is None else limit
 
     def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor | int:
-        """Tokens seen, int64 0-D: the one length of all rows.
+        """Tokens seen, the one length of all rows: int64 0-D, or a number where the host knows it, see `starting_at`.
 
         Raises:
             InputError: In eager mode, if rows differ.
         """
         if layer_idx >= len(self.layers):
             return 0
-        lengths = self.layers[self._counting_layer(layer_idx)].cumulative_length
+        layer = self.layers[self._counting_layer(layer_idx)]
+        if layer.context.length is not None and layer.follows_decoder:
+            return layer.context.length
+        lengths = layer.cumulative_length
         if not is_traced(lengths):
             check_rows_agree(lengths)
         return lengths[0]
 
     def get_query_offset(self, layer_idx: int = 0) -> torch.Tensor | int:
-        """Position of the first new token: int64 0-D, or [batch_size, 1] where rows may differ."""
-        if self._rows_may_differ:
-            return self.layers[self._counting_layer(layer_idx)].cumulative_length[:, None]
+        """Position of the first new token: int64 0-D, or [batch_size, 1] where rows may differ, or a number."""
+        layer = self.layers[self._counting_layer(layer_idx)]
+        if layer.context.length is None and self._rows_may_differ:
+            return layer.cumulative_length[:, None]
         return self.get_seq_length(layer_idx)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int | torch.Tensor]:
@@ -185,10 +189,12 @@ class LayeredCache(Cache):
             CacheFullError: In eager mode, if the new tokens do not fit a layer; no layer has written yet.
             InputError: If there are none.
         """
-        layer_idx = self._counting_layer(layer_idx)
-        check_some(self.layers[layer_idx].cumulative_length, query_length)
-        check_room(self.layers[layer_idx].cumulative_length, query_length, self.max_length)
-        kv_length, offset = self.layers[layer_idx].get_mask_sizes(query_length)
+        layer = self.layers[self._counting_layer(layer_idx)]
+        # A session has looked at its lengths, and elsewhere reading them waits for the device.
+        if layer.context.start is None or layer.device.type == "cpu":
+            check_some(layer.cumulative_length, query_length)
+            check_room(layer.cumulative_length, query_length, self.max_length)
+        kv_length, offset = layer.get_mask_sizes(query_length)
         if isinstance(offset, torch.Tensor) and offset.dim() == 2 and not self._rows_may_differ:
             offset = offset[0]
         return kv_length, offset

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeGuard
 
 import typer
 
@@ -65,6 +66,7 @@ def chat(
     with terminal.opening(folder):
         from ..decoding.completion import Completer, CompletionOptions
         from ..generation.sampling import Sampling
+        from ..generation.text import check_text
         from ..session.opening import load
 
         options = CompletionOptions(Sampling(temperature, top_p=top_p, seed=seed), max_new_tokens)
@@ -75,6 +77,11 @@ def chat(
             "the tokenizer has no chat template, so this model answers no messages; use generate, or set "
             "tokenizer.chat_template before exporting"
         )
+    if system:
+        check_text(system)
+    # Bytes that are no text are one question's: a strict stream would be lost behind them.
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
     talk = _Talk(terminal, completer, options, system)
     terminal.note("/help lists commands")
     while (line := _line(terminal)) is not None:
@@ -91,10 +98,7 @@ def _line(terminal: Terminal) -> str | None:
         raise InputError("stdin is closed; chat reads questions from it")
     if sys.stdin.isatty():
         terminal.write("> ")
-    try:
-        line = sys.stdin.readline()
-    except UnicodeDecodeError as error:
-        raise InputError(f"the input is no UTF-8: {error.reason} at byte {error.start}") from error
+    line = sys.stdin.readline()
     return line.rstrip("\n") if line else None
 
 
@@ -139,20 +143,24 @@ class _Talk:
         return True
 
     def _ask(self, question: str) -> None:
-        """An answer as it comes. Interrupted, it stays as far as it is there."""
+        """An answer as it comes. Interrupted, it stays as far as it is there; before it began, nothing does."""
         told = [{"role": "system", "content": self.system}] if self.system else []
         asked = {"role": "user", "content": question}
-        ids = self.completer.encode([*told, *self.messages, asked])
-        answer, completion = "", self.completer.complete(ids, self.options)
+        answer, completion = "", None
         try:
+            ids = self.completer.encode([*told, *self.messages, asked])
+            completion = self.completer.complete(ids, self.options)
             for piece in completion:
                 answer += piece.text
                 self.terminal.write(piece.text)
         except KeyboardInterrupt:
             self.terminal.note(" interrupted")
         finally:
-            completion.close()
-            self.terminal.write("\n")
+            if completion is not None:
+                completion.close()
+                self.terminal.write("\n")
+        if completion is None:
+            return
         self.messages += [asked, {"role": "assistant", "content": answer}]
         if completion.finish_reason == "length" and self.options.max_new_tokens is None:
             self.terminal.note("the cache is full: /undo or /reset, or export with a larger --max-cache-len")
@@ -171,8 +179,12 @@ class _Talk:
             path.write_text(json.dumps(document, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             raise InputError(f"cannot write {path}: {error.strerror}") from error
+        except ValueError as error:
+            raise InputError(f"{str(path)!r} is no name of a file: {error}") from error
 
     def _load(self, path: Path) -> None:
+        from ..generation.text import check_text
+
         try:
             document = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
@@ -183,10 +195,12 @@ class _Talk:
         messages = document.get("messages") if isinstance(document, dict) else None
         if (system is not None and not isinstance(system, str)) or not _is_conversation(messages):
             raise InputError(f"{path} holds no conversation; /save writes one")
-        self.system, self.messages = system, list(messages or ())
+        for text in (system or "", *(message["content"] for message in messages)):
+            check_text(text)
+        self.system, self.messages = system, list(messages)
 
 
-def _is_conversation(messages: Any) -> bool:
+def _is_conversation(messages: Any) -> TypeGuard[list[dict[str, str]]]:
     """Whether it is messages of the user and the assistant in turn."""
     return (
         isinstance(messages, list)

@@ -49,6 +49,10 @@ def encode_prompt(
                 "pass the prompt as text, or set tokenizer.chat_template before exporting"
             )
         messages = [dict(message) for message in prompt]
+        for message in messages:
+            for text in message.values():
+                if isinstance(text, str):
+                    check_text(text)
         with limited_template(tokenizer.chat_template):
             ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)[
                 "input_ids"

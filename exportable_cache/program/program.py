@@ -14,7 +14,7 @@ from torch.export import Dim, ShapesCollection
 
 from ..cache.attention.functions import ATTENTION
 from ..cache.attention.implementation import attention_of
-from ..cache.step import StepContext
+from ..cache.step import StepContext, known_length
 from ..common.named_forward import name_forward
 from ..errors import InputError, UnsupportedModelError
 from ..models.cache_factory import ExportableEncoderDecoderCache
@@ -179,6 +179,7 @@ class ResidentModule(ProgramModule):
             self.method.kv_read_len,
             kv_slots=None if slots is None else slots.shape[0],
             sees_items=ITEMS_SEEN in inputs,
+            length=known_length(inputs["input_pos"]),
         )
         cache = self.layout.with_state(tensors, context)
         residence = self.layout.residence

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..backends.base import ChoosesInGraph, OverlapsSteps, state_of
+from ..cache.step import starting_at
 from ..errors import BundleError
 from ..program.items import ITEM_STATES, ITEMS_SEEN
 from ..program.methods import ROPE_DELTAS, chunk_sizes, method_for
@@ -210,8 +211,10 @@ class ProgramStepper:
         with self.guard:
             self.guard.check_whole()
             method, inputs = self._call(fed, size, further, scores)
+            before = self.state.length
             self._reach(size, rows)
-            logits = self.runner.run(method, *inputs)
+            with starting_at(inputs[1], _common(before)):
+                logits = self.runner.run(method, *inputs)
             if self.runner.methods[method].scored_tokens and not scores:
                 logits = logits[:, -1]
             self.state = self.state.fed(size, rows)
@@ -287,8 +290,10 @@ class ProgramStepper:
         with self.guard:
             self.guard.check_whole()
             method, inputs = self._call(fed, steps)
+            before = self.state.length
             self._reach(steps)
-            chosen = self.runner.run_and_choose(method, chooser, *inputs, steps=steps)
+            with starting_at(inputs[1], _common(before)):
+                chosen = self.runner.run_and_choose(method, chooser, *inputs, steps=steps)
             self.state = self.state.fed(steps)
             self.guard.is_broken = False
         return chosen
@@ -354,3 +359,9 @@ class ProgramStepper:
 
 #: An input of those methods that compute the cross-attention's keys and values.
 _ENCODED = "encoder_hidden_states"
+
+
+def _common(lengths: torch.Tensor) -> int | None:
+    """The one number of int64 [batch] on the host, None where rows differ."""
+    first, *others = lengths.tolist()
+    return first if all(length == first for length in others) else None

@@ -86,7 +86,7 @@ class Session(SteppedSession):
                 they are over the same cache; where that cannot be (on a GPU, with a `mode`, for a model that cannot be
                 handed over) each is compiled when it is first needed. "wait": always so. "background": never so, but
                 refused.
-            mode: Of torch.compile; `reduce-overhead` (CUDA graphs) by default on a GPU.
+            mode: Of torch.compile; `reduce-overhead` (CUDA graphs) by default for steps of one size on a GPU.
             prefill_chunk: Longest chunk of a prompt, see `methods.methods_for`.
             buckets: Read lengths with methods of their own, so that a step costs what the filled part of the cache
                 costs, not what is allocated. True for powers of two, see `methods.length_buckets`; False for none.

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from exportable_cache import export, load
+from exportable_cache.decoding.completion import Completer, Completion
 
 from ..support.letters import letter_tokenizer
 from ..support.models import tiny_model
@@ -82,6 +83,47 @@ def test_what_cannot_be_done_is_said_and_the_conversation_goes_on(run, bundle: P
     assert len(said) == len(expected)
     assert all(part in line for part, line in zip(expected, said, strict=True)), said
     assert result.stdout.splitlines()[-1:] == answers(bundle, QUESTION)
+
+
+def test_bytes_that_are_no_text_cost_one_question(run, bundle: Path) -> None:
+    lines = [b"a\xff\xfeb", QUESTION.encode(), b"/save a\0b", b"/load a\0b", b"amber?"]
+    result = run("chat", bundle, input=b"\n".join(lines))
+    assert result.exit_code == 0, result.stderr
+    said = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(said) == 3 and "the prompt is no UTF-8: character 1 is" in said[0], said
+    assert all("embedded null" in line for line in said[1:]), said
+    assert result.stdout.splitlines() == answers(bundle, QUESTION, "amber?")
+
+
+@pytest.mark.parametrize("amid", ["the question", "the answer"])
+def test_an_interrupt_ends_an_answer_and_not_the_conversation(
+    run, bundle: Path, monkeypatch: pytest.MonkeyPatch, amid: str
+) -> None:
+    interrupts = iter([KeyboardInterrupt])
+
+    def once(original):
+        def method(self, *args):
+            for interrupt in interrupts:
+                raise interrupt
+            return original(self, *args)
+
+        return method
+
+    owner, name = (Completer, "encode") if amid == "the question" else (Completion, "__next__")
+    monkeypatch.setattr(owner, name, once(getattr(owner, name)))
+    result = run("chat", bundle, input=f"amber?\n/undo\n{QUESTION}\n")
+    assert result.exit_code == 0 and "interrupted" in result.stderr, result.stderr
+    assert ("nothing to take back" in result.stderr) == (amid == "the question")
+    assert result.stdout.split("\n")[-2] == answers(bundle, QUESTION)[0]
+
+
+def test_a_conversation_that_is_no_text_is_not_loaded(run, bundle: Path, tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "\ud800"}, {"role": "assistant", "content": "x"}]
+    (tmp_path / "talk.json").write_text(json.dumps({"messages": turns}))
+    result = run("chat", bundle, input=f"/load {tmp_path}/talk.json\n{QUESTION}\n/save {tmp_path}/saved.json\n")
+    assert result.exit_code == 0 and "is no UTF-8" in result.stderr, result.stderr
+    assert json.loads((tmp_path / "saved.json").read_text())["messages"][0]["content"] == QUESTION
+    assert run("chat", bundle, "--system", "\udcff", input="").exit_code == 2
 
 
 def test_a_model_without_a_template_is_refused(run, tmp_path: Path) -> None:

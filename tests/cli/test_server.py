@@ -213,6 +213,7 @@ TEXT = {"model": "demo", "prompt": "x"}
         ("completions", {**TEXT, "prompt": ["x", "y"]}, 400, "got 2 prompts"),
         ("completions", {**TEXT, "prompt": [[5], [6]]}, 400, "got 2 prompts"),
         ("completions", {**TEXT, "prompt": "\ud800"}, 400, "no UTF-8"),
+        ("chat/completions", {**CHAT, "messages": [{"role": "user", "content": "\ud800"}]}, 400, "no UTF-8"),
         ("completions", {**TEXT, "max_tokens": 500}, 400, f"the cache holds {MAX_CACHE_LEN}; ask for at most"),
         ("completions", {**TEXT, "prompt": "the " * 500}, 400, f"but the cache holds {MAX_CACHE_LEN}; shorten it"),
         ("completions", {**TEXT, "top_p": 3}, 400, "top_p is 3"),
@@ -226,7 +227,7 @@ TEXT = {"model": "demo", "prompt": "x"}
 )
 def test_what_is_refused_says_why(address: str, path: str, body: Any, status: int, message: str) -> None:
     found, document = post(address, f"/v1/{path}", body)
-    said = document["error"]["message"] if isinstance(document, dict) else document
+    said = document["error"]["message"]
     assert (found, message in said) == (status, True), (found, said)
 
 

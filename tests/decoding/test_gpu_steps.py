@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import multiprocessing
+from types import SimpleNamespace
 
 import pytest
 import torch
+
+from exportable_cache import ExportableCache
+from exportable_cache.backends.compiling import CompileOptions, StepCompiler
+from exportable_cache.program.program import ResidentModule, program_methods
+from exportable_cache.program.spec import ProgramSpec
+
+from ..support.models import tiny_model
 
 CLEAN = {"plain": "clean", "traced": "clean"}
 
@@ -30,9 +38,11 @@ def checked(group: str, model_type: str) -> dict[str, str]:
     [
         ("causal", "gemma3_text"),
         pytest.param("causal", "falcon_h1", marks=pytest.mark.full),
+        pytest.param("causal", "opt", marks=pytest.mark.full),
         pytest.param("causal", "deepseek_v3", marks=pytest.mark.full),
         pytest.param("causal", "gpt_oss", marks=pytest.mark.full),
         pytest.param("causal", "qwen3_next", marks=pytest.mark.full),
+        pytest.param("seq2seq", "bart", marks=pytest.mark.full),
         pytest.param("seq2seq", "t5", marks=pytest.mark.full),
         pytest.param("speech", "whisper", marks=pytest.mark.full),
     ],
@@ -50,13 +60,9 @@ def test_what_waits_is_found() -> None:
 @torch.no_grad()
 def chosen(greedy: bool, penalised: bool) -> tuple[list[int], list[str]]:
     """Shape of the tokens of two steps with the choice in them, as they are; and what is wrong with them traced."""
-    from exportable_cache import ExportableCache
     from exportable_cache.generation.choosing_steps import ChoosingSteps
-    from exportable_cache.program.program import ResidentModule, program_methods
-    from exportable_cache.program.spec import ProgramSpec
 
     from ..support.fake_gpu import DEVICE, FakeGpu, nodes_elsewhere, waiting_nodes
-    from ..support.models import tiny_model
 
     model = tiny_model("gemma3_text")
     cache = ExportableCache.from_model(model, 64, rollback_slots=1)
@@ -78,3 +84,36 @@ def chosen(greedy: bool, penalised: bool) -> tuple[list[int], list[str]]:
 @pytest.mark.parametrize(("greedy", "penalised"), [pytest.param(True, False, marks=pytest.mark.full), (False, True)])
 def test_the_choice_stays_on_the_gpu(greedy: bool, penalised: bool) -> None:
     assert in_a_fork(chosen, greedy, penalised) == ([1, 2], [])
+
+
+@torch.no_grad()
+def test_a_graph_finds_all_but_the_inputs_of_a_step_where_they_were() -> None:
+    """What a CUDA graph is recorded with. Of other tensors it keeps copies, and cannot write to them."""
+    model, tensors = tiny_model("gemma3_text"), {}
+    cache = ExportableCache.from_model(model, 64)
+    decode = program_methods(model, cache, ProgramSpec())["decode"]
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
+        for node in graph.graph.find_nodes(op="placeholder"):
+            tensors[node.name] = "_dynamo_static_input_type" in node.meta["tensor_dict"]
+        return graph
+
+    step = torch.compile(ResidentModule(model, cache, decode), fullgraph=True, dynamic=False, backend=backend)
+    step(torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+    assert sum("keys" in name for name in tensors) == len(cache.layers)
+    assert len([name for name, stays in tensors.items() if not stays]) == 2
+
+
+@pytest.mark.parametrize("given", [None, "max-autotune"])
+def test_cuda_graphs_are_of_steps_of_one_size(given: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    methods = program_methods(model, ExportableCache.from_model(model, 64), ProgramSpec(16))
+    there = SimpleNamespace(device=torch.device("cuda"))
+    modes: list[str | None] = []
+    monkeypatch.setattr(torch, "compile", lambda step, **options: modes.append(options["mode"]))
+    compiler = StepCompiler(model, there, CompileOptions("wait", given))
+    for name, length in (("decode", 1), ("prefill", 7)):
+        inputs = torch.zeros(1, length, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+        compiler.compile(torch.nn.Identity(), methods[name], name, inputs)
+    assert [compiler.chooses_apart(penalised) for penalised in (False, True)] == [False, True]
+    assert modes == ([given, given] if given else ["reduce-overhead", None])

@@ -39,6 +39,9 @@ SIZED_BY_DATA = {
     "roformer": ["RoFormerModel", "RoFormerSinusoidalPositionalEmbedding"],
 }
 
+#: Model type -> classes whose originals ask for a value when they are traced, of which nothing depends.
+ASKING = {"opt": ["OPTDecoder"]}
+
 
 def model_of(model_type: str):
     return tiny_model(next(row for row in architectures() if row.model_type == model_type))
@@ -105,8 +108,49 @@ def test_upstream_still_has_sizes_that_depend_on_data(model_type: str, monkeypat
             assert sized_by_data(program), name
 
 
+def asking(program: Program) -> list[str]:
+    """Nodes of the method `decode` that read a value."""
+    return [node.name for node in program.export("decode").graph.nodes if str(node.target) == "aten.item.default"]
+
+
+@pytest.mark.parametrize("model_type", ASKING)
+@torch.no_grad()
+def test_no_value_is_asked_for(model_type: str) -> None:
+    model = model_of(model_type)
+    ids, program = tokens(model), program_of(model)
+    assert patch_model(model) == ASKING[model_type]
+    assert not asking(program)
+    prefill, decode = (program.export(name).module() for name in ("prefill", "decode"))
+    rows = [prefill(ids[:, :6].clone(), torch.tensor([0])), decode(ids[:, 6:7].clone(), torch.tensor([6]))]
+    assert (torch.cat(rows) - cached_logits(model, ids, 6)[:2]).abs().max() <= 1e-4
+
+
+@torch.no_grad()
+def test_opt_counts_positions_by_the_cache() -> None:
+    """As BLIP-2 runs it, which hands on none."""
+    model = model_of("opt")
+    ids = tokens(model)[:, :7]
+    expected = cached_logits(model, tokens(model), 6)[:2]
+    cache = ExportableCache.from_model(model, 64)
+    step = torch.compile(lambda ids: model(ids, past_key_values=cache).logits[:, -1], fullgraph=True, backend="eager")
+    assert (torch.cat([step(ids[:, :6]), step(ids[:, 6:])]) - expected).abs().max() <= 1e-4
+
+
+@pytest.mark.canary
+@pytest.mark.parametrize("model_type", ASKING)
+def test_upstream_still_asks_for_a_value(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails once it does not: then the family's entry in PATCHES can go."""
+    model = model_of(model_type)
+    program = program_of(model)
+    for name in ASKING[model_type]:
+        kind = next(type(module) for module in model.modules() if type(module).__name__ == name)
+        monkeypatch.setattr(kind, "forward", kind.forward._exportable_cache_original)
+        assert asking(program), name
+
+
 def test_every_patch_is_shown() -> None:
-    shown = {kind for kind, _ in SHOWN.values()} | {name for names in SIZED_BY_DATA.values() for name in names}
+    by_name = {name for names in (*SIZED_BY_DATA.values(), *ASKING.values()) for name in names}
+    shown = {kind for kind, _ in SHOWN.values()} | by_name
     families = (decoder_masks, experts, git, mpt, position_tables, xmod)
     labels = {patch.label for family in families for patches in family.PATCHES.values() for patch in patches}
     assert labels - shown == {

@@ -13,6 +13,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from exportable_cache.cache import checks
+
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
@@ -27,18 +29,22 @@ _WAITING = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "masked_sele
 class FakeGpu:
     """Moves tensors there, and is a block in which steps over them run.
 
-    A value that is asked for raises in it.
+    A value that is asked for raises in it, by this package's own checks as well, which elsewhere take tensors without
+    values for those of a tracer.
     """
 
     def __init__(self) -> None:
+        self._traced = checks.FakeTensor
         self._mode = FakeTensorMode(allow_non_fake_inputs=False)
         self._moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __enter__(self) -> FakeGpu:
         self._mode.__enter__()
+        checks.FakeTensor = ()  # type: ignore[assignment,misc]
         return self
 
     def __exit__(self, *raised: Any) -> None:
+        checks.FakeTensor = self._traced  # type: ignore[misc]
         self._mode.__exit__(*raised)
 
     def moved(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -74,7 +80,7 @@ def waiting_nodes(program: ExportedProgram) -> list[str]:
 
 
 def nodes_elsewhere(program: ExportedProgram) -> list[str]:
-    """Tensors of a traced step that are not on the GPU."""
+    """Tensors of a traced step that are not on the GPU; not those of one value, which operators take as a number."""
     values = [(node, node.meta.get("val")) for node in program.graph.nodes]
-    tensors = [(node, value) for node, value in values if isinstance(value, torch.Tensor)]
+    tensors = [(node, value) for node, value in values if isinstance(value, torch.Tensor) and value.dim()]
     return [f"`{node.name}` is on {value.device}" for node, value in tensors if value.device != DEVICE]

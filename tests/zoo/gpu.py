@@ -19,7 +19,9 @@ from typing import Any
 import torch
 
 from exportable_cache import ExportableCache, Session
+from exportable_cache.cache.step import known_length, starting_at
 from exportable_cache.errors import ExportableCacheError
+from exportable_cache.models.layout import check_model_type
 
 from ..support.fake_gpu import FakeGpu, nodes_elsewhere, waiting_nodes
 from .architectures import Architecture, architectures
@@ -53,6 +55,7 @@ def check(architecture: Architecture) -> Row:
     """Find out of one architecture, in bfloat16, the dtype that its experts want on a GPU."""
     try:
         model = tiny_model(architecture).to(torch.bfloat16)
+        check_model_type(model.config)
         inputs = {name: _half(tensor) for name, tensor in encoder_inputs(model).items()}
         options = encoder_options(model, inputs)
         cache = ExportableCache.from_model(model, 64, attn_implementation=None, **options)
@@ -69,12 +72,30 @@ def check(architecture: Architecture) -> Row:
         return Row(architecture.name, *[f"{type(error).__name__}: {_line(error)}"] * 2)
 
 
-def _calls(session: Session, model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, ...]]:
+@dataclass
+class Call:
+    """What a method of a session is given.
+
+    Attributes:
+        inputs: Tensors.
+        length: Tokens before, as the session says them.
+    """
+
+    inputs: tuple[torch.Tensor, ...]
+    length: int | None
+
+    def on(self, gpu: FakeGpu) -> tuple[torch.Tensor, ...]:
+        """The inputs, without values, there."""
+        return tuple(gpu.moved(tensor) for tensor in self.inputs)
+
+
+def _calls(session: Session, model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, Call]:
     """The inputs that each method of a session gets for a prompt and a token."""
-    calls, run = {}, session.runner.run
+    calls: dict[str, Call] = {}
+    run = session.runner.run
 
     def noted(method: str, *given: torch.Tensor) -> Any:
-        calls.setdefault(method, given)
+        calls.setdefault(method, Call(given, known_length(given[1]) if len(given) > 1 else None))
         return run(method, *given)
 
     session.runner.run = noted
@@ -86,23 +107,23 @@ def _calls(session: Session, model: Any, inputs: dict[str, torch.Tensor]) -> dic
     return calls
 
 
-def _plain(session: Session, gpu: FakeGpu, calls: dict[str, tuple[torch.Tensor, ...]]) -> str:
+def _plain(session: Session, gpu: FakeGpu, calls: dict[str, Call]) -> str:
     found = []
-    for method, given in calls.items():
+    for method, call in calls.items():
+        given = call.on(gpu)
         try:
-            with gpu:
-                session.runner.modules[method](*[gpu.moved(tensor) for tensor in given])
+            with gpu, starting_at(given[-1] if len(given) == 1 else given[1], call.length):
+                session.runner.modules[method](*given)
         except Exception as error:  # of a model's code
             found.append(f"{method}: {_line(error)} at {_place(error)}")
     return "; ".join(found) or CLEAN
 
 
-def _traced(session: Session, gpu: FakeGpu, calls: dict[str, tuple[torch.Tensor, ...]]) -> str:
+def _traced(session: Session, gpu: FakeGpu, calls: dict[str, Call]) -> str:
     found = []
-    for method, given in calls.items():
+    for method, call in calls.items():
         try:
-            module = session.runner.modules[method]
-            program = torch.export.export(module, tuple(gpu.moved(tensor) for tensor in given), strict=False)
+            program = torch.export.export(session.runner.modules[method], call.on(gpu), strict=False)
             found += [f"{method}: {one}" for one in (*waiting_nodes(program), *nodes_elsewhere(program))]
         except Exception as error:  # of a model's code
             found.append(f"{method}: {_line(error)} at {_place(error)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from importlib.resources import files
@@ -15,6 +15,8 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.middleware.body_limit import RequestBodyLimitMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...decoding.completion import Completer, Completion, CompletionOptions, Piece
 from ...errors import CacheFullError, ExportableCacheError, InputError
@@ -70,10 +72,13 @@ def make_app(completer: Completer, options: ServerOptions) -> FastAPI:
         if options.api_key is not None and not hmac.compare_digest(given, f"Bearer {options.api_key}".encode()):
             raise HTTPException(401, "the API key is missing or wrong; send Authorization: Bearer KEY")
 
-    app = FastAPI(title="exportable-cache", lifespan=lifespan, openapi_url=None, max_body_size=options.most_bytes)
+    app = FastAPI(title="exportable-cache", lifespan=lifespan, openapi_url=None)
     api = APIRouter(prefix="/v1", dependencies=[Depends(with_key)])
     app.state.engine = engine
     _refuse_in_the_form_of_the_api(app)
+    # The application's own limit is outside of all middleware; what is added last is outermost.
+    app.add_middleware(RequestBodyLimitMiddleware, max_body_size=options.most_bytes)
+    app.add_middleware(_TooLongInTheFormOfTheApi, most_bytes=options.most_bytes)
 
     @app.get("/", response_class=HTMLResponse, include_in_schema=False)
     async def page() -> str:
@@ -206,6 +211,27 @@ def fill_of(completer: Completer) -> dict[str, Any]:
             {"kind": layer.label, "slots": slots, "filled": None if slots is None else min(length, int(slots))}
         )
     return {"length": length, "max_length": completer.session.max_length, "layers": layers}
+
+
+class _TooLongInTheFormOfTheApi:
+    """Puts the API's form in place of the plain text that Starlette refuses a long body with, past all handlers."""
+
+    def __init__(self, app: ASGIApp, most_bytes: int) -> None:
+        self._app, self._most_bytes = app, most_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_replaced = False
+
+        async def checked(message: MutableMapping[str, Any]) -> None:
+            nonlocal is_replaced
+            if message["type"] == "http.response.start" and message["status"] == 413:
+                is_replaced = True
+                said = error_of(f"the body is longer than {self._most_bytes} bytes (Content Too Large); send less")
+                await JSONResponse(said, 413)(scope, receive, send)
+            elif not is_replaced:
+                await send(message)
+
+        await self._app(scope, receive, checked)
 
 
 def _refuse_in_the_form_of_the_api(app: FastAPI) -> None:
