@@ -100,7 +100,7 @@ class BackgroundCompiler:
         """
         threads = self._worker.torch_threads
         left = 0 if not self.pending else 2 if threads >= _CORES_FOR_TWO else 1
-        few = few_rows.load(compiles=False)
+        few = few_rows.OPERATORS.load(compiles=False)
         linears = EagerLinears(few, self._by_onednn) if few or self._by_onednn else nullcontext()
         with threads_of_torch(max(1, threads - left)), linears:
             yield

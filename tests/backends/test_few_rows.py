@@ -24,7 +24,7 @@ from ..support.models import tiny_model, tokens
 from ..support.oracle import difference, reference_logits
 from .test_low_precision import SIZES, quantized_model
 
-pytestmark = pytest.mark.skipif(not few_rows.is_wanted(), reason="there is no C++ compiler")
+pytestmark = pytest.mark.skipif(not few_rows.OPERATORS.is_wanted(), reason="there is no C++ compiler")
 
 #: [in, out]: neither is a multiple of a vector, both are, the least there are, and rows that are gone through in parts.
 SHAPES = [(37, 29), (768, 48), (16, 12), (2085, 50)]
@@ -36,7 +36,7 @@ OF_TORCH = {"aten::mm", "aten::addmm", "aten::bmm", "aten::linear", "mkldnn::_li
 
 @pytest.fixture
 def loaded() -> None:
-    assert few_rows.load(), few_rows.CODE.reason
+    assert few_rows.OPERATORS.load(), few_rows.OPERATORS.code.reason
 
 
 @pytest.fixture
@@ -241,7 +241,7 @@ def test_graphs_with_and_without_it_are_told_apart(tmp_path, monkeypatch) -> Non
 
     before = structure()
     assert before == structure()
-    monkeypatch.setenv(few_rows.VARIABLE, "torch")
+    monkeypatch.setenv(few_rows.OPERATORS.variable, "torch")
     assert before != structure()
 
 
@@ -276,12 +276,12 @@ def test_without_a_compiler_torch_computes(tmp_path, monkeypatch, caplog) -> Non
     for compiler in ("no-compiler", "false"):
         monkeypatch.setenv("CXX", compiler)
         code = a_library(tmp_path, monkeypatch)
-        monkeypatch.setattr(few_rows, "CODE", code)
+        monkeypatch.setattr(few_rows.OPERATORS, "code", code)
         graph = torch.fx.symbolic_trace(nn.Linear(32, 32))
         for node, shape in zip(graph.graph.nodes, ((1, 32), (32, 32), (32,), (1, 32))):
             node.meta["example_value"] = torch.randn(shape)
         with caplog.at_level(logging.WARNING):
             assert few_rows.linears_of_few_rows(graph) == 0 == few_rows.linears_of_few_rows(graph)
-        assert not few_rows.is_wanted()
+        assert not few_rows.OPERATORS.is_wanted()
     (line,) = caplog.messages
     assert "torch's own operators serve" in line and "ends with 1" in line

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason
 
 @pytest.fixture(autouse=True)
 def without_our_kernel(monkeypatch) -> None:
-    monkeypatch.setenv(few_rows.VARIABLE, "torch")
+    monkeypatch.setenv(few_rows.OPERATORS.variable, "torch")
 
 
 @pytest.fixture

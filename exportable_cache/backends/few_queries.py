@@ -1,0 +1,132 @@
+"""Attention of few query tokens by a kernel of this package, `few_queries.cpp`, in captured graphs.
+
+A decode step has one query token a sequence, and its attention takes as long as memory takes to give keys and values.
+The kernel reads those that the mask shows and no others, and all threads have as many of them to read.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx.node import map_arg
+from torch.nn import functional
+
+from ..common.compat.torch import fixed_size
+from ..common.machine_code import MachineCode
+from .own_operators import OwnOperators
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule
+
+#: Query tokens of all heads that share a key head, up to which the kernel is used.
+MOST_ROWS = 16
+#: Sizes of heads are multiples of this.
+_UNIT = 16
+_FOLDER = Path(__file__).parent
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention` by the kernel.
+
+    Args:
+        query: [batch, heads, q_length, head_dim], float32 or bfloat16; so are the keys and values.
+        key: [batch, kv_heads, kv_length, head_dim]: one for each `heads / kv_heads` heads that follow each other.
+        value: [batch, kv_heads, kv_length, value_head_dim].
+        mask: [batch or 1, heads or 1, q_length or 1, kv_length], bool, or float32 or bfloat16 to be added to scores.
+        scale: Factor on the scores, `head_dim ** -0.5` by default.
+
+    Returns:
+        [batch, heads, q_length, value_head_dim].
+
+    Raises:
+        RuntimeError: If shapes do not fit, or sizes of heads are no multiples of 16.
+    """
+    return torch.ops.exportable_cache.few_queries_attention.default(query, key, value, mask, scale)
+
+
+def _shape_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any) -> torch.Tensor:
+    return query.new_empty(*query.shape[:-1], value.shape[-1])
+
+
+#: `EXPORTABLE_CACHE_ATTENTION` chooses who computes attention of few queries: `torch` for its own operators.
+OPERATORS = OwnOperators(
+    MachineCode(_FOLDER / "few_queries.cpp", _FOLDER / "seen_keys.h", _FOLDER / "vectors.h"),
+    "EXPORTABLE_CACHE_ATTENTION",
+    {"few_queries_attention": _shape_of},
+)
+
+
+def attention_of_few_queries(module: GraphModule) -> int:
+    """Replace, in place, the attention of a captured graph that the kernel can compute.
+
+    Args:
+        module: As TorchDynamo gives it, without gradients.
+
+    Returns:
+        How many times.
+    """
+    found = []
+    for node in module.graph.nodes:
+        if node.op == "call_function" and node.target is functional.scaled_dot_product_attention:
+            args, kwargs = map_arg((node.args, node.kwargs), lambda source: source.meta.get("example_value"))
+            if _is_computed(*args, **kwargs):
+                found.append(node)
+    if not found or not OPERATORS.load():
+        return 0
+    for node in found:
+        node.args, node.kwargs = _operands(*node.args, **node.kwargs), {}
+        node.target = torch.ops.exportable_cache.few_queries_attention.default
+    module.recompile()
+    return len(found)
+
+
+def _operands(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> tuple[Any, ...]:
+    """Arguments of `attention`, from those of torch."""
+    return query, key, value, attn_mask, scale
+
+
+def _is_computed(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: Any = 0.0,
+    is_causal: Any = False,
+    scale: Any = None,
+    enable_gqa: Any = False,
+) -> bool:
+    """Whether the kernel computes attention of such tensors."""
+    tensors = [query, key, value, *([] if attn_mask is None else [attn_mask])]
+    if not all(isinstance(one, torch.Tensor) and one.device.type == "cpu" and one.dim() == 4 for one in tensors):
+        return False
+    if dropout_p != 0.0 or is_causal is not False or not (scale is None or isinstance(scale, float)):
+        return False
+    if query.dtype not in (torch.float32, torch.bfloat16) or not query.dtype == key.dtype == value.dtype:
+        return False
+    if attn_mask is not None and (
+        attn_mask.dtype not in (torch.bool, torch.float32, query.dtype) or fixed_size(attn_mask.shape[-1]) == 1
+    ):
+        return False
+    *sizes, kv_heads, value_dim = map(fixed_size, (*query.shape, key.shape[1], value.shape[3]))
+    if None in (*sizes, kv_heads, value_dim):
+        return False
+    _, heads, q_length, dim = sizes
+    is_small = kv_heads > 0 and heads % kv_heads == 0 and 0 < heads // kv_heads * q_length <= MOST_ROWS
+    return is_small and dim % _UNIT == 0 and value_dim % _UNIT == 0

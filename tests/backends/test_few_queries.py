@@ -1,0 +1,170 @@
+"""Attention of few query tokens by a kernel that is compiled for the processor: its numbers, and who calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.nn import functional
+
+from exportable_cache import ExportableCache, Session
+from exportable_cache.backends import few_queries
+from exportable_cache.backends.graph_cache import GraphCache
+from exportable_cache.common.threads import threads_of_torch
+
+from ..support.compiling import compiling_with
+from ..support.models import tiny_model, tokens
+from ..support.oracle import difference, reference_logits
+
+pytestmark = pytest.mark.skipif(not few_queries.OPERATORS.is_wanted(), reason="there is no C++ compiler")
+
+#: [batch, heads, kv_heads, q_length, kv_length, head_dim, value_head_dim].
+SHAPES = [
+    (1, 1, 1, 1, 1, 16, 16),
+    (2, 6, 2, 1, 37, 48, 80),
+    (3, 4, 4, 1, 64, 64, 64),
+    (1, 12, 4, 1, 700, 64, 64),
+    (2, 5, 1, 1, 130, 128, 128),
+    (1, 8, 2, 3, 193, 32, 96),
+    (1, 2, 2, 7, 65, 64, 16),
+]
+LAYERS = 2
+OF_TORCH = {"aten::scaled_dot_product_attention", "aten::_scaled_dot_product_flash_attention_for_cpu"}
+
+
+@pytest.fixture
+def loaded() -> None:
+    assert few_queries.OPERATORS.load(), few_queries.OPERATORS.code.reason
+
+
+@pytest.fixture
+def inductor() -> Iterator[None]:
+    with compiling_with("inductor"):
+        yield
+
+
+def oracle(query, key, value, mask=None, scale: float | None = None) -> torch.Tensor:
+    """In float64, of any mask; what is shown nothing by minus infinity is 0."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (one.double().repeat_interleave(groups, dim=1) for one in (key, value))
+    scores = query.double() @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask.double()
+    weights = torch.softmax(scores, dim=-1)
+    return torch.where((scores == -torch.inf).all(-1, keepdim=True), 0.0, weights) @ value
+
+
+def compare(got: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    assert got.dtype == dtype and got.shape == expected.shape and got.is_contiguous()
+    assert (got.double() - expected).abs().max() <= (2e-6 if dtype == torch.float32 else 4e-3) * expected.abs().max()
+
+
+def seen_in(shape: tuple[int, ...], kind: str) -> torch.Tensor | None:
+    """Which keys each query sees, bool."""
+    batch, heads, _, q_length, kv_length, _, _ = shape
+    slot = torch.arange(kv_length)
+    if kind == "none":
+        return None
+    if kind == "lengths":  # of each row, and causal
+        filled = torch.tensor([max(q_length, kv_length * (row + 1) // batch - 3) for row in range(batch)])
+        last = (filled[:, None] - q_length + torch.arange(q_length)).clamp(min=0)[:, None, :, None]
+        return slot <= last
+    if kind == "ring":  # of one row for all, with a hole
+        return ((slot % 90 < 20) | (slot == kv_length - 1)).expand(1, 1, 1, kv_length)
+    return torch.rand(batch, heads, q_length, kv_length) < 0.3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["none", "lengths", "ring", "any"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_numbers(loaded, shape: tuple[int, ...], kind: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    batch, heads, kv_heads, q_length, kv_length, dim, value_dim = shape
+    query = torch.randn(batch, q_length, heads, dim).to(dtype).transpose(1, 2)
+    # A slice of what is allocated.
+    key, value = (torch.randn(batch, kv_heads, kv_length + 9, size).to(dtype)[:, :, :-9] for size in (dim, value_dim))
+    seen = seen_in(shape, kind)
+    masks = [seen]
+    if seen is not None:
+        masks += [
+            torch.where(seen, bias, low).to(dtype) for bias, low in ((0.0, torch.finfo(dtype).min), (1.5, -torch.inf))
+        ]
+    for mask in masks:
+        for scale in (None, 0.3):
+            expected = oracle(query, key, value, mask, scale)
+            for threads in (1, 2, 3):
+                with threads_of_torch(threads):
+                    compare(few_queries.attention(query, key, value, mask, scale), expected, dtype)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_slots_that_nobody_sees_are_not_read(loaded, threads: int) -> None:
+    torch.manual_seed(0)
+    query, mask = torch.randn(2, 4, 1, 32), torch.full((2, 1, 1, 512), torch.finfo(torch.float32).min)
+    mask[0, ..., 200:263], mask[1, ..., :5], mask[1, ..., 500:] = 0.0, 0.0, 0.0
+    key, value = torch.randn(2, 2, 512, 32), torch.randn(2, 2, 512, 32)
+    expected = oracle(query, key, value, mask)
+    hidden = (mask < 0.0)[:, 0, 0, :, None].unsqueeze(1)
+    with threads_of_torch(threads):
+        got = few_queries.attention(query, *(one.masked_fill(hidden, torch.nan) for one in (key, value)), mask)
+    compare(got, expected, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("low", ["lowest", "infinity", "false"])
+def test_rows_that_see_nothing_are_as_torchs(loaded, low: str, dtype: torch.dtype) -> None:
+    """One of two query tokens that share a key head, and one row of two."""
+    torch.manual_seed(0)
+    query, key, value = torch.randn(2, 2, 2, 16), torch.randn(2, 1, 150, 16), torch.randn(2, 1, 150, 16)
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    seen = torch.zeros(2, 1, 2, 150, dtype=torch.bool)
+    seen[0, :, 1, 70:80] = True
+    number = torch.finfo(dtype).min if low == "lowest" else -torch.inf
+    mask = seen if low == "false" else torch.where(seen, 0.0, number).to(dtype)
+    expected = functional.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
+    compare(few_queries.attention(query, key, value, mask), expected.double(), dtype)
+
+
+def test_what_is_no_number_stays_so(loaded) -> None:
+    query, key, value = torch.randn(1, 2, 1, 16), torch.randn(1, 2, 100, 16), torch.randn(1, 2, 100, 16)
+    key[0, 1, 40, 3] = torch.nan
+    got = few_queries.attention(query, key, value)
+    assert got[0, 0].isfinite().all() and got[0, 1].isnan().all()
+    mask = torch.zeros(1, 1, 1, 100)
+    mask[..., 90] = torch.nan
+    assert few_queries.attention(query, key, value, mask).isnan().all()
+
+
+def test_scores_of_any_size(loaded) -> None:
+    torch.manual_seed(0)
+    query, key, value = 40 * torch.randn(1, 3, 1, 64), torch.randn(1, 1, 300, 64), torch.randn(1, 1, 300, 64)
+    compare(few_queries.attention(query, key, value, scale=1.0), oracle(query, key, value, scale=1.0), torch.float32)
+
+
+def test_any_form_of_tensor(loaded) -> None:
+    torch.manual_seed(0)
+    query, key, value = torch.randn(2, 2, 1, 32), torch.randn(2, 2, 64, 30), torch.randn(2, 2, 96, 30)
+    query, key, value = query[..., ::2], key[:, :, ::4].transpose(2, 3), value[:, :, ::6].transpose(2, 3)
+    mask = torch.zeros(2, 1, 1, 60)[..., ::2]
+    compare(few_queries.attention(query, key, value, mask), oracle(query, key, value), torch.float32)
+    assert few_queries.attention(query[:0], key[:0], value[:0]).shape == (0, 2, 1, 16)
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "mask", "message"),
+    [
+        ((2, 1, 16), (1, 2, 9, 16), None, "are \\[batch"),
+        ((1, 3, 1, 16), (1, 2, 9, 16), None, "of each query's"),
+        ((1, 2, 1, 24), (1, 2, 9, 24), None, "multiples of 16"),
+        ((1, 2, 1, 16), (1, 2, 0, 16), None, "at least one key"),
+        ((1, 2, 1, 16), (1, 2, 9, 16), (1, 1, 1, 8), "a mask is"),
+    ],
+)
+def test_what_the_kernel_refuses(loaded, query, key, mask, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        few_queries.attention(
+            torch.ones(query), torch.ones(key), torch.ones(key), None if mask is None else torch.ones(mask)
+        )
+    with pytest.raises(RuntimeError, match="in bfloat16"):
+        few_queries.attention(*(torch.ones(1, 1, 1, 16, dtype=torch.float64) for _ in range(3)))
