@@ -1,4 +1,4 @@
-"""Attention of few query tokens by a kernel of this package, `few_queries.cpp`, in captured graphs.
+"""Attention of few query tokens by a kernel of this package, `few_queries.cpp`: in captured graphs, and as steps run.
 
 A decode step has one query token a sequence, and its attention takes as long as memory takes to give keys and values.
 The kernel reads those that the mask shows and no others, and all threads have as many of them to read.
@@ -86,6 +86,13 @@ def attention_of_few_queries(module: GraphModule) -> int:
         node.target = torch.ops.exportable_cache.few_queries_attention.default
     module.recompile()
     return len(found)
+
+
+def attention_if_few(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    """`torch.nn.functional.scaled_dot_product_attention` by the kernel, once it is loaded; None of what it does not
+    compute.
+    """
+    return attention(*_operands(*args, **kwargs)) if _is_computed(*args, **kwargs) else None
 
 
 def _operands(

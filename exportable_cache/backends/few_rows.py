@@ -73,13 +73,18 @@ def linears_of_few_rows(module: GraphModule) -> int:
 
 
 def _join(linears: Sequence[Node]) -> None:
-    """Have one call compute layers of the same rows: threads begin and end together once, and not for each."""
+    """Have one call compute those that a layer of the model has for the same rows: threads begin and end together once,
+    and not for each.
+    """
+    # Here, as it imports the compiler, which takes long.
+    from .regions import layer_of
+
     groups: dict[tuple, list[Node]] = {}
     for node in linears:
         x, weight, bias = node.args
         # At the place of the first one, parameters are there, and what is computed may not be.
         if all(one is None or one.op in ("placeholder", "get_attr") for one in (weight, bias)):
-            groups.setdefault((x, bias is None, _value_of(weight).dtype), []).append(node)
+            groups.setdefault((x, layer_of(node), bias is None, _value_of(weight).dtype), []).append(node)
     for nodes in groups.values():
         if len(nodes) < 2:
             continue

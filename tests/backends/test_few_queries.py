@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from torch.nn import functional
 
 from exportable_cache import ExportableCache, Session
-from exportable_cache.backends import few_queries
+from exportable_cache.backends import background_worker, few_queries
 from exportable_cache.backends.graph_cache import GraphCache
 from exportable_cache.common.threads import threads_of_torch
 
 from ..support.compiling import compiling_with
 from ..support.models import tiny_model, tokens
-from ..support.oracle import difference, reference_logits
+from ..support.oracle import reference_logits
 
 pytestmark = pytest.mark.skipif(not few_queries.OPERATORS.is_wanted(), reason="there is no C++ compiler")
 
@@ -168,3 +173,137 @@ def test_what_the_kernel_refuses(loaded, query, key, mask, message: str) -> None
         )
     with pytest.raises(RuntimeError, match="in bfloat16"):
         few_queries.attention(*(torch.ones(1, 1, 1, 16, dtype=torch.float64) for _ in range(3)))
+
+
+class Attentions(torch.nn.Module):
+    """Two that the kernel computes, and others: causal, of many rows, of heads of another size, of another dtype."""
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor) -> list[torch.Tensor]:
+        attention = functional.scaled_dot_product_attention
+        assert query.shape[2] == 2
+        mask = torch.ones(2, key.shape[2], dtype=torch.bool)[None, None]
+        return [
+            attention(query, key, key, mask, scale=0.5, enable_gqa=True),
+            attention(query=query[:, :2], key=key, value=key[..., :16]),
+            attention(query, key, key, is_causal=True, enable_gqa=True),
+            attention(query.repeat(1, 1, 9, 1), key, key, enable_gqa=True),
+            attention(query[..., :24], key[..., :24], key, enable_gqa=True),
+            attention(query.double(), key.double(), key.double(), enable_gqa=True),
+            attention(query, key, key, mask[..., :1], enable_gqa=True),
+            attention(query[0], key[0].repeat(2, 1, 1), key[0].repeat(2, 1, 1)),
+        ]
+
+
+def test_attention_that_is_replaced(loaded) -> None:
+    """Sizes of a graph that are traced as symbols and turn out to be one number count as that; lengths stay symbols."""
+    module, found = Attentions(), []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]):
+        found.append(few_queries.attention_of_few_queries(graph))
+        return graph
+
+    torch.manual_seed(0)
+    query, key = torch.randn(1, 4, 2, 32), torch.randn(1, 2, 40, 32)
+    expected = module(query, key)
+    with torch.no_grad():
+        for sizes in ((), (2,)):
+            torch._dynamo.reset()
+            for size in sizes:
+                torch._dynamo.mark_dynamic(key, size)
+            got = torch.compile(module, backend=backend, fullgraph=True, dynamic=None if sizes else False)(query, key)
+            torch.testing.assert_close(got, expected)
+    assert found == [2, 2]
+
+
+def calls_of(session: Session, rows: int) -> dict[str, int]:
+    """Operators of a decode step."""
+    with torch.profiler.profile() as profile:
+        session.decode(tokens(1, rows)[:, 0])
+    return {event.key: event.count for event in profile.key_averages()}
+
+
+def test_a_compiled_step_calls_nothing_else(loaded, inductor) -> None:
+    """Rows of different length, in a ring past its window and in a full layer."""
+    model = tiny_model("gemma3_text", head_dim=16)
+    ids, lengths, steps = [tokens(40, seed=row) for row in range(2)], (3, 13), 6
+    session = Session.from_model(model, ExportableCache.from_model(model, 64, 2), compile="wait", prefill_chunk=16)
+    prompts = torch.full((2, max(lengths)), 7)
+    mask = torch.zeros_like(prompts)
+    for row, length in enumerate(lengths):
+        prompts[row, :length], mask[row, :length] = ids[row][0, :length], 1
+    got = [session.prefill(prompts, attention_mask=mask)]
+    for step in range(steps):
+        got.append(session.decode(torch.stack([ids[row][0, length + step] for row, length in enumerate(lengths)])))
+    for row, length in enumerate(lengths):
+        expected = reference_logits(model, ids[row][:, : length + steps], length)[0]
+        assert (torch.stack([logits[row] for logits in got]) - expected).abs().max() <= 1e-4
+    calls = calls_of(session, 2)
+    assert calls["exportable_cache::few_queries_attention"] == LAYERS and not calls.keys() & OF_TORCH
+
+
+@pytest.mark.full
+def test_a_second_process_loads_graphs_that_call_our_kernels(loaded, inductor, tmp_path: Path) -> None:
+    """Two processes: the first compiles and keeps, the second has nothing but what is kept."""
+    script = tmp_path / "script.py"
+    script.write_text(_SCRIPT)
+    found = []
+    for code in ("first", "second"):
+        environment = {
+            **os.environ,
+            "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / code),
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        }
+        command = [sys.executable, str(script), str(tmp_path / "graphs")]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[2])
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    first, second = found
+    assert (first["compiled"], first["loaded"]) == (2, 0) and (second["compiled"], second["loaded"]) == (0, 2)
+    assert first["calls"] == second["calls"] == [LAYERS, 2 * LAYERS + 1, 2 * LAYERS]
+    assert first["tokens"] == second["tokens"]
+
+
+_SCRIPT = """
+import json, sys
+import torch
+from exportable_cache import ExportableCache, Session
+from tests.support.models import tiny_model, tokens
+
+model = tiny_model("llama", head_dim=16)
+session = Session.from_model(
+    model, ExportableCache.from_model(model, 64), compile="wait", prefill_chunk=16, graph_cache=sys.argv[1]
+)
+session.prefill(tokens(9))
+logits = [session.decode(torch.tensor([token])) for token in (5, 7, 9)]
+with torch.profiler.profile() as profile:
+    logits.append(session.decode(torch.tensor([11])))
+calls = {event.key: event.count for event in profile.key_averages()}
+names = ("few_queries_attention", "few_rows_linear", "few_rows_linears")
+cache = session.runner.graph_cache
+print(json.dumps({
+    "compiled": cache.compiled,
+    "loaded": cache.loaded,
+    "calls": [calls.get(f"exportable_cache::{name}", 0) for name in names],
+    "tokens": [int(one.argmax()) for one in logits],
+}))
+"""
+
+
+def test_graphs_with_and_without_it_are_told_apart(tmp_path, monkeypatch) -> None:
+    model = tiny_model("llama", num_hidden_layers=1)
+
+    def structure() -> str:
+        return GraphCache(tmp_path, model, ExportableCache.from_model(model, 64))._structure
+
+    before = structure()
+    assert before == structure()
+    monkeypatch.setenv(few_queries.OPERATORS.variable, "torch")
+    assert before != structure()
+
+
+def test_steps_that_wait_for_their_graph_call_it(loaded, inductor, monkeypatch) -> None:
+    monkeypatch.setattr(background_worker, "_CHILD", "import time; time.sleep(600)")
+    model = tiny_model("llama", head_dim=16)
+    with Session.from_model(model, ExportableCache.from_model(model, 64), compile="background") as session:
+        session.prefill(tokens(3))
+        assert calls_of(session, 1)["exportable_cache::few_queries_attention"] == LAYERS
