@@ -1,8 +1,8 @@
 // Attention of few query tokens, as decode steps have them, over the keys and values of a static cache.
 //
 // A step reads the keys and values that its mask shows, and cannot be faster than memory gives them. So the mask is
-// looked at first: keys that no query of a head sees are not read, as their weights are 0, and what is left is dealt out
-// to all threads evenly, whatever rows and heads it is of.
+// looked at first: keys that no query of a head sees are not read, as their weights are 0, and what is left is dealt
+// out to all threads evenly, whatever rows and heads it is of.
 #include "seen_keys.h"
 
 #include <cmath>
@@ -23,8 +23,9 @@ constexpr int kUnit = 16;
 // One call.
 struct Attention : Question {
   int64_t dim, value_dim;
-  float scale;
+  float scale, softcap;  // softcap 0: none
   View query, key, value;
+  View sink;              // [batch, heads, queries]: a score that carries no value, nullptr: none
   void* out;              // [batch, heads, queries, value_dim]
   const Block* blocks;    // what is to be read
   const int64_t* starts;  // [batch * kv_heads + 1]: the first block of each head
@@ -158,6 +159,16 @@ EC_INLINE void for_tiles(int64_t rows, const F& of_tile) {
   }
 }
 
+// tanh(x) to 2e-7.
+EC_INLINE Vector tanh_of(Vector x) {
+  const Vector size = x < 0.0f ? -x : x, square = x * x;
+  const Vector low = exp_of_low(size * -2.0f), high = (1.0f - low) / (1.0f + low);
+  Vector small = square * -0.053968254f + 0.13333334f;
+  small = small * square - 0.33333334f;
+  small = small * square * x + x;
+  return size < 0.25f ? small : x < 0.0f ? -high : high;
+}
+
 EC_INLINE float greatest_of(Vector v) {
   const char* p = reinterpret_cast<const char*>(&v);
   Quad most = loaded<Quad>(p);
@@ -168,7 +179,7 @@ EC_INLINE float greatest_of(Vector v) {
   return std::max(std::max(most[0], most[1]), std::max(most[2], most[3]));
 }
 
-// One row's scores of a block to weights: exp of what they are below its greatest so far. Sums shrink if that has grown.
+// One row's scores of a block to weights: exp of what they are below its greatest so far. Sums shrink if it has grown.
 EC_INLINE void weigh(float* scores, float* top, float* total_so_far, float* sums, int64_t dim) {
   Vector most = Vector{} + *top;
   for (int64_t t = 0; t < kBlock; t += kLanes) {
@@ -195,6 +206,13 @@ EC_INLINE void weigh(float* scores, float* top, float* total_so_far, float* sums
   *total_so_far += total(sum);
 }
 
+EC_INLINE void cap(float* scores, float softcap) {
+  for (int64_t t = 0; t < kBlock; t += kLanes) {
+    const Vector x = tanh_of(loaded<Vector>(scores + t) * (1.0f / softcap)) * softcap;
+    std::memcpy(scores + t, &x, sizeof x);
+  }
+}
+
 template <class M>
 EC_INLINE void add_mask(float* scores, const typename M::Stored* mask, int64_t count) {
   if constexpr (!std::is_same_v<M, NoMask>) {
@@ -219,7 +237,7 @@ struct Piece {
     const int64_t first = a.first_of(piece), end = a.first_of(piece + 1);
     for (int64_t i = first; i < end; ++i) {
       const Block& block = a.blocks[i];
-      if (i == first || block.head != a.blocks[i - 1].head) begin(block.head);
+      if (i == first || block.head != a.blocks[i - 1].head) begin(block.head, a.starts[block.head] >= first);
       pass(block, i + 1 < end ? a.blocks[i + 1] : Block{block.head, block.first, 0});
       if (i + 1 == end || a.blocks[i + 1].head != block.head) {
         const bool is_whole = a.starts[block.head] >= first && a.starts[block.head + 1] <= end;
@@ -254,19 +272,22 @@ struct Piece {
   }
 
  private:
-  void begin(int64_t head) {
+  void begin(int64_t head, bool is_start) {
     const int64_t rows = a.rows();
+    std::fill_n(run.sums, rows * a.value_dim, 0.0f);
+    std::fill_n(run.top, rows, kNothing);
+    std::fill_n(run.total, rows, 0.0f);
     for (int64_t r = 0; r < rows; ++r) {
-      const Stored* query =
-          a.query.at<Stored>(head / a.kv_heads, head % a.kv_heads * a.groups + r / a.queries, r % a.queries);
+      const int64_t b = head / a.kv_heads, h = head % a.kv_heads * a.groups + r / a.queries, q = r % a.queries;
+      if (is_start && a.sink.data != nullptr) {
+        run.top[r] = Addend<T>::one(*a.sink.at<Stored>(b, h, q)), run.total[r] = 1.0f;
+      }
+      const Stored* query = a.query.at<Stored>(b, h, q);
       for (int64_t i = 0; i < a.dim; i += kLanes) {
         const Vector scaled = T::vector(query + i) * a.scale;
         std::memcpy(run.query + r * a.dim + i, &scaled, sizeof scaled);
       }
     }
-    std::fill_n(run.sums, rows * a.value_dim, 0.0f);
-    std::fill_n(run.top, rows, kNothing);
-    std::fill_n(run.total, rows, 0.0f);
   }
 
   const Stored* keys(const Block& block) const {
@@ -288,6 +309,7 @@ struct Piece {
     for (int64_t r = 0; r < rows; ++r) {
       float* scores = run.scores + r * kBlock;
       const auto* mask = a.mask.template at<typename M::Stored>(b, first_head + r / a.queries, r % a.queries);
+      if (a.softcap != 0.0f) cap(scores, a.softcap);
       add_mask<M>(scores, mask + block.first, count);
       weigh(scores, run.top + r, run.total + r, run.sums + r * a.value_dim, a.value_dim);
     }
@@ -386,7 +408,8 @@ Tensor with_whole_rows(const Tensor& tensor) {
 }
 
 Tensor few_queries_attention(const Tensor& queries, const Tensor& keys, const Tensor& values,
-                             const std::optional<Tensor>& addend, std::optional<double> scale) {
+                             const std::optional<Tensor>& addend, std::optional<double> scale,
+                             std::optional<double> softcap, const std::optional<Tensor>& sinks) {
   const Tensor query = with_whole_rows(queries), key = with_whole_rows(keys), value = with_whole_rows(values);
   const ScalarType type = query.scalar_type();
   STD_TORCH_CHECK((type == ScalarType::Float || type == ScalarType::BFloat16) && key.scalar_type() == type &&
@@ -401,14 +424,23 @@ Tensor few_queries_attention(const Tensor& queries, const Tensor& keys, const Te
   STD_TORCH_CHECK(a.keys > 0 && a.dim > 0 && a.dim % kUnit == 0 && a.value_dim % kUnit == 0,
                   "few_queries_attention: at least one key, and sizes of heads that are multiples of ", kUnit);
   a.scale = static_cast<float>(scale.has_value() ? *scale : 1.0 / std::sqrt(static_cast<double>(a.dim)));
+  a.softcap = static_cast<float>(softcap.value_or(0.0));
   a.query = view(query), a.key = view(key), a.value = view(value);
+  const auto fits = [&](const Tensor& tensor) {
+    const auto serves = [&](int64_t d) { return tensor.size(d) == 1 || tensor.size(d) == query.size(d); };
+    return serves(0) && serves(1) && serves(2);
+  };
   std::optional<Tensor> mask;
   if (addend.has_value()) {
     mask = with_whole_rows(*addend);
-    const auto serves = [&](int64_t d, int64_t size) { return mask->size(d) == 1 || mask->size(d) == size; };
-    STD_TORCH_CHECK(serves(0, a.batch) && serves(1, query.size(1)) && serves(2, a.queries) && mask->size(3) == a.keys,
+    STD_TORCH_CHECK(fits(*mask) && mask->size(3) == a.keys,
                     "few_queries_attention: a mask is [batch or 1, heads or 1, queries or 1, keys]");
     a.mask = view(*mask);
+  }
+  if (sinks.has_value()) {
+    STD_TORCH_CHECK(sinks->dim() == 4 && sinks->scalar_type() == type && fits(*sinks) && sinks->size(3) == 1,
+                    "few_queries_attention: sinks are [batch or 1, heads or 1, queries or 1, 1], of the queries' dtype");
+    a.sink = view(*sinks);
   }
   const Tensor out = empty(query, {a.batch, query.size(1), a.queries, a.value_dim});
   a.out = out.data_ptr();
@@ -422,7 +454,8 @@ Tensor few_queries_attention(const Tensor& queries, const Tensor& keys, const Te
 
 STABLE_TORCH_LIBRARY_FRAGMENT(exportable_cache, library) {
   library.def(
-      "few_queries_attention(Tensor query, Tensor key, Tensor value, Tensor? mask=None, float? scale=None) -> Tensor");
+      "few_queries_attention(Tensor query, Tensor key, Tensor value, Tensor? mask=None, float? scale=None, "
+      "float? softcap=None, Tensor? sinks=None) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(exportable_cache, CPU, library) {

@@ -6,6 +6,7 @@ The kernel reads those that the mask shows and no others, and all threads have a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ import torch
 from torch.fx.node import map_arg
 from torch.nn import functional
 
+from ..cache.attention.extended import EXTENDED_ATTENTION
 from ..common.compat.torch import fixed_size
 from ..common.machine_code import MachineCode
 from .own_operators import OwnOperators
@@ -33,8 +35,10 @@ def attention(
     value: torch.Tensor,
     mask: torch.Tensor | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`torch.nn.functional.scaled_dot_product_attention` by the kernel.
+    """`torch.nn.functional.scaled_dot_product_attention` by the kernel, and what it lacks.
 
     Args:
         query: [batch, heads, q_length, head_dim], float32 or bfloat16; so are the keys and values.
@@ -42,6 +46,8 @@ def attention(
         value: [batch, kv_heads, kv_length, value_head_dim].
         mask: [batch or 1, heads or 1, q_length or 1, kv_length], bool, or float32 or bfloat16 to be added to scores.
         scale: Factor on the scores, `head_dim ** -0.5` by default.
+        softcap: Scores become `tanh(scores / softcap) * softcap` before the mask.
+        sinks: Scores that carry no value, [batch or 1, heads or 1, q_length or 1, 1], of the queries' dtype.
 
     Returns:
         [batch, heads, q_length, value_head_dim].
@@ -49,7 +55,7 @@ def attention(
     Raises:
         RuntimeError: If shapes do not fit, or sizes of heads are no multiples of 16.
     """
-    return torch.ops.exportable_cache.few_queries_attention.default(query, key, value, mask, scale)
+    return torch.ops.exportable_cache.few_queries_attention.default(query, key, value, mask, scale, softcap, sinks)
 
 
 def _shape_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any) -> torch.Tensor:
@@ -75,15 +81,15 @@ def attention_of_few_queries(module: GraphModule) -> int:
     """
     found = []
     for node in module.graph.nodes:
-        if node.op == "call_function" and node.target is functional.scaled_dot_product_attention:
-            args, kwargs = map_arg((node.args, node.kwargs), lambda source: source.meta.get("example_value"))
-            if _is_computed(*args, **kwargs):
-                found.append(node)
+        operands = _OPERANDS.get(node.target) if node.op == "call_function" else None
+        if operands is not None:
+            values = map_arg((node.args, node.kwargs), lambda source: source.meta.get("example_value"))
+            if _is_computed(operands(*values[0], **values[1])):
+                found.append((node, operands))
     if not found or not OPERATORS.load():
         return 0
-    for node in found:
-        node.args, node.kwargs = _operands(*node.args, **node.kwargs), {}
-        node.target = torch.ops.exportable_cache.few_queries_attention.default
+    for node, operands in found:
+        node.args, node.kwargs, node.target = operands(*node.args, **node.kwargs), {}, attention
     module.recompile()
     return len(found)
 
@@ -92,10 +98,11 @@ def attention_if_few(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     """`torch.nn.functional.scaled_dot_product_attention` by the kernel, once it is loaded; None of what it does not
     compute.
     """
-    return attention(*_operands(*args, **kwargs)) if _is_computed(*args, **kwargs) else None
+    operands = _of_torch(*args, **kwargs)
+    return attention(*operands) if _is_computed(operands) else None
 
 
-def _operands(
+def _of_torch(
     query: Any,
     key: Any,
     value: Any,
@@ -104,32 +111,38 @@ def _operands(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> tuple[Any, ...]:
-    """Arguments of `attention`, from those of torch."""
-    return query, key, value, attn_mask, scale
+) -> tuple[Any, ...] | None:
+    """Arguments of `attention`, None where it has none for one of torch's."""
+    return (query, key, value, attn_mask, scale) if dropout_p == 0.0 and not is_causal else None
 
 
-def _is_computed(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: Any = 0.0,
-    is_causal: Any = False,
-    scale: Any = None,
-    enable_gqa: Any = False,
-) -> bool:
+def _of_ours(*operands: Any) -> tuple[Any, ...]:
+    return operands
+
+
+_OPERANDS: dict[Any, Callable[..., tuple[Any, ...] | None]] = {
+    functional.scaled_dot_product_attention: _of_torch,
+    EXTENDED_ATTENTION: _of_ours,
+}
+
+
+def _is_computed(operands: tuple[Any, ...] | None) -> bool:
     """Whether the kernel computes attention of such tensors."""
-    tensors = [query, key, value, *([] if attn_mask is None else [attn_mask])]
-    if not all(isinstance(one, torch.Tensor) and one.device.type == "cpu" and one.dim() == 4 for one in tensors):
+    if operands is None:
         return False
-    if dropout_p != 0.0 or is_causal is not False or not (scale is None or isinstance(scale, float)):
+    query, key, value, mask, scale, softcap, sinks, *_ = (*operands, None, None)
+    tensors = [query, key, value, *(one for one in (mask, sinks) if one is not None)]
+    if not all(isinstance(one, torch.Tensor) and one.device.type == "cpu" and one.dim() == 4 for one in tensors):
         return False
     if query.dtype not in (torch.float32, torch.bfloat16) or not query.dtype == key.dtype == value.dtype:
         return False
-    if attn_mask is not None and (
-        attn_mask.dtype not in (torch.bool, torch.float32, query.dtype) or fixed_size(attn_mask.shape[-1]) == 1
+    if mask is not None and (
+        mask.dtype not in (torch.bool, torch.float32, query.dtype) or fixed_size(mask.shape[-1]) == 1
     ):
+        return False
+    if not all(one is None or isinstance(one, float) for one in (scale, softcap)):
+        return False
+    if sinks is not None and sinks.dtype != query.dtype:
         return False
     *sizes, kv_heads, value_dim = map(fixed_size, (*query.shape, key.shape[1], value.shape[3]))
     if None in (*sizes, kv_heads, value_dim):

@@ -20,7 +20,7 @@ from exportable_cache.common.threads import threads_of_torch
 
 from ..support.compiling import compiling_with
 from ..support.models import tiny_model, tokens
-from ..support.oracle import reference_logits
+from ..support.oracle import difference, reference_logits
 
 pytestmark = pytest.mark.skipif(not few_queries.OPERATORS.is_wanted(), reason="there is no C++ compiler")
 
@@ -49,13 +49,17 @@ def inductor() -> Iterator[None]:
         yield
 
 
-def oracle(query, key, value, mask=None, scale: float | None = None) -> torch.Tensor:
+def oracle(query, key, value, mask=None, scale=None, softcap=None, sinks=None) -> torch.Tensor:
     """In float64, of any mask; what is shown nothing by minus infinity is 0."""
     groups = query.shape[1] // key.shape[1]
     key, value = (one.double().repeat_interleave(groups, dim=1) for one in (key, value))
     scores = query.double() @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask.double()
+    if sinks is not None:
+        return torch.softmax(torch.cat([scores, sinks.double().expand(*scores.shape[:3], 1)], -1), -1)[..., :-1] @ value
     weights = torch.softmax(scores, dim=-1)
     return torch.where((scores == -torch.inf).all(-1, keepdim=True), 0.0, weights) @ value
 
@@ -101,6 +105,29 @@ def test_numbers(loaded, shape: tuple[int, ...], kind: str, dtype: torch.dtype) 
             for threads in (1, 2, 3):
                 with threads_of_torch(threads):
                     compare(few_queries.attention(query, key, value, mask, scale), expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("softcap", [None, 2.0, 50.0])
+@pytest.mark.parametrize("sizes", [None, (4, 1), (1, 3), (4, 3)])
+def test_soft_caps_and_sinks(loaded, sizes: tuple[int, int] | None, softcap: float | None, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    query, key, value = torch.randn(2, 4, 3, 32), torch.randn(2, 2, 333, 32), torch.randn(2, 2, 333, 48)
+    query, key, value = (3 * query).to(dtype), key.to(dtype), value.to(dtype)
+    sinks = None if sizes is None else (4 * torch.randn(2, *sizes, 1)).to(dtype)
+    seen = torch.arange(333) < torch.tensor([300, 50])[:, None, None, None]
+    seen[0, ..., 64:200] = False
+    mask = torch.where(seen, 0.0, torch.finfo(dtype).min).to(dtype)
+    expected = oracle(query, key, value, mask, None, softcap, sinks)
+    for threads in (1, 2, 5):
+        with threads_of_torch(threads):
+            got = few_queries.attention(query, key, value, mask, None, softcap, sinks)
+        assert (got.double() - expected).abs().max() <= (
+            1e-5 if dtype == torch.float32 else 4e-3
+        ) * expected.abs().max()
+    if sinks is not None:
+        nothing = torch.full_like(mask, torch.finfo(dtype).min)
+        assert not few_queries.attention(query, key, value, nothing, None, softcap, sinks).any()
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -239,6 +266,19 @@ def test_a_compiled_step_calls_nothing_else(loaded, inductor) -> None:
         assert (torch.stack([logits[row] for logits in got]) - expected).abs().max() <= 1e-4
     calls = calls_of(session, 2)
     assert calls["exportable_cache::few_queries_attention"] == LAYERS and not calls.keys() & OF_TORCH
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_soft_caps_and_sinks_of_models(loaded, inductor, family: str) -> None:
+    model, ids = tiny_model(family, head_dim=16), tokens(20)
+    session = Session.from_model(model, ExportableCache.from_model(model, 64), compile="wait", prefill_chunk=16)
+
+    def step(piece: torch.Tensor) -> torch.Tensor:
+        return session.decode(piece[:, 0]) if piece.shape[1] == 1 else session.prefill(piece)
+
+    assert difference(step, reference_logits(model, ids, 12), ids, 12) <= 1e-4
+    calls = calls_of(session, 1)
+    assert calls["exportable_cache::few_queries_attention"] == LAYERS
 
 
 @pytest.mark.full

@@ -180,7 +180,7 @@ def test_layers_that_are_replaced(loaded) -> None:
 
 
 class Joined(nn.Module):
-    """Three over one input and two over another; others are of another layer, of computed weights, and of few outputs."""
+    """Three over one input, two over another; others are of another layer, of computed weights, and of few outputs."""
 
     def __init__(self) -> None:
         super().__init__()
