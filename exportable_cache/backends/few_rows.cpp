@@ -190,8 +190,8 @@ void outputs_of(const Layer<W>& layer, int64_t first, int64_t count, const float
   }
 }
 
-// Units [begin, end) of up to R rows. The fewer rows, the more outputs at a time: memory is slow to answer, and is to be
-// asked for much at once.
+// Units [begin, end) of up to R rows. The fewer rows, the more outputs at a time: memory is slow to answer, and is to
+// be asked for much at once.
 template <class W, int R>
 void some_rows(const Layers<W>& layers, int64_t first, int64_t count, int64_t begin, int64_t end) {
   thread_local Scratch scratch;
@@ -281,7 +281,8 @@ Tensor linear(const Tensor& input, const Tensor& weight, const Numbers& scales, 
 }
 
 template <class W>
-std::vector<Tensor> linears(const Tensor& input, const std::vector<Tensor>& weights, const std::vector<Tensor>& biases) {
+std::vector<Tensor> linears(const Tensor& input, const std::vector<Tensor>& weights,
+                            const std::vector<Tensor>& biases) {
   const Tensor x = without_gaps(input);
   Layers<W> layers = layers_over<W>(x);
   std::vector<Tensor> outputs;
