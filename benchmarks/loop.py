@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -47,6 +47,8 @@ DYNAMIC, STATIC, GPT_FAST, OURS = (
     "gpt-fast style",
     "ours, compiled",
 )
+
+SHORT = {"dynamic": DYNAMIC, "static": STATIC, "gpt-fast": GPT_FAST, "ours": OURS}
 
 MODELS = {
     "llama-110m": lambda n: LlamaConfig(
@@ -178,6 +180,7 @@ def main(
     positions: Annotated[list[int] | None, typer.Option("--position", help="100, 1000 and 4000 by default.")] = None,
     rounds: Annotated[int, typer.Option(help="Interleaved rounds.")] = 6,
     steps: Annotated[int, typer.Option(help="Steps of each form per round.")] = 4,
+    forms: Annotated[list[str] | None, typer.Option("--form", help=f"Of {', '.join(SHORT)}; all by default.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="The 110M Llama at batch 1 only.")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="Also write the figures here.")] = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="Also draw them here; needs matplotlib.")] = None,
@@ -194,7 +197,8 @@ def main(
     rows: list[Row] = []
     for name in names:
         for batch in batches:
-            rows += measure(name, batch, length, positions, rounds, steps, bandwidth, console)
+            chosen = [SHORT[form] for form in forms or SHORT]
+            rows += measure(name, batch, length, positions, rounds, steps, bandwidth, console, chosen)
             console.print(table_of([row for row in rows if (row.model, row.batch) == (name, batch)]))
     if json_path is not None:
         json_path.write_text(json.dumps({"bandwidth": bandwidth, "rows": [asdict(row) for row in rows]}, indent=1))
@@ -211,19 +215,24 @@ def measure(
     steps: int,
     bandwidth: float,
     console: Console,
+    chosen: Sequence[str],
 ) -> list[Row]:
-    """Time every form of one model at one batch size."""
+    """Time forms of one model at one batch size."""
     torch._dynamo.reset()
     model, tokens = random_model(name, length), torch.randint(0, 32000, (batch, 1))
 
     def again():
         return _copy(model)
 
-    forms: dict[str, Step] = {DYNAMIC: dynamic_step(model, tokens)}
-    forms[STATIC] = static_step(again(), tokens, length)
-    if name.startswith("llama"):
-        forms[GPT_FAST] = gpt_fast_step(model, tokens, length)
-    forms[OURS] = our_step(again(), tokens, length)
+    made: dict[str, Callable[[], Step]] = {
+        DYNAMIC: lambda: dynamic_step(model, tokens),
+        STATIC: lambda: static_step(again(), tokens, length),
+        GPT_FAST: lambda: gpt_fast_step(model, tokens, length),
+        OURS: lambda: our_step(again(), tokens, length),
+    }
+    if not name.startswith("llama"):
+        del made[GPT_FAST]
+    forms = {form: make() for form, make in made.items() if form in chosen}
     rows = []
     with console.status("") as status:
         expected = model(tokens.expand(-1, 6)).logits
