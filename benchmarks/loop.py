@@ -8,7 +8,7 @@ compiled; a loop in the manner of gpt-fast (Llamas only); ours, compiled, read b
 it takes to read every weight and the filled cache once at the bandwidth that a large copy reaches here; a copy reads
 and writes.
 
-Rounds are interleaved, so that a slow moment of the machine falls on all forms. Positions are set, not generated: what
+Rounds are interleaved, the copies among them, so that a slow moment of the machine falls on all. Positions are set, not generated: what
 a step costs depends on the position and not on what the cache holds. Every form is checked first, on a short sequence.
 """
 
@@ -144,16 +144,23 @@ def our_step(model: PreTrainedModel, tokens: torch.Tensor, length: int) -> Step:
     )
 
 
-def copy_bandwidth() -> float:
-    """Bytes read and written per second by a copy of 512 MB, the best of ten."""
-    source = torch.ones(2**27)
+def copying(numbers: int = 2**27) -> Callable[[], float]:
+    """A copy of 512 MB, which gives the bytes read and written a second."""
+    source = torch.ones(numbers)
     target = torch.empty_like(source)
-    times = []
-    for _ in range(10):
+
+    def copy() -> float:
         start = time.perf_counter()
         target.copy_(source)
-        times.append(time.perf_counter() - start)
-    return 2 * source.nbytes / min(times)
+        return 2 * source.nbytes / (time.perf_counter() - start)
+
+    return copy
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second, the best of ten."""
+    copy = copying()
+    return max(copy() for _ in range(10))
 
 
 def bytes_read(model: PreTrainedModel, batch: int, position: int) -> int:
@@ -198,7 +205,7 @@ def main(
     for name in names:
         for batch in batches:
             chosen = [SHORT[form] for form in forms or SHORT]
-            rows += measure(name, batch, length, positions, rounds, steps, bandwidth, console, chosen)
+            rows += measure(name, batch, length, positions, rounds, steps, console, chosen)
             console.print(table_of([row for row in rows if (row.model, row.batch) == (name, batch)]))
     if json_path is not None:
         json_path.write_text(json.dumps({"bandwidth": bandwidth, "rows": [asdict(row) for row in rows]}, indent=1))
@@ -213,7 +220,6 @@ def measure(
     positions: list[int],
     rounds: int,
     steps: int,
-    bandwidth: float,
     console: Console,
     chosen: Sequence[str],
 ) -> list[Row]:
@@ -233,7 +239,7 @@ def measure(
     if not name.startswith("llama"):
         del made[GPT_FAST]
     forms = {form: make() for form, make in made.items() if form in chosen}
-    rows = []
+    rows, copy = [], copying()
     with console.status("") as status:
         expected = model(tokens.expand(-1, 6)).logits
         for form, step in forms.items():
@@ -254,13 +260,17 @@ def measure(
                     )
                     del forms[form]
             times: dict[str, list[float]] = {form: [] for form in forms}
+            bandwidths = []
             for done in range(rounds):
+                bandwidths += [copy() for _ in range(steps)]
                 for form, step in forms.items():
                     status.update(f"{name}, batch {batch}, position {position}: round {done + 1} of {rounds}, {form}")
                     for _ in range(steps):
                         start = time.perf_counter()
                         step(position)
                         times[form].append(1e3 * (time.perf_counter() - start))
+            bandwidth = statistics.median(bandwidths)
+            console.print(f"{name}, batch {batch}, position {position}: copies reach {bandwidth / 1e9:.1f} GB/s")
             bound = 1e3 * bytes_read(model, batch, position) / bandwidth
             rows += [Row(name, batch, position, form, statistics.median(ms), bound) for form, ms in times.items()]
     return rows

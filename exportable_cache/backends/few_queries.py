@@ -20,7 +20,7 @@ from ..common.machine_code import MachineCode
 from .own_operators import OwnOperators
 
 if TYPE_CHECKING:
-    from torch.fx import GraphModule
+    from torch.fx import GraphModule, Node
 
 #: Query tokens of all heads that share a key head, up to which the kernel is used.
 MOST_ROWS = 16
@@ -79,17 +79,16 @@ def attention_of_few_queries(module: GraphModule) -> int:
     Returns:
         How many times.
     """
-    found = []
+    found: list[tuple[Node, Any]] = []
     for node in module.graph.nodes:
-        operands = _OPERANDS.get(node.target) if node.op == "call_function" else None
-        if operands is not None:
-            values = map_arg((node.args, node.kwargs), lambda source: source.meta.get("example_value"))
-            if _is_computed(operands(*values[0], **values[1])):
-                found.append((node, operands))
+        find = _OPERANDS.get(node.target) if node.op == "call_function" else None
+        operands: Any = None if find is None else find(*node.args, **node.kwargs)
+        if _is_computed(map_arg(operands, lambda source: source.meta.get("example_value"))):
+            found.append((node, operands))
     if not found or not OPERATORS.load():
         return 0
     for node, operands in found:
-        node.args, node.kwargs, node.target = operands(*node.args, **node.kwargs), {}, attention
+        node.target, node.args, node.kwargs = attention, operands, {}
     module.recompile()
     return len(found)
 
@@ -99,7 +98,7 @@ def attention_if_few(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     compute.
     """
     operands = _of_torch(*args, **kwargs)
-    return attention(*operands) if _is_computed(operands) else None
+    return attention(*operands) if operands is not None and _is_computed(operands) else None
 
 
 def _of_torch(
@@ -144,9 +143,10 @@ def _is_computed(operands: tuple[Any, ...] | None) -> bool:
         return False
     if sinks is not None and sinks.dtype != query.dtype:
         return False
-    *sizes, kv_heads, value_dim = map(fixed_size, (*query.shape, key.shape[1], value.shape[3]))
-    if None in (*sizes, kv_heads, value_dim):
+    sizes = [fixed_size(size) for size in (*query.shape, key.shape[1], value.shape[3])]
+    fixed = [size for size in sizes if size is not None]
+    if len(fixed) < len(sizes):
         return False
-    _, heads, q_length, dim = sizes
+    _, heads, q_length, dim, kv_heads, value_dim = fixed
     is_small = kv_heads > 0 and heads % kv_heads == 0 and 0 < heads // kv_heads * q_length <= MOST_ROWS
     return is_small and dim % _UNIT == 0 and value_dim % _UNIT == 0

@@ -10,7 +10,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -81,10 +81,12 @@ def _join(linears: Sequence[Node]) -> None:
 
     groups: dict[tuple, list[Node]] = {}
     for node in linears:
-        x, weight, bias = node.args
+        x, weight, bias = cast(tuple[Any, ...], node.args)
         # At the place of the first one, parameters are there, and what is computed may not be.
         if all(one is None or one.op in ("placeholder", "get_attr") for one in (weight, bias)):
-            groups.setdefault((x, layer_of(node), bias is None, _value_of(weight).dtype), []).append(node)
+            groups.setdefault(
+                (x, layer_of(node), bias is None, cast(torch.Tensor, _value_of(weight)).dtype), []
+            ).append(node)
     for nodes in groups.values():
         if len(nodes) < 2:
             continue

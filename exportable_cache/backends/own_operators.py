@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ class OwnOperators:
         shapes: Of each operator's result, by the name of the operator, see `torch.library.register_fake`.
     """
 
-    def __init__(self, code: MachineCode, variable: str, shapes: Mapping[str, Callable[..., torch.Tensor]]) -> None:
+    def __init__(self, code: MachineCode, variable: str, shapes: Mapping[str, Callable[..., Any]]) -> None:
         self.code, self.variable = code, variable
         self._shapes = shapes
         self._has_shapes = False

@@ -249,7 +249,8 @@ def calls_of(session: Session, rows: int) -> dict[str, int]:
     return {event.key: event.count for event in profile.key_averages()}
 
 
-def test_a_compiled_step_calls_nothing_else(loaded, inductor) -> None:
+@pytest.mark.full
+def test_rows_of_different_length(loaded, inductor) -> None:
     """Rows of different length, in a ring past its window and in a full layer."""
     model = tiny_model("gemma3_text", head_dim=16)
     ids, lengths, steps = [tokens(40, seed=row) for row in range(2)], (3, 13), 6
@@ -268,6 +269,7 @@ def test_a_compiled_step_calls_nothing_else(loaded, inductor) -> None:
     assert calls["exportable_cache::few_queries_attention"] == LAYERS and not calls.keys() & OF_TORCH
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
 def test_soft_caps_and_sinks_of_models(loaded, inductor, family: str) -> None:
     model, ids = tiny_model(family, head_dim=16), tokens(20)

@@ -219,7 +219,8 @@ def calls_of(session: Session) -> dict[str, int]:
 
 
 def test_a_compiled_step_calls_nothing_else(loaded, inductor, tmp_path) -> None:
-    model, ids = tiny_model("mistral", num_hidden_layers=LAYERS), tokens(30)
+    """Nor than the kernel for attention."""
+    model, ids = tiny_model("mistral", num_hidden_layers=LAYERS, head_dim=16), tokens(30)
     options = {"compile": "wait", "prefill_chunk": 24, "graph_cache": tmp_path}
     session = Session.from_model(model, ExportableCache.from_model(model, 64), **options)
 
@@ -231,6 +232,8 @@ def test_a_compiled_step_calls_nothing_else(loaded, inductor, tmp_path) -> None:
     assert session.runner.graph_cache.compiled == 2
     calls = calls_of(session)
     assert {name: calls[name] for name in CALLS} == CALLS and not calls.keys() & OF_TORCH
+    assert calls["exportable_cache::few_queries_attention"] == LAYERS
+    assert "aten::_scaled_dot_product_flash_attention_for_cpu" not in calls
     with torch.profiler.profile() as profile:
         session.prefill(tokens(20))
     # A prompt's logits are those of its last token.

@@ -177,8 +177,10 @@ def _plainly(
     """What `EXTENDED_ATTENTION` is made of."""
     if sinks is not None:
         sinks = sinks.expand(query.shape[0], -1, query.shape[2], 1)
-    extras = {"softcap": softcap, "sinks": sinks}
-    return matmul_attention(torch.nn.Identity(), query, key, value, mask, scaling=scale, **extras)[0].transpose(1, 2)
+    output, _ = matmul_attention(
+        torch.nn.Identity(), query, key, value, mask, scaling=scale, softcap=softcap, sinks=sinks
+    )
+    return output.transpose(1, 2)
 
 
 define(_plainly)
