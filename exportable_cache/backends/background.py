@@ -94,8 +94,8 @@ class BackgroundCompiler:
 
     @contextlib.contextmanager
     def meanwhile(self) -> Iterator[None]:
-        """A block for a step without a graph: fewer threads while graphs are compiled, and this package's
-        kernels, once they are there, and oneDNN's linear layers where those are better.
+        """A block for a step without a graph: fewer threads while graphs are compiled, and the kernels of this
+        package, once they are there, and oneDNN's linear layers where those are better.
 
         Threads of one operator wait for each other, so one that has to share its core holds up all of them: steps are
         slower then than with a thread less, and what compiles waits as well.
