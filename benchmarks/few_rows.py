@@ -37,8 +37,8 @@ def main(
     rounds: Annotated[int, typer.Option(help="Interleaved rounds; the fastest counts.")] = 5,
 ) -> None:
     """Print the speed of each form and number of rows."""
-    if not few_rows.load():
-        raise SystemExit(f"the kernel is not there: {few_rows.CODE.reason or 'there is no compiler'}")
+    if not few_rows.OPERATORS.load():
+        raise SystemExit(f"the kernel is not there: {few_rows.OPERATORS.code.reason or 'there is no compiler'}")
     weights: list[torch.Tensor] = []
     while sum(weight.nbytes for weight in weights) < megabytes * 10**6:
         weights += [torch.randn(out, size) for size, out in SHAPES[model]]

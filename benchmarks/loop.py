@@ -8,7 +8,7 @@ compiled; a loop in the manner of gpt-fast (Llamas only); ours, compiled, read b
 taken where there is one, compiled forms replay CUDA graphs. The bound is the time it takes to read every weight and the
 filled cache once at the bandwidth that a large copy reaches there; a copy reads and writes.
 
-Rounds are interleaved, so that a slow moment of the machine falls on all forms. Positions are set, not generated: what
+Rounds are interleaved, the copies among them, so that a slow moment of the machine falls on all. Positions are set, not generated: what
 a step costs depends on the position and not on what the cache holds. Every form is checked first, on a short sequence.
 """
 
@@ -18,7 +18,7 @@ import functools
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -48,6 +48,8 @@ DYNAMIC, STATIC, GPT_FAST, OURS = (
     "gpt-fast style",
     "ours, compiled",
 )
+
+SHORT = {"dynamic": DYNAMIC, "static": STATIC, "gpt-fast": GPT_FAST, "ours": OURS}
 
 MODELS = {
     "llama-110m": lambda n: LlamaConfig(
@@ -168,11 +170,17 @@ def seconds(work: Callable[[], object], device: str) -> float:
     return time.perf_counter() - start
 
 
-def copy_bandwidth(device: str = "cpu") -> float:
-    """Bytes read and written per second by a copy of 512 MB, the best of ten."""
-    source = torch.ones(2**27, device=device)
+def copying(device: str, numbers: int = 2**27) -> Callable[[], float]:
+    """A copy of 512 MB, which gives the bytes read and written a second."""
+    source = torch.ones(numbers, device=device)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / min(seconds(lambda: target.copy_(source), device) for _ in range(10))
+    return lambda: 2 * source.nbytes / seconds(lambda: target.copy_(source), device)
+
+
+def copy_bandwidth(device: str = "cpu") -> float:
+    """Bytes a second, the best of ten."""
+    copy = copying(device)
+    return max(copy() for _ in range(10))
 
 
 def bytes_read(model: PreTrainedModel, batch: int, position: int) -> int:
@@ -201,6 +209,7 @@ def main(
     steps: Annotated[int, typer.Option(help="Steps of each form per round.")] = 4,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; cuda by default where there is one.")] = None,
     dtype: Annotated[str | None, typer.Option(help="By default float32 on a CPU, bfloat16 on a GPU.")] = None,
+    forms: Annotated[list[str] | None, typer.Option("--form", help=f"Of {', '.join(SHORT)}; all by default.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="The 110M Llama at batch 1 only.")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="Also write the figures here.")] = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="Also draw them here; needs matplotlib.")] = None,
@@ -219,7 +228,8 @@ def main(
     for name in names:
         for batch in batches:
             model = random_model(name, length, device, getattr(torch, dtype))
-            rows += measure(name, model, batch, positions, rounds, steps, bandwidth, console)
+            chosen = [SHORT[form] for form in forms or SHORT]
+            rows += measure(name, model, batch, positions, rounds, steps, console, chosen)
             console.print(table_of([row for row in rows if (row.model, row.batch) == (name, batch)]))
     if json_path is not None:
         json_path.write_text(json.dumps({"bandwidth": bandwidth, "rows": [asdict(row) for row in rows]}, indent=1))
@@ -234,10 +244,10 @@ def measure(
     positions: list[int],
     rounds: int,
     steps: int,
-    bandwidth: float,
     console: Console,
+    chosen: Sequence[str],
 ) -> list[Row]:
-    """Time every form of one model at one batch size."""
+    """Time forms of one model at one batch size."""
     torch._dynamo.reset()
     device, length = model.device, model.config.max_position_embeddings
     tokens = torch.randint(0, model.config.vocab_size, (batch, 1), device=device)
@@ -247,12 +257,16 @@ def measure(
     def again():
         return _copy(model)
 
-    forms: dict[str, Step] = {DYNAMIC: dynamic_step(model, tokens)}
-    forms[STATIC] = static_step(again(), tokens, length)
-    if name.startswith("llama"):
-        forms[GPT_FAST] = gpt_fast_step(model, tokens, length)
-    forms[OURS] = our_step(again(), tokens, length)
-    rows = []
+    made: dict[str, Callable[[], Step]] = {
+        DYNAMIC: lambda: dynamic_step(model, tokens),
+        STATIC: lambda: static_step(again(), tokens, length),
+        GPT_FAST: lambda: gpt_fast_step(model, tokens, length),
+        OURS: lambda: our_step(again(), tokens, length),
+    }
+    if not name.startswith("llama"):
+        del made[GPT_FAST]
+    forms = {form: make() for form, make in made.items() if form in chosen}
+    rows, copy = [], copying(device.type)
     with console.status("") as status:
         expected = model(tokens.expand(-1, 6)).logits
         for form, step in forms.items():
@@ -275,11 +289,15 @@ def measure(
                     )
                     del forms[form]
             times: dict[str, list[float]] = {form: [] for form in forms}
+            bandwidths = []
             for done in range(rounds):
+                bandwidths += [copy() for _ in range(steps)]
                 for form, step in forms.items():
                     status.update(f"{name}, batch {batch}, position {position}: round {done + 1} of {rounds}, {form}")
                     for _ in range(steps):
                         times[form].append(1e3 * seconds(functools.partial(step, position), device.type))
+            bandwidth = statistics.median(bandwidths)
+            console.print(f"{name}, batch {batch}, position {position}: copies reach {bandwidth / 1e9:.1f} GB/s")
             bound = 1e3 * bytes_read(model, batch, position) / bandwidth
             rows += [Row(name, batch, position, form, statistics.median(ms), bound) for form, ms in times.items()]
     return rows

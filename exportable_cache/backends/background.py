@@ -19,11 +19,13 @@ import torch
 
 from ..common.threads import threads_of_torch
 from ..errors import InputError
-from . import few_rows
 from .background_worker import GraphWorker, Mail
 from .compiling import CompileOptions, StepCompiler, check_background
+from .eager_operators import EagerOperators
+from .few_queries import OPERATORS as OF_FEW_QUERIES
+from .few_rows import OPERATORS as OF_FEW_ROWS
 from .graphs import Graph
-from .onednn_linears import EagerLinears, onednn_is_better
+from .onednn_linears import onednn_is_better
 from .skeleton import skeleton
 
 if TYPE_CHECKING:
@@ -92,17 +94,18 @@ class BackgroundCompiler:
 
     @contextlib.contextmanager
     def meanwhile(self) -> Iterator[None]:
-        """A block for a step without a graph: fewer threads while graphs are compiled, and linear layers of the kernel
-        for few rows, once it is there, and of oneDNN where those are better.
+        """A block for a step without a graph: fewer threads while graphs are compiled, and the kernels of this
+        package, once they are there, and oneDNN's linear layers where those are better.
 
         Threads of one operator wait for each other, so one that has to share its core holds up all of them: steps are
         slower then than with a thread less, and what compiles waits as well.
         """
         threads = self._worker.torch_threads
         left = 0 if not self.pending else 2 if threads >= _CORES_FOR_TWO else 1
-        few = few_rows.load(compiles=False)
-        linears = EagerLinears(few, self._by_onednn) if few or self._by_onednn else nullcontext()
-        with threads_of_torch(max(1, threads - left)), linears:
+        rows, queries = (operators.load(compiles=False) for operators in (OF_FEW_ROWS, OF_FEW_QUERIES))
+        faster = rows or queries or self._by_onednn
+        operators = EagerOperators(rows, queries, self._by_onednn) if faster else nullcontext()
+        with threads_of_torch(max(1, threads - left)), operators:
             yield
 
     def take(self, graph: Graph, inputs: Sequence[torch.Tensor], ahead: bool = False) -> Callable[..., Any] | None:

@@ -15,7 +15,6 @@ import torch
 from ..common.garbage import collect_seldom
 from ..generation.choosing_steps import Choice
 from .background_twin import Reply, Request, Twin, can_fork
-from .few_rows import load as load_few_rows
 from .graphs import CHOICE, choice_graph
 from .skeleton import from_skeleton
 
@@ -135,9 +134,12 @@ def _warm(runner: Any) -> None:
 
     A product has no kernel of its own: for one the compiler would start threads, which a fork lacks.
     """
+    from .graph_cache import OWN_OPERATORS
+
     backend = runner.compiler.layered
     if backend is not None:
-        load_few_rows()
+        for operators in OWN_OPERATORS:
+            operators.load()
         square = torch.zeros(2, 2)
         torch.compile(lambda x: x @ x, fullgraph=True, backend=backend)(square)
 

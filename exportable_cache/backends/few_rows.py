@@ -7,61 +7,43 @@ oneDNN and MKL are made for many rows and reach half of that. Prompts stay with 
 from __future__ import annotations
 
 import math
-import os
-import platform
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from ..common.compat.torch import LINEAR, fixed_size
 from ..common.machine_code import MachineCode
+from .own_operators import OwnOperators
 
 if TYPE_CHECKING:
-    from torch.fx import GraphModule
+    from torch.fx import GraphModule, Node
 
 #: Rows up to which the kernel is faster than oneDNN. Measured with 1 to 16 on an AMD processor with AVX-512.
 MOST_ROWS = 16
-#: Chooses who computes linear layers of few rows: `torch` for its own operators.
-VARIABLE = "EXPORTABLE_CACHE_LINEARS"
 #: `torch.nn.functional.linear` as TorchDynamo records it.
 _LINEARS = (LINEAR, torch.ops.aten.linear.default)
 #: The kernel takes a weight [out, in] of at least these sizes, and groups of inputs that have a scale each.
 _LEAST_OUT, _LEAST_IN, _LEAST_GROUP = 12, 16, 32
-_NAME = "few_rows_linear"
-
-CODE = MachineCode(Path(__file__).with_name("few_rows.cpp"))
-_has_shapes = False
+_FOLDER = Path(__file__).parent
 
 
-def is_wanted() -> bool:
-    """Whether there is a kernel for this process, or a compiler for it."""
-    # Its numbers were compared on such processors alone.
-    is_known = platform.machine() in ("x86_64", "AMD64")
-    return is_known and os.environ.get(VARIABLE, "") != "torch" and CODE.can_be_loaded()
+def _shape_of(x: torch.Tensor, weight: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
-def identity() -> str:
-    """What tells graphs that may call the kernel from others."""
-    return CODE.digest if is_wanted() else ""
+def _shapes_of(x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [_shape_of(x, weight) for weight in weights]
 
 
-def load(compiles: bool = True) -> bool:
-    """Have the operators in this process, see `MachineCode.load`."""
-    global _has_shapes
-    if not is_wanted() or not CODE.load(compiles):
-        return False
-    if not _has_shapes:
-        _has_shapes = True
-        for name in (_NAME, f"{_NAME}_int8"):
-            torch.library.register_fake(f"exportable_cache::{name}", _shape_of)
-    return True
-
-
-def calls_kernel(graph: bytes) -> bool:
-    """Whether a graph that was written needs the operators to be read."""
-    return _NAME.encode() in graph
+#: `EXPORTABLE_CACHE_LINEARS` chooses who computes linear layers of few rows: `torch` for its own operators.
+OPERATORS = OwnOperators(
+    MachineCode(_FOLDER / "few_rows.cpp", _FOLDER / "vectors.h"),
+    "EXPORTABLE_CACHE_LINEARS",
+    {"few_rows_linear": _shape_of, "few_rows_linear_int8": _shape_of, "few_rows_linears": _shapes_of},
+)
 
 
 def linears_of_few_rows(module: GraphModule) -> int:
@@ -81,12 +63,40 @@ def linears_of_few_rows(module: GraphModule) -> int:
             target = _operator_for(*(_value_of(one) for one in args))
             if target is not None:
                 found.append((node, target, args))
-    if not found or not load():
+    if not found or not OPERATORS.load():
         return 0
     for node, target, args in found:
         node.target, node.args, node.kwargs = target, args, {}
+    _join([node for node, target, _ in found if target is plain_linear])
     module.recompile()
     return len(found)
+
+
+def _join(linears: Sequence[Node]) -> None:
+    """Have one call compute those that a layer of the model has for the same rows: threads begin and end together once,
+    and not for each.
+    """
+    # Here, as it imports the compiler, which takes long.
+    from .regions import layer_of
+
+    groups: dict[tuple, list[Node]] = {}
+    for node in linears:
+        x, weight, bias = cast(tuple[Any, ...], node.args)
+        # At the place of the first one, parameters are there, and what is computed may not be.
+        if all(one is None or one.op in ("placeholder", "get_attr") for one in (weight, bias)):
+            groups.setdefault(
+                (x, layer_of(node), bias is None, cast(torch.Tensor, _value_of(weight)).dtype), []
+            ).append(node)
+    for nodes in groups.values():
+        if len(nodes) < 2:
+            continue
+        (x, *_), first = nodes[0].args, nodes[0]
+        biases = [node.args[2] for node in nodes if node.args[2] is not None]
+        with first.graph.inserting_before(first):
+            call = first.graph.call_function(plain_linears, (x, [node.args[1] for node in nodes], biases))
+        call.meta = {**first.meta, "example_value": [_value_of(node) for node in nodes]}
+        for place, node in enumerate(nodes):
+            node.target, node.args = operator.getitem, (call, place)
 
 
 def linear_of_few_rows(x: Any, weight: Any, bias: Any = None) -> torch.Tensor | None:
@@ -98,6 +108,11 @@ def linear_of_few_rows(x: Any, weight: Any, bias: Any = None) -> torch.Tensor | 
 def plain_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Over weights in float32 or bfloat16."""
     return torch.ops.exportable_cache.few_rows_linear.default(x, weight, bias)
+
+
+def plain_linears(x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Several over weights in float32 or in bfloat16, with biases or without."""
+    return torch.ops.exportable_cache.few_rows_linears.default(x, weights, biases)
 
 
 def quantized_linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
@@ -149,10 +164,6 @@ def _is_readable(weight: Any) -> bool:
 def _has_no_zeros(weight: Any) -> bool:
     """Whether a weight has a scale for each output and nothing else: torchao does not read zero points of those."""
     return type(weight).__name__ == "Int8Tensor" and weight.block_size[1] == weight.shape[1]
-
-
-def _shape_of(x: torch.Tensor, weight: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
 def _value_of(node: object) -> object:

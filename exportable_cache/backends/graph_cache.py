@@ -30,7 +30,8 @@ from ..common.own_files import is_own_file, own_folder, sealed, unsealed
 from ..common.own_key import own_key
 from ..common.processor import instructions, processor_name
 from ..common.tensor_kind import kind_of_tensor
-from . import few_rows
+from .few_queries import OPERATORS as OF_FEW_QUERIES
+from .few_rows import OPERATORS as OF_FEW_ROWS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+#: What graphs may call that is neither torch's nor generated.
+OWN_OPERATORS = (OF_FEW_ROWS, OF_FEW_QUERIES)
 #: Suffix of a graph's file.
 GRAPH = ".graph"
 #: Megabytes that a folder holds unless told otherwise: some hundred graphs.
@@ -224,8 +227,9 @@ class GraphCache:
             from ..common.compat.torch_compile import code_folder, compiled_here, libraries_noted
 
             graph, plainly = unpacked(written, own_folder(code_folder()))
-            if few_rows.calls_kernel(graph):
-                few_rows.load()
+            for operators in OWN_OPERATORS:
+                if operators.are_called_in(graph):
+                    operators.load()
             with compiled_here(plainly), libraries_noted(self._libraries):
                 call = torch.compiler.load_compiled_function(
                     io.BytesIO(graph), f_globals=step.__globals__, external_data=external
@@ -340,7 +344,7 @@ def _settings() -> list[Any]:
         torch.get_float32_matmul_precision(),
         torch.are_deterministic_algorithms_enabled(),
         torch.compiler.get_default_backend(),
-        few_rows.identity(),
+        *(operators.identity() for operators in OWN_OPERATORS),
     ]
 
 

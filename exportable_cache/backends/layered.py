@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch.fx import GraphModule, Node
 
 from ..common.compat import torch_compile as private
+from .few_queries import attention_of_few_queries
 from .few_rows import linears_of_few_rows
 from .onednn_linears import linears_by_onednn
 from .regions import regions_of
@@ -97,6 +98,7 @@ class LayeredBackend:
     def __call__(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         if self.equal is not None:
             self.equal.traced()
+        attention_of_few_queries(module)
         linears_of_few_rows(module)
         linears_by_onednn(module)
         marks = taken_marks(module)

@@ -7,15 +7,12 @@ packed and no copy is kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
-from ..common.compat.torch import LINEAR, linear_by_onednn
+from ..common.compat.torch import linear_by_onednn
 from ..common.processor import cpu_fields
-from .few_rows import linear_of_few_rows
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
@@ -27,33 +24,11 @@ def onednn_is_better() -> bool:
     return vendor != "GenuineIntel" and torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
 
 
-class EagerLinears(TorchFunctionMode):
-    """A block whose linear layers are not torch's own, where others compute them faster; without gradients.
-
-    Args:
-        few_rows: Whether those of few rows are the kernel's, see `few_rows.py`, which is loaded.
-        onednn: Whether others are oneDNN's, of those that it can compute.
-    """
-
-    def __init__(self, few_rows: bool, onednn: bool) -> None:
-        super().__init__()
-        self._few_rows, self._onednn = few_rows, onednn
-
-    def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if function is LINEAR and not kwargs:
-            result = linear_of_few_rows(*args) if self._few_rows else None
-            if result is not None:
-                return result
-            if self._onednn and _is_matrix(args[1]) and all(_is_float32(one) for one in args if one is not None):
-                return linear_by_onednn(*args)
-        return function(*args, **kwargs)
+def linear_of_float32(*args: Any) -> torch.Tensor | None:
+    """`torch.nn.functional.linear` by oneDNN; None of what it does not compute."""
+    if _is_matrix(args[1]) and all(_is_float32(one) for one in args if one is not None):
+        return linear_by_onednn(*args)
+    return None
 
 
 def linears_by_onednn(module: GraphModule) -> int:

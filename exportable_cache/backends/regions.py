@@ -110,7 +110,8 @@ def _is_mode(node: Node) -> bool:
     return getattr(node.target, "__name__", "") in _MODES
 
 
-def _layer_of(node: Node) -> str | None:
+def layer_of(node: Node) -> str | None:
+    """Name of the layer whose operator a node is, None of none."""
     for path, _ in (node.meta.get("nn_module_stack") or {}).values():
         found = _LAYER.match(re.sub(r"\['?(\w+)'?\]", r".\1", path))
         if found is not None:
@@ -124,7 +125,7 @@ def _runs(graph: Graph) -> list[tuple[str | None, list[Node]]]:
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
-        layer = _layer_of(node)
+        layer = layer_of(node)
         if not runs or runs[-1][0] != layer:
             if layer is not None and len(runs) > 1 and runs[-1][0] is None and runs[-2][0] == layer:
                 # What has no module lies within a layer, too.

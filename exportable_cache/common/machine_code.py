@@ -33,18 +33,20 @@ class MachineCode:
 
     Args:
         source: A file of C++ that needs torch's headers and nothing else.
+        headers: Files of ours that it includes.
     """
 
-    def __init__(self, source: Path) -> None:
-        self.source = source
+    def __init__(self, source: Path, *headers: Path) -> None:
+        self.source, self.headers = source, headers
         self._is_loaded = False
         #: Why there is none, "" as long as nothing has failed.
         self.reason = ""
 
     @functools.cached_property
     def digest(self) -> str:
-        """Of the source, the compiler's options, torch's release and the processor."""
-        told = [self.source.read_text(), *_OPTIONS, torch.__version__, processor_name(), instructions()]
+        """Of the sources, the compiler's options, torch's release and the processor."""
+        sources = (path.read_text() for path in (self.source, *self.headers))
+        told = [*sources, *_OPTIONS, torch.__version__, processor_name(), instructions()]
         return hashlib.sha256("\n".join(told).encode()).hexdigest()[:32]
 
     @property

@@ -12,8 +12,8 @@ from torch import nn
 
 from exportable_cache import ExportableCache, Session
 from exportable_cache.backends import background_worker, few_rows
+from exportable_cache.backends.eager_operators import EagerOperators
 from exportable_cache.backends.graph_cache import GraphCache
-from exportable_cache.backends.onednn_linears import EagerLinears
 from exportable_cache.common import machine_code
 from exportable_cache.common.machine_code import MachineCode
 from exportable_cache.common.own_files import HOME_VARIABLE
@@ -24,19 +24,21 @@ from ..support.models import tiny_model, tokens
 from ..support.oracle import difference, reference_logits
 from .test_low_precision import SIZES, quantized_model
 
-pytestmark = pytest.mark.skipif(not few_rows.is_wanted(), reason="there is no C++ compiler")
+pytestmark = pytest.mark.skipif(not few_rows.OPERATORS.is_wanted(), reason="there is no C++ compiler")
 
 #: [in, out]: neither is a multiple of a vector, both are, the least there are, and rows that are gone through in parts.
 SHAPES = [(37, 29), (768, 48), (16, 12), (2085, 50)]
 LAYERS = 2
 #: Seven of a layer, and the logits.
 LINEARS = 7 * LAYERS + 1
+#: As calls in a graph: three over what attention reads are one, two of the network behind it are one.
+CALLS = {"exportable_cache::few_rows_linear": 2 * LAYERS + 1, "exportable_cache::few_rows_linears": 2 * LAYERS}
 OF_TORCH = {"aten::mm", "aten::addmm", "aten::bmm", "aten::linear", "mkldnn::_linear_pointwise"}
 
 
 @pytest.fixture
 def loaded() -> None:
-    assert few_rows.load(), few_rows.CODE.reason
+    assert few_rows.OPERATORS.load(), few_rows.OPERATORS.code.reason
 
 
 @pytest.fixture
@@ -67,6 +69,23 @@ def test_weights_in_float(loaded, size: int, out: int, dtype: torch.dtype) -> No
             with threads_of_torch(threads):
                 compare(few_rows.plain_linear(x, weight, None), expected, dtype)
                 compare(few_rows.plain_linear(x, weight, bias), expected + bias.double(), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("outs", [(48,), (29, 12, 100), (24, 500, 13, 24)])
+def test_several_layers_of_the_same_rows(loaded, outs: tuple[int, ...], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    weights = [torch.randn(out, 200).to(dtype) for out in outs]
+    biases = [torch.randn(out).to(dtype) for out in outs]
+    for rows in (1, 3, 8, 13):
+        x = torch.randn(rows, 200).to(dtype)
+        for threads in (1, 2, 3):
+            with threads_of_torch(threads):
+                plain, biased = (few_rows.plain_linears(x, weights, added) for added in ([], biases))
+            for weight, bias, one, other in zip(weights, biases, plain, biased, strict=True):
+                expected = x.double() @ weight.double().T
+                compare(one, expected, dtype)
+                compare(other, expected + bias.double(), dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -160,6 +179,38 @@ def test_layers_that_are_replaced(loaded) -> None:
     assert found == [4, 4]
 
 
+class Joined(nn.Module):
+    """Three over one input, two over another; others are of another layer, of computed weights, and of few outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(32, out, bias=False) for out in (32, 16, 48))
+        self.gate, self.up, self.few = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 3, bias=False)
+        self.layers = nn.ModuleList([nn.Linear(32, 32, bias=False)])
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        q, k, v, (other,) = self.q(x), self.k(x), self.v(x), (layer(x) for layer in self.layers)
+        weight, bias = self.q.weight * 2, self.up.bias + 1
+        further = [nn.functional.linear(x, weight), nn.functional.linear(q, self.gate.weight, bias)]
+        return [q, k, v, other, self.gate(q), self.few(x), *further, self.up(q)]
+
+
+def test_layers_of_the_same_rows_are_one_call(loaded) -> None:
+    module, counts = Joined().eval(), []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]):
+        found = few_rows.linears_of_few_rows(graph)
+        calls = [node.target for node in graph.graph.nodes]
+        counts.append((found, calls.count(few_rows.plain_linears), calls.count(few_rows.plain_linear)))
+        return graph
+
+    torch._dynamo.reset()
+    x = torch.randn(2, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(module, backend=backend, fullgraph=True)(x), module(x))
+    assert counts == [(8, 2, 3)]
+
+
 def calls_of(session: Session) -> dict[str, int]:
     """Operators of a decode step."""
     with torch.profiler.profile() as profile:
@@ -168,7 +219,8 @@ def calls_of(session: Session) -> dict[str, int]:
 
 
 def test_a_compiled_step_calls_nothing_else(loaded, inductor, tmp_path) -> None:
-    model, ids = tiny_model("mistral", num_hidden_layers=LAYERS), tokens(30)
+    """Nor than the kernel for attention."""
+    model, ids = tiny_model("mistral", num_hidden_layers=LAYERS, head_dim=16), tokens(30)
     options = {"compile": "wait", "prefill_chunk": 24, "graph_cache": tmp_path}
     session = Session.from_model(model, ExportableCache.from_model(model, 64), **options)
 
@@ -179,7 +231,9 @@ def test_a_compiled_step_calls_nothing_else(loaded, inductor, tmp_path) -> None:
     assert difference(step, reference_logits(model, ids, 5), ids, 5) <= 1e-4
     assert session.runner.graph_cache.compiled == 2
     calls = calls_of(session)
-    assert calls["exportable_cache::few_rows_linear"] == LINEARS and not calls.keys() & OF_TORCH
+    assert {name: calls[name] for name in CALLS} == CALLS and not calls.keys() & OF_TORCH
+    assert calls["exportable_cache::few_queries_attention"] == LAYERS
+    assert "aten::_scaled_dot_product_flash_attention_for_cpu" not in calls
     with torch.profiler.profile() as profile:
         session.prefill(tokens(20))
     # A prompt's logits are those of its last token.
@@ -217,7 +271,7 @@ def test_weights_of_other_forms_are_left_to_torch(loaded) -> None:
 @pytest.mark.parametrize("rows", [few_rows.MOST_ROWS, few_rows.MOST_ROWS + 1])
 def test_layers_as_they_run(loaded, rows: int) -> None:
     layer, x = nn.Linear(32, 24), torch.randn(rows, 32)
-    with torch.no_grad(), torch.profiler.profile() as profile, EagerLinears(few_rows=True, onednn=False):
+    with torch.no_grad(), torch.profiler.profile() as profile, EagerOperators(few_rows=True):
         got = layer(x)
     torch.testing.assert_close(got, layer(x))
     calls = {event.key for event in profile.key_averages()}
@@ -241,7 +295,7 @@ def test_graphs_with_and_without_it_are_told_apart(tmp_path, monkeypatch) -> Non
 
     before = structure()
     assert before == structure()
-    monkeypatch.setenv(few_rows.VARIABLE, "torch")
+    monkeypatch.setenv(few_rows.OPERATORS.variable, "torch")
     assert before != structure()
 
 
@@ -276,12 +330,12 @@ def test_without_a_compiler_torch_computes(tmp_path, monkeypatch, caplog) -> Non
     for compiler in ("no-compiler", "false"):
         monkeypatch.setenv("CXX", compiler)
         code = a_library(tmp_path, monkeypatch)
-        monkeypatch.setattr(few_rows, "CODE", code)
+        monkeypatch.setattr(few_rows.OPERATORS, "code", code)
         graph = torch.fx.symbolic_trace(nn.Linear(32, 32))
         for node, shape in zip(graph.graph.nodes, ((1, 32), (32, 32), (32,), (1, 32))):
             node.meta["example_value"] = torch.randn(shape)
         with caplog.at_level(logging.WARNING):
             assert few_rows.linears_of_few_rows(graph) == 0 == few_rows.linears_of_few_rows(graph)
-        assert not few_rows.is_wanted()
+        assert not few_rows.OPERATORS.is_wanted()
     (line,) = caplog.messages
     assert "torch's own operators serve" in line and "ends with 1" in line

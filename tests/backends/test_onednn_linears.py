@@ -12,6 +12,7 @@ from torch import nn
 
 from exportable_cache import ExportableCache, Session, export
 from exportable_cache.backends import background, background_worker, few_rows, onednn_linears
+from exportable_cache.backends.eager_operators import EagerOperators
 from exportable_cache.backends.layered import LayeredBackend
 
 from ..support.compiling import compiling_with
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason
 
 @pytest.fixture(autouse=True)
 def without_our_kernel(monkeypatch) -> None:
-    monkeypatch.setenv(few_rows.VARIABLE, "torch")
+    monkeypatch.setenv(few_rows.OPERATORS.variable, "torch")
 
 
 @pytest.fixture
@@ -90,7 +91,7 @@ def test_layers_of_every_form_as_they_run(shape: tuple[int, ...]) -> None:
     module, x = Linears().eval(), torch.randn(shape)
     with torch.no_grad():
         expected = module(x)
-        with torch.profiler.profile() as profile, onednn_linears.EagerLinears(few_rows=False, onednn=True):
+        with torch.profiler.profile() as profile, EagerOperators(onednn=True):
             got = module(x)
     torch.testing.assert_close(got, expected)
     # One more is called with names.

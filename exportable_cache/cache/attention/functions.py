@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface
 
 from ...errors import UnsupportedModelError
+from .extended import EXTENDED_ATTENTION, EXTENSIONS, define, is_captured
 from .masks import register_masks
 from .names import ATTENTION, ATTENTION_NAMES, MATMUL_ATTENTION
 
@@ -74,7 +75,14 @@ def fused_attention(
     refuse_unknown(kwargs)
     if indices is not None:
         attention_mask = among_indices(attention_mask, indices, key.shape[2], query.dtype)
-    if any(kwargs.get(name) is not None for name in EXTRAS):
+    extras = {name for name in EXTRAS if kwargs.get(name) is not None}
+    if extras and extras <= EXTENSIONS and attention_mask is not None and not dropout and is_captured():
+        sinks = kwargs.get("sinks")
+        if kwargs.get("s_aux") is not None:
+            sinks = kwargs["s_aux"].reshape(1, -1, 1, 1)
+        output = EXTENDED_ATTENTION(query, key, value, attention_mask, scaling, kwargs.get("softcap"), sinks)
+        return output.transpose(1, 2).contiguous(), None
+    if extras:
         return matmul_attention(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, is_causal=is_causal, **kwargs
         )
@@ -155,6 +163,27 @@ def matmul_attention(
     weights = weights.reshape(batch * kv_heads, groups * q_length, kv_length)
     output = torch.bmm(weights, value.reshape(batch * kv_heads, kv_length, value.shape[-1]))
     return output.reshape(batch, heads, q_length, value.shape[-1]).transpose(1, 2).contiguous(), None
+
+
+def _plainly(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """What `EXTENDED_ATTENTION` is made of."""
+    if sinks is not None:
+        sinks = sinks.expand(query.shape[0], -1, query.shape[2], 1)
+    output, _ = matmul_attention(
+        torch.nn.Identity(), query, key, value, mask, scaling=scale, softcap=softcap, sinks=sinks
+    )
+    return output.transpose(1, 2)
+
+
+define(_plainly)
 
 
 def scores_of(

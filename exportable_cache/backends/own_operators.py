@@ -1,0 +1,51 @@
+"""Operators of torch that this package compiles for the processor at hand, for graphs and steps that are on it."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ..common.machine_code import MachineCode
+
+
+class OwnOperators:
+    """One library of them.
+
+    Args:
+        code: It.
+        variable: Of the environment: `torch` there turns them off.
+        shapes: Of each operator's result, by the name of the operator, see `torch.library.register_fake`.
+    """
+
+    def __init__(self, code: MachineCode, variable: str, shapes: Mapping[str, Callable[..., Any]]) -> None:
+        self.code, self.variable = code, variable
+        self._shapes = shapes
+        self._has_shapes = False
+
+    def is_wanted(self) -> bool:
+        """Whether there are such operators for this process, or a compiler for them."""
+        # Their numbers were compared on such processors alone.
+        is_known = platform.machine() in ("x86_64", "AMD64")
+        return is_known and os.environ.get(self.variable, "") != "torch" and self.code.can_be_loaded()
+
+    def identity(self) -> str:
+        """What tells graphs that may call them from others."""
+        return self.code.digest if self.is_wanted() else ""
+
+    def load(self, compiles: bool = True) -> bool:
+        """Have them in this process, see `MachineCode.load`."""
+        if not self.is_wanted() or not self.code.load(compiles):
+            return False
+        if not self._has_shapes:
+            self._has_shapes = True
+            for name, shape in self._shapes.items():
+                torch.library.register_fake(f"exportable_cache::{name}", shape)
+        return True
+
+    def are_called_in(self, graph: bytes) -> bool:
+        """Whether a graph that was written needs them to be read."""
+        return any(name.encode() in graph for name in self._shapes)
