@@ -57,6 +57,10 @@ def in_python(bundle: Path) -> None:
     from exportable_cache import load
 
     show("import exportable_cache", resident())
+    from exportable_cache.common.compat.executorch import runtime
+
+    runtime()
+    show("ExecuTorch's runtime", resident())
     session = load(bundle)
     show("load", resident())
     chunk = min(256, session.max_length or 256)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import exportable_cache
 from exportable_cache import export, load
 from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.errors import BundleError, InputError
@@ -173,3 +177,21 @@ def test_without_tokenizer_ids_work_and_text_is_refused(model: Any, tmp_path: Pa
     assert len(list(session.generate(tokens(3), 4, stop=None))) == 4
     with pytest.raises(InputError, match="needs a tokenizer.*pass tokenizer= to Session.from_model or export"):
         session.generate_text("hi")
+
+
+@pytest.mark.parametrize("target", ["executorch", "tensorrt"])
+def test_a_process_that_only_opens_knows_every_kernel_of_the_target(target: str) -> None:
+    """The exporter imports more, so that a bundle opened where it was made hides what is missing."""
+    pytest.importorskip("executorch" if target == "executorch" else "torch")
+    sources = (Path(exportable_cache.__file__).parent / "backends" / target).glob("*.py")
+    made = {
+        kind for path in sources for kind in re.findall(r'Kernel, kind="(\w+)"\)', path.read_text(encoding="utf-8"))
+    }
+    code = (
+        "from exportable_cache.backends.registry import backend_for\n"
+        "from exportable_cache.cache.kernel import Kernel\n"
+        f"backend_for({target!r})\nprint(*Kernel.kinds)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert made and made <= set(done.stdout.split())

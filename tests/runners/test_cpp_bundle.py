@@ -158,7 +158,7 @@ def _rename(old: str, new: str) -> Callable[[dict[str, Any]], None]:
         (_set("target", value="pt2"), "target is 'pt2', this library runs 'executorch'"),
         (_set("program", "form", value="explicit"), "program.form is 'explicit'"),
         (_set("program", "logits", value="all"), "program.logits is 'all'"),
-        (_set("program", "batch_size", value=2), "program.batch_size is 2, this library runs 1"),
+        (_set("program", "batch_size", value=2), "runs 2 rows at once, and this session one"),
         (_set("vocab_size", value=0), "vocab_size is no integer of at least 1"),
         (_set("layers", value=[]), "layers is no list of at least one"),
         (_set("layers", 0, "policy", value={"kind": "clever"}), "layer 0 has the policy clever, this library knows"),

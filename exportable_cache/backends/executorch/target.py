@@ -13,7 +13,7 @@ from ...errors import BundleError
 from ...program.spec import Form
 from ..base import LoweredFile, StandIn
 from ..registry import backend_for
-from . import fused_kernels, own_kernel  # noqa: F401  kernels of cache layers, by which bundles describe them
+from . import fused_kernels, own_kernel, rows_kernel  # noqa: F401  kernels of layers, by which bundles describe them
 from .options import ELSEWHERE, ExecutorchOptions
 from .runner import ExecutorchRunner
 

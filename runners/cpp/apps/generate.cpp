@@ -1,6 +1,7 @@
 // Generate from a bundle on the command line: text on stdout, speed on stderr.
 #include <getopt.h>
 
+#include <algorithm>
 #include <charconv>
 #include <cstdio>
 #include <cstdlib>
@@ -12,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include <exportable_cache/session.h>
+#include <exportable_cache/batch_session.h>
 
 namespace {
 
@@ -21,10 +22,11 @@ using namespace exportable_cache;
 constexpr const char* kUsage =
     "usage: exportable_cache_generate BUNDLE (--prompt TEXT | --chat | --tokens \"1 2 3\") [options]\n"
     "\n"
-    "  --prompt TEXT           text to go on from\n"
+    "  --prompt TEXT           text to go on from; once for each row of a bundle with a batch_size, and each answer is a line\n"
     "  --chat                  answer each line of the input, in the model's chat template\n"
     "  --system TEXT           what the model is told before the first question of a chat\n"
-    "  --tokens \"1 2 3\"        token ids instead; token ids come out. Of an encoder-decoder the decoder's\n"
+    "  --tokens \"1 2 3\"        token ids instead; token ids come out; once for each row, too. Of an encoder-decoder the\n"
+    "                          decoder's\n"
     "  --encode \"1 2 3\"        token ids for its encoder, with --tokens\n"
     "  --encode-file FILE      float32 numbers for its encoder, as a speech model's processor makes them, with --tokens\n"
     "  --input NAME=FILE       what the model's processor gives for images or sound, such as pixel_values: raw float32 (or int64)\n"
@@ -39,8 +41,8 @@ constexpr const char* kUsage =
 
 struct Arguments {
   std::string bundle;
-  std::optional<std::string> prompt;
-  std::optional<std::vector<int64_t>> tokens;
+  std::vector<std::string> prompts;
+  std::vector<std::vector<int64_t>> tokens;
   bool chat = false;
   std::string system;
   std::optional<std::vector<int64_t>> encoded_tokens;
@@ -143,10 +145,10 @@ std::optional<std::string> parse_arguments(int argc, char** argv, Arguments& arg
   for (int found; (found = getopt_long(argc, argv, "", kOptions, &index)) != -1;) {
     bool good = true;
     switch (found) {
-      case kPrompt: arguments.prompt = optarg; break;
+      case kPrompt: arguments.prompts.emplace_back(optarg); break;
       case kChat: arguments.chat = true; break;
       case kSystem: arguments.system = optarg; break;
-      case kTokens: good = parse_list(optarg, arguments.tokens.emplace()); break;
+      case kTokens: good = parse_list(optarg, arguments.tokens.emplace_back()); break;
       case kEncode: good = parse_list(optarg, arguments.encoded_tokens.emplace()); break;
       case kEncodeFile: arguments.encoded_file = optarg; break;
       case kInput: arguments.inputs.emplace_back(optarg); break;
@@ -164,7 +166,11 @@ std::optional<std::string> parse_arguments(int argc, char** argv, Arguments& arg
     if (!good) return std::string("--") + kOptions[index].name + " got '" + optarg + "', which is no number it takes";
   }
   if (argc - optind != 1) return "pass one bundle: a folder that export wrote";
-  if (arguments.prompt.has_value() + arguments.tokens.has_value() + arguments.chat != 1) return "pass one of --prompt, --chat and --tokens";
+  if (!arguments.prompts.empty() + !arguments.tokens.empty() + arguments.chat != 1) return "pass one of --prompt, --chat and --tokens";
+  const bool are_several = arguments.prompts.size() + arguments.tokens.size() > 1;
+  if (are_several && (arguments.encoded_tokens || arguments.encoded_file || !arguments.inputs.empty())) {
+    return "several prompts are token ids or text alone; pass one with --encode, --encode-file or --input";
+  }
   if (!arguments.system.empty() && !arguments.chat) return "--system is of a chat; pass --chat, too";
   arguments.bundle = argv[optind];
   return std::nullopt;
@@ -193,6 +199,41 @@ int converse(Session& session, const Arguments& arguments) {
   return 0;
 }
 
+// The answers of a batch, a line each: rows end at different times.
+int answer_rows(const Arguments& arguments) {
+  Result<BatchSession> session = BatchSession::open(arguments.bundle);
+  if (!session.ok()) return report(session.error());
+  std::vector<std::string> texts(arguments.prompts.size());
+  const Result<std::vector<Generation>> answers =
+      arguments.prompts.empty() ? session->generate(arguments.tokens, arguments.options)
+                                : session->generate_text(arguments.prompts, arguments.options, [&texts](size_t row, std::string_view piece) {
+                                    texts[row] += piece;
+                                    return true;
+                                  });
+  if (!answers.ok()) return report(answers.error());
+  for (size_t row = 0; row < answers->size(); ++row) {
+    if (!arguments.prompts.empty()) std::cout << texts[row];
+    if (arguments.prompts.empty()) {
+      for (const int64_t token : (*answers)[row].tokens) std::cout << token << " ";
+    }
+    std::cout << "\n";
+  }
+  std::cout << std::flush;
+  if (!std::cout) return cannot_write();
+  int64_t after_first = 0;
+  double slowest = 0;
+  for (const Generation& answer : *answers) {
+    const Statistics& statistics = answer.statistics;
+    after_first += std::max<int64_t>(0, statistics.generated_tokens - 1);
+    slowest = std::max(slowest, statistics.decode_seconds);
+    std::fprintf(stderr, "%lld prompt tokens, %lld new, ended by %s\n", static_cast<long long>(statistics.prompt_tokens),
+                 static_cast<long long>(statistics.generated_tokens), to_string(answer.reason));
+  }
+  std::fprintf(stderr, "first tokens after %.4f s, then %.1f tokens/s in all rows\n", answers->front().statistics.time_to_first_token,
+               slowest > 0 ? static_cast<double>(after_first) / slowest : 0.0);
+  return 0;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -201,6 +242,7 @@ int main(int argc, char** argv) {
     std::cerr << "error: " << *problem << "\n\n" << kUsage;
     return 2;
   }
+  if (arguments.prompts.size() + arguments.tokens.size() > 1) return answer_rows(arguments);
   Result<Session> session = Session::open(arguments.bundle);
   if (!session.ok()) return report(session.error());
 
@@ -220,9 +262,9 @@ int main(int argc, char** argv) {
   if (arguments.chat) return converse(*session, arguments);
 
   Result<Generation> generation =
-      arguments.prompt
-          ? session->generate_text(*arguments.prompt, arguments.options, print)
-          : session->generate(*arguments.tokens, arguments.options, [](int64_t token) {
+      arguments.tokens.empty()
+          ? session->generate_text(arguments.prompts.front(), arguments.options, print)
+          : session->generate(arguments.tokens.front(), arguments.options, [](int64_t token) {
               std::cout << token << " " << std::flush;
               return std::cout.good();
             });

@@ -1,18 +1,14 @@
 // Generation: prefill, choose, feed back, until something ends it.
 #include <algorithm>
-#include <chrono>
 
 #include <exportable_cache/session.h>
-#include <exportable_cache/text_stream.h>
 
+#include "checks.h"
+#include "timing.h"
 #include "token_mask.h"
 
 namespace exportable_cache {
 namespace {
-
-using Clock = std::chrono::steady_clock;
-
-double seconds(Clock::duration duration) { return std::chrono::duration<double>(duration).count(); }
 
 double rate(int64_t count, double duration) { return duration > 0 ? static_cast<double>(count) / duration : 0; }
 
@@ -21,10 +17,6 @@ std::string trimmed(const std::string& text) {
   constexpr const char* kSpace = " \t\n\r\f\v";
   const size_t first = text.find_first_not_of(kSpace);
   return first == std::string::npos ? std::string() : text.substr(first, text.find_last_not_of(kSpace) + 1 - first);
-}
-
-bool contains(const std::vector<int64_t>& tokens, int64_t token) {
-  return std::find(tokens.begin(), tokens.end(), token) != tokens.end();
 }
 
 }  // namespace
@@ -46,16 +38,14 @@ double Statistics::prefill_tokens_per_second() const { return rate(prompt_tokens
 
 double Statistics::decode_tokens_per_second() const { return rate(std::max<int64_t>(0, generated_tokens - 1), decode_seconds); }
 
-bool Session::is_end(int64_t token, const GenerateOptions& options) const {
-  return contains(manifest_.end_tokens, token) || contains(options.stop_tokens, token);
-}
-
 Result<Generation> Session::run(std::vector<int64_t> prompt, const GenerateOptions& options,
                                 const std::function<std::optional<StopReason>(int64_t token)>& on_token) {
-  if (const Status status = check_options(options); !status.ok()) return status.error();
-  if (const Status status = check_tokens(prompt); !status.ok()) return status.error();
+  if (const Status status = check_options(options, manifest_); !status.ok()) return status.error();
+  if (const Status status = check_lookup(options); !status.ok()) return status.error();
+  if (const Status status = check_tokens(prompt, manifest_, "tokens"); !status.ok()) return status.error();
   const auto prompt_size = static_cast<int64_t>(prompt.size());
-  if (const Status status = check_room(length_, prompt_size, options.max_new_tokens); !status.ok()) return status.error();
+  const Status fits = check_room(max_length(), length_, prompt_size, options.max_new_tokens);
+  if (!fits.ok()) return fits.error();
   if (const Status status = check_encoded(length_); !status.ok()) return status.error();
   if (const Status status = check_items(prompt); !status.ok()) return status.error();
   Result<Sampler> sampler = Sampler::make(options.sampling);
@@ -90,7 +80,7 @@ Result<Generation> Session::run(std::vector<int64_t> prompt, const GenerateOptio
       generation.tokens.push_back(token);
       context.push_back(token);
       reason = on_token(token);
-      if (!reason && is_end(token, options)) reason = StopReason::kEndToken;
+      if (!reason && is_end(token, manifest_, options)) reason = StopReason::kEndToken;
       if (!reason && static_cast<int64_t>(generation.tokens.size()) == options.max_new_tokens) reason = StopReason::kMaxNewTokens;
       if (!reason) goes_on = mask.ask(generation.tokens);
       if (!goes_on.ok()) break;
@@ -102,7 +92,7 @@ Result<Generation> Session::run(std::vector<int64_t> prompt, const GenerateOptio
     // What nobody gave out is taken back; the newest token was not fed.
     length_ -= static_cast<int64_t>(rows - used);
     const int64_t token = context.back();
-    pending_ = is_end(token, options) ? std::nullopt : std::optional(token);
+    pending_ = is_end(token, manifest_, options) ? std::nullopt : std::optional(token);
     if (!goes_on.ok()) return goes_on.error();
     if (!reason && room() == 0) reason = StopReason::kCacheFull;
     if (!reason && cancelled_->load(std::memory_order_relaxed)) reason = StopReason::kCancelled;
@@ -128,17 +118,17 @@ Result<Generation> Session::run(std::vector<int64_t> prompt, const GenerateOptio
 
 Result<Generation> Session::generate(std::span<const int64_t> prompt, const GenerateOptions& options, const OnToken& on_token) {
   // The vocabulary is opened for stop strings alone: tokens need none.
-  std::optional<TextStream> text;
-  StopStrings stops(options.stop_strings);
+  std::optional<AnswerText> text;
   if (!options.stop_strings.empty()) {
     Result<const Detokenizer*> vocabulary = detokenizer();
     if (!vocabulary.ok()) return vocabulary.error();
-    text.emplace(**vocabulary);
+    text.emplace(**vocabulary, options.stop_strings);
   }
   return run({prompt.begin(), prompt.end()}, options, [&](int64_t token) -> std::optional<StopReason> {
     if (on_token && !on_token(token)) return StopReason::kCallback;
-    if (text && !is_end(token, options)) stops.push(text->push(token));
-    return stops.stopped() ? std::optional(StopReason::kStopString) : std::nullopt;
+    if (!text || is_end(token, manifest_, options)) return std::nullopt;
+    text->push(token);
+    return text->stopped() ? std::optional(StopReason::kStopString) : std::nullopt;
   });
 }
 
@@ -181,19 +171,14 @@ Result<Generation> Session::text_after(std::vector<int64_t> ids, const GenerateO
   if (!vocabulary.ok()) return vocabulary.error();
   if (pending_ && !manifest_.encoder) ids.insert(ids.begin(), *pending_);
 
-  TextStream text(**vocabulary);
-  StopStrings stops(options.stop_strings);
+  AnswerText text(**vocabulary, options.stop_strings);
   const auto give = [&](const std::string& piece) { return piece.empty() || on_text(piece); };
   Result<Generation> generation = run(std::move(ids), options, [&](int64_t token) -> std::optional<StopReason> {
-    if (is_end(token, options)) return std::nullopt;
-    if (!give(stops.push(text.push(token)))) return StopReason::kCallback;
-    return stops.stopped() ? std::optional(StopReason::kStopString) : std::nullopt;
+    if (is_end(token, manifest_, options)) return std::nullopt;
+    if (!give(text.push(token))) return StopReason::kCallback;
+    return text.stopped() ? std::optional(StopReason::kStopString) : std::nullopt;
   });
-  if (generation.ok() && !stops.stopped() && generation->reason != StopReason::kCallback) {
-    std::string rest = stops.push(text.finish());
-    if (!stops.stopped()) rest += stops.finish();
-    give(rest);
-  }
+  if (generation.ok() && !text.stopped() && generation->reason != StopReason::kCallback) give(text.finish());
   return generation;
 }
 

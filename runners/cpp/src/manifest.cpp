@@ -262,9 +262,6 @@ Result<Manifest> Manifest::read(const std::string& folder) {
   reader.must_be(fields["target"], "target", "executorch");
   reader.must_be(program["form"], "program.form", "resident");
   reader.must_be(program["logits"], "program.logits", "last");
-  if (reader.integer(program["batch_size"], "program.batch_size", 1) != 1) {
-    reader.complain("program.batch_size is " + std::to_string(*program["batch_size"].integer()) + ", this library runs 1");
-  }
 
   Manifest manifest;
   manifest.folder = folder;
@@ -272,6 +269,8 @@ Result<Manifest> Manifest::read(const std::string& folder) {
   manifest.vocab_size = reader.integer(fields["vocab_size"], "vocab_size", 1);
   const Json& logits_size = fields["logits_size"];
   manifest.logits_size = logits_size.is_null() ? manifest.vocab_size : reader.integer(logits_size, "logits_size", 1);
+  manifest.batch_size = small(program["batch_size"], "program.batch_size", 1, reader);
+  manifest.equal_rows = program["equal_rows"].boolean() != nullptr && *program["equal_rows"].boolean();
   manifest.program_sha256 = reader.text(fields["files"]["program.pte"]["sha256"], "files.program.pte.sha256");
   manifest.has_tokenizer = fields["tokenizer"].string() != nullptr;
   manifest.end_tokens = token_ids(fields["generation_config"]["eos_token_id"], reader);

@@ -74,22 +74,24 @@ std::string signature_problem(const et::MethodMeta& meta, const MethodSpec& meth
   const auto logits = meta.output_tensor_meta(0);
   if (!logits.ok()) return "takes or returns something else than tensors";
   if (method.takes_embeds && !manifest.embeds) return "takes embeddings, which no method gives";
-  std::vector<int64_t> tokens{1, method.max_length};
+  const int64_t rows = manifest.batch_size;
+  std::vector<int64_t> tokens{rows, method.max_length};
   if (method.takes_embeds) tokens.push_back(manifest.embeds->hidden_size);
   for (const std::string& problem :
        {tensor_problem(meta.input_tensor_meta(0), method.takes_embeds ? "embeddings" : "tokens", tokens, method.takes_embeds),
-        tensor_problem(meta.input_tensor_meta(1), "a position", {1}, false), further_problem(meta, method, manifest.embeds)}) {
+        tensor_problem(meta.input_tensor_meta(1), "a position", {rows}, false), further_problem(meta, method, manifest.embeds)}) {
     if (!problem.empty()) return problem;
   }
   const auto logits_sizes = logits->sizes();
   int64_t count = 1;
   for (const int32_t size : logits_sizes) count *= size;
   const int64_t tokens_judged = std::max<int64_t>(1, method.scored_tokens);
-  const bool of_these = logits_sizes.size() > 0 && count == tokens_judged * logits_size &&
-                        logits_sizes[logits_sizes.size() - 1] == logits_size;
+  const bool is_of_vocabulary = logits_sizes.size() > 0 && logits_sizes[logits_sizes.size() - 1] == logits_size;
+  const bool of_these = is_of_vocabulary && count / logits_size % rows == 0 && count / logits_size / rows == tokens_judged;
   if (!is_floating(logits->scalar_type()) || !of_these) {
     const std::string several = method.scored_tokens > 0 ? std::to_string(tokens_judged) + ", " : "";
-    return "returns " + shape_text(logits_sizes) + ", not floating [1, " + several + std::to_string(logits_size) + "]";
+    return "returns " + shape_text(logits_sizes) + ", not floating [" + std::to_string(rows) + ", " + several +
+           std::to_string(logits_size) + "]";
   }
   return {};
 }
@@ -147,19 +149,22 @@ Status check_items(Engine& engine, const Manifest& manifest) {
   return {};
 }
 
-// The last `count` values.
+// The last `count` values of each of so many rows.
 template <class T>
-void copy_floats(const executorch::aten::Tensor& tensor, size_t count, std::vector<float>& values) {
-  const T* end = tensor.const_data_ptr<T>() + tensor.numel();
-  values.resize(count);
-  std::transform(end - count, end, values.begin(), [](T value) { return static_cast<float>(value); });
+void copy_floats(const executorch::aten::Tensor& tensor, size_t rows, size_t count, std::vector<float>& values) {
+  const size_t size = static_cast<size_t>(tensor.numel()) / rows;
+  values.resize(rows * count);
+  for (size_t row = 0; row < rows; ++row) {
+    const T* end = tensor.const_data_ptr<T>() + (row + 1) * size;
+    std::transform(end - count, end, values.begin() + static_cast<int64_t>(row * count), [](T value) { return static_cast<float>(value); });
+  }
 }
 
-void last_floats(const executorch::aten::Tensor& tensor, size_t count, std::vector<float>& values) {
+void last_floats(const executorch::aten::Tensor& tensor, size_t rows, size_t count, std::vector<float>& values) {
   switch (tensor.scalar_type()) {
-    case ScalarType::Half: copy_floats<executorch::aten::Half>(tensor, count, values); break;
-    case ScalarType::BFloat16: copy_floats<executorch::aten::BFloat16>(tensor, count, values); break;
-    default: copy_floats<float>(tensor, count, values); break;
+    case ScalarType::Half: copy_floats<executorch::aten::Half>(tensor, rows, count, values); break;
+    case ScalarType::BFloat16: copy_floats<executorch::aten::BFloat16>(tensor, rows, count, values); break;
+    default: copy_floats<float>(tensor, rows, count, values); break;
   }
 }
 
@@ -265,7 +270,7 @@ std::span<uint8_t> Program::cache() const { return engine_->cache(); }
 void Program::clear_cache() const { engine_->clear_cache(); }
 
 Status Program::run(const MethodSpec& method, const Step& step, size_t scored, std::vector<float>& logits) {
-  const auto length = static_cast<int32_t>(step.length);
+  const auto length = static_cast<int32_t>(step.length), rows = static_cast<int32_t>(step.positions.size());
   std::vector<executorch::extension::TensorPtr> tensors;
   std::vector<uint8_t> embeds;  // while the method runs
   if (method.takes_embeds) {
@@ -274,9 +279,9 @@ Status Program::run(const MethodSpec& method, const Step& step, size_t scored, s
     embeds = bytes_of(step.embeds, type);
     tensors.push_back(view(embeds.data(), {1, length, static_cast<int32_t>(step.embeds.size() / step.length)}, type));
   } else {
-    tensors.push_back(view(step.tokens.data(), {1, length}));
+    tensors.push_back(view(step.tokens.data(), {rows, length}));
   }
-  tensors.push_back(view(&step.position, {1}));
+  tensors.push_back(view(step.positions.data(), {rows}));
   if (method.takes_encoded) {
     tensors.push_back(view(step.encoded->states.data(), step.encoded->sizes, static_cast<ScalarType>(step.encoded->scalar_type)));
     tensors.push_back(view(&step.encoded->length, {1}));
@@ -294,15 +299,18 @@ Status Program::run(const MethodSpec& method, const Step& step, size_t scored, s
   for (const auto& tensor : tensors) inputs.emplace_back(*tensor);
   const auto output = engine_->execute(method.name, inputs);
   if (!output.ok()) {
-    return fail(ErrorCode::kRuntime, "ExecuTorch failed in method '", method.name, "' with ", length, " tokens at position ",
-                step.position, ": ", describe(output.error()), "; reset() the session");
+    std::string positions;
+    for (const int64_t position : step.positions) positions += (positions.empty() ? "" : ", ") + std::to_string(position);
+    return fail(ErrorCode::kRuntime, "ExecuTorch failed in method '", method.name, "' with ", length, " tokens at position ", positions,
+                ": ", describe(output.error()), "; reset() the session");
   }
   const executorch::aten::Tensor& tensor = output->front().toTensor();
   const size_t count = scored * static_cast<size_t>(tensor.size(tensor.dim() - 1));
-  if (count > static_cast<size_t>(tensor.numel())) {
-    return fail(ErrorCode::kRuntime, "method '", method.name, "' gave ", tensor.numel(), " logits, not ", count, "; reset() the session");
+  const size_t all = count * static_cast<size_t>(rows);
+  if (all > static_cast<size_t>(tensor.numel())) {
+    return fail(ErrorCode::kRuntime, "method '", method.name, "' gave ", tensor.numel(), " logits, not ", all, "; reset() the session");
   }
-  last_floats(tensor, count, logits);
+  last_floats(tensor, static_cast<size_t>(rows), count, logits);
   return {};
 }
 
@@ -321,7 +329,7 @@ Result<std::vector<float>> Program::embed(const EmbedsSpec& embeds, std::span<co
     if (static_cast<size_t>(tensor.numel()) != size * hidden) {
       return fail(ErrorCode::kRuntime, "method 'embed' gave ", tensor.numel(), " numbers of ", size, " tokens, not ", size * hidden);
     }
-    last_floats(tensor, size * hidden, part);
+    last_floats(tensor, 1, size * hidden, part);
     found.insert(found.end(), part.begin(), part.end());
     tokens = tokens.subspan(size);
   }
@@ -346,7 +354,7 @@ Result<std::vector<float>> Program::encode_item(const Items& items, size_t kind,
     return fail(ErrorCode::kRuntime, "method '", spec.method, "' gave ", tensor.numel(), " numbers of ", spec.tokens, " embeddings");
   }
   std::vector<float> found;
-  last_floats(tensor, static_cast<size_t>(tensor.numel()), found);
+  last_floats(tensor, 1, static_cast<size_t>(tensor.numel()), found);
   return found;
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "checks.h"
 #include "item_places.h"
 #include "prompt_lookup.h"
 #include "state_file.h"
@@ -20,11 +21,19 @@ const char* to_string(ErrorCode code) {
 }
 
 Session::Session(Manifest manifest, CacheLimits limits, Program program)
-    : manifest_(std::move(manifest)), limits_(std::move(limits)), program_(std::move(program)), items_(manifest_.items) {}
+    : manifest_(std::move(manifest)),
+      limits_(std::move(limits)),
+      program_(std::move(program)),
+      text_(manifest_),
+      items_(manifest_.items) {}
 
 Result<Session> Session::open(const std::string& folder) {
   Result<Manifest> manifest = Manifest::read(folder);
   if (!manifest.ok()) return manifest.error();
+  if (manifest->batch_size != 1) {
+    return fail(ErrorCode::kBundle, folder, " runs ", manifest->batch_size, " rows at once, and this session one; open it as a ",
+                "BatchSession with as many prompts, or export with batch_size=1");
+  }
   Result<CacheLimits> limits = CacheLimits::make(manifest->layers);
   if (!limits.ok()) return limits.error();
   Result<Program> program = Program::open(*manifest);
@@ -62,7 +71,7 @@ Status Session::rewind(int64_t tokens) {
 }
 
 Result<std::span<const float>> Session::prefill(std::span<const int64_t> tokens, std::optional<int64_t> position) {
-  if (const Status status = check_tokens(tokens); !status.ok()) return status.error();
+  if (const Status status = check_tokens(tokens, manifest_, "tokens"); !status.ok()) return status.error();
   const int64_t start = position.value_or(length_);
   if (start > length_) {
     return fail(ErrorCode::kInput, "position ", start, " skips ahead: the cache holds ", length_,
@@ -73,7 +82,8 @@ Result<std::span<const float>> Session::prefill(std::span<const int64_t> tokens,
   if (start > 0) {
     if (const Status status = check_rewind(length_ - start); !status.ok()) return status.error();
   }
-  if (const Status status = check_room(start, static_cast<int64_t>(tokens.size()), {}); !status.ok()) return status.error();
+  const auto count = static_cast<int64_t>(tokens.size());
+  if (const Status status = check_room(max_length(), start, count, {}); !status.ok()) return status.error();
   if (const Status status = check_encoded(start); !status.ok()) return status.error();
   if (const Status status = check_items(tokens); !status.ok()) return status.error();
   if (start == 0) begin();
@@ -116,7 +126,7 @@ Result<std::span<const float>> Session::feed(std::span<const int64_t> tokens, bo
     }
     if (method == nullptr) return no_method(size);
     const auto first = static_cast<size_t>(done), count = static_cast<size_t>(size);
-    Step step{.length = size, .position = length_, .encoded = encoded_ ? &*encoded_ : nullptr};
+    Step step{.length = size, .positions = {&length_, 1}, .encoded = encoded_ ? &*encoded_ : nullptr};
     std::vector<int64_t> positions;
     if (embeds) {
       step.embeds = std::span<const float>(embeddings).subspan(first * hidden, count * hidden);
@@ -178,7 +188,7 @@ Result<std::span<const float>> Session::score(std::span<const int64_t> tokens) {
   const MethodSpec* method = method_for(size, true);
   if (method == nullptr) return no_method(size);
   max_len_ever_ = std::max(max_len_ever_, length_ + size);
-  const Step step{.tokens = tokens, .length = size, .position = length_, .rope_delta = rope_delta(placed_, length_)};
+  const Step step{.tokens = tokens, .length = size, .positions = {&length_, 1}, .rope_delta = rope_delta(placed_, length_)};
   const Status status = program_.run(*method, step, tokens.size(), logits_);
   if (!status.ok()) return status.error();
   length_ += size;
@@ -202,7 +212,7 @@ Status Session::encode_input(std::span<const int64_t> tokens) {
                                                      : "this model has no encoder; pass the tokens to prefill");
   }
   const EncoderSpec& encoder = *manifest_.encoder;
-  if (const Status status = check_tokens(tokens); !status.ok()) return status;
+  if (const Status status = check_tokens(tokens, manifest_, "tokens"); !status.ok()) return status;
   const auto length = static_cast<int64_t>(tokens.size());
   if (length > encoder.max_length) {
     return fail(ErrorCode::kInput, "the encoder takes at most ", encoder.max_length, " tokens, got ", length,
@@ -279,67 +289,11 @@ Status Session::load_state(const std::string& path) {
   return {};
 }
 
-Result<std::vector<int64_t>> Session::encode(const std::string& text, bool starts) {
-  if (!tokenizer_) {
-    if (!manifest_.has_tokenizer) {
-      return fail(ErrorCode::kBundle, manifest_.folder, " was exported without a tokenizer; pass token ids");
-    }
-    Result<Tokenizer> tokenizer = Tokenizer::open(manifest_.tokenizer_path());
-    if (!tokenizer.ok()) return tokenizer.error();
-    tokenizer_ = std::move(*tokenizer);
-  }
-  return tokenizer_->encode(text, starts);
-}
-
-Result<const Detokenizer*> Session::detokenizer() {
-  if (!detokenizer_) {
-    if (!manifest_.has_tokenizer) {
-      return fail(ErrorCode::kBundle, manifest_.folder, " was exported without a tokenizer, which text needs; use token ids");
-    }
-    Result<Detokenizer> detokenizer = Detokenizer::open(manifest_.tokenizer_path());
-    if (!detokenizer.ok()) return detokenizer.error();
-    detokenizer_ = std::move(*detokenizer);
-  }
-  return &*detokenizer_;
-}
-
 // -- checks --------------------------------------------------------------------------------------------------------------
-
-Status Session::check_tokens(std::span<const int64_t> tokens) const {
-  if (tokens.empty()) return fail(ErrorCode::kInput, "the prompt is empty; pass at least one token");
-  for (size_t index = 0; index < tokens.size(); ++index) {
-    if (tokens[index] < 0 || tokens[index] >= manifest_.vocab_size) {
-      return fail(ErrorCode::kInput, "tokens[", index, "] is token id ", tokens[index], ", outside the vocabulary of 0 to ",
-                  manifest_.vocab_size - 1, "; tokenize with the model's own tokenizer");
-    }
-  }
-  return {};
-}
 
 Status Session::check_encoded(int64_t position) const {
   if (manifest_.encoder && !encoded_ && position == 0) {
     return fail(ErrorCode::kInput, "nothing was encoded yet; call encode_input first");
-  }
-  return {};
-}
-
-Status Session::check_room(int64_t held, int64_t tokens, std::optional<int64_t> max_new_tokens) const {
-  const std::optional<int64_t> limit = max_length();
-  if (!limit) return {};
-  const int64_t room = *limit - held;
-  if (tokens > *limit) {
-    return fail(ErrorCode::kCacheFull, "the cache holds ", held, " of at most ", *limit, " tokens, ", tokens,
-                " more do not fit; shorten the prompt, or export with max_cache_len of at least ", held + tokens);
-  }
-  if (tokens > room) {
-    return fail(ErrorCode::kCacheFull, "the cache holds ", held, " of at most ", *limit, " tokens, ", tokens,
-                " more do not fit; reset() the session, rewind() it, or export with a larger max_cache_len");
-  }
-  // The last new token is not fed back, so it needs no slot.
-  if (max_new_tokens && *max_new_tokens > room - tokens + 1) {
-    return fail(ErrorCode::kCacheFull, "the cache holds ", held, " of at most ", *limit, " tokens: after a prompt of ", tokens,
-                " tokens max_new_tokens may be at most ", room - tokens + 1, ", got ", *max_new_tokens,
-                "; lower it, leave it out to stop when the cache is full, or export with a larger max_cache_len");
   }
   return {};
 }
@@ -365,19 +319,7 @@ Status Session::check_items(std::span<const int64_t> tokens) const {
   return places.ok() ? Status() : places.error();
 }
 
-Status Session::check_options(const GenerateOptions& options) const {
-  if (options.max_new_tokens && *options.max_new_tokens < 1) {
-    return fail(ErrorCode::kInput, "max_new_tokens is ", *options.max_new_tokens,
-                "; it must be at least 1, or left out for as many as fit");
-  }
-  for (const int64_t token : options.stop_tokens) {
-    if (token < 0 || token >= manifest_.vocab_size) {
-      return fail(ErrorCode::kInput, "stop token ", token, " is outside the vocabulary of 0 to ", manifest_.vocab_size - 1);
-    }
-  }
-  for (const std::string& string : options.stop_strings) {
-    if (string.empty()) return fail(ErrorCode::kInput, "a stop string is empty; pass strings of at least one character");
-  }
+Status Session::check_lookup(const GenerateOptions& options) const {
   if (options.prompt_lookup < 0) {
     return fail(ErrorCode::kInput, "prompt_lookup is ", options.prompt_lookup, "; it must be at least 1, or 0 for none");
   }

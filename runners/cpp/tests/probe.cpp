@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include <exportable_cache/session.h>
+#include <exportable_cache/batch_session.h>
 
 #include "json.h"
 
@@ -20,6 +20,7 @@ using namespace exportable_cache;
 using Fields = std::vector<std::string>;
 
 std::optional<Session> session;
+std::optional<BatchSession> batch;
 
 std::string to_hex(std::string_view bytes) {
   constexpr char kDigits[] = "0123456789abcdef";
@@ -109,7 +110,67 @@ std::optional<int64_t> position_of(const Fields& fields) {
   return fields.size() > 2 ? std::optional(integer(fields[2])) : std::nullopt;
 }
 
+// Prompts "1 2 3,4 5", a row each.
+std::vector<std::vector<int64_t>> rows_of(const std::string& text) {
+  std::vector<std::vector<int64_t>> rows;
+  std::istringstream parts(text);
+  for (std::string part; std::getline(parts, part, ',');) rows.push_back(integers(part));
+  return rows;
+}
+
+// Of each row: tokens, what ended it, what the callback was given, and tokens of the prompt.
+void reply(const Result<std::vector<Generation>>& answers, const std::vector<std::string>& given) {
+  if (!answers.ok()) return reply(answers.error());
+  Fields fields;
+  for (size_t row = 0; row < answers->size(); ++row) {
+    const Generation& answer = (*answers)[row];
+    fields.insert(fields.end(), {join(answer.tokens), to_string(answer.reason), given[row], std::to_string(answer.statistics.prompt_tokens)});
+  }
+  reply(fields);
+}
+
 const std::map<std::string, std::function<void(const Fields&)>> kCommands = {
+    {"open_batch", [](const Fields& fields) {
+       Result<BatchSession> opened = BatchSession::open(fields[1]);
+       if (!opened.ok()) return reply(opened.error());
+       batch.emplace(std::move(*opened));
+       reply({std::to_string(batch->rows()), std::to_string(batch->max_length().value_or(-1))});
+     }},
+    {"rows_prefill", [](const Fields& fields) { reply(batch->prefill(rows_of(fields[1]))); }},
+    {"rows_decode", [](const Fields& fields) { reply(batch->decode(integers(fields[1]))); }},
+    {"rows_rewind", [](const Fields& fields) { reply(batch->rewind(integer(fields[1]))); }},
+    {"rows_reset", [](const Fields&) { batch->reset(), reply(Fields()); }},
+    {"rows_length", [](const Fields&) { reply({join(batch->lengths()), std::to_string(batch->room().value_or(-1))}); }},
+    {"rows_generate", [](const Fields& fields) {  // "end=R:N" ends row R at its callback's Nth token, "cancel=N" all at the Nth
+       std::vector<std::vector<int64_t>> seen(batch->rows());
+       size_t row_ended = batch->rows(), after = 0;
+       int64_t left = -1;
+       for (const std::string& field : fields) {
+         if (field.starts_with("cancel=")) left = integer(field.substr(7));
+         if (field.starts_with("end=")) {
+           row_ended = static_cast<size_t>(integer(field.substr(4)));
+           after = static_cast<size_t>(integer(field.substr(field.find(':') + 1)));
+         }
+       }
+       const auto answers = batch->generate(rows_of(fields[1]), options_of(fields, 2), [&](size_t row, int64_t token) {
+         seen[row].push_back(token);
+         if (--left == 0) batch->cancel();
+         return row != row_ended || seen[row].size() < after;
+       });
+       std::vector<std::string> given;
+       for (const auto& tokens : seen) given.push_back(join(tokens));
+       reply(answers, given);
+     }},
+    {"rows_text", [](const Fields& fields) {  // prompts in hexadecimal, "-" for an empty one
+       std::vector<std::string> prompts, given(batch->rows());
+       std::istringstream words(fields[1]);
+       for (std::string word; words >> word;) prompts.push_back(from_hex(word == "-" ? "" : word));
+       const auto answers = batch->generate_text(prompts, options_of(fields, 2), [&given](size_t row, std::string_view piece) {
+         given[row] += to_hex(piece);
+         return true;
+       });
+       reply(answers, given);
+     }},
     {"open", [](const Fields& fields) {
        Result<Session> opened = Session::open(fields[1]);
        if (!opened.ok()) return reply(opened.error());

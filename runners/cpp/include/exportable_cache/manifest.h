@@ -99,6 +99,8 @@ struct Manifest {
   std::string source;   // where the model came from
   int64_t vocab_size;   // token ids run from 0 to vocab_size - 1
   int64_t logits_size;  // ids that can come out: 0 to logits_size - 1, mostly all of them
+  int64_t batch_size = 1;   // rows that each step takes
+  bool equal_rows = false;  // all rows have to hold as many tokens
   std::vector<MethodSpec> methods;  // those that give logits
   std::vector<LayerSpec> layers;
   std::optional<EncoderSpec> encoder{};
@@ -117,7 +119,7 @@ struct Manifest {
   /// Read `folder`/manifest.json.
   ///
   /// Error kBundle if it cannot be read, is of another schema version, describes something else than an ExecuTorch program
-  /// of one row that returns the last token's logits, or if program.pte is missing or has not the size recorded. Checksums
+  /// that returns the last token's logits, or if program.pte is missing or has not the size recorded. Checksums
   /// are not compared: `exportable-cache inspect` does that.
   static Result<Manifest> read(const std::string& folder);
 };

@@ -22,12 +22,12 @@ struct Encoded {
   int64_t length = 0;           // tokens of it that are no padding
 };
 
-/// What a step takes: token ids, or embeddings of as many tokens; and where they go.
+/// What a step takes: token ids, or embeddings of as many tokens; and where they go. Ids alone where there are several rows.
 struct Step {
-  std::span<const int64_t> tokens{};  // ids, where there are no embeddings
-  std::span<const float> embeds{};    // [length, hidden_size]
-  int64_t length = 0;
-  int64_t position = 0;               // of the first in the cache
+  std::span<const int64_t> tokens{};     // ids [rows, length], where there are no embeddings
+  std::span<const float> embeds{};       // [length, hidden_size]
+  int64_t length = 0;                    // of each row
+  std::span<const int64_t> positions{};  // [rows], of each row's first in the cache
   int64_t rope_delta = 0;             // from there to its rotary position
   std::span<const int64_t> position_ids{};  // [axes, length], beside embeddings
   std::span<const int64_t> image_ids{};     // [length], beside embeddings
@@ -40,7 +40,7 @@ class Program {
   /// Load a file and every method that the manifest names.
   ///
   /// Error kBundle if ExecuTorch cannot load it, a method is missing, or its signature is not the manifest's:
-  /// `(int64 [1, length], int64 [1], ...) -> floating [1, vocab_size] or [1, scored_tokens, vocab_size]` of a step.
+  /// `(int64 [rows, length], int64 [rows], ...) -> floating [rows, vocab_size] or [rows, scored_tokens, vocab_size]` of a step.
   static Result<Program> open(const Manifest& manifest);
 
   Program(Program&&) noexcept;
@@ -68,8 +68,8 @@ class Program {
 
   /// Run one step. Nothing is checked here: `Session` has done so.
   ///
-  /// `method` takes ids or embeddings as `step` has them, `method.min_length` to `method.max_length`. `logits` [scored,
-  /// vocab_size] receives those of the last `scored` tokens, as float32 whatever the program computes in.
+  /// `method` takes ids or embeddings as `step` has them, `method.min_length` to `method.max_length`. `logits` [rows, scored,
+  /// vocab_size] receives those of each row's last `scored` tokens, as float32 whatever the program computes in.
   Status run(const MethodSpec& method, const Step& step, size_t scored, std::vector<float>& logits);
 
   /// Embeddings [length, hidden_size] of token ids.

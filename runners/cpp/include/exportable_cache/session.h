@@ -12,13 +12,12 @@
 #include <vector>
 
 #include <exportable_cache/allowed_tokens.h>
+#include <exportable_cache/bundle_text.h>
 #include <exportable_cache/cache_limits.h>
-#include <exportable_cache/detokenizer.h>
 #include <exportable_cache/items.h>
 #include <exportable_cache/manifest.h>
 #include <exportable_cache/program.h>
 #include <exportable_cache/sampler.h>
-#include <exportable_cache/tokenizer.h>
 
 namespace exportable_cache {
 
@@ -73,7 +72,8 @@ class Session {
  public:
   /// Open the bundle that `export` wrote to a folder, at position 0.
   ///
-  /// Error kBundle if the bundle cannot be run, see `Manifest::read`, `CacheLimits::make` and `Program::open`.
+  /// Error kBundle if the bundle cannot be run, see `Manifest::read`, `CacheLimits::make` and `Program::open`, or if it is of
+  /// several rows, which `BatchSession` runs.
   static Result<Session> open(const std::string& folder);
 
   const Manifest& manifest() const { return manifest_; }
@@ -165,18 +165,16 @@ class Session {
                           const OnText& on_text);
 
   /// Token ids of a text; with `starts`, as the first of a sequence. Opens the tokenizer at the first call.
-  Result<std::vector<int64_t>> encode(const std::string& text, bool starts);
+  Result<std::vector<int64_t>> encode(const std::string& text, bool starts) { return text_.encode(text, starts); }
 
   /// The vocabulary, for `TextStream`. Opened at the first call.
-  Result<const Detokenizer*> detokenizer();
+  Result<const Detokenizer*> detokenizer() { return text_.detokenizer(); }
 
  private:
   Session(Manifest manifest, CacheLimits limits, Program program);
 
-  Status check_tokens(std::span<const int64_t> tokens) const;
-  Status check_room(int64_t held, int64_t tokens, std::optional<int64_t> max_new_tokens) const;
   Status check_encoded(int64_t position) const;
-  Status check_options(const GenerateOptions& options) const;
+  Status check_lookup(const GenerateOptions& options) const;
   Status check_rewind(int64_t tokens) const;
   // Whether the prompt goes with what was added for it.
   Status check_items(std::span<const int64_t> tokens) const;
@@ -195,7 +193,6 @@ class Session {
   Error no_method(int64_t size) const;
   // What may follow `context`, whose newest token was not fed yet: at most as many as fit and can be taken back.
   std::span<const int64_t> propose(std::span<const int64_t> context, const GenerateOptions& options, int64_t given) const;
-  bool is_end(int64_t token, const GenerateOptions& options) const;
   // Text that follows token ids, behind the token that is still to be fed.
   Result<Generation> text_after(std::vector<int64_t> ids, const GenerateOptions& options, const OnText& on_text);
   Result<Generation> run(std::vector<int64_t> prompt, const GenerateOptions& options,
@@ -204,8 +201,7 @@ class Session {
   Manifest manifest_;
   CacheLimits limits_;
   Program program_;
-  std::optional<Tokenizer> tokenizer_;
-  std::optional<Detokenizer> detokenizer_;
+  BundleText text_;
   std::vector<float> logits_;
   std::optional<Encoded> encoded_;
   Items items_;                     // for the next prompt

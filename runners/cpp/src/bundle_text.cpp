@@ -1,0 +1,34 @@
+#include <exportable_cache/bundle_text.h>
+
+#include <utility>
+
+namespace exportable_cache {
+
+Result<std::vector<int64_t>> BundleText::encode(const std::string& text, bool starts) {
+  if (!tokenizer_) {
+    if (!is_there_) return fail(ErrorCode::kBundle, folder_, " was exported without a tokenizer; pass token ids");
+    Result<Tokenizer> tokenizer = Tokenizer::open(path_);
+    if (!tokenizer.ok()) return tokenizer.error();
+    tokenizer_ = std::move(*tokenizer);
+  }
+  return tokenizer_->encode(text, starts);
+}
+
+Result<const Detokenizer*> BundleText::detokenizer() {
+  if (!detokenizer_) {
+    if (!is_there_) {
+      return fail(ErrorCode::kBundle, folder_, " was exported without a tokenizer, which text needs; use token ids");
+    }
+    Result<Detokenizer> detokenizer = Detokenizer::open(path_);
+    if (!detokenizer.ok()) return detokenizer.error();
+    detokenizer_ = std::move(*detokenizer);
+  }
+  return &*detokenizer_;
+}
+
+std::string AnswerText::finish() {
+  std::string rest = stops_.push(stream_.finish());
+  return stops_.stopped() ? rest : rest + stops_.finish();
+}
+
+}  // namespace exportable_cache
