@@ -14,8 +14,8 @@ import torch
 
 from ..common.garbage import collect_seldom
 from ..generation.choosing_steps import Choice
+from . import few_rows
 from .background_twin import Reply, Request, Twin, can_fork
-from .few_rows import load as load_few_rows
 from .graphs import CHOICE, choice_graph
 from .skeleton import from_skeleton
 
@@ -64,6 +64,9 @@ def main() -> None:
     # What a model prints is no reply.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.nice(_NICENESS)
+    if few_rows.is_wanted():
+        # It takes as long as the imports and the first trace.
+        few_rows.CODE.begin()
     requests, replying = _Requests(sys.stdin.buffer), threading.Lock()
     start = pickle.load(sys.stdin.buffer)
 
@@ -137,7 +140,6 @@ def _warm(runner: Any) -> None:
     """
     backend = runner.compiler.layered
     if backend is not None:
-        load_few_rows()
         square = torch.zeros(2, 2)
         torch.compile(lambda x: x @ x, fullgraph=True, backend=backend)(square)
 

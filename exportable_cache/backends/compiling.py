@@ -16,6 +16,7 @@ from ..common.progress import Progress, silent
 from ..common.settings import check_settings, setting
 from ..errors import InputError
 from ..program.methods import ProgramMethod
+from . import few_rows
 from .graph_cache import GRAPH_CACHE_MB, GraphCache
 
 if TYPE_CHECKING:
@@ -97,6 +98,8 @@ class StepCompiler:
         from .equal_layers import EqualLayers
         from .layered import LayeredBackend
 
+        if few_rows.is_wanted():
+            few_rows.CODE.begin()
         # Layers of other models hand each other more than hidden states, and graphs that are not kept have guards on
         # the classes of layers, which tracing three of them changes.
         is_plain = self._cache.residence is None and self._cache.ranks is None

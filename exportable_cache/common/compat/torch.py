@@ -172,9 +172,11 @@ def maybe_mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
     torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
-def dynamo_error() -> type[Exception]:
-    """What TorchDynamo raises."""
-    return torch._dynamo.exc.TorchDynamoException
+def tracing_errors() -> tuple[type[Exception], ...]:
+    """What TorchDynamo raises, also where a size is not as free as it is said to be."""
+    from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
+
+    return torch._dynamo.exc.TorchDynamoException, ConstraintViolationError
 
 
 def mode_options(mode: str) -> dict[str, Any]:
