@@ -18,6 +18,7 @@ from ..errors import InputError
 from ..program.methods import ProgramMethod
 from . import few_rows
 from .graph_cache import GRAPH_CACHE_MB, GraphCache
+from .graphs import OutdatedGraph
 
 if TYPE_CHECKING:
     from ..models.cache_factory import ExportableCache
@@ -25,13 +26,6 @@ if TYPE_CHECKING:
     from .layered import LayeredBackend
 
 Step = Callable[..., Any]
-
-
-class OutdatedGraph(Exception):
-    """A graph that was kept, and whose guards do not hold any more."""
-
-    def __init__(self) -> None:
-        super().__init__("the model or torch's settings have changed since a graph was compiled")
 
 
 @dataclass(frozen=True)

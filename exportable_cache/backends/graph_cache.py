@@ -31,6 +31,7 @@ from ..common.own_key import own_key
 from ..common.processor import instructions, processor_name
 from ..common.tensor_kind import kind_of_tensor
 from . import few_rows
+from .own_tensors import owners_of_tensors
 
 if TYPE_CHECKING:
     from torch import nn
@@ -76,6 +77,7 @@ class GraphCache:
         self, folder: str | Path, model: nn.Module, cache: ExportableCache, limit: int = GRAPH_CACHE_MB
     ) -> None:
         self.folder = own_folder(Path(folder))
+        self._owners = model, cache
         self._key = own_key()
         self._limit = limit * 10**6
         self._used: set[Path] = set()
@@ -130,6 +132,7 @@ class GraphCache:
                 private.sources_once(),
                 private.nameless_methods_left_out(),
                 private.libraries_noted(self._libraries),
+                owners_of_tensors(*self._owners),
                 few_collections(),
             ):
                 call = self._compiled(step, inputs, options)
@@ -226,7 +229,8 @@ class GraphCache:
             graph, plainly = unpacked(written, own_folder(code_folder()))
             if few_rows.calls_kernel(graph):
                 few_rows.load()
-            with compiled_here(plainly), libraries_noted(self._libraries):
+            owners = owners_of_tensors(*self._owners)
+            with compiled_here(plainly), libraries_noted(self._libraries), owners:
                 call = torch.compiler.load_compiled_function(
                     io.BytesIO(graph), f_globals=step.__globals__, external_data=external
                 )

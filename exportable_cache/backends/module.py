@@ -21,8 +21,8 @@ from ..program.read_lengths import shared_methods, slots_to_read
 from ..program.spec import ProgramSpec
 from ..program.tracing import told_by
 from .background import background_compiler
-from .compiling import CompileOptions, OutdatedGraph, StepCompiler, marked
-from .graphs import Graph, choice_graph, choosing
+from .compiling import CompileOptions, StepCompiler, marked
+from .graphs import Graph, OutdatedGraph, choice_graph, choosing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
