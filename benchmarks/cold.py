@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shutil
 import statistics
@@ -233,7 +234,8 @@ def main(
         if form == "none":
             continue
         with tempfile.TemporaryDirectory() as temporary:
-            kept = temporary if folder is None else str(folder / f"{model} {form}")
+            # Inductor's compiler takes no spaces in names.
+            kept = temporary if folder is None else str(folder / re.sub(r"\W+", "-", f"{model} {form}"))
             for warm in (False, True):
                 if ("warm" if warm else "cold") not in (starts or ("cold", "warm")):
                     continue

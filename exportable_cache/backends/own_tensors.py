@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ..common.compat.torch import module_tensors
 from ..common.tensor_kind import kind_of_tensor
 from .graphs import OutdatedGraph
 
@@ -71,7 +72,8 @@ class OwnTensors:
                 holder = vars(cache.layers[place.layer])
             else:
                 module = modules.get(place.module)
-                holder = next((one for one in _holders(module) if place.name in one), {})
+                holders = () if module is None else module_tensors(module)
+                holder = next((one for one in holders if place.name in one), {})
             tensor = holder.get(place.name)
             if not isinstance(tensor, torch.Tensor) or tuple(kind_of_tensor(tensor)) != place.kind:
                 raise OutdatedGraph
@@ -90,12 +92,6 @@ class OwnTensors:
                 raise OutdatedGraph
             found.append(tensor)
         return found
-
-
-def _holders(module: nn.Module | None) -> Iterator[dict[str, Any]]:
-    if module is not None:
-        # Looked up without the module's own `__getattr__`, which takes longer than all else here.
-        yield from (module._parameters, module._buffers, vars(module))
 
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
