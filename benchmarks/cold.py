@@ -2,11 +2,14 @@
 
     python benchmarks/cold.py                                  # 110M Llama, cache 4096, prompt of 100 tokens
     python benchmarks/cold.py --model gemma3-hybrid --json cold.json --plot cold.svg
+    python benchmarks/cold.py --model qwen3-36 --form "transformers static" --limit 110 --json cold.json --plot cold.svg
 
 Forms: ours, compiled in the background and when a graph is needed; transformers' `StaticCache` with a compiled decode
 and the prompt in eager mode, as its `generate` does; a loop in the manner of gpt-fast (Llamas only); transformers in
 eager mode. Each is two processes: the first with empty caches of compiled code, the second with what the first left.
-Imports and the model's construction are not counted; compiling is, and so is importing the compiler.
+Imports and the model's construction are not counted; compiling is, and so is importing the compiler. With `--folder`
+compiled code stays, so that `--start cold` and `--start warm` can be two calls. With `--json` the table and plot are
+of all that the file has come to hold. A process that takes longer than `--limit` is ended, and what it gave is told.
 
 Per form: seconds to the first, second and last token, the longest wait between two, milliseconds of the last tokens
 (median of 20), and of ours when `warm_up` has returned behind them: then every graph is there. Processor seconds are
@@ -18,7 +21,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
@@ -38,7 +43,7 @@ from rich.table import Table
 PROMPT, TOKENS = 100, 200
 FORMS = ("ours, in the background", "ours, waiting", "transformers static", "gpt-fast style", "transformers eager")
 _TIMES = ("1st token", "2nd", f"{TOKENS}th", "longest wait", "in the end", "everything")
-COLUMNS = ("form", "start", *_TIMES, "processor", "memory")
+COLUMNS = ("model", "form", "start", *_TIMES, "processor", "memory")
 #: The last tokens, whose median says how fast a form is in the end.
 LAST = 20
 
@@ -48,13 +53,14 @@ class Run:
     """One process.
 
     Attributes:
-        form, warm: Which.
+        model, form, warm: Which.
         times: Seconds since it had a model, at each token.
         everything: When every graph was there, None where that is not asked.
         processor: Seconds of all processes to the end.
         memory: GiB.
     """
 
+    model: str
     form: str
     warm: bool
     times: list[float] = field(default_factory=list)
@@ -65,13 +71,20 @@ class Run:
     @property
     def last_ms(self) -> float:
         """Milliseconds of a token in the end."""
-        waits = [later - earlier for earlier, later in zip(self.times[-LAST - 1 :], self.times[-LAST:], strict=False)]
-        return 1e3 * statistics.median(waits)
+        return 1e3 * statistics.median(self._waits()[-LAST:])
 
     @property
     def stall(self) -> float:
         """The longest wait between two tokens."""
-        return max(later - earlier for earlier, later in zip(self.times, self.times[1:], strict=False))
+        return max(self._waits())
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it was not ended."""
+        return len(self.times) == TOKENS
+
+    def _waits(self) -> list[float]:
+        return [later - earlier for earlier, later in zip(self.times, self.times[1:], strict=False)]
 
 
 def processor_seconds() -> float:
@@ -155,7 +168,7 @@ def loop_of(form: str, name: str, length: int, folder: str) -> Callable[[], Iter
 
 def measure(form: str, name: str, length: int, folder: str) -> Run:
     """In this process."""
-    loop, run = loop_of(form, name, length, folder), Run(form, warm=False)
+    loop, run = loop_of(form, name, length, folder), Run(name, form, warm=False)
     before, start, at_end = processor_seconds(), time.perf_counter(), None
     for token in loop():
         if token is None:
@@ -164,6 +177,7 @@ def measure(form: str, name: str, length: int, folder: str) -> Run:
             at_end = processor_seconds(), *living_usage()
         else:
             run.times.append(time.perf_counter() - start)
+            print(run.times[-1], flush=True)
     seconds, of_others, memory = at_end or (processor_seconds(), 0.0, 0.0)
     run.processor = seconds + of_others - before
     if not memory:
@@ -172,11 +186,32 @@ def measure(form: str, name: str, length: int, folder: str) -> Run:
     return run
 
 
+def run_of(form: str, name: str, length: int, warm: bool, folder: str, limit: float) -> Run:
+    """A process of its own."""
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
+    command = [sys.executable, __file__, "--model", name, "--length", str(length), "--form", form, "--child", folder]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        try:
+            told, errors = child.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            told, _ = child.communicate()
+            return Run(name, form, warm, [float(line) for line in told.splitlines()])
+    if child.returncode:
+        raise SystemExit(errors)
+    return Run(**json.loads(told.splitlines()[-1]) | {"warm": warm})
+
+
 def main(
     model: Annotated[str, typer.Option(help="Of benchmarks/loop.py.")] = "llama-110m",
     length: Annotated[int, typer.Option(help="Slots allocated.")] = 4096,
-    forms: Annotated[list[str] | None, typer.Option("--form", help="All by default.")] = None,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Also write the figures here.")] = None,
+    forms: Annotated[list[str] | None, typer.Option("--form", help="All by default; `none` for none.")] = None,
+    starts: Annotated[list[str] | None, typer.Option("--start", help="`cold` or `warm`, both by default.")] = None,
+    folder: Annotated[
+        Path | None, typer.Option(help="Keep compiled code here; forms have folders of their own.")
+    ] = None,
+    limit: Annotated[float, typer.Option(help="Seconds after which a process is ended.")] = 1800.0,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Add the figures to those in this file.")] = None,
     markdown: Annotated[Path | None, typer.Option(help="Also write the table here.")] = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="Also draw tokens over time; needs matplotlib.")] = None,
     child: Annotated[str | None, typer.Option(hidden=True)] = None,
@@ -185,30 +220,37 @@ def main(
     if child is not None:
         print(json.dumps(asdict(measure((forms or [""])[0], model, length, child))))
         return
-    if unknown := set(forms or ()) - set(FORMS):
+    if unknown := set(forms or ()) - {*FORMS, "none"}:
         raise typer.BadParameter(f"{sorted(unknown)} is none of {', '.join(FORMS)}", param_hint="'--form'")
     if plot is not None and find_spec("matplotlib") is None:
         raise typer.BadParameter("it needs matplotlib: pip install matplotlib", param_hint="'--plot'")
-    console, runs, begin = Console(width=150), [], os.getloadavg()[0]
+    console, begin = Console(width=170), os.getloadavg()[0]
+    runs: dict[tuple[str, str, bool], Run] = {}
+    if json_path is not None and json_path.exists():
+        runs = {
+            (run.model, run.form, run.warm): run for run in (Run(**one) for one in json.loads(json_path.read_text()))
+        }
     for form in forms or [form for form in FORMS if model.startswith("llama") or form != "gpt-fast style"]:
-        with tempfile.TemporaryDirectory() as folder:
-            environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
-            again = ["--model", model, "--length", str(length), "--form", form, "--child", folder]
+        if form == "none":
+            continue
+        with tempfile.TemporaryDirectory() as temporary:
+            # Inductor's compiler takes no spaces in names.
+            kept = temporary if folder is None else str(folder / re.sub(r"\W+", "-", f"{model} {form}"))
             for warm in (False, True):
-                done = subprocess.run(
-                    [sys.executable, __file__, *again], env=environment, capture_output=True, text=True
-                )
-                if done.returncode:
-                    raise SystemExit(done.stderr)
-                runs.append(Run(**json.loads(done.stdout.splitlines()[-1]) | {"warm": warm}))
-                console.print(table_of(runs[-1:]))
+                if ("warm" if warm else "cold") not in (starts or ("cold", "warm")):
+                    continue
+                if not warm:
+                    shutil.rmtree(kept, ignore_errors=True)
+                os.makedirs(kept, mode=0o700, exist_ok=True)
+                run = runs[model, form, warm] = run_of(form, model, length, warm, kept, limit)
+                console.print(table_of([run]))
                 if json_path is not None:
-                    json_path.write_text(json.dumps([asdict(run) for run in runs], indent=1))
-    console.print(table_of(runs))
+                    json_path.write_text(json.dumps([asdict(one) for one in runs.values()], indent=1))
+    console.print(table_of([*runs.values()]))
     if markdown is not None:
-        markdown.write_text(markdown_of(runs, begin))
+        markdown.write_text(markdown_of([*runs.values()], begin))
     if plot is not None:
-        draw(runs, plot)
+        draw([*runs.values()], plot)
 
 
 def table_of(runs: list[Run]) -> Table:
@@ -222,11 +264,15 @@ def table_of(runs: list[Run]) -> Table:
 
 def cells_of(runs: list[Run]) -> Iterator[list[str]]:
     for run in runs:
-        seconds = [f"{value:.1f} s" for value in (run.times[0], run.times[1], run.times[-1])]
-        everything = "" if run.everything is None else f"{run.everything:.1f} s"
-        waits = [f"{run.stall:.2f} s", f"{run.last_ms:.0f} ms", everything]
-        memory = f"{run.memory:.1f} GiB"
-        yield [run.form, "warm" if run.warm else "cold", *seconds, *waits, f"{run.processor:.0f} s", memory]
+        times = [f"{value:.1f} s" for value in (*run.times[:2], *(run.times[TOKENS - 1 :]))]
+        cells = [run.model, run.form, "warm" if run.warm else "cold", *times]
+        if run.is_whole:
+            everything = "" if run.everything is None else f"{run.everything:.1f} s"
+            cells += [f"{run.stall:.2f} s", f"{run.last_ms:.0f} ms", everything]
+            cells += [f"{run.processor:.0f} s", f"{run.memory:.1f} GiB"]
+        elif run.times:
+            cells += [""] * (2 - len(run.times)) + [f"{len(run.times)} tokens after {run.times[-1]:.0f} s"]
+        yield cells + [""] * (len(COLUMNS) - len(cells))
 
 
 def markdown_of(runs: list[Run], begin: float) -> str:
@@ -245,14 +291,18 @@ def draw(runs: list[Run], path: Path) -> None:
     from matplotlib import pyplot
 
     pyplot.rcParams.update({"svg.hashsalt": "cold", "svg.fonttype": "none"})
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.6), sharey=True, layout="constrained")
-    for axis, warm in zip(axes, (False, True), strict=True):
-        for run in (run for run in runs if run.warm is warm):
-            axis.plot(run.times, range(1, len(run.times) + 1), label=run.form)
-        axis.set_xlabel("seconds")
-        axis.set_title("warm" if warm else "cold", fontsize=9)
-    axes[0].set_ylabel("tokens")
-    axes[0].legend(fontsize=8)
+    models = list(dict.fromkeys(run.model for run in runs))
+    size = (10, 0.6 + 2.6 * len(models))
+    figure, axes = pyplot.subplots(len(models), 2, figsize=size, sharey=True, squeeze=False, layout="constrained")
+    colors = {form: f"C{index}" for index, form in enumerate(FORMS)}
+    for row, model in zip(axes, models, strict=True):
+        for axis, warm in zip(row, (False, True), strict=True):
+            for run in (run for run in runs if (run.model, run.warm) == (model, warm)):
+                axis.plot(run.times, range(1, len(run.times) + 1), label=run.form, color=colors[run.form])
+            axis.set_title(f"{model}, {'warm' if warm else 'cold'}", fontsize=9)
+            axis.set_xlabel("seconds")
+        row[0].set_ylabel("tokens")
+    axes[0][0].legend(fontsize=8)
     figure.savefig(path, dpi=110, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 

@@ -1,60 +1,123 @@
-"""How long a compiled session takes to be ready: the first time, and in later processes, from graphs kept on disk.
+"""From the start of a process to the first tokens of a compiled session whose graphs are kept on disk, and what of that
+others take.
 
     python benchmarks/warm_start.py                     # the 110M Llama of benchmarks/loop.py, cache of 4096
+    python benchmarks/warm_start.py --lean              # as if only what this package requires were installed
 
-Ready means that `Session.warm_up` has returned: every method of every length bucket has run, choosing tokens included.
-Each start is a process of its own; the model's construction is not counted.
+Each start is a process of its own, and so is the one before them that compiles. Seconds are since the process started:
+when torch is imported, then transformers' auto class and the model's file, which every program that loads the model
+imports, then this package, when the model is loaded, and when the first two tokens are there. Inductor's folder is
+emptied between two starts.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+PROMPT = 100
+STAGES = ("torch", "transformers", "this package", "the model", "1st token", "2nd token", "all graphs")
+#: What transformers imports where it is installed, and this package does not require.
+OPTIONAL = (
+    "accelerate",
+    "bitsandbytes",
+    "compressed_tensors",
+    "gguf",
+    "peft",
+    "scipy",
+    "sentencepiece",
+    "sklearn",
+    "torchao",
+)
 
-def start(name: str, length: int, buckets: bool, folder: str | None) -> float:
-    """Seconds from having a model to being ready, in this process."""
-    from loop import random_model
 
+def start(folder: Path, length: int, began: float, lean: bool) -> dict[str, float]:
+    """Seconds since `began`, by stage, of this process."""
+    seconds: dict[str, float] = {}
+
+    def done(stage: str) -> None:
+        seconds[stage] = time.time() - began
+
+    if lean:
+        sys.modules.update(dict.fromkeys(OPTIONAL))
+    import torch
+
+    done("torch")
+    import transformers.models.llama.modeling_llama  # noqa: F401
+    from transformers import AutoModelForCausalLM
+
+    done("transformers")
     from exportable_cache import ExportableCache, Session
 
-    model = random_model(name, length)
-    begin = time.perf_counter()
-    session = Session.from_model(
-        model, ExportableCache.from_model(model, length), compile="wait", buckets=buckets, graph_cache=folder
-    )
-    session.warm_up()
-    return time.perf_counter() - begin
+    done("this package")
+    model = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
+    done("the model")
+    prompt = torch.randint(0, 32000, (1, PROMPT), generator=torch.Generator().manual_seed(0))
+    cache = ExportableCache.from_model(model, length)
+    with Session.from_model(model, cache, compile=True, graph_cache=folder / "graphs") as session:
+        tokens = session.generate(prompt, 2)
+        next(tokens)
+        done("1st token")
+        next(tokens)
+        done("2nd token")
+        session.reset()
+        session.warm_up()
+        done("all graphs")
+    return seconds
 
 
 def main(
-    model: Annotated[str, typer.Option(help="Of benchmarks/loop.py.")] = "llama-110m",
+    model: Annotated[str, typer.Option(help="Of benchmarks/loop.py, a Llama.")] = "llama-110m",
     length: Annotated[int, typer.Option(help="Slots allocated.")] = 4096,
-    buckets: Annotated[bool, typer.Option(help="With length buckets.")] = True,
-    warm: Annotated[int, typer.Option(help="Later processes.")] = 2,
-    torch_only: Annotated[bool, typer.Option("--torch-only", help="With torch's own cache only.")] = False,
-    graph_cache: Annotated[str | None, typer.Option(hidden=True)] = None,
-    child: Annotated[bool, typer.Option("--child", hidden=True)] = False,
+    starts: Annotated[int, typer.Option(help="Processes.")] = 3,
+    lean: Annotated[bool, typer.Option("--lean", help=f"Without {', '.join(OPTIONAL)}.")] = False,
+    folder: Annotated[Path | None, typer.Option(help="Keep the model and its graphs here.")] = None,
+    began: Annotated[float, typer.Option(hidden=True)] = 0.0,
 ) -> None:
     """Print the seconds of each start."""
-    if child:
-        print(start(model, length, buckets, graph_cache))
+    if began:
+        assert folder is not None
+        print(json.dumps(start(folder, length, began, lean)))
         return
-    with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder}
-        again = ["--model", model, "--length", str(length), "--buckets" if buckets else "--no-buckets", "--child"]
-        again += [] if torch_only else ["--graph-cache", f"{folder}/graphs"]
-        for run in range(1 + warm):
-            done = subprocess.run([sys.executable, __file__, *again], env=environment, capture_output=True, text=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        kept = Path(temporary) if folder is None else folder
+        if not (kept / "model").exists():
+            from loop import random_model
+
+            saved = random_model(model, length)
+            saved.generation_config.eos_token_id = None
+            saved.save_pretrained(kept / "model")
+        table: list[dict[str, float]] = []
+        for _ in range(starts + (not (kept / "graphs").exists())):
+            shutil.rmtree(kept / "inductor", ignore_errors=True)
+            command = [
+                sys.executable,
+                __file__,
+                "--length",
+                str(length),
+                "--folder",
+                str(kept),
+                "--began",
+                str(time.time()),
+            ]
+            environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{kept}/inductor"}
+            command += ["--lean"] if lean else []
+            done = subprocess.run(command, env=environment, capture_output=True, text=True)
             if done.returncode:
                 raise SystemExit(done.stderr)
-            print(f"{'first' if run == 0 else 'later'} process: {float(done.stdout.split()[-1]):.1f} s", flush=True)
+            table.append(json.loads(done.stdout.splitlines()[-1]))
+        print("stage", *(f"start {index}" for index in range(len(table))), sep="\t")
+        for stage in STAGES:
+            print(stage, *(f"{one[stage]:.2f}" for one in table), sep="\t")
 
 
 if __name__ == "__main__":

@@ -21,9 +21,7 @@ from ..common.threads import threads_of_torch
 from ..errors import InputError
 from .background_worker import GraphWorker, Mail
 from .compiling import CompileOptions, StepCompiler, check_background
-from .eager_operators import EagerOperators
-from .few_queries import OPERATORS as OF_FEW_QUERIES
-from .few_rows import OPERATORS as OF_FEW_ROWS
+from .eager_operators import OWN_OPERATORS, EagerOperators
 from .graphs import Graph
 from .onednn_linears import onednn_is_better
 from .skeleton import skeleton
@@ -102,7 +100,7 @@ class BackgroundCompiler:
         """
         threads = self._worker.torch_threads
         left = 0 if not self.pending else 2 if threads >= _CORES_FOR_TWO else 1
-        rows, queries = (operators.load(compiles=False) for operators in (OF_FEW_ROWS, OF_FEW_QUERIES))
+        rows, queries = (operators.load(compiles=False) for operators in OWN_OPERATORS)
         faster = rows or queries or self._by_onednn
         operators = EagerOperators(rows, queries, self._by_onednn) if faster else nullcontext()
         with threads_of_torch(max(1, threads - left)), operators:

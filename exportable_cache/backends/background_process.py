@@ -15,6 +15,7 @@ import torch
 from ..common.garbage import collect_seldom
 from ..generation.choosing_steps import Choice
 from .background_twin import Reply, Request, Twin, can_fork
+from .eager_operators import OWN_OPERATORS
 from .graphs import CHOICE, choice_graph
 from .skeleton import from_skeleton
 
@@ -63,6 +64,9 @@ def main() -> None:
     # What a model prints is no reply.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.nice(_NICENESS)
+    for operators in OWN_OPERATORS:
+        # It takes as long as the imports and the first trace.
+        operators.begin()
     requests, replying = _Requests(sys.stdin.buffer), threading.Lock()
     start = pickle.load(sys.stdin.buffer)
 
@@ -134,12 +138,8 @@ def _warm(runner: Any) -> None:
 
     A product has no kernel of its own: for one the compiler would start threads, which a fork lacks.
     """
-    from .graph_cache import OWN_OPERATORS
-
     backend = runner.compiler.layered
     if backend is not None:
-        for operators in OWN_OPERATORS:
-            operators.load()
         square = torch.zeros(2, 2)
         torch.compile(lambda x: x @ x, fullgraph=True, backend=backend)(square)
 

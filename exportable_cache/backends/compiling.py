@@ -16,7 +16,9 @@ from ..common.progress import Progress, silent
 from ..common.settings import check_settings, setting
 from ..errors import InputError
 from ..program.methods import ProgramMethod
+from .eager_operators import OWN_OPERATORS
 from .graph_cache import GRAPH_CACHE_MB, GraphCache
+from .graphs import OutdatedGraph
 
 if TYPE_CHECKING:
     from ..models.cache_factory import ExportableCache
@@ -24,13 +26,6 @@ if TYPE_CHECKING:
     from .layered import LayeredBackend
 
 Step = Callable[..., Any]
-
-
-class OutdatedGraph(Exception):
-    """A graph that was kept, and whose guards do not hold any more."""
-
-    def __init__(self) -> None:
-        super().__init__("the model or torch's settings have changed since a graph was compiled")
 
 
 @dataclass(frozen=True)
@@ -99,6 +94,8 @@ class StepCompiler:
         from .equal_layers import EqualLayers
         from .layered import LayeredBackend
 
+        for operators in OWN_OPERATORS:
+            operators.begin()
         # Layers of other models hand each other more than hidden states, and graphs that are not kept have guards on
         # the classes of layers, which tracing three of them changes.
         is_plain = self._cache.residence is None and self._cache.ranks is None

@@ -10,9 +10,13 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from ..common.compat.torch import LINEAR
+from . import few_queries, few_rows
 from .few_queries import attention_if_few
 from .few_rows import linear_of_few_rows
 from .onednn_linears import linear_of_float32
+
+#: What graphs and steps may call that is neither torch's nor generated.
+OWN_OPERATORS = (few_rows.OPERATORS, few_queries.OPERATORS)
 
 
 class EagerOperators(TorchFunctionMode):

@@ -3,8 +3,8 @@ other.
 
 TorchDynamo follows a layer in some 0.2 s, and a model of 36 of them 36 times. What it makes of two equal layers is the
 same but for the tensors, so the first two and the last of each kind are traced, each between two operators that say
-which tensors are its own, and all others are an operator over theirs. `stamped_layers.py` puts the graph of a traced
-layer in place of each, once it has seen that the second one's explains the last one's.
+which tensors are its own, and all others are an operator. `stamped_layers.py` puts the graph of a traced layer in place
+of each, over the tensors of that one, once it has seen that the second one's explains the last one's.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import nn
 from transformers import Cache
 
 from ..common.tensor_kind import kind_of_tensor
+from .own_tensors import OwnTensor
 
 if TYPE_CHECKING:
     from ..models.cache_factory import ExportableCache
@@ -30,7 +31,8 @@ _library = torch.library.Library("exportable_cache", "FRAGMENT")
 _library.define("layer_begins(Tensor x, Tensor[] tensors, int number, str arguments) -> Tensor")
 _library.define("layer_ends(Tensor x, int number) -> Tensor")
 _library.define("equal_layer(Tensor x, Tensor[] tensors, int number, str arguments) -> Tensor")
-#: Hidden states [batch, length, hidden] and a layer's other tensors: the same hidden states, or those behind the layer.
+#: Hidden states [batch, length, hidden] and other tensors, which the first takes with a layer's own: the same hidden
+#: states, or those behind the layer.
 LAYER_BEGINS = torch.ops.exportable_cache.layer_begins.default
 LAYER_ENDS = torch.ops.exportable_cache.layer_ends.default
 EQUAL_LAYER = torch.ops.exportable_cache.equal_layer.default
@@ -42,6 +44,7 @@ for _name in ("layer_begins", "layer_ends", "equal_layer"):
 #: What of a kind is traced: the first, which may compute something for all; the second, for the others; and the last.
 _FIRST, _LAST = 2, 1
 _NUMBER = "layer_idx"
+_LENGTH = "cumulative_length"
 #: How a layer's number is used to find what is its own in the cache, and nothing else.
 _OWN_PLACE = re.compile(r"\.(update\w*|get_\w+|has_\w+)\([^()]*layer_idx\)|\.layers\[(self\.)?layer_idx\]")
 
@@ -54,6 +57,8 @@ class _Role(NamedTuple):
         number: Of the layer in the cache.
         kind: The same for equal layers.
         paths: Its parameters and buffers, as attributes of attributes.
+        state: Names of its tensors in the cache, but for the length, which a step has as an input.
+        has_length: Whether there is one.
         is_traced: Whether the layer itself is.
     """
 
@@ -61,6 +66,8 @@ class _Role(NamedTuple):
     number: int
     kind: int
     paths: tuple[tuple[str, ...], ...]
+    state: tuple[str, ...]
+    has_length: bool
     is_traced: bool
 
 
@@ -91,6 +98,8 @@ class EqualLayers:
             self._layers = []
         self.kinds = [tuple(kind) for kind in self._layers]
         self._own_classes: list[tuple[nn.Module, type]] = []
+        self._cache = cache
+        self._names = {module: name for name, module in model.named_modules()}
 
     @contextmanager
     def traced_once(self) -> Iterator[None]:
@@ -106,7 +115,16 @@ class EqualLayers:
                     own = type(layer)
                     is_traced = place < _FIRST or place >= len(kind) - _LAST
                     changed = _with_forward(own)
-                    _ROLES[changed] = _Role(own.forward, number, index, _paths(layer), is_traced)
+                    state = tuple(self._cache.layers[number].state)
+                    _ROLES[changed] = _Role(
+                        own.forward,
+                        number,
+                        index,
+                        _paths(layer),
+                        tuple(name for name in state if name != _LENGTH),
+                        _LENGTH in state,
+                        is_traced,
+                    )
                     self._own_classes.append((layer, own))
                     layer.__class__ = changed
             yield
@@ -119,6 +137,17 @@ class EqualLayers:
         while self._own_classes:
             layer, own = self._own_classes.pop()
             layer.__class__ = own
+
+    def own_tensors(self, number: int) -> list[tuple[OwnTensor, torch.Tensor]]:
+        """A layer's own, in the order in which one that is traced is said to have them."""
+        layer, kept = next(kind[number] for kind in self._layers if number in kind), self._cache.layers[number]
+        found = [(None, name, tensor) for name, tensor in kept.named_state() if name != _LENGTH]
+        for *path, name in _paths(layer):
+            module = layer.get_submodule(".".join(path))
+            found.append((self._names[module], name, getattr(module, name)))
+        return [
+            (OwnTensor(module, number, name, tuple(kind_of_tensor(tensor))), tensor) for module, name, tensor in found
+        ]
 
 
 def _with_forward(own: type) -> type:
@@ -134,14 +163,16 @@ def _forward(self: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs:
     if role is None or not torch.compiler.is_compiling():
         # Somebody else runs the model meanwhile.
         return (role or type(self)).forward(self, hidden_states, *args, **kwargs)
-    tensors, words = _taken(role, args, kwargs)
+    tensors, words, kept = _taken(role, args, kwargs)
+    if not role.is_traced:
+        return EQUAL_LAYER(hidden_states, tensors, role.number, words)
+    if kept is not None:
+        tensors += [getattr(kept, name) for name in role.state]
     for path in role.paths:
         found: Any = self
         for name in path:
             found = getattr(found, name)
         tensors.append(found)
-    if not role.is_traced:
-        return EQUAL_LAYER(hidden_states, tensors, role.number, words)
     hidden_states = LAYER_BEGINS(hidden_states, tensors, role.number, words)
     result = role.forward(self, hidden_states, *args, **kwargs)
     if not isinstance(result, torch.Tensor):
@@ -149,14 +180,18 @@ def _forward(self: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs:
     return LAYER_ENDS(result, role.number)
 
 
-def _taken(role: _Role, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], str]:
-    """Tensors that a layer is called with, its place in the cache, and the rest in words."""
+def _taken(role: _Role, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], str, Any]:
+    """Tensors that a layer is called with, the rest in words, and its own in the cache, None where it is given none."""
     tensors: list[torch.Tensor] = []
+    kept: Any = None
     words = f"{role.kind} "
     for name, value in [*((str(place), one) for place, one in enumerate(args)), *kwargs.items()]:
         if isinstance(value, Cache):
-            kept: Any = value.layers[role.number]
-            tensors += [tensor for _, tensor in kept.named_state()]
+            if kept is not None:
+                raise TypeError("a layer is called with two caches")
+            kept = value.layers[role.number]
+            if role.has_length:
+                tensors.append(kept.cumulative_length)
         elif isinstance(value, torch.Tensor):
             tensors.append(value)
         elif isinstance(value, tuple):
@@ -167,7 +202,7 @@ def _taken(role: _Role, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
         elif value is not None and not isinstance(value, (bool, str)):
             raise TypeError("a layer is called with something unknown")
         words += f"{name} {value if isinstance(value, (bool, str)) else len(tensors)} "
-    return tensors, words
+    return tensors, words, kept
 
 
 def _layers_of(model: nn.Module, count: int) -> dict[int, nn.Module]:

@@ -30,8 +30,8 @@ from ..common.own_files import is_own_file, own_folder, sealed, unsealed
 from ..common.own_key import own_key
 from ..common.processor import instructions, processor_name
 from ..common.tensor_kind import kind_of_tensor
-from .few_queries import OPERATORS as OF_FEW_QUERIES
-from .few_rows import OPERATORS as OF_FEW_ROWS
+from .eager_operators import OWN_OPERATORS
+from .own_tensors import owners_of_tensors
 
 if TYPE_CHECKING:
     from torch import nn
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: What graphs may call that is neither torch's nor generated.
-OWN_OPERATORS = (OF_FEW_ROWS, OF_FEW_QUERIES)
 #: Suffix of a graph's file.
 GRAPH = ".graph"
 #: Megabytes that a folder holds unless told otherwise: some hundred graphs.
@@ -79,6 +77,7 @@ class GraphCache:
         self, folder: str | Path, model: nn.Module, cache: ExportableCache, limit: int = GRAPH_CACHE_MB
     ) -> None:
         self.folder = own_folder(Path(folder))
+        self._owners = model, cache
         self._key = own_key()
         self._limit = limit * 10**6
         self._used: set[Path] = set()
@@ -133,6 +132,7 @@ class GraphCache:
                 private.sources_once(),
                 private.nameless_methods_left_out(),
                 private.libraries_noted(self._libraries),
+                owners_of_tensors(*self._owners),
                 few_collections(),
             ):
                 call = self._compiled(step, inputs, options)
@@ -230,7 +230,8 @@ class GraphCache:
             for operators in OWN_OPERATORS:
                 if operators.are_called_in(graph):
                     operators.load()
-            with compiled_here(plainly), libraries_noted(self._libraries):
+            owners = owners_of_tensors(*self._owners)
+            with compiled_here(plainly), libraries_noted(self._libraries), owners:
                 call = torch.compiler.load_compiled_function(
                     io.BytesIO(graph), f_globals=step.__globals__, external_data=external
                 )

@@ -15,6 +15,14 @@ if TYPE_CHECKING:
     from ..models.ranks import Ranks
     from ..program.methods import ProgramMethod
 
+
+class OutdatedGraph(Exception):
+    """A graph that was kept, and whose guards do not hold any more."""
+
+    def __init__(self) -> None:
+        super().__init__("the model or torch's settings have changed since a graph was compiled")
+
+
 #: Stands for the name of a method where tokens are chosen by a graph of their own.
 CHOICE = "choice"
 

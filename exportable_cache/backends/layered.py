@@ -13,6 +13,7 @@ from ..common.compat import torch_compile as private
 from .few_queries import attention_of_few_queries
 from .few_rows import linears_of_few_rows
 from .onednn_linears import linears_by_onednn
+from .own_tensors import OwnTensor, OwnTensors
 from .regions import regions_of
 from .stamped_layers import taken_marks
 
@@ -29,7 +30,7 @@ class _Call:
 
     Attributes:
         region: Number of what was compiled.
-        sources, targets: Places among the graph's inputs and the values computed so far.
+        sources, targets: Places among the graph's inputs, its own tensors and the values computed so far.
         done: Places that nothing reads afterwards.
     """
 
@@ -45,17 +46,30 @@ class LayeredGraph(private.SerializableCallable):
     Args:
         compiled: The distinct regions.
         calls: In order.
-        places: How many values there are, the graph's inputs first.
+        places: How many values there are, the graph's inputs first, and then its own tensors.
         results: Places of what it gives, or values that are the same in every step.
+        own: What it takes from the model and the cache by itself.
+
+    Raises:
+        OutdatedGraph: See `OwnTensors`.
     """
 
-    def __init__(self, compiled: Sequence[Compiled], calls: Sequence[_Call], places: int, results: Sequence) -> None:
+    def __init__(
+        self,
+        compiled: Sequence[Compiled],
+        calls: Sequence[_Call],
+        places: int,
+        results: Sequence,
+        own: Sequence[OwnTensor] = (),
+    ) -> None:
         self.compiled = tuple(compiled)
         self.calls, self.places, self.results = tuple(calls), places, tuple(results)
+        self.own = OwnTensors(own)
         self._bound = [(private.region_function(compiled[call.region]), call) for call in calls]
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
-        values = [*inputs, *[None] * (self.places - len(inputs))]
+        values = [*inputs, *self.own.tensors()]
+        values += [None] * (self.places - len(values))
         for region, call in self._bound:
             outputs = region(*[values[place] for place in call.sources])
             for place, value in zip(call.targets, outputs, strict=True):
@@ -67,7 +81,8 @@ class LayeredGraph(private.SerializableCallable):
     @classmethod
     def serialize_compile_artifacts(cls, fn: LayeredGraph) -> bytes:
         """As torch's own compiled functions are written, pickled."""
-        return pickle.dumps(([private.region_bytes(one) for one in fn.compiled], fn.calls, fn.places, fn.results))
+        regions = [private.region_bytes(one) for one in fn.compiled]
+        return pickle.dumps((regions, fn.calls, fn.places, fn.results, fn.own.places))
 
     @classmethod
     def deserialize_compile_artifacts(cls, data: bytes) -> LayeredGraph:
@@ -101,7 +116,7 @@ class LayeredBackend:
         attention_of_few_queries(module)
         linears_of_few_rows(module)
         linears_by_onednn(module)
-        marks = taken_marks(module)
+        marks = None if self.equal is None else taken_marks(module, inputs, self.equal.own_tensors)
         regions = regions_of(module)
         if marks is not None:
             regions = marks.stamped(regions)
@@ -138,4 +153,5 @@ class LayeredBackend:
             )
         self.called += len(calls)
         results = [places[value] if isinstance(value, Node) else None for value in output.args[0]]
-        return LayeredGraph([self._regions[text][0] for text in numbers], calls, len(places), results)
+        own = () if marks is None else marks.own
+        return LayeredGraph([self._regions[text][0] for text in numbers], calls, len(places), results, own)

@@ -10,7 +10,6 @@ from dataclasses import astuple, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from ..cache.attention.implementation import borrow_attention
 from ..common.compat import torch as private
@@ -22,8 +21,8 @@ from ..program.read_lengths import shared_methods, slots_to_read
 from ..program.spec import ProgramSpec
 from ..program.tracing import told_by
 from .background import background_compiler
-from .compiling import CompileOptions, OutdatedGraph, StepCompiler, marked
-from .graphs import Graph, choice_graph, choosing
+from .compiling import CompileOptions, StepCompiler, marked
+from .graphs import Graph, OutdatedGraph, choice_graph, choosing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -167,7 +166,7 @@ class ModuleRunner:
         if call is None and self.background is not None:
             call = self.background.take(graph, inputs)
         elif call is None:
-            call = self.compiler.compile(graph.module, graph.method, graph.name, graph.arguments)
+            call = self._compile(graph)
         if call is None:
             return choice(*inputs)
         self._calls[graph.key] = call
@@ -202,10 +201,10 @@ class ModuleRunner:
                 self._lose(graph, outdated)
                 return self._call(key, inputs, *further)
         else:
-            call = self.compiler.compile(graph.module, graph.method, graph.name, graph.arguments)
+            call = self._compile(graph)
             try:
                 result = self._run_graph(call, graph.arguments)
-            except (private.dynamo_error(), ConstraintViolationError) as error:
+            except private.tracing_errors() as error:
                 if graph.is_shared:
                     self.unshare(graph.method.name)
                     return self._call(key, inputs, *further)
@@ -216,8 +215,14 @@ class ModuleRunner:
         # CUDA graphs give out their own buffers, which the next step overwrites.
         return private.tree_map(lambda tensor: tensor.clone() if tensor.is_cuda else tensor, result)
 
+    def _compile(self, graph: Graph) -> Callable[..., Any]:
+        assert self.compiler is not None
+        # As it will run: a thread of the caller's may have another number of threads.
+        with threads_of_torch(self._threads):
+            return self.compiler.compile(graph.module, graph.method, graph.name, graph.arguments)
+
     def _run_graph(self, call: Callable[..., Any], arguments: Sequence[torch.Tensor]) -> Any:
-        # A graph is compiled for a number of threads, and a thread of the caller's may have another.
+        # A graph is compiled for a number of threads.
         with threads_of_torch(self._threads):
             return call(*arguments)
 

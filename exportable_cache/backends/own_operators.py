@@ -36,6 +36,11 @@ class OwnOperators:
         """What tells graphs that may call them from others."""
         return self.code.digest if self.is_wanted() else ""
 
+    def begin(self) -> None:
+        """Have them compiled beside this process, where they are wanted, see `MachineCode.begin`."""
+        if self.is_wanted():
+            self.code.begin()
+
     def load(self, compiles: bool = True) -> bool:
         """Have them in this process, see `MachineCode.load`."""
         if not self.is_wanted() or not self.code.load(compiles):

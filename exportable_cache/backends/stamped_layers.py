@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
 
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
+from ..common.tensor_kind import kind_of_tensor
 from .equal_layers import EQUAL_LAYER, LAYER_BEGINS, LAYER_ENDS
 from .regions import Region, described, value_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from .own_tensors import OwnTensor
+
+#: What is a layer's own by its number: where it is, and the tensor.
+OwnOf = Callable[[int], "list[tuple[OwnTensor, torch.Tensor]]"]
 
 
 class NotStampedError(Exception):
@@ -37,11 +47,13 @@ class Marks:
     Attributes:
         traced: Those whose operators are there.
         equal: Those that are one operator.
+        own: Their own tensors, which the graph was made to take after its inputs.
         owned: Tensors of any layer, graph inputs.
     """
 
     traced: dict[int, _Layer]
     equal: dict[int, _Layer]
+    own: tuple[OwnTensor, ...]
 
     def stamped(self, regions: list[Region]) -> list[Region]:
         """The regions with that of a traced layer in place of each that is one operator.
@@ -121,11 +133,20 @@ class _Template:
         return Region(self.region.nodes, tuple(inputs), (other.result,), self.region.text)
 
 
-def taken_marks(module: GraphModule) -> Marks | None:
-    """The layers of a graph, whose marks are taken out of it in place; None of a graph without any."""
+def taken_marks(module: GraphModule, inputs: Sequence[Any], own_of: OwnOf) -> Marks | None:
+    """The layers of a graph, whose marks are taken out of it in place; None of a graph without any.
+
+    Args:
+        inputs: Of the graph, as they are: the tensors themselves, not fake ones.
+        own_of: What a layer that is one operator has.
+
+    Raises:
+        NotStampedError: If a layer that is one operator is none of a kind of which one is traced.
+    """
     begun: dict[int, tuple[tuple[Node, ...], str]] = {}
     traced: dict[int, _Layer] = {}
     equal: dict[int, _Layer] = {}
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     places = {node: place for place, node in enumerate(module.graph.nodes)}
     start = next((place for node, place in places.items() if node.target is LAYER_BEGINS), 0)
     for node in places:
@@ -147,7 +168,39 @@ def taken_marks(module: GraphModule) -> Marks | None:
         return None
     in_layers = {node for node, place in places.items() if place > start}
     _leave_unread(traced, equal, in_layers)
-    return Marks(traced, equal)
+    equal, own = _with_own_tensors(module.graph, traced, equal, dict(zip(placeholders, inputs)), own_of)
+    return Marks(traced, equal, own)
+
+
+def _with_own_tensors(
+    graph: Graph, traced: dict[int, _Layer], equal: dict[int, _Layer], inputs: dict[Node, Any], own_of: OwnOf
+) -> tuple[dict[int, _Layer], tuple[OwnTensor, ...]]:
+    """Layers that are one operator, with inputs that the graph gets for what is their own, and what these are of.
+
+    What the graph has as an input already, as another layer has it as well, stays that one.
+    """
+    known = {id(tensor): node for node, tensor in inputs.items()}
+    last, whole = [*inputs][-1], {}
+    own: list[OwnTensor] = []
+    for number, layer in equal.items():
+        example = next((one for one in traced.values() if one.words == layer.words), None)
+        if example is None:
+            raise NotStampedError("a layer that is not traced is called in another way")
+        nodes, examples = [], example.tensors[len(layer.tensors) :]
+        for node, (place, tensor) in zip(examples, own_of(number)[-len(examples) :] if examples else ()):
+            if node not in inputs or kind_of_tensor(inputs[node]) != kind_of_tensor(tensor):
+                raise NotStampedError("layers of one kind have tensors of other shapes")
+            if id(tensor) not in known:
+                with graph.inserting_after(last):
+                    last = graph.placeholder(f"own_{len(own)}")
+                last.meta["example_value"] = value_of(node)
+                known[id(tensor)] = last
+                own.append(place)
+            nodes.append(known[id(tensor)])
+        if len(nodes) < len(examples):
+            raise NotStampedError("a layer that is not traced has fewer tensors")
+        whole[number] = replace(layer, tensors=(*layer.tensors, *nodes))
+    return whole, tuple(own)
 
 
 def _leave_unread(traced: dict[int, _Layer], equal: dict[int, _Layer], in_layers: set[Node]) -> None:
@@ -162,7 +215,7 @@ def _leave_unread(traced: dict[int, _Layer], equal: dict[int, _Layer], in_layers
         )
     for layer in equal.values():
         hidden, *_ = layer.tensors
-        kept = [layer.tensors[place] for place in sorted(read.get(layer.words, ())) if place]
+        kept = [layer.tensors[place] for place in sorted(read.get(layer.words, ())) if 0 < place < len(layer.tensors)]
         layer.result.args = (hidden, kept, *layer.result.args[2:])
 
 

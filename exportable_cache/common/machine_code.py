@@ -10,14 +10,16 @@ import hashlib
 import logging
 import os
 import platform
+import select
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 import torch
 
 from ..errors import ExportableCacheError, first_line
-from .files import atomic_path
+from .files import PARTIAL, atomic_path
 from .own_files import HAS_OWNERS, home_folder, is_own_file, own_folder
 from .processor import instructions, processor_name
 
@@ -39,6 +41,8 @@ class MachineCode:
     def __init__(self, source: Path, *headers: Path) -> None:
         self.source, self.headers = source, headers
         self._is_loaded = False
+        #: What compiles it meanwhile, and a pipe that ends with it.
+        self._begun: tuple[subprocess.Popen[bytes], int] | None = None
         #: Why there is none, "" as long as nothing has failed.
         self.reason = ""
 
@@ -65,6 +69,24 @@ class MachineCode:
         except (OSError, RuntimeError):  # there is no home
             return False
 
+    def begin(self) -> None:
+        """Have it compiled beside this process, where it is not kept yet; `load` waits for it, also in a fork."""
+        if self._is_loaded or self._begun is not None or not self.can_be_loaded() or self.path.is_file():
+            return
+        try:
+            own_folder(self.path.parent, make=True)
+            handle, temporary = tempfile.mkstemp(prefix=f".{self.path.name}.", suffix=PARTIAL, dir=self.path.parent)
+            os.close(handle)
+            ended, theirs = os.pipe()
+            try:
+                command = ["sh", "-c", _IN_PLACE, temporary, str(self.path), *self._command(temporary)]
+                process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=theirs, stderr=subprocess.DEVNULL)
+            finally:
+                os.close(theirs)
+            self._begun = process, ended
+        except (ExportableCacheError, OSError) as error:  # `load` says so
+            log.info("%s is not compiled ahead: %s", self.source.name, error)
+
     def load(self, compiles: bool = True) -> bool:
         """Have its operators in this process, compiling it where it is not kept yet; a second call does nothing.
 
@@ -82,6 +104,8 @@ class MachineCode:
             if not self.path.is_file():
                 if not compiles:
                     return False
+                self._wait()
+            if not self.path.is_file():
                 self._compile()
             folder = own_folder(self.path.parent)
             with self.path.open("rb") as file:
@@ -94,19 +118,31 @@ class MachineCode:
             log.warning("%s is not compiled, and torch's own operators serve: %s", self.source.name, self.reason)
         return self._is_loaded
 
+    def _wait(self) -> None:
+        """For what `begin` has begun. If it fails, `_compile` tells why."""
+        if self._begun is not None:
+            process, ended = self._begun
+            select.select([ended], [], [], _SECONDS)
+            process.poll()
+
     def _compile(self) -> None:
-        compiler = _compiler()
-        if compiler is None:
-            raise OSError("there is no C++ compiler")
         own_folder(self.path.parent, make=True)
         with atomic_path(self.path) as temporary:
-            command = [compiler, *_OPTIONS, str(self.source), "-o", str(temporary), *_torch_options()]
+            command = self._command(str(temporary))
             done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
             if done.returncode:
                 errors = [line for line in done.stderr.splitlines() if "error" in line]
-                raise OSError(f"{compiler} ends with {done.returncode}: {errors[0] if errors else done.stderr[:200]}")
+                raise OSError(f"{command[0]} ends with {done.returncode}: {errors[0] if errors else done.stderr[:200]}")
+
+    def _command(self, target: str) -> list[str]:
+        compiler = _compiler()
+        if compiler is None:
+            raise OSError("there is no C++ compiler")
+        return [compiler, *_OPTIONS, str(self.source), "-o", target, *_torch_options()]
 
 
+#: Runs what follows, and puts the file that it makes in its place, or away.
+_IN_PLACE = 'path=$1; shift; "$@" && mv -f "$0" "$path" || rm -f "$0"'
 _NATIVE = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
 _OPTIONS = ("-std=c++17", "-O2", _NATIVE, "-ffp-contract=fast", "-fPIC", "-shared", "-w")
 

@@ -7,9 +7,10 @@ import hashlib
 import inspect
 import logging
 import textwrap
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module, metadata
 from types import ModuleType
 from typing import Any
@@ -90,8 +91,11 @@ class Patch:
     def during(self, replace: Callable[[Callable], Callable]) -> Iterator[bool]:
         """Replace it for the time of a block, where its source is one that the replacement was written for.
 
+        Blocks of several threads may overlap: each replacement is there as long as its block, for all threads.
+
         Args:
-            replace: Makes the replacement from the original, which may be one of another block around this one.
+            replace: Makes the replacement from the original, which may be one of another block that began before, and
+                again when that one ends.
 
         Yields:
             Whether it is replaced; where not, the block runs with the original.
@@ -99,16 +103,15 @@ class Patch:
         if not _is_known(self):
             yield False
             return
-        owner, attribute = self._owner()
-        stored = inspect.getattr_static(owner, attribute)
-        replacement: Any = replace(getattr(stored, "__func__", stored))
-        setattr(replacement, ORIGINAL, getattr(stored, "__func__", stored))
-        kind = next((kind for kind in (classmethod, staticmethod) if isinstance(stored, kind)), None)
-        setattr(owner, attribute, replacement if kind is None else kind(replacement))
+        block = object()
+        with _CHANGING:
+            blocks = _Blocks.of(*self._owner())
+            blocks.begin(block, replace)
         try:
             yield True
         finally:
-            setattr(owner, attribute, stored)
+            with _CHANGING:
+                blocks.end(block)
 
     def _apply(self) -> None:
         owner, attribute = self._owner()
@@ -189,6 +192,64 @@ def torch_patch(file: str, name: str, reason: str, *digests: str) -> Patch:
     """
     url = f"https://github.com/pytorch/pytorch/blob/v2.13.0/torch/{file.replace('.', '/')}.py"
     return Patch(f"torch.{file}", name, None, reason, digests, package="torch", url=url, needed=False)
+
+
+#: Held while blocks begin and end, and never while one runs: that may wait for another thread, which has blocks, too.
+_CHANGING = threading.Lock()
+#: Attribute of a replacement: the blocks that it is of.
+_BLOCKS = "_exportable_cache_blocks"
+
+
+@dataclass(eq=False)
+class _Blocks:
+    """Blocks of any threads in which a function is replaced.
+
+    Attributes:
+        owner, attribute: Where the function is.
+        stored: What is there without them.
+        replacements: What makes the replacement of each, those that began first first.
+        installed: What is there now.
+    """
+
+    owner: Any
+    attribute: str
+    stored: Any
+    replacements: dict[object, Callable[[Callable], Callable]] = field(default_factory=dict)
+    installed: Any = None
+
+    @classmethod
+    def of(cls, owner: Any, attribute: str) -> _Blocks:
+        """Those that run, or none yet: also where somebody else has put a function in the place of theirs."""
+        stored = inspect.getattr_static(owner, attribute)
+        running = getattr(_function(stored), _BLOCKS, None)
+        return running if running is not None and running.installed is stored else cls(owner, attribute, stored)
+
+    def begin(self, block: object, replace: Callable[[Callable], Callable]) -> None:
+        self.replacements[block] = replace
+        self._install()
+
+    def end(self, block: object) -> None:
+        del self.replacements[block]
+        self._install()
+
+    def _install(self) -> None:
+        function = _function(self.stored)
+        for replace in self.replacements.values():
+            original, function = function, replace(function)
+            setattr(function, ORIGINAL, original)
+        if not self.replacements:
+            self.installed = self.stored
+        else:
+            setattr(function, _BLOCKS, self)
+            kinds: tuple[Any, ...] = (classmethod, staticmethod)
+            kind = next((kind for kind in kinds if isinstance(self.stored, kind)), None)
+            self.installed = function if kind is None else kind(function)
+        setattr(self.owner, self.attribute, self.installed)
+
+
+def _function(stored: Any) -> Any:
+    """What is called, of a function as a class has it."""
+    return getattr(stored, "__func__", stored)
 
 
 @functools.cache

@@ -10,7 +10,8 @@ import torch
 
 from ..common.dtypes import dtype_name
 from ..errors import UnsupportedModelError
-from ..models.loading import check_positions, live_model, load_config
+from ..models.loading import live_model, load_config
+from ..models.positions import check_positions
 from ..models.prequantized import stored_quantization
 from ..models.quantization import check_quantizable
 from ..models.quantized_sizes import quantized_bytes

@@ -30,7 +30,8 @@ from ..models.cache_factory import ExportableCache
 from ..models.codebooks import codebooks_of
 from ..models.dtypes import stored_dtype
 from ..models.layout import layer_types_and_windows
-from ..models.loading import check_checkpoint, check_positions, live_model, load_config, load_model, load_to_quantise
+from ..models.loading import check_checkpoint, live_model, load_config, load_model, load_to_quantise
+from ..models.positions import check_positions
 from ..models.quantization import quantize
 from ..program.inputs.modalities import modalities_of
 from ..program.program import Program

@@ -14,7 +14,7 @@ from ..errors import InputError
 from ..models.cache_factory import ExportableCache
 from ..models.fingerprint import fingerprint
 from ..models.layout import check_layers, vocab_size_of
-from ..models.loading import check_positions
+from ..models.positions import check_positions
 from ..models.split_weights import is_split
 from ..program.inputs.modalities import modalities_of
 from ..program.methods import length_buckets

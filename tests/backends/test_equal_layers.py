@@ -13,7 +13,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from exportable_cache import ExportableCache, Session
 from exportable_cache.backends.equal_layers import EqualLayers
+from exportable_cache.backends.graphs import OutdatedGraph
 from exportable_cache.backends.module import ModuleRunner
+from exportable_cache.backends.own_tensors import OwnTensors, owners_of_tensors
 from exportable_cache.backends.regions import Region, regions_of
 from exportable_cache.backends.stamped_layers import Marks, NotStampedError, taken_marks
 
@@ -41,12 +43,12 @@ def forward_of_llama(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable], No
     return replace
 
 
-def captured(model: Any, cache: ExportableCache, length: int) -> torch.fx.GraphModule:
-    """A step of a model as TorchDynamo leaves it."""
-    found: list[torch.fx.GraphModule] = []
+def captured(model: Any, cache: ExportableCache, length: int) -> tuple[torch.fx.GraphModule, list[Any]]:
+    """A step of a model as TorchDynamo leaves it, and its inputs."""
+    found: list[tuple[torch.fx.GraphModule, list[Any]]] = []
 
     def keep(module: torch.fx.GraphModule, inputs: Any) -> Any:
-        found.append(module)
+        found.append((module, inputs))
         return lambda *inputs: [None]
 
     # Each call compiles the same code object, which TorchDynamo does so many times.
@@ -60,15 +62,24 @@ def captured(model: Any, cache: ExportableCache, length: int) -> torch.fx.GraphM
     return found[0]
 
 
-def traced(model: Any, cache: ExportableCache, length: int = 1) -> tuple[torch.fx.GraphModule, Marks | None]:
-    """A step of which some layers were traced, and its marks, which are taken out."""
-    with EqualLayers(model, cache).traced_once():
-        graph = captured(model, cache, length)
-    return graph, taken_marks(graph)
+def traced(model: Any, cache: ExportableCache, length: int = 1) -> tuple[torch.fx.GraphModule, list[Any], Marks | None]:
+    """A step of which some layers were traced, its inputs, and its marks, which are taken out."""
+    equal = EqualLayers(model, cache)
+    with equal.traced_once():
+        graph, inputs = captured(model, cache, length)
+    return graph, inputs, taken_marks(graph, inputs, equal.own_tensors)
 
 
-def calls(regions: list[Region]) -> list[tuple[str, list[str]]]:
-    return [(region.text, [node.name for node in region.inputs]) for region in regions]
+def calls(
+    regions: list[Region], graph: torch.fx.GraphModule, tensors: list[Any]
+) -> list[tuple[str, list[torch.Tensor | None]]]:
+    """Each with the tensors that it is given, None for what is computed.
+
+    Args:
+        tensors: Of the graph's inputs.
+    """
+    known = dict(zip(graph.graph.find_nodes(op="placeholder"), tensors, strict=True))
+    return [(region.text, [known.get(node) for node in region.inputs]) for region in regions]
 
 
 @pytest.mark.parametrize(
@@ -85,21 +96,30 @@ def test_what_is_stamped_is_what_is_traced(family: str, length: int) -> None:
     kinds = {"layer_types": ["sliding_attention", "full_attention"] * 4} if family != "llama" else {}
     model = tiny_model(family, num_hidden_layers=8 if kinds else 5, **kinds)
     cache = cache_of(model)
-    graph, marks = traced(model, cache, length)
+    graph, known, marks = traced(model, cache, length)
     assert marks is not None
-    every = captured(model, cache, length)
-    assert taken_marks(every) is None and len(graph.graph.nodes) < len(every.graph.nodes)
-    stamped, whole = marks.stamped(regions_of(graph)), regions_of(every)
-    assert [text for text, _ in calls(stamped)] == [text for text, _ in calls(whole)]
-    # Graph inputs have the names of tensors; what is computed has another number.
-    for (_, ours), (_, theirs) in zip(calls(stamped), calls(whole), strict=True):
-        assert [name for name in ours if name.startswith("l_")] == [name for name in theirs if name.startswith("l_")]
+    with owners_of_tensors(model, cache):
+        own = OwnTensors(marks.own).tensors()
+    ours = calls(marks.stamped(regions_of(graph)), graph, [*known, *own])
+    every, inputs = captured(model, cache, length)
+    assert taken_marks(every, inputs, EqualLayers(model, cache).own_tensors) is None and len(graph.graph.nodes) < len(
+        every.graph.nodes
+    )
+    theirs = calls(regions_of(every), every, inputs)
+    assert [text for text, _ in ours] == [text for text, _ in theirs]
+    weights = {id(tensor) for tensor in model.parameters()} | {id(tensor) for _, tensor in cache.named_state()}
+    for (_, given), (_, expected) in zip(ours, theirs, strict=True):
+        found = [id(tensor) if id(tensor) in weights else None for tensor in given]
+        assert found == [id(tensor) if id(tensor) in weights else None for tensor in expected] and any(found)
+    # TorchDynamo knows nothing of what the others have.
+    others = {id(tensor) for number in marks.equal for tensor in model.model.layers[number].parameters()}
+    assert others and not others & {id(tensor) for tensor in known}
     layers = 3 * len(EqualLayers(model, cache).kinds)
     assert len(marks.traced) == layers and len(marks.equal) == model.config.num_hidden_layers - layers
 
 
 def why_not_stamped(model: Any, cache: ExportableCache) -> str:
-    graph, marks = traced(model, cache)
+    graph, _, marks = traced(model, cache)
     assert marks is not None
     with pytest.raises(NotStampedError) as caught:
         marks.stamped(regions_of(graph))
@@ -197,7 +217,51 @@ def test_graphs_are_kept_and_loaded(tmp_path: Path) -> None:
     assert (backend.compiled, backend.called) == (6, 14)
     again = session_of(model, tmp_path)
     assert worst(again, model) <= 1e-4
+    # Another tensor in the place of a layer's own is found there.
+    projection = model.model.layers[2].mlp.up_proj
+    before = reference_logits(model, tokens(8), 8)
+    projection.weight = torch.nn.Parameter(2 * projection.weight.detach())
+    again.reset()
+    assert worst(again, model) <= 1e-4 and not torch.allclose(reference_logits(model, tokens(8), 8), before, atol=1e-3)
     assert (again.runner.graph_cache.loaded, again.runner.graph_cache.compiled) == (2, 0)
+
+
+@pytest.mark.parametrize("change", ["dtype", "shape", "gone"])
+def test_a_tensor_of_another_kind_makes_a_graph_outdated(change: str) -> None:
+    model = tiny_model("llama", num_hidden_layers=5)
+    cache = cache_of(model)
+    with owners_of_tensors(model, cache):
+        own = OwnTensors([place for place, _ in EqualLayers(model, cache).own_tensors(2)])
+    found = {id(tensor) for tensor in own.tensors()}
+    assert found == {id(tensor) for tensor in model.model.layers[2].parameters()} | {
+        id(tensor) for name, tensor in cache.layers[2].named_state() if name != "cumulative_length"
+    }
+    weight = model.model.layers[2].mlp.up_proj.weight
+    if change == "dtype":
+        weight.data = weight.data.half()
+    elif change == "shape":
+        weight.data = weight.data[:1]
+    else:
+        model.model.layers[2].mlp.up_proj.weight = None
+    with pytest.raises(OutdatedGraph):
+        own.tensors()
+    with owners_of_tensors(model, cache), pytest.raises(OutdatedGraph):
+        OwnTensors(own.places)
+
+
+def test_a_tensor_that_two_layers_have_is_one() -> None:
+    """As where every layer is traced."""
+    model = tiny_model("llama", num_hidden_layers=6)
+    cache = cache_of(model)
+    shared = model.model.layers[1].mlp.up_proj.weight
+    for number in (2, 3):
+        model.model.layers[number].mlp.up_proj.weight = shared
+    graph, inputs, marks = traced(model, cache)
+    assert marks is not None
+    places = dict(zip((id(tensor) for tensor in inputs), graph.graph.find_nodes(op="placeholder")))
+    for number in (2, 3):
+        assert places[id(shared)] in marks.equal[number].tensors
+    assert [place.layer for place in marks.own if place.module and place.module.endswith("up_proj")] == [4]
 
 
 @pytest.mark.full

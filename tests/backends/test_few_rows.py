@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -312,6 +314,26 @@ def test_what_is_compiled_is_kept(tmp_path, monkeypatch) -> None:
     code = a_library(tmp_path, monkeypatch)
     assert code.can_be_loaded() and code.load() and code.load()
     assert not a_library(tmp_path, monkeypatch, "int two = 2;").can_be_loaded()
+
+
+def test_what_has_begun_is_waited_for_also_by_a_fork(tmp_path, monkeypatch) -> None:
+    code = a_library(tmp_path, monkeypatch)
+    code.begin()
+    # Nobody compiles it again.
+    monkeypatch.setattr(MachineCode, "_compile", lambda self: pytest.fail("it is compiled twice"))
+    code.begin()
+    fork = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(not code.load()))
+    fork.start()
+    fork.join()
+    assert fork.exitcode == 0 and code.load()
+    assert [path.name for path in code.path.parent.iterdir()] == [code.path.name]
+
+
+def test_what_has_begun_and_fails_is_told_by_the_compiler(tmp_path, monkeypatch) -> None:
+    code = a_library(tmp_path, monkeypatch, "int one = ;")
+    code.begin()
+    assert not code.load() and "error: expected" in code.reason
+    assert not list(code.path.parent.iterdir())
 
 
 @pytest.mark.skipif(not machine_code.HAS_OWNERS, reason="the system has no owners")

@@ -190,6 +190,16 @@ def test_a_graph_keeps_its_code_generator_under_this_name() -> None:
     assert isinstance(graph._codegen, torch.fx.graph.CodeGen)
 
 
+def test_a_module_has_its_tensors_in_dictionaries() -> None:
+    from exportable_cache.common.compat import torch as private
+
+    module = torch.nn.BatchNorm1d(2)
+    module.plain = torch.zeros(1)
+    parameters, buffers, others = private.module_tensors(module)
+    assert parameters["weight"] is module.weight and buffers["running_mean"] is module.running_mean
+    assert others["plain"] is module.plain
+
+
 def test_operators_of_the_edge_dialect_hold_the_operator_under_this_name() -> None:
     require("executorch")
     from executorch.exir.dialects._ops import ops

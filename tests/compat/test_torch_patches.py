@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import io
 import logging
 import re
+import threading
 from pathlib import Path
 from types import MethodType
 
@@ -92,6 +94,52 @@ def test_a_method_of_the_class_stays_one() -> None:
     with patch.during(lambda original: lambda value: (original(value), "replaced")):
         assert Owner.third(1) == Owner().third(1) == (1, "replaced")
     assert Owner.third(1) == Owner().third(1) == 1
+
+
+def test_blocks_that_overlap_end_in_any_order() -> None:
+    """As those of two threads do."""
+    module, patch = importlib.import_module(__name__), known(FIRST)
+    one = patch.during(lambda original: lambda value: 10 * original(value))
+    two = patch.during(lambda original: lambda value: 1 + original(value))
+    one.__enter__()
+    two.__enter__()
+    assert module.first(2) == 21 and patch.digest() in patch.digests
+    one.__exit__(None, None, None)
+    assert module.first(2) == 3
+    one = patch.during(lambda original: lambda value: 10 * original(value))
+    one.__enter__()
+    assert module.first(2) == 30
+    two.__exit__(None, None, None)
+    assert module.first(2) == 20
+    one.__exit__(None, None, None)
+    assert module.first is first
+
+
+def test_a_block_may_wait_for_a_thread_that_has_one() -> None:
+    module, patch, seen = importlib.import_module(__name__), known(FIRST), []
+
+    def other() -> None:
+        with patch.during(lambda original: lambda value: 1 + original(value)):
+            seen.append(module.first(2))
+
+    with patch.during(lambda original: lambda value: 10 * original(value)):
+        thread = threading.Thread(target=other, daemon=True)
+        thread.start()
+        thread.join(60)
+        assert seen == [21] and module.first(2) == 20
+    assert module.first is first
+
+
+def test_a_block_within_somebody_elses_replacement_leaves_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, patch = importlib.import_module(__name__), known(FIRST)
+    with patch.during(lambda original: lambda value: 10 * original(value)):
+        with monkeypatch.context() as others:
+            others.setattr(module, "first", functools.wraps(module.first)(lambda value: -value))
+            with patch.during(lambda original: lambda value: 1 + original(value)):
+                assert module.first(2) == -1
+            assert module.first(2) == -2
+        assert module.first(2) == 20
+    assert module.first is first
 
 
 def test_an_original_that_has_changed_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:

@@ -22,6 +22,7 @@
 | `torch._dynamo.mark_dynamic`, `maybe_mark_dynamic`, `exc.TorchDynamoException` | each length of a prompt is a graph |
 | `torch._inductor.list_mode_options`, `config.save_config_portable`, `load_config` | no compiled graphs on disk |
 | `torch._dynamo.guards.CheckFunctionManager.UNSUPPORTED_SERIALIZATION_GUARD_TYPES` | the same |
+| `torch.nn.Module._parameters`, `_buffers` | each step takes longer to find the tensors of its layers |
 | `torch.fx.Graph._codegen` | a graph keeps the signature of the module that it was traced from |
 | `torch._C._CudaDeviceProperties`, `torch._library.register_fake_class` | torch_tensorrt needs CUDA |
 
@@ -172,9 +173,11 @@ def maybe_mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
     torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
-def dynamo_error() -> type[Exception]:
-    """What TorchDynamo raises."""
-    return torch._dynamo.exc.TorchDynamoException
+def tracing_errors() -> tuple[type[Exception], ...]:
+    """What TorchDynamo raises, also where a size is not as free as it is said to be."""
+    from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
+
+    return torch._dynamo.exc.TorchDynamoException, ConstraintViolationError
 
 
 def mode_options(mode: str) -> dict[str, Any]:
@@ -199,6 +202,11 @@ def unwritable_guards() -> frozenset[str]:
     from torch._dynamo.guards import CheckFunctionManager
 
     return frozenset(CheckFunctionManager.UNSUPPORTED_SERIALIZATION_GUARD_TYPES)
+
+
+def module_tensors(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
+    """Where a module has its tensors by name. Its own `__getattr__` takes longer, for hundreds in each step."""
+    return module._parameters, module._buffers, vars(module)
 
 
 def reset_signature(graph: torch.fx.Graph) -> None:
