@@ -30,6 +30,9 @@ PUBLIC = (
 #: Signatures that are decided elsewhere, and by whom.
 DICTATED = {
     "backends/executorch/own_operators.py:attention": "the operator's schema, which files name",
+    "backends/few_queries.py:_of_torch": "arguments of torch's scaled_dot_product_attention",
+    "backends/few_queries.py:attention": "the operator's schema, which graphs name",
+    "cache/attention/functions.py:_plainly": "the operator's schema, see cache/attention/extended.py",
     "cache/attention/functions.py:fused_attention": "transformers' AttentionInterface",
     "cache/attention/functions.py:matmul_attention": "transformers' AttentionInterface",
     "cache/attention/masks.py:position_mask": "transformers' AttentionMaskInterface",
