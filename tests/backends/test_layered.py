@@ -173,3 +173,14 @@ def test_a_graph_without_equal_layers_is_compiled_whole() -> None:
             torch.compile(layer, fullgraph=True, backend=backend)(x), torch.relu(x @ layer.weight) + x.sum(0)
         )
     assert (backend.compiled, backend.called) == (1, 0)
+
+
+def test_a_graph_of_a_longer_range_is_not_taken_from_torchs_cache(tmp_path, monkeypatch) -> None:
+    """Torch's keys lack the ranges of sizes, and what it finds under them has the guards of the range before."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    for longest in (16, 64):
+        torch._dynamo.reset()
+        x = torch.randn(3, 4)
+        torch._dynamo.mark_dynamic(x, 0, min=2, max=longest)
+        compiled = torch.compile(lambda x: torch.sin(x) + 1, fullgraph=True, backend=LayeredBackend())
+        torch.testing.assert_close(compiled(x), torch.sin(x) + 1)

@@ -13,6 +13,7 @@
 | `torch._inductor.compile` | graphs without equal layers are not compiled |
 | `torch.UntypedStorage._cdata` | regions whose inputs share memory are not told, and compiled wrongly |
 | `torch.fx.experimental.symbolic_shapes.free_symbols`, `SymNode.shape_env` | regions of prompts are not told apart |
+| `torch.compiler.config.cache_key_tag` | a session with longer chunks of prompts than one before is not compiled |
 """
 
 from __future__ import annotations
@@ -253,17 +254,39 @@ def code_folder() -> Path:
 
 
 def compile_whole(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """What torch.compile's default backend makes of a graph."""
-    return shortly(lambda: torch._inductor.compile(module, list(inputs)))
+    """What torch.compile's default backend makes of a graph that TorchDynamo has captured."""
+    values = [node.meta.get("example_value") for node in module.graph.nodes if node.op == "placeholder"]
+    with _ranges_in_keys(values):
+        return shortly(lambda: torch._inductor.compile(module, list(inputs)))
 
 
 def compile_region(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
     """Part of a graph that TorchDynamo is compiling, over its fake tensors, compiled by Inductor in a form that can be
     written.
     """
-    return shortly(
-        lambda: standalone_compile(module, list(inputs), dynamic_shapes="from_tracing_context", options={}, aot=True)
-    )
+    with _ranges_in_keys(inputs):
+        return shortly(
+            lambda: standalone_compile(
+                module, list(inputs), dynamic_shapes="from_tracing_context", options={}, aot=True
+            )
+        )
+
+
+@contextmanager
+def _ranges_in_keys(values: Sequence[Any]) -> Iterator[None]:
+    """A block whose code torch's own caches keep apart by the ranges of the symbolic sizes in some values.
+
+    Their keys lack those: what was compiled for prompts of up to 16 tokens would be taken for prompts of up to 64, with
+    its guard, which a size marked for all of them violates.
+    """
+    ranges = {
+        f"{symbol} {symbol_range(symbol, environment)}"
+        for value in values
+        for symbol, environment in free_symbols(value).items()
+    }
+    config: Any = torch.compiler.config
+    with config.patch(cache_key_tag=" ".join([config.cache_key_tag, *sorted(ranges)])):
+        yield
 
 
 def region_function(compiled: Any) -> Callable[..., Sequence[Any]]:
