@@ -75,6 +75,7 @@ class Form:
         runtime: The function of benchmarks/peer_convert.py that makes it, and the class of peer_worker.py that runs it.
         bits: Of its weights, 32 or 4.
         options: What both get.
+        of: The form whose files it runs, where it has none of its own.
     """
 
     title: str
@@ -82,11 +83,12 @@ class Form:
     runtime: str
     bits: int
     options: dict[str, Any] = field(default_factory=dict)
+    of: str | None = None
 
     @property
     def is_ours(self) -> bool:
         """Whether the form is what the others are compared with."""
-        return self.runtime == "ours"
+        return self.runtime in ("ours", "runner")
 
 
 _SMALL, _OWN = {"quantize": "8da4w", "quantize_embeddings": "8w"}, {"kernels": "own"}
@@ -94,6 +96,7 @@ _F32_KEYS = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 FORMS = {
     "ours": Form("**ours, float32**", "here", "ours", 32),
     "ours-own": Form("**ours, float32, own operators**", "here", "ours", 32, {"export": _OWN}),
+    "ours-own-runner": Form("**ours, float32, own operators, without torch**", "here", "runner", 32, of="ours-own"),
     "executorch": Form("ExecuTorch's own export", "here", "executorch", 32),
     "onnxruntime": Form("ONNX Runtime GenAI, float32", "onnxruntime", "onnxruntime", 32, {"precision": "fp32"}),
     "openvino": Form(
@@ -119,6 +122,9 @@ FORMS = {
         "ours",
         4,
         {"export": {**_SMALL, **_OWN, "kv_dtype": "int8"}},
+    ),
+    "ours-8da4w-int8-runner": Form(
+        "**ours, 8da4w, own operators, 8-bit keys, without torch**", "here", "runner", 4, of="ours-8da4w-int8"
     ),
     "executorch-8da4w": Form(
         "ExecuTorch's own export, 8da4w",

@@ -12,6 +12,7 @@ follow it, and the most memory that it had resident.
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import json
 import os
 import sys
@@ -24,9 +25,8 @@ from peer_forms import CHECKED_PROMPT, CHECKED_STEPS, CHUNK, FORMS, Form, token_
 
 def limit_threads(count: int) -> None:
     """Give ExecuTorch's pool a size; its Python runtime has no setting for that, but exports what C++ calls."""
-    from executorch.extension.pybindings import _portable_lib
-
-    library = ctypes.CDLL(_portable_lib.__file__)
+    # Found, not imported: that would bring torch.
+    library = ctypes.CDLL(importlib.util.find_spec("executorch.extension.pybindings._portable_lib").origin)
     name = "_ZN10executorch9extension10threadpool"
     pool_of, reset = library[f"{name}14get_threadpoolEv"], library[f"{name}10ThreadPool24_unsafe_reset_threadpoolEj"]
     pool_of.restype, reset.argtypes = ctypes.c_void_p, (ctypes.c_void_p, ctypes.c_uint32)
@@ -97,6 +97,31 @@ class Ours(Runtime):
 
     def next(self) -> None:
         self._logits = self._session.decode(self._logits.argmax(-1))
+
+    def values(self) -> Any:
+        return self._logits
+
+
+class Runner(Runtime):
+    """A bundle through the C++ runner, in a Python without torch."""
+
+    def __init__(self, form: Form, folder: Path, plan: dict[str, Any]) -> None:
+        sys.path.insert(0, str(Path(__file__).parent.parent / "runners" / "python"))
+        from exportable_cache_runner import Session
+
+        self._session = Session(folder / "bundle")
+        limit_threads(plan["threads"])
+
+    def reset(self) -> None:
+        self._session.reset()
+
+    def feed(self, ids: list[int]) -> None:
+        self._logits = self._session.prefill(ids)
+
+    def next(self) -> None:
+        import numpy
+
+        self.feed([int(numpy.frombuffer(self._logits, dtype=numpy.float32).argmax())])
 
     def values(self) -> Any:
         return self._logits
@@ -253,6 +278,7 @@ class LlamaCpp(Runtime):
 
 RUNTIMES = {
     "ours": Ours,
+    "runner": Runner,
     "executorch": ExecuTorch,
     "onnxruntime": OnnxRuntime,
     "openvino": OpenVino,

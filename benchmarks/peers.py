@@ -131,6 +131,8 @@ def form_environment(name: str, folder: Path, threads: int | None = None) -> dic
     kernels = (folder / "libexportable_cache_kernels.so").resolve()
     if FORMS[name].is_ours and kernels.is_file():
         found.setdefault("EXPORTABLE_CACHE_KERNELS", str(kernels))
+    if FORMS[name].runtime == "runner":
+        found["EXPORTABLE_CACHE_RUNNER"] = str(own_runner(folder))
     return found
 
 
@@ -148,14 +150,46 @@ def own_kernels(folder: Path) -> None:
             console.print(f"ours runs on ExecuTorch's kernels: {error}")
 
 
+def place_of(name: str, folder: Path, slots: int) -> Path:
+    """The folder of the files that a form runs."""
+    return folder / f"{FORMS[name].of or name}-{slots}"
+
+
+def own_runner(folder: Path) -> Path:
+    """The C++ runner's library over the executorch wheel, with our kernels where they were compiled.
+
+    Raises:
+        Failed: If it cannot be compiled.
+    """
+    from exportable_cache.backends.executorch.build_kernels import find_cmake
+
+    build, kernels = (folder / "runner").resolve(), (folder / "libexportable_cache_kernels.so").resolve()
+    library = build / "libexportable_cache.so"
+    if not library.is_file():
+        cmake = find_cmake()
+        if cmake is None:
+            raise Failed("there is no cmake; pip install cmake")
+        build.mkdir(parents=True, exist_ok=True)
+        console.print("compiling the runner")
+        options = ["-DEC_BUILD_SHARED=ON", "-DEC_BUILD_PROGRAMS=OFF", f"-DPython3_EXECUTABLE={sys.executable}"]
+        options += [f"-DEC_KERNELS={kernels}"] if kernels.is_file() else []
+        logged([cmake, "-S", str(HERE.parent / "runners" / "cpp"), "-B", str(build), *options], build / "log.txt")
+        logged([cmake, "--build", str(build), "--parallel", str(os.cpu_count() or 1)], build / "log.txt")
+    return library
+
+
 def prepare(name: str, folder: Path, slots: int) -> Path:
     """The folder of a form's files, which are made unless they are there.
 
     Raises:
         Failed: If its environment or its conversion fails.
     """
-    python = environment_python(FORMS[name].environment, folder)
-    place = folder / f"{name}-{slots}"
+    form = FORMS[name]
+    if form.of is not None:
+        own_runner(folder)
+        return prepare(form.of, folder, slots)
+    python = environment_python(form.environment, folder)
+    place = place_of(name, folder, slots)
     done, model = place / "done.txt", folder / f"model-{slots}"
     convert = [str(HERE / "peer_convert.py")]
     if not (model / "logits.npy").is_file():
@@ -177,7 +211,7 @@ def ask(name: str, folder: Path, plan: dict[str, Any], conditions: Conditions) -
     Raises:
         Failed: If it ends early or takes too long.
     """
-    place = folder / f"{name}-{plan['slots']}"
+    place = place_of(name, folder, plan["slots"])
     python = conditions.python(name, folder)
     log, limit = place / "worker.txt", CHECK_SECONDS if "logits" in plan else ROUND_SECONDS
     command = [str(python), str(HERE / "peer_worker.py"), name, str(place.resolve()), json.dumps(plan)]
@@ -206,7 +240,7 @@ def check(name: str, folder: Path, slots: int, threads: int, conditions: Conditi
     Raises:
         Failed: If it runs in float32 and its logits are others.
     """
-    path = folder / f"{name}-{slots}" / "logits.npy"
+    path = place_of(name, folder, slots) / f"{name}.npy"
     ask(name, folder, {"threads": threads, "slots": slots, "logits": str(path.resolve())}, conditions)
     found = distance(numpy.load(path), numpy.load(folder / f"model-{slots}" / "logits.npy"))
     console.print(f"{name}: {found:.1e} from the float32 model")

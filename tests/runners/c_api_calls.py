@@ -12,67 +12,19 @@ import ctypes
 import json
 import sys
 import threading
-from ctypes import (
-    POINTER,
-    byref,
-    c_char_p,
-    c_double,
-    c_float,
-    c_int,
-    c_int32,
-    c_int64,
-    c_size_t,
-    c_uint32,
-    c_uint64,
-    c_void_p,
-)
+from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p
 from pathlib import Path
 from typing import Any
 
-
-class Options(ctypes.Structure):
-    _fields_ = [
-        ("size", c_size_t),
-        ("max_new_tokens", c_int64),
-        ("temperature", c_double),
-        ("top_k", c_int64),
-        ("top_p", c_double),
-        ("seed", c_uint64),
-        ("has_seed", c_int32),
-        ("reserved", c_int32),
-        ("stop_tokens", POINTER(c_int64)),
-        ("stop_token_count", c_size_t),
-        ("stop_strings", POINTER(c_char_p)),
-        ("stop_string_count", c_size_t),
-        ("prompt_lookup", c_int64),
-        ("allowed_tokens", c_void_p),
-        ("allowed_user", c_void_p),
-    ]
+from exportable_cache_runner.library import OnText, OnToken
+from exportable_cache_runner.library import OptionsStruct as Options
+from exportable_cache_runner.library import StatisticsStruct as Statistics
 
 
 class LaterOptions(ctypes.Structure):
     """As a caller knows them that was compiled with a later header."""
 
     _fields_ = [("known", Options), ("later", c_int64)]
-
-
-class Statistics(ctypes.Structure):
-    _fields_ = [
-        ("size", c_size_t),
-        ("prompt_tokens", c_int64),
-        ("generated_tokens", c_int64),
-        ("time_to_first_token", c_double),
-        ("decode_seconds", c_double),
-        ("proposed_tokens", c_int64),
-        ("accepted_tokens", c_int64),
-        ("stop", c_int32),
-        ("reserved", c_int32),
-    ]
-
-
-ON_TOKEN = ctypes.CFUNCTYPE(c_int, c_int64, c_void_p)
-ON_TEXT = ctypes.CFUNCTYPE(c_int, c_void_p, c_size_t, c_void_p)
-ALLOW = ctypes.CFUNCTYPE(c_int, POINTER(c_int64), c_size_t, POINTER(c_uint32), c_size_t, c_void_p)
 
 
 class Library:
@@ -93,10 +45,10 @@ class Library:
         self.c.ec_reset.argtypes = [c_void_p]
         self.c.ec_length.argtypes = [c_void_p, POINTER(c_int64), POINTER(c_int64)]
         self.c.ec_generate.argtypes = [
-            c_void_p, POINTER(c_int64), c_size_t, c_void_p, ON_TOKEN, c_void_p, POINTER(Statistics)
+            c_void_p, POINTER(c_int64), c_size_t, c_void_p, OnToken, c_void_p, POINTER(Statistics)
         ]  # fmt: skip
-        self.c.ec_generate_text.argtypes = [c_void_p, c_char_p, c_void_p, ON_TEXT, c_void_p, POINTER(Statistics)]
-        self.c.ec_chat.argtypes = [c_void_p, c_char_p, c_char_p, c_void_p, ON_TEXT, c_void_p, POINTER(Statistics)]
+        self.c.ec_generate_text.argtypes = [c_void_p, c_char_p, c_void_p, OnText, c_void_p, POINTER(Statistics)]
+        self.c.ec_chat.argtypes = [c_void_p, c_char_p, c_char_p, c_void_p, OnText, c_void_p, POINTER(Statistics)]
         self.c.ec_tokenize.argtypes = [c_void_p, c_char_p, c_int, POINTER(c_int64), c_size_t, POINTER(c_size_t)]
         self.c.ec_encode_tokens.argtypes = [c_void_p, POINTER(c_int64), c_size_t]
         self.c.ec_encode_values.argtypes = [c_void_p, POINTER(c_float), c_size_t]
@@ -128,7 +80,7 @@ class Library:
         statistics = Statistics(size=ctypes.sizeof(Statistics))
         ids = (c_int64 * len(prompt))(*prompt)
         given = None if options is None else byref(options)
-        status = self.c.ec_generate(session, ids, len(prompt), given, ON_TOKEN(on_token), None, byref(statistics))
+        status = self.c.ec_generate(session, ids, len(prompt), given, OnToken(on_token), None, byref(statistics))
         return {"outcome": self.outcome(status), "tokens": tokens, "stop": statistics.stop,
                 "counted": [statistics.prompt_tokens, statistics.generated_tokens]}  # fmt: skip
 
@@ -140,12 +92,12 @@ class Library:
             return 1
 
         given = None if options is None else byref(options)
-        status = self.c.ec_generate_text(session, prompt.encode(), given, ON_TEXT(on_text), None, None)
+        status = self.c.ec_generate_text(session, prompt.encode(), given, OnText(on_text), None, None)
         return {"outcome": self.outcome(status), "text": b"".join(pieces).decode()}
 
     def chat(self, session: c_void_p, question: str) -> dict[str, Any]:
         pieces: list[bytes] = []
-        taker = ON_TEXT(lambda piece, size, user: pieces.append(ctypes.string_at(piece, size)) or 1)
+        taker = OnText(lambda piece, size, user: pieces.append(ctypes.string_at(piece, size)) or 1)
         status = self.c.ec_chat(session, question.encode(), None, None, taker, None, None)
         return {"outcome": self.outcome(status), "text": b"".join(pieces).decode()}
 
@@ -169,6 +121,7 @@ class Library:
 
 def calls(library: Library, bundle: str, folder: Path, asked: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"abi": library.c.ec_abi_version(), "no error": library.c.ec_error().decode()}
+    found["sizes"] = {"ec_options": ctypes.sizeof(Options), "ec_statistics": ctypes.sizeof(Statistics)}
     session, found["open"] = library.open(bundle)
     prompt, question = asked["prompt"], asked["question"]
 
@@ -222,7 +175,7 @@ def calls(library: Library, bundle: str, folder: Path, asked: dict[str, Any]) ->
 
     statistics = Statistics(size=ctypes.sizeof(Statistics))
     ids = (c_int64 * len(prompt))(*prompt)
-    status = library.c.ec_generate(session, ids, len(prompt), None, ON_TOKEN(cancels), None, byref(statistics))
+    status = library.c.ec_generate(session, ids, len(prompt), None, OnToken(cancels), None, byref(statistics))
     found["cancelled"] = [library.outcome(status), statistics.stop, given]
 
     library.c.ec_reset(session)

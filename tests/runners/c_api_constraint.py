@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import llguidance
+from exportable_cache_runner.library import AllowTokens
+from exportable_cache_runner.library import OptionsStruct as Options
 
-from .c_api_calls import ALLOW, Library, Options
+from .c_api_calls import Library
 
 #: Takes the tokens so far and the mask, and says what the callback returns.
 Allow = Callable[[list[int], Any], int]
@@ -50,8 +52,7 @@ def bound(library: Library, session: c_void_p, prompt: list[int], allow: Allow, 
         assert not any(whole)
         return allow(tokens[:count], whole)
 
-    taker = ALLOW(allowed)
-    options = library.options(Options, allowed_tokens=ctypes.cast(taker, c_void_p), **fields)
+    options = library.options(Options, allowed_tokens=AllowTokens(allowed), **fields)
     found = library.generate(session, prompt, options)
     assert calls == [found["tokens"][:count] for count in range(len(calls))]
     held = library.length(session)[0]

@@ -22,6 +22,11 @@ TOLERANCE = 5e-5
 SOURCES = Path(__file__).parent.parent.parent / "runners" / "cpp"
 
 
+def with_python_runner() -> dict[str, str]:
+    """The environment, for a process that imports `exportable_cache_runner`."""
+    return {**os.environ, "PYTHONPATH": str(SOURCES.parent / "python")}
+
+
 @dataclass(frozen=True)
 class Reply:
     """`ok` with its values, or not, with the kind of error and its message as values."""

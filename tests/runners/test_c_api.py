@@ -15,8 +15,7 @@ import torch
 from exportable_cache import load
 from exportable_cache.demo.task import make_questions
 
-from . import c_api_calls
-from .conftest import SOURCES, TOLERANCE
+from .conftest import SOURCES, TOLERANCE, with_python_runner
 from .test_cpp import CAPACITY, prompt_of
 
 HEADER = SOURCES / "include" / "exportable_cache.h"
@@ -36,8 +35,9 @@ def shared_library(request: pytest.FixtureRequest, cpp_build: Path) -> Path:
 @pytest.fixture(scope="module")
 def called(shared_library: Path, demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     asked = json.dumps({"prompt": PROMPT, "question": QUESTION, "stop": "2"})
-    command = [sys.executable, c_api_calls.__file__, shared_library, demo_bundle, tmp_path_factory.mktemp("c"), asked]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    script = Path(__file__).with_name("c_api_calls.py")
+    command = [sys.executable, script, shared_library, demo_bundle, tmp_path_factory.mktemp("c"), asked]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=with_python_runner())
     assert done.returncode == 0, (done.returncode, done.stderr[-3000:])
     return json.loads(done.stdout)
 
@@ -116,11 +116,7 @@ def test_the_header_is_c_and_says_what_the_library_has(shared_library: Path, cal
     assert declared == {line.split()[-1] for line in exported.splitlines() if line.split()[-1].startswith("ec_")}
     assert len(declared) == 19
     assert called["abi"] == int(re.search(r"EC_ABI_VERSION (0x\w+)u", header)[1], 16)
-    sizes = {"ec_options": c_api_calls.Options, "ec_statistics": c_api_calls.Statistics}
-    checks = "\n".join(
-        f'_Static_assert(sizeof({name}) == {c_api_calls.ctypes.sizeof(kind)}, "{name}");'
-        for name, kind in sizes.items()
-    )
+    checks = "\n".join(f'_Static_assert(sizeof({name}) == {size}, "{name}");' for name, size in called["sizes"].items())
     strict = ["-std=c11", "-Wall", "-Wextra", "-Werror", "-pedantic"]
     done = subprocess.run(
         ["cc", *strict, "-fsyntax-only", f"-I{HEADER.parent}", "-xc", "-"],

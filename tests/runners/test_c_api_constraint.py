@@ -17,7 +17,7 @@ pytest.importorskip("llguidance", reason="the serve extra is not installed")
 from exportable_cache import load
 from exportable_cache.session.generate import end_tokens
 
-from .conftest import SOURCES, TOLERANCE
+from .conftest import SOURCES, TOLERANCE, with_python_runner
 from .test_c_api import PROMPT, shared_library  # noqa: F401  a fixture
 from .test_cpp import VOCAB
 
@@ -45,7 +45,9 @@ def called(shared_library: Path, demo_bundle: Path, session: Any) -> dict[str, A
     (end_token,) = end_tokens(session.generation_config)
     asked = {"prompt": PROMPT, "vocabulary": VOCAB, "end_token": end_token, "schema": json.dumps(SCHEMA)}
     command = [sys.executable, "-m", f"{__package__}.c_api_constraint", shared_library, demo_bundle, json.dumps(asked)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=SOURCES.parent.parent)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, cwd=SOURCES.parent.parent, env=with_python_runner()
+    )
     assert done.returncode == 0, (done.returncode, done.stderr[-3000:])
     # A callback of ctypes that raises writes there, and returns 0.
     assert "Traceback" not in done.stderr, done.stderr[-3000:]

@@ -1,0 +1,141 @@
+"""The shared library of the C interface, `exportable_cache.h`: its structures, callbacks and functions."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from ctypes import (
+    CFUNCTYPE,
+    POINTER,
+    c_char_p,
+    c_double,
+    c_float,
+    c_int,
+    c_int32,
+    c_int64,
+    c_size_t,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
+from pathlib import Path
+from typing import Any
+
+from .failures import Failure, Status
+
+#: Names the library's file, where it is not beside this package.
+VARIABLE = "EXPORTABLE_CACHE_RUNNER"
+FILE = "libexportable_cache.dylib" if sys.platform == "darwin" else "libexportable_cache.so"
+#: The first half of `EC_ABI_VERSION`; the second grows where something is added.
+ABI = 1
+
+AllowTokens = CFUNCTYPE(c_int, POINTER(c_int64), c_size_t, POINTER(c_uint32), c_size_t, c_void_p)
+OnToken = CFUNCTYPE(c_int, c_int64, c_void_p)
+# A piece ends at its size: as `c_char_p` it would at its first zero byte.
+OnText = CFUNCTYPE(c_int, c_void_p, c_size_t, c_void_p)
+
+
+class OptionsStruct(ctypes.Structure):
+    """`ec_options`."""
+
+    _fields_ = [
+        ("size", c_size_t),
+        ("max_new_tokens", c_int64),
+        ("temperature", c_double),
+        ("top_k", c_int64),
+        ("top_p", c_double),
+        ("seed", c_uint64),
+        ("has_seed", c_int32),
+        ("reserved", c_int32),
+        ("stop_tokens", POINTER(c_int64)),
+        ("stop_token_count", c_size_t),
+        ("stop_strings", POINTER(c_char_p)),
+        ("stop_string_count", c_size_t),
+        ("prompt_lookup", c_int64),
+        ("allowed_tokens", AllowTokens),
+        ("allowed_user", c_void_p),
+    ]
+
+
+class StatisticsStruct(ctypes.Structure):
+    """`ec_statistics`."""
+
+    _fields_ = [
+        ("size", c_size_t),
+        ("prompt_tokens", c_int64),
+        ("generated_tokens", c_int64),
+        ("time_to_first_token", c_double),
+        ("decode_seconds", c_double),
+        ("proposed_tokens", c_int64),
+        ("accepted_tokens", c_int64),
+        ("stop", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+_IDS = POINTER(c_int64)
+_HOW = [POINTER(OptionsStruct), OnText, c_void_p, POINTER(StatisticsStruct)]
+#: Arguments of the functions that give an `ec_status`.
+_ARGUMENTS: dict[str, list[Any]] = {
+    "ec_open": [c_char_p, POINTER(c_void_p)],
+    "ec_prefill": [c_void_p, _IDS, c_size_t, POINTER(POINTER(c_float)), POINTER(c_size_t)],
+    "ec_encode_tokens": [c_void_p, _IDS, c_size_t],
+    "ec_encode_values": [c_void_p, POINTER(c_float), c_size_t],
+    "ec_add_input": [c_void_p, c_char_p, c_void_p, c_int, _IDS, c_size_t],
+    "ec_rewind": [c_void_p, c_int64],
+    "ec_reset": [c_void_p],
+    "ec_length": [c_void_p, _IDS, _IDS],
+    "ec_generate": [
+        c_void_p, _IDS, c_size_t, POINTER(OptionsStruct), OnToken, c_void_p, POINTER(StatisticsStruct)
+    ],
+    "ec_generate_text": [c_void_p, c_char_p, *_HOW],
+    "ec_chat": [c_void_p, c_char_p, c_char_p, *_HOW],
+    "ec_tokenize": [c_void_p, c_char_p, c_int, _IDS, c_size_t, POINTER(c_size_t)],
+    "ec_save_state": [c_void_p, c_char_p],
+    "ec_load_state": [c_void_p, c_char_p],
+}  # fmt: skip
+
+
+def load_library(path: str | os.PathLike[str] | None = None) -> ctypes.CDLL:
+    """The library, with the types of its functions.
+
+    Args:
+        path: Its file; None for the one that the variable `EXPORTABLE_CACHE_RUNNER` names, the one beside this package,
+            or the one that the system's loader finds.
+
+    Raises:
+        Failure: If it cannot be loaded, is of another interface, or this process has ExecuTorch's Python bindings,
+            whose kernels it would register again.
+    """
+    if "executorch.extension.pybindings._portable_lib" in sys.modules:
+        raise Failure(
+            Status.RUNTIME,
+            "this process has loaded ExecuTorch's Python bindings, whose kernels the runner would register again; use "
+            "exportable_cache.load there, or another process",
+        )
+    beside = Path(__file__).with_name(FILE)
+    chosen = str(path or os.environ.get(VARIABLE) or (beside if beside.is_file() else FILE))
+    try:
+        library = ctypes.CDLL(chosen)
+        version = library.ec_abi_version
+    except (OSError, AttributeError) as error:
+        raise Failure(
+            Status.RUNTIME,
+            f"{chosen} is not the runner's library, or cannot be loaded: {error}; build it with -DEC_BUILD_SHARED=ON "
+            f"(runners/cpp), and name it with library= or the variable {VARIABLE}",
+        ) from None
+    version.restype = c_uint32
+    if version() >> 16 != ABI:
+        raise Failure(
+            Status.RUNTIME,
+            f"{chosen} has version {version() >> 16} of the C interface, and this module knows {ABI}; take both from "
+            "one release",
+        )
+    library.ec_error.restype = c_char_p
+    library.ec_close.argtypes = library.ec_cancel.argtypes = [c_void_p]
+    library.ec_close.restype = library.ec_cancel.restype = None
+    for name, arguments in _ARGUMENTS.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, c_int
+    return library

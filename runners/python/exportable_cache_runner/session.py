@@ -1,0 +1,284 @@
+"""A program and its position."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import threading
+import weakref
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from ctypes import byref, c_float, c_int64, c_size_t, c_void_p
+from typing import Any
+
+from .failures import Failure, Status
+from .library import OnText, OnToken, StatisticsStruct, load_library
+from .options import Options, Statistics, encoded
+
+_FLOAT32 = 0
+#: Formats of buffers, as `memoryview` has them, and bytes -> `ec_dtype`.
+_DTYPES = {("f", 4): _FLOAT32, ("q", 8): 1, ("l", 8): 1}
+
+
+class Session:
+    """A bundle of the target `executorch`, open, and what its cache holds.
+
+    One sequence; used by one thread at a time, but for `cancel`.
+
+    Callbacks that return False end the generation; others, and what returns nothing, let it go on. What a callback
+    raises ends it, and is raised by the call. So is `KeyboardInterrupt`, at the next token.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], library: str | os.PathLike[str] | None = None) -> None:
+        """Open a bundle's folder, at position 0.
+
+        Args:
+            folder: With `manifest.json` and the program.
+            library: The runner's file; see `load_library`.
+
+        Raises:
+            Failure: If the bundle is missing, damaged, or not one the library runs.
+        """
+        self._library = load_library(library)
+        self._busy, self._ending = threading.Lock(), threading.Lock()
+        handle = c_void_p()
+        self._check(self._library.ec_open(encoded(os.fspath(folder)), byref(handle)))
+        self._handle: c_void_p | None = handle
+        self._closed = weakref.finalize(self, self._library.ec_close, handle)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give its memory back; a second time does nothing."""
+        with self._alone(closes=True), self._ending:
+            self._handle = None
+            self._closed()
+
+    def prefill(self, tokens: Sequence[int]) -> array[float]:
+        """Feed tokens after those that are held: logits of the last one, [vocabulary], float32.
+
+        Raises:
+            Failure: If there are none, one is outside the vocabulary, or there is no room.
+        """
+        logits, vocabulary = ctypes.POINTER(c_float)(), c_size_t()
+        with self._alone() as handle:
+            self._check(self._library.ec_prefill(handle, _ids(tokens), len(tokens), byref(logits), byref(vocabulary)))
+            # Those of the library are gone at its next call.
+            return array("f", ctypes.string_at(logits, vocabulary.value * ctypes.sizeof(c_float)))
+
+    def encode_input(self, values: Any) -> None:
+        """Give an encoder-decoder its input; the decoder begins anew.
+
+        Args:
+            values: Token ids, or the array of float32 that a speech model's processor makes, the last dimension
+                innermost.
+        """
+        dtype, data, shape = _values("values", values)
+        count = math.prod(shape)
+        with self._alone() as handle:
+            if dtype == _FLOAT32:
+                self._check(self._library.ec_encode_values(handle, (c_float * count).from_buffer(data), count))
+            else:
+                self._check(self._library.ec_encode_tokens(handle, (c_int64 * count).from_buffer(data), count))
+
+    def add_input(self, name: str, values: Any) -> None:
+        """Hold an image, a video or a piece of sound for the next prompt.
+
+        The prompt has the placeholder once for each embedding.
+
+        Args:
+            name: As the model's processor calls the tensor, such as `"pixel_values"`.
+            values: An array of float32 or int64, such as numpy's.
+        """
+        dtype, data, shape = _values(name, values)
+        with self._alone() as handle:
+            given = (ctypes.c_char * len(data)).from_buffer(data)
+            self._check(self._library.ec_add_input(handle, encoded(name), given, dtype, _ids(shape), len(shape)))
+
+    def rewind(self, tokens: int) -> None:
+        """Take back the newest tokens."""
+        with self._alone() as handle:
+            self._check(self._library.ec_rewind(handle, tokens))
+
+    def reset(self) -> None:
+        """Start anew at position 0."""
+        with self._alone() as handle:
+            self._check(self._library.ec_reset(handle))
+
+    @property
+    def length(self) -> int:
+        """Tokens that are held."""
+        return self._lengths()[0]
+
+    @property
+    def max_length(self) -> int | None:
+        """Tokens that can be held in all; None for any number."""
+        most = self._lengths()[1]
+        return None if most < 0 else most
+
+    def tokenize(self, text: str, *, starts: bool = True) -> list[int]:
+        """Token ids of a text, which are not fed; `starts` if it is the first of a sequence."""
+        count, known = c_size_t(), encoded(text)
+        with self._alone() as handle:
+            # A text of n bytes seldom has more tokens; where it has, it is asked for again.
+            capacity = len(known) + 8
+            while True:
+                found = (c_int64 * capacity)()
+                self._check(self._library.ec_tokenize(handle, known, int(starts), found, capacity, byref(count)))
+                if count.value <= capacity:
+                    return found[: count.value]
+                capacity = count.value
+
+    def generate(
+        self,
+        prompt: Sequence[int],
+        options: Options | None = None,
+        on_token: Callable[[int], object] | None = None,
+    ) -> tuple[list[int], Statistics]:
+        """Tokens that follow a prompt.
+
+        Raises:
+            Failure: If the prompt or an option is out of range, or the prompt does not fit.
+        """
+        tokens: list[int] = []
+
+        def call(handle: c_void_p, how: Any, take: Callable[..., int], statistics: Any) -> int:
+            taker = OnToken(lambda token, user: take(token, tokens, on_token))
+            return self._library.ec_generate(handle, _ids(prompt), len(prompt), how, taker, None, statistics)
+
+        return tokens, self._generated(options, call)
+
+    def generate_text(
+        self,
+        prompt: str,
+        options: Options | None = None,
+        on_text: Callable[[str], object] | None = None,
+    ) -> tuple[str, Statistics]:
+        """Text that follows a text, which goes on from what is held; a piece never ends inside a character."""
+        return self._text([encoded(prompt)], self._library.ec_generate_text, options, on_text)
+
+    def chat(
+        self,
+        question: str,
+        system: str = "",
+        options: Options | None = None,
+        on_text: Callable[[str], object] | None = None,
+    ) -> tuple[str, Statistics]:
+        """The answer to a question, in the turns of the model's chat template; `system` before the first one."""
+        return self._text([encoded(question), encoded(system)], self._library.ec_chat, options, on_text)
+
+    def cancel(self) -> None:
+        """End the generation that is running, from any thread."""
+        with self._ending:
+            if self._handle is not None:
+                self._library.ec_cancel(self._handle)
+
+    def save_state(self, path: str | os.PathLike[str]) -> None:
+        """Write where the session is to a file."""
+        with self._alone() as handle:
+            self._check(self._library.ec_save_state(handle, encoded(os.fspath(path))))
+
+    def load_state(self, path: str | os.PathLike[str]) -> None:
+        """Go to where a session of this bundle was."""
+        with self._alone() as handle:
+            self._check(self._library.ec_load_state(handle, encoded(os.fspath(path))))
+
+    def _lengths(self) -> tuple[int, int]:
+        held, most = c_int64(), c_int64()
+        with self._alone() as handle:
+            self._check(self._library.ec_length(handle, byref(held), byref(most)))
+        return held.value, most.value
+
+    def _text(
+        self,
+        texts: list[bytes],
+        function: Callable[..., int],
+        options: Options | None,
+        on_text: Callable[[str], object] | None,
+    ) -> tuple[str, Statistics]:
+        pieces: list[str] = []
+
+        def call(handle: c_void_p, how: Any, take: Callable[..., int], statistics: Any) -> int:
+            taker = OnText(lambda piece, size, user: take(ctypes.string_at(piece, size).decode(), pieces, on_text))
+            return function(handle, *texts, how, taker, None, statistics)
+
+        statistics = self._generated(options, call)
+        return "".join(pieces), statistics
+
+    def _generated(self, options: Options | None, call: Callable[..., int]) -> Statistics:
+        """Run one of the functions that generate; what a callback raised is raised once it has ended."""
+        raised: list[BaseException] = []
+
+        def take(value: Any, values: list[Any], callback: Callable[[Any], object] | None) -> int:
+            values.append(value)
+            try:
+                return int(callback is None or callback(value) is not False)
+            except BaseException as error:
+                raised.append(error)
+                return 0
+
+        statistics = StatisticsStruct()
+        statistics.size = ctypes.sizeof(statistics)
+        how = (options or Options()).struct(raised.append)
+        with self._alone() as handle:
+            status = call(handle, byref(how), take, byref(statistics))
+            if raised:
+                raise raised[0]
+            self._check(status)
+        return Statistics.of(statistics)
+
+    @contextmanager
+    def _alone(self, closes: bool = False) -> Iterator[c_void_p]:
+        """The handle, while nobody else uses it.
+
+        Raises:
+            Failure: If somebody does, a callback of a generation among them, or the session is closed.
+        """
+        if not self._busy.acquire(blocking=False):
+            raise Failure(
+                Status.INPUT, "the session is in use, by another thread or by the call whose callback this is; wait"
+            )
+        try:
+            if self._handle is None and not closes:
+                raise Failure(Status.INPUT, "the session is closed; open another")
+            yield self._handle  # type: ignore[misc]
+        finally:
+            self._busy.release()
+
+    def _check(self, status: int) -> None:
+        if status:
+            raise Failure(Status(status), self._library.ec_error().decode(errors="replace"))
+
+
+def _ids(tokens: Sequence[int]) -> Any:
+    """Of C.
+
+    Raises:
+        Failure: If one is no integer of 64 bits, of which C would take what fits.
+    """
+    for index, token in enumerate(tokens):
+        if not -(2**63) <= token < 2**63:
+            raise Failure(Status.INPUT, f"tokens[{index}] is {token}, which is outside 64 bits")
+    return (c_int64 * len(tokens))(*tokens)
+
+
+def _values(name: str, values: Any) -> tuple[int, bytearray, tuple[int, ...]]:
+    """The `ec_dtype` of an array or a list of integers, its values, and its sizes."""
+    if isinstance(values, (list, tuple, range)):
+        values = _ids(values)
+    try:
+        view = memoryview(values)
+    except TypeError:
+        raise Failure(
+            Status.INPUT, f"{name} is a {type(values).__name__}; pass an array of float32 or int64, as numpy's"
+        ) from None
+    dtype = _DTYPES.get((view.format.lstrip("@<="), view.itemsize))
+    if dtype is None:
+        raise Failure(Status.INPUT, f"{name} is an array of {view.format!r}; pass one of float32 or int64")
+    return dtype, bytearray(view.tobytes()), view.shape or ()

@@ -1,0 +1,149 @@
+"""Calls of the Python runner, in a process of its own that has neither torch nor the Python session.
+
+Its arguments are the library, a bundle, a folder to write to and what is asked. What came of each call is written as
+JSON.
+"""
+
+from __future__ import annotations
+
+import array
+import json
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from exportable_cache_runner import Failure, Options, Session, Statistics
+
+
+def outcome(call: Callable[[], object]) -> list[Any]:
+    try:
+        return ["gave", repr(call())]
+    except Failure as failure:
+        return [failure.status.name, str(failure)]
+    except BaseException as error:
+        return [type(error).__name__, str(error)]
+
+
+def counted(statistics: Statistics) -> list[Any]:
+    return [statistics.prompt_tokens, statistics.generated_tokens, statistics.stop.name]
+
+
+def interrupt(_: object) -> None:
+    raise KeyboardInterrupt("from the callback")
+
+
+def masks(session: Session, prompt: list[int]) -> dict[str, Any]:
+    """Answers that the caller bounds."""
+
+    def only(token: int, count: int) -> Callable[[list[int], Any], bool]:
+        def allow(tokens: list[int], mask: Any) -> bool:
+            mask[token // 32] = 1 << token % 32
+            return len(tokens) < count
+
+        return allow
+
+    tokens, statistics = session.generate(prompt, Options(allowed_tokens=only(40, 3)))
+    session.reset()
+    none = outcome(lambda: session.generate(prompt, Options(allowed_tokens=lambda tokens, mask: True)))
+    session.reset()
+    fails = outcome(lambda: session.generate(prompt, Options(allowed_tokens=lambda tokens, mask: mask[10**9])))
+    session.reset()
+    return {"only": [tokens, *counted(statistics)], "none": none, "fails": fails}
+
+
+def elsewhere(session: Session, prompt: list[int]) -> dict[str, Any]:
+    """What another thread may do while one generates."""
+    seen: list[Any] = []
+
+    def from_there(token: int) -> None:
+        def use() -> None:
+            seen.append(outcome(session.reset))
+            session.cancel()
+
+        thread = threading.Thread(target=use)
+        thread.start()
+        thread.join()
+
+    tokens, statistics = session.generate(prompt, None, from_there)
+    session.reset()
+    return {"cancelled": [tokens, *counted(statistics)], "seen": seen}
+
+
+def calls(library: str, bundle: str, folder: Path, asked: dict[str, Any]) -> dict[str, Any]:
+    prompt, question = asked["prompt"], asked["question"]
+    found: dict[str, Any] = {}
+    with Session(bundle, library) as session:
+        found["prefill"] = list(session.prefill(prompt))
+        found["length"] = [session.length, session.max_length]
+        session.save_state(folder / "python.state")
+        found["next"] = list(session.prefill([7]))
+        session.rewind(1)
+        found["after rewind"] = session.length
+        with Session(bundle, library) as other:
+            other.load_state(folder / "python.state")
+            found["next of other"] = list(other.prefill([7]))
+        session.reset()
+        given: list[int] = []
+        tokens, statistics = session.generate(array.array("q", prompt), Options(max_new_tokens=8), given.append)
+        found["generate"] = [tokens, given, *counted(statistics)]
+        session.reset()
+        tokens, statistics = session.generate(prompt, on_token=lambda token: False)
+        found["callback"] = [tokens, *counted(statistics)]
+        session.reset()
+        pieces: list[str] = []
+        text, _ = session.generate_text(question, on_text=pieces.append)
+        found["text"] = [text, "".join(pieces), len(pieces)]
+        session.reset()
+        found["chat"] = session.chat(question)[0]
+        session.reset()
+        found["stopped"] = session.generate_text(question, Options(stop_strings=[asked["stop"]]))[0]
+        drawn = Options(max_new_tokens=8, temperature=1.2, top_k=20, top_p=0.9, seed=5)
+        found["drawn"] = []
+        for _ in range(2):
+            session.reset()
+            found["drawn"].append(session.generate(prompt, drawn)[0])
+        found["tokens"] = [session.tokenize(question), session.tokenize("a", starts=False)]
+        session.reset()
+        found |= masks(session, prompt) | elsewhere(session, prompt)
+        refusals: dict[str, Callable[[], object]] = {
+            "no bundle": lambda: Session(folder / "nothing", library),
+            "no library": lambda: Session(bundle, folder / "nothing.so"),
+            "another library": lambda: Session(bundle, asked["another"]),
+            "an id": lambda: session.prefill([10**9]),
+            "a large id": lambda: session.generate([5, 2**63]),
+            "no tokens": lambda: session.prefill([]),
+            "no room": lambda: session.prefill([5] * 600),
+            "zero": lambda: session.generate_text("a\0b"),
+            "half": lambda: session.chat("a\ud800"),
+            "new": lambda: session.generate(prompt, Options(max_new_tokens=0)),
+            "seed": lambda: session.generate(prompt, Options(temperature=1.0, seed=-1)),
+            "stop": lambda: session.generate(prompt, Options(stop_tokens=[5, -1])),
+            "top_p": lambda: session.generate(prompt, Options(temperature=1.0, top_p=3.0)),
+            "no encoder": lambda: session.encode_input([5, 6]),
+            "no speech": lambda: session.encode_input(array.array("f", [1.0, 2.0])),
+            "an input": lambda: session.add_input("pixel_values", array.array("f", [1.0])),
+            "no array": lambda: session.add_input("pixel_values", 1.0),
+            "doubles": lambda: session.add_input("pixel_values", array.array("d", [1.0])),
+            "inside": lambda: session.generate(prompt, None, lambda token: session.reset()),
+            "interrupted": lambda: session.generate_text(question, on_text=interrupt),
+        }
+        found["refused"] = {}
+        for name, call in refusals.items():
+            session.reset()
+            found["refused"][name] = outcome(call)
+        session.reset()
+        found["after refusals"] = list(session.prefill(prompt))
+    session.close()
+    session.cancel()
+    found["closed"] = outcome(session.reset)
+    sys.modules["executorch.extension.pybindings._portable_lib"] = sys
+    found["beside the bindings"] = outcome(lambda: Session(bundle, library))
+    found["loaded"] = [name for name in ("torch", "numpy", "exportable_cache") if name in sys.modules]
+    return found
+
+
+if __name__ == "__main__":
+    library, bundle, folder, asked = sys.argv[1:]
+    print(json.dumps(calls(library, bundle, Path(folder), json.loads(asked))))

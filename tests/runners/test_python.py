@@ -1,0 +1,136 @@
+"""The Python runner over the C interface: it answers as the session does, without torch."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from exportable_cache import load
+
+from .conftest import SOURCES, TOLERANCE, cmake_program, over_wheel, with_python_runner
+from .test_c_api import PROMPT, QUESTION, shared_library  # noqa: F401  a fixture
+from .test_cpp import CAPACITY
+
+
+@pytest.fixture(scope="module")
+def session(demo_bundle: Path) -> Any:
+    return load(demo_bundle)
+
+
+@pytest.fixture(scope="module")
+def called(shared_library: Path, demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:  # noqa: F811
+    import _ctypes
+
+    asked = json.dumps({"prompt": PROMPT, "question": QUESTION, "stop": "2", "another": _ctypes.__file__})
+    folder = tmp_path_factory.mktemp("python")
+    done = subprocess.run(
+        [sys.executable, Path(__file__).with_name("python_calls.py"), shared_library, demo_bundle, folder, asked],
+        capture_output=True, text=True, timeout=120, env=with_python_runner(),
+    )  # fmt: skip
+    assert done.returncode == 0, (done.returncode, done.stderr[-3000:])
+    # A callback of ctypes that raises writes there, and returns 0.
+    assert "Traceback" not in done.stderr, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def test_it_answers_as_the_session(called, session) -> None:
+    assert called["loaded"] == []
+    session.reset()
+    logits = session.prefill(torch.tensor([PROMPT]))[0]
+    assert (torch.tensor(called["prefill"]) - logits).abs().max() <= TOLERANCE
+    assert called["length"] == [40, CAPACITY] and called["after rewind"] == 40
+    logits = session.decode(torch.tensor([7]))[0]
+    assert (torch.tensor(called["next"]) - logits).abs().max() <= TOLERANCE
+    assert called["next of other"] == called["next"]
+    session.reset()
+    tokens = list(session.generate(torch.tensor([PROMPT]), 8))
+    stop = "MAX_NEW_TOKENS" if len(tokens) == 8 else "END_TOKEN"
+    assert called["generate"] == [tokens, tokens, len(PROMPT), len(tokens), stop]
+    assert called["callback"] == [tokens[:1], len(PROMPT), 1, "CALLBACK"]
+    session.reset()
+    text = "".join(session.generate_text(QUESTION))
+    assert called["text"][:2] == [text, text] and called["text"][2] > 1 and called["chat"] == text
+    assert text.startswith(called["stopped"]) and "2" not in called["stopped"]
+    first, second = called["drawn"]
+    assert first == second != tokens
+    encode = session.text_tokenizer
+    assert called["tokens"] == [encode(QUESTION)["input_ids"], encode("a", add_special_tokens=False)["input_ids"]]
+
+
+def test_the_caller_bounds_answers(called) -> None:
+    assert called["only"] == [[40, 40, 40], len(PROMPT), 3, "WHOLE"]
+    assert called["none"][0] == "INPUT" and "allows none of" in called["none"][1]
+    assert called["fails"] == ["IndexError", "array index out of range"]
+
+
+def test_another_thread_can_only_cancel(called) -> None:
+    first = called["generate"][0][:1]
+    assert called["cancelled"] == [first, len(PROMPT), 1, "CANCELLED"]
+    assert [kind for kind, _ in called["seen"]] == ["INPUT"] and "in use" in called["seen"][0][1]
+
+
+def test_what_is_refused_has_a_kind_and_a_sentence(called) -> None:
+    expected = {
+        "no bundle": ("BUNDLE", "manifest.json"),
+        "no library": ("RUNTIME", "EXPORTABLE_CACHE_RUNNER"),
+        "another library": ("RUNTIME", "ec_abi_version"),
+        "an id": ("INPUT", "outside the vocabulary"),
+        "a large id": ("INPUT", "tokens[1] is 9223372036854775808"),
+        "no tokens": ("INPUT", "empty"),
+        "no room": ("CACHE_FULL", f"at most {CAPACITY} tokens"),
+        "zero": ("INPUT", "zero byte at 1"),
+        "half": ("INPUT", "half of a character at 1"),
+        "new": ("INPUT", "max_new_tokens is 0"),
+        "seed": ("INPUT", "seed is -1"),
+        "stop": ("INPUT", "stop_tokens is -1"),
+        "top_p": ("INPUT", "top_p"),
+        "no encoder": ("INPUT", "this model has no encoder"),
+        "no speech": ("INPUT", "this model has no encoder"),
+        "an input": ("INPUT", "takes token ids only, got pixel_values"),
+        "no array": ("INPUT", "pixel_values is a float"),
+        "doubles": ("INPUT", "pixel_values is an array of 'd'"),
+        "inside": ("INPUT", "in use"),
+        "interrupted": ("KeyboardInterrupt", "from the callback"),
+    }
+    assert called["refused"].keys() == expected.keys()
+    for name, (kind, said) in expected.items():
+        assert called["refused"][name][0] == kind and said in called["refused"][name][1], (
+            name,
+            called["refused"][name],
+        )
+    assert called["after refusals"] == called["prefill"]
+    assert called["closed"][0] == "INPUT" and "closed" in called["closed"][1]
+    assert called["beside the bindings"][0] == "RUNTIME" and "another process" in called["beside the bindings"][1]
+
+
+@pytest.mark.full
+def test_the_installed_package_has_the_library(
+    shared_library: Path,  # noqa: F811
+    demo_bundle: Path,
+    tmp_path: Path,
+) -> None:
+    sources, build, prefix = SOURCES.parent / "python", tmp_path / "build", tmp_path / "installed"
+    for command in (
+        ["-S", sources, "-B", build, *over_wheel(), "-DCMAKE_CXX_FLAGS_RELEASE=-O0"],
+        ["--build", build, "--parallel"],
+        ["--install", build, "--component", "python", "--prefix", prefix],
+    ):
+        done = subprocess.run([cmake_program(), *command], capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    package = prefix / "exportable_cache_runner"
+    assert [path.name for path in package.iterdir()] == [shared_library.name]
+    shutil.copytree(sources / package.name, package, dirs_exist_ok=True)
+    code = "import sys, exportable_cache_runner as runner; print(runner.Session(sys.argv[1]).max_length)"
+    environment = {name: value for name, value in with_python_runner().items() if name != "EXPORTABLE_CACHE_RUNNER"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, demo_bundle],
+        capture_output=True, text=True, timeout=120, env=environment | {"PYTHONPATH": str(prefix)},
+    )  # fmt: skip
+    assert done.returncode == 0 and done.stdout.split() == [str(CAPACITY)], done.stderr[-3000:]
