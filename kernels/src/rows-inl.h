@@ -13,9 +13,9 @@
 #include <cstring>
 
 #include "half.h"
-#include "hwy/cache_control.h"
 #include "hwy/highway.h"
 #include "piece.h"
+#include "unrolled-inl.h"
 
 #if defined(__clang__)
 #define EC_UNROLL _Pragma("unroll")
@@ -152,7 +152,7 @@ struct Ahead {
 
   HWY_INLINE void ask(int64_t first, int64_t number) const {
     for (int64_t t = first; t < std::min(first + number, count); ++t) {
-      for (int64_t at = 0; at < bytes; at += 64) hwy::Prefetch(rows + t * stride + at);
+      for (int64_t at = 0; at < bytes; at += 64) ask_for(rows + t * stride + at);
     }
   }
 };
