@@ -101,7 +101,15 @@ HWY_INLINE void weigh(float* scores, Range seen, float* top, float* total, float
 
 // factors[t * stride] for every slot of a block.
 HWY_INLINE void scale_slots(float* scores, const float* factors, int64_t stride, int64_t n) {
-  for (int64_t t = 0; t < n; ++t) scores[t] *= factors[t * stride];
+  const F d;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
+  int64_t t = 0;
+  if (stride == 1) {
+    for (; t + lanes <= n; t += lanes) {
+      hn::Store(hn::Mul(hn::Load(d, scores + t), hn::LoadU(d, factors + t)), d, scores + t);
+    }
+  }
+  for (; t < n; ++t) scores[t] *= factors[t * stride];
 }
 
 HWY_INLINE void add_bias(float* scores, const float* bias, Range seen) {
