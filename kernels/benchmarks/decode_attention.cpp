@@ -1,6 +1,6 @@
 // Attention of a decode step beside a plain read of the same keys and values.
 //
-//   decode_attention [THREADS] [TOKENS] [ROUNDS]
+//   decode_attention [THREADS] [TOKENS] [ROUNDS] [TARGET]
 //
 // 12 layers of 12 query heads of 64 over 4 key heads with 4096 slots, float32, float16 and int8, each layer's in memory
 // of its own. In each round every form runs once, after 96 MB of other memory have been read, as a step reads weights:
@@ -163,6 +163,10 @@ double milliseconds(const std::function<void()>& call) {
 int main(int count, char** arguments) {
   const auto number = [&](int i, int64_t otherwise) { return count > i ? std::atoll(arguments[i]) : otherwise; };
   const int64_t threads = number(1, 1), tokens = number(2, 4000), rounds = number(3, 15);
+  if (count > 4 && !limit_target(arguments[4])) {
+    std::fprintf(stderr, "this processor has no %s\n", arguments[4]);
+    return 1;
+  }
   Pool own(static_cast<size_t>(threads));
   pool = &own;
   const Threads runtime{static_cast<size_t>(threads), [](size_t n, void (*task)(void*, size_t), void* context) {

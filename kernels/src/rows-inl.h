@@ -107,10 +107,16 @@ constexpr bool kLoads = true;
 template <>
 constexpr bool kLoads<Int4Pair> = false;
 
-// Whether a loaded vector is kept in its register. GCC would load it, like a query's or a weight, again for each product:
-// in float32 (1.15 times the time of a step's attention). Numbers that are widened are there anyway.
+// Keeps what was loaded for several products in a register, of which AVX2 and SSE4 have too few: GCC would load it again
+// for each (1.15 times the time of a step's attention in float32, AVX-512).
+HWY_INLINE void keep_one(V& loaded) {
+  if constexpr (kAccumulators > 12) keep(loaded);
+}
+// Of stored numbers: those that are widened are in registers anyway.
 template <class T>
-constexpr bool kKeeps = sizeof(T) == 4;
+HWY_INLINE void keep_stored(V& loaded) {
+  if constexpr (sizeof(T) == 4) keep_one(loaded);
+}
 
 // The sums of four vectors' lanes, in order.
 HWY_INLINE hn::Vec<hn::FixedTag<float, 4>> four_sums(F d, V a, V b, V c, V e) {
@@ -188,10 +194,10 @@ HWY_INLINE void few_scores(const float* query, int64_t query_stride, const Rows<
     }
     for (int64_t i = 0; i < dim; i += lanes) {
       V x0 = load_as(d, k0 + i), x1 = load_as(d, k1 + i), x2 = load_as(d, k2 + i), x3 = load_as(d, k3 + i);
-      if constexpr (kKeeps<T>) keep(x0), keep(x1), keep(x2), keep(x3);
+      keep_stored<T>(x0), keep_stored<T>(x1), keep_stored<T>(x2), keep_stored<T>(x3);
       EC_UNROLL for (int r = 0; r < R; ++r) {
         V q = hn::Load(d, query + r * query_stride + i);
-        keep(q);
+        keep_one(q);
         sum[r][0] = hn::MulAdd(q, x0, sum[r][0]);
         sum[r][1] = hn::MulAdd(q, x1, sum[r][1]);
         sum[r][2] = hn::MulAdd(q, x2, sum[r][2]);
@@ -217,11 +223,11 @@ HWY_INLINE void add_columns(const float* weights, const Rows<T>& values, float* 
     V x[vectors];
     EC_UNROLL for (int j = 0; j < vectors; ++j) {
       x[j] = load_as(d, values.first + t * values.stride + j * lanes);
-      if constexpr (kKeeps<T> && R <= 4) keep(x[j]);
+      if constexpr (R <= 4) keep_stored<T>(x[j]);
     }
     EC_UNROLL for (int r = 0; r < R; ++r) {
       V weight = hn::Set(d, weights[r * kBlock + t]);
-      if constexpr (R <= 4) keep(weight);
+      if constexpr (R <= 4) keep_one(weight);
       EC_UNROLL for (int j = 0; j < vectors; ++j) sum[r][j] = hn::MulAdd(weight, x[j], sum[r][j]);
     }
   }
