@@ -148,25 +148,22 @@ struct Rows {
 };
 
 // Rows that are read next: asked for while others are worked on, as the processor does not foresee the change from keys
-// to values and back. Numbers of one byte go to the first cache, which holds two blocks of them: arithmetic is what they
-// wait for (1.05 times the time from the second).
+// to values and back. Into the second cache; numbers of one byte, of which the first holds two blocks, into that:
+// arithmetic is what they wait for (1.05 times the time from the second).
+template <class T>
 struct Ahead {
-  const char* rows = nullptr;
-  int64_t stride = 0;  // bytes
-  int64_t bytes = 0;   // of a row
+  const T* rows = nullptr;
+  int64_t stride = 0;
+  int64_t dim = 0;
   int64_t count = 0;
-  bool bytes_only = false;
 
-  template <class T>
-  static HWY_INLINE Ahead of(const Rows<T>& rows, int64_t dim) {
-    return {reinterpret_cast<const char*>(rows.first), rows.stride * int64_t{sizeof(T)}, dim * int64_t{sizeof(T)},
-            rows.count, sizeof(T) == 1};
-  }
+  static HWY_INLINE Ahead of(const Rows<T>& rows, int64_t dim) { return {rows.first, rows.stride, dim, rows.count}; }
 
   HWY_INLINE void ask(int64_t first, int64_t number) const {
+    constexpr int64_t kLine = 64 / sizeof(T);
     for (int64_t t = first; t < std::min(first + number, count); ++t) {
-      for (int64_t at = 0; at < bytes; at += 64) {
-        if (bytes_only) hwy::Prefetch(rows + t * stride + at);
+      for (int64_t at = 0; at < dim; at += kLine) {
+        if constexpr (sizeof(T) == 1) hwy::Prefetch(rows + t * stride + at);
         else ask_for(rows + t * stride + at);
       }
     }
@@ -174,9 +171,9 @@ struct Ahead {
 };
 
 // scores[r * kBlock + t] of R rows and the keys. `dim` is a multiple of the lanes.
-template <int R, class T>
+template <int R, class T, class Next>
 HWY_INLINE void few_scores(const float* query, int64_t query_stride, const Rows<T>& keys, int64_t dim,
-                           const Ahead& ahead, float* scores) {
+                           const Ahead<Next>& ahead, float* scores) {
   const F d;
   const hn::FixedTag<float, 4> four;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
@@ -237,9 +234,9 @@ HWY_INLINE void add_columns(const float* weights, const Rows<T>& values, float* 
 }
 
 // The same for all columns; `dim` is a multiple of the lanes, and `stretch` the slots that are passed over at a time.
-template <int R, class T>
+template <int R, class T, class Next>
 HWY_INLINE void add_weighted(const float* weights, const Rows<T>& values, int64_t dim, int64_t stretch,
-                             const Ahead& ahead, float* sums, int64_t sum_stride) {
+                             const Ahead<Next>& ahead, float* sums, int64_t sum_stride) {
   constexpr int wide = kAccumulators / R >= 4 ? 4 : kAccumulators / R >= 2 ? 2 : 1;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(F()));
   for (int64_t t = 0; t < values.count; t += stretch) {
