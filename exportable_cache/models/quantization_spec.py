@@ -38,8 +38,8 @@ class Quantization:
     Attributes:
         linear: One of `LINEAR_SCHEMES`, or None to leave linear layers as they are.
         group_size: Weights that share a scale, in 4 bits. In 8 bits a scale serves a whole row.
-        embeddings: One of `EMBEDDING_SCHEMES`; None or "none" to leave the table as it is. A head that is tied to the table is
-            quantised with it, in 8 bits, so that both still read the same numbers.
+        embeddings: One of `EMBEDDING_SCHEMES`; None or "none" to leave the table as it is. A head that is tied to the
+            table is quantised with it, in 8 bits, so that both still read the same numbers.
         scales: One of `SCALES`; None without 4 bits. The target chooses it, and the manifest records it.
 
     Raises:
@@ -120,8 +120,8 @@ def quantization_of(
 ) -> Quantization | None:
     """The quantisation that three options ask for, None for none of them.
 
-    Beside quantised linear layers the table is, too, unless `quantize_embeddings` says otherwise: in float32 it would be
-    the larger part of a file, and 8 bits of it move the logits little.
+    Beside quantised linear layers the table is, too, unless `quantize_embeddings` says otherwise: in float32 it would
+    be the larger part of a file, and 8 bits of it move the logits little.
 
     Args:
         offered: Schemes of embedding tables that the target takes.

@@ -85,8 +85,8 @@ def export(
         quantize: Scheme of the linear layers' weights, such as "8da4w", see `Quantization`; None for none. The program
             is then verified against the quantised model, and its distance from the float one is recorded.
         group_size: Weights that share a scale in 4-bit schemes.
-        quantize_embeddings: Scheme of the embedding table, "8w" or "4w", or "none" to leave it as it is; by default "8w"
-            with `quantize`, where the target takes it.
+        quantize_embeddings: Scheme of the embedding table, "8w" or "4w", or "none" to leave it as it is; by default
+            "8w" with `quantize`, where the target takes it.
         attention_sinks, attention_window: Have full-attention layers keep the first and the newest tokens only, and run
             without end, see `ExportableCache.from_config`.
         max_encoder_len: Longest input of an encoder-decoder's encoder, in tokens, frames or samples, see

@@ -107,8 +107,8 @@ constexpr bool kLoads = true;
 template <>
 constexpr bool kLoads<Int4Pair> = false;
 
-// Keeps what was loaded for several products in a register, of which AVX2 and SSE4 have too few: GCC would load it again
-// for each (1.15 times the time of a step's attention in float32, AVX-512).
+// Keeps what was loaded for several products in a register, of which AVX2 and SSE4 have too few: GCC would load it
+// again for each (1.15 times the time of a step's attention in float32, AVX-512).
 HWY_INLINE void keep_one(V& loaded) {
   if constexpr (kAccumulators > 12) keep(loaded);
 }
