@@ -91,7 +91,7 @@ class Form:
         return self.runtime in ("ours", "runner")
 
 
-_SMALL, _OWN = {"quantize": "8da4w", "quantize_embeddings": "8w"}, {"kernels": "own"}
+_SMALL, _OWN = {"quantize": "8da4w"}, {"kernels": "own"}
 _F32_KEYS = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 FORMS = {
     "ours": Form("**ours, float32**", "here", "ours", 32),

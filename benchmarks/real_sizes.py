@@ -26,7 +26,7 @@ from typing import Annotated, Any
 import typer
 
 CACHE = 2048
-QUANTIZED = {"quantize": "8da4w", "quantize_embeddings": "8w"}
+QUANTIZED = {"quantize": "8da4w"}
 #: Bytes of a shard, as hubs have them.
 SHARD = 5_000_000_000
 

@@ -64,6 +64,14 @@ def test_bytes_of_quantised_weights_are_foreseen(scheme: tuple[Any, ...], tied: 
     assert quantized_bytes(bare, quantization) == quantize(model, quantization).weights_bytes
 
 
+def test_the_table_stays_as_it_is_where_that_is_said(tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    model = checkpoints.wide_model()
+    for given, embeddings in (({}, "8w"), ({"quantize_embeddings": "none"}, None)):
+        found = export(model, "pt2", CAPACITY, tmp_path / "out", quantize="8w", dry_run=True, **given)
+        assert found.weights_bytes == quantized_bytes(model, Quantization("8w", None, embeddings))
+
+
 def test_it_refuses_what_the_export_would(config_only: Path, tmp_path: Path) -> None:
     def dry(**options: Any) -> Any:
         given = {"model_or_path": config_only, "target": "fake", "output_dir": tmp_path / "out", **options}

@@ -15,7 +15,7 @@ from exportable_cache.errors import InputError, UnsupportedModelError
 from exportable_cache.models import quantized_rows
 from exportable_cache.models.patches.registry import patch_model
 from exportable_cache.models.quantization import check_quantizable, is_tied, quantize, rounding_noise
-from exportable_cache.models.quantization_spec import Quantization
+from exportable_cache.models.quantization_spec import Quantization, quantization_of
 from exportable_cache.models.quantized_rows import QuantizedRows
 from exportable_cache.verification.tolerance import tolerances_of
 from exportable_cache.verification.verify import verify, verify_session
@@ -125,7 +125,7 @@ def test_a_tied_head_keeps_reading_the_table() -> None:
     ("options", "message"),
     [
         (("4da4w",), "quantize is '4da4w'; it must be one of 8da4w, 8da8w, 8w"),
-        (("8da4w", None, "2w"), "quantize_embeddings is '2w'; it must be one of 8w, 4w"),
+        (("8da4w", None, "2w"), "quantize_embeddings is '2w'; it must be one of 8w, 4w, none"),
         (("8da4w", 20), "group_size is 20; it must be a multiple of 32"),
         (("8da4w", -32), "group_size is -32; it must be"),
         (("8da8w", 32), "group_size is 32, but 8-bit weights have one scale per row"),
@@ -135,6 +135,36 @@ def test_a_tied_head_keeps_reading_the_table() -> None:
 def test_schemes_are_checked_at_construction(options: tuple, message: str) -> None:
     with pytest.raises(InputError, match=message):
         Quantization(*options)
+
+
+@pytest.mark.parametrize(
+    ("options", "offered", "embeddings"),
+    [
+        (("8da4w", None, None), ("8w", "4w"), "8w"),
+        (("8da8w", None, None), ("8w",), "8w"),
+        (("8da4w", None, "4w"), ("8w", "4w"), "4w"),
+        (("8da4w", None, "none"), ("8w", "4w"), None),
+        (("8w", None, None), (), None),  # a target without tables of integers
+    ],
+)
+def test_the_table_is_quantised_with_the_layers_unless_it_is_said(
+    options: tuple, offered: tuple[str, ...], embeddings: str | None
+) -> None:
+    quantization = quantization_of(*options, offered)
+    assert quantization is not None and quantization.embeddings == embeddings
+
+
+def test_nothing_is_quantised_unless_it_is_asked_for() -> None:
+    assert quantization_of(None, None, None, ("8w",)) is None
+    assert quantization_of(None, None, "none", ("8w",)) is None
+
+
+@pytest.mark.parametrize("family", ["t5", "marian"])
+def test_encoder_and_decoder_keep_reading_one_table(family: str) -> None:
+    model = quantize(tiny_seq2seq(family), Quantization("8da4w", 32, "8w")).model
+    tables = [one for one in model.modules() if isinstance(one, torch.nn.Embedding) and one.num_embeddings == VOCAB]
+    assert len(tables) > 1
+    assert len({one.weight.qdata.data_ptr() for one in (*tables, model.get_output_embeddings())}) == 1
 
 
 def test_layers_that_a_scheme_cannot_take_are_refused() -> None:
@@ -215,9 +245,7 @@ def test_a_program_is_judged_by_the_quantised_model() -> None:
 def test_the_bundle_records_scheme_error_and_bytes(tmp_path: Path) -> None:
     model = model_of(tied=True, vocab_size=2048)
     model.save_pretrained(tmp_path / "model")
-    bundle = export(
-        tmp_path / "model", "pt2", 64, tmp_path / "out", quantize="8w", quantize_embeddings="8w", prefill_chunk=16
-    )
+    bundle = export(tmp_path / "model", "pt2", 64, tmp_path / "out", quantize="8w", prefill_chunk=16)
     recorded = Manifest.read(bundle.path).quantization
     assert (recorded.linear, recorded.group_size, recorded.embeddings) == ("8w", None, "8w")
     assert recorded.accuracy_after is None and recorded.positions == 25

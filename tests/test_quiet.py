@@ -55,7 +55,7 @@ def test_exporting_prints_the_stages_and_the_report(tmp_path: Path) -> None:
     pytest.importorskip("executorch")
     target = ("--target", "executorch", "--max-cache-len", "64", "--output", "demo")
     stage = re.compile(r"[a-z][\w ,-]* \.\.\.( \d+/\d+)?")
-    for more in ((), ("--quantize", "8da4w", "--quantize-embeddings", "8w", "--overwrite")):
+    for more in ((), ("--quantize", "8da4w", "--overwrite")):
         done = bare("-m", "exportable_cache", "export", "demo", *target, *more, cwd=tmp_path)
         assert done.stdout.startswith("demo: Qwen3ForCausalLM with its cache, for executorch\n")
         assert [line for line in done.stderr.splitlines() if not stage.fullmatch(line)] == []

@@ -58,7 +58,8 @@ def check_quantizable(model: PreTrainedModel, quantization: Quantization) -> Non
         )
     if quantization.embeddings is not None and not isinstance(table, nn.Embedding):
         raise UnsupportedModelError(
-            f"{name} embeds through {type(table).__name__}, which is not quantised; leave out quantize_embeddings"
+            f"{name} embeds through {type(table).__name__}, which is not quantised; pass "
+            "quantize_embeddings='none' to leave it as it is"
         )
     if quantization.embeddings == "4w" and is_tied(model):
         raise UnsupportedModelError(
@@ -132,12 +133,16 @@ def quantize(model: PreTrainedModel, quantization: Quantization, scratch: Scratc
     groups = {4: PerGroup(quantization.group_size or DEFAULT_GROUP_SIZE), 8: PerAxis(0)}
     dtypes = {4: torch.int4, 8: torch.int8}
     if quantization.embeddings is not None:
+        # Encoder-decoders read one table through modules of their own.
+        readers = [one for one in model.modules() if isinstance(one, nn.Embedding) and one.weight is table.weight]
         bits = EMBEDDING_SCHEMES[quantization.embeddings]
         if bits == 4 and quantization.scales != "absmax":
             # Their kernel takes scales of either sign.
             _quantize_groups(table, quantization, torch.float32, True, scratch)
         else:
             _quantize_weight(table, IntxWeightOnlyConfig(weight_dtype=dtypes[bits], granularity=groups[bits]), scratch)
+        for one in readers:
+            one.weight = table.weight
     if quantization.linear is not None:
         bits, dynamic = LINEAR_SCHEMES[quantization.linear]
         if dynamic:

@@ -17,6 +17,8 @@ from ..errors import InputError, MissingDependencyError
 LINEAR_SCHEMES = {"8da4w": (4, True), "8da8w": (8, True), "8w": (8, False)}
 #: Embedding tables: scheme -> bits.
 EMBEDDING_SCHEMES = {"8w": 8, "4w": 4}
+#: What the table has beside quantised linear layers unless it is said, and how to say that it stays as it is.
+DEFAULT_EMBEDDINGS, NO_EMBEDDINGS = "8w", "none"
 DEFAULT_GROUP_SIZE = 32
 #: How the scales of 4-bit groups are chosen: `mse` has the least squared error of a few, see `group_scales`; in
 #: `signed_mse` those of linear layers may be negative, which this package's kernels take and XNNPACK's do not;
@@ -36,8 +38,8 @@ class Quantization:
     Attributes:
         linear: One of `LINEAR_SCHEMES`, or None to leave linear layers as they are.
         group_size: Weights that share a scale, in 4 bits. In 8 bits a scale serves a whole row.
-        embeddings: One of `EMBEDDING_SCHEMES`, or None to leave the table as it is. A head that is tied to the table is
-            quantised with it, in 8 bits, so that both still read the same numbers.
+        embeddings: One of `EMBEDDING_SCHEMES`; None or "none" to leave the table as it is. A head that is tied to the
+            table is quantised with it, in 8 bits, so that both still read the same numbers.
         scales: One of `SCALES`; None without 4 bits. The target chooses it, and the manifest records it.
 
     Raises:
@@ -63,16 +65,18 @@ class Quantization:
     )
     embeddings: str | None = setting(
         None,
-        "Weights of the embedding table.",
+        "Weights of the embedding table: 8w is 8 bits, 4w 4 bits, none leaves it as it is.",
         keyword="quantize_embeddings",
         flags=("--quantize-embeddings",),
-        choices=tuple(EMBEDDING_SCHEMES),
-        shown_default=False,
+        choices=(*EMBEDDING_SCHEMES, NO_EMBEDDINGS),
+        shown_default=f"{DEFAULT_EMBEDDINGS} with --quantize",
     )
     scales: str | None = setting(None, "How the scales of 4-bit groups are chosen.", choices=SCALES)
 
     def __post_init__(self) -> None:
         check_settings(self)
+        if self.embeddings == NO_EMBEDDINGS:
+            object.__setattr__(self, "embeddings", None)
         if self.linear is None and self.embeddings is None:
             raise InputError(
                 f"group_size is {self.group_size}, but nothing is quantised; pass quantize or quantize_embeddings too"
@@ -112,16 +116,24 @@ class Quantization:
 
 
 def quantization_of(
-    quantize: str | None, group_size: int | None, quantize_embeddings: str | None
+    quantize: str | None, group_size: int | None, quantize_embeddings: str | None, offered: Sequence[str] = ()
 ) -> Quantization | None:
     """The quantisation that three options ask for, None for none of them.
+
+    Beside quantised linear layers the table is, too, unless `quantize_embeddings` says otherwise: in float32 it would
+    be the larger part of a file, and 8 bits of it move the logits little.
+
+    Args:
+        offered: Schemes of embedding tables that the target takes.
 
     Raises:
         InputError: See `Quantization`.
         MissingDependencyError: If torchao is not installed.
     """
-    if quantize is None and group_size is None and quantize_embeddings is None:
+    if quantize is None and group_size is None and quantize_embeddings in (None, NO_EMBEDDINGS):
         return None
+    if quantize is not None and quantize_embeddings is None and DEFAULT_EMBEDDINGS in offered:
+        quantize_embeddings = DEFAULT_EMBEDDINGS
     quantization = Quantization(quantize, group_size, quantize_embeddings)
     if util.find_spec("torchao") is None:
         raise MissingDependencyError(

@@ -85,7 +85,8 @@ def export(
         quantize: Scheme of the linear layers' weights, such as "8da4w", see `Quantization`; None for none. The program
             is then verified against the quantised model, and its distance from the float one is recorded.
         group_size: Weights that share a scale in 4-bit schemes.
-        quantize_embeddings: Scheme of the embedding table, "8w" or "4w".
+        quantize_embeddings: Scheme of the embedding table, "8w" or "4w", or "none" to leave it as it is; by default
+            "8w" with `quantize`, where the target takes it.
         attention_sinks, attention_window: Have full-attention layers keep the first and the newest tokens only, and run
             without end, see `ExportableCache.from_config`.
         max_encoder_len: Longest input of an encoder-decoder's encoder, in tokens, frames or samples, see
@@ -123,12 +124,13 @@ def export(
         >>> bundle = export("demo", target="executorch", max_cache_len=512, output_dir="artifacts/demo")
         >>> session = load(bundle.path)
     """
+    backend = backend_for(target)
     spec = ExportSpec(
         model_or_path,
         target,
         output_dir,
         # First of all, so that an unknown target or option is what is complained about.
-        options=backend_for(target).options.parse(options),
+        options=backend.options.parse(options),
         cache=CacheSpec(
             max_cache_len,
             batch_size,
@@ -141,7 +143,9 @@ def export(
         program=ProgramSpec(
             renamed("prefill_chunk", prefill_chunk, "prefill_length", prefill_length, default=None, wrappers=1)
         ),
-        quantization=quantization_of(quantize, group_size, quantize_embeddings),
+        quantization=quantization_of(
+            quantize, group_size, quantize_embeddings, getattr(backend, "embedding_schemes", ())
+        ),
         dtype=dtype,
         modalities=modalities,
         image_size=image_size,

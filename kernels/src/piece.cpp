@@ -101,7 +101,15 @@ HWY_INLINE void weigh(float* scores, Range seen, float* top, float* total, float
 
 // factors[t * stride] for every slot of a block.
 HWY_INLINE void scale_slots(float* scores, const float* factors, int64_t stride, int64_t n) {
-  for (int64_t t = 0; t < n; ++t) scores[t] *= factors[t * stride];
+  const F d;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
+  int64_t t = 0;
+  if (stride == 1) {
+    for (; t + lanes <= n; t += lanes) {
+      hn::Store(hn::Mul(hn::Load(d, scores + t), hn::LoadU(d, factors + t)), d, scores + t);
+    }
+  }
+  for (; t < n; ++t) scores[t] *= factors[t * stride];
 }
 
 HWY_INLINE void add_bias(float* scores, const float* bias, Range seen) {
@@ -128,34 +136,36 @@ HWY_INLINE const T* at(const View& view, const Piece& piece, int64_t head, int64
 }
 
 // Scores of `rows` rows over n keys as they are stored, four rows at a time.
-template <class T>
+template <class T, class Next>
 HWY_INLINE void scores_of_few(const Running& run, int64_t rows, const Rows<T>& keys, int64_t dim, int64_t query_stride,
-                              const Ahead& ahead) {
+                              const Ahead<Next>& next) {
   for (int64_t r = 0; r < rows; r += 4) {
+    const Ahead<Next> ahead = r ? Ahead<Next>() : next;
     const float* query = run.query + r * query_stride;
     float* scores = run.scores + r * kBlock;
     switch (std::min<int64_t>(4, rows - r)) {
-      case 1: few_scores<1>(query, query_stride, keys, dim, r ? Ahead() : ahead, scores); break;
-      case 2: few_scores<2>(query, query_stride, keys, dim, r ? Ahead() : ahead, scores); break;
-      case 3: few_scores<3>(query, query_stride, keys, dim, r ? Ahead() : ahead, scores); break;
-      default: few_scores<4>(query, query_stride, keys, dim, r ? Ahead() : ahead, scores);
+      case 1: few_scores<1>(query, query_stride, keys, dim, ahead, scores); break;
+      case 2: few_scores<2>(query, query_stride, keys, dim, ahead, scores); break;
+      case 3: few_scores<3>(query, query_stride, keys, dim, ahead, scores); break;
+      default: few_scores<4>(query, query_stride, keys, dim, ahead, scores);
     }
   }
 }
 
 // A short stretch of slots at a time: memory is read nearly in order.
-template <class T>
+template <class T, class Next>
 HWY_INLINE void sums_of_few(const Running& run, int64_t rows, const Rows<T>& values, int64_t dim, int64_t sum_stride,
-                            const Ahead& ahead) {
+                            const Ahead<Next>& next) {
   constexpr int64_t stretch = 16;
   for (int64_t r = 0; r < rows; r += 4) {
+    const Ahead<Next> ahead = r ? Ahead<Next>() : next;
     const float* weights = run.scores + r * kBlock;
     float* sums = run.sums + r * sum_stride;
     switch (std::min<int64_t>(4, rows - r)) {
-      case 1: add_weighted<1>(weights, values, dim, stretch, r ? Ahead() : ahead, sums, sum_stride); break;
-      case 2: add_weighted<2>(weights, values, dim, stretch, r ? Ahead() : ahead, sums, sum_stride); break;
-      case 3: add_weighted<3>(weights, values, dim, stretch, r ? Ahead() : ahead, sums, sum_stride); break;
-      default: add_weighted<4>(weights, values, dim, stretch, r ? Ahead() : ahead, sums, sum_stride);
+      case 1: add_weighted<1>(weights, values, dim, stretch, ahead, sums, sum_stride); break;
+      case 2: add_weighted<2>(weights, values, dim, stretch, ahead, sums, sum_stride); break;
+      case 3: add_weighted<3>(weights, values, dim, stretch, ahead, sums, sum_stride); break;
+      default: add_weighted<4>(weights, values, dim, stretch, ahead, sums, sum_stride);
     }
   }
 }
@@ -168,7 +178,7 @@ HWY_INLINE void scores_of_tile(const Running& run, int64_t row, int64_t stride, 
 template <int R>
 HWY_INLINE void sums_of_tile(const Running& run, int64_t row, int64_t n, int64_t stride) {
   const Rows<float> values{run.values, stride, n};
-  add_weighted<R>(run.scores + row * kBlock, values, stride, kBlock, Ahead(), run.sums + row * stride, stride);
+  add_weighted<R>(run.scores + row * kBlock, values, stride, kBlock, Ahead<float>(), run.sums + row * stride, stride);
 }
 
 void scores_of_many(const Running& run, int64_t rows, int64_t stride, int64_t dim) {
@@ -230,7 +240,7 @@ void attend_part(const Attention& a, const Piece& piece, const Running& run, con
     const Rows<T> keys{at<T>(from.key, piece, piece.kv_head, stored), from.key.token_stride, n};
     const Rows<T> values{at<T>(from.value, piece, piece.kv_head, stored), from.value.token_stride, n};
     const Rows<T> next{keys.first + n * keys.stride, keys.stride, std::min(kBlock, part.end - first - n)};
-    const Ahead values_ahead = Ahead::of(values, a.value_dim), keys_ahead = Ahead::of(next, a.key_dim);
+    const auto values_ahead = Ahead<T>::of(values, a.value_dim), keys_ahead = Ahead<T>::of(next, a.key_dim);
     bool scored = false;
     if constexpr (kLoads<T>) {
       scored = few && keys_fit;

@@ -140,7 +140,7 @@ def run(bundle: Path, library: Path | str) -> subprocess.CompletedProcess:
 @pytest.mark.parametrize("quantize", [None, "8da4w"])
 def test_kernels_that_are_registered_by_a_list_give_the_same_tokens(tmp_path: Path, quantize: str | None) -> None:
     """Beside the wheel's own, under other names: the program is changed to call those."""
-    quantized = {} if quantize is None else {"quantize": quantize, "quantize_embeddings": "8w"}
+    quantized = {} if quantize is None else {"quantize": quantize}
     model = tiny_model("gemma3_text", num_attention_heads=16)
     source = exported_bundle(model, "executorch", CAPACITY, prefill_chunk=16, verify=False, **quantized)
     bundle = Bundle.open(source)
