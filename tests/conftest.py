@@ -33,7 +33,8 @@ import torch
 from exportable_cache.common.garbage import RARELY
 
 from .support.compiling import DEFAULT_BACKEND
-from .support.store import drop_other_generations, stored
+from .support.readme import run_example
+from .support.store import drop_other_generations
 
 torch.set_num_threads(1)
 torch.compiler.set_default_backend(DEFAULT_BACKEND)
@@ -41,9 +42,8 @@ torch.compiler.set_default_backend(DEFAULT_BACKEND)
 # compilation then writes what it does, with graphs and stacks, which takes as long again.
 logging.getLogger("torch.__trace").propagate = True
 
+#: What README's example exports with.
 DEMO_MAX_CACHE_LEN = 512
-# Shorter than the longest prompts, so that these go through in several chunks.
-DEMO_PREFILL = 48
 
 _ON_REQUEST = {
     "zoo": "the whole zoo takes an hour or more: run it with -m zoo, or make zoo",
@@ -121,12 +121,9 @@ def fake_backend() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def demo_bundle() -> Path:
-    """Folder of the demo model exported and verified for ExecuTorch with `DEMO_MAX_CACHE_LEN`. Read it only."""
+    """Folder of the demo model's bundle, exported and verified for ExecuTorch by README's example. Read it only."""
     pytest.importorskip("executorch")
-    from exportable_cache import export
-
-    options = {"target": "executorch", "max_cache_len": DEMO_MAX_CACHE_LEN, "prefill_chunk": DEMO_PREFILL}
-    return stored({"demo": options}, lambda folder: export("demo", output_dir=folder, **options))
+    return run_example().bundle
 
 
 @pytest.hookimpl(optionalhook=True)
