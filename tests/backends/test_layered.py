@@ -171,12 +171,20 @@ def test_a_graph_without_equal_layers_is_compiled_whole() -> None:
     assert (backend.compiled, backend.called) == (1, 0)
 
 
-def test_a_graph_of_a_longer_range_is_not_taken_from_torchs_cache(tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("layers", [0, 3], ids=["whole", "regions"])
+def test_a_graph_of_a_longer_range_is_not_taken_from_torchs_cache(tmp_path, monkeypatch, layers: int) -> None:
     """Torch's keys lack the ranges of sizes, and what it finds under them has the guards of the range before."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    stack = Stack([Layer() for _ in range(layers)])
     for longest in (16, 64):
         torch._dynamo.reset()
         x = torch.randn(3, 4)
         torch._dynamo.mark_dynamic(x, 0, min=2, max=longest)
-        compiled = torch.compile(lambda x: torch.sin(x) + 1, fullgraph=True, backend=LayeredBackend())
-        torch.testing.assert_close(compiled(x), torch.sin(x) + 1)
+        backend = LayeredBackend()
+        with torch.no_grad():
+            compiled = torch.compile(stack if layers else lambda x: torch.sin(x) + 1, fullgraph=True, backend=backend)
+            found = compiled(x)
+            if layers:
+                assert (backend.compiled, backend.called) == (1, layers)
+            else:
+                torch.testing.assert_close(found, torch.sin(x) + 1)
