@@ -33,7 +33,8 @@ import torch
 from exportable_cache.common.garbage import RARELY
 
 from .support.compiling import DEFAULT_BACKEND
-from .support.store import drop_other_generations, stored
+from .support.readme import run_example
+from .support.store import drop_other_generations
 
 torch.set_num_threads(1)
 torch.compiler.set_default_backend(DEFAULT_BACKEND)
@@ -41,9 +42,8 @@ torch.compiler.set_default_backend(DEFAULT_BACKEND)
 # compilation then writes what it does, with graphs and stacks, which takes as long again.
 logging.getLogger("torch.__trace").propagate = True
 
+#: What README's example exports with.
 DEMO_MAX_CACHE_LEN = 512
-# Shorter than the longest prompts, so that these go through in several chunks.
-DEMO_PREFILL = 48
 
 _ON_REQUEST = {
     "zoo": "the whole zoo takes an hour or more: run it with -m zoo, or make zoo",
@@ -55,12 +55,13 @@ _IN_FULL = ("full", "canary")
 
 # Files that take longest, the longest first: a worker that is given one late works on when the others are done.
 _LONG_FIRST = (
-    "test_own_operators test_kinds test_cpp_bundle test_equality test_exporter test_seq2seq test_cpp "
-    "test_program test_multimodal test_methods test_graph_cache test_executorch test_aoti test_rounding "
+    "test_own_operators test_kinds test_cpp_bundle test_executorch_stamping test_few_rows test_equality "
+    "test_exporter test_seq2seq test_cpp test_program test_multimodal test_methods test_graph_cache "
+    "test_executorch test_aoti test_rounding test_layered test_equal_layers test_cpp_batch test_networks "
     "test_bundle_commands test_generate_files test_encoder_inputs test_seq2seq_bundle test_executorch_fused "
     "test_executorch_delegates test_speculative test_stand_in test_executorch_fused_quantized test_full_cache "
-    "test_executorch_quantized test_demo test_session_state test_sinks test_pt2 test_module test_choosing_steps "
-    "test_transformers_methods"
+    "test_executorch_quantized test_demo test_session_state test_sinks test_pt2 test_module "
+    "test_choosing_steps test_transformers_methods"
 ).split()
 
 #: Networks that several files ask for are made once for a process.
@@ -121,12 +122,9 @@ def fake_backend() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def demo_bundle() -> Path:
-    """Folder of the demo model exported and verified for ExecuTorch with `DEMO_MAX_CACHE_LEN`. Read it only."""
+    """Folder of the demo model's bundle, exported and verified for ExecuTorch by README's example. Read it only."""
     pytest.importorskip("executorch")
-    from exportable_cache import export
-
-    options = {"target": "executorch", "max_cache_len": DEMO_MAX_CACHE_LEN, "prefill_chunk": DEMO_PREFILL}
-    return stored({"demo": options}, lambda folder: export("demo", output_dir=folder, **options))
+    return run_example().bundle
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -52,12 +52,13 @@ def test_a_compiled_model_call_raises_instead_of_writing_elsewhere() -> None:
     """Without a session nobody looks at the length: the compiled write checks its own bounds."""
     model = tiny_model("llama", num_hidden_layers=1)
     cache = ExportableCache.from_config(model.config, max_cache_len=CAPACITY)
+    # Code of the write alone, as models call it.
     with torch.no_grad(), compiling_with("inductor"):
-        compiled = torch.compile(model, fullgraph=True, dynamic=False)
+        compiled = torch.compile(cache.update, fullgraph=True, dynamic=False)
         model(tokens(CAPACITY), past_key_values=cache)
         before = {name: tensor.clone() for name, tensor in cache.named_state()}
         with pytest.raises(RuntimeError, match="index"):
-            compiled(tokens(1), past_key_values=cache)
+            compiled(torch.ones(1, 2, 1, 8), torch.ones(1, 2, 1, 8), 0)
     for name, tensor in cache.named_state():
         if not name.endswith("cumulative_length"):
             assert torch.equal(tensor, before[name]), name

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
-import subprocess
 import sys
 import warnings
 from contextlib import ExitStack
@@ -16,35 +14,19 @@ import pytest
 
 from exportable_cache.common.quiet import everything_shown, known_chatter_dropped, quietly
 
-ROOT = Path(__file__).parents[1]
+from .support.readme import bare, example, run_example
+
 #: A progress bar that the example's own call of `from_pretrained` draws: it is transformers', and no call of ours.
 THEIRS = re.compile(r"\r?Loading weights: +\d+%\|.*?\|[^\r\n]*")
 
 
-def bare(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run Python as a new user does: none of the settings that silence it for tests."""
-    kept = ("PATH", "HOME", "LANG", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "TMPDIR")
-    environment = {name: os.environ[name] for name in kept if name in os.environ}
-    environment.update(PYTHONPATH=str(ROOT), HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", EXPORTABLE_CACHE_HOME=str(cwd))
-    done = subprocess.run(
-        [sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr
-    return done
-
-
-def example() -> str:
-    """The Python block of README.md."""
-    return re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)[1]
-
-
 def test_the_examples_of_the_readme_print_their_own_lines(tmp_path: Path) -> None:
     pytest.importorskip("executorch")
-    done = bare("-c", example(), cwd=tmp_path)
+    done = run_example()
     assert done.stdout == re.search(r'# -> "(.*)"', example())[1] + "\n"
     assert THEIRS.sub("", done.stderr).strip() == ""
     # The bundle is there: what `make demo` runs next, in a process that opens it and does nothing else.
-    generate = ("-m", "exportable_cache", "generate", "artifacts/demo", "--max-new-tokens", "4", "--prompt", "amber?")
+    generate = ("-m", "exportable_cache", "generate", str(done.bundle), "--max-new-tokens", "4", "--prompt", "amber?")
     # One line of ours, and stages of what takes longer than two seconds.
     lines = [line for line in bare(*generate, cwd=tmp_path).stderr.splitlines() if not line.endswith("...")]
     assert len(lines) == 1 and re.match(r"\d+ prompt tokens, \d+ new; first text after", lines[0]), lines

@@ -37,11 +37,11 @@ for prompt in sys.argv[2:]:
 
 
 def test_the_official_runner_answers_as_the_session_does(demo_bundle) -> None:
-    # The runner takes each prompt in several chunks.
+    # The runner takes each prompt in two chunks.
     bundle = Bundle.open(demo_bundle)
     assert set(bundle.manifest.program.methods) == {"forward"}
     session = load(bundle.path)
-    questions = make_questions(3, seed=77, min_distance=16, tokens=(60, 200))
+    questions = make_questions(3, seed=77, min_distance=16, tokens=(260, 400))
     ran = subprocess.run(
         [sys.executable, "-c", RUNNER, str(bundle.path), *(question.prompt for question in questions)],
         capture_output=True, text=True, timeout=300,

@@ -144,12 +144,18 @@ def sizes_of(layers: int, own: bool) -> list[int]:
     return sizes
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_what_is_lowered_does_not_grow_with_the_layers(own: bool) -> None:
-    fewer, sizes = sizes_of(LAYERS, own), sizes_of(LAYERS + 1, own)
+@pytest.mark.parametrize("own", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_what_is_lowered_does_not_grow_with_the_layers(stamped, own: bool) -> None:
+    fewer, sizes = sizes_of(LAYERS, own) if own else stamped[1], sizes_of(LAYERS + 1, own)
     assert len(fewer) == len(sizes) == 2 and sizes[0] == fewer[0]
     # A layer more is its inputs and calls, not its operators.
     assert sizes[1] - fewer[1] < fewer[0] / 2
+
+
+def test_layers_of_our_own_operators_are_lowered_once_too(stamped) -> None:
+    """A segment first; a program whose layers are each lowered has no other before it, and holds their operators."""
+    sizes = sizes_of(LAYERS, own=True)
+    assert len(sizes) == 2 and abs(sizes[1] - stamped[1][1]) < sizes[0] / 2
 
 
 @pytest.mark.full

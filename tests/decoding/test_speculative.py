@@ -182,7 +182,8 @@ def test_sampled_tokens_follow_the_distribution_of_the_model(kind: str) -> None:
     """Pairs of tokens after a fixed prompt, counted against their exact probabilities."""
     model = tiny_model("llama", vocab_size=8)
     model.generation_config.eos_token_id = None
-    prompt = torch.tensor([[3, 5, 3, 5, 3]])
+    # Lookup proposes something after any first token, which is taken for a quarter of them.
+    prompt = torch.tensor([[0, 7, 4, 2, 1, 6, 3, 5, 0]])
     sampling = {"temperature": 1.2, "top_k": 5}
     session = session_of(model, slack=0, score_length=4, length=16)
     exact: dict[tuple[int, int], float] = {}
@@ -195,7 +196,7 @@ def test_sampled_tokens_follow_the_distribution_of_the_model(kind: str) -> None:
     draft = (
         PromptLookup(3) if kind == "lookup" else DraftModel(session_of(tiny_model("qwen3", vocab_size=8), 0, 0, 16), 3)
     )
-    count, counted = 1500, Counter()
+    count, counted = 600, Counter()
     torch.manual_seed(0)
     for index in range(count):
         session.reset()
@@ -203,7 +204,8 @@ def test_sampled_tokens_follow_the_distribution_of_the_model(kind: str) -> None:
         counted[tuple(session.generate(prompt, 3, seed=seed, draft=draft, **sampling))[:2]] += 1
     assert set(counted) <= set(exact)
     distance = sum(abs(counted[pair] / count - probability) for pair, probability in exact.items()) / 2
-    assert distance < 0.07
+    # 0.16 and more where what follows a rejection is drawn from all of the distribution.
+    assert distance < 0.1
 
 
 def test_compiled_and_exported_programs_judge_too(model: Any, tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ from ..support.sessions import exported_bundle
 from .conftest import TOLERANCE, Probe, Program, Reply, hexed, ids
 
 WINDOW, CAPACITY, VOCAB = 16, 512, 394
-# Shorter than the window, as long, longer, and longer than one chunk of 48 and than several.
+# Shorter than the window, as long, longer, and longer than one chunk of 256. More chunks are in
+# test_cpp_bundle.py and test_cpp_batch.py.
 PROMPTS = (1, 3, 15, 16, 17, 80, 259)
 
 

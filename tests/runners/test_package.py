@@ -15,6 +15,7 @@ from exportable_cache.common.elf import read_program
 from exportable_cache.errors import BundleError, InputError, VerificationError
 from exportable_cache.pipeline.package import CHECK, PLATFORMS, PROGRAM, package
 from exportable_cache.session.opening import load
+from exportable_cache.session.session import Session
 
 from ..support.models import tiny_model
 from ..support.sessions import exported_bundle
@@ -151,8 +152,10 @@ def test_the_check_gives_an_encoder_its_input(cpp_build: Path, tmp_path: Path, f
     assert done.returncode == 2 and ("is empty" if name is None else "numbers") in done.stderr
 
 
-def test_a_cache_that_is_too_short_for_the_check_is_refused(tmp_path: Path) -> None:
-    bundle = Bundle.open(exported_bundle(tiny_model("llama"), "executorch", 8, prefill_chunk=8, verify=False))
+def test_a_cache_that_is_too_short_for_the_check_is_refused(
+    bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Session, "max_length", 8)
     program = for_machine(compiled(tmp_path, ""), PLATFORMS[OTHER])
     with pytest.raises(BundleError, match="holds 8 tokens, and the check takes 9"):
         package(bundle, program, OTHER, tmp_path / "device")

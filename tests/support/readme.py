@@ -1,0 +1,56 @@
+"""The Python example of README.md, run once as a new user runs it: what it prints, and the bundle that it leaves."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from .store import REPOSITORY, stored
+
+
+def example() -> str:
+    """The Python block of README.md."""
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    return re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
+
+
+def bare(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run Python as a new user does: none of the settings that silence it for tests."""
+    kept = ("PATH", "HOME", "LANG", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "TMPDIR")
+    environment = {name: os.environ[name] for name in kept if name in os.environ}
+    environment.update(
+        PYTHONPATH=str(REPOSITORY), HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", EXPORTABLE_CACHE_HOME=str(cwd)
+    )
+    done = subprocess.run(
+        [sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@dataclass(frozen=True)
+class Example:
+    """What the example printed, and the folder of its bundle. Read it only."""
+
+    stdout: str
+    stderr: str
+    bundle: Path
+
+
+def run_example() -> Example:
+    """Taken from the store if it ran before."""
+
+    def run(folder: Path) -> None:
+        folder.mkdir()
+        done = bare("-c", example(), cwd=folder)
+        (folder / "stdout").write_text(done.stdout, encoding="utf-8")
+        (folder / "stderr").write_text(done.stderr, encoding="utf-8")
+
+    folder = stored({"readme": hashlib.sha256(example().encode()).hexdigest()}, run)
+    stdout, stderr = ((folder / name).read_text(encoding="utf-8") for name in ("stdout", "stderr"))
+    return Example(stdout, stderr, folder / "artifacts" / "demo")
