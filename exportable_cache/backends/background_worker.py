@@ -29,13 +29,14 @@ from ..common.process_setting import ProcessSetting
 from .compiling import CompileOptions, StepCompiler
 from .graph_cache import GRAPH
 from .graphs import Graph
+from .throttle import STEPS
 
 log = logging.getLogger(__name__)
 
 _DIFFERENT = "what was compiled does not fit this process"
 #: Seconds that a thread holds the interpreter while a graph is loaded. A step without a graph gives it back and takes
-#: it again for each of its hundreds of operators.
-_SWITCH_INTERVAL = 0.00005
+#: it again for each of its hundreds of operators; with much less both threads take turns for most of the time.
+_SWITCH_INTERVAL = 0.001
 _SWITCHING = ProcessSetting(sys.getswitchinterval, sys.setswitchinterval)
 #: Longest time that the end of a session waits for a graph that is being loaded, which takes two or three.
 _LOADING_SECONDS = 20.0
@@ -226,6 +227,7 @@ class GraphWorker:
             _SWITCHING.during(lambda found: min(found, _SWITCH_INTERVAL)),
             few_collections(),
             torch.no_grad(),
+            STEPS.throttled(),
         ):
             call = self._compiler.load(graph.module, graph.method, graph.name, graph.arguments)
             put_off_full_collection()
