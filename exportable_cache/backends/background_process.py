@@ -23,8 +23,8 @@ _NICENESS = 10
 
 
 class _Requests:
-    """What was asked for and not begun: the oldest first, as steps are asked for before the prompt that they are behind,
-    of which there are fewer; and last what is needed later.
+    """What was asked for and not begun: the oldest first, as the step behind a prompt is asked for before the prompt,
+    and there are more of those; and last what is needed later.
     """
 
     def __init__(self, source: IO[bytes]) -> None:
