@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 
 _DIFFERENT = "what was compiled does not fit this process"
 #: Seconds that a thread holds the interpreter while a graph is loaded. A step without a graph gives it back and takes
-#: it again for each of its hundreds of operators; with much less both threads take turns for most of the time.
-_SWITCH_INTERVAL = 0.001
+#: it again for each of its hundreds of operators.
+_SWITCH_INTERVAL = 0.00005
 _SWITCHING = ProcessSetting(sys.getswitchinterval, sys.setswitchinterval)
 #: Longest time that the end of a session waits for a graph that is being loaded, which takes two or three.
 _LOADING_SECONDS = 20.0
