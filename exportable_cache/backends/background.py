@@ -10,7 +10,7 @@ import tempfile
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from .eager_operators import OWN_OPERATORS, EagerOperators
 from .graphs import Graph
 from .onednn_linears import onednn_is_better
 from .skeleton import skeleton
+from .throttle import STEPS
 
 if TYPE_CHECKING:
     from ..models.cache_factory import ExportableCache
@@ -34,6 +35,8 @@ log = logging.getLogger(__name__)
 
 #: From so many on, one core is left to each of the two processes that compile.
 _CORES_FOR_TWO = 4
+#: Steps of more tokens spend their time in operators, and the interpreter is free meanwhile.
+_FEW_TOKENS = 16
 
 
 class BackgroundCompiler:
@@ -89,6 +92,10 @@ class BackgroundCompiler:
             yield
         finally:
             self._waits = False
+
+    def step(self, size: int) -> AbstractContextManager[None]:
+        """A block around a step of `size` tokens a row, which waits little for graphs that are being loaded."""
+        return nullcontext() if self._waits or size > _FEW_TOKENS else STEPS.step()
 
     @contextlib.contextmanager
     def meanwhile(self) -> Iterator[None]:

@@ -7,7 +7,6 @@ import os
 import pickle
 import sys
 import threading
-import time
 from typing import IO, Any
 
 import torch
@@ -21,13 +20,11 @@ from .skeleton import from_skeleton
 
 #: The steps that wait for the processor are the user's.
 _NICENESS = 10
-#: Seconds in which what was asked for before this process was there is read.
-_ALL_READ = 0.2
 
 
 class _Requests:
-    """What was asked for and not begun: the newest first, as a prompt was asked for before the steps behind it, of
-    which there are more; and last what is needed later.
+    """What was asked for and not begun: the oldest first, as the step behind a prompt is asked for before the prompt,
+    and there are more of those; and last what is needed later.
     """
 
     def __init__(self, source: IO[bytes]) -> None:
@@ -54,8 +51,7 @@ class _Requests:
         """The one to serve now; waits for one."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting)
-            soon = [index for index, request in enumerate(self._waiting) if not request[3]]
-            return self._waiting.pop(soon[-1] if soon else 0)
+            return self._waiting.pop(next((at for at, request in enumerate(self._waiting) if not request[3]), 0))
 
 
 def main() -> None:
@@ -93,8 +89,7 @@ def main() -> None:
         twin = Twin(lambda request, names: _served(runner, request, names), [0, replies.fileno()])
         os.setpriority(os.PRIO_PROCESS, twin.pid, _NICENESS + 5)
     threading.Thread(target=requests.read, daemon=True).start()
-    # This process takes the newest, and the fork, which waits for it where they share a core, what is left.
-    time.sleep(_ALL_READ)
+    # This process takes the first, and the fork, which waits for it where they share a core, what is left.
     request = requests.next()
     if twin is not None:
         threading.Thread(target=twin.serve, args=(requests, unshared, reply), daemon=True).start()

@@ -29,6 +29,7 @@ from ..common.process_setting import ProcessSetting
 from .compiling import CompileOptions, StepCompiler
 from .graph_cache import GRAPH
 from .graphs import Graph
+from .throttle import STEPS
 
 log = logging.getLogger(__name__)
 
@@ -226,6 +227,7 @@ class GraphWorker:
             _SWITCHING.during(lambda found: min(found, _SWITCH_INTERVAL)),
             few_collections(),
             torch.no_grad(),
+            STEPS.throttled(),
         ):
             call = self._compiler.load(graph.module, graph.method, graph.name, graph.arguments)
             put_off_full_collection()

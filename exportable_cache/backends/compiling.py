@@ -122,7 +122,7 @@ class StepCompiler:
         """
         dynamic = None if any(_is_dynamic(method, inputs)) else False
         chosen = "reduce-overhead" if self._records and dynamic is False else self._mode
-        backend = {} if self.layered is None else {"backend": self.layered}
+        backend: dict[str, Any] = {} if self.layered is None else {"backend": self.layered}
         step = _step_of(module)
         # A graph from disk has no others beside it.
         if self.graph_cache is not None and not _has_graphs_by_length(method):
@@ -132,8 +132,9 @@ class StepCompiler:
             )
             if call is not None:
                 return _guarded(call)
-        mode = {"mode": chosen} if self.layered is None else backend
-        return torch.compile(step, fullgraph=True, dynamic=dynamic, **mode)
+        if self.layered is None:
+            backend = _whole_backend(chosen, dynamic)
+        return torch.compile(step, fullgraph=True, dynamic=dynamic, **backend)
 
     def load(
         self, module: torch.nn.Module, method: ProgramMethod | ChoiceMethod, key: str, inputs: Sequence[torch.Tensor]
@@ -143,6 +144,16 @@ class StepCompiler:
             return None
         call = self.graph_cache.load(f"{method} {key}", _step_of(module), {"module": module}, inputs)
         return None if call is None else _guarded(call)
+
+
+def _whole_backend(mode: str | None, dynamic: bool | None) -> dict[str, Any]:
+    """How torch.compile is told to compile a whole graph: with its own backend as it is where that is another one."""
+    if torch.compiler.get_default_backend() != "inductor":
+        return {"mode": mode}
+    # Here, as it imports the compiler, which takes long.
+    from ..common.compat.torch_compile import InductorByRanges
+
+    return {"backend": InductorByRanges(mode, dynamic)}
 
 
 def generates_code(device: torch.device) -> bool:

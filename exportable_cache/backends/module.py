@@ -121,7 +121,8 @@ class ModuleRunner:
     @torch.no_grad()
     def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         if self.ranks is None:
-            return self._call((method,), inputs)
+            with self._step(method, inputs):
+                return self._call((method,), inputs)
         with self.ranks.watched():
             result = self._call((method,), inputs)
         return self.ranks.of_first(result) if self.methods[method].is_step else result
@@ -135,8 +136,14 @@ class ModuleRunner:
         there is nothing to be saved by having both in one, and a model would be traced again for each. See
         `StepCompiler.chooses_apart`.
         """
-        with nullcontext() if self.ranks is None else self.ranks.watched():
+        with self._step(method, inputs), nullcontext() if self.ranks is None else self.ranks.watched():
             return self._run_and_choose(method, chooser, inputs, steps)
+
+    def _step(self, method: str, inputs: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+        """A block that waits little for graphs that are being loaded, where tokens wait for it."""
+        if self.background is None or not self.methods[method].is_step:
+            return nullcontext()
+        return self.background.step(inputs[0].shape[1])
 
     def _run_and_choose(
         self, method: str, chooser: Sampler, inputs: Sequence[torch.Tensor], steps: int
@@ -238,6 +245,9 @@ class ModuleRunner:
         self, graph: Graph, inputs: Sequence[torch.Tensor], further: Sequence[torch.Tensor]
     ) -> Callable[..., torch.Tensor] | None:
         """A graph if another process has compiled it, and None while it does."""
+        assert self.background is not None
+        if (first := self._token_behind(graph, inputs)) is not None:
+            self.background.take(*first)
         call = self.background.take(graph, [*inputs, *further])
         # Steps to come, of rows that are longer: the graphs behind a ring's first turn.
         for other in self.methods.values():
@@ -246,6 +256,33 @@ class ModuleRunner:
                 if later is not None and later.key != graph.key:
                     self.background.take(later, [*inputs, *further], ahead=True)
         return call
+
+    def _token_behind(self, graph: Graph, inputs: Sequence[torch.Tensor]) -> tuple[Graph, list[torch.Tensor]] | None:
+        """The graph of the first token behind a prompt, and inputs for it: it is needed as soon as the prompt is read,
+        and again for each token. None for other steps, and where a token takes something else.
+        """
+        prompt, size = self.methods[graph.asked[0]], inputs[0].shape[1]
+        if size == 1 or not prompt.is_step or prompt.only_scores:
+            return None
+        end = int(inputs[1].max()) + size + 1
+        decode = next(
+            (
+                one
+                for one in self.methods.values()
+                if one.max_length == 1 and one.serves(1, end) and one.input_names == prompt.input_names
+            ),
+            None,
+        )
+        if decode is None:
+            return None
+        token = []
+        for spec, tensor in zip(prompt.inputs, inputs, strict=True):
+            for index, name in enumerate(spec.shape):
+                tensor = tensor.narrow(index, 0, 1) if name == "length" else tensor
+            token.append(tensor)
+        token[1] = token[1] + size
+        behind = self.graph((decode.name,), token, ())
+        return None if behind is None else (behind, token)
 
     def graph(self, key: tuple, inputs: Sequence[torch.Tensor], further: Sequence[torch.Tensor]) -> Graph | None:
         """What compiled graph serves a call, and with which arguments.

@@ -11,6 +11,7 @@ from torch._dynamo.utils import counters
 from exportable_cache import ExportableCache, Session
 from exportable_cache.backends.layered import LayeredBackend
 from exportable_cache.backends.regions import regions_of
+from exportable_cache.common.compat.torch_compile import InductorByRanges
 from exportable_cache.program import read_lengths
 
 from ..support.compiling import compiling_with
@@ -171,8 +172,12 @@ def test_a_graph_without_equal_layers_is_compiled_whole() -> None:
     assert (backend.compiled, backend.called) == (1, 0)
 
 
-@pytest.mark.parametrize("layers", [0, 3], ids=["whole", "regions"])
-def test_a_graph_of_a_longer_range_is_not_taken_from_torchs_cache(tmp_path, monkeypatch, layers: int) -> None:
+@pytest.mark.parametrize(
+    "make, layers",
+    [(LayeredBackend, 0), (LayeredBackend, 3), (lambda: InductorByRanges("default", None), 0)],
+    ids=["no region", "regions", "whole"],
+)
+def test_a_graph_of_a_longer_range_is_not_taken_from_torchs_cache(make, layers: int, tmp_path, monkeypatch) -> None:
     """Torch's keys lack the ranges of sizes, and what it finds under them has the guards of the range before."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     stack = Stack([Layer() for _ in range(layers)])
@@ -180,7 +185,7 @@ def test_a_graph_of_a_longer_range_is_not_taken_from_torchs_cache(tmp_path, monk
         torch._dynamo.reset()
         x = torch.randn(3, 4)
         torch._dynamo.mark_dynamic(x, 0, min=2, max=longest)
-        backend = LayeredBackend()
+        backend = make()
         with torch.no_grad():
             compiled = torch.compile(stack if layers else lambda x: torch.sin(x) + 1, fullgraph=True, backend=backend)
             found = compiled(x)
@@ -188,3 +193,16 @@ def test_a_graph_of_a_longer_range_is_not_taken_from_torchs_cache(tmp_path, monk
                 assert (backend.compiled, backend.called) == (1, layers)
             else:
                 torch.testing.assert_close(found, torch.sin(x) + 1)
+
+
+@pytest.mark.full
+def test_nor_where_a_whole_graph_is_compiled_with_a_mode(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    for longest in (16, 64):
+        torch._dynamo.reset()
+        model = tiny_model("llama", num_hidden_layers=1)
+        cache = ExportableCache.from_model(model, 96)
+        session = Session.from_model(model, cache, compile="wait", mode="default", prefill_chunk=longest, buckets=False)
+        ids = tokens(7)
+        torch.testing.assert_close(session.prefill(ids), model(ids).logits[:, -1], atol=1e-4, rtol=0)
+        session.close()

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import re
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -367,38 +363,3 @@ def load_of(address: str, requests: int, clients: int, expected: str) -> list[st
 @pytest.mark.parametrize(("requests", "clients"), [(32, 8), pytest.param(200, 16, marks=pytest.mark.full)])
 def test_many_clients_with_faults_among_them(address: str, expected: str, requests: int, clients: int) -> None:
     assert load_of(address, requests, clients, expected) == []
-
-
-@pytest.mark.full
-def test_the_command_says_where_it_listens_and_ends_when_interrupted(demo_bundle: Path) -> None:
-    command = [sys.executable, "-m", "exportable_cache.cli", "serve", str(demo_bundle), "--port", "0", "--name", "demo"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None and process.stdout is not None
-        lines = []
-        try:
-            while not (found := re.search(r"demo at (http://127\.0\.0\.1:\d+) ", lines[-1] if lines else "")):
-                lines.append(process.stderr.readline())
-                assert lines[-1], lines
-            answer = client_of(found[1]).completions.create(model="demo", prompt=QUESTION, max_tokens=3, temperature=0)
-            assert answer.usage.completion_tokens == 3
-        finally:
-            process.send_signal(signal.SIGINT)
-            # As somebody who is in a hurry.
-            process.send_signal(signal.SIGINT)
-            out, errors = process.communicate(timeout=30)
-    assert out == "" and "Traceback" not in errors, errors
-    assert process.returncode == 0, (process.returncode, errors)
-
-
-def test_a_place_that_is_taken_and_an_extra_that_is_missing(run, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        result = run("serve", bundle, "--port", taken.getsockname()[1])
-    assert result.exit_code == 2
-    assert "cannot listen at 127.0.0.1, port" in result.stderr and "choose another" in result.stderr
-    monkeypatch.setattr("exportable_cache.cli.serve.find_spec", lambda name: None)
-    result = run("serve", bundle)
-    assert result.exit_code == 2 and "pip install 'exportable-cache[serve]'" in result.stderr
-
-
-def test_the_key_is_also_read_from_the_environment(run) -> None:
-    assert "EXPORTABLE_CACHE_API_KEY" in run("serve", "--help", env={**os.environ, "COLUMNS": "160"}).stdout

@@ -70,7 +70,8 @@ def test_a_process_that_only_loads_imports_no_compiler(tmp_path: Path) -> None:
     script = tmp_path / "steps.py"
     script.write_text(
         "import sys\n"
-        "from tests.backends.test_background import model_of, session_of, tokens\n"
+        "from tests.support.background import model_of, session_of\n"
+        "from tests.support.models import tokens\n"
         "session = session_of(model_of(), 'wait', graph_cache='graphs')\n"
         "answer = list(session.generate(tokens(5), 5, temperature=0.9, seed=7))\n"
         "print(session.runner.graph_cache.loaded, 'torch._inductor.graph' in sys.modules, answer)\n"

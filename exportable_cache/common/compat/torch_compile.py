@@ -14,6 +14,7 @@
 | `torch.UntypedStorage._cdata` | regions whose inputs share memory are not told, and compiled wrongly |
 | `torch.fx.experimental.symbolic_shapes.free_symbols`, `SymNode.shape_env` | regions of prompts are not told apart |
 | `torch.compiler.config.cache_key_tag` | a session with longer chunks of prompts than one before is not compiled |
+| `torch._TorchCompileInductorWrapper` | the same, with a `mode` and on a GPU |
 """
 
 from __future__ import annotations
@@ -255,9 +256,31 @@ def code_folder() -> Path:
 
 def compile_whole(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """What torch.compile's default backend makes of a graph that TorchDynamo has captured."""
-    values = [node.meta.get("example_value") for node in module.graph.nodes if node.op == "placeholder"]
-    with _ranges_in_keys(values):
+    with _ranges_in_keys(_values_of_inputs(module)):
         return shortly(lambda: torch._inductor.compile(module, list(inputs)))
+
+
+class InductorByRanges(torch._TorchCompileInductorWrapper):
+    """torch.compile's default backend, whose caches keep ranges of symbolic sizes apart.
+
+    Args:
+        mode: Of torch.compile, None for its own.
+        dynamic: Of torch.compile.
+    """
+
+    #: By which TorchDynamo knows it.
+    __name__ = "inductor"
+
+    def __init__(self, mode: str | None, dynamic: bool | None) -> None:
+        super().__init__(mode, None, dynamic)
+
+    def __call__(self, model_: torch.fx.GraphModule, inputs_: Sequence[Any], **options: Any) -> Callable[..., Any]:
+        with _ranges_in_keys(_values_of_inputs(model_)):
+            return super().__call__(model_, inputs_, **options)
+
+
+def _values_of_inputs(module: torch.fx.GraphModule) -> list[Any]:
+    return [node.meta.get("example_value") for node in module.graph.nodes if node.op == "placeholder"]
 
 
 def compile_region(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
