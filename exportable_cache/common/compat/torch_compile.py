@@ -264,7 +264,7 @@ def compile_region(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
     """Part of a graph that TorchDynamo is compiling, over its fake tensors, compiled by Inductor in a form that can be
     written.
     """
-    with _ranges_in_keys(inputs):
+    with _ranges_in_keys(inputs), torch._inductor.config.patch(size_asserts=False):
         return shortly(
             lambda: standalone_compile(
                 module, list(inputs), dynamic_shapes="from_tracing_context", options={}, aot=True
