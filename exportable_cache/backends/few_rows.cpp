@@ -70,6 +70,7 @@ struct Weights {
 };
 
 // Adds the products of R rows and O outputs over inputs [from, to) to sums[o * R + r]; `rows` as `pack` writes them.
+// What lies `ahead` numbers further is asked for meanwhile.
 template <class W, int R, int O>
 EC_INLINE void tile(const Weights<W>& w, const float* rows, int64_t output, int64_t from, int64_t to, int64_t ahead,
                     float* sums) {
