@@ -5,6 +5,7 @@
 // processor at hand, with vectors of the compiler.
 #include "vectors.h"
 
+#include <atomic>
 #include <type_traits>
 
 namespace {
@@ -21,8 +22,8 @@ constexpr int kMostRows = kSums / 3;
 constexpr int kMostOutputs = kSums / 2;
 // This many numbers of rows stay in the nearest cache while weights pass it.
 constexpr int64_t kNear = 6144;
-// Outputs whose sums are kept where rows are longer than that.
-constexpr int kOutputs = 24;
+// Outputs of a unit: what a thread takes at a time, and what it asks memory for ahead.
+constexpr int kOutputs = 12;
 // Fewest inputs of a group with a scale of its own.
 constexpr int kLeastGroup = 32;
 
@@ -69,6 +70,7 @@ struct Weights {
 };
 
 // Adds the products of R rows and O outputs over inputs [from, to) to sums[o * R + r]; `rows` as `pack` writes them.
+// What lies `ahead` numbers further is asked for meanwhile.
 template <class W, int R, int O>
 EC_INLINE void tile(const Weights<W>& w, const float* rows, int64_t output, int64_t from, int64_t to, int64_t ahead,
                     float* sums) {
@@ -108,14 +110,24 @@ EC_INLINE void tile(const Weights<W>& w, const float* rows, int64_t output, int6
   if constexpr (!kHasGroups<W>) {
     for (; i < to; i += kLanes) add(rows + i * R, std::min(i, w.in - kLanes));
   }
-  EC_UNROLL for (int o = 0; o < O; ++o) {
-    constexpr int kFours = R / 4 * 4;
-    EC_UNROLL for (int r = 0; r < kFours; r += 4) {
-      const Quad four = totals(sum[r][o], sum[r + 1][o], sum[r + 2][o], sum[r + 3][o]) + loaded<Quad>(sums + o * R + r);
-      std::memcpy(sums + o * R + r, &four, sizeof four);
+  const auto at = [&](int place) __attribute__((always_inline)) { return sum[place % R][place / R]; };
+  constexpr int kAll = R * O, kSixteens = EC_SIXTEENS ? kAll / 16 * 16 : 0, kFours = kAll / 4 * 4;
+#if EC_SIXTEENS
+  EC_UNROLL for (int i = 0; i < kSixteens; i += 16) {
+    Vector fours[4];
+    EC_UNROLL for (int j = 0; j < 4; ++j) {
+      const int k = i + 4 * j;
+      fours[j] = quarters_of(at(k), at(k + 1), at(k + 2), at(k + 3));
     }
-    EC_UNROLL for (int r = kFours; r < R; ++r) sums[o * R + r] += total(sum[r][o]);
+    const Vector sixteen = totals_of_quarters(fours[0], fours[1], fours[2], fours[3]) + loaded<Vector>(sums + i);
+    std::memcpy(sums + i, &sixteen, sizeof sixteen);
   }
+#endif
+  EC_UNROLL for (int i = kSixteens; i < kFours; i += 4) {
+    const Quad four = totals(at(i), at(i + 1), at(i + 2), at(i + 3)) + loaded<Quad>(sums + i);
+    std::memcpy(sums + i, &four, sizeof four);
+  }
+  EC_UNROLL for (int i = kFours; i < kAll; ++i) sums[i] += total(at(i));
 }
 
 // One layer.
@@ -135,6 +147,39 @@ struct Layers {
   std::vector<Layer<W>> of;
 
   static int64_t units(const Layer<W>& layer) { return (layer.out + kOutputs - 1) / kOutputs; }
+  int64_t units() const {
+    int64_t sum = 0;
+    for (const Layer<W>& layer : of) sum += units(layer);
+    return sum;
+  }
+  // The layer of a unit, which becomes the number of its first output.
+  const Layer<W>& find(int64_t& unit) const {
+    const Layer<W>* layer = of.data();
+    for (; unit >= units(*layer); ++layer) unit -= units(*layer);
+    unit *= kOutputs;
+    return *layer;
+  }
+};
+
+// Rows in blocks that are as equal as they can be.
+struct Blocks {
+  int64_t rows, count, most;
+
+  explicit Blocks(int64_t rows)
+      : rows(rows), count((rows + kMostRows - 1) / kMostRows), most((rows + count - 1) / count) {}
+  int64_t first(int64_t block) const { return block * most; }
+  int64_t size(int64_t block) const { return std::min(most, rows - first(block)); }
+  // `of_rows(R)`, with places for as many rows as there may be.
+  template <class F>
+  EC_INLINE void with_places(int64_t block, const F& of_rows) const {
+    const int64_t size = this->size(block);
+    if (size == 1) of_rows(std::integral_constant<int, 1>());
+    else if (size == 2) of_rows(std::integral_constant<int, 2>());
+    else if (size <= 4) of_rows(std::integral_constant<int, 4>());
+#if defined(__AVX512F__) || defined(__aarch64__)
+    else of_rows(std::integral_constant<int, 8>());
+#endif
+  }
 };
 
 // Numbers of some rows as `tile` reads them: vector by vector, those of all rows beside each other, zeros for rows that
@@ -157,77 +202,127 @@ void pack(const Layers<W>& layers, int64_t first, int64_t count, int64_t places,
   }
 }
 
+// Sums of an output for rows [first, first + count) to what the layer gives.
 template <class W>
-void store(const Layer<W>& layer, int64_t row, int64_t output, float sum) {
+EC_INLINE void store(const Layer<W>& layer, int64_t first, int64_t count, int64_t output, const float* sums) {
+  const int64_t place = first * layer.out + output;
+  if (layer.scales.data == nullptr && layer.bias.data == nullptr && !layer.y.is_bfloat16) {
+    float* y = static_cast<float*>(layer.y.data) + place;
+    for (int64_t r = 0; r < count; ++r) y[r * layer.out] = sums[r];
+    return;
+  }
   const float scale = layer.scales.data == nullptr ? 1.0f : layer.scales.get(output);
   const float bias = layer.bias.data == nullptr ? 0.0f : layer.bias.get(output);
-  layer.y.set(row * layer.out + output, sum * scale + bias);
+  for (int64_t r = 0; r < count; ++r) layer.y.set(place + r * layer.out, sums[r] * scale + bias);
 }
 
-// Outputs [begin, end) of `count` rows, which are packed for R; layers have O outputs and more.
+// A unit's outputs [begin, end) of `count` rows, which are packed for R; layers have O outputs and more.
 template <class W, int R, int O>
-void outputs_of(const Layer<W>& layer, int64_t first, int64_t count, const float* rows, int64_t begin, int64_t end) {
+void outputs_of(const Layer<W>& layer, int64_t first, int64_t count, const float* rows, int64_t begin, int64_t end,
+                int64_t ahead) {
   const Weights<W>& w = layer.weights;
   // Parts of equal length, as sums are added up after each.
   constexpr int64_t kUnit = kHasGroups<W> ? kLeastGroup : kLine;
   const int64_t parts = (w.in * R + kNear - 1) / kNear, part = ((w.in + parts - 1) / parts + kUnit - 1) / kUnit * kUnit;
-  const int64_t together = parts == 1 ? O : kOutputs;
-  float sums[kOutputs * R];
-  for (int64_t output = begin; output < end; output += together) {
-    const int64_t last = std::min(output + together, end);
-    std::fill_n(sums, together * R, 0.0f);
-    // The last few are computed with some before them again.
-    const auto start = [&](int64_t o) { return std::min(output + o, layer.out - O); };
-    for (int64_t from = 0; from < w.in; from += part) {
-      for (int64_t o = 0; output + o < last; o += O) {
-        tile<W, R, O>(w, rows, start(o), from, std::min(w.in, from + part), together * w.in, sums + o * R);
+  float sums[kOutputs * R] = {};
+  // The last few are computed with some before them again.
+  const auto start = [&](int64_t o) { return std::min(begin + o, layer.out - O); };
+  for (int64_t from = 0; from < w.in; from += part) {
+    for (int64_t o = 0; begin + o < end; o += O) {
+      tile<W, R, O>(w, rows, start(o), from, std::min(w.in, from + part), ahead, sums + o * R);
+    }
+  }
+  for (int64_t one = begin; one < end; ++one) {
+    const int64_t o = (one - begin) / O * O;
+    store(layer, first, count, one, sums + (o + one - start(o)) * R);
+  }
+}
+
+// Units of a thread that are left. It takes them from the front, and others, once they have none, from the back: cores
+// are not given memory evenly.
+class alignas(kLine) Share {
+ public:
+  void set(uint64_t begin, uint64_t end) { left_.store(begin << 32 | end, std::memory_order_relaxed); }
+  // One of them, and which one follows it, -1 for none.
+  bool take(bool is_own, int64_t& unit, int64_t& next) {
+    uint64_t left = left_.load(std::memory_order_relaxed);
+    while (true) {
+      const uint64_t begin = left >> 32, end = left & 0xffffffff;
+      if (begin >= end) return false;
+      const uint64_t rest = is_own ? (begin + 1) << 32 | end : begin << 32 | (end - 1);
+      if (left_.compare_exchange_weak(left, rest, std::memory_order_relaxed)) {
+        unit = static_cast<int64_t>(is_own ? begin : end - 1);
+        next = end - begin < 2 ? -1 : is_own ? unit + 1 : unit - 1;
+        return true;
       }
     }
-    for (int64_t one = output; one < last; ++one) {
-      const int64_t o = (one - output) / O * O, place = o + one - start(o);
-      for (int64_t r = 0; r < count; ++r) store(layer, first + r, one, sums[place * R + r]);
-    }
   }
-}
 
-// Units [begin, end) of up to R rows. The fewer rows, the more outputs at a time: memory is slow to answer, and is to
-// be asked for much at once.
-template <class W, int R>
-void some_rows(const Layers<W>& layers, int64_t first, int64_t count, int64_t begin, int64_t end) {
-  thread_local Scratch scratch;
-  float* rows = scratch.numbers((layers.in + kLanes - 1) / kLanes * kLanes * R);
-  pack(layers, first, count, R, rows);
-  for (const Layer<W>& layer : layers.of) {
-    const int64_t units = Layers<W>::units(layer);
-    const int64_t from = std::max<int64_t>(0, begin) * kOutputs, to = std::min(layer.out, end * kOutputs);
-    if (from < to) outputs_of<W, R, std::min(kSums / R, kMostOutputs)>(layer, first, count, rows, from, to);
-    begin -= units, end -= units;
-  }
-}
+ private:
+  std::atomic<uint64_t> left_{0};
+};
 
 template <class W>
-void stretch(int64_t begin, int64_t end, void* context) {
-  const Layers<W>& layers = *static_cast<const Layers<W>*>(context);
-  const int64_t blocks = (layers.rows + kMostRows - 1) / kMostRows, block = (layers.rows + blocks - 1) / blocks;
-  for (int64_t first = 0; first < layers.rows; first += block) {
-    const int64_t count = std::min(block, layers.rows - first);
-    if (count == 1) some_rows<W, 1>(layers, first, count, begin, end);
-    else if (count == 2) some_rows<W, 2>(layers, first, count, begin, end);
-    else if (count <= 4) some_rows<W, 4>(layers, first, count, begin, end);
-#if defined(__AVX512F__) || defined(__aarch64__)
-    else some_rows<W, 8>(layers, first, count, begin, end);
-#endif
+struct Work {
+  const Layers<W>& layers;
+  Blocks blocks;
+  std::vector<Share> shares;
+
+  // By one thread: its own share, and what is left of others'.
+  void run(int64_t own) {
+    thread_local Scratch scratch;
+    const int64_t padded = (layers.in + kLanes - 1) / kLanes * kLanes;
+    float* rows = scratch.numbers(padded * kMostRows * blocks.count);
+    for (int64_t b = 0; b < blocks.count; ++b) {
+      blocks.with_places(b, [&](auto places) {
+        pack(layers, blocks.first(b), blocks.size(b), places, rows + b * padded * kMostRows);
+      });
+    }
+    const int64_t threads = static_cast<int64_t>(shares.size());
+    for (int64_t i = 0; i < threads; ++i) {
+      int64_t unit, next;
+      while (shares[(own + i) % threads].take(i == 0, unit, next)) one(unit, next, rows, padded * kMostRows);
+    }
   }
+
+ private:
+  // All rows of a unit: weights are near for those behind the first block.
+  void one(int64_t unit, int64_t next, const float* rows, int64_t stride) const {
+    const Layer<W>& layer = layers.find(unit);
+    const int64_t end = std::min(unit + kOutputs, layer.out);
+    int64_t ahead = 0;
+    if (next >= 0) {
+      const Layer<W>& other = layers.find(next);
+      ahead = (reinterpret_cast<intptr_t>(other.weights.data + next * layers.in) -
+               reinterpret_cast<intptr_t>(layer.weights.data + unit * layers.in)) /
+              intptr_t{sizeof(typename W::Stored)};
+    }
+    for (int64_t b = 0; b < blocks.count; ++b) {
+      // The fewer rows, the more outputs at a time: memory is slow to answer, and is to be asked for much at once.
+      blocks.with_places(b, [&](auto places) {
+        constexpr int R = places;
+        outputs_of<W, R, std::min(kSums / R, kMostOutputs)>(layer, blocks.first(b), blocks.size(b), rows + b * stride,
+                                                            unit, end, b == 0 ? ahead : 0);
+      });
+    }
+  }
+};
+
+template <class W>
+void some_shares(int64_t begin, int64_t end, void* context) {
+  for (; begin < end; ++begin) static_cast<Work<W>*>(context)->run(begin);
 }
 
 template <class W>
 void run(Layers<W>& layers) {
   if (layers.rows == 0) return;
-  int64_t units = 0;
-  for (const Layer<W>& layer : layers.of) units += Layers<W>::units(layer);
-  const int64_t bytes = kOutputs * layers.in * int64_t{sizeof(typename W::Stored)};
-  STABLE_TORCH_ERROR_CODE_CHECK(
-      torch_parallel_for(0, units, std::max<int64_t>(1, kWorthAThread / bytes), stretch<W>, &layers));
+  const int64_t units = layers.units(), bytes = units * kOutputs * layers.in * int64_t{sizeof(typename W::Stored)};
+  uint32_t threads;
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_get_num_threads(&threads));
+  const int64_t count = std::min({int64_t{threads}, units, bytes / kWorthAThread + 1});
+  Work<W> work{layers, Blocks(layers.rows), std::vector<Share>(count)};
+  for (int64_t i = 0; i < count; ++i) work.shares[i].set(units * i / count, units * (i + 1) / count);
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_parallel_for(0, count, 1, some_shares<W>, &work));
 }
 
 Numbers numbers(const Tensor& tensor) {

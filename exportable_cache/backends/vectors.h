@@ -95,6 +95,11 @@ struct BFloat16 {
 #define EC_PICK(a, b, i, j, k, l) __builtin_shufflevector(a, b, i, j, k, l)
 #endif
 #endif
+#if EC_SHUFFLES && defined(__AVX512F__)
+#define EC_SIXTEENS 1
+#else
+#define EC_SIXTEENS 0
+#endif
 
 // The sums of every fourth lane.
 EC_INLINE Quad quarters(Vector v) {
@@ -109,13 +114,29 @@ EC_INLINE float total(Vector v) {
   return (q[0] + q[1]) + (q[2] + q[3]);
 }
 
-// The totals of four vectors.
-EC_INLINE Quad totals(Vector a, Vector b, Vector c, Vector d) {
 #if EC_SHUFFLES
+// The totals of each four lanes of four vectors.
+EC_INLINE Vector quarters_of(Vector a, Vector b, Vector c, Vector d) {
   constexpr int n = kLanes;
   const Vector ab = EC_PICK(a, b, 0, n, 1, n + 1) + EC_PICK(a, b, 2, n + 2, 3, n + 3);
   const Vector cd = EC_PICK(c, d, 0, n, 1, n + 1) + EC_PICK(c, d, 2, n + 2, 3, n + 3);
-  return quarters(EC_PICK(ab, cd, 0, 1, n, n + 1) + EC_PICK(ab, cd, 2, 3, n + 2, n + 3));
+  return EC_PICK(ab, cd, 0, 1, n, n + 1) + EC_PICK(ab, cd, 2, 3, n + 2, n + 3);
+}
+#endif
+
+#if EC_SIXTEENS
+// The sums of every fourth lane of four vectors.
+EC_INLINE Vector totals_of_quarters(Vector a, Vector b, Vector c, Vector d) {
+  const Vector ab = _mm512_shuffle_f32x4(a, b, 0x44) + _mm512_shuffle_f32x4(a, b, 0xee);
+  const Vector cd = _mm512_shuffle_f32x4(c, d, 0x44) + _mm512_shuffle_f32x4(c, d, 0xee);
+  return _mm512_shuffle_f32x4(ab, cd, 0x88) + _mm512_shuffle_f32x4(ab, cd, 0xdd);
+}
+#endif
+
+// The totals of four vectors.
+EC_INLINE Quad totals(Vector a, Vector b, Vector c, Vector d) {
+#if EC_SHUFFLES
+  return quarters(quarters_of(a, b, c, d));
 #else
   return Quad{total(a), total(b), total(c), total(d)};
 #endif

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,10 +14,8 @@ from torch.nn import functional
 
 from exportable_cache import ExportableCache, Session
 from exportable_cache.backends import background_worker, few_queries
-from exportable_cache.backends.graph_cache import GraphCache
 from exportable_cache.common.threads import threads_of_torch
 
-from ..support.compiling import compiling_with
 from ..support.models import tiny_model, tokens
 from ..support.oracle import difference, reference_logits
 
@@ -36,17 +33,6 @@ SHAPES = [
 ]
 LAYERS = 2
 OF_TORCH = {"aten::scaled_dot_product_attention", "aten::_scaled_dot_product_flash_attention_for_cpu"}
-
-
-@pytest.fixture
-def loaded() -> None:
-    assert few_queries.OPERATORS.load(), few_queries.OPERATORS.code.reason
-
-
-@pytest.fixture
-def inductor() -> Iterator[None]:
-    with compiling_with("inductor"):
-        yield
 
 
 def oracle(query, key, value, mask=None, scale=None, softcap=None, sinks=None) -> torch.Tensor:
@@ -329,18 +315,6 @@ print(json.dumps({
     "tokens": [int(one.argmax()) for one in logits],
 }))
 """
-
-
-def test_graphs_with_and_without_it_are_told_apart(tmp_path, monkeypatch) -> None:
-    model = tiny_model("llama", num_hidden_layers=1)
-
-    def structure() -> str:
-        return GraphCache(tmp_path, model, ExportableCache.from_model(model, 64))._structure
-
-    before = structure()
-    assert before == structure()
-    monkeypatch.setenv(few_queries.OPERATORS.variable, "torch")
-    assert before != structure()
 
 
 def test_steps_that_wait_for_their_graph_call_it(loaded, inductor, monkeypatch) -> None:

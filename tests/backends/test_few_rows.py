@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,13 +14,11 @@ from torch import nn
 from exportable_cache import ExportableCache, Session
 from exportable_cache.backends import background_worker, few_rows
 from exportable_cache.backends.eager_operators import EagerOperators
-from exportable_cache.backends.graph_cache import GraphCache
 from exportable_cache.common import machine_code
 from exportable_cache.common.machine_code import MachineCode
 from exportable_cache.common.own_files import HOME_VARIABLE
 from exportable_cache.common.threads import threads_of_torch
 
-from ..support.compiling import compiling_with
 from ..support.models import tiny_model, tokens
 from ..support.oracle import difference, reference_logits
 from .test_low_precision import SIZES, quantized_model
@@ -36,17 +33,6 @@ LINEARS = 7 * LAYERS + 1
 #: As calls in a graph: three over what attention reads are one, two of the network behind it are one.
 CALLS = {"exportable_cache::few_rows_linear": 2 * LAYERS + 1, "exportable_cache::few_rows_linears": 2 * LAYERS}
 OF_TORCH = {"aten::mm", "aten::addmm", "aten::bmm", "aten::linear", "mkldnn::_linear_pointwise"}
-
-
-@pytest.fixture
-def loaded() -> None:
-    assert few_rows.OPERATORS.load(), few_rows.OPERATORS.code.reason
-
-
-@pytest.fixture
-def inductor() -> Iterator[None]:
-    with compiling_with("inductor"):
-        yield
 
 
 def tolerance(dtype: torch.dtype) -> float:
@@ -232,6 +218,8 @@ def test_a_compiled_step_calls_nothing_else(loaded, inductor, tmp_path) -> None:
     # Past its window of 8.
     assert difference(step, reference_logits(model, ids, 5), ids, 5) <= 1e-4
     assert session.runner.graph_cache.compiled == 2
+    # Sizes were looked at before.
+    assert not any(b"assert_size_stride(arg" in path.read_bytes() for path in tmp_path.glob("*.graph"))
     calls = calls_of(session)
     assert {name: calls[name] for name in CALLS} == CALLS and not calls.keys() & OF_TORCH
     assert calls["exportable_cache::few_queries_attention"] == LAYERS
@@ -287,18 +275,6 @@ def test_steps_that_wait_for_their_graph_call_it(loaded, inductor, monkeypatch) 
     with session:
         session.prefill(tokens(3))
         assert calls_of(session)["exportable_cache::few_rows_linear"] == LINEARS
-
-
-def test_graphs_with_and_without_it_are_told_apart(tmp_path, monkeypatch) -> None:
-    model = tiny_model("llama", num_hidden_layers=1)
-
-    def structure() -> str:
-        return GraphCache(tmp_path, model, ExportableCache.from_model(model, 64))._structure
-
-    before = structure()
-    assert before == structure()
-    monkeypatch.setenv(few_rows.OPERATORS.variable, "torch")
-    assert before != structure()
 
 
 def a_library(folder: Path, monkeypatch, source: str = "int one = 1;") -> MachineCode:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
+
+from exportable_cache.backends.eager_operators import OWN_OPERATORS
 
 #: Traced, functionalised and guarded as for Inductor; no code is generated.
 DEFAULT_BACKEND = "aot_eager"
@@ -22,3 +25,17 @@ def compiling_with(backend: str) -> Iterator[None]:
     finally:
         torch.compiler.set_default_backend(before)
         torch._dynamo.reset()
+
+
+@pytest.fixture
+def inductor() -> Iterator[None]:
+    """Graphs become machine code."""
+    with compiling_with("inductor"):
+        yield
+
+
+@pytest.fixture
+def loaded() -> None:
+    """The operators that are compiled for the processor are there."""
+    for operators in OWN_OPERATORS:
+        assert operators.load(), operators.code.reason

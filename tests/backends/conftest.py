@@ -1,0 +1,3 @@
+"""Fixtures of what is compiled."""
+
+from ..support.compiling import inductor, loaded  # noqa: F401
