@@ -145,13 +145,16 @@ def test_rows_that_see_nothing_are_as_torchs(loaded, low: str, dtype: torch.dtyp
 
 
 def test_what_is_no_number_stays_so(loaded) -> None:
-    query, key, value = torch.randn(1, 2, 1, 16), torch.randn(1, 2, 100, 16), torch.randn(1, 2, 100, 16)
+    query, key, value = torch.randn(1, 2, 1, 16), torch.randn(1, 2, 200, 16), torch.randn(1, 2, 200, 16)
+    for place in (3, 130, 199):
+        # One key is seen, so that others are not read unless the mask tells of them.
+        mask = torch.full((1, 1, 1, 200), torch.finfo(torch.float32).min)
+        mask[..., 70] = 0
+        mask[..., place] = torch.nan
+        assert few_queries.attention(query, key, value, mask).isnan().all(), place
     key[0, 1, 40, 3] = torch.nan
     got = few_queries.attention(query, key, value)
     assert got[0, 0].isfinite().all() and got[0, 1].isnan().all()
-    mask = torch.zeros(1, 1, 1, 100)
-    mask[..., 90] = torch.nan
-    assert few_queries.attention(query, key, value, mask).isnan().all()
 
 
 def test_scores_of_any_size(loaded) -> None:
