@@ -9,7 +9,6 @@ import contextvars
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,11 +28,7 @@ from ..support.background import FAILS, SLEEPS, in_its_place, model_of, session_
 from ..support.compiling import compiling_with
 from ..support.models import tiny_model, tokens
 
-
-@pytest.fixture(autouse=True)
-def generated_code() -> Iterator[None]:
-    with compiling_with("inductor"):
-        yield
+pytestmark = pytest.mark.usefixtures("inductor")
 
 
 @pytest.mark.full

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,14 +19,9 @@ from exportable_cache.backends.background_process import _Requests
 from exportable_cache.backends.background_twin import Twin, can_fork
 
 from ..support.background import SLEEPS, in_its_place, model_of, process_of, session_of, wait_until
-from ..support.compiling import compiling_with
 from ..support.models import tokens
 
-
-@pytest.fixture(autouse=True)
-def generated_code() -> Iterator[None]:
-    with compiling_with("inductor"):
-        yield
+pytestmark = pytest.mark.usefixtures("inductor")
 
 
 @pytest.mark.full

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from exportable_cache.backends.own_tensors import OwnTensors, owners_of_tensors
 from exportable_cache.backends.regions import Region, regions_of
 from exportable_cache.backends.stamped_layers import Marks, NotStampedError, taken_marks
 
-from ..support.compiling import compiling_with
 from ..support.models import tiny_model, tokens
 from ..support.oracle import difference, reference_logits
 
@@ -187,12 +186,6 @@ def test_few_layers_are_all_traced() -> None:
     assert EqualLayers(model, cache_of(model)).kinds == []
 
 
-@pytest.fixture
-def generated_code() -> Iterator[None]:
-    with compiling_with("inductor"):
-        yield
-
-
 def session_of(model: Any, folder: Path) -> Session:
     return Session.from_model(model, cache_of(model), compile="wait", prefill_chunk=16, graph_cache=folder)
 
@@ -205,7 +198,7 @@ def worst(session: Session, model: Any) -> float:
     return difference(step, reference_logits(model, ids, 5), ids, 5)
 
 
-@pytest.mark.usefixtures("generated_code")
+@pytest.mark.usefixtures("inductor")
 def test_graphs_are_kept_and_loaded(tmp_path: Path) -> None:
     model = tiny_model("llama", num_hidden_layers=5)
     classes = [type(layer) for layer in model.model.layers]
@@ -265,7 +258,7 @@ def test_a_tensor_that_two_layers_have_is_one() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("generated_code")
+@pytest.mark.usefixtures("inductor")
 def test_what_cannot_be_stamped_is_traced(
     tmp_path: Path, forward_of_llama: Callable, caplog: pytest.LogCaptureFixture
 ) -> None:

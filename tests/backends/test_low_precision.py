@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from exportable_cache.backends.regions import described
 from exportable_cache.backends.skeleton import from_skeleton, skeleton
 from exportable_cache.models.fingerprint import fingerprint
 
-from ..support.compiling import compiling_with
 from ..support.models import tiny_model, tokens
 
 CAPACITY, LAYERS = 64, 3
@@ -26,10 +24,7 @@ ROUNDINGS = 8
 REGIONS, CALLS = 2 * (2 + 1), 2 * (2 + LAYERS)
 
 
-@pytest.fixture(autouse=True)
-def generated_code() -> Iterator[None]:
-    with compiling_with("inductor"):
-        yield
+pytestmark = pytest.mark.usefixtures("inductor")
 
 
 def quantized_model(bits: int = 8, group: int = 32, dtype: torch.dtype = torch.float32):

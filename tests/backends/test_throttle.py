@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,14 +15,9 @@ from exportable_cache.backends.throttle import STEPS, Throttle
 from exportable_cache.common.garbage import RARELY
 
 from ..support.background import SLEEPS, in_its_place, model_of, session_of, wait_until
-from ..support.compiling import compiling_with
 from ..support.models import tokens
 
-
-@pytest.fixture(autouse=True)
-def generated_code() -> Iterator[None]:
-    with compiling_with("inductor"):
-        yield
+pytestmark = pytest.mark.usefixtures("inductor")
 
 
 class Clock:
