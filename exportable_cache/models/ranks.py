@@ -11,6 +11,7 @@ import hashlib
 import os
 import re
 import socket
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 _MOST_VALUES = 7
 #: What communication that failed says of itself, where its class does not: gloo raises plain `RuntimeError`s.
 _SIGNS = ("gloo", "NCCL", "ProcessGroup", "process group", "Connection", "connection", "Timed out", "timed out")
+#: Seconds from the end of a process's connections to its own: the system closes its files first, then ends it.
+_ENDING = 2.0
 
 
 class Ranks:
@@ -183,13 +186,20 @@ class Ranks:
         except RuntimeError as error:
             if not is_of_communication(error):
                 raise
-            gone = self._gone()
+            gone = self._gone_soon()
             who = f"rank {', '.join(map(str, gone))} of {self.size} is gone" if gone else "a rank does not answer"
             self._lost = (
                 f"{who}, so the step that this is, on rank {self.rank}, cannot be finished ({_said(error)}); "
                 "start all ranks again, and load_state() what was saved before"
             )
             raise RankLostError(self._lost) from error
+
+    def _gone_soon(self) -> list[int]:
+        """`_gone`, once a process whose connections have just been closed has had the time to end."""
+        latest = time.monotonic() + _ENDING
+        while not (gone := self._gone()) and time.monotonic() < latest:
+            time.sleep(0.01)
+        return gone
 
     def _gone(self) -> list[int]:
         """The ranks on this machine whose process has ended."""

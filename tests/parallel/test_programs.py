@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import threading
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,8 +23,9 @@ from exportable_cache import ExportableCache, Session, export, load
 from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.cli.app import app
 from exportable_cache.decoding import Completer
-from exportable_cache.errors import BundleError, InputError, UnsupportedModelError
+from exportable_cache.errors import BundleError, InputError, RankLostError, UnsupportedModelError
 from exportable_cache.models.fingerprint import fingerprint
+from exportable_cache.models.ranks import Ranks
 from exportable_cache.verification.verify import verify
 
 from ..decoding.byte_tokenizer import SIZE, byte_tokenizer
@@ -150,6 +153,16 @@ def group_of_one() -> Iterator[None]:
 def test_a_group_of_another_size_is_refused(folder: Path) -> None:
     with pytest.raises(InputError, match=r"for 2 ranks, and this group has 1.*with no tensor_parallel"):
         load(folder / "bundle")
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_a_process_may_end_after_its_connections() -> None:
+    ranks = Ranks(dist.group.WORLD, torch.device("cpu"))
+    with subprocess.Popen(["sleep", "60"]) as other:
+        ranks._processes = [(socket.gethostname(), other.pid)]
+        threading.Timer(0.2, other.kill).start()
+        with pytest.raises(RankLostError, match="rank 0 of 1 is gone"), ranks.watched():
+            raise RuntimeError("Connection reset by peer")
 
 
 def test_inspect_says_how_it_is_run(folder: Path) -> None:
