@@ -341,12 +341,11 @@ def main(
                     failed[name] = str(error)
                     continue
                 results["answers"][str(count)].setdefault(name, []).append(answer)
+                # After every process, so that what was measured outlives an interruption.
+                file.write_text(json.dumps(results, indent=2))
+                file.with_suffix(".md").write_text(report(results, fastest) + "\n")
             console.print(f"round {done + 1} of {rounds}, threads {count}, done")
-        # After every round, so that what was measured outlives an interruption.
-        file.write_text(json.dumps(results, indent=2))
-    text = report(results, fastest)
-    file.with_suffix(".md").write_text(text + "\n")
-    print(text)
+    print(report(results, fastest))
 
 
 if __name__ == "__main__":
