@@ -191,8 +191,10 @@ class Manifest(Entry):
             fields = json.loads(content)
         except (OSError, ValueError, RecursionError, MemoryError) as error:
             raise BundleError(f"cannot read {path}: {error}; export the model again") from error
+        if not isinstance(fields, dict):
+            raise BundleError(f"{path} is damaged: it holds no JSON object; export the model again")
         # Before anything else is looked at: other versions have other fields.
-        version = fields.get("schema_version") if isinstance(fields, dict) else None
+        version = fields.get("schema_version")
         if version != SCHEMA_VERSION:
             raise BundleError(
                 f"{path} has schema version {version!r}, this release reads {SCHEMA_VERSION}; "

@@ -24,10 +24,19 @@ def test_no_manifest(folder: Path) -> None:
     refused(folder, "is no bundle", "no manifest.json")
 
 
-@pytest.mark.parametrize("contents", [b"", b"{", b"[]", b"3", b"\xff\xfe"])
-def test_unreadable_manifest(folder: Path, contents: bytes) -> None:
+@pytest.mark.parametrize(
+    ("contents", "said"),
+    [
+        (b"", "cannot read"),
+        (b"{", "cannot read"),
+        (b"\xff\xfe", "cannot read"),
+        (b"[]", "it holds no JSON object"),
+        (b"3", "it holds no JSON object"),
+    ],
+)
+def test_unreadable_manifest(folder: Path, contents: bytes, said: str) -> None:
     (folder / "manifest.json").write_bytes(contents)
-    refused(folder, "manifest.json", "export the model again")
+    refused(folder, "manifest.json", said, "export the model again")
 
 
 @pytest.mark.parametrize("version", [0, 1, "2", None])
