@@ -156,7 +156,7 @@ def test_plan_answers_at_once_where_a_config_names_sizes_of_no_model(fields, wor
     written = {**json.loads(path.read_text()), **fields}
     written.pop("layer_types", None)
     path.write_text(json.dumps(written))
-    start = time.perf_counter()
+    start = time.thread_time()
     with pytest.raises(InputError, match=words):
         plan(tmp_path, LENGTH)
     config = tiny_model("llama").config
@@ -166,7 +166,7 @@ def test_plan_answers_at_once_where_a_config_names_sizes_of_no_model(fields, wor
         with pytest.raises(InputError, match=words):
             call(config, LENGTH)
     # Building two layers takes longer than that.
-    assert time.perf_counter() - start < 1
+    assert time.thread_time() - start < 1
 
 
 def test_plan_looks_into_the_configs_inside():
