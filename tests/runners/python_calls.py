@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import exportable_cache_runner.library as library_file
+import exportable_cache_runner.session as session_file
 from exportable_cache_runner import Failure, Options, Session, Statistics
 
 
@@ -34,7 +36,19 @@ def interrupt(_: object) -> None:
     raise KeyboardInterrupt("from the callback")
 
 
-def masks(session: Session, prompt: list[int]) -> dict[str, Any]:
+_NUMBERS = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "has_seed", "prompt_lookup")
+
+
+def fields(options: Options) -> dict[str, Any]:
+    """Of the structure that the library is given, but functions and counts."""
+    struct = options.struct(interrupt)
+    found: dict[str, Any] = {name: getattr(struct, name) for name in _NUMBERS}
+    found["stop_tokens"] = struct.stop_tokens[: struct.stop_token_count]
+    found["stop_strings"] = [text.decode() for text in struct.stop_strings[: struct.stop_string_count]]
+    return found
+
+
+def masks(session: Session, prompt: list[int], last: int) -> dict[str, Any]:
     """Answers that the caller bounds."""
 
     def only(token: int, count: int) -> Callable[[list[int], Any], bool]:
@@ -44,7 +58,7 @@ def masks(session: Session, prompt: list[int]) -> dict[str, Any]:
 
         return allow
 
-    tokens, statistics = session.generate(prompt, Options(allowed_tokens=only(40, 3)))
+    tokens, statistics = session.generate(prompt, Options(allowed_tokens=only(last, 3)))
     session.reset()
     none = outcome(lambda: session.generate(prompt, Options(allowed_tokens=lambda tokens, mask: True)))
     session.reset()
@@ -98,15 +112,21 @@ def calls(library: str, bundle: str, folder: Path, asked: dict[str, Any]) -> dic
         session.reset()
         found["chat"] = session.chat(question)[0]
         session.reset()
-        found["stopped"] = session.generate_text(question, Options(stop_strings=[asked["stop"]]))[0]
+        found["system"] = counted(session.chat(question, "S", Options(max_new_tokens=1))[1])[0]
+        session.reset()
+        stop = text[len(text) // 2]
+        found["stopped"] = [stop, session.generate_text(question, Options(stop_strings=[stop]))[0]]
         drawn = Options(max_new_tokens=8, temperature=1.2, top_k=20, top_p=0.9, seed=5)
         found["drawn"] = []
         for _ in range(2):
             session.reset()
             found["drawn"].append(session.generate(prompt, drawn)[0])
         found["tokens"] = [session.tokenize(question), session.tokenize("a", starts=False)]
+        # As if a text had more tokens than there is room for at first.
+        session_file._MORE_TOKENS = -len(question.encode())
+        found["tokens"].append(session.tokenize(question))
         session.reset()
-        found |= masks(session, prompt) | elsewhere(session, prompt)
+        found |= masks(session, prompt, len(found["prefill"]) - 1) | elsewhere(session, prompt)
         refusals: dict[str, Callable[[], object]] = {
             "no bundle": lambda: Session(folder / "nothing", library),
             "no library": lambda: Session(bundle, folder / "nothing.so"),
@@ -138,6 +158,11 @@ def calls(library: str, bundle: str, folder: Path, asked: dict[str, Any]) -> dic
     session.close()
     session.cancel()
     found["closed"] = outcome(session.reset)
+    every = {"max_new_tokens": 3, "temperature": 0.5, "top_k": 4, "top_p": 0.25, "seed": 2**64 - 1}
+    every |= {"stop_tokens": [5, 6], "stop_strings": ["a", "é"], "prompt_lookup": 7}
+    found["options"] = [every, fields(Options(**every)), fields(Options())]
+    library_file.ABI += 1
+    found["another interface"] = outcome(lambda: Session(bundle, library))
     sys.modules["executorch.extension.pybindings._portable_lib"] = sys
     found["beside the bindings"] = outcome(lambda: Session(bundle, library))
     found["loaded"] = [name for name in ("torch", "numpy", "exportable_cache") if name in sys.modules]

@@ -28,7 +28,7 @@ def session(demo_bundle: Path) -> Any:
 def called(shared_library: Path, demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:  # noqa: F811
     import _ctypes
 
-    asked = json.dumps({"prompt": PROMPT, "question": QUESTION, "stop": "2", "another": _ctypes.__file__})
+    asked = json.dumps({"prompt": PROMPT, "question": QUESTION, "another": _ctypes.__file__})
     folder = tmp_path_factory.mktemp("python")
     done = subprocess.run(
         [sys.executable, Path(__file__).with_name("python_calls.py"), shared_library, demo_bundle, folder, asked],
@@ -57,15 +57,30 @@ def test_it_answers_as_the_session(called, session) -> None:
     session.reset()
     text = "".join(session.generate_text(QUESTION))
     assert called["text"][:2] == [text, text] and called["text"][2] > 1 and called["chat"] == text
-    assert text.startswith(called["stopped"]) and "2" not in called["stopped"]
+    stop, stopped = called["stopped"]
+    assert stop and stopped == text.partition(stop)[0]
     first, second = called["drawn"]
     assert first == second != tokens
     encode = session.text_tokenizer
-    assert called["tokens"] == [encode(QUESTION)["input_ids"], encode("a", add_special_tokens=False)["input_ids"]]
+    assert called["tokens"] == [encode(QUESTION)["input_ids"], encode("a", add_special_tokens=False)["input_ids"]] + [
+        encode(QUESTION)["input_ids"]
+    ]
+
+
+def test_the_library_is_given_every_option(called, session) -> None:
+    asked, given, defaults = called["options"]
+    assert given == {**asked, "has_seed": 1}
+    nothing = {"stop_tokens": [], "stop_strings": [], "top_p": 1.0}
+    assert defaults == {**dict.fromkeys(given, 0), **nothing}
+    messages = [{"role": "system", "content": "S"}, {"role": "user", "content": QUESTION}]
+    assert called["system"] == len(
+        session.text_tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    )
 
 
 def test_the_caller_bounds_answers(called) -> None:
-    assert called["only"] == [[40, 40, 40], len(PROMPT), 3, "WHOLE"]
+    last = len(called["prefill"]) - 1
+    assert called["only"] == [[last] * 3, len(PROMPT), 3, "WHOLE"]
     assert called["none"][0] == "INPUT" and "allows none of" in called["none"][1]
     assert called["fails"] == ["IndexError", "array index out of range"]
 
@@ -107,6 +122,8 @@ def test_what_is_refused_has_a_kind_and_a_sentence(called) -> None:
         )
     assert called["after refusals"] == called["prefill"]
     assert called["closed"][0] == "INPUT" and "closed" in called["closed"][1]
+    kind, said = called["another interface"]
+    assert kind == "RUNTIME" and "version 1 of the C interface, and this module knows 2" in said
     assert called["beside the bindings"][0] == "RUNTIME" and "another process" in called["beside the bindings"][1]
 
 

@@ -18,6 +18,8 @@ from .library import OnText, OnToken, StatisticsStruct, load_library
 from .options import Options, Statistics, encoded
 
 _FLOAT32 = 0
+#: Tokens that a text may have beyond its bytes before it is asked for a second time.
+_MORE_TOKENS = 8
 #: Formats of buffers, as `memoryview` has them, and bytes -> `ec_dtype`.
 _DTYPES = {("f", 4): _FLOAT32, ("q", 8): 1, ("l", 8): 1}
 
@@ -126,8 +128,7 @@ class Session:
         """Token ids of a text, which are not fed; `starts` if it is the first of a sequence."""
         count, known = c_size_t(), encoded(text)
         with self._alone() as handle:
-            # A text of n bytes seldom has more tokens; where it has, it is asked for again.
-            capacity = len(known) + 8
+            capacity = len(known) + _MORE_TOKENS
             while True:
                 found = (c_int64 * capacity)()
                 self._check(self._library.ec_tokenize(handle, known, int(starts), found, capacity, byref(count)))
