@@ -72,6 +72,7 @@ def test_the_library_is_given_every_option(called, session) -> None:
     assert given == {**asked, "has_seed": 1}
     nothing = {"stop_tokens": [], "stop_strings": [], "top_p": 1.0}
     assert defaults == {**dict.fromkeys(given, 0), **nothing}
+    assert called["starts"] == [1, 0]
     messages = [{"role": "system", "content": "S"}, {"role": "user", "content": QUESTION}]
     assert called["system"] == len(
         session.text_tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
