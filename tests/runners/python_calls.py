@@ -121,10 +121,15 @@ def calls(library: str, bundle: str, folder: Path, asked: dict[str, Any]) -> dic
         for _ in range(2):
             session.reset()
             found["drawn"].append(session.generate(prompt, drawn)[0])
-        found["starts"] = []
-        tokenize = session._library.ec_tokenize
-        session._library.ec_tokenize = lambda *given: [found["starts"].append(given[2]), tokenize(*given)][1]
+        tokenize, starts = session._library.ec_tokenize, []
+
+        def recorded(*given: Any) -> int:
+            starts.append(given[2])
+            return tokenize(*given)
+
+        session._library.ec_tokenize = recorded
         found["tokens"] = [session.tokenize(question), session.tokenize("a", starts=False)]
+        found["starts"] = starts
         session._library.ec_tokenize = tokenize
         # As if a text had more tokens than there is room for at first.
         session_file._MORE_TOKENS = -len(question.encode())
