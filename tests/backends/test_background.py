@@ -64,6 +64,16 @@ def test_tokens_are_the_same_before_and_after_the_graphs_are_there(tmp_path: Pat
     assert later.runner.graph_cache.loaded == 3 and later.runner.background._worker._process is None
 
 
+def test_the_graph_of_a_token_is_asked_for_with_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_its_place(monkeypatch, SLEEPS)
+    with session_of(model_of()) as session:
+        session.prefill(tokens(3))
+        assert [graph.method.name for graph in session.runner.background._mail.waiting.values()] == [
+            "decode",
+            "prefill",
+        ]
+
+
 #: Writes the settings that it is sent to the file that they are of.
 NOTES = """
 import json, pickle, sys, time

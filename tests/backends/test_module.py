@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from exportable_cache import ExportableCache, Session
+from exportable_cache.backends.graphs import OutdatedGraph
 from exportable_cache.errors import UnsupportedModelError
 
 from ..support.models import tiny_model, tokens
@@ -94,3 +95,36 @@ def test_prompts_that_would_mostly_go_token_by_token_are_refused() -> None:
     session = compiled_session(40, prefill_chunk=64)
     with pytest.raises(UnsupportedModelError, match="prefill cannot be compiled into one graph"):
         session.prefill(tokens(50))
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"temperature": 0.9}, 2),
+        pytest.param({"temperature": 0.9, "repetition_penalty": 1.3}, 1, marks=pytest.mark.full),
+        pytest.param({"repetition_penalty": 1.3}, 2, marks=pytest.mark.full),
+        pytest.param({}, 2, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_a_choice_behind_the_step_is_the_one_inside(options: dict[str, float], steps: int, monkeypatch) -> None:
+    """And graphs that do not fit any more are compiled again, those of choices, too."""
+    model, ids = tiny_model("llama", num_hidden_layers=1), tokens(5)
+    sessions = [
+        Session.from_model(model, ExportableCache.from_model(model, 64), compile=compiled, **more)
+        for compiled, more in ((False, {}), ("wait", {"prefill_chunk": 16, "steps_per_launch": steps}))
+    ]
+    runner = sessions[1].runner
+    monkeypatch.setattr(runner.compiler, "chooses_apart", lambda penalised: True)
+    found = [list(session.generate(ids, 9, seed=3, **options)) for session in sessions]
+    assert found[0] == found[1]
+    calls = set(runner._calls)
+    assert {key[0] for key in calls} == ({"prefill", "decode", "choice"} if options else {"prefill", "decode"})
+
+    def outdated(*_: torch.Tensor) -> None:
+        raise OutdatedGraph
+
+    runner._calls.update(dict.fromkeys(calls, outdated))
+    sessions[1].reset()
+    assert list(sessions[1].generate(ids, 9, seed=3, **options)) == found[0]
+    assert set(runner._calls) == calls and outdated not in runner._calls.values()
