@@ -18,6 +18,7 @@ from torch._inductor import config as inductor
 from exportable_cache.backends import background_worker
 from exportable_cache.backends.background_process import _runner
 from exportable_cache.backends.graph_cache import GRAPH
+from exportable_cache.backends.graphs import OutdatedGraph
 from exportable_cache.backends.skeleton import from_skeleton, skeleton
 from exportable_cache.common.compat.torch import inductor_config
 from exportable_cache.common.threads import threads_of_torch
@@ -72,6 +73,27 @@ def test_the_graph_of_a_token_is_asked_for_with_the_prompt(monkeypatch: pytest.M
             "decode",
             "prefill",
         ]
+
+
+def test_a_graph_that_does_not_fit_any_more_is_not_handed_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_its_place(monkeypatch, SLEEPS)
+    model, ids, asked = model_of(), tokens(3), []
+
+    def outdated(*_: torch.Tensor) -> None:
+        asked.append(1)
+        raise OutdatedGraph
+
+    with session_of(model) as session:
+        expected = session.prefill(ids)
+        mail = session.runner.background._mail
+        mail.ready |= dict.fromkeys([graph.key for graph in mail.waiting.values()], outdated)
+        for _ in range(2):
+            session.reset()
+            with warnings.catch_warnings():
+                # The graph is given up, and that is said.
+                warnings.simplefilter("ignore", RuntimeWarning)
+                assert torch.equal(session.prefill(ids), expected)
+    assert asked == [1]
 
 
 #: Writes the settings that it is sent to the file that they are of.
