@@ -107,7 +107,7 @@ HWY_INLINE VF scales_at(const uint8_t* scales) {
 }
 
 // kRows rows of one block, kVectors vectors of its outputs at a time. One row asks for the same place of the next block: a
-// whole number of pages ahead (12 KB) a thread of AVX2 reads 15 GB/s, one block ahead 22 (AMD EPYC, family 25).
+// whole number of pages ahead (12 KB) a thread of AVX2 takes 3.4 ms for 57 MB, one block ahead 2.4 (AMD EPYC, family 25).
 template <int64_t kRows, int64_t kVectors>
 HWY_NOINLINE void multiply(const Linear& linear, const Rounded& rounded, int64_t block, int64_t row) {
   const F d;
