@@ -108,12 +108,8 @@ class Runner(Runtime):
     def __init__(self, form: Form, folder: Path, plan: dict[str, Any]) -> None:
         sys.path.insert(0, str(Path(__file__).parent.parent / "runners" / "python"))
         from exportable_cache_runner import Session
-        from exportable_cache_runner.library import load_library
 
-        # Programs keep the pool that they are opened with.
-        load_library()
-        limit_threads(plan["threads"])
-        self._session = Session(folder / "bundle")
+        self._session = Session(folder / "bundle", threads=plan["threads"])
 
     def reset(self) -> None:
         self._session.reset()

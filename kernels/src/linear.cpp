@@ -52,12 +52,14 @@ using VI8 = hn::Vec<I8>;
 using VU8 = hn::Vec<U8>;
 
 #define EC_EACH_ROW EC_EACH(r, kRows)
+#define EC_EACH_VECTOR EC_EACH(v, kVectors)
+
+constexpr int64_t kLanes = static_cast<int64_t>(hn::MaxLanes(F()));
+// One row takes a block in one pass, as a second would wait for no memory while the first waits for nothing else.
+constexpr int64_t kAllVectors = kBlockOutputs / kLanes;
 
 // Rows that go through a block together: so many sums stay in registers.
 constexpr int64_t kRowsTogether = 4;
-
-// Bytes that are asked for before they are multiplied, scales like weights.
-constexpr int64_t kAhead = 12288;
 
 // Sums of two products of neighbours, of weights below 16 and of numbers of 8 bits.
 HWY_INLINE VI16 pairs(VU8 weights, VI8 numbers) {
@@ -104,53 +106,68 @@ HWY_INLINE VF scales_at(const uint8_t* scales) {
   return hn::PromoteTo(F(), hn::LoadU(d, reinterpret_cast<const hwy::bfloat16_t*>(scales)));
 }
 
-// kRows rows of one block.
-template <int64_t kRows>
+// kRows rows of one block, kVectors vectors of its outputs at a time. One row asks for the same place of the next block: a
+// whole number of pages ahead (12 KB) a thread of AVX2 takes 3.4 ms for 57 MB, one block ahead 2.4 (AMD EPYC, family 25).
+template <int64_t kRows, int64_t kVectors>
 HWY_NOINLINE void multiply(const Linear& linear, const Rounded& rounded, int64_t block, int64_t row) {
   const F d;
   const U8 bytes;
   const I32 whole;
   const I16 halves;
-  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d)), inputs = linear.inputs, groups = linear.groups;
-  const int64_t runs = inputs / kRun, runs_of_group = runs / groups;
-  const uint8_t* const start = linear.weights + block * bytes_of_block(inputs, groups);
+  const int64_t inputs = linear.inputs, groups = linear.groups, runs = inputs / kRun, runs_of_group = runs / groups;
+  const int64_t size = bytes_of_block(inputs, groups);
+  const uint8_t* const start = linear.weights + block * size;
   const VU8 low = hn::Set(bytes, 15);
   float results[kRows][kBlockOutputs];
-  for (int64_t lane = 0; lane < kBlockOutputs; lane += lanes) {
+  for (int64_t lane = 0; lane < kBlockOutputs; lane += kVectors * kLanes) {
     const uint8_t* scales = start + kBlockOutputs * 4 + 2 * lane;
     const uint8_t* weights = start + kBlockOutputs * (4 + 2 * groups) + 4 * lane;
     const int8_t* numbers = rounded.numbers + row * inputs;
     const int32_t* of_runs = rounded.sums + row * runs;
-    VF sums[kRows];
-    EC_EACH_ROW sums[r] = hn::Zero(d);
+    VF sums[kRows][kVectors];
+    EC_EACH_ROW { EC_EACH_VECTOR sums[r][v] = hn::Zero(d); }
     for (int64_t group = 0; group < groups; ++group) {
-      if (kRows == 1 && lane == 0) ask_for(scales + kAhead);
-      const VF scale = scales_at(scales);
+      if (kRows == 1 && lane == 0) ask_for(scales + size);
+      VF scale[kVectors];
+      EC_EACH_VECTOR scale[v] = scales_at(scales + 2 * kLanes * v);
       for (int64_t run = 0; run < runs_of_group; ++run) {
         // The sums of 32 products of at most 15 * 128, two in each lane at a time, stay within 16 bits.
-        VI16 of_run[kRows];
-        EC_EACH_ROW of_run[r] = hn::Zero(halves);
+        VI16 of_run[kRows][kVectors];
+        EC_EACH_ROW { EC_EACH_VECTOR of_run[r][v] = hn::Zero(halves); }
         for (int64_t eight = 0; eight < kRun / 8; ++eight) {
-          if (kRows == 1 && lane == 0) ask_for(weights + kAhead);
-          const VU8 both = hn::LoadU(bytes, weights);
-          const VU8 first = hn::And(both, low), second = hn::ShiftRight<4>(both);
+          if (kRows == 1 && lane == 0) ask_for(weights + size);
+          VU8 first[kVectors], second[kVectors];
+          EC_EACH_VECTOR {
+            VU8 both = hn::LoadU(bytes, weights + 4 * kLanes * v);
+            keep(both);
+            first[v] = hn::And(both, low), second[v] = hn::ShiftRight<4>(both);
+          }
           EC_EACH_ROW {
-            of_run[r] = hn::Add(of_run[r], pairs(first, four_numbers(numbers + r * inputs)));
-            keep(of_run[r]);
-            of_run[r] = hn::Add(of_run[r], pairs(second, four_numbers(numbers + r * inputs + 4)));
-            keep(of_run[r]);
+            VI8 of_row = four_numbers(numbers + r * inputs);
+            EC_EACH_VECTOR {
+              of_run[r][v] = hn::Add(of_run[r][v], pairs(first[v], of_row));
+              keep(of_run[r][v]);
+            }
+            of_row = four_numbers(numbers + r * inputs + 4);
+            EC_EACH_VECTOR {
+              of_run[r][v] = hn::Add(of_run[r][v], pairs(second[v], of_row));
+              keep(of_run[r][v]);
+            }
           }
           weights += 4 * kBlockOutputs, numbers += 8;
         }
         EC_EACH_ROW {
-          const VI32 whole_sum = hn::Add(fours(of_run[r]), hn::Set(whole, of_runs[r * runs]));
-          sums[r] = hn::MulAdd(hn::ConvertTo(d, whole_sum), scale, sums[r]);
+          const VI32 of_numbers = hn::Set(whole, of_runs[r * runs]);
+          EC_EACH_VECTOR {
+            const VI32 sum = hn::Add(fours(of_run[r][v]), of_numbers);
+            sums[r][v] = hn::MulAdd(hn::ConvertTo(d, sum), scale[v], sums[r][v]);
+          }
         }
         ++of_runs;
       }
       scales += 2 * kBlockOutputs;
     }
-    EC_EACH_ROW hn::StoreU(sums[r], d, results[r] + lane);
+    EC_EACH_ROW { EC_EACH_VECTOR hn::StoreU(sums[r][v], d, results[r] + lane + kLanes * v); }
   }
   const int64_t output = block * kBlockOutputs, count = std::min(kBlockOutputs, linear.outputs - output);
   float of_weights[kBlockOutputs];
@@ -185,12 +202,12 @@ EC_VNNI HWY_NOINLINE void multiply_vnni(const Linear& linear, const Rounded& rou
   __m512 sums[kRows][kBlocks];
   EC_EACH_ROW { EC_EACH_BLOCK sums[r][b] = _mm512_setzero_ps(); }
   for (int64_t group = 0; group < groups; ++group) {
-    if (kRows == 1) ask_for(scales + kAhead);
+    if (kRows == 1) ask_for(scales + bytes);
     for (int64_t run = 0; run < runs_of_group; ++run) {
       __m512i of_run[kRows][kBlocks];
       EC_EACH_ROW { EC_EACH_BLOCK of_run[r][b] = _mm512_set1_epi32(of_runs[r * runs]); }
       for (int64_t eight = 0; eight < kRun / 8; ++eight) {
-        if (kRows == 1) ask_for(weights + kAhead);
+        if (kRows == 1) ask_for(weights + bytes);
         __m512i first[kBlocks], second[kBlocks];
         EC_EACH_BLOCK {
           const __m512i both = _mm512_loadu_si512(weights + b * bytes);
@@ -264,9 +281,9 @@ void multiply_tile(const Linear& linear, const Rounded& rounded, const Tile& til
   for (int64_t block = tile.first_block; block < tile.last_block; ++block) {
     int64_t row = tile.first_row;
     for (; row + kRowsTogether <= tile.last_row; row += kRowsTogether) {
-      multiply<kRowsTogether>(linear, rounded, block, row);
+      multiply<kRowsTogether, 1>(linear, rounded, block, row);
     }
-    for (; row < tile.last_row; ++row) multiply<1>(linear, rounded, block, row);
+    for (; row < tile.last_row; ++row) multiply<1, kAllVectors>(linear, rounded, block, row);
   }
 }
 

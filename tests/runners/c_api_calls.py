@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import sys
 import threading
 from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p
@@ -113,6 +114,9 @@ class Library:
         data = (c_float * 4)(1, 2, 3, 4)
         return self.outcome(self.c.ec_add_input(session, b"pixel_values", data, dtype, sizes, len(shape)))
 
+    def threads(self, count: int) -> tuple[int, str]:
+        return self.outcome(self.c.ec_set_threads(c_int64(count)))
+
     def length(self, session: c_void_p) -> list[int]:
         held, most = c_int64(), c_int64()
         assert self.c.ec_length(session, byref(held), byref(most)) == 0
@@ -122,7 +126,9 @@ class Library:
 def calls(library: Library, bundle: str, folder: Path, asked: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"abi": library.c.ec_abi_version(), "no error": library.c.ec_error().decode()}
     found["sizes"] = {"ec_options": ctypes.sizeof(Options), "ec_statistics": ctypes.sizeof(Statistics)}
+    found["threads"] = [[library.threads(count), len(os.listdir("/proc/self/task"))] for count in (1, 3, 1)]
     session, found["open"] = library.open(bundle)
+    found["the same threads"] = library.threads(1)
     prompt, question = asked["prompt"], asked["question"]
 
     found["prefill"] = library.prefill(session, prompt)
@@ -198,6 +204,7 @@ def calls(library: Library, bundle: str, folder: Path, asked: dict[str, Any]) ->
             for dtype, shape in ((0, [2, 2]), (0, [2, 0]), (0, [2, 2**62]), (7, [2, 2]))
         ),
         library.outcome(library.c.ec_add_input(session, b"pixel_values", None, 0, None, 0)),
+        *(library.threads(count) for count in (0, 513, 3)),
     ]
     found["after refusals"] = library.prefill(session, prompt)
     library.c.ec_close(session)

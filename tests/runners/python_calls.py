@@ -88,7 +88,7 @@ def elsewhere(session: Session, prompt: list[int]) -> dict[str, Any]:
 def calls(library: str, bundle: str, folder: Path, asked: dict[str, Any]) -> dict[str, Any]:
     prompt, question = asked["prompt"], asked["question"]
     found: dict[str, Any] = {}
-    with Session(bundle, library) as session:
+    with Session(bundle, library, threads=1) as session:
         found["prefill"] = list(session.prefill(prompt))
         found["length"] = [session.length, session.max_length]
         session.save_state(folder / "python.state")
@@ -140,6 +140,8 @@ def calls(library: str, bundle: str, folder: Path, asked: dict[str, Any]) -> dic
             "no bundle": lambda: Session(folder / "nothing", library),
             "no library": lambda: Session(bundle, folder / "nothing.so"),
             "another library": lambda: Session(bundle, asked["another"]),
+            "threads": lambda: Session(bundle, library, threads=3),
+            "many threads": lambda: Session(bundle, library, threads=2**64 + 1),
             "an id": lambda: session.prefill([10**9]),
             "a large id": lambda: session.generate([5, 2**63]),
             "no tokens": lambda: session.prefill([]),

@@ -67,6 +67,13 @@ def test_it_answers_as_the_session_in_python(called, session) -> None:
     assert called["encode"][1] == session.text_tokenizer(QUESTION, add_special_tokens=True)["input_ids"][:3]
 
 
+def test_threads_are_set_before_sessions_open(called) -> None:
+    (one, started), (three, then), (again, back) = called["threads"]
+    assert one[0] == three[0] == again[0] == 0
+    assert (then - started, back) == (2, started)
+    assert called["the same threads"][0] == 0
+
+
 def test_options_of_any_version_are_taken(called) -> None:
     tokens = called["generate"]["tokens"][:3]
     assert called["without options"]["tokens"] == called["later options"]["tokens"] == tokens
@@ -103,6 +110,9 @@ def test_what_is_refused_has_a_code_and_a_sentence(called) -> None:
         (1, "shape[1] is 4611686018427387904"),
         (1, "dtype is 7"),
         (1, "data is null"),
+        (1, "threads is 0; it must be from 1 to 512"),
+        (1, "threads is 513; it must be from 1 to 512"),
+        (1, "threads is 3, but sessions of this process are open that compute in 1"),
     ]
     for (status, message), (code, said) in zip(called["refused"], expected, strict=True):
         assert status == code and said in message, (status, message)
@@ -114,7 +124,7 @@ def test_the_header_is_c_and_says_what_the_library_has(shared_library: Path, cal
     declared = set(re.findall(r"^EC_API [\w* ]+?\*?(ec_\w+)\(", header, re.MULTILINE))
     exported = subprocess.run(["nm", "-D", "--defined-only", shared_library], capture_output=True, text=True).stdout
     assert declared == {line.split()[-1] for line in exported.splitlines() if line.split()[-1].startswith("ec_")}
-    assert len(declared) == 19
+    assert len(declared) == 20
     assert called["abi"] == int(re.search(r"EC_ABI_VERSION (0x\w+)u", header)[1], 16)
     checks = "\n".join(f'_Static_assert(sizeof({name}) == {size}, "{name}");' for name, size in called["sizes"].items())
     strict = ["-std=c11", "-Wall", "-Wextra", "-Werror", "-pedantic"]

@@ -293,7 +293,7 @@ def test_program_answers(demo_bundle, program: Program) -> None:
 def test_program_takes_token_ids(demo_bundle, session, program: Program) -> None:
     session.reset()
     expected = list(session.generate(torch.tensor([prompt_of(20)]), max_new_tokens=5))
-    done = run(program, demo_bundle, "--tokens", ids(prompt_of(20)), "--max-new-tokens", 5)
+    done = run(program, demo_bundle, "--tokens", ids(prompt_of(20)), "--max-new-tokens", 5, "--threads", 1)
     assert [int(token) for token in done.stdout.split()] == expected
 
 
@@ -304,6 +304,7 @@ def test_program_takes_token_ids(demo_bundle, session, program: Program) -> None
         (["BUNDLE"], "pass one of --prompt, --chat and --tokens"),
         (["BUNDLE", "--tokens", "1 x"], "--tokens got '1 x'"),
         (["BUNDLE", "--prompt", "x", "--seed", "-1"], "--seed got '-1'"),
+        (["BUNDLE", "--tokens", "5", "--threads", "0"], "threads is 0; it must be from 1 to 512"),
         (["BUNDLE", "--tokens", "394"], "token id 394, outside the vocabulary of 0 to 393"),
         (["/nowhere", "--tokens", "5"], "cannot read /nowhere/manifest.json"),
     ],

@@ -97,6 +97,8 @@ def test_what_is_refused_has_a_kind_and_a_sentence(called) -> None:
         "no bundle": ("BUNDLE", "manifest.json"),
         "no library": ("RUNTIME", "EXPORTABLE_CACHE_RUNNER"),
         "another library": ("RUNTIME", "ec_abi_version"),
+        "threads": ("INPUT", "threads is 3, but sessions of this process are open"),
+        "many threads": ("INPUT", f"threads is {2**64 + 1}; it must be from 1 to 512"),
         "an id": ("INPUT", "outside the vocabulary"),
         "a large id": ("INPUT", "tokens[1] is 9223372036854775808"),
         "no tokens": ("INPUT", "empty"),

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include <exportable_cache/batch_session.h>
+#include <exportable_cache/threads.h>
 
 namespace {
 
@@ -37,7 +38,8 @@ constexpr const char* kUsage =
     "  --seed N                the same draws every time\n"
     "  --stop TEXT             end before this text; may be given several times\n"
     "  --stop-token N          end with this token; may be given several times\n"
-    "  --prompt-lookup N       propose up to N tokens a step from the text itself; needs an export with score_length\n";
+    "  --prompt-lookup N       propose up to N tokens a step from the text itself; needs an export with score_length\n"
+    "  --threads N             compute in N threads; in as many as there are cores by default\n";
 
 struct Arguments {
   std::string bundle;
@@ -49,6 +51,7 @@ struct Arguments {
   std::optional<std::string> encoded_file;
   std::vector<std::string> inputs;  // NAME=FILE
   GenerateOptions options;
+  std::optional<int64_t> threads;
 };
 
 int report(const Error& error) {
@@ -120,7 +123,7 @@ Status add(Session& session, const std::string& given) {
 
 // Fills `arguments`, or returns what is wrong with them.
 std::optional<std::string> parse_arguments(int argc, char** argv, Arguments& arguments) {
-  enum { kPrompt = 1, kChat, kSystem, kTokens, kEncode, kEncodeFile, kInput, kMaxNewTokens, kTemperature, kTopK, kTopP, kSeed, kStop, kStopToken, kPromptLookup, kHelp };
+  enum { kPrompt = 1, kChat, kSystem, kTokens, kEncode, kEncodeFile, kInput, kMaxNewTokens, kTemperature, kTopK, kTopP, kSeed, kStop, kStopToken, kPromptLookup, kThreads, kHelp };
   static const option kOptions[] = {
       {"prompt", required_argument, nullptr, kPrompt},
       {"chat", no_argument, nullptr, kChat},
@@ -137,6 +140,7 @@ std::optional<std::string> parse_arguments(int argc, char** argv, Arguments& arg
       {"stop", required_argument, nullptr, kStop},
       {"stop-token", required_argument, nullptr, kStopToken},
       {"prompt-lookup", required_argument, nullptr, kPromptLookup},
+      {"threads", required_argument, nullptr, kThreads},
       {"help", no_argument, nullptr, kHelp},
       {nullptr, 0, nullptr, 0},
   };
@@ -160,6 +164,7 @@ std::optional<std::string> parse_arguments(int argc, char** argv, Arguments& arg
       case kStop: options.stop_strings.emplace_back(optarg); break;
       case kStopToken: good = parse(optarg, options.stop_tokens.emplace_back()); break;
       case kPromptLookup: good = parse(optarg, options.prompt_lookup); break;
+      case kThreads: good = parse(optarg, arguments.threads.emplace()); break;
       case kHelp: std::cout << kUsage; std::exit(0);
       default: return "see --help";
     }
@@ -241,6 +246,9 @@ int main(int argc, char** argv) {
   if (const auto problem = parse_arguments(argc, argv, arguments)) {
     std::cerr << "error: " << *problem << "\n\n" << kUsage;
     return 2;
+  }
+  if (arguments.threads) {
+    if (const Status status = set_threads(*arguments.threads); !status.ok()) return report(status.error());
   }
   if (arguments.prompts.size() + arguments.tokens.size() > 1) return answer_rows(arguments);
   Result<Session> session = Session::open(arguments.bundle);

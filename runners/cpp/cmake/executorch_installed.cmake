@@ -57,8 +57,9 @@ if(EC_OPERATORS)
 endif()
 
 add_library(ec_executorch INTERFACE)
-target_link_libraries(ec_executorch INTERFACE executorch extension_tensor tokenizers::tokenizers ${_whole})
-target_include_directories(ec_executorch SYSTEM INTERFACE ${EXECUTORCH_INCLUDE_DIRS})
+target_link_libraries(ec_executorch INTERFACE executorch extension_tensor extension_threadpool tokenizers::tokenizers ${_whole})
+target_include_directories(ec_executorch SYSTEM INTERFACE ${EXECUTORCH_INCLUDE_DIRS}
+  "${CMAKE_CURRENT_LIST_DIR}/../../../kernels/cmake/wheel")
 # Its headers are all there, which those of the wheel are not.
 target_compile_definitions(ec_executorch INTERFACE C10_USING_CUSTOM_GENERATED_MACROS EC_HF_TOKENIZER)
 if(ANDROID)

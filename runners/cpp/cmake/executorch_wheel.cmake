@@ -53,6 +53,7 @@ target_include_directories(ec_executorch SYSTEM INTERFACE
   "${_executorch}/include"
   "${_executorch}/include/executorch/runtime/core/portable_type/c10"
   "${_tokenizers}/include"
+  "${CMAKE_CURRENT_LIST_DIR}/../../../kernels/cmake/wheel"  # the header of pthreadpool
 )
 target_compile_definitions(ec_executorch INTERFACE C10_USING_CUSTOM_GENERATED_MACROS)
 # Kernels and delegates register themselves as the libraries are loaded: no symbol of theirs is asked for.

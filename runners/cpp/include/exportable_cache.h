@@ -23,7 +23,7 @@ extern "C" {
 #endif
 
 /* Grows when something is added; another first half means that callers have to be compiled again. */
-#define EC_ABI_VERSION 0x00010002u
+#define EC_ABI_VERSION 0x00010003u
 
 typedef struct ec_session ec_session;
 
@@ -99,6 +99,10 @@ EC_API uint32_t ec_abi_version(void);
 
 /* What the last call of this thread that failed has to say; "" if none did. Valid until the thread's next call. */
 EC_API const char* ec_error(void);
+
+/* Threads that compute, in all sessions of this process, from 1 to 512; as many as there are cores until then. Before the first
+ * session is opened: EC_INPUT for another number while one is open. No other call of this library may run meanwhile. */
+EC_API ec_status ec_set_threads(int64_t threads);
 
 /* Open the bundle in a folder, at position 0. */
 EC_API ec_status ec_open(const char* folder, ec_session** session);

@@ -6,6 +6,7 @@
 #include <string>
 
 #include <exportable_cache/session.h>
+#include <exportable_cache/threads.h>
 
 using namespace exportable_cache;
 
@@ -99,6 +100,8 @@ Session::OnText giver(ec_on_text on_text, void* user) {
 uint32_t ec_abi_version(void) { return EC_ABI_VERSION; }
 
 const char* ec_error(void) { return last_error.c_str(); }
+
+ec_status ec_set_threads(int64_t threads) { return result_of(set_threads(threads)); }
 
 ec_status ec_open(const char* folder, ec_session** session) {
   if (folder == nullptr || session == nullptr) return missing(folder == nullptr ? "folder" : "session");

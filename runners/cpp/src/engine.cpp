@@ -23,6 +23,7 @@
 #include <executorch/runtime/platform/runtime.h>
 
 #include "engine.h"
+#include "open_programs.h"
 #include "program_check.h"
 
 namespace exportable_cache {
@@ -248,6 +249,7 @@ class MethodEngine final : public Engine {
   }
 
   // In the order in which each needs those before it, so that destruction goes the other way round.
+  OpenProgram open_;
   std::string path_;
   MappedFile file_;
   std::unique_ptr<et::Program> program_;

@@ -78,6 +78,7 @@ _IDS = POINTER(c_int64)
 _HOW = [POINTER(OptionsStruct), OnText, c_void_p, POINTER(StatisticsStruct)]
 #: Arguments of the functions that give an `ec_status`.
 _ARGUMENTS: dict[str, list[Any]] = {
+    "ec_set_threads": [c_int64],
     "ec_open": [c_char_p, POINTER(c_void_p)],
     "ec_prefill": [c_void_p, _IDS, c_size_t, POINTER(POINTER(c_float)), POINTER(c_size_t)],
     "ec_encode_tokens": [c_void_p, _IDS, c_size_t],

@@ -33,18 +33,31 @@ class Session:
     raises ends it, and is raised by the call. So is `KeyboardInterrupt`, at the next token.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], library: str | os.PathLike[str] | None = None) -> None:
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        library: str | os.PathLike[str] | None = None,
+        threads: int | None = None,
+    ) -> None:
         """Open a bundle's folder, at position 0.
 
         Args:
             folder: With `manifest.json` and the program.
             library: The runner's file; see `load_library`.
+            threads: That compute, in all sessions of this process; None leaves them as they are, as many as there are
+                cores at first.
 
         Raises:
-            Failure: If the bundle is missing, damaged, or not one the library runs.
+            Failure: If the bundle is missing, damaged, or not one the library runs, or `threads` is not what the open
+                sessions compute in.
         """
         self._library = load_library(library)
         self._busy, self._ending = threading.Lock(), threading.Lock()
+        if threads is not None:
+            # What is out of an integer's range would be cut off in C.
+            if not 0 <= threads < 2**63:
+                raise Failure(Status.INPUT, f"threads is {threads}; it must be from 1 to 512")
+            self._check(self._library.ec_set_threads(threads))
         handle = c_void_p()
         self._check(self._library.ec_open(encoded(os.fspath(folder)), byref(handle)))
         self._handle: c_void_p | None = handle
