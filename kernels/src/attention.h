@@ -10,6 +10,8 @@ namespace exportable_cache::kernels {
 // ones.
 enum class Dtype : uint8_t { kFloat32, kFloat16, kBFloat16, kInt8, kInt4 };
 
+inline bool is_whole(Dtype dtype) { return dtype == Dtype::kInt8 || dtype == Dtype::kInt4; }
+
 // A tensor [batch, tokens, heads, dim] whose last dimension is contiguous; strides in elements, of kInt4 in bytes.
 struct View {
   const void* data = nullptr;

@@ -31,8 +31,6 @@ std::optional<Dtype> stored_dtype(ScalarType type) {
   }
 }
 
-bool is_whole(Dtype dtype) { return dtype == Dtype::kInt8 || dtype == Dtype::kInt4; }
-
 // Of [batch * heads, tokens, 1, dim].
 View rows_of(const Tensor& rows, int64_t heads) {
   const int64_t dim = rows.size(3), of_head = rows.size(1) * dim;

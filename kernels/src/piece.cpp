@@ -16,6 +16,7 @@
 #include "hwy/highway.h"
 #include "rows-inl.h"
 #include "sequence.h"
+#include "whole-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace exportable_cache::kernels {
@@ -33,6 +34,11 @@ struct Running {
   float* top;     // [rows]
   float* total;   // [rows]
   const Range* seen;  // [rows]
+  // Of few rows that are multiplied as whole numbers:
+  int16_t* whole_query;    // [rows, padded(key_dim)]
+  int16_t* whole_weights;  // [rows, kBlock]
+  float* query_factors;    // [rows]
+  float* weight_factors;   // [rows]
 };
 
 // Keys of a stretch that a piece reads.
@@ -67,15 +73,21 @@ HWY_INLINE V exp_of_low(V x) {
   return hn::IfThenElse(hn::IsNaN(x), x, result);
 }
 
-// Scores of one row to weights: what is below its greatest score so far. Earlier sums shrink if that has grown.
-HWY_INLINE void weigh(float* scores, Range seen, float* top, float* total, float* sums, int64_t dim) {
+// The greatest of a row's scores and `top`, as not-a-number is not; what a query does not see becomes nothing.
+HWY_INLINE float greatest_of(float* scores, Range seen, float top) {
   const F d;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
   for (int64_t t = 0; t < seen.begin; ++t) scores[t] = kNothing;
   for (int64_t t = seen.end; t < kBlock; ++t) scores[t] = kNothing;
-  V most = hn::Set(d, *top);
+  V most = hn::Set(d, top);
   for (int64_t t = 0; t < kBlock; t += lanes) most = hn::Max(most, hn::Load(d, scores + t));
-  const float greatest = hn::GetLane(hn::MaxOfLanes(d, most));
+  return hn::GetLane(hn::MaxOfLanes(d, most));
+}
+
+// Scores of one row to weights: what is below the greatest score so far. Earlier sums shrink if that has grown.
+HWY_INLINE void weigh(float* scores, float greatest, float* top, float* total, float* sums, int64_t dim) {
+  const F d;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
   if (greatest == kNothing) {
     std::memset(scores, 0, sizeof(float) * kBlock);
     return;
@@ -170,6 +182,60 @@ HWY_INLINE void sums_of_few(const Running& run, int64_t rows, const Rows<T>& val
   }
 }
 
+// Of numbers of 8 bits, and of 4 as 8.
+template <class T>
+constexpr bool kWhole = false;
+template <>
+constexpr bool kWhole<int8_t> = true;
+template <>
+constexpr bool kWhole<Int4Pair> = true;
+
+HWY_INLINE Rows<int8_t> whole_rows(const Rows<int8_t>& rows, int64_t, float*) { return rows; }
+HWY_INLINE Rows<int8_t> whole_rows(const Rows<Int4Pair>& rows, int64_t dim, float* memory) {
+  int8_t* to = reinterpret_cast<int8_t*>(memory);
+  for (int64_t t = 0; t < rows.count; ++t) unpack(rows.first + t * rows.stride, dim, to + t * dim);
+  return {to, dim, rows.count};
+}
+
+template <class Next>
+void whole_scores_of_few(const Running& run, int64_t rows, const Rows<int8_t>& keys, int64_t dim, const Ahead<Next>& next) {
+  const int64_t stride = padded(dim);
+  for (int64_t r = 0; r < rows; r += 4) {
+    const Ahead<Next> ahead = r ? Ahead<Next>() : next;
+    const int16_t* query = run.whole_query + r * stride;
+    const float* factors = run.query_factors + r;
+    float* scores = run.scores + r * kBlock;
+    switch (std::min<int64_t>(4, rows - r)) {
+      case 1: few_whole_scores<1>(query, stride, factors, keys, dim, ahead, scores); break;
+      case 2: few_whole_scores<2>(query, stride, factors, keys, dim, ahead, scores); break;
+      case 3: few_whole_scores<3>(query, stride, factors, keys, dim, ahead, scores); break;
+      default: few_whole_scores<4>(query, stride, factors, keys, dim, ahead, scores);
+    }
+  }
+}
+
+template <class Next>
+void whole_sums_of_few(const Running& run, int64_t rows, const Rows<int8_t>& values, int64_t dim,
+                       const Ahead<Next>& next) {
+  const int64_t stride = padded(dim);
+  for (int64_t r = 0; r < rows; ++r) {
+    run.weight_factors[r] =
+        round_to_whole(run.scores + r * kBlock, kBlock, 32767.0f, run.whole_weights + r * kBlock);
+  }
+  for (int64_t r = 0; r < rows; r += 4) {
+    const Ahead<Next> ahead = r ? Ahead<Next>() : next;
+    const int16_t* weights = run.whole_weights + r * kBlock;
+    const float* factors = run.weight_factors + r;
+    float* sums = run.sums + r * stride;
+    switch (std::min<int64_t>(4, rows - r)) {
+      case 1: add_whole<1>(weights, factors, values, dim, ahead, sums, stride); break;
+      case 2: add_whole<2>(weights, factors, values, dim, ahead, sums, stride); break;
+      case 3: add_whole<3>(weights, factors, values, dim, ahead, sums, stride); break;
+      default: add_whole<4>(weights, factors, values, dim, ahead, sums, stride);
+    }
+  }
+}
+
 template <int R>
 HWY_INLINE void scores_of_tile(const Running& run, int64_t row, int64_t stride, int64_t dim) {
   tile_scores<R>(run.query + row * stride, stride, run.keys, dim, run.scores + row * kBlock);
@@ -201,17 +267,19 @@ HWY_INLINE void widen_rows(const Rows<T>& rows, int64_t dim, float* to) {
   for (int64_t t = 0; t < rows.count; ++t) widen(rows.first + t * rows.stride, dim, 1.0f, to + t * padded(dim));
 }
 
-// Scores of a block to weights, row by row.
+// Scores of a block to weights. Each step for all rows: sums across lanes, which the next step of a row waits for, are
+// under way together (a third of the time with few rows).
 void weigh_rows(const Attention& a, const Piece& piece, const Running& run, const Part& part, int64_t first,
                 int64_t n) {
   const Stored& from = *part.stretch.from;
   const int64_t offset = first - part.base, value_dim = padded(a.value_dim);
+  const int64_t stored = part.stretch.first_row + offset;
+  const auto seen_end = [&](int64_t r) { return std::clamp<int64_t>(run.seen[r].end - first, 0, n); };
+  float greatest[kRows];
   for (int64_t r = 0; r < piece.rows; ++r) {
     float* scores = run.scores + r * kBlock;
     const int64_t row = piece.first_row + r;
-    const Range seen{part.kept ? 0 : std::clamp<int64_t>(run.seen[r].begin - first, 0, n),
-                     std::clamp<int64_t>(run.seen[r].end - first, 0, n)};
-    const int64_t stored = part.stretch.first_row + offset;
+    const Range seen{part.kept ? 0 : std::clamp<int64_t>(run.seen[r].begin - first, 0, n), seen_end(r)};
     if (from.key_scale.data) {
       scale_slots(scores, at<float>(from.key_scale, piece, piece.kv_head, stored), from.key_scale.token_stride,
                   seen.end);
@@ -221,11 +289,15 @@ void weigh_rows(const Attention& a, const Piece& piece, const Running& run, cons
       const int64_t head = piece.kv_head * a.groups + row % a.groups;
       add_bias(scores, a.bias.at(piece.batch, head, row / a.groups) + part.stretch.position + offset, seen);
     }
-    weigh(scores, seen, run.top + r, run.total + r, run.sums + r * value_dim, value_dim);
-    if (from.value_scale.data) {
-      scale_slots(scores, at<float>(from.value_scale, piece, piece.kv_head, stored), from.value_scale.token_stride,
-                  seen.end);
-    }
+    greatest[r] = greatest_of(scores, seen, run.top[r]);
+  }
+  for (int64_t r = 0; r < piece.rows; ++r) {
+    weigh(run.scores + r * kBlock, greatest[r], run.top + r, run.total + r, run.sums + r * value_dim, value_dim);
+  }
+  if (!from.value_scale.data) return;
+  const float* scales = at<float>(from.value_scale, piece, piece.kv_head, stored);
+  for (int64_t r = 0; r < piece.rows; ++r) {
+    scale_slots(run.scores + r * kBlock, scales, from.value_scale.token_stride, seen_end(r));
   }
 }
 
@@ -242,9 +314,15 @@ void attend_part(const Attention& a, const Piece& piece, const Running& run, con
     const Rows<T> next{keys.first + n * keys.stride, keys.stride, std::min(kBlock, part.end - first - n)};
     const auto values_ahead = Ahead<T>::of(values, a.value_dim), keys_ahead = Ahead<T>::of(next, a.key_dim);
     bool scored = false;
+    if constexpr (kWhole<T>) {
+      scored = few && fits_whole(a.key_dim);
+      if (scored) {
+        const Rows<int8_t> whole = whole_rows(keys, a.key_dim, run.keys);
+        whole_scores_of_few(run, piece.rows, whole, a.key_dim, values_ahead);
+      }
+    }
     if constexpr (kLoads<T>) {
-      scored = few && keys_fit;
-      if (scored) scores_of_few(run, piece.rows, keys, a.key_dim, key_dim, values_ahead);
+      if (!scored && few && keys_fit) scores_of_few(run, piece.rows, keys, a.key_dim, key_dim, values_ahead), scored = true;
     }
     if (!scored && few) {
       widen_rows(keys, a.key_dim, run.keys);
@@ -257,9 +335,17 @@ void attend_part(const Attention& a, const Piece& piece, const Running& run, con
     }
     weigh_rows(a, piece, run, part, first, n);
     bool summed = false;
+    if constexpr (kWhole<T>) {
+      summed = few && fits_whole(a.value_dim);
+      if (summed) {
+        const Rows<int8_t> whole = whole_rows(values, a.value_dim, run.values);
+        whole_sums_of_few(run, piece.rows, whole, a.value_dim, keys_ahead);
+      }
+    }
     if constexpr (kLoads<T>) {
-      summed = few && values_fit;
-      if (summed) sums_of_few(run, piece.rows, values, a.value_dim, value_dim, keys_ahead);
+      if (!summed && few && values_fit) {
+        sums_of_few(run, piece.rows, values, a.value_dim, value_dim, keys_ahead), summed = true;
+      }
     }
     if (!summed) {
       widen_rows(values, a.value_dim, run.values);
@@ -304,10 +390,20 @@ void attend_piece(const Attention& a, const Piece& piece, float* scratch) {
   run.values = run.keys + kBlock * key_dim;
   run.top = run.values + kBlock * std::max(key_dim, value_dim);
   run.total = run.top + padded(kRows);
+  run.query_factors = run.total + padded(kRows);
+  run.weight_factors = run.query_factors + padded(kFewRows);
+  run.whole_query = reinterpret_cast<int16_t*>(run.weight_factors + padded(kFewRows));
+  run.whole_weights = run.whole_query + kFewRows * key_dim;
   switch (a.query_dtype) {
     case Dtype::kFloat16: widen_queries<hwy::float16_t>(a, piece, run.query); break;
     case Dtype::kBFloat16: widen_queries<hwy::bfloat16_t>(a, piece, run.query); break;
     default: widen_queries<float>(a, piece, run.query);
+  }
+  if (is_whole(a.stored_dtype) && piece.rows <= kFewRows && fits_whole(a.key_dim)) {
+    for (int64_t r = 0; r < piece.rows; ++r) {
+      run.query_factors[r] =
+          round_to_whole(run.query + r * key_dim, key_dim, most_of_query(a.key_dim), run.whole_query + r * key_dim);
+    }
   }
   const Sequence sequence = sequence_of(a, piece.batch);
   Range seen[kRows];

@@ -40,7 +40,9 @@ constexpr int64_t partial_stride(int64_t value_dim) { return kPad + padded(value
 inline size_t scratch_size(const Attention& a) {
   const int64_t key_dim = padded(a.key_dim), value_dim = padded(a.value_dim);
   const int64_t blocks = kBlock * (key_dim + std::max(key_dim, value_dim));
-  return static_cast<size_t>(kRows * (key_dim + value_dim + kBlock) + blocks + 2 * padded(kRows));
+  // Of few rows queries and weights as whole numbers, two in the room of one, and their factors.
+  const int64_t whole = kFewRows * (key_dim + kBlock) / 2 + 2 * padded(kFewRows);
+  return static_cast<size_t>(kRows * (key_dim + value_dim + kBlock) + blocks + 2 * padded(kRows) + whole);
 }
 
 void attend_piece(const Attention& attention, const Piece& piece, float* scratch);

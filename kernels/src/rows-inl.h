@@ -101,6 +101,25 @@ HWY_INLINE void widen(const Int4Pair* from, int64_t dim, float factor, float* to
   for (i = 2 * half; i < padded(dim); ++i) to[i] = 0.0f;
 }
 
+// Writes the `dim` numbers of a row in 8 bits.
+HWY_INLINE void unpack(const Int4Pair* from, int64_t dim, int8_t* to) {
+  const hn::ScalableTag<uint8_t> d;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d)), half = dim / 2;
+  const uint8_t* pairs = reinterpret_cast<const uint8_t*>(from);
+  uint8_t* bytes = reinterpret_cast<uint8_t*>(to);
+  const auto low = hn::Set(d, 15), eight = hn::Set(d, 8);
+  int64_t i = 0;
+  for (; i + lanes <= half; i += lanes) {
+    const auto both = hn::LoadU(d, pairs + i);
+    hn::StoreU(hn::Sub(hn::And(both, low), eight), d, bytes + i);
+    hn::StoreU(hn::Sub(hn::ShiftRight<4>(both), eight), d, bytes + half + i);
+  }
+  for (; i < half; ++i) {
+    to[i] = static_cast<int8_t>(pairs[i] % 16 - 8);
+    to[half + i] = static_cast<int8_t>(pairs[i] / 16 - 8);
+  }
+}
+
 // Whether rows can be loaded from their middle on, as vectors.
 template <class T>
 constexpr bool kLoads = true;
@@ -118,21 +137,26 @@ HWY_INLINE void keep_stored(V& loaded) {
   if constexpr (sizeof(T) == 4) keep_one(loaded);
 }
 
-// The sums of four vectors' lanes, in order.
-HWY_INLINE hn::Vec<hn::FixedTag<float, 4>> four_sums(F d, V a, V b, V c, V e) {
-  const hn::Repartition<double, F> pairs;
-  const V ab = hn::Add(hn::InterleaveLower(d, a, b), hn::InterleaveUpper(d, a, b));
-  const V ce = hn::Add(hn::InterleaveLower(d, c, e), hn::InterleaveUpper(d, c, e));
+// Sums of neighbouring lanes of two vectors, of both in turn.
+template <class D, class Vector = hn::Vec<D>>
+HWY_INLINE Vector neighbours_sum(D d, Vector a, Vector b) {
+  return hn::Add(hn::InterleaveLower(d, a, b), hn::InterleaveUpper(d, a, b));
+}
+
+// Of two such the sums of all lanes, in order.
+template <class D, class Vector = hn::Vec<D>>
+HWY_INLINE hn::Vec<hn::FixedTag<hn::TFromD<D>, 4>> pairs_sum(D d, Vector ab, Vector ce) {
+  const hn::Repartition<double, D> pairs;
   const auto x = hn::BitCast(pairs, ab), y = hn::BitCast(pairs, ce);
-  const V sums =
+  const Vector sums =
       hn::Add(hn::BitCast(d, hn::InterleaveLower(pairs, x, y)), hn::BitCast(d, hn::InterleaveUpper(pairs, x, y)));
 #if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
-  const hn::Half<F> h;
-  const hn::Half<hn::Half<F>> q;
+  const hn::Half<D> h;
+  const hn::Half<hn::Half<D>> q;
   const auto half = hn::Add(hn::LowerHalf(h, sums), hn::UpperHalf(h, sums));
   return hn::Add(hn::LowerHalf(q, half), hn::UpperHalf(q, half));
 #elif HWY_TARGET == HWY_AVX2
-  const hn::Half<F> h;
+  const hn::Half<D> h;
   return hn::Add(hn::LowerHalf(h, sums), hn::UpperHalf(h, sums));
 #else
   return sums;
@@ -202,14 +226,17 @@ HWY_INLINE void few_scores(const float* query, int64_t query_stride, const Rows<
       }
     }
     EC_UNROLL for (int r = 0; r < R; ++r) {
-      hn::Store(four_sums(d, sum[r][0], sum[r][1], sum[r][2], sum[r][3]), four, scores + r * kBlock + t);
+      const V ab = neighbours_sum(d, sum[r][0], sum[r][1]), ce = neighbours_sum(d, sum[r][2], sum[r][3]);
+      hn::Store(pairs_sum(d, ab, ce), four, scores + r * kBlock + t);
     }
   }
 }
 
-// sums[r * sum_stride + i] += weights[r * kBlock + t] * values[t][i], for R rows and `vectors` vectors from i on.
-template <int R, int vectors, class T>
-HWY_INLINE void add_columns(const float* weights, const Rows<T>& values, float* sums, int64_t sum_stride) {
+// sums[r * sum_stride + i] += weights[r * kBlock + t] * values[t][i], for R rows and `vectors` vectors from i on. Rows
+// that are read next are asked for one by one: many at once wait for one another.
+template <int R, int vectors, class T, class Next>
+HWY_INLINE void add_columns(const float* weights, const Rows<T>& values, const Ahead<Next>& ahead, int64_t first_ahead,
+                            float* sums, int64_t sum_stride) {
   const F d;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
   V sum[R][vectors];
@@ -217,6 +244,7 @@ HWY_INLINE void add_columns(const float* weights, const Rows<T>& values, float* 
     EC_UNROLL for (int j = 0; j < vectors; ++j) sum[r][j] = hn::Load(d, sums + r * sum_stride + j * lanes);
   }
   for (int64_t t = 0; t < values.count; ++t) {
+    ahead.ask(first_ahead + t, 1);
     V x[vectors];
     EC_UNROLL for (int j = 0; j < vectors; ++j) {
       x[j] = load_as(d, values.first + t * values.stride + j * lanes);
@@ -242,13 +270,16 @@ HWY_INLINE void add_weighted(const float* weights, const Rows<T>& values, int64_
   for (int64_t t = 0; t < values.count; t += stretch) {
     const T* first = values.first + t * values.stride;
     const int64_t count = std::min(stretch, values.count - t);
-    ahead.ask(t, stretch);
+    const Ahead<Next> nothing;
     int64_t i = 0;
     for (; i + wide * lanes <= dim; i += wide * lanes) {
-      add_columns<R, wide>(weights + t, Rows<T>{first + i, values.stride, count}, sums + i, sum_stride);
+      const Rows<T> columns{first + i, values.stride, count};
+      add_columns<R, wide>(weights + t, columns, i ? nothing : ahead, t, sums + i, sum_stride);
     }
-    for (; i < dim; i += lanes)
-      add_columns<R, 1>(weights + t, Rows<T>{first + i, values.stride, count}, sums + i, sum_stride);
+    for (; i < dim; i += lanes) {
+      const Rows<T> columns{first + i, values.stride, count};
+      add_columns<R, 1>(weights + t, columns, i ? nothing : ahead, t, sums + i, sum_stride);
+    }
   }
 }
 

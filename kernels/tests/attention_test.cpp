@@ -171,6 +171,12 @@ struct Places {
   }
 };
 
+// Few rows over keys and values of 8 or 4 bits: queries are rounded to one of 32767 steps up to their greatest number,
+// and so are weights times their scales, within blocks of keys.
+constexpr double kHalfStep = 0.5 / 32767;
+// The root mean square of what that does to the outputs of a case, as a share of their sizes; 3.3e-5 was the most.
+constexpr double kRoundingError = 5e-5;
+
 // The largest difference from double precision, as a share of what is allowed.
 double difference(const Case& c, std::mt19937& random) {
   const int64_t heads = c.kv_heads * c.groups, positions = c.length + c.tokens();
@@ -238,21 +244,27 @@ double difference(const Case& c, std::mt19937& random) {
   attend(a, Threads{c.threads, run_threads});
 
   const double allowed = c.query_dtype == Dtype::kFloat32 ? 4e-6 : c.query_dtype == Dtype::kFloat16 ? 6e-4 : 5e-3;
-  double worst = 0.0;
-  std::vector<double> weights(positions), sums(c.value_dim), sizes(c.value_dim);
+  const bool rounded = scaled && c.queries * c.groups <= 8;
+  double worst = 0.0, squares = 0.0;
+  std::vector<double> weights(positions), sums(c.value_dim), sizes(c.value_dim), values(c.value_dim);
   for (int64_t b = 0; b < c.batch; ++b)
     for (int64_t h = 0; h < heads; ++h)
       for (int64_t i = 0; i < c.queries; ++i) {
         const int64_t g = h / c.groups, at = c.length_of(b) + c.others + i, end = c.length_of(b) + c.tokens();
         const double* q = query.exact.data() + b * a.query.batch_stride + i * a.query.token_stride + h * a.query.head_stride;
-        double top = c.sinks ? sink[h] : -INFINITY;
+        double top = c.sinks ? sink[h] : -INFINITY, greatest_query = 0.0, off_score = 0.0;
+        for (int64_t x = 0; x < c.dim; ++x) greatest_query = std::max(greatest_query, std::fabs(q[x]));
         for (int64_t j = 0; j < end; ++j) {
           weights[j] = -INFINITY;
           if (!c.sees(at, j)) continue;
           const size_t token = (b * positions + j) * c.kv_heads + g;
-          double score = 0.0;
-          for (int64_t x = 0; x < c.dim; ++x) score += q[x] * key.exact[token * c.dim + x];
-          score *= a.scale * (scaled ? key_scale[token] : 1.0);
+          double score = 0.0, size = 0.0;
+          for (int64_t x = 0; x < c.dim; ++x) {
+            score += q[x] * key.exact[token * c.dim + x], size += std::fabs(key.exact[token * c.dim + x]);
+          }
+          const double scale = a.scale * (scaled ? key_scale[token] : 1.0);
+          score *= scale;
+          off_score = std::max(off_score, kHalfStep * greatest_query * size * scale);
           if (c.capped) score = a.softcap * std::tanh(score / a.softcap);
           if (a.bias.data) score += a.bias.at(b, h, i)[j];
           weights[j] = score;
@@ -260,12 +272,16 @@ double difference(const Case& c, std::mt19937& random) {
         }
         double total = c.sinks ? std::exp(sink[h] - top) : 0.0;
         std::fill(sums.begin(), sums.end(), 0.0), std::fill(sizes.begin(), sizes.end(), 0.0);
+        std::fill(values.begin(), values.end(), 0.0);
+        double greatest_weight = 0.0;
         for (int64_t j = 0; j < end; ++j) {
           if (weights[j] == -INFINITY) continue;
           const size_t token = (b * positions + j) * c.kv_heads + g;
           const double weight = std::exp(weights[j] - top);
           total += weight;
+          greatest_weight = std::max(greatest_weight, weight * (scaled ? value_scale[token] : 1.0));
           for (int64_t x = 0; x < c.value_dim; ++x) {
+            values[x] += std::fabs(value.exact[token * c.value_dim + x]);
             const double term = weight * value.exact[token * c.value_dim + x] * (scaled ? value_scale[token] : 1.0);
             sums[x] += term, sizes[x] += std::fabs(term);
           }
@@ -274,11 +290,20 @@ double difference(const Case& c, std::mt19937& random) {
           const double sum = total == 0.0 ? 0.0 : sums[x] / total;
           const double size = std::max(total == 0.0 ? 1.0 : sizes[x] / total, 1e-3);
           const size_t where = b * a.out.batch_stride + i * a.out.token_stride + h * a.out.head_stride + x;
-          const double off = std::fabs(number_at(out.get(), where, c.query_dtype) - sum) / size / allowed;
-          if (!(off <= worst)) worst = off;
+          const double off = std::fabs(number_at(out.get(), where, c.query_dtype) - sum);
+          // Scores that are off by so much change a weight, and the sum of weights, by that share of theirs.
+          const double rounding = rounded && total > 0.0 ? std::expm1(2 * off_score) * sizes[x] / total +
+                                                               kHalfStep * greatest_weight * values[x] / total
+                                                         : 0.0;
+          const double share = off / (size * allowed + rounding);
+          if (!(share <= worst)) worst = share;
+          squares += off / size * (off / size);
         }
       }
-  return worst;
+  if (!rounded) return worst;
+  // Where everything rounds the same way, the limits above are far from what rounding does.
+  const double mean = std::sqrt(squares / static_cast<double>(outputs)) / (allowed + kRoundingError);
+  return std::isnan(worst) ? worst : std::max(worst, mean);
 }
 
 // A key that is not a number gives an output that is not one, whatever row and block it is in, capped or not.
@@ -297,6 +322,33 @@ bool shows_not_a_number() {
       attend(a, Threads{});
       if (out[0] == out[0]) return false;
     }
+  }
+  return true;
+}
+
+// Numbers of 8 bits with scales: a number of the query or a scale that is none is seen in the output, too, and sums of
+// products of the greatest numbers do not turn around.
+bool whole_numbers_hold() {
+  constexpr int64_t kDim = 1024, kSlots = 70;
+  std::vector<int8_t> keys(kSlots * kDim, -128), values(kSlots * kDim, 1);
+  for (int64_t slot = 0; slot < kSlots; slot += 2) {
+    std::fill_n(keys.begin() + slot * kDim, kDim, int8_t{0}), std::fill_n(values.begin() + slot * kDim, kDim, int8_t{-1});
+  }
+  for (int bad = 0; bad < 4; ++bad) {
+    std::vector<float> query(kDim, -1.0f), key_scale(kSlots, 0.01f), value_scale(kSlots, 0.01f), out(kDim);
+    std::vector<float>* const parts[] = {nullptr, &query, &key_scale, &value_scale};
+    if (bad) (*parts[bad])[66] = std::numeric_limits<float>::quiet_NaN();
+    const int64_t length = kSlots - 1;
+    Attention a;
+    a.slots = a.kept = kSlots, a.length = &length, a.key_dim = a.value_dim = kDim, a.stored_dtype = Dtype::kInt8;
+    const View rows{nullptr, kSlots * kDim, kDim, kDim}, scales{nullptr, kSlots, 1, 1};
+    a.stored = {rows, rows, scales, scales};
+    a.stored.key.data = keys.data(), a.stored.value.data = values.data();
+    a.stored.key_scale.data = key_scale.data(), a.stored.value_scale.data = value_scale.data();
+    a.query = {query.data(), kDim, kDim, kDim}, a.out = {out.data(), kDim, kDim, kDim};
+    attend(a, Threads{});
+    // Where all is right every second value has all the weight.
+    if (bad ? out[0] == out[0] : !(std::fabs(out[0] - 0.01f) < 1e-6f)) return false;
   }
   return true;
 }
@@ -354,6 +406,7 @@ int main() {
       }
     }
     if (!shows_not_a_number()) ++failures, std::printf("%s: a key that is not a number was lost\n", target_name());
+    if (!whole_numbers_hold()) ++failures, std::printf("%s: numbers of 8 bits were lost\n", target_name());
     std::printf("%s: %d cases so far, %d failures\n", target_name(), done, failures);
   }
   return failures || levels == 0 ? EXIT_FAILURE : EXIT_SUCCESS;

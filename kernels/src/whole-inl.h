@@ -1,0 +1,191 @@
+// The two products of few rows over keys and values of 8 bits, in whole numbers, for the target being compiled.
+//
+// Queries and weights are rounded to 16 bits, each row by itself, and products of two neighbours are added up in 32:
+// twice the numbers a vector has as floats, and none of the stored ones becomes a float. A query's numbers are off by
+// half of 1/32767 of its greatest at most, weights by that of the greatest of their block.
+#if defined(EXPORTABLE_CACHE_WHOLE_INL_H) == defined(HWY_TARGET_TOGGLE)
+#ifdef EXPORTABLE_CACHE_WHOLE_INL_H
+#undef EXPORTABLE_CACHE_WHOLE_INL_H
+#else
+#define EXPORTABLE_CACHE_WHOLE_INL_H
+#endif
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "hwy/highway.h"
+#include "piece.h"
+#include "rows-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace exportable_cache::kernels {
+namespace HWY_NAMESPACE {
+
+using I32 = hn::RebindToSigned<F>;
+using I16 = hn::RepartitionToNarrow<I32>;
+using I8 = hn::Rebind<int8_t, I16>;  // as many as of 16 bits
+using VI32 = hn::Vec<I32>;
+using VI16 = hn::Vec<I16>;
+
+// Whether rows of so many numbers are multiplied as whole ones.
+HWY_INLINE bool fits_whole(int64_t dim) { return dim % static_cast<int64_t>(hn::Lanes(I16())) == 0; }
+
+// In each lane the sum of two neighbours' products.
+HWY_INLINE VI32 pair_products(VI16 a, VI16 b) {
+#if HWY_TARGET == HWY_SSE4
+  return VI32{_mm_madd_epi16(a.raw, b.raw)};
+#elif HWY_TARGET == HWY_AVX2
+  return VI32{_mm256_madd_epi16(a.raw, b.raw)};
+#elif HWY_TARGET == HWY_AVX3
+  return VI32{_mm512_madd_epi16(a.raw, b.raw)};
+#elif HWY_TARGET == HWY_NEON && HWY_ARCH_ARM_A64
+  return VI32{vpaddq_s32(vmull_s16(vget_low_s16(a.raw), vget_low_s16(b.raw)), vmull_high_s16(a.raw, b.raw))};
+#else
+  const I32 d;
+  const VI32 x = hn::BitCast(d, a), y = hn::BitCast(d, b);
+  const VI32 even = hn::Mul(hn::ShiftRight<16>(hn::ShiftLeft<16>(x)), hn::ShiftRight<16>(hn::ShiftLeft<16>(y)));
+  return hn::Add(even, hn::Mul(hn::ShiftRight<16>(x), hn::ShiftRight<16>(y)));
+#endif
+}
+
+// Rounds numbers to whole ones up to `most`, and gives what these are multiplied by: not-a-number if one of them is, or
+// is infinite. `count` is a multiple of the lanes.
+HWY_INLINE float round_to_whole(const float* numbers, int64_t count, float most, int16_t* to) {
+  const F d;
+  const hn::Rebind<int16_t, F> halves;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
+  V top = hn::Zero(d), odd = hn::Zero(d);
+  for (int64_t i = 0; i < count; i += lanes) {
+    const V x = hn::Load(d, numbers + i);
+    top = hn::Max(top, hn::Abs(x));
+    odd = hn::MulAdd(x, hn::Zero(d), odd);
+  }
+  const float greatest = hn::GetLane(hn::MaxOfLanes(d, top)), lost = hn::GetLane(hn::SumOfLanes(d, odd));
+  if (!(greatest > 1e-30f)) {
+    std::memset(to, 0, sizeof(int16_t) * count);
+    return lost;
+  }
+  // The bits of a number added to this one are those of the nearest whole number: fewer steps than Highway's, which is
+  // for all numbers.
+  const V by = hn::Set(d, most / greatest), shift = hn::Set(d, 12582912.0f);
+  const I32 whole;
+  for (int64_t i = 0; i < count; i += lanes) {
+    const V shifted = hn::MulAdd(hn::Load(d, numbers + i), by, shift);
+    const VI32 rounded = hn::Sub(hn::BitCast(whole, shifted), hn::BitCast(whole, shift));
+    hn::StoreU(hn::DemoteTo(halves, rounded), halves, to + i);
+  }
+  return greatest / most + lost;
+}
+
+// The greatest whole number of a query of which no sum of products leaves 32 bits.
+HWY_INLINE float most_of_query(int64_t dim) {
+  return static_cast<float>(std::min<int64_t>(32767, 2147483647 / (128 * dim)));
+}
+
+// Of R rows and two keys: lanes whose sums are the products of each, in turn.
+template <int R>
+HWY_INLINE void two_keys(const int16_t* query, int64_t query_stride, const int8_t* first, const int8_t* second,
+                         int64_t dim, VI32* both) {
+  const I32 d;
+  const I16 halves;
+  const I8 bytes;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(halves));
+  VI32 sum[R][2];
+  EC_UNROLL for (int r = 0; r < R; ++r) sum[r][0] = hn::Zero(d), sum[r][1] = hn::Zero(d);
+  for (int64_t i = 0; i < dim; i += lanes) {
+    const VI16 x0 = hn::PromoteTo(halves, hn::LoadU(bytes, first + i));
+    const VI16 x1 = hn::PromoteTo(halves, hn::LoadU(bytes, second + i));
+    EC_UNROLL for (int r = 0; r < R; ++r) {
+      const VI16 q = hn::Load(halves, query + r * query_stride + i);
+      sum[r][0] = hn::Add(sum[r][0], pair_products(q, x0));
+      sum[r][1] = hn::Add(sum[r][1], pair_products(q, x1));
+    }
+  }
+  EC_UNROLL for (int r = 0; r < R; ++r) both[r] = neighbours_sum(d, sum[r][0], sum[r][1]);
+}
+
+// scores[r * kBlock + t] of R rows and the keys: sums of products times the row's factor. Two keys at a time, whose
+// sums and operands few registers hold.
+template <int R, class Next>
+HWY_NOINLINE void few_whole_scores(const int16_t* query, int64_t query_stride, const float* factors,
+                                   const Rows<int8_t>& keys, int64_t dim, const Ahead<Next>& next, float* scores) {
+  const I32 d;
+  const hn::FixedTag<int32_t, 4> four;
+  const hn::FixedTag<float, 4> floats;
+  const int64_t n = keys.count;
+  const Ahead<Next> ahead = next;
+  for (int64_t t = 0; t < n; t += 4) {
+    ahead.ask(t, 4);
+    // Behind the last key the last is read again: what comes out is not looked at.
+    const int8_t* k0 = keys.first + t * keys.stride;
+    const int8_t* k1 = t + 1 < n ? k0 + keys.stride : k0;
+    const int8_t* k2 = t + 2 < n ? k1 + keys.stride : k1;
+    const int8_t* k3 = t + 3 < n ? k2 + keys.stride : k2;
+    VI32 ab[R], ce[R];
+    two_keys<R>(query, query_stride, k0, k1, dim, ab);
+    two_keys<R>(query, query_stride, k2, k3, dim, ce);
+    EC_UNROLL for (int r = 0; r < R; ++r) {
+      const auto whole = hn::BitCast(four, pairs_sum(d, ab[r], ce[r]));
+      hn::Store(hn::Mul(hn::ConvertTo(floats, whole), hn::Set(floats, factors[r])), floats, scores + r * kBlock + t);
+    }
+  }
+}
+
+// Of R rows, whose weights of two values are neighbours: lower[r] and upper[r] gain the products with 2 * lanes
+// columns of these.
+template <int R>
+HWY_INLINE void add_two(const int16_t* weights, const int8_t* first, const int8_t* second, VI32* lower, VI32* upper) {
+  const I32 whole;
+  const I16 halves;
+  const I8 bytes;
+  const auto a = hn::LoadU(bytes, first), b = hn::LoadU(bytes, second);
+  const VI16 low = hn::PromoteTo(halves, hn::InterleaveLower(bytes, a, b));
+  const VI16 high = hn::PromoteTo(halves, hn::InterleaveUpper(bytes, a, b));
+  EC_UNROLL for (int r = 0; r < R; ++r) {
+    int32_t two;
+    std::memcpy(&two, weights + r * kBlock, sizeof two);
+    VI16 weight = hn::BitCast(halves, hn::Set(whole, two));
+    lower[r] = hn::Add(lower[r], pair_products(weight, low));
+    upper[r] = hn::Add(upper[r], pair_products(weight, high));
+  }
+}
+
+// sums[r * sum_stride + i] += factors[r] * weights[r * kBlock + t] * values[t][i] of R rows, whose weights behind the
+// last value are zeros.
+template <int R, class Next>
+HWY_NOINLINE void add_whole(const int16_t* weights, const float* factors, const Rows<int8_t>& values, int64_t dim,
+                            const Ahead<Next>& next, float* sums, int64_t sum_stride) {
+  const F d;
+  const I32 whole;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d)), columns = 2 * lanes, n = values.count, stride = values.stride;
+  const int64_t asked = (kBlock * columns + dim - 1) / dim;
+  const Ahead<Next> ahead = next;
+  for (int64_t i = 0, asks = 0; i < dim; i += columns, asks += asked) {
+    ahead.ask(asks, asked);
+    VI32 lower[R], upper[R];
+    EC_UNROLL for (int r = 0; r < R; ++r) lower[r] = hn::Zero(whole), upper[r] = hn::Zero(whole);
+    const int8_t* row = values.first + i;
+    int64_t t = 0;
+    for (; t + 1 < n; t += 2, row += 2 * stride) add_two<R>(weights + t, row, row + stride, lower, upper);
+    if (t < n) add_two<R>(weights + t, row, row, lower, upper);
+    EC_UNROLL for (int r = 0; r < R; ++r) {
+      const V factor = hn::Set(d, factors[r]);
+      float* to = sums + r * sum_stride + i;
+#if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
+      // Bytes of two rows are interleaved by blocks of 16: the lower half has the first of both blocks.
+      const VI32 first = hn::ConcatLowerLower(whole, upper[r], lower[r]);
+      const VI32 second = hn::ConcatUpperUpper(whole, upper[r], lower[r]);
+#else
+      const VI32 first = lower[r], second = upper[r];
+#endif
+      hn::Store(hn::MulAdd(hn::ConvertTo(d, first), factor, hn::Load(d, to)), d, to);
+      hn::Store(hn::MulAdd(hn::ConvertTo(d, second), factor, hn::Load(d, to + lanes)), d, to + lanes);
+    }
+  }
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace exportable_cache::kernels
+HWY_AFTER_NAMESPACE();
+#endif  // EXPORTABLE_CACHE_WHOLE_INL_H
