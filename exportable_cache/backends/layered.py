@@ -67,10 +67,10 @@ class LayeredGraph(private.SerializableCallable):
         self.calls, self.places, self.results = tuple(calls), places, tuple(results)
         self.own = OwnTensors(own)
         self._bound = [(private.region_function(compiled[call.region]), call) for call in calls]
-        self.steps = RecordedSteps(self._run, self.own)
+        self.steps = RecordedSteps(self.own)
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
-        return self.steps(inputs)
+        return self.steps(self._run, inputs)
 
     def _run(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         values = [*inputs, *self.own.tensors()]

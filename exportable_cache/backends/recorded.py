@@ -27,7 +27,7 @@ _MOST_BYTES = 1 << 16
 #: Of `kMostArguments` in recording.h.
 _MOST_ARGUMENTS = 32
 #: `EXPORTABLE_CACHE_STEPS=python` has every step called from Python.
-_VARIABLE = "EXPORTABLE_CACHE_STEPS"
+VARIABLE = "EXPORTABLE_CACHE_STEPS"
 
 Run = Callable[[Sequence[Any]], tuple[Any, ...]]
 
@@ -36,14 +36,13 @@ class RecordedSteps:
     """Steps of one graph, from Python until one is as the one before, and then from its recording.
 
     Args:
-        run: The graph, from Python.
-        own: What it takes beside its inputs.
+        own: What the graph takes beside its inputs.
     """
 
-    def __init__(self, run: Run, own: OwnTensors) -> None:
-        self._run, self._own = run, own
+    def __init__(self, own: OwnTensors) -> None:
+        self._own = own
         self._recording: _Recording | None = None
-        self._is_recordable = os.environ.get(_VARIABLE, "") != "python"
+        self._is_recordable = os.environ.get(VARIABLE, "") != "python"
         self._sizes: list[Any] = []
         # What has another object in each step, by its place; of the others, that of the last one.
         self._moving: set[int] = set()
@@ -54,9 +53,15 @@ class RecordedSteps:
         """Whether the next step like the last one is from a recording."""
         return self._recording is not None
 
-    def __call__(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+    def __call__(self, run: Run, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """What a step gives.
+
+        Args:
+            run: The graph, from Python.
+            inputs: Of the graph.
+        """
         if not self._is_recordable or private.is_watched():
-            return self._run(inputs)
+            return run(inputs)
         if self._recording is not None:
             if self._recording.serves(inputs):
                 return self._recording.replay(inputs)
@@ -66,17 +71,17 @@ class RecordedSteps:
         if len(self._last) == len(inputs):
             self._moving |= {place for place, last in enumerate(self._last) if last() is not inputs[place]}
         self._last = [weakref.ref(one) if isinstance(one, torch.Tensor) else lambda one=one: one for one in inputs]
-        return self._recorded(inputs) if is_again else self._run(inputs)
+        return self._recorded(run, inputs) if is_again else run(inputs)
 
-    def _recorded(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+    def _recorded(self, run: Run, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """A step that is recorded, if it can be."""
         library = next((one.code.library for one in OWN_OPERATORS if one.code.library is not None), None)
         moving = {place: inputs[place] for place in self._moving if isinstance(inputs[place], torch.Tensor)}
         if library is None or not all(one.is_contiguous() and one.nbytes <= _MOST_BYTES for one in moving.values()):
             self._is_recordable = False
-            return self._run(inputs)
+            return run(inputs)
         recording = _Recording(library, inputs, moving, self._own)
-        results = recording.record(self._run)
+        results = recording.record(run)
         if recording.is_whole:
             self._recording = recording
         else:
@@ -156,7 +161,7 @@ class _Recording:
         for place, tensor in self._moving.items():
             tensor.copy_(inputs[place])
         if not self._library.exportable_cache_run(self._calls):
-            raise RuntimeError(f"a recorded step failed; {_VARIABLE}=python has steps called from Python")
+            raise RuntimeError(f"a recorded step failed; {VARIABLE}=python has steps called from Python")
         return self._given(inputs)
 
     def _given(self, inputs: Sequence[Any]) -> tuple[Any, ...]:

@@ -23,6 +23,8 @@ import torch
 from torch._inductor.codecache import PyCodeCache
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .torch import OpOverload
+
 _KERNEL = re.compile(r"^(\w+) = async_compile\.cpp_pybinding\(\[([^\]]*)\]", re.MULTILINE)
 _LIBRARY = ".so"
 
@@ -42,7 +44,7 @@ class GeneratedKernel(NamedTuple):
 #: Told of each kernel, None where it is not known what it is, and its arguments in Python.
 OnKernel = Callable[["GeneratedKernel | None", tuple[Any, ...]], None]
 #: Told of each operator of torch, its arguments, and what it gave.
-OnOperator = Callable[[torch._ops.OpOverload, tuple[Any, ...], Any], None]
+OnOperator = Callable[[OpOverload, tuple[Any, ...], Any], None]
 
 
 @contextmanager
