@@ -1,10 +1,10 @@
-"""Private names of torch by which the calls of compiled code are noted, seen in 2.13.0. Importing this imports a part of
-the compiler.
+"""Private names of torch by which the calls of compiled code are noted, seen in 2.13.0. Importing this imports a
+part of the compiler.
 
 | name | without it |
 |---|---|
-| `torch._inductor.codecache.PyCodeCache.modules`, and how modules that Inductor generates name kernels | Python calls them |
-| `torch._C._len_torch_dispatch_stack`, `torch.autograd._profiler_enabled` | what watches operators misses those of steps |
+| `torch._inductor.codecache.PyCodeCache.modules`, and how generated modules name kernels | Python calls them |
+| `torch._C._len_torch_dispatch_stack`, `torch.autograd._profiler_enabled` | who watches operators misses some |
 """
 
 from __future__ import annotations
