@@ -6,9 +6,10 @@
 Forms: transformers' own step with `DynamicCache` in eager mode, which is what `generate` runs; its `StaticCache`
 compiled; a loop in the manner of gpt-fast (Llamas only); ours, compiled, read by length buckets. On a GPU, which is
 taken where there is one, compiled forms replay CUDA graphs. The bound is the time it takes to read every weight and the
-filled cache once at the bandwidth that a large copy reaches there; a copy reads and writes.
+filled cache once, by two measures of bandwidth: what a large copy reaches, which reads and writes, and what a large sum
+does, which reads only, as a step does.
 
-Rounds are interleaved, the copies among them, so that a slow moment of the machine falls on all. Positions are set, not generated: what
+Rounds are interleaved, copies and sums among them, so that a slow moment of the machine falls on all. Positions are set, not generated: what
 a step costs depends on the position and not on what the cache holds. Every form is checked first, on a short sequence.
 """
 
@@ -76,7 +77,7 @@ MEASURED = ("llama-110m", "llama-500m", "gemma3-hybrid")
 
 @dataclass
 class Row:
-    """One measurement: milliseconds are medians."""
+    """One measurement: milliseconds are medians. The bounds are by copies and by reads."""
 
     model: str
     batch: int
@@ -84,6 +85,7 @@ class Row:
     form: str
     ms: float
     bound_ms: float
+    read_bound_ms: float
 
 
 def random_model(name: str, length: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -177,6 +179,12 @@ def copying(device: str, numbers: int = 2**27) -> Callable[[], float]:
     return lambda: 2 * source.nbytes / seconds(lambda: target.copy_(source), device)
 
 
+def reading(device: str, numbers: int = 2**27) -> Callable[[], float]:
+    """A sum of 512 MB, which gives the bytes read a second."""
+    source = torch.ones(numbers, device=device)
+    return lambda: source.nbytes / seconds(source.sum, device)
+
+
 def copy_bandwidth(device: str = "cpu") -> float:
     """Bytes a second, the best of ten."""
     copy = copying(device)
@@ -266,7 +274,7 @@ def measure(
     if not name.startswith("llama"):
         del made[GPT_FAST]
     forms = {form: make() for form, make in made.items() if form in chosen}
-    rows, copy = [], copying(device.type)
+    rows, copy, read = [], copying(device.type), reading(device.type)
     with console.status("") as status:
         expected = model(tokens.expand(-1, 6)).logits
         for form, step in forms.items():
@@ -289,17 +297,23 @@ def measure(
                     )
                     del forms[form]
             times: dict[str, list[float]] = {form: [] for form in forms}
-            bandwidths = []
+            copies, reads = [], []
             for done in range(rounds):
-                bandwidths += [copy() for _ in range(steps)]
+                copies += [copy() for _ in range(steps)]
+                reads += [read() for _ in range(steps)]
                 for form, step in forms.items():
                     status.update(f"{name}, batch {batch}, position {position}: round {done + 1} of {rounds}, {form}")
                     for _ in range(steps):
                         times[form].append(1e3 * seconds(functools.partial(step, position), device.type))
-            bandwidth = statistics.median(bandwidths)
-            console.print(f"{name}, batch {batch}, position {position}: copies reach {bandwidth / 1e9:.1f} GB/s")
-            bound = 1e3 * bytes_read(model, batch, position) / bandwidth
-            rows += [Row(name, batch, position, form, statistics.median(ms), bound) for form, ms in times.items()]
+            copied, summed = statistics.median(copies), statistics.median(reads)
+            console.print(
+                f"{name}, batch {batch}, position {position}: copies reach {copied / 1e9:.1f} GB/s, reads {summed / 1e9:.1f}"
+            )
+            size = 1e3 * bytes_read(model, batch, position)
+            rows += [
+                Row(name, batch, position, form, statistics.median(ms), size / copied, size / summed)
+                for form, ms in times.items()
+            ]
     return rows
 
 
@@ -312,7 +326,7 @@ def _copy(model: PreTrainedModel) -> PreTrainedModel:
 def table_of(rows: list[Row]) -> Table:
     """One table per model and batch size: a line per form."""
     table = Table(
-        title=f"{rows[0].model}, batch {rows[0].batch}: ms per step, speed of ours over it, share of the bound reached"
+        title=f"{rows[0].model}, batch {rows[0].batch}: ms per step, speed of ours over it, share of the bound by copies, by reads"
     )
     table.add_column("form")
     positions = sorted({row.position for row in rows})
@@ -324,7 +338,8 @@ def table_of(rows: list[Row]) -> Table:
         for position in positions:
             row, ours = by_key.get((form, position)), by_key.get((OURS, position))
             ratio = f"{row.ms / ours.ms:.2f}x" if row and ours else ""
-            cells.append(f"{row.ms:.1f} ms  {ratio}  {100 * row.bound_ms / row.ms:.0f}%" if row else "fails")
+            shares = f"{100 * row.bound_ms / row.ms:.0f}% {100 * row.read_bound_ms / row.ms:.0f}%" if row else ""
+            cells.append(f"{row.ms:.1f} ms  {ratio}  {shares}" if row else "fails")
         table.add_row(form, *cells)
     return table
 

@@ -64,7 +64,9 @@ def _shape_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *othe
 
 #: `EXPORTABLE_CACHE_ATTENTION` chooses who computes attention of few queries: `torch` for its own operators.
 OPERATORS = OwnOperators(
-    MachineCode(*(_FOLDER / name for name in ("few_queries.cpp", "blocks.h", "seen_keys.h", "vectors.h"))),
+    MachineCode(
+        *(_FOLDER / name for name in ("few_queries.cpp", "blocks.h", "seen_keys.h", "vectors.h", "recording.h"))
+    ),
     "EXPORTABLE_CACHE_ATTENTION",
     {"few_queries_attention": _shape_of},
 )

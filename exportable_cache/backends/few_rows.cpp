@@ -314,7 +314,7 @@ void some_shares(int64_t begin, int64_t end, void* context) {
 }
 
 template <class W>
-void run(Layers<W>& layers) {
+void run(const Layers<W>& layers) {
   if (layers.rows == 0) return;
   const int64_t units = layers.units(), bytes = units * kOutputs * layers.in * int64_t{sizeof(typename W::Stored)};
   uint32_t threads;
@@ -371,7 +371,7 @@ Tensor linear(const Tensor& input, const Tensor& weight, const Numbers& scales, 
   const Tensor x = without_gaps(input);
   Layers<W> layers = layers_over<W>(x);
   const Tensor y = add(layers, x, weight, scales, bias, weights);
-  run(layers);
+  run_noted([=] { run(layers); });
   return y;
 }
 
@@ -385,7 +385,7 @@ std::vector<Tensor> linears(const Tensor& input, const std::vector<Tensor>& weig
     STD_TORCH_CHECK(weights[i].scalar_type() == weights[0].scalar_type(), "few_rows_linears: weights of one dtype");
     outputs.push_back(add(layers, x, weights[i], {}, biases.empty() ? std::nullopt : std::optional(biases[i])));
   }
-  run(layers);
+  run_noted([=] { run(layers); });
   return outputs;
 }
 

@@ -40,7 +40,7 @@ def _shapes_of(x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequenc
 
 #: `EXPORTABLE_CACHE_LINEARS` chooses who computes linear layers of few rows: `torch` for its own operators.
 OPERATORS = OwnOperators(
-    MachineCode(_FOLDER / "few_rows.cpp", _FOLDER / "vectors.h"),
+    MachineCode(*(_FOLDER / name for name in ("few_rows.cpp", "vectors.h", "recording.h"))),
     "EXPORTABLE_CACHE_LINEARS",
     {"few_rows_linear": _shape_of, "few_rows_linear_int8": _shape_of, "few_rows_linears": _shapes_of},
 )

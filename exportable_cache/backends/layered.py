@@ -14,6 +14,7 @@ from .few_queries import attention_of_few_queries
 from .few_rows import linears_of_few_rows
 from .onednn_linears import linears_by_onednn
 from .own_tensors import OwnTensor, OwnTensors
+from .recorded import RecordedSteps
 from .regions import regions_of
 from .stamped_layers import taken_marks
 
@@ -66,8 +67,12 @@ class LayeredGraph(private.SerializableCallable):
         self.calls, self.places, self.results = tuple(calls), places, tuple(results)
         self.own = OwnTensors(own)
         self._bound = [(private.region_function(compiled[call.region]), call) for call in calls]
+        self.steps = RecordedSteps(self.own)
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
+        return self.steps(self._run, inputs)
+
+    def _run(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         values = [*inputs, *self.own.tensors()]
         values += [None] * (self.places - len(values))
         for region, call in self._bound:

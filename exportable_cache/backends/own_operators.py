@@ -51,6 +51,11 @@ class OwnOperators:
                 torch.library.register_fake(f"exportable_cache::{name}", shape)
         return True
 
+    def has(self, operator: Any) -> bool:
+        """Whether an operator of torch is one of these."""
+        namespace, _, name = operator.name().partition("::")
+        return namespace == "exportable_cache" and name in self._shapes
+
     def are_called_in(self, graph: bytes) -> bool:
         """Whether a graph that was written needs them to be read."""
         return any(name.encode() in graph for name in self._shapes)

@@ -93,6 +93,13 @@ class OwnTensors:
             found.append(tensor)
         return found
 
+    def are(self, tensors: Sequence[tuple[torch.Tensor, int]]) -> bool:
+        """Whether they are these objects, at these addresses."""
+        return all(
+            holder.get(name) is tensor and tensor.data_ptr() == address
+            for (holder, name, _), (tensor, address) in zip(self._found, tensors, strict=True)
+        )
+
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
     return type(tensor), tensor.dtype, tensor.shape, tensor.stride()

@@ -2,6 +2,8 @@
 // their sums, numbers in bfloat16, memory of a thread, and tensors by torch's stable interface.
 #pragma once
 
+#include "recording.h"
+
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
@@ -176,6 +178,7 @@ Tensor empty(const Tensor& like, const std::vector<int64_t>& shape) {
 // The same without gaps.
 Tensor without_gaps(const Tensor& x) {
   if (x.is_contiguous()) return x;
+  not_noted();
   const auto sizes = x.sizes();
   const Tensor copy = empty(x, std::vector<int64_t>(sizes.begin(), sizes.end()));
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(copy.get(), x.get(), 0));

@@ -5,6 +5,7 @@ The compiler is the one that Inductor takes. What is kept is loaded as it is, so
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import logging
@@ -41,6 +42,8 @@ class MachineCode:
     def __init__(self, source: Path, *headers: Path) -> None:
         self.source, self.headers = source, headers
         self._is_loaded = False
+        #: Once it is loaded: functions of C.
+        self.library: ctypes.CDLL | None = None
         #: What compiles it meanwhile, and a pipe that ends with it.
         self._begun: tuple[subprocess.Popen[bytes], int] | None = None
         #: Why there is none, "" as long as nothing has failed.
@@ -112,6 +115,7 @@ class MachineCode:
                 if not is_own_file(file.fileno()):
                     raise OSError(f"{self.path} is not yours, or others can write to it")
             torch.ops.load_library(str(folder / self.path.name))
+            self.library = ctypes.CDLL(str(folder / self.path.name))
             self._is_loaded = True
         except (ExportableCacheError, OSError, RuntimeError, subprocess.SubprocessError) as error:
             self.reason = first_line(error.__cause__ or error)

@@ -41,6 +41,11 @@ NAMES: dict[str, dict[str, Any]] = {
         "torch._inductor.cpp_builder.CppBuilder.get_target_file_path": CALLABLE,
         "torch._inductor.runtime.cache_dir_utils.cache_dir": CALLABLE,
     },
+    "torch_recording": {
+        "torch._inductor.codecache.PyCodeCache.modules": VALUE,
+        "torch._C._len_torch_dispatch_stack": CALLABLE,
+        "torch.autograd._profiler_enabled": CALLABLE,
+    },
     "torch_distributed": {
         "torch.distributed._functional_collectives.broadcast": takes("self", "src", "group"),
         "torch.distributed._functional_collectives.all_reduce": takes("self", "reduceOp", "group"),
@@ -135,7 +140,10 @@ def found(name: str) -> Any:
 
 
 def require(package: str) -> None:
-    if package not in ("torch_aoti", "torch_onednn", "torch_distributed") and util.find_spec(package) is None:
+    if (
+        package not in ("torch_aoti", "torch_onednn", "torch_recording", "torch_distributed")
+        and util.find_spec(package) is None
+    ):
         pytest.skip(f"{package} is not installed")
     if package == "torch_tensorrt":
         pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no tensorrt extra is installed")

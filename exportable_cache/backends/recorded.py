@@ -1,0 +1,203 @@
+"""A compiled step without Python between its operators: its calls are recorded once, and run again.
+
+What Inductor generates is a list of calls in Python: kernels over the addresses of tensors, and operators. Weights pass
+through the caches between two of them, so that the interpreter finds nothing there when it is its turn. A step over the
+same weights, the same cache and as many slots calls the same functions with the same addresses, as a CUDA graph does;
+so they are noted in one step, with the memory that they use, and one call of C++ runs all of those to come.
+
+Steps in which anything else happens are called from Python as before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..common.compat import torch_recording as private
+from .eager_operators import OWN_OPERATORS
+from .own_tensors import OwnTensors
+
+#: Bytes of an input that a step is handed anew each time: tokens, positions, slots.
+_MOST_BYTES = 1 << 16
+#: Of `kMostArguments` in recording.h.
+_MOST_ARGUMENTS = 32
+#: `EXPORTABLE_CACHE_STEPS=python` has every step called from Python.
+VARIABLE = "EXPORTABLE_CACHE_STEPS"
+
+Run = Callable[[Sequence[Any]], tuple[Any, ...]]
+
+
+class RecordedSteps:
+    """Steps of one graph, from Python until one is as the one before, and then from its recording.
+
+    Args:
+        own: What the graph takes beside its inputs.
+    """
+
+    def __init__(self, own: OwnTensors) -> None:
+        self._own = own
+        self._recording: _Recording | None = None
+        self._is_recordable = os.environ.get(VARIABLE, "") != "python"
+        self._sizes: list[Any] = []
+        # What has another object in each step, by its place; of the others, that of the last one.
+        self._moving: set[int] = set()
+        self._last: list[Any] = []
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the next step like the last one is from a recording."""
+        return self._recording is not None
+
+    def __call__(self, run: Run, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """What a step gives.
+
+        Args:
+            run: The graph, from Python.
+            inputs: Of the graph.
+        """
+        if not self._is_recordable or private.is_watched():
+            return run(inputs)
+        if self._recording is not None:
+            if self._recording.serves(inputs):
+                return self._recording.replay(inputs)
+            self._recording = None
+        sizes = [tuple(one.shape) if isinstance(one, torch.Tensor) else one for one in inputs]
+        is_again, self._sizes = sizes == self._sizes, sizes
+        if len(self._last) == len(inputs):
+            self._moving |= {place for place, last in enumerate(self._last) if last() is not inputs[place]}
+        self._last = [weakref.ref(one) if isinstance(one, torch.Tensor) else lambda one=one: one for one in inputs]
+        return self._recorded(run, inputs) if is_again else run(inputs)
+
+    def _recorded(self, run: Run, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """A step that is recorded, if it can be."""
+        library = next((one.code.library for one in OWN_OPERATORS if one.code.library is not None), None)
+        moving = {place: inputs[place] for place in self._moving if isinstance(inputs[place], torch.Tensor)}
+        if library is None or not all(one.is_contiguous() and one.nbytes <= _MOST_BYTES for one in moving.values()):
+            self._is_recordable = False
+            return run(inputs)
+        recording = _Recording(library, inputs, moving, self._own)
+        results = recording.record(run)
+        if recording.is_whole:
+            self._recording = recording
+        else:
+            self._is_recordable = False
+        return results
+
+
+class _Recording:
+    """The calls of one step.
+
+    Args:
+        library: Which keeps them.
+        inputs: Of the graph.
+        moving: Those that are other tensors in each step, by their places.
+        own: What the graph takes besides.
+    """
+
+    def __init__(
+        self, library: ctypes.CDLL, inputs: Sequence[Any], moving: dict[int, torch.Tensor], own: OwnTensors
+    ) -> None:
+        self._moving = {place: tensor.clone() for place, tensor in moving.items()}
+        self._inputs = [self._moving.get(place, one) for place, one in enumerate(inputs)]
+        self._fixed = [
+            (place, one, one.data_ptr() if isinstance(one, torch.Tensor) else None)
+            for place, one in enumerate(inputs)
+            if place not in moving
+        ]
+        self._own = own
+        self._owned = [(tensor, tensor.data_ptr()) for tensor in own.tensors()]
+        self._library = library
+        library.exportable_cache_recording.restype = ctypes.c_void_p
+        library.exportable_cache_is_whole.restype = library.exportable_cache_run.restype = ctypes.c_bool
+        self._calls = ctypes.c_void_p(library.exportable_cache_recording())
+        weakref.finalize(self, library.exportable_cache_end, self._calls)
+        # Whatever they read and write, so that nobody else gets that memory.
+        self._kept: list[Any] = []
+        self._results: list[tuple[int | None, Any]] = []
+        self.is_whole = True
+
+    def record(self, run: Run) -> tuple[Any, ...]:
+        """Run a step from Python and note what it calls."""
+        libraries = [one.code.library for one in OWN_OPERATORS if one.code.library is not None]
+        try:
+            for library in libraries:
+                library.exportable_cache_note(self._calls)
+            with private.calls_noted(self._on_kernel, self._on_operator):
+                results = run(self._inputs)
+        finally:
+            for library in libraries:
+                library.exportable_cache_note(None)
+        self.is_whole &= self._library.exportable_cache_is_whole(self._calls)
+        known = {id(one): place for place, one in enumerate(self._inputs) if isinstance(one, torch.Tensor)}
+        inputs = {_memory(one) for one in (*self._inputs, *(tensor for tensor, _ in self._owned))}
+        for result in results:
+            place = known.get(id(result))
+            self._results.append((place, result))
+            self.is_whole &= place is not None or result is None or _memory(result) not in inputs
+        return self._given(self._inputs) if self.is_whole else results
+
+    def serves(self, inputs: Sequence[Any]) -> bool:
+        """Whether a step with these is the one that was recorded, but for the values of what moves."""
+        return (
+            len(inputs) == len(self._inputs)
+            and all(
+                inputs[place] is one and one.data_ptr() == pointer if pointer is not None else inputs[place] == one
+                for place, one, pointer in self._fixed
+            )
+            and all(
+                inputs[place].shape == one.shape and inputs[place].dtype == one.dtype
+                for place, one in self._moving.items()
+            )
+            and self._own.are(self._owned)
+        )
+
+    def replay(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """Its results."""
+        for place, tensor in self._moving.items():
+            tensor.copy_(inputs[place])
+        if not self._library.exportable_cache_run(self._calls):
+            raise RuntimeError(f"a recorded step failed; {VARIABLE}=python has steps called from Python")
+        return self._given(inputs)
+
+    def _given(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        # The next step writes to the same memory.
+        return tuple(
+            inputs[place] if place is not None else result.clone() if isinstance(result, torch.Tensor) else result
+            for place, result in self._results
+        )
+
+    def _on_kernel(self, kernel: private.GeneratedKernel | None, arguments: tuple[Any, ...]) -> None:
+        self._kept += arguments
+        if kernel is None or len(arguments) != len(kernel.kinds) or len(arguments) > _MOST_ARGUMENTS:
+            self.is_whole = False
+            return
+        values = []
+        moving = {_memory(tensor) for tensor in self._moving.values()}
+        for kind, argument in zip(kernel.kinds, arguments):
+            if kind.endswith("*") and isinstance(argument, torch.Tensor):
+                values.append(argument.data_ptr())
+                # What a step writes to one that moves would be in the copy.
+                self.is_whole &= kind.startswith("const ") or _memory(argument) not in moving
+            elif kind in ("const int64_t", "int64_t") and isinstance(argument, int):
+                values.append(argument)
+            else:
+                self.is_whole = False
+                return
+        self._library.exportable_cache_add(
+            self._calls, ctypes.c_void_p(kernel.address), (ctypes.c_int64 * len(values))(*values), len(values)
+        )
+
+    def _on_operator(self, operator: Any, arguments: tuple[Any, ...], result: Any) -> None:
+        self._kept += [arguments, result]
+        is_own = any(one.has(operator) for one in OWN_OPERATORS)
+        self.is_whole &= is_own or operator.is_view
+
+
+def _memory(value: Any) -> int | None:
+    """The same for tensors that share memory."""
+    return value.untyped_storage().data_ptr() if isinstance(value, torch.Tensor) else None
