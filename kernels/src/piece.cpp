@@ -73,7 +73,7 @@ HWY_INLINE V exp_of_low(V x) {
   return hn::IfThenElse(hn::IsNaN(x), x, result);
 }
 
-// The greatest of a row's scores and `top`, as not-a-number is not; what a query does not see becomes nothing.
+// The greatest of a row's scores and `top`; what a query does not see becomes nothing.
 HWY_INLINE float greatest_of(float* scores, Range seen, float top) {
   const F d;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
@@ -198,7 +198,8 @@ HWY_INLINE Rows<int8_t> whole_rows(const Rows<Int4Pair>& rows, int64_t dim, floa
 }
 
 template <class Next>
-void whole_scores_of_few(const Running& run, int64_t rows, const Rows<int8_t>& keys, int64_t dim, const Ahead<Next>& next) {
+void whole_scores_of_few(const Running& run, int64_t rows, const Rows<int8_t>& keys, int64_t dim,
+                         const Ahead<Next>& next) {
   const int64_t stride = padded(dim);
   for (int64_t r = 0; r < rows; r += 4) {
     const Ahead<Next> ahead = r ? Ahead<Next>() : next;
@@ -267,8 +268,8 @@ HWY_INLINE void widen_rows(const Rows<T>& rows, int64_t dim, float* to) {
   for (int64_t t = 0; t < rows.count; ++t) widen(rows.first + t * rows.stride, dim, 1.0f, to + t * padded(dim));
 }
 
-// Scores of a block to weights. Each step for all rows: sums across lanes, which the next step of a row waits for, are
-// under way together (a third of the time with few rows).
+// Scores of a block to weights. Each step for all rows: what is found across lanes, which the next step of a row waits
+// for, is under way together.
 void weigh_rows(const Attention& a, const Piece& piece, const Running& run, const Part& part, int64_t first,
                 int64_t n) {
   const Stored& from = *part.stretch.from;
