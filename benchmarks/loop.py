@@ -9,8 +9,9 @@ taken where there is one, compiled forms replay CUDA graphs. The bound is the ti
 filled cache once, by two measures of bandwidth: what a large copy reaches, which reads and writes, and what a large sum
 does, which reads only, as a step does.
 
-Rounds are interleaved, copies and sums among them, so that a slow moment of the machine falls on all. Positions are set, not generated: what
-a step costs depends on the position and not on what the cache holds. Every form is checked first, on a short sequence.
+Rounds are interleaved, copies and sums among them, so that a slow moment of the machine falls on all. Positions are set,
+not generated: what a step costs depends on the position and not on what the cache holds. Every form is checked first, on
+a short sequence.
 """
 
 from __future__ import annotations
@@ -306,9 +307,8 @@ def measure(
                     for _ in range(steps):
                         times[form].append(1e3 * seconds(functools.partial(step, position), device.type))
             copied, summed = statistics.median(copies), statistics.median(reads)
-            console.print(
-                f"{name}, batch {batch}, position {position}: copies reach {copied / 1e9:.1f} GB/s, reads {summed / 1e9:.1f}"
-            )
+            reached = f"copies reach {copied / 1e9:.1f} GB/s, reads {summed / 1e9:.1f}"
+            console.print(f"{name}, batch {batch}, position {position}: {reached}")
             size = 1e3 * bytes_read(model, batch, position)
             rows += [
                 Row(name, batch, position, form, statistics.median(ms), size / copied, size / summed)
@@ -326,7 +326,8 @@ def _copy(model: PreTrainedModel) -> PreTrainedModel:
 def table_of(rows: list[Row]) -> Table:
     """One table per model and batch size: a line per form."""
     table = Table(
-        title=f"{rows[0].model}, batch {rows[0].batch}: ms per step, speed of ours over it, share of the bound by copies, by reads"
+        title=f"{rows[0].model}, batch {rows[0].batch}: ms per step, speed of ours over it, "
+        "share of the bound by copies, by reads"
     )
     table.add_column("form")
     positions = sorted({row.position for row in rows})

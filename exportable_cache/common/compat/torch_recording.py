@@ -27,6 +27,8 @@ from .torch import OpOverload
 
 _KERNEL = re.compile(r"^(\w+) = async_compile\.cpp_pybinding\(\[([^\]]*)\]", re.MULTILINE)
 _LIBRARY = ".so"
+#: One thread notes at a time: what another has put in the place of a module's functions would be put back for good.
+_NOTING = threading.RLock()
 
 
 class GeneratedKernel(NamedTuple):
@@ -51,20 +53,21 @@ OnOperator = Callable[[OpOverload, tuple[Any, ...], Any], None]
 def calls_noted(on_kernel: OnKernel, on_operator: OnOperator) -> Iterator[None]:
     """A block in which this thread's calls of generated kernels and of operators are told of, in their order."""
     thread = threading.get_ident()
-    replaced = [
-        (vars(module), name, function)
-        for module in list(PyCodeCache.modules)
-        for name, function in list(vars(module).items())
-        if _library_of(function)
-    ]
-    try:
-        for names, name, function in replaced:
-            names[name] = _noting(function, _kernel(names, name, function), on_kernel, thread)
-        with _Operators(on_operator):
-            yield
-    finally:
-        for names, name, function in replaced:
-            names[name] = function
+    with _NOTING:
+        replaced = [
+            (vars(module), name, function)
+            for module in list(PyCodeCache.modules)
+            for name, function in list(vars(module).items())
+            if _library_of(function)
+        ]
+        try:
+            for names, name, function in replaced:
+                names[name] = _noting(function, _kernel(names, name, function), on_kernel, thread)
+            with _Operators(on_operator):
+                yield
+        finally:
+            for names, name, function in replaced:
+                names[name] = function
 
 
 def is_watched() -> bool:
