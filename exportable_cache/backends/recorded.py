@@ -172,7 +172,8 @@ class _Recording:
         )
 
     def _on_kernel(self, kernel: private.GeneratedKernel | None, arguments: tuple[Any, ...]) -> None:
-        self._kept += arguments
+        if not self._keeps(arguments):
+            return
         if kernel is None or len(arguments) != len(kernel.kinds) or len(arguments) > _MOST_ARGUMENTS:
             self.is_whole = False
             return
@@ -193,9 +194,18 @@ class _Recording:
         )
 
     def _on_operator(self, operator: Any, arguments: tuple[Any, ...], result: Any) -> None:
-        self._kept += [arguments, result]
-        is_own = any(one.has(operator) for one in OWN_OPERATORS)
-        self.is_whole &= is_own or operator.is_view
+        if self._keeps((arguments, result)):
+            self.is_whole = operator.is_view or any(one.has(operator) for one in OWN_OPERATORS)
+
+    def _keeps(self, used: tuple[Any, ...]) -> bool:
+        """Keep what a call uses, unless something before it cannot be noted: all that passes between the layers of a
+        prompt would be a session's peak of memory.
+        """
+        if self.is_whole:
+            self._kept += used
+        else:
+            self._kept.clear()
+        return self.is_whole
 
 
 def _memory(value: Any) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -87,6 +88,24 @@ def test_what_is_not_recorded_stays_as_it_is(weight: torch.Tensor, kind: str, fu
         x = torch.randn(2, SIZE)
         assert torch.equal(graph(x), function(x, weight) if kind != "a view of an input" else x[:1])
         assert graph.calls == step + 1 and not graph.steps.is_recorded
+
+
+def test_what_cannot_be_recorded_keeps_no_memory(weight: torch.Tensor) -> None:
+    """A prompt's, which passes all that is between its layers."""
+    seen: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            x = few_rows.plain_linear(x, weight, None) + 1
+            alive.append(sum(one() is not None for one in seen))
+            seen.append(weakref.ref(x))
+        return x
+
+    graph = Graph(function)
+    for _ in range(BEFORE):
+        graph(torch.randn(1, SIZE))
+    assert max(alive) == 0
 
 
 def test_other_sizes_and_other_tensors_are_recorded_again(weight: torch.Tensor) -> None:
