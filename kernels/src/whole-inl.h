@@ -167,7 +167,9 @@ HWY_NOINLINE void add_whole(const int16_t* weights, const float* factors, const 
     EC_UNROLL for (int r = 0; r < R; ++r) lower[r] = hn::Zero(whole), upper[r] = hn::Zero(whole);
     const int8_t* row = values.first + i;
     int64_t t = 0;
-    for (; t + 1 < n; t += 2, row += 2 * stride) add_two<R>(weights + t, row, row + stride, lower, upper);
+    for (; t + 1 < n; t += 2, row += 2 * stride) {
+      add_two<R>(weights + t, row, row + stride, lower, upper);
+    }
     if (t < n) add_two<R>(weights + t, row, row, lower, upper);
     EC_UNROLL for (int r = 0; r < R; ++r) {
       const V factor = hn::Set(d, factors[r]);
