@@ -89,6 +89,13 @@ HWY_INLINE void weigh(float* scores, float greatest, float* top, float* total, f
   const F d;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
   if (greatest == kNothing) {
+    // On some processors not-a-number is below every number.
+    V odd = hn::Zero(d);
+    for (int64_t t = 0; t < kBlock; t += lanes) {
+      const V x = hn::Load(d, scores + t);
+      odd = hn::IfThenElse(hn::IsNaN(x), x, odd);
+    }
+    *total += hn::GetLane(hn::SumOfLanes(d, odd));
     std::memset(scores, 0, sizeof(float) * kBlock);
     return;
   }

@@ -158,8 +158,8 @@ HWY_NOINLINE void add_whole(const int16_t* weights, const float* factors, const 
                             const Ahead<Next>& next, float* sums, int64_t sum_stride) {
   const F d;
   const I32 whole;
-  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d)), columns = 2 * lanes, n = values.count, stride = values.stride;
-  const int64_t asked = (kBlock * columns + dim - 1) / dim;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d)), columns = 2 * lanes, n = values.count;
+  const int64_t stride = values.stride, asked = (kBlock * columns + dim - 1) / dim;
   const Ahead<Next> ahead = next;
   for (int64_t i = 0, asks = 0; i < dim; i += columns, asks += asked) {
     ahead.ask(asks, asked);
@@ -167,7 +167,9 @@ HWY_NOINLINE void add_whole(const int16_t* weights, const float* factors, const 
     EC_UNROLL for (int r = 0; r < R; ++r) lower[r] = hn::Zero(whole), upper[r] = hn::Zero(whole);
     const int8_t* row = values.first + i;
     int64_t t = 0;
-    for (; t + 1 < n; t += 2, row += 2 * stride) add_two<R>(weights + t, row, row + stride, lower, upper);
+    for (; t + 1 < n; t += 2, row += 2 * stride) {
+      add_two<R>(weights + t, row, row + stride, lower, upper);
+    }
     if (t < n) add_two<R>(weights + t, row, row, lower, upper);
     EC_UNROLL for (int r = 0; r < R; ++r) {
       const V factor = hn::Set(d, factors[r]);
