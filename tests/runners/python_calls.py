@@ -10,7 +10,8 @@ import array
 import json
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,24 @@ def masks(session: Session, prompt: list[int], last: int) -> dict[str, Any]:
     return {"only": [tokens, *counted(statistics)], "none": none, "fails": fails}
 
 
+@contextmanager
+def recorded(library: str) -> Iterator[list[int]]:
+    """A block whose sessions note what they say of the start of a text."""
+    load, known, starts = session_file.load_library, session_file.load_library(library), []
+    tokenize = known.ec_tokenize
+
+    def noting(*given: Any) -> int:
+        starts.append(given[2])
+        return tokenize(*given)
+
+    known.ec_tokenize = noting
+    session_file.load_library = lambda path: known
+    try:
+        yield starts
+    finally:
+        session_file.load_library = load
+
+
 def elsewhere(session: Session, prompt: list[int]) -> dict[str, Any]:
     """What another thread may do while one generates."""
     seen: list[Any] = []
@@ -121,18 +140,11 @@ def calls(library: str, bundle: str, folder: Path, asked: dict[str, Any]) -> dic
         for _ in range(2):
             session.reset()
             found["drawn"].append(session.generate(prompt, drawn)[0])
-        tokenize, starts = session._library.ec_tokenize, []
-
-        def recorded(*given: Any) -> int:
-            starts.append(given[2])
-            return tokenize(*given)
-
-        session._library.ec_tokenize = recorded
-        found["tokens"] = [session.tokenize(question), session.tokenize("a", starts=False)]
-        found["starts"] = starts
-        session._library.ec_tokenize = tokenize
+        with recorded(library) as starts, Session(bundle, library) as other:
+            found["tokens"] = [other.tokenize(question), other.tokenize("a", starts=False)]
+            found["starts"] = starts
         # As if a text had more tokens than there is room for at first.
-        session_file._MORE_TOKENS = -len(question.encode())
+        session_file.MORE_TOKENS = -len(question.encode())
         found["tokens"].append(session.tokenize(question))
         session.reset()
         found |= masks(session, prompt, len(found["prefill"]) - 1) | elsewhere(session, prompt)

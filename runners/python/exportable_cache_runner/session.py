@@ -19,7 +19,7 @@ from .options import Options, Statistics, encoded
 
 _FLOAT32 = 0
 #: Tokens that a text may have beyond its bytes before it is asked for a second time.
-_MORE_TOKENS = 8
+MORE_TOKENS = 8
 #: Formats of buffers, as `memoryview` has them, and bytes -> `ec_dtype`.
 _DTYPES = {("f", 4): _FLOAT32, ("q", 8): 1, ("l", 8): 1}
 
@@ -141,7 +141,7 @@ class Session:
         """Token ids of a text, which are not fed; `starts` if it is the first of a sequence."""
         count, known = c_size_t(), encoded(text)
         with self._alone() as handle:
-            capacity = len(known) + _MORE_TOKENS
+            capacity = len(known) + MORE_TOKENS
             while True:
                 found = (c_int64 * capacity)()
                 self._check(self._library.ec_tokenize(handle, known, int(starts), found, capacity, byref(count)))
