@@ -77,7 +77,10 @@ class RecordedSteps:
         """A step that is recorded, if it can be."""
         library = next((one.code.library for one in OWN_OPERATORS if one.code.library is not None), None)
         moving = {place: inputs[place] for place in self._moving if isinstance(inputs[place], torch.Tensor)}
-        if library is None or not all(one.is_contiguous() and one.nbytes <= _MOST_BYTES for one in moving.values()):
+        # Tensors made of others, as torchao's weights, have no address.
+        have_addresses = not any(private.is_wrapper(one) for one in (*inputs, *self._own.tensors()))
+        are_short = all(one.is_contiguous() and one.nbytes <= _MOST_BYTES for one in moving.values())
+        if library is None or not have_addresses or not are_short:
             self._is_recordable = False
             return run(inputs)
         recording = _Recording(library, inputs, moving, self._own)

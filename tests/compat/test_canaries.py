@@ -44,6 +44,7 @@ NAMES: dict[str, dict[str, Any]] = {
     "torch_recording": {
         "torch._inductor.codecache.PyCodeCache.modules": VALUE,
         "torch._C._len_torch_dispatch_stack": CALLABLE,
+        "torch.utils._python_dispatch.is_traceable_wrapper_subclass": CALLABLE,
         "torch.autograd._profiler_enabled": CALLABLE,
     },
     "torch_distributed": {

@@ -4,6 +4,7 @@ part of the compiler.
 | name | without it |
 |---|---|
 | `torch._inductor.codecache.PyCodeCache.modules`, and how generated modules name kernels | Python calls them |
+| `torch.utils._python_dispatch.is_traceable_wrapper_subclass` | steps of quantised models fail |
 | `torch._C._len_torch_dispatch_stack`, `torch.autograd._profiler_enabled` | who watches operators misses some |
 """
 
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._inductor.codecache import PyCodeCache
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from .torch import OpOverload
 
@@ -68,6 +69,11 @@ def calls_noted(on_kernel: OnKernel, on_operator: OnOperator) -> Iterator[None]:
         finally:
             for names, name, function in replaced:
                 names[name] = function
+
+
+def is_wrapper(value: Any) -> bool:
+    """Whether it is a tensor that is made of others."""
+    return is_traceable_wrapper_subclass(value)
 
 
 def is_watched() -> bool:
