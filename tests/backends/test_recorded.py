@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from exportable_cache import ExportableCache, Session
 from exportable_cache.backends import few_queries, few_rows, layered, recorded
-from exportable_cache.backends.own_tensors import OwnTensors
+from exportable_cache.backends.equal_layers import EqualLayers
+from exportable_cache.backends.own_tensors import OwnTensors, owners_of_tensors
 from exportable_cache.backends.recorded import RecordedSteps
 from exportable_cache.program import read_lengths
 
@@ -122,6 +123,23 @@ def test_other_sizes_and_other_tensors_are_recorded_again(weight: torch.Tensor) 
     weight.data = weight * 2
     x = torch.randn(2, SIZE)
     assert torch.equal(graph(x, weight), function(x, weight)) and graph.calls == 2 * BEFORE + 1
+
+
+def test_tensors_that_a_graph_looks_up_are_seen_to_be_elsewhere(loaded) -> None:
+    model = tiny_model("llama", num_hidden_layers=4)
+    cache = ExportableCache.from_model(model, 64)
+    with owners_of_tensors(model, cache):
+        own = OwnTensors([place for place, _ in EqualLayers(model, cache).own_tensors(3)])
+    weight = model.model.layers[3].mlp.up_proj.weight
+    assert any(one is weight for one in own.tensors())
+    graph = Graph(lambda x: few_rows.plain_linear(x, weight, None))
+    graph.steps = RecordedSteps(own)
+    x = torch.randn(1, weight.shape[1])
+    for _ in range(3):
+        graph(x.clone())
+    assert graph.steps.is_recorded
+    weight.data = weight * 2
+    assert torch.equal(graph(x), few_rows.plain_linear(x, weight, None)) and graph.calls == BEFORE + 1
 
 
 class Census(TorchDispatchMode):
