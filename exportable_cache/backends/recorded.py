@@ -89,6 +89,7 @@ class RecordedSteps:
             self._recording = recording
         else:
             self._is_recordable = False
+            recording.write_back(moving)
         return results
 
 
@@ -143,6 +144,11 @@ class _Recording:
             self._results.append((place, result))
             self.is_whole &= place is not None or result is None or _memory(result) not in inputs
         return self._given(self._inputs) if self.is_whole else results
+
+    def write_back(self, moving: dict[int, torch.Tensor]) -> None:
+        """What the step wrote to its copies of those that move, in these themselves."""
+        for place, tensor in moving.items():
+            tensor.copy_(self._moving[place])
 
     def serves(self, inputs: Sequence[Any]) -> bool:
         """Whether a step with these is the one that was recorded, but for the values of what moves."""

@@ -91,6 +91,14 @@ def test_what_is_not_recorded_stays_as_it_is(weight: torch.Tensor, kind: str, fu
         assert graph.calls == step + 1 and not graph.steps.is_recorded
 
 
+def test_what_a_step_writes_to_an_input_is_there(weight: torch.Tensor) -> None:
+    graph = Graph(lambda x: few_rows.plain_linear(x.add_(1), weight, None))
+    for step in range(4):
+        x = torch.zeros(1, SIZE)
+        graph(x)
+        assert bool((x == 1).all()), step
+
+
 def test_what_cannot_be_recorded_keeps_no_memory(weight: torch.Tensor) -> None:
     """A prompt's, which passes all that is between its layers."""
     seen: list[weakref.ref[torch.Tensor]] = []
