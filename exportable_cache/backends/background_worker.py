@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -27,7 +27,7 @@ from ..common.compat.torch import inductor_config
 from ..common.garbage import few_collections, put_off_full_collection
 from ..common.process_setting import ProcessSetting
 from .compiling import CompileOptions, StepCompiler
-from .graph_cache import GRAPH
+from .graph_cache import GRAPH, import_loader
 from .graphs import Graph
 from .throttle import STEPS
 
@@ -182,6 +182,8 @@ class GraphWorker:
 
     def _receive(self, replies: IO[bytes]) -> None:
         """Take the other process's word that graphs are in the folder, and load them."""
+        with self._sparing():
+            import_loader()
         while self._mail.over is None:
             try:
                 kind, number, reason = pickle.load(replies)
@@ -222,16 +224,21 @@ class GraphWorker:
         self._options.progress(f"compiling {graph.method.name}", done, max(least, done + len(mail.waiting)))
 
     def _loaded(self, graph: Graph) -> Callable[..., Any] | None:
+        with self._sparing(), torch.no_grad():
+            call = self._compiler.load(graph.module, graph.method, graph.name, graph.arguments)
+            put_off_full_collection()
+            return call
+
+    @contextlib.contextmanager
+    def _sparing(self) -> Iterator[None]:
+        """A block of one thread at a time, in which steps come to their turn."""
         with (
             self._loading,
             _SWITCHING.during(lambda found: min(found, _SWITCH_INTERVAL)),
             few_collections(),
-            torch.no_grad(),
             STEPS.throttled(),
         ):
-            call = self._compiler.load(graph.module, graph.method, graph.name, graph.arguments)
-            put_off_full_collection()
-            return call
+            yield
 
 
 def torch_settings() -> dict[str, Any]:

@@ -244,6 +244,15 @@ class GraphCache:
         return None
 
 
+def import_loader() -> None:
+    """Import what the first graph of a process would import while it is loaded."""
+    from ..common.compat.torch_loading import import_loader
+
+    import_loader()
+    for name in ("..common.compat.torch_compile", ".layered", ".equal_layers"):
+        importlib.import_module(name, __package__)
+
+
 def packed(graph: bytes, libraries: Iterable[Path], folder: Path, plainly: bool) -> bytes:
     """A graph with its machine code, which Inductor's own folder may lose: it lies among temporary files.
 

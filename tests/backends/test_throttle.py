@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 from exportable_cache.backends import background, background_worker, throttle
 from exportable_cache.backends.graph_cache import GRAPH
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("inductor")
 
 
 class Clock:
-    """Of a thread that takes 4.1 ms between two looks at it."""
+    """Of a thread that takes a bit less than half of its share between two looks at it."""
 
     def __init__(self) -> None:
         self.used = 0.0
@@ -30,70 +31,147 @@ class Clock:
         return self.used
 
     def thread_time(self) -> float:
-        self.used += 0.0041
+        self.used += 0.41 * throttle.SHARE
         return self.used
 
 
 def _call() -> None:
-    """Where a thread looks at the clock."""
+    """Where a thread can rest."""
 
 
-def rests_in(steps: int, looks: int, monkeypatch: pytest.MonkeyPatch) -> int:
-    """How often a thread rests that looks at the clock so many times in each of some steps, and behind them."""
-    own, rests = Throttle(), []
-    monkeypatch.setattr(throttle, "time", Clock())
-    monkeypatch.setattr(own._changed, "wait_for", lambda condition, seconds: rests.append(seconds))
-    look = own._look()
-    for _ in range(steps):
-        with own.step():
-            for _ in range(looks):
-                look(None, "call", None)
-    assert not rests or set(rests) == {throttle.LONGEST_REST}
-    in_steps = len(rests)
-    for _ in range(looks):
-        look(None, "call", None)
-    assert len(rests) == in_steps
-    return in_steps
+class Work:
+    """A thread that calls functions between steps until it is told to end."""
 
+    def __init__(self, steps: Throttle) -> None:
+        self.is_over, self.calls = False, 0
+        self._steps = steps
+        self._thread = threading.Thread(target=self._run, daemon=True)
 
-def test_a_thread_rests_once_it_has_taken_its_share_of_a_step(monkeypatch) -> None:
-    """Five looks behind the first are a bit more than its share; each step has one of its own."""
-    assert [rests_in(1, looks, monkeypatch) for looks in (5, 6, 10, 11)] == [0, 1, 1, 2]
-    assert rests_in(7, 5, monkeypatch) == 0 and rests_in(7, 6, monkeypatch) == 7
-
-
-def test_it_goes_on_when_the_step_is_over(monkeypatch) -> None:
-    monkeypatch.setattr(throttle, "SHARE", 0.0)
-    monkeypatch.setattr(throttle, "LONGEST_REST", 600.0)
-    own, done = Throttle(), []
-
-    def load() -> None:
-        with own.throttled():
-            while not done:
+    def _run(self) -> None:
+        with self._steps.throttled():
+            while not self.is_over:
+                self.calls += 1
                 _call()
 
+    def __enter__(self) -> Work:
+        self._thread.start()
+        wait_until(lambda: self.calls)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.is_over = True
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Throttle:
+    """A thread has no more than the next call before each step, and nobody waits for a time."""
+    for name, seconds in {"SHARE": 0.0, "_LOOK": 0.0, "LONGEST_WAIT": 600.0, "LONGEST_REST": 600.0}.items():
+        monkeypatch.setattr(throttle, name, seconds)
+    return Throttle()
+
+
+def rests(looks: int, running: int, turns: bool, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How often a thread rests that looks at the clock so many times.
+
+    Args:
+        looks: Those.
+        running: Steps that run; one waits.
+        turns: Whether its turn comes.
+    """
+    own, found = Throttle(), []
+    monkeypatch.setattr(throttle, "time", Clock())
+    monkeypatch.setattr(own, "_rest", lambda thread: (found.append(thread), turns)[1])
+    own._running, own._waiting = running, 1
+    look = own._look(7)
+    for _ in range(looks):
+        look(None, "call", None)
+    return len(found)
+
+
+def test_a_thread_rests_once_it_has_had_its_share_before_a_step(monkeypatch) -> None:
+    assert [rests(looks, 0, True, monkeypatch) for looks in (2, 3, 5, 6)] == [0, 1, 1, 2]
+
+
+def test_a_thread_rests_in_a_step_and_has_its_share_of_one_that_does_not_end(monkeypatch) -> None:
+    assert rests(3, 1, True, monkeypatch) == 3
+    assert [rests(looks, 1, False, monkeypatch) for looks in (1, 3, 4, 7)] == [1, 1, 2, 3]
+
+
+def test_a_thread_does_not_rest_where_nobody_steps(steps: Throttle, monkeypatch) -> None:
+    monkeypatch.setattr(steps, "_rest", lambda thread: pytest.fail("it rests"))
+    with Work(steps) as work:
+        wait_until(lambda: work.calls > 1000)
+
+
+def test_steps_and_a_thread_take_turns(steps: Throttle) -> None:
+    """It does nothing in a step, and something before each."""
+    with Work(steps) as work:
+        before = 0
+        for _ in range(20):
+            with steps.step():
+                assert [*steps._turns.values()] == [False]
+                calls = work.calls
+                assert calls > before
+                before = calls
+                torch.ones(100, 100).sum()
+                assert work.calls == calls
+        wait_until(lambda: work.calls > before)
+
+
+def test_its_turn_comes_when_the_last_step_is_over(steps: Throttle) -> None:
+    """Two sessions may step at once."""
+    with Work(steps) as work:
+        with steps.step(), steps.step():
+            pass
+        with steps.step():
+            with steps.step():
+                calls = work.calls
+            assert work.calls == calls and [*steps._turns.values()] == [False]
+        wait_until(lambda: work.calls > calls)
+
+
+def test_a_step_does_not_wait_for_a_thread_that_comes_to_no_call(steps: Throttle, monkeypatch) -> None:
+    """It may wait for a lock that the step's thread has."""
+    monkeypatch.setattr(throttle, "LONGEST_WAIT", 0.0)
+    held, inside = threading.Lock(), threading.Event()
+
+    def load() -> None:
+        with steps.throttled():
+            inside.set()
+            held.acquire()
+
     thread = threading.Thread(target=load, daemon=True)
-    with own.step():
+    with held:
         thread.start()
-        wait_until(lambda: own._changed._waiters, 60)
-        done.append(True)
-        assert thread.is_alive()
+        inside.wait(60)
+        with steps.step():
+            assert [*steps._turns.values()] == [True]
     thread.join(60)
-    assert not thread.is_alive()
+    assert not steps._turns
+
+
+def test_a_thread_goes_on_in_a_step_that_waits_for_it(steps: Throttle, monkeypatch) -> None:
+    monkeypatch.setattr(throttle, "LONGEST_REST", 0.0)
+    with Work(steps) as work, steps.step():
+        calls = work.calls
+        wait_until(lambda: work.calls > calls + 10, 60)
 
 
 def test_what_others_have_set_in_a_thread_is_there_afterwards() -> None:
     def other(*_: object) -> None:
         pass
 
-    before = sys.getprofile()
-    sys.setprofile(other)
+    before = sys.gettrace()
+    sys.settrace(other)
     try:
         with STEPS.throttled():
-            assert sys.getprofile() is not other
-        assert sys.getprofile() is other
+            assert sys.gettrace() is not other
+        found = sys.gettrace()
     finally:
-        sys.setprofile(before)
+        sys.settrace(before)
+    assert found is other
 
 
 def test_graphs_are_loaded_slowly_for_steps_of_few_tokens_alone(tmp_path: Path, monkeypatch) -> None:
@@ -104,7 +182,7 @@ def test_graphs_are_loaded_slowly_for_steps_of_few_tokens_alone(tmp_path: Path, 
     monkeypatch.setattr(background, "_FEW_TOKENS", 4)
     model, seen = model_of(), []
     with session_of(model, graph_cache=tmp_path) as session:
-        monkeypatch.setattr(session.runner.compiler, "load", lambda *_: seen.append(sys.getprofile()))
+        monkeypatch.setattr(session.runner.compiler, "load", lambda *_: seen.append(sys.gettrace()))
         running: list[int] = []
         model.model.norm.register_forward_hook(lambda *_: running.append(STEPS._running))
         session.prefill(tokens(4))
@@ -116,6 +194,19 @@ def test_graphs_are_loaded_slowly_for_steps_of_few_tokens_alone(tmp_path: Path, 
             assert not STEPS._running
     assert running == [1, 1, 0]
     assert seen and None not in seen
+
+
+def test_what_loads_graphs_is_imported_while_they_are_compiled(monkeypatch) -> None:
+    """Between steps, and before there is a graph to be loaded."""
+    in_its_place(monkeypatch, SLEEPS)
+    found: list[object] = []
+    monkeypatch.setattr(background_worker, "import_loader", lambda: found.append(sys.gettrace()))
+    with session_of(model_of()) as session:
+        session.prefill(tokens(3))
+        wait_until(lambda: found)
+        assert session.pending_graphs and None not in found
+        session.decode(tokens(1)[:, 0])
+        assert len(found) == 1
 
 
 def test_the_graph_of_a_token_is_asked_for_with_the_prompt(monkeypatch) -> None:

@@ -69,12 +69,24 @@ def test_a_region_is_loaded_from_code_of_its_own(monkeypatch: pytest.MonkeyPatch
 def test_a_process_that_only_loads_imports_no_compiler(tmp_path: Path) -> None:
     script = tmp_path / "steps.py"
     script.write_text(
-        "import sys\n"
+        "import os, sys\n"
+        "from exportable_cache.backends.graph_cache import GraphCache, import_loader\n"
         "from tests.support.background import model_of, session_of\n"
         "from tests.support.models import tokens\n"
+        "import_loader()\n"
+        "late, load = set(), GraphCache.load\n"
+        "def told(*arguments):\n"
+        "    known = {*sys.modules}\n"
+        "    call = load(*arguments)\n"
+        "    late.update({*sys.modules} - known)\n"
+        "    return call\n"
+        "GraphCache.load = told\n"
         "session = session_of(model_of(), 'wait', graph_cache='graphs')\n"
         "answer = list(session.generate(tokens(5), 5, temperature=0.9, seed=7))\n"
-        "print(session.runner.graph_cache.loaded, 'torch._inductor.graph' in sys.modules, answer)\n"
+        "made = os.environ['TORCHINDUCTOR_CACHE_DIR']\n"
+        "files = {name: getattr(sys.modules[name], '__file__', None) for name in late}\n"
+        "late = sorted(name for name, file in files.items() if not str(file).startswith((made, '/tmp/torch')))\n"
+        "print(session.runner.graph_cache.loaded, 'torch._inductor.graph' in sys.modules, *late, '|', answer)\n"
     )
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
