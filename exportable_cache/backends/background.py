@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import shutil
@@ -69,11 +68,9 @@ class BackgroundCompiler:
             ) from error
         if options.graph_cache is None:
             options = replace(options, graph_cache=_private_folder(self))
-        self._mail = Mail()
-        # Not a method: the worker's threads hold the compiler, and would hold this object.
-        self._threads = functools.partial(_threads_beside, self._mail, torch.get_num_threads())
         #: Loads what was compiled.
-        self.compiler = StepCompiler(model, cache, options, self._threads)
+        self.compiler = StepCompiler(model, cache, options)
+        self._mail = Mail()
         self._worker = GraphWorker(self.compiler, options, written, self._mail)
         # Finalizers of one object run newest first: the process that writes to the folder ends before that goes.
         self._end = weakref.finalize(self, self._worker.stop)
@@ -97,18 +94,23 @@ class BackgroundCompiler:
             self._waits = False
 
     def step(self, size: int) -> AbstractContextManager[None]:
-        """A block around a step of `size` tokens a row, which waits little for graphs that are being loaded."""
+        """A block around a step of `size` tokens a row, in which no graphs are loaded where that would hold it up."""
         return nullcontext() if self._waits or size > _FEW_TOKENS else STEPS.step()
 
     @contextlib.contextmanager
     def meanwhile(self) -> Iterator[None]:
         """A block for a step without a graph: fewer threads while graphs are compiled, and the kernels of this
         package, once they are there, and oneDNN's linear layers where those are better.
+
+        Threads of one operator wait for each other, so one that has to share its core holds up all of them: steps are
+        slower then than with a thread less, and what compiles waits as well.
         """
+        threads = self._worker.torch_threads
+        left = 0 if not self.pending else 2 if threads >= _CORES_FOR_TWO else 1
         rows, queries = (operators.load(compiles=False) for operators in OWN_OPERATORS)
         faster = rows or queries or self._by_onednn
         operators = EagerOperators(rows, queries, self._by_onednn) if faster else nullcontext()
-        with threads_of_torch(self._threads()), operators:
+        with threads_of_torch(max(1, threads - left)), operators:
             yield
 
     def take(self, graph: Graph, inputs: Sequence[torch.Tensor], ahead: bool = False) -> Callable[..., Any] | None:
@@ -186,16 +188,6 @@ def background_compiler(
             raise
         log.info("graphs are compiled when they are needed: %s", error)
         return None
-
-
-def _threads_beside(mail: Mail, threads: int) -> int:
-    """How many of its threads a step runs with: fewer while graphs are compiled.
-
-    Threads of one operator wait for each other, so one that has to share its core holds up all of them: steps are
-    slower then than with a thread less, and what compiles waits as well.
-    """
-    left = 0 if not mail.waiting else 2 if threads >= _CORES_FOR_TWO else 1
-    return max(1, threads - left)
 
 
 def _private_folder(owner: object) -> Path:

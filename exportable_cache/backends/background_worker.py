@@ -182,7 +182,8 @@ class GraphWorker:
 
     def _receive(self, replies: IO[bytes]) -> None:
         """Take the other process's word that graphs are in the folder, and load them."""
-        with self._sparing():
+        # What is wrong with it is told when a graph is loaded.
+        with self._sparing(), contextlib.suppress(Exception):
             import_loader()
         while self._mail.over is None:
             try:

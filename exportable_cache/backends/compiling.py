@@ -14,7 +14,6 @@ import torch
 from ..common.compat import torch as private
 from ..common.progress import Progress, silent
 from ..common.settings import check_settings, setting
-from ..common.threads import threads_of_torch
 from ..errors import InputError
 from ..program.methods import ProgramMethod
 from .eager_operators import OWN_OPERATORS
@@ -71,21 +70,14 @@ class StepCompiler:
         model: In eval mode, its attention chosen.
         cache: What the steps write.
         options: How.
-        threads: How many threads a step from the folder runs with: those that it was compiled for by default.
 
     Attributes:
         by_layers: Whether one layer of each kind is compiled. A graph is a series of calls then.
         graph_cache: The graphs on disk, None without a folder.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        cache: ExportableCache,
-        options: CompileOptions,
-        threads: Callable[[], int] = torch.get_num_threads,
-    ) -> None:
-        self._model, self._cache, self._threads = model, cache, threads
+    def __init__(self, model: torch.nn.Module, cache: ExportableCache, options: CompileOptions) -> None:
+        self._model, self._cache = model, cache
         self._mode = options.mode
         self._records = options.mode is None and cache.device.type == "cuda"
         self.by_layers = self._mode is None and generates_code(cache.device)
@@ -139,7 +131,7 @@ class StepCompiler:
                 f"{method} {key}", step, {"module": module}, inputs, dynamic=dynamic, options=options, **backend
             )
             if call is not None:
-                return _guarded(call, self._threads)
+                return _guarded(call)
         if self.layered is None:
             backend = _whole_backend(chosen, dynamic)
         return torch.compile(step, fullgraph=True, dynamic=dynamic, **backend)
@@ -151,7 +143,7 @@ class StepCompiler:
         if self.graph_cache is None:
             return None
         call = self.graph_cache.load(f"{method} {key}", _step_of(module), {"module": module}, inputs)
-        return None if call is None else _guarded(call, self._threads)
+        return None if call is None else _guarded(call)
 
 
 def _whole_backend(mode: str | None, dynamic: bool | None) -> dict[str, Any]:
@@ -230,7 +222,7 @@ def _has_graphs_by_length(method: ProgramMethod | ChoiceMethod) -> bool:
     return isinstance(method, ProgramMethod) and not method.is_step and (not method.takes_ids or method.pads)
 
 
-def _guarded(call: Any, threads: Callable[[], int]) -> Step:
+def _guarded(call: Any) -> Step:
     """A graph that was kept, or is now; it raises `OutdatedGraph` before it does anything, or runs."""
     call.disable_guard_check()
 
@@ -239,9 +231,7 @@ def _guarded(call: Any, threads: Callable[[], int]) -> Step:
         unmarked = [tensor.detach() for tensor in inputs]
         if not call.guard_check(*unmarked):
             raise OutdatedGraph
-        # Guards are on the threads that torch has; operators ask for them when they run.
-        with threads_of_torch(threads()):
-            return call(*unmarked)
+        return call(*unmarked)
 
     return step
 

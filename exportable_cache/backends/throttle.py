@@ -22,7 +22,7 @@ _LOOK = 0.001
 #: that is in a long function of another language, comes to no place where it could rest.
 LONGEST_WAIT = 0.02
 #: Seconds after which a thread takes its share in a step that is not over: one that waits for a lock that it has.
-LONGEST_REST = 1.0
+LONGEST_REST = 0.25
 
 
 class Throttle:
