@@ -21,7 +21,7 @@ from ..common.threads import threads_of_torch
 from ..errors import InputError
 from .background_worker import GraphWorker, Mail
 from .compiling import CompileOptions, StepCompiler, check_background
-from .eager_operators import OWN_OPERATORS, EagerOperators
+from .eager_operators import OWN_OPERATORS, eager_operators
 from .graphs import Graph
 from .onednn_linears import onednn_is_better
 from .skeleton import skeleton
@@ -108,9 +108,7 @@ class BackgroundCompiler:
         threads = self._worker.torch_threads
         left = 0 if not self.pending else 2 if threads >= _CORES_FOR_TWO else 1
         rows, queries = (operators.load(compiles=False) for operators in OWN_OPERATORS)
-        faster = rows or queries or self._by_onednn
-        operators = EagerOperators(rows, queries, self._by_onednn) if faster else nullcontext()
-        with threads_of_torch(max(1, threads - left)), operators:
+        with threads_of_torch(max(1, threads - left)), eager_operators(rows, queries, self._by_onednn):
             yield
 
     def take(self, graph: Graph, inputs: Sequence[torch.Tensor], ahead: bool = False) -> Callable[..., Any] | None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
-from ..common.compat.torch import LINEAR
+from ..common.compat.torch import ATTENTION_CALL, LINEAR_CALL
 from . import few_queries, few_rows
 from .few_queries import attention_if_few
 from .few_rows import linear_of_few_rows
@@ -18,32 +18,46 @@ from .onednn_linears import linear_of_float32
 #: What graphs and steps may call that is neither torch's nor generated.
 OWN_OPERATORS = (few_rows.OPERATORS, few_queries.OPERATORS)
 
+#: Computes what it can, and gives None of the rest.
+Operator = Callable[..., "torch.Tensor | None"]
 
-class EagerOperators(TorchFunctionMode):
-    """A block whose operators are not torch's own, where others compute them faster; without gradients.
+
+@contextmanager
+def eager_operators(few_rows: bool = False, few_queries: bool = False, onednn: bool = False) -> Iterator[None]:
+    """A block whose operators, in this thread, are not torch's own where others compute them faster; without gradients.
+
+    Functions are replaced, and not watched by a `TorchFunctionMode`: torch tells such a mode of each operator and of
+    each look at a tensor's shape or dtype, which takes a step of 36 layers 8 to 15 ms. What another thread compiles
+    meanwhile is torch's own, but guarded by the replacement: TorchDynamo compiles it again behind the block.
 
     Args:
         few_rows: Whether linear layers of few rows are the kernel's, see `few_rows.py`, which is loaded.
         few_queries: The same of attention, see `few_queries.py`.
         onednn: Whether other linear layers are oneDNN's, of those that it can compute.
     """
+    linears = [linear_of_few_rows] * few_rows + [linear_of_float32] * onednn
+    with ExitStack() as stack:
+        if linears:
+            stack.enter_context(LINEAR_CALL.during(_by(linears)))
+        if few_queries:
+            stack.enter_context(ATTENTION_CALL.during(_by([attention_if_few])))
+        yield
 
-    def __init__(self, few_rows: bool = False, few_queries: bool = False, onednn: bool = False) -> None:
-        super().__init__()
-        self._linears = [linear_of_few_rows] * few_rows + [linear_of_float32] * onednn
-        self._few_queries = few_queries
 
-    def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        result: torch.Tensor | None = None
-        if function is LINEAR and not kwargs:
-            result = next((found for linear in self._linears if (found := linear(*args)) is not None), None)
-        elif function is functional.scaled_dot_product_attention and self._few_queries:
-            result = attention_if_few(*args, **kwargs)
-        return function(*args, **kwargs) if result is None else result
+def _by(operators: list[Operator]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """What makes a function of torch one that asks these first."""
+    thread = threading.get_ident()
+
+    def replace(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            # Another thread may compile meanwhile, or want gradients.
+            if not torch.compiler.is_compiling() and threading.get_ident() == thread:
+                for operator in operators:
+                    result = operator(*args, **kwargs)
+                    if result is not None:
+                        return result
+            return original(*args, **kwargs)
+
+        return call
+
+    return replace

@@ -99,10 +99,10 @@ def _join(linears: Sequence[Node]) -> None:
             node.target, node.args = operator.getitem, (call, place)
 
 
-def linear_of_few_rows(x: Any, weight: Any, bias: Any = None) -> torch.Tensor | None:
+def linear_of_few_rows(input: Any, weight: Any, bias: Any = None) -> torch.Tensor | None:
     """`torch.nn.functional.linear` by the kernel, once it is loaded; None of what it does not compute."""
-    target = _operator_for(x, weight, bias)
-    return None if target is None else target(x, weight, bias)
+    target = _operator_for(input, weight, bias)
+    return None if target is None else target(input, weight, bias)
 
 
 def plain_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -24,10 +24,10 @@ def onednn_is_better() -> bool:
     return vendor != "GenuineIntel" and torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
 
 
-def linear_of_float32(*args: Any) -> torch.Tensor | None:
+def linear_of_float32(input: Any, weight: Any, bias: Any = None) -> torch.Tensor | None:
     """`torch.nn.functional.linear` by oneDNN; None of what it does not compute."""
-    if _is_matrix(args[1]) and all(_is_float32(one) for one in args if one is not None):
-        return linear_by_onednn(*args)
+    if _is_matrix(weight) and all(_is_float32(one) for one in (input, weight, bias) if one is not None):
+        return linear_by_onednn(input, weight, bias)
     return None
 
 

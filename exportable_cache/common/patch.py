@@ -150,6 +150,9 @@ class Patch:
             found = getattr(found, part, None)
         while hasattr(found, ORIGINAL):
             found = getattr(found, ORIGINAL)
+        if inspect.isbuiltin(found):
+            # Written in C: the signature, which its documentation begins with.
+            return (found.__doc__ or "").partition("\n\n")[0]
         try:
             return inspect.getsource(found if inspect.isclass(found) else inspect.unwrap(found))
         except (OSError, TypeError) as error:

@@ -13,7 +13,7 @@ from torch import nn
 
 from exportable_cache import ExportableCache, Session
 from exportable_cache.backends import background_worker, few_rows
-from exportable_cache.backends.eager_operators import EagerOperators
+from exportable_cache.backends.eager_operators import eager_operators
 from exportable_cache.common import machine_code
 from exportable_cache.common.machine_code import MachineCode
 from exportable_cache.common.own_files import HOME_VARIABLE
@@ -261,7 +261,7 @@ def test_weights_of_other_forms_are_left_to_torch(loaded) -> None:
 @pytest.mark.parametrize("rows", [few_rows.MOST_ROWS, few_rows.MOST_ROWS + 1])
 def test_layers_as_they_run(loaded, rows: int) -> None:
     layer, x = nn.Linear(32, 24), torch.randn(rows, 32)
-    with torch.no_grad(), torch.profiler.profile() as profile, EagerOperators(few_rows=True):
+    with torch.no_grad(), torch.profiler.profile() as profile, eager_operators(few_rows=True):
         got = layer(x)
     torch.testing.assert_close(got, layer(x))
     calls = {event.key for event in profile.key_averages()}

@@ -56,8 +56,12 @@ _REGISTER = torch_patch(
     "it fails for classes of C++ that are not loaded",
     *("d86928da6e62332f", "c7b0ea0e13e83457"),
 )
+_SLOWLY = "it is slower for few rows than what this package has"
+#: As models call them; written in C.
+LINEAR_CALL = torch_patch("nn.functional", "linear", _SLOWLY, "1f4a94a62629969f")
+ATTENTION_CALL = torch_patch("nn.functional", "scaled_dot_product_attention", _SLOWLY, "04fa2797b22091d5")
 #: Functions of torch that are replaced for the time of a block.
-PATCHES: tuple[Patch, ...] = (_REGISTER,)
+PATCHES: tuple[Patch, ...] = (_REGISTER, LINEAR_CALL, ATTENTION_CALL)
 #: States a fact about sizes: the object itself, which tracers know.
 check = torch._check
 #: What a trace leaves where a dtype was looked at.
