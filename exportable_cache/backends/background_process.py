@@ -88,6 +88,8 @@ def main() -> None:
     if can_fork():
         twin = Twin(lambda request, names: _served(runner, request, names), [0, replies.fileno()])
         os.setpriority(os.PRIO_PROCESS, twin.pid, _NICENESS + 5)
+    # The first prompt, which whoever loads graphs would hold up, is read by now.
+    reply("begun", None)
     threading.Thread(target=requests.read, daemon=True).start()
     # This process takes the first, and the fork, which waits for it where they share a core, what is left.
     request = requests.next()

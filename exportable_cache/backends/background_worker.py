@@ -182,14 +182,16 @@ class GraphWorker:
 
     def _receive(self, replies: IO[bytes]) -> None:
         """Take the other process's word that graphs are in the folder, and load them."""
-        # What is wrong with it is told when a graph is loaded.
-        with self._sparing(), contextlib.suppress(Exception):
-            import_loader()
         while self._mail.over is None:
             try:
                 kind, number, reason = pickle.load(replies)
             except (EOFError, OSError, ValueError, pickle.UnpicklingError):
                 break
+            if kind == "begun":
+                # What is wrong with it is told when a graph is loaded.
+                with self._sparing(), contextlib.suppress(Exception):
+                    import_loader()
+                continue
             graph = self._mail.waiting.get(number)
             if graph is None:
                 with self._mail.changed:

@@ -20,6 +20,9 @@ from ..support.models import tokens
 
 pytestmark = pytest.mark.usefixtures("inductor")
 
+#: Says that it begins to compile.
+BEGINS = f"import pickle, sys; pickle.dump(('begun', None, ''), sys.stdout.buffer); sys.stdout.buffer.flush(); {SLEEPS}"
+
 
 class Clock:
     """Of a thread that takes a bit less than half of its share between two looks at it."""
@@ -198,7 +201,7 @@ def test_graphs_are_loaded_slowly_for_steps_of_few_tokens_alone(tmp_path: Path, 
 
 def test_what_loads_graphs_is_imported_while_they_are_compiled(monkeypatch) -> None:
     """Between steps, and before there is a graph to be loaded."""
-    in_its_place(monkeypatch, SLEEPS)
+    in_its_place(monkeypatch, BEGINS)
     found: list[object] = []
     monkeypatch.setattr(background_worker, "import_loader", lambda: found.append(sys.gettrace()))
     with session_of(model_of()) as session:
