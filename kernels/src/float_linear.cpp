@@ -87,7 +87,10 @@ HWY_NOINLINE void multiply(const FloatLinear& linear, int64_t block, int64_t row
 template <int64_t kBlocks>
 void multiply_rows(const FloatLinear& linear, const Tile& tile, int64_t block) {
   int64_t row = tile.first_row;
-  for (; row + kTileRows <= tile.last_row; row += kTileRows) multiply<kTileRows, kBlocks>(linear, block, row);
+  // A tile of few rows waits for its own sums: the last eight are four and four, not six, one and one.
+  for (; row + kTileRows <= tile.last_row && (kTileRows != 6 || tile.last_row - row != 8); row += kTileRows) {
+    multiply<kTileRows, kBlocks>(linear, block, row);
+  }
   for (; row + 4 <= tile.last_row; row += 4) multiply<4, kBlocks>(linear, block, row);
   for (; row < tile.last_row; ++row) multiply<1, kBlocks>(linear, block, row);
 }
@@ -103,6 +106,8 @@ void multiply_float_tile(const FloatLinear& linear, const Tile& tile) {
   for (; block < tile.last_block; ++block) multiply_rows<1>(linear, tile, block);
 }
 
+int64_t blocks_of_tile() { return kTileBlocks; }
+
 }  // namespace HWY_NAMESPACE
 }  // namespace exportable_cache::kernels
 HWY_AFTER_NAMESPACE();
@@ -110,13 +115,14 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 namespace exportable_cache::kernels {
 HWY_EXPORT(multiply_float_tile);
+HWY_EXPORT(blocks_of_tile);
 
 namespace {
 
 // Bytes of a task's rows: they stay in a core's second cache while its blocks pass over them.
 constexpr int64_t kTaskBytes = 512 * 1024;
-// Blocks that some targets multiply together.
-constexpr int64_t kOneRowTogether = 8, kTogether = 3;
+// Blocks of one row that some targets multiply together.
+constexpr int64_t kOneRowTogether = 8;
 
 struct Work {
   const FloatLinear& linear;
@@ -134,7 +140,7 @@ void apply_float_linear(const FloatLinear& linear, const Threads& threads) {
   if (linear.rows == 0) return;
   // A multiple of every tile's rows.
   const int64_t task_rows = std::max<int64_t>(1, kTaskBytes / 4 / linear.inputs / 24) * 24;
-  const int64_t together = linear.rows == 1 ? kOneRowTogether : kTogether;
+  const int64_t together = linear.rows == 1 ? kOneRowTogether : HWY_DYNAMIC_DISPATCH(blocks_of_tile)();
   Work work{linear, Tiles(linear.rows, linear.outputs, task_rows, together, threads)};
   run_tasks(threads, work.tiles.count(), multiply_one, &work,
             linear.rows * linear.inputs * linear.outputs > kWorthAThread);

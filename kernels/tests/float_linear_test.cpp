@@ -77,7 +77,7 @@ int main() {
     if (!limit_target(name)) continue;
     std::mt19937 random(7);
     double worst = 0;
-    for (int64_t rows : {1, 2, 3, 7, 8, 13, 50}) {
+    for (int64_t rows : {1, 2, 3, 7, 8, 13, 14, 50}) {
       for (int64_t inputs : {1, 30, 97, 768}) {
         // Blocks by one, by three, by four, and one that is not full.
         for (int64_t outputs : {1, 16, 64, 83, 256}) {
