@@ -77,6 +77,17 @@ def test_rows_are_compared(model: Any) -> None:
     assert report.steps == 2 * 4
 
 
+@pytest.mark.parametrize("row", [0, 1])
+def test_one_row_that_is_wrong_fails(model: Any, row: int) -> None:
+    def change(logits: torch.Tensor, at: int) -> torch.Tensor:
+        logits[row, 5] += 2e-4 * (at == 4)
+        return logits
+
+    session = session_of(model, batch_size=2)
+    session.runner = Meddling(session.runner, change)
+    assert not verify_session(session, model, prompts=[3], decode_steps=3).passed
+
+
 def test_full_attention_crosses_a_chunk() -> None:
     model = tiny_model("llama")
     report = verify_session(session_of(model, prefill_chunk=45), model, decode_steps=2)
@@ -192,6 +203,18 @@ def test_prefill_that_is_wrong_past_the_start_fails(model: Any) -> None:
     report = verify_session(session, model)
     assert not report.passed
     assert [prompt.length for prompt in report.prompts if prompt.max_difference > 1e-2] == [7, 8, 9, 40, 64]
+
+
+def test_a_whole_chunk_that_is_wrong_fails(model: Any) -> None:
+    """It is fed before the two parts of the same prompt, which are right and come last."""
+    session = session_of(model, prefill_chunk=16)
+    run = session.runner.run
+
+    def wrong(method: str, input_ids: torch.Tensor, input_pos: torch.Tensor) -> torch.Tensor:
+        return run(method, input_ids, input_pos) + 1.0 * (input_ids.shape[1] == 16)
+
+    session.runner.run = wrong
+    assert not verify_session(session, model, prompts=[16], decode_steps=1).passed
 
 
 def test_only_the_last_slot_wrong_fails(model: Any) -> None:

@@ -106,7 +106,11 @@ class Terminal:
         Yields:
             A callback `(stage, done, total or None)`.
         """
-        with (_bars if self._err.is_terminal else _lines)(self._err) as callback:
+        with (_bars if self._err.is_terminal else _lines)(self._err) as draw:
+
+            def callback(stage: str, done: int, total: int | None) -> None:
+                draw(_as_one_line(stage), done, total)
+
             callback(first, 0, None)
             yield callback
 
@@ -115,6 +119,11 @@ class Terminal:
         """Draw that a bundle is opened, and import what runs it without looking for garbage."""
         with self.progress(f"opening {folder}"), no_collections():
             yield
+
+
+def _as_one_line(text: str) -> str:
+    """Names of folders may have line breaks, and what moves a terminal's cursor."""
+    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
 
 
 class _Bar(BarColumn):

@@ -191,6 +191,36 @@ def test_what_the_kernel_refuses(loaded, query, key, mask, message: str) -> None
         few_queries.attention(*(torch.ones(1, 1, 1, 16, dtype=torch.float64) for _ in range(3)))
 
 
+#: [1, 2, 1, 16] queries over keys of [1, 2, 9, 16].
+KEYS = torch.ones(1, 2, 9, 16)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"key": KEYS.bfloat16()}, "all in bfloat16"),
+        ({"value": KEYS.bfloat16()}, "all in bfloat16"),
+        ({"value": torch.ones(1, 2, 8, 16)}, "of each query's"),
+        ({"value": torch.ones(1, 1, 9, 16)}, "of each query's"),
+        ({"value": torch.ones(2, 2, 9, 16)}, "of each query's"),
+        ({"key": torch.ones(2, 2, 9, 16)}, "of each query's"),
+        ({"key": torch.ones(1, 2, 9, 32)}, "of each query's"),
+        ({"value": torch.ones(1, 2, 9, 24)}, "multiples of 16"),
+        ({"mask": torch.zeros(3, 1, 1, 9)}, "a mask is"),
+        ({"mask": torch.zeros(1, 3, 1, 9)}, "a mask is"),
+        ({"mask": torch.zeros(1, 1, 2, 9)}, "a mask is"),
+        ({"mask": torch.zeros(1, 1, 1, 9).double()}, "a mask of bool, float32 or bfloat16"),
+        ({"sinks": torch.zeros(1, 2, 1, 1).bfloat16()}, "sinks are"),
+        ({"sinks": torch.zeros(1, 3, 1, 1)}, "sinks are"),
+        ({"sinks": torch.zeros(1, 2, 1, 2)}, "sinks are"),
+        ({"sinks": torch.zeros(2)}, "sinks are"),
+    ],
+)
+def test_arguments_that_the_kernel_would_read_as_something_else(loaded, arguments, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        few_queries.attention(**{"query": torch.ones(1, 2, 1, 16), "key": KEYS, "value": KEYS, **arguments})
+
+
 class Attentions(torch.nn.Module):
     """Two that the kernel computes, and others: causal, of many rows, of heads of another size, of another dtype."""
 

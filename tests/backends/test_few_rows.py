@@ -132,6 +132,34 @@ def test_what_the_kernel_refuses(loaded, weight: torch.Tensor, scale: torch.Tens
             operators.few_rows_linear_int8(torch.ones(1, 48), weight, scale)
 
 
+X, WEIGHT, BIAS, WHOLE = torch.ones(1, 64), torch.ones(20, 64), torch.ones(20), torch.ones(20, 64, dtype=torch.int8)
+SCALES = torch.ones(20, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("few_rows_linear", (X.double(), WEIGHT), "numbers are in float32 or bfloat16"),
+        ("few_rows_linear", (X, WEIGHT, torch.ones(21)), "a bias, or a scale, has 20 numbers"),
+        ("few_rows_linear", (X, WEIGHT, BIAS.double()), "numbers are in float32 or bfloat16"),
+        ("few_rows_linear", (X, WEIGHT, torch.ones(40)[::2]), "without gaps"),
+        ("few_rows_linears", (X, [], []), "a bias for each or none"),
+        ("few_rows_linears", (X, [WEIGHT, WEIGHT], [BIAS]), "a bias for each or none"),
+        ("few_rows_linears", (X, [WEIGHT], [BIAS, BIAS]), "a bias for each or none"),
+        ("few_rows_linears", (X, [WEIGHT, WEIGHT.bfloat16()], []), "weights of one dtype"),
+        ("few_rows_linear_int8", (X, WEIGHT, BIAS), "weights in int8"),
+        ("few_rows_linear_int8", (X, WHOLE, BIAS.double()), "numbers are in float32 or bfloat16"),
+        ("few_rows_linear_int8", (X, WHOLE, SCALES.double()), "numbers are in float32 or bfloat16"),
+        ("few_rows_linear_int8", (X, WHOLE, SCALES, SCALES), "a zero point in int8 for each scale"),
+        ("few_rows_linear_int8", (X, WHOLE, SCALES, WHOLE[:, :1]), "a zero point in int8 for each scale"),
+        ("few_rows_linear_int8", (X, WHOLE, SCALES, WHOLE[:, :4:2]), "a zero point in int8 for each scale"),
+    ],
+)
+def test_arguments_that_the_kernel_would_read_as_something_else(loaded, name: str, arguments, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        getattr(torch.ops.exportable_cache, name)(*arguments)
+
+
 class Linears(nn.Module):
     """Four that the kernel computes, and others: of a view, of few outputs, of many rows, of another dtype."""
 

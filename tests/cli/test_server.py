@@ -88,17 +88,25 @@ def client_of(address: str, key: str = "none") -> Any:
     return openai.OpenAI(base_url=f"{address}/v1", api_key=key, max_retries=0)
 
 
-def post(address: str, path: str, body: Any, headers: dict[str, str] = JSON) -> tuple[int, Any]:
-    """Status and document of an answer."""
+def reply_to(
+    address: str, path: str, body: Any, headers: dict[str, str] = JSON
+) -> tuple[int, http.client.HTTPMessage, str]:
+    """Status, headers and text of an answer."""
     connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)
     connection.request("POST", path, body if isinstance(body, (bytes, str)) else json.dumps(body), headers)
     reply = connection.getresponse()
     text = reply.read().decode()
     connection.close()
+    return reply.status, reply.headers, text
+
+
+def post(address: str, path: str, body: Any, headers: dict[str, str] = JSON) -> tuple[int, Any]:
+    """Status and document of an answer."""
+    status, _, text = reply_to(address, path, body, headers)
     try:
-        return reply.status, json.loads(text)
+        return status, json.loads(text)
     except ValueError:
-        return reply.status, text
+        return status, text
 
 
 @pytest.fixture(scope="module")
@@ -195,6 +203,13 @@ TEXT = {"model": "demo", "prompt": "x"}
         ("chat/completions", {**CHAT, "response_format": {"type": "json_schema"}}, 400, "without a schema; pass"),
         ("chat/completions", {**CHAT, "response_format": schema_of({"type": "x"})}, 400, "cannot be followed"),
         ("chat/completions", {**CHAT, "top_logprobs": 2}, 400, "top_logprobs was given without logprobs"),
+        ("chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 21}, 400, "top_logprobs: "),
+        ("chat/completions", {**CHAT, "frequency_penalty": 1}, 400, "frequency_penalty: "),
+        ("chat/completions", {**CHAT, "logit_bias": {"5": 1}}, 400, "logit_bias: "),
+        ("chat/completions", {**CHAT, "store": True}, 400, "store: "),
+        ("chat/completions", {**CHAT, "messages": [{"role": "", "content": "x"}]}, 400, "messages.0.role: "),
+        ("chat/completions", {**CHAT, "messages": [{"role": "x" * 65, "content": "x"}]}, 400, "messages.0.role: "),
+        ("chat/completions", {**CHAT, "max_completion_tokens": 0}, 400, "max_completion_tokens: "),
         ("chat/completions", {**CHAT, "temperatur": 0}, 400, "temperatur: Extra inputs are not permitted"),
         ("chat/completions", {**CHAT, "temperature": -1}, 400, "temperature is -1"),
         ("chat/completions", {**CHAT, "max_tokens": 0}, 400, "max_tokens: Input should be greater than or equal to 1"),
@@ -214,6 +229,10 @@ TEXT = {"model": "demo", "prompt": "x"}
         ("completions", {**TEXT, "prompt": "the " * 500}, 400, f"but the cache holds {MAX_CACHE_LEN}; shorten it"),
         ("completions", {**TEXT, "top_p": 3}, 400, "top_p is 3"),
         ("completions", {**TEXT, "seed": 2**70}, 400, "seed is"),
+        ("completions", {**TEXT, "logprobs": 21}, 400, "logprobs: "),
+        ("completions", {**TEXT, "best_of": 2}, 400, "best_of: "),
+        ("completions", {**TEXT, "echo": True}, 400, "echo: "),
+        ("completions", {**TEXT, "suffix": "y"}, 400, "suffix: "),
         ("completions", b"{", 400, "the body is no JSON"),
         ("completions", b"\xff\xfe", 400, "the body is no JSON"),
         ("completions", b"[" * 100_000, 400, "error parsing the body"),
@@ -230,6 +249,23 @@ def test_what_is_refused_says_why(address: str, path: str, body: Any, status: in
 def test_a_body_that_is_not_said_to_be_json_is_refused(address: str) -> None:
     """What a page of somebody else can send without being asked."""
     assert post(address, "/v1/completions", TEXT, {"Content-Type": "text/plain"})[0] == 400
+
+
+def test_what_is_at_a_limit_is_taken(address: str) -> None:
+    body = json.dumps({**TEXT, "max_tokens": 1, "logprobs": 20}).encode()
+    status, document = post(address, "/v1/completions", body.ljust(8 * 2**20))
+    assert status == 200 and len(document["choices"][0]["logprobs"]["top_logprobs"][0]) == 20
+    asked = {**CHAT, "max_tokens": 5, "max_completion_tokens": 2, "temperature": 0}
+    assert post(address, "/v1/chat/completions", asked)[1]["usage"]["completion_tokens"] == 2
+
+
+def test_connections_beyond_those_that_are_held_are_refused(bundle: Path, monkeypatch) -> None:
+    monkeypatch.setattr("exportable_cache.cli.server.run._MOST_CONNECTIONS", 2)
+    with served(load(bundle)) as address:
+        host, port = address.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=20):
+            assert post(address, "/v1/completions", {**TEXT, "max_tokens": 1})[0] == 503
+        assert post(address, "/v1/completions", {**TEXT, "max_tokens": 1})[0] == 200
 
 
 def test_it_still_answers_after_all_that(client, expected: str) -> None:
@@ -268,6 +304,7 @@ def test_a_key_and_a_full_queue(bundle: Path) -> None:
     with served(session, api_key="secret", most_waiting=1) as address:
         with pytest.raises(openai.AuthenticationError, match="the API key is missing or wrong"):
             client_of(address, "other").models.list()
+        assert post(address, "/v1/completions", TEXT)[0] == 401
         client = client_of(address, "secret")
         assert client.models.list().data[0].id == "demo"
         answers: list[Any] = []
@@ -279,8 +316,8 @@ def test_a_key_and_a_full_queue(bundle: Path) -> None:
         for thread in threads:
             thread.start()
             time.sleep(0.5)
-        status, document = post(address, "/v1/completions", TEXT, {**JSON, "Authorization": "Bearer secret"})
-        assert (status, document["error"]["type"]) == (503, "overloaded_error")
+        status, headers, text = reply_to(address, "/v1/completions", TEXT, {**JSON, "Authorization": "Bearer secret"})
+        assert (status, json.loads(text)["error"]["type"], headers["Retry-After"]) == (503, "overloaded_error", "1")
         goes_on.set()
         for thread in threads:
             thread.join(20)

@@ -48,6 +48,15 @@ def test_progress_off_a_terminal_says_how_far_a_long_stage_is(streams, monkeypat
     assert err.getvalue().splitlines()[-2:] == ["tracing ...", "tracing ... 1/2"]
 
 
+@pytest.mark.parametrize("screen", [False, True])
+def test_a_name_of_several_lines_is_one_of_progress(streams, monkeypatch, screen: bool):
+    monkeypatch.setattr(module, "_SECONDS_OF_SILENCE", 0.0)
+    terminal, _, err = streams(screen=screen)
+    with terminal.progress("reading a\nb\x1b[2Jc \u00fc"):
+        time.sleep(0.3 * screen)
+    assert "reading a\\nb\\x1b[2Jc \u00fc" in err.getvalue() and "\x1b[2J" not in err.getvalue()
+
+
 def test_progress_of_a_short_command_prints_nothing(streams):
     terminal, out, err = streams()
     with terminal.progress("loading") as progress:

@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 
-from exportable_cache.cache.storage import Int8Storage
+from exportable_cache.cache.storage import Int4Storage, Int8Storage
+from exportable_cache.cache.storage.rounded import RoundedStorage
 from exportable_cache.errors import InputError
 
 from ..support.layers import full_layer, in_step, ring_layer
@@ -24,6 +25,19 @@ def test_rounding_is_off_by_half_a_step_at_most() -> None:
 def test_rows_of_zeros_stay_zeros() -> None:
     stored, scales = INT8.quantize(torch.zeros(1, 1, 2, 4))
     assert torch.equal(INT8.dequantize(stored, scales), torch.zeros(1, 1, 2, 4))
+
+
+@pytest.mark.parametrize("storage", [INT8, Int4Storage("float32")])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_row_with_what_is_no_number_is_none(storage: RoundedStorage, value: float) -> None:
+    """A model that has gone astray shows it, rather than going on with zeros; the rows beside it are as they were."""
+    rows = torch.randn(1, 2, 3, 4)
+    plain = storage.dequantize(*storage.quantize(rows))
+    rows[0, 1, 1, 2] = value
+    found = storage.dequantize(*storage.quantize(rows))
+    assert not found[0, 1, 1].isfinite().any()
+    found[0, 1, 1] = plain[0, 1, 1]
+    assert torch.equal(found, plain)
 
 
 def test_rounding_twice_changes_nothing() -> None:

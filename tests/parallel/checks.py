@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from exportable_cache import ExportableCache, Session
+from exportable_cache.backends.compiling import StepCompiler
 from exportable_cache.decoding import ContinuousBatch, PromptLookup, Sampling
 from exportable_cache.models import ranks
 
@@ -130,6 +131,24 @@ def perturbed(me: Rank) -> Any:
         return [*found, running.prefill(REPEATED)]
     finally:
         handle.remove()
+
+
+def perturbed_apart(me: Rank) -> list[int]:
+    """The same where tokens are chosen behind the graph of a step, as they are behind machine code."""
+    model = me.model(FAMILY)
+    noise = 0.5 * me.rank * torch.randn(model.config.vocab_size, generator=torch.Generator().manual_seed(1))
+    handle = model.lm_head.register_forward_hook(lambda module, inputs, output: output + noise)
+    before = torch.compiler.get_default_backend()
+    torch.compiler.set_default_backend("eager")
+    try:
+        with mock.patch.object(StepCompiler, "chooses_apart", lambda self, penalised: True):
+            running = session(me, compile="wait", buckets=False, rollback_slots=2, steps_per_launch=3)
+            found = list(running.generate(REPEATED, max_new_tokens=16))
+            running.close()
+    finally:
+        handle.remove()
+        torch.compiler.set_default_backend(before)
+    return found
 
 
 def saved(me: Rank) -> Any:

@@ -29,6 +29,7 @@ ALL = (
     checks.rows,
     checks.continuous,
     checks.perturbed,
+    checks.perturbed_apart,
     checks.saved,
     checks.disagreements,
     checks.refusals,
@@ -141,6 +142,7 @@ def test_ranks_take_the_same_token_whatever_their_sums_are(found: list[dict[str,
     assert torch.equal(first[2], second[2])
     # Rank 0's own sums are as they were.
     assert first[0] == of(found, checks.greedy)[0]
+    assert of(found, checks.perturbed_apart) == [first[0]] * 2
 
 
 def test_one_file_for_all_ranks_and_for_one_process(found: list[dict[str, Any]], folder: Path) -> None:

@@ -54,9 +54,9 @@ class Session:
         self._library = load_library(library)
         self._busy, self._ending = threading.Lock(), threading.Lock()
         if threads is not None:
-            # What is out of an integer's range would be cut off in C.
-            if not 0 <= threads < 2**63:
-                raise Failure(Status.INPUT, f"threads is {threads}; it must be from 1 to 512")
+            # What is out of an integer's range would be cut off in C, which knows how many there can be.
+            if not -(2**63) <= threads < 2**63:
+                raise Failure(Status.INPUT, f"threads is {threads}; it must be of at most 64 bits")
             self._check(self._library.ec_set_threads(threads))
         handle = c_void_p()
         self._check(self._library.ec_open(encoded(os.fspath(folder)), byref(handle)))
