@@ -71,6 +71,7 @@ kernels-sanitized:
 	@build/kernels-sanitized/attention_test
 	@build/kernels-sanitized/linear_test
 	@build/kernels-sanitized/float_linear_test
+	@build/kernels-sanitized/quantize_test
 
 demo: $(VENV)/.installed
 	@$(BIN)/exportable-cache export demo --target executorch --max-cache-len $(MAX_CACHE_LEN) --output $(OUTPUT) --overwrite

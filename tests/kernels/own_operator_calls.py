@@ -15,7 +15,7 @@ from torch.export import Dim
 
 from exportable_cache.backends.executorch.lower import lower_programs
 from exportable_cache.backends.executorch.own_operators import check_own_kernels
-from exportable_cache.cache.storage import FloatStorage, Int4Storage, Int8Storage, Storage
+from exportable_cache.cache.storage import FloatStorage, Int4Storage, Int8Storage, RoundedStorage, Storage
 from exportable_cache.common.compat.executorch import load_program
 
 BATCH, HEADS, KV_HEADS, DIM = 2, 6, 2, 16
@@ -67,6 +67,10 @@ class Layers(torch.nn.Module):
 
     @staticmethod
     def encoded(kind: Kind, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if isinstance(kind.storage, RoundedStorage):
+            quantize = torch.ops.exportable_cache.quantize
+            (keys, key_scales), (values, value_scales) = (quantize(one, kind.storage.bits) for one in rows)
+            return keys, values, key_scales, value_scales
         rows = rows.to(kind.storage.rows_dtype)
         return kind.storage.encode(rows[0], rows[1])
 

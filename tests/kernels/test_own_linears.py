@@ -15,8 +15,6 @@ from exportable_cache.models.quantization import quantize
 from exportable_cache.models.quantization_spec import Quantization
 
 from ..support.models import tiny_model
-from .conftest import Build
-from .test_attention import run
 
 OPERATOR = "exportable_cache::linear_4bit"
 
@@ -106,16 +104,3 @@ def test_float_layers_become_the_operator_but_for_tied_heads_and_few_outputs(tie
         assert sum("packed" in name for name in program.state_dict) == (1 if tied else 2)
         for found, expected in zip(program.module()(tokens), module(tokens), strict=True):
             torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
-
-
-def test_linears_are_exact_on_every_instruction_set(kernels_build: Build) -> None:
-    for test in ("linear_test", "float_linear_test"):
-        said = run(kernels_build("-DEC_KERNELS_TESTS=ON") / test)
-        assert "0 failures" in said.splitlines()[-1]
-
-
-@pytest.mark.slow
-def test_linears_under_the_sanitizers(kernels_build: Build) -> None:
-    options = ("-DEC_KERNELS_LIBRARY=OFF", "-DEC_KERNELS_TESTS=ON", "-DEC_KERNELS_SANITIZE=address,undefined")
-    for test in ("linear_test", "float_linear_test"):
-        run(kernels_build(*options) / test)

@@ -108,6 +108,35 @@ def test_the_compiled_operators_are_the_plain_ones(own_bundle) -> None:
     own_bundle(OPERATORS)
 
 
+@pytest.mark.parametrize(("bits", "kind"), [(8, "int8"), (4, "int4")])
+def test_rows_are_rounded_as_the_storage_has_them(bits: int, kind: str) -> None:
+    rows, storage = torch.randn(6, 5, 1, 16), STORAGES[kind]
+    found, expected = torch.ops.exportable_cache.quantize(rows, bits), storage.quantize(rows)
+    assert all(torch.equal(*both) for both in zip(found, expected, strict=True))
+    out = {name: torch.empty_like(one) for name, one in zip(("numbers", "scales"), found, strict=True)}
+    torch.ops.exportable_cache.quantize.out(rows, bits, **out)
+    assert all(torch.equal(*both) for both in zip(out.values(), expected, strict=True))
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+def test_new_keys_and_values_are_rounded_by_one_operator(kv_dtype: str) -> None:
+    """Instead of eight plain ones, between which delegates are cut."""
+    model = tiny_model("llama")
+    cache = ExportableCache.from_model(model, 32, kv_dtype=kv_dtype)
+    layer = fuse_layers(model, cache, own=True).layers[0]
+
+    class Update(torch.nn.Module):
+        def forward(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return layer.kernel.encoded(layer, keys, values)
+
+    states = torch.randn(1, layer.keys.shape[0], 3, layer.storage.head_dim(layer.keys.shape[-1]))
+    program = torch.export.export(Update(), (states, states))
+    called = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+    assert {name for name in called if "getitem" not in name} == {
+        "aten.reshape.default", "exportable_cache.quantize.default",
+    }  # fmt: skip
+
+
 # In the fast lane the operator alone: test_own_linears.py.
 @pytest.mark.full
 def test_a_program_of_4_bits_is_the_model(own_bundle) -> None:

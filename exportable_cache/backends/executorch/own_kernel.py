@@ -9,6 +9,7 @@ import torch
 
 from ...cache.kernel import StateTensor
 from ...cache.policies import FullPolicy, SinkPolicy
+from ...cache.storage import RoundedStorage
 from .fused_kernels import FusedKernel, FusedStep, heads_as_batch
 
 if TYPE_CHECKING:
@@ -44,6 +45,17 @@ class OwnKernel(FusedKernel, kind="own"):
             batch_size, num_heads, *sizes = tensors[name].shape
             tensors[name] = tensors[name].new_zeros(batch_size * num_heads, sizes[0], 1, sizes[1])
         return layer.with_kernel(self, tensors)
+
+    def encoded(
+        self, layer: CacheLayer, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        if not isinstance(layer.storage, RoundedStorage):
+            return super().encoded(layer, key_states, value_states)
+        (keys, key_scales), (values, value_scales) = (
+            torch.ops.exportable_cache.quantize(heads_as_batch(states), layer.storage.bits)
+            for states in (key_states, value_states)
+        )
+        return keys, values, key_scales, value_scales
 
     def write_before(self, layer: CacheLayer, new: tuple[torch.Tensor, ...]) -> None:
         if isinstance(layer.policy, FullPolicy):

@@ -4,6 +4,7 @@
 length, rings that have turned, windows and chunks, soft-capping, sinks, a bias; over keys and values as they are
 stored, in float32, float16 and bfloat16, in 8 and in 4 bits. `exportable_cache::write` puts new rows where it looks for
 them. Both take the lengths as a tensor, so that no number of a step is read into the program.
+`exportable_cache::quantize` makes rows of 8 or 4 bits of new ones.
 
 Slots are of two kinds, as `SinkPolicy` has them: the first `kept` hold the tokens of their positions and are never
 written again, the others are a ring of the newest tokens behind those. A full layer keeps all of its slots, a ring
@@ -17,6 +18,8 @@ from collections.abc import Sequence
 import torch
 
 from ...cache.storage.int4 import Int4Storage
+from ...cache.storage.int8 import Int8Storage
+from ...cache.storage.rounded import RoundedStorage
 from ...common.compat.executorch import runtime
 from ...common.own_kernels import load_own_kernels
 from ...errors import MissingDependencyError
@@ -26,12 +29,16 @@ _ATTENTION = (
     "float softcap, Tensor? sinks, Tensor? bias"
 )
 _WRITE = "(Tensor rows, Tensor(a!) cache, Tensor length, int kept, Tensor? after"
+_QUANTIZE = "(Tensor rows, int bits"
+_ROUNDED: dict[int, type[RoundedStorage]] = {one.bits: one for one in (Int8Storage, Int4Storage)}
 _library = torch.library.Library("exportable_cache", "FRAGMENT")
 # ExecuTorch calls those that are named out.
 _library.define(f"attention{_ATTENTION}) -> Tensor")
 _library.define(f"attention.out{_ATTENTION}, *, Tensor(a!) out) -> Tensor(a!)")
 _library.define(f"write{_WRITE}) -> Tensor")
 _library.define(f"write.out{_WRITE}, *, Tensor(b!) out) -> Tensor(b!)")
+_library.define(f"quantize{_QUANTIZE}) -> (Tensor, Tensor)")
+_library.define(f"quantize.out{_QUANTIZE}, *, Tensor(a!) numbers, Tensor(b!) scales) -> (Tensor(a!), Tensor(b!))")
 
 
 def check_own_kernels() -> None:
@@ -142,6 +149,20 @@ def write(
     return _nothing()
 
 
+def quantize(rows: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `Int8Storage` and `Int4Storage` keep of rows.
+
+    Args:
+        rows: float32 [batch * num_heads, length, 1, dim].
+        bits: 8 or 4.
+
+    Returns:
+        int8 [batch * num_heads, length, 1, dim], or uint8 [..., dim / 2] of two numbers each, and float32 scales
+        [batch * num_heads, length, 1, 1].
+    """
+    return _ROUNDED[bits](dtype="float32").quantize(rows)
+
+
 def _of_row(part: torch.Tensor, row: int, batch: int) -> torch.Tensor:
     """[num_heads, length, dim] of one row of the batch."""
     return part.reshape(batch, -1, *part.shape[1:])[row].squeeze(2)
@@ -192,9 +213,24 @@ def _write_output(rows: torch.Tensor, *further: object) -> torch.Tensor:
     return rows.new_empty(1, dtype=torch.float32)
 
 
+def _quantize_into(
+    rows: torch.Tensor, bits: int, *, numbers: torch.Tensor, scales: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    found = quantize(rows, bits)
+    return numbers.copy_(found[0]), scales.copy_(found[1])
+
+
+def _quantize_output(rows: torch.Tensor, bits: int, **further: object) -> tuple[torch.Tensor, torch.Tensor]:
+    *others, dim = rows.shape
+    is_packed = bits == 4
+    numbers = rows.new_empty(*others, dim // 2 if is_packed else dim, dtype=torch.uint8 if is_packed else torch.int8)
+    return numbers, rows.new_empty(*others, 1, dtype=torch.float32)
+
+
 for _name, _plain, _into, _fake in (
     ("attention", attention, _attention_into, _attention_output),
     ("write", write, _write_into, _write_output),
+    ("quantize", quantize, _quantize_into, _quantize_output),
 ):
     _library.impl(_name, _plain, "CompositeExplicitAutograd")
     _library.impl(f"{_name}.out", _into, "CompositeExplicitAutograd")

@@ -18,7 +18,7 @@ class Int4Storage(RoundedStorage, kind="int4"):
 
     dtype: str
 
-    largest = 7
+    bits = 4
     stored_dtype = torch.uint8
     stored_dims = ("packed_head_dim", "packed_value_head_dim")
 

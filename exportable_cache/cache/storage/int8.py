@@ -15,7 +15,7 @@ class Int8Storage(RoundedStorage, kind="int8"):
 
     dtype: str
 
-    largest = 127
+    bits = 8
     stored_dtype = torch.int8
 
     def pack(self, rounded: torch.Tensor) -> torch.Tensor:

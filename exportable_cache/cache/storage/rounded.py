@@ -20,12 +20,17 @@ class RoundedStorage(Storage):
     """
 
     rounds = True
-    #: Largest number that is kept: a row's largest element, by its scale.
-    largest: ClassVar[int]
+    #: Of a number that is kept.
+    bits: ClassVar[int]
     #: Element type of `keys` and `values`.
     stored_dtype: ClassVar[torch.dtype]
     #: Names of the last dimensions of `keys` and of `values`.
     stored_dims: ClassVar[tuple[str, str]] = ("head_dim", "value_head_dim")
+
+    @property
+    def largest(self) -> int:
+        """Largest number that is kept: a row's largest element, by its scale."""
+        return 2 ** (self.bits - 1) - 1
 
     @property
     def parts(self) -> dict[str, Part]:
