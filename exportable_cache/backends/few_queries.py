@@ -17,7 +17,7 @@ from torch.nn import functional
 from ..cache.attention.extended import EXTENDED_ATTENTION
 from ..common.compat.torch import fixed_size
 from ..common.machine_code import MachineCode
-from .own_operators import OwnOperators
+from .own_operators import RECORDING_RESULTS, OwnOperators
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
@@ -65,7 +65,8 @@ def _shape_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *othe
 #: `EXPORTABLE_CACHE_ATTENTION` chooses who computes attention of few queries: `torch` for its own operators.
 OPERATORS = OwnOperators(
     MachineCode(
-        *(_FOLDER / name for name in ("few_queries.cpp", "blocks.h", "seen_keys.h", "vectors.h", "recording.h"))
+        *(_FOLDER / name for name in ("few_queries.cpp", "blocks.h", "seen_keys.h", "vectors.h", "recording.h")),
+        results=RECORDING_RESULTS,
     ),
     "EXPORTABLE_CACHE_ATTENTION",
     {"few_queries_attention": _shape_of},

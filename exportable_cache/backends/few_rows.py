@@ -16,7 +16,7 @@ import torch
 
 from ..common.compat.torch import LINEAR, fixed_size
 from ..common.machine_code import MachineCode
-from .own_operators import OwnOperators
+from .own_operators import RECORDING_RESULTS, OwnOperators
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
@@ -40,7 +40,7 @@ def _shapes_of(x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequenc
 
 #: `EXPORTABLE_CACHE_LINEARS` chooses who computes linear layers of few rows: `torch` for its own operators.
 OPERATORS = OwnOperators(
-    MachineCode(*(_FOLDER / name for name in ("few_rows.cpp", "vectors.h", "recording.h"))),
+    MachineCode(*(_FOLDER / name for name in ("few_rows.cpp", "vectors.h", "recording.h")), results=RECORDING_RESULTS),
     "EXPORTABLE_CACHE_LINEARS",
     {"few_rows_linear": _shape_of, "few_rows_linear_int8": _shape_of, "few_rows_linears": _shapes_of},
 )

@@ -75,6 +75,7 @@ class ModuleRunner:
         if options.compile:
             self.compiler = self.background.compiler if self.background else StepCompiler(model, cache, options)
         # CUDA graphs are recorded for each size.
+        self._records = options.compile and cache.device.type == "cuda"
         shares = options.compile and cache.device.type == "cpu"
         self._shared = shared_methods(cache, self.methods) if shares else {}
         self._shared_modules = {method.name: ResidentModule(model, cache, method) for method in self._shared.values()}
@@ -219,6 +220,8 @@ class ModuleRunner:
                 enough = inputs[0].shape[1] >= raised.min_length
                 return self._call(key, inputs, *further) if enough else self._token_by_token(raised, inputs)
             self._calls[graph.key] = call
+        if not self._records:
+            return result
         # CUDA graphs give out their own buffers, which the next step overwrites.
         return private.tree_map(lambda tensor: tensor.clone() if tensor.is_cuda else tensor, result)
 

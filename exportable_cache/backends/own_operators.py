@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 from collections.abc import Callable, Mapping
@@ -10,6 +11,13 @@ from typing import Any
 import torch
 
 from ..common.machine_code import MachineCode
+
+#: Of `MachineCode`: what functions of recording.h give.
+RECORDING_RESULTS = {
+    "exportable_cache_recording": ctypes.c_void_p,
+    "exportable_cache_is_whole": ctypes.c_bool,
+    "exportable_cache_run": ctypes.c_bool,
+}
 
 
 class OwnOperators:

@@ -94,10 +94,10 @@ class OwnTensors:
         return found
 
     def are(self, tensors: Sequence[tuple[torch.Tensor, int]]) -> bool:
-        """Whether they are these objects, at these addresses."""
+        """Whether they are these objects, at these addresses and in the same form, as a transposed one is not."""
         return all(
-            holder.get(name) is tensor and tensor.data_ptr() == address
-            for (holder, name, _), (tensor, address) in zip(self._found, tensors, strict=True)
+            holder.get(name) is tensor and tensor.data_ptr() == address and tensor.stride() == form[3]
+            for (holder, name, form), (tensor, address) in zip(self._found, tensors, strict=True)
         )
 
 

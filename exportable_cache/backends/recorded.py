@@ -116,8 +116,6 @@ class _Recording:
         self._own = own
         self._owned = [(tensor, tensor.data_ptr()) for tensor in own.tensors()]
         self._library = library
-        library.exportable_cache_recording.restype = ctypes.c_void_p
-        library.exportable_cache_is_whole.restype = library.exportable_cache_run.restype = ctypes.c_bool
         self._calls = ctypes.c_void_p(library.exportable_cache_recording())
         weakref.finalize(self, library.exportable_cache_end, self._calls)
         # Whatever they read and write, so that nobody else gets that memory.

@@ -15,7 +15,10 @@ import select
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -37,10 +40,11 @@ class MachineCode:
     Args:
         source: A file of C++ that needs torch's headers and nothing else.
         headers: Files of ours that it includes.
+        results: What its functions of C give, by their names, where that is no int.
     """
 
-    def __init__(self, source: Path, *headers: Path) -> None:
-        self.source, self.headers = source, headers
+    def __init__(self, source: Path, *headers: Path, results: Mapping[str, Any] = MappingProxyType({})) -> None:
+        self.source, self.headers, self._results = source, headers, results
         self._is_loaded = False
         #: Once it is loaded: functions of C.
         self.library: ctypes.CDLL | None = None
@@ -115,7 +119,10 @@ class MachineCode:
                 if not is_own_file(file.fileno()):
                     raise OSError(f"{self.path} is not yours, or others can write to it")
             torch.ops.load_library(str(folder / self.path.name))
-            self.library = ctypes.CDLL(str(folder / self.path.name))
+            library = ctypes.CDLL(str(folder / self.path.name))
+            for name, kind in self._results.items():
+                getattr(library, name).restype = kind
+            self.library = library
             self._is_loaded = True
         except (ExportableCacheError, OSError, RuntimeError, subprocess.SubprocessError) as error:
             self.reason = first_line(error.__cause__ or error)

@@ -150,6 +150,19 @@ def test_tensors_that_a_graph_looks_up_are_seen_to_be_elsewhere(loaded) -> None:
     assert torch.equal(graph(x), few_rows.plain_linear(x, weight, None)) and graph.calls == BEFORE + 1
 
 
+def test_a_tensor_that_a_graph_looks_up_is_seen_to_be_transposed(loaded) -> None:
+    model = tiny_model("llama", num_hidden_layers=4, num_key_value_heads=4)
+    cache = ExportableCache.from_model(model, 64)
+    with owners_of_tensors(model, cache):
+        own = OwnTensors([place for place, _ in EqualLayers(model, cache).own_tensors(3)])
+    weight = model.model.layers[3].self_attn.o_proj.weight
+    assert weight.shape[0] == weight.shape[1] and any(one is weight for one in own.tensors())
+    noted = [(one, one.data_ptr()) for one in own.tensors()]
+    assert own.are(noted)
+    weight.data = weight.data.T
+    assert not own.are(noted)
+
+
 class Census(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
