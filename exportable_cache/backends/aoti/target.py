@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from ...cache.attention.names import ATTENTION
 from ..base import LoweredFile
 from .options import AotiOptions
-from .package import compile_methods, write_constants
 from .runner import AotiRunner
 
 if TYPE_CHECKING:
@@ -37,6 +36,8 @@ class AotiBackend:
         return replace(options.program_spec(asked), attention=ATTENTION)
 
     def lower(self, program: Program, folder: Path, options: AotiOptions) -> list[LoweredFile]:
+        from .package import compile_methods, write_constants
+
         exported = {name: program.export(name) for name in program.methods}
         table, tensors = compile_methods(folder / CODE, exported)
         table.write(folder / TABLE)

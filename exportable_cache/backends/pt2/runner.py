@@ -1,4 +1,4 @@
-"""Running stored programs in torch."""
+"""Running stored programs in torch: those whose cache is inside."""
 
 from __future__ import annotations
 
@@ -7,18 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...cache.policies import CrossPolicy
-from ...common.compat.torch import tree_flatten, tree_unflatten
 from ...errors import BundleError, first_line
-from ...models.cache_factory import ExportableCache, ExportableEncoderDecoderCache
-from ..base import empty_layers
 
 if TYPE_CHECKING:
     from ..base import ProgramDescription
     from .archive import StoredProgram
 
 
-class _StoredRunner:
+class StoredRunner:
     """Programs of a file, which need not be what its manifest says they are.
 
     Raises:
@@ -35,7 +31,12 @@ class _StoredRunner:
         self.methods, self._rows = description.methods, description.batch_size
         self._modules = {name: programs[name].module for name in description.methods}
 
-    def _call(self, method: str, inputs: tuple) -> tuple[torch.Tensor, ...]:
+    def call(self, method: str, inputs: tuple) -> tuple[torch.Tensor, ...]:
+        """What a method gives.
+
+        Raises:
+            BundleError: If it fails, or gives no logits where it should.
+        """
         try:
             outputs = self._modules[method](*inputs)
         except (
@@ -67,7 +68,7 @@ class _StoredRunner:
             )
 
 
-class ResidentRunner(_StoredRunner):
+class ResidentRunner(StoredRunner):
     """Programs whose cache is inside: the methods share its tensors.
 
     Raises:
@@ -86,34 +87,8 @@ class ResidentRunner(_StoredRunner):
 
     @torch.no_grad()
     def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        outputs = self._call(method, inputs)
+        outputs = self.call(method, inputs)
         return outputs[0] if self.methods[method].is_step else outputs
-
-
-class ExplicitRunner(_StoredRunner):
-    """Programs whose cache is an input and an output: it is held here and passed along."""
-
-    def __init__(self, programs: Mapping[str, StoredProgram], description: ProgramDescription) -> None:
-        super().__init__(programs, description)
-        layers = empty_layers(description)
-        has_encoder = any(isinstance(layer.policy, CrossPolicy) for layer in layers)
-        self.cache = (ExportableEncoderDecoderCache if has_encoder else ExportableCache)(layers)
-
-    @property
-    def state(self) -> Mapping[str, torch.Tensor]:
-        """The cache as it is now, without the lengths, which are inputs."""
-        return self.cache.stored_state()
-
-    @torch.no_grad()
-    def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        if not self.methods[method].is_step:
-            return self._call(method, inputs)
-        leaves, spec = tree_flatten(self.cache)
-        logits, *written = self._call(method, (*inputs, *leaves))
-        if len(written) != len(leaves):
-            raise BundleError(f"method {method!r} gives {len(written)} cache tensors, of {len(leaves)}; export again")
-        self.cache = tree_unflatten(written, spec)
-        return logits
 
 
 def _checked(tensor: torch.Tensor, name: str, declared: Mapping) -> torch.Tensor:

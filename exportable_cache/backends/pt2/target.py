@@ -11,7 +11,7 @@ from ...program.spec import Form
 from ..base import LoweredFile
 from .archive import read_archive, write_archive
 from .options import Pt2Options
-from .runner import ExplicitRunner, ResidentRunner
+from .runner import ResidentRunner
 
 if TYPE_CHECKING:
     from ...program.program import Program
@@ -52,8 +52,11 @@ class Pt2Backend:
             f"layers_{index}_{name}" for index, layer in enumerate(description.layers) for name in layer["tensors"]
         }
         programs = read_archive(folder / FILE, declared)
-        runner = ResidentRunner if description.form is Form.RESIDENT else ExplicitRunner
-        return runner(programs, description)
+        if description.form is Form.RESIDENT:
+            return ResidentRunner(programs, description)
+        from .explicit_runner import ExplicitRunner
+
+        return ExplicitRunner(programs, description)
 
 
 backend = Pt2Backend()
