@@ -9,6 +9,9 @@ import pytest
 import exportable_cache
 from exportable_cache.backends.registry import TARGETS
 
+from ..support.models import tiny_model
+from ..support.sessions import PREFILL, exported_bundle, regional_aoti_bundle
+
 COMMANDS = ("plan", "export", "inspect", "verify", "generate", "bench", "doctor")
 HEAVY = ("torch", "transformers", "numpy", "executorch")
 
@@ -73,6 +76,21 @@ def test_running_a_bundle_imports_nothing_that_makes_one(demo_bundle):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout == "' 482'\n", done.stderr
+
+
+@pytest.mark.parametrize("target", ["pt2", "aoti"])
+def test_a_session_over_tensors_imports_nothing_that_makes_one(target):
+    # As in test_aoti.py.
+    model = tiny_model("mistral", tie_word_embeddings=True)
+    folder = exported_bundle(model, "pt2", prefill_chunk=PREFILL) if target == "pt2" else regional_aoti_bundle(model)
+    code = (
+        "import sys\n"
+        "from exportable_cache import load\n"
+        f"list(load({str(folder)!r}, trust=True).generate([[5, 6, 7]], 3))\n"
+        f"print(*[name for name in {MAKERS!r} if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "\n"), done.stderr
 
 
 def test_completion_imports_nothing_heavy_and_knows_targets(shell):
