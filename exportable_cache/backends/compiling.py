@@ -19,6 +19,7 @@ from ..program.methods import ProgramMethod
 from .eager_operators import OWN_OPERATORS
 from .graph_cache import GRAPH_CACHE_MB, GraphCache
 from .graphs import OutdatedGraph
+from .guards import checked_in_each_step
 
 if TYPE_CHECKING:
     from ..models.cache_factory import ExportableCache
@@ -100,7 +101,8 @@ class StepCompiler:
         # the classes of layers, which tracing three of them changes.
         is_plain = self._cache.residence is None and self._cache.ranks is None
         stamps = is_plain and self.graph_cache is not None
-        return LayeredBackend(EqualLayers(self._model, self._cache) if stamps else None)
+        equal = EqualLayers(self._model, self._cache) if stamps else None
+        return LayeredBackend(equal, checks_inputs=self.graph_cache is None)
 
     def chooses_apart(self, penalised: bool) -> bool:
         """Whether the choice of tokens is a graph by itself, behind that of the step.
@@ -134,6 +136,8 @@ class StepCompiler:
                 return _guarded(call)
         if self.layered is None:
             backend = _whole_backend(chosen, dynamic)
+        else:
+            backend["options"] = {"guard_filter_fn": checked_in_each_step(self.layered.ids_checked)}
         return torch.compile(step, fullgraph=True, dynamic=dynamic, **backend)
 
     def load(
