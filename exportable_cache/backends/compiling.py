@@ -15,7 +15,7 @@ from ..common.compat import torch as private
 from ..common.progress import Progress, silent
 from ..common.settings import check_settings, setting
 from ..errors import InputError
-from ..program.methods import ProgramMethod
+from ..program.methods import KV_SLOTS, ProgramMethod
 from .eager_operators import OWN_OPERATORS
 from .graph_cache import GRAPH_CACHE_MB, GraphCache
 from .graphs import OutdatedGraph
@@ -183,7 +183,10 @@ def check_background(cache: ExportableCache, mode: str | None) -> None:
 
 
 def marked(
-    method: ProgramMethod, inputs: Sequence[torch.Tensor], compiles: bool = True
+    method: ProgramMethod,
+    inputs: Sequence[torch.Tensor],
+    compiles: bool = True,
+    slots: torch.Tensor | None = None,
 ) -> tuple[list[torch.Tensor], frozenset[str]]:
     """Copies of the inputs that say which of their sizes are dynamic, and the names of dynamic sizes that are 1 here.
 
@@ -191,9 +194,13 @@ def marked(
 
     Args:
         compiles: Whether this process compiles; another one marks its own copies.
+        slots: A copy of `KV_SLOTS`, whose values nobody reads, that will do if it is as long.
     """
     sizes, copies, ones = method.dynamic_sizes, [], set()
     for spec, tensor in zip(method.inputs, inputs, strict=True):
+        if slots is not None and spec is KV_SLOTS and slots.shape == tensor.shape:
+            copies.append(slots)
+            continue
         tensor = tensor.clone(memory_format=torch.contiguous_format)
         for index, size in enumerate(spec.shape):
             if size in sizes and tensor.shape[index] == 1:
