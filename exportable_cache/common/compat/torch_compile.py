@@ -297,7 +297,7 @@ def tensors_of_one_size(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> 
 
 
 class TensorForms:
-    """What TorchDynamo's guards say of tensors, in one call for all: class, dispatch keys, type, device, sizes, strides.
+    """What TorchDynamo's guards say of tensors, in one call: class, dispatch keys, type, device, sizes, strides.
 
     A guard on a tensor of its own looks up five attributes besides, by which sizes would be said to be dynamic.
 
