@@ -306,11 +306,9 @@ class TensorForms:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._check = TensorGuards(
-            *tensors,
-            dynamic_dims_sizes=[list(one.shape) for one in tensors],
-            dynamic_dims_strides=[list(one.stride()) for one in tensors],
-        ).check
+        sizes: list[Any] = [list(one.shape) for one in tensors]
+        strides: list[Any] = [list(one.stride()) for one in tensors]
+        self._check = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
     def are_of(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether these are of the same forms, in the same order."""
