@@ -41,7 +41,7 @@ def other_number(model: PreTrainedModel) -> None:
     model.model.layers[1].input_layernorm.variance_epsilon = 0.1
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def generated_code() -> Iterator[None]:
     with compiling_with("inductor"):
         yield
