@@ -15,10 +15,11 @@ from ..common.compat import torch as private
 from ..common.progress import Progress, silent
 from ..common.settings import check_settings, setting
 from ..errors import InputError
-from ..program.methods import ProgramMethod
+from ..program.methods import KV_SLOTS, ProgramMethod
 from .eager_operators import OWN_OPERATORS
 from .graph_cache import GRAPH_CACHE_MB, GraphCache
 from .graphs import OutdatedGraph
+from .guards import checked_in_each_step
 
 if TYPE_CHECKING:
     from ..models.cache_factory import ExportableCache
@@ -100,7 +101,8 @@ class StepCompiler:
         # the classes of layers, which tracing three of them changes.
         is_plain = self._cache.residence is None and self._cache.ranks is None
         stamps = is_plain and self.graph_cache is not None
-        return LayeredBackend(EqualLayers(self._model, self._cache) if stamps else None)
+        equal = EqualLayers(self._model, self._cache) if stamps else None
+        return LayeredBackend(equal, checks_inputs=self.graph_cache is None)
 
     def chooses_apart(self, penalised: bool) -> bool:
         """Whether the choice of tokens is a graph by itself, behind that of the step.
@@ -134,6 +136,8 @@ class StepCompiler:
                 return _guarded(call)
         if self.layered is None:
             backend = _whole_backend(chosen, dynamic)
+        else:
+            backend["options"] = {"guard_filter_fn": checked_in_each_step(self.layered.ids_checked)}
         return torch.compile(step, fullgraph=True, dynamic=dynamic, **backend)
 
     def load(
@@ -179,7 +183,10 @@ def check_background(cache: ExportableCache, mode: str | None) -> None:
 
 
 def marked(
-    method: ProgramMethod, inputs: Sequence[torch.Tensor], compiles: bool = True
+    method: ProgramMethod,
+    inputs: Sequence[torch.Tensor],
+    compiles: bool = True,
+    slots: torch.Tensor | None = None,
 ) -> tuple[list[torch.Tensor], frozenset[str]]:
     """Copies of the inputs that say which of their sizes are dynamic, and the names of dynamic sizes that are 1 here.
 
@@ -187,9 +194,13 @@ def marked(
 
     Args:
         compiles: Whether this process compiles; another one marks its own copies.
+        slots: A copy of `KV_SLOTS`, whose values nobody reads, that will do if it is as long.
     """
     sizes, copies, ones = method.dynamic_sizes, [], set()
     for spec, tensor in zip(method.inputs, inputs, strict=True):
+        if slots is not None and spec is KV_SLOTS and slots.shape == tensor.shape:
+            copies.append(slots)
+            continue
         tensor = tensor.clone(memory_format=torch.contiguous_format)
         for index, size in enumerate(spec.shape):
             if size in sizes and tensor.shape[index] == 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 from ..common.compat import torch_compile as private
 from .few_queries import attention_of_few_queries
 from .few_rows import linears_of_few_rows
+from .graphs import OutdatedGraph
 from .onednn_linears import linears_by_onednn
 from .own_tensors import OwnTensor, OwnTensors
 from .recorded import RecordedSteps
@@ -19,6 +20,8 @@ from .regions import regions_of
 from .stamped_layers import taken_marks
 
 if TYPE_CHECKING:
+    import torch
+
     from .equal_layers import EqualLayers
 
 #: What Inductor has compiled: its own object, which runs, and can be written.
@@ -50,9 +53,10 @@ class LayeredGraph(private.SerializableCallable):
         places: How many values there are, the graph's inputs first, and then its own tensors.
         results: Places of what it gives, or values that are the same in every step.
         own: What it takes from the model and the cache by itself.
+        checked: Tensors, by their places among the inputs, whose forms no guard compares.
 
     Raises:
-        OutdatedGraph: See `OwnTensors`.
+        OutdatedGraph: See `OwnTensors`. A call does so, too, where one that is checked is of another form.
     """
 
     def __init__(
@@ -62,14 +66,19 @@ class LayeredGraph(private.SerializableCallable):
         places: int,
         results: Sequence,
         own: Sequence[OwnTensor] = (),
+        checked: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
         self.compiled = tuple(compiled)
         self.calls, self.places, self.results = tuple(calls), places, tuple(results)
         self.own = OwnTensors(own)
         self._bound = [(private.region_function(compiled[call.region]), call) for call in calls]
         self.steps = RecordedSteps(self.own)
+        self._checked = tuple(checked or ())
+        self._forms = private.TensorForms(list(checked.values())) if checked else None
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
+        if self._forms is not None and not self._forms.are_of([inputs[place] for place in self._checked]):
+            raise OutdatedGraph
         return self.steps(self._run, inputs)
 
     def _run(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
@@ -103,19 +112,27 @@ class LayeredBackend:
 
     Args:
         equal: Layers that need not all be traced, where graphs are of such a model.
+        checks_inputs: Whether graphs compare the forms of tensors that are no step's own, and guards need not.
 
     Attributes:
         compiled: Regions compiled so far, and graphs compiled whole.
         called: Calls of regions in the graphs so far.
     """
 
-    def __init__(self, equal: EqualLayers | None = None) -> None:
+    def __init__(self, equal: EqualLayers | None = None, checks_inputs: bool = False) -> None:
         self.equal = equal
+        self._checks_inputs = checks_inputs
+        self._ids_checked: frozenset[int] = frozenset()
         self.compiled, self.called = 0, 0
         # Operators go along: the texts tell them apart by identity.
         self._regions: dict[str, tuple[Compiled, list[Any]]] = {}
 
+    def ids_checked(self) -> frozenset[int]:
+        """Of the tensors whose forms the newest graph compares, while its guards are being made."""
+        return self._ids_checked
+
     def __call__(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        self._ids_checked = frozenset()
         if self.equal is not None:
             self.equal.traced()
         attention_of_few_queries(module)
@@ -159,4 +176,6 @@ class LayeredBackend:
         self.called += len(calls)
         results = [places[value] if isinstance(value, Node) else None for value in output.args[0]]
         own = () if marks is None else marks.own
-        return LayeredGraph([self._regions[text][0] for text in numbers], calls, len(places), results, own)
+        checked = private.tensors_of_one_size(module, inputs) if self._checks_inputs else {}
+        self._ids_checked = frozenset(map(id, checked.values()))
+        return LayeredGraph([self._regions[text][0] for text in numbers], calls, len(places), results, own, checked)

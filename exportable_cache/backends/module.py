@@ -80,6 +80,8 @@ class ModuleRunner:
         self._shared = shared_methods(cache, self.methods) if shares else {}
         self._shared_modules = {method.name: ResidentModule(model, cache, method) for method in self._shared.values()}
         self._slots = torch.empty(max((one.kv_read_len for one in self._shared.values()), default=0), dtype=torch.bool)
+        # By methods, of the last step of each.
+        self._marked: dict[str, torch.Tensor] = {}
         self._calls: dict[tuple, Callable[..., torch.Tensor]] = {}
         self._threads = torch.get_num_threads()
         # TorchDynamo does not follow a model that is left before its decoder, or whose decoder is handed more than the
@@ -267,7 +269,7 @@ class ModuleRunner:
         prompt, size = self.methods[graph.asked[0]], inputs[0].shape[1]
         if size == 1 or not prompt.is_step or prompt.only_scores:
             return None
-        end = int(inputs[1].max()) + size + 1
+        end = _last_of(inputs[1]) + size + 1
         decode = next(
             (
                 one
@@ -297,11 +299,13 @@ class ModuleRunner:
         shared = self._shared.get(method.name)
         if shared is not None:
             size, steps = inputs[0].shape[1], 1 if len(key) == 1 else key[3]
-            end = int(inputs[1].max()) + size + steps - 1
+            end = _last_of(inputs[1]) + size + steps - 1
             slots = slots_to_read(shared, end, None if self._is_compiled(shared, key) else size)
             if slots is None:
                 return None
-            arguments, ones = marked(shared, [*inputs, self._slots[:slots]], self.background is None)
+            kept = self._marked.get(shared.name)
+            arguments, ones = marked(shared, [*inputs, self._slots[:slots]], self.background is None, kept)
+            self._marked[shared.name] = arguments[-1]
             module = choosing(self._shared_modules[shared.name], key, self.ranks)
             return Graph(shared, module, (shared.name, True, *key[1:], ones), [*arguments, *further], key)
         arguments, ones = marked(method, inputs, self.background is None)
@@ -326,6 +330,10 @@ class ModuleRunner:
         for index in range(tokens.shape[1]):
             logits = self._call((decode.name,), (tokens[:, index : index + 1], position + index, *more))
         return logits
+
+
+def _last_of(positions: torch.Tensor) -> int:
+    return int(positions if positions.numel() == 1 else positions.max())
 
 
 def _raised(method: ProgramMethod, error: Exception) -> ProgramMethod:

@@ -11,6 +11,7 @@ Steps in which anything else happens are called from Python as before.
 from __future__ import annotations
 
 import ctypes
+import operator
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -108,11 +109,11 @@ class _Recording:
     ) -> None:
         self._moving = {place: tensor.clone() for place, tensor in moving.items()}
         self._inputs = [self._moving.get(place, one) for place, one in enumerate(inputs)]
-        self._fixed = [
-            (place, one, one.data_ptr() if isinstance(one, torch.Tensor) else None)
-            for place, one in enumerate(inputs)
-            if place not in moving
-        ]
+        fixed = [place for place in range(len(inputs)) if place not in moving]
+        self._fixed = [(place, inputs[place]) for place in fixed if not isinstance(inputs[place], torch.Tensor)]
+        self._places = [place for place in fixed if isinstance(inputs[place], torch.Tensor)]
+        self._tensors = [inputs[place] for place in self._places]
+        self._pointers = [one.data_ptr() for one in self._tensors]
         self._own = own
         self._owned = [(tensor, tensor.data_ptr()) for tensor in own.tensors()]
         self._library = library
@@ -150,12 +151,12 @@ class _Recording:
 
     def serves(self, inputs: Sequence[Any]) -> bool:
         """Whether a step with these is the one that was recorded, but for the values of what moves."""
+        # A loop in Python over hundreds of tensors would take as long as all that is around it.
         return (
             len(inputs) == len(self._inputs)
-            and all(
-                inputs[place] is one and one.data_ptr() == pointer if pointer is not None else inputs[place] == one
-                for place, one, pointer in self._fixed
-            )
+            and all(map(operator.is_, map(inputs.__getitem__, self._places), self._tensors))
+            and list(map(torch.Tensor.data_ptr, self._tensors)) == self._pointers
+            and all(inputs[place] == one for place, one in self._fixed)
             and all(
                 inputs[place].shape == one.shape and inputs[place].dtype == one.dtype
                 for place, one in self._moving.items()

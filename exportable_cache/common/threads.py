@@ -15,11 +15,14 @@ def threads_of_torch(number: int) -> Iterator[None]:
     A thread that runs its first operator meanwhile keeps the number.
     """
     before = torch.get_num_threads()
-    torch.set_num_threads(number)
+    # To tell every library of it takes longer than to ask.
+    if before != number:
+        torch.set_num_threads(number)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        if torch.get_num_threads() != before:
+            torch.set_num_threads(before)
 
 
 def one_thread() -> AbstractContextManager[None]:
