@@ -94,9 +94,9 @@ class OwnTensors:
         return found
 
     def are(self, tensors: Sequence[tuple[torch.Tensor, int]]) -> bool:
-        """Whether they are these objects, at these addresses and in the same form, as a transposed one is not."""
+        """Whether they are these objects, at these addresses and in the same form, as one that was transposed or cut is not."""
         return all(
-            holder.get(name) is tensor and tensor.data_ptr() == address and tensor.stride() == form[3]
+            holder.get(name) is tensor and tensor.data_ptr() == address and (tensor.shape, tensor.stride()) == form[2:]
             for (holder, name, form), (tensor, address) in zip(self._found, tensors, strict=True)
         )
 
