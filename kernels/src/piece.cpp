@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 // Vectors whose length is known at run time only cannot be kept in arrays, as tiles of registers are here.
 #undef HWY_DISABLED_TARGETS
@@ -244,35 +245,49 @@ void whole_sums_of_few(const Running& run, int64_t rows, const Rows<int8_t>& val
   }
 }
 
+// Rows of a tile, and the first slots of a block, behind which none of its rows sees any.
 template <int R>
-HWY_INLINE void scores_of_tile(const Running& run, int64_t row, int64_t stride, int64_t dim) {
-  tile_scores<R>(run.query + row * stride, stride, run.keys, dim, run.scores + row * kBlock);
+HWY_INLINE void scores_of_tile(const Running& run, int64_t row, int64_t seen, int64_t stride, int64_t dim) {
+  tile_scores<R>(run.query + row * stride, stride, run.keys, dim, seen, run.scores + row * kBlock);
 }
 
 template <int R>
-HWY_INLINE void sums_of_tile(const Running& run, int64_t row, int64_t n, int64_t stride) {
-  const Rows<float> values{run.values, stride, n};
-  add_weighted<R>(run.scores + row * kBlock, values, stride, kBlock, Ahead<float>(), run.sums + row * stride, stride);
+HWY_INLINE void sums_of_tile(const Running& run, int64_t row, int64_t seen, const Rows<float>& values, int64_t dim) {
+  const Rows<float> first{values.first, values.stride, seen};
+  add_weighted<R>(run.scores + row * kBlock, first, dim, kBlock, Ahead<float>(), run.sums + row * dim, dim);
 }
 
-void scores_of_many(const Running& run, int64_t rows, int64_t stride, int64_t dim) {
+// `seen(r)` slots of the block are seen by row r or one before it.
+template <class Seen>
+void scores_of_many(const Running& run, int64_t rows, const Seen& seen, int64_t stride, int64_t dim) {
   int64_t r = 0;
-  for (; r + kTileRows <= rows; r += kTileRows) scores_of_tile<kTileRows>(run, r, stride, dim);
-  for (; r + 2 <= rows; r += 2) scores_of_tile<2>(run, r, stride, dim);
-  for (; r < rows; ++r) scores_of_tile<1>(run, r, stride, dim);
+  for (; r + kTileRows <= rows; r += kTileRows) scores_of_tile<kTileRows>(run, r, seen(r + kTileRows - 1), stride, dim);
+  for (; r + 2 <= rows; r += 2) scores_of_tile<2>(run, r, seen(r + 1), stride, dim);
+  for (; r < rows; ++r) scores_of_tile<1>(run, r, seen(r), stride, dim);
 }
 
-void sums_of_many(const Running& run, int64_t rows, int64_t n, int64_t stride) {
+template <class Seen>
+void sums_of_many(const Running& run, int64_t rows, const Seen& seen, const Rows<float>& values, int64_t dim) {
   int64_t r = 0;
-  for (; r + kTileRows <= rows; r += kTileRows) sums_of_tile<kTileRows>(run, r, n, stride);
-  for (; r + 2 <= rows; r += 2) sums_of_tile<2>(run, r, n, stride);
-  for (; r < rows; ++r) sums_of_tile<1>(run, r, n, stride);
+  for (; r + kTileRows <= rows; r += kTileRows) sums_of_tile<kTileRows>(run, r, seen(r + kTileRows - 1), values, dim);
+  for (; r + 2 <= rows; r += 2) sums_of_tile<2>(run, r, seen(r + 1), values, dim);
+  for (; r < rows; ++r) sums_of_tile<1>(run, r, seen(r), values, dim);
 }
 
 // A block's rows as float32, padded.
 template <class T>
 HWY_INLINE void widen_rows(const Rows<T>& rows, int64_t dim, float* to) {
   for (int64_t t = 0; t < rows.count; ++t) widen(rows.first + t * rows.stride, dim, 1.0f, to + t * padded(dim));
+}
+
+// The same, or the rows themselves where they are that already.
+template <class T>
+HWY_INLINE Rows<float> float_rows(const Rows<T>& rows, int64_t dim, float* memory) {
+  if constexpr (std::is_same_v<T, float>) {
+    if (dim == padded(dim)) return rows;
+  }
+  widen_rows(rows, dim, memory);
+  return {memory, padded(dim), rows.count};
 }
 
 // Scores of a block to weights. Each step for all rows: what is found across lanes, which the next step of a row waits
@@ -321,6 +336,7 @@ void attend_part(const Attention& a, const Piece& piece, const Running& run, con
     const Rows<T> values{at<T>(from.value, piece, piece.kv_head, stored), from.value.token_stride, n};
     const Rows<T> next{keys.first + n * keys.stride, keys.stride, std::min(kBlock, part.end - first - n)};
     const auto values_ahead = Ahead<T>::of(values, a.value_dim), keys_ahead = Ahead<T>::of(next, a.key_dim);
+    const auto seen = [&](int64_t r) { return std::clamp<int64_t>(run.seen[r].end - first, 0, n); };
     bool scored = false;
     if constexpr (kWhole<T>) {
       scored = few && fits_whole(a.key_dim);
@@ -337,9 +353,9 @@ void attend_part(const Attention& a, const Piece& piece, const Running& run, con
       scores_of_few(run, piece.rows, Rows<float>{run.keys, key_dim, n}, key_dim, key_dim, values_ahead);
     } else if (!scored) {
       // The memory of the values is free until the weights are known.
-      widen_rows(keys, a.key_dim, run.values);
-      transpose(run.values, key_dim, n, key_dim, run.keys);
-      scores_of_many(run, piece.rows, key_dim, a.key_dim);
+      const Rows<float> wide = float_rows(keys, a.key_dim, run.values);
+      transpose(wide.first, wide.stride, n, key_dim, run.keys);
+      scores_of_many(run, piece.rows, seen, key_dim, a.key_dim);
     }
     weigh_rows(a, piece, run, part, first, n);
     bool summed = false;
@@ -356,11 +372,11 @@ void attend_part(const Attention& a, const Piece& piece, const Running& run, con
       }
     }
     if (!summed) {
-      widen_rows(values, a.value_dim, run.values);
+      const Rows<float> wide = float_rows(values, a.value_dim, run.values);
       if (few) {
-        sums_of_few(run, piece.rows, Rows<float>{run.values, value_dim, n}, value_dim, value_dim, keys_ahead);
+        sums_of_few(run, piece.rows, wide, value_dim, value_dim, keys_ahead);
       } else {
-        sums_of_many(run, piece.rows, n, value_dim);
+        sums_of_many(run, piece.rows, seen, wide, value_dim);
       }
     }
   }

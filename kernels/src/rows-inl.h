@@ -309,14 +309,14 @@ HWY_INLINE void transpose(const float* rows, int64_t stride, int64_t n, int64_t 
   }
 }
 
-// scores[r * kBlock + t] of R rows and a whole block of transposed keys.
+// scores[r * kBlock + t] of R rows and at least the first n of a block's transposed keys.
 template <int R>
-HWY_INLINE void tile_scores(const float* query, int64_t query_stride, const float* transposed, int64_t dim,
+HWY_INLINE void tile_scores(const float* query, int64_t query_stride, const float* transposed, int64_t dim, int64_t n,
                             float* scores) {
   constexpr int wide = kAccumulators / R >= 4 ? 4 : 2;
   const F d;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
-  for (int64_t t = 0; t < kBlock; t += wide * lanes) {
+  for (int64_t t = 0; t < n; t += wide * lanes) {
     V sum[R][wide];
     EC_UNROLL for (int r = 0; r < R; ++r) { EC_UNROLL for (int j = 0; j < wide; ++j) sum[r][j] = hn::Zero(d); }
     for (int64_t i = 0; i < dim; ++i) {
