@@ -94,7 +94,7 @@ class OwnTensors:
         return found
 
     def are(self, tensors: Sequence[tuple[torch.Tensor, int]]) -> bool:
-        """Whether they are these objects, at these addresses and in the same form, as one that was transposed or cut is not."""
+        """Whether they are these objects, at these addresses, in the same form: not transposed, not cut."""
         return all(
             holder.get(name) is tensor and tensor.data_ptr() == address and (tensor.shape, tensor.stride()) == form[2:]
             for (holder, name, form), (tensor, address) in zip(self._found, tensors, strict=True)
