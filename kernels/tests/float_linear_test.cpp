@@ -8,8 +8,9 @@
 #include <cmath>
 #include <cstdio>
 #include <random>
-#include <thread>
 #include <vector>
+
+#include "test_threads.h"
 
 using namespace exportable_cache::kernels;
 
@@ -20,18 +21,6 @@ struct Case {
   bool bias;
   size_t threads;
 };
-
-size_t thread_count = 1;
-
-void run_threads(size_t count, void (*task)(void*, size_t), void* context) {
-  std::vector<std::thread> threads;
-  for (size_t first = 0; first < thread_count; ++first) {
-    threads.emplace_back([=] {
-      for (size_t i = first; i < count; i += thread_count) task(context, i);
-    });
-  }
-  for (auto& thread : threads) thread.join();
-}
 
 // The greatest difference, as a share of what the products sum up to.
 double difference(const Case& c, std::mt19937& random) {
@@ -48,10 +37,9 @@ double difference(const Case& c, std::mt19937& random) {
     }
   }
   std::vector<float> out(c.rows * c.outputs, NAN);
-  thread_count = c.threads;
   apply_float_linear({c.rows, c.inputs, c.outputs, source.data(), packed.data(), c.bias ? bias.data() : nullptr,
                       out.data()},
-                     Threads{c.threads, run_threads});
+                     threads_of(c.threads));
   double worst = 0;
   for (int64_t row = 0; row < c.rows; ++row) {
     for (int64_t output = 0; output < c.outputs; ++output) {

@@ -9,8 +9,9 @@
 #include <cstdio>
 #include <cstring>
 #include <random>
-#include <thread>
 #include <vector>
+
+#include "test_threads.h"
 
 using namespace exportable_cache::kernels;
 
@@ -21,18 +22,6 @@ struct Case {
   bool bias, positive;
   size_t threads;
 };
-
-size_t thread_count = 1;
-
-void run_threads(size_t count, void (*task)(void*, size_t), void* context) {
-  std::vector<std::thread> threads;
-  for (size_t first = 0; first < thread_count; ++first) {
-    threads.emplace_back([=] {
-      for (size_t i = first; i < count; i += thread_count) task(context, i);
-    });
-  }
-  for (auto& thread : threads) thread.join();
-}
 
 // The nearest bfloat16 below.
 float cut(float value) {
@@ -85,9 +74,8 @@ double difference(const Case& c, std::mt19937& random) {
   Linear linear{c.rows, c.inputs, c.outputs, groups, source.data(), packed.data(), c.bias ? bias.data() : nullptr,
                 out.data()};
   std::vector<char> scratch(linear_scratch(linear) + 64);
-  thread_count = c.threads;
   void* aligned = scratch.data() + (64 - reinterpret_cast<uintptr_t>(scratch.data()) % 64) % 64;
-  apply_linear(linear, Threads{c.threads, run_threads}, aligned);
+  apply_linear(linear, threads_of(c.threads), aligned);
 
   double worst = 0;
   for (int64_t row = 0; row < c.rows; ++row) {

@@ -7,24 +7,13 @@
 #include <cstring>
 #include <limits>
 #include <random>
-#include <thread>
 #include <vector>
+
+#include "test_threads.h"
 
 using namespace exportable_cache::kernels;
 
 namespace {
-
-size_t thread_count = 1;
-
-void run_threads(size_t count, void (*task)(void*, size_t), void* context) {
-  std::vector<std::thread> threads;
-  for (size_t first = 0; first < thread_count; ++first) {
-    threads.emplace_back([=] {
-      for (size_t i = first; i < count; i += thread_count) task(context, i);
-    });
-  }
-  for (auto& thread : threads) thread.join();
-}
 
 struct Rounded {
   std::vector<uint8_t> numbers;
@@ -34,9 +23,8 @@ struct Rounded {
 Rounded found(const std::vector<float>& source, int64_t rows, int64_t dim, bool packed, size_t threads) {
   // They end with their last byte, so that the address sanitizer sees a write behind it.
   Rounded out{std::vector<uint8_t>(rows * dim / (packed ? 2 : 1), 0xAA), std::vector<float>(rows, NAN)};
-  thread_count = threads;
   quantize_rows({packed ? Dtype::kInt4 : Dtype::kInt8, rows, dim, source.data(), out.numbers.data(), out.scales.data()},
-                Threads{threads, run_threads});
+                threads_of(threads));
   return out;
 }
 
