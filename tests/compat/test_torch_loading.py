@@ -85,7 +85,9 @@ def test_a_process_that_only_loads_imports_no_compiler(tmp_path: Path) -> None:
         "answer = list(session.generate(tokens(5), 5, temperature=0.9, seed=7))\n"
         "made = os.environ['TORCHINDUCTOR_CACHE_DIR']\n"
         "files = {name: getattr(sys.modules[name], '__file__', None) for name in late}\n"
-        "late = sorted(name for name, file in files.items() if not str(file).startswith((made, '/tmp/torch')))\n"
+        "late = {name for name, file in files.items() if not str(file).startswith((made, '/tmp/torch'))}\n"
+        # zipfile asks for the one that old archives name their files in.
+        "late = sorted(late - {'encodings.cp437'})\n"
         "print(session.runner.graph_cache.loaded, 'torch._inductor.graph' in sys.modules, *late, '|', answer)\n"
     )
     root = Path(__file__).parents[2]
