@@ -24,8 +24,6 @@ namespace {
 
 constexpr int64_t kLayers = 12, kHeads = 4, kGroups = 3, kDim = 64, kSlots = 4096;
 
-Pool* pool = nullptr;
-
 struct Cache {
   Dtype dtype;
   int64_t bytes;  // of a number
@@ -123,10 +121,7 @@ int main(int count, char** arguments) {
     return 1;
   }
   Pool own(static_cast<size_t>(threads));
-  pool = &own;
-  const Threads runtime{static_cast<size_t>(threads), [](size_t n, void (*task)(void*, size_t), void* context) {
-                          pool->run(n, task, context);
-                        }};
+  const Threads runtime = threads_of(own, static_cast<size_t>(threads));
   const std::vector<char> others(96 << 20, 1);
   std::vector<Piece> weights;
   for (int64_t i = 0; i < 8; ++i) weights.push_back({others.data() + i * (12 << 20), 12 << 20});

@@ -7,6 +7,8 @@
 #include <thread>
 #include <vector>
 
+#include "attention.h"
+
 // As the runtime's: threads wait in a loop for a while, and take the next task when they are done with one.
 class Pool {
  public:
@@ -50,3 +52,11 @@ class Pool {
   std::atomic<size_t> next_{0};
   std::atomic<int> working_{0};
 };
+
+inline Pool* pool = nullptr;
+
+// Of `own`, which they refer to, and of one such pool at a time.
+inline exportable_cache::kernels::Threads threads_of(Pool& own, size_t count) {
+  pool = &own;
+  return {count, [](size_t n, void (*task)(void*, size_t), void* context) { pool->run(n, task, context); }};
+}

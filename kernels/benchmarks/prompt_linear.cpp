@@ -29,8 +29,6 @@ struct Shape {
 constexpr Shape kShapes[] = {
     {"query, output", 768, 768, 2}, {"key, value", 768, 256, 2}, {"gate, up", 768, 2048, 2}, {"down", 2048, 768, 1}};
 
-Pool* pool = nullptr;
-
 std::vector<float> numbers(int64_t count) {
   std::minstd_rand random(1);
   std::vector<float> made(count);
@@ -48,10 +46,7 @@ int main(int count, char** arguments) {
     return 1;
   }
   Pool own(static_cast<size_t>(threads));
-  pool = &own;
-  const Threads runtime{static_cast<size_t>(threads), [](size_t n, void (*task)(void*, size_t), void* context) {
-                          pool->run(n, task, context);
-                        }};
+  const Threads runtime = threads_of(own, static_cast<size_t>(threads));
   std::printf("%s, %lld threads, %lld rows\n", target_name(), static_cast<long long>(threads), static_cast<long long>(rows));
   double all = 0;
   for (const Shape& shape : kShapes) {

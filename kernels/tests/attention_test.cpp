@@ -15,8 +15,9 @@
 #include <memory>
 #include <random>
 #include <string>
-#include <thread>
 #include <vector>
+
+#include "test_threads.h"
 
 using namespace exportable_cache::kernels;
 
@@ -73,16 +74,6 @@ struct Case {
     return line;
   }
 };
-
-void run_threads(size_t count, void (*task)(void*, size_t), void* context) {
-  std::vector<std::thread> pool;
-  for (size_t worker = 0; worker < 3; ++worker) {
-    pool.emplace_back([=] {
-      for (size_t index = worker; index < count; index += 3) task(context, index);
-    });
-  }
-  for (std::thread& thread : pool) thread.join();
-}
 
 constexpr size_t kBits[] = {32, 16, 16, 8, 4};
 
@@ -241,7 +232,7 @@ double difference(const Case& c, std::mt19937& random) {
   const size_t outputs = c.batch * c.queries * heads * c.value_dim;
   const auto out = std::make_unique<unsigned char[]>(outputs * (c.query_dtype == Dtype::kFloat32 ? 4 : 2));
   a.out.data = out.get();
-  attend(a, Threads{c.threads, run_threads});
+  attend(a, threads_of(c.threads));
 
   const double allowed = c.query_dtype == Dtype::kFloat32 ? 4e-6 : c.query_dtype == Dtype::kFloat16 ? 6e-4 : 5e-3;
   const bool rounded = scaled && c.queries * c.groups <= 8;
