@@ -31,6 +31,7 @@ from .inputs.image_masks import image_masks
 from .inputs.modality import EmbedModule
 from .inputs.multimodal import multimodal_methods
 from .items import ITEM_STATES, ITEMS_SEEN
+from .last_token import choose_last_token_early
 from .methods import KV_SLOTS, checked_prefill_chunk, methods_for
 from .spec import Form, Logits, ProgramSpec
 from .tracing import told_by
@@ -361,13 +362,16 @@ class Program:
         with torch.no_grad(), attention_of(self.model, self.attention, self.experts):
             # The range starts at 2 while strides are compared for every length: such guards become runtime asserts.
             try:
-                return torch.export.export(
+                program = torch.export.export(
                     self.modules[name],
                     inputs,
                     dynamic_shapes=dynamic if sizes else None,
                     strict=strict,
                     prefer_deferred_runtime_asserts_over_guards=True,
                 )
+                if method.is_step and self.logits is Logits.LAST:
+                    choose_last_token_early(program)
+                return program
             except Exception as error:  # any model code runs here, under any of the tracer's own errors
                 least = _least_length(error)
                 if least is not None and 1 < method.min_length < least < method.max_length:

@@ -68,7 +68,8 @@ def _logits(path: Path) -> torch.Tensor:
 
 def test_the_head_is_made_first_but_for_the_first_call(path: Path) -> None:
     weights = _weights(path.read_bytes())
-    assert weights[1] == max(weights) == TABLE
+    # With what its delegate has of the last layer.
+    assert TABLE < weights[1] == max(weights) < 1.1 * TABLE
     assert weights[1:] == sorted(weights[1:], reverse=True)
 
 
@@ -79,7 +80,7 @@ def test_any_order_runs_the_same(path: Path, tmp_path: Path) -> None:
     # But for the first, whose number is not stored.
     reorder(data, _plan(data), [0, *range(len(_weights(whole)) - 1, 0, -1)])
     turned.write_bytes(data)
-    assert _weights(bytes(data))[-1] == TABLE and _called(bytes(data)) == _called(whole)
+    assert _weights(bytes(data))[-1] == max(_weights(whole)) and _called(bytes(data)) == _called(whole)
     make_largest_first(turned)
     assert _weights(turned.read_bytes()) == _weights(whole) and _called(turned.read_bytes()) == _called(whole)
     assert torch.equal(_logits(turned), _logits(path))

@@ -1,0 +1,214 @@
+"""Behind the last attention a prompt's program has the last token alone, and gives the same."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim, ExportedProgram
+from torch.nn import functional
+
+from exportable_cache import ExportableCache
+from exportable_cache.program import program as module_of_program
+from exportable_cache.program.last_token import choose_last_token_early
+from exportable_cache.program.program import Program
+from exportable_cache.program.spec import Logits, ProgramSpec
+
+from .support.models import FAMILIES, tiny_model, tokens
+
+PREFILL = 16
+LENGTH, SIZE = 7, 8
+#: What layers are made of, of many tokens.
+PRODUCTS = {torch.ops.aten.linear.default, torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
+
+
+def products_of_many(program: ExportedProgram, under: str = "") -> list[str]:
+    """Modules, under a name, whose products are of more than one row."""
+    found = []
+    for node in program.graph.nodes:
+        path = list(node.meta.get("nn_module_stack", {"": ("", None)}).values())[-1][0]
+        if node.target in PRODUCTS and under in path:
+            *_, rows, _ = node.meta["val"].shape
+            if not (isinstance(rows, int) and rows == 1):
+                found.append(path.rpartition(".")[2])
+    return found
+
+
+def exported(family: str, monkeypatch: pytest.MonkeyPatch, early: bool, **options: Any) -> ExportedProgram:
+    if not early:
+        monkeypatch.setattr(module_of_program, "choose_last_token_early", lambda program: None)
+    model = tiny_model(family)
+    program = Program(model, ExportableCache.from_model(model, 64), ProgramSpec(PREFILL, **options)).export("prefill")
+    monkeypatch.undo()
+    return program
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_last_layer_multiplies_the_last_token_behind_attention(family: str, monkeypatch) -> None:
+    early, whole = (exported(family, monkeypatch, early) for early in (True, False))
+    ids, start = tokens(LENGTH), torch.zeros(1, dtype=torch.int64)
+    torch.testing.assert_close(early.module()(ids, start), whole.module()(ids, start), atol=1e-5, rtol=0)
+    layers = [products_of_many(early, f"layers.{index}.") for index in (0, 1)]
+    assert layers[0] == products_of_many(whole, "layers.0.")
+    kept = {"qkv_proj", "q_proj", "k_proj", "v_proj"}
+    if family == "gpt_oss":
+        # Experts gather their tokens from among all.
+        assert layers[1] == products_of_many(whole, "layers.1.")
+    else:
+        assert layers[1] and set(layers[1]) <= kept
+
+
+def test_all_logits_are_of_all_tokens(monkeypatch) -> None:
+    early, whole = (exported("llama", monkeypatch, early, logits=Logits.ALL) for early in (True, False))
+    assert products_of_many(early) == products_of_many(whole) and "lm_head" in products_of_many(early)
+
+
+def test_a_head_over_all_tokens_is_of_the_last() -> None:
+    """Of a model that cannot be told which logits are wanted."""
+    program = _traced(_Head())
+    assert products_of_many(program) == ["head"]
+    choose_last_token_early(program)
+    assert products_of_many(program) == []
+    x = torch.randn(2, LENGTH, SIZE)
+    torch.testing.assert_close(program.module()(x), _Head()(x))
+
+
+class _Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(SIZE, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x)[:, -1]
+
+
+class _Then(nn.Module):
+    """A linear layer, something, and the last row: `x [batch, LENGTH, SIZE]`."""
+
+    def __init__(self, then: Callable[[torch.Tensor], torch.Tensor], slices: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self._then, self._slices = nn.Linear(SIZE, SIZE), then, slices
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self._then(self.linear(x))
+        return (y[:, -1:] if self._slices else y[:, -1]) * 2
+
+
+def _traced(module: nn.Module, batch: int = 2) -> ExportedProgram:
+    example = torch.randn(batch, LENGTH, SIZE)
+    return torch.export.export(module.eval(), (example,), dynamic_shapes=({1: Dim("length", min=4, max=64)},))
+
+
+@dataclass(frozen=True)
+class Step:
+    """Attributes:
+    call: Of [batch, length, SIZE].
+    by_row: Whether each row is of that row alone, by operators that are known.
+    batch: Rows of tokens.
+    """
+
+    call: Callable[[torch.Tensor], torch.Tensor]
+    by_row: bool
+    batch: int = 2
+
+
+STEPS = {
+    "elementwise": Step(lambda x: functional.silu(x) * x + 1, True),
+    "normalised": Step(lambda x: functional.layer_norm(x, (SIZE,)), True),
+    "normalised with the rows": Step(lambda x: x * x.mean(1, keepdim=True), False),
+    "mean of the row": Step(lambda x: x * x.mean(-1, keepdim=True), True),
+    "mean of the row without its dimension": Step(lambda x: x.sum(-1)[..., None] + x, True),
+    "softmax of the row": Step(lambda x: x.softmax(-1), True),
+    "softmax over rows": Step(lambda x: x.softmax(1), False),
+    "sums of the rows before": Step(lambda x: x.cumsum(1), False),
+    "rows in another order": Step(lambda x: x.flip(1), False),
+    "shifted": Step(lambda x: x + functional.pad(x, (0, 0, 1, 0))[:, :-1], False),
+    "split": Step(lambda x: torch.cat([part.neg() for part in x.chunk(2, -1)], -1), True),
+    "split by sizes": Step(lambda x: x.split([2, 6], -1)[1] * 2, True),
+    "heads": Step(
+        lambda x: x.view(x.shape[0], x.shape[1], 2, -1).transpose(1, 2).neg().transpose(1, 2).flatten(2), True
+    ),
+    "rows of one sequence": Step(lambda x: x.view(-1, SIZE).relu().view(1, -1, SIZE), True, batch=1),
+    "rows of several sequences": Step(lambda x: x.reshape(-1, SIZE).relu().view(2, -1, SIZE), False),
+    "one for all rows": Step(lambda x: x * torch.arange(SIZE), True),
+    "one for each row": Step(lambda x: x * torch.arange(x.shape[1])[:, None], True),
+    "a product with the row": Step(lambda x: x @ torch.ones(SIZE, SIZE), True),
+    "a product of rows": Step(lambda x: (x @ x.transpose(1, 2)) @ x, False),
+    "part of the row": Step(lambda x: x[..., 2:5] + x[..., :1], True),
+    "in place": Step(lambda x: x.relu_(), False),
+    "permuted": Step(lambda x: x.permute(1, 0, 2).exp().permute(1, 0, 2), True),
+    "squeezed": Step(lambda x: x.unsqueeze(2).exp().squeeze(2), True),
+    "converted": Step(lambda x: x.double().float().clone(), True),
+    "dropout": Step(lambda x: functional.dropout(x, 0.5, training=False), True),
+}
+
+
+@pytest.mark.parametrize("slices", [True, False], ids=["slice", "select"])
+@pytest.mark.parametrize("name", STEPS)
+def test_rows_that_need_no_other_are_left_out(name: str, slices: bool) -> None:
+    step = STEPS[name]
+    module = _Then(step.call, slices)
+    program = _traced(module, step.batch)
+    choose_last_token_early(program)
+    assert bool(products_of_many(program)) != step.by_row, program.graph
+    for length in (4, LENGTH):
+        x = torch.randn(step.batch, length, SIZE)
+        torch.testing.assert_close(program.module()(x), module(x))
+
+
+def test_what_others_read_is_whole() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            y = self.first(x)
+            return y.sum(1), self.second(y)[:, -1]
+
+    module = Twice()
+    program = _traced(module)
+    choose_last_token_early(program)
+    assert products_of_many(program) == ["first"]
+    x = torch.randn(2, LENGTH, SIZE)
+    torch.testing.assert_close(program.module()(x), module(x))
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [lambda x: x[:, 0], lambda x: x[:, 1:], lambda x: x[:, -2:], lambda x: x[:, -1:, :][:, :, ::2], lambda x: x],
+    ids=["first", "but the first", "last two", "every other number", "all"],
+)
+def test_other_choices_stay(choice: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    class Chosen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(SIZE, SIZE)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return choice(self.linear(x)) * 1
+
+    module = Chosen()
+    program = _traced(module)
+    choose_last_token_early(program)
+    x = torch.randn(2, LENGTH, SIZE)
+    torch.testing.assert_close(program.module()(x), module(x))
+
+
+def test_saved_programs_are_as_they_were(tmp_path) -> None:
+    program = _traced(_Head())
+    choose_last_token_early(program)
+    torch.export.save(program, tmp_path / "program.pt2")
+    x = torch.randn(2, LENGTH, SIZE)
+    assert torch.equal(torch.export.load(tmp_path / "program.pt2").module()(x), program.module()(x))
+    assert all(node.args[3] == sys.maxsize for node in program.graph.find_nodes(op="call_function", target=SLICE))
+
+
+SLICE = torch.ops.aten.slice.Tensor
