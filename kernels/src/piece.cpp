@@ -1,9 +1,7 @@
 // One task of attention, compiled once for every instruction set and chosen at run time.
 #include "piece.h"
 
-#include <cmath>
 #include <cstring>
-#include <limits>
 #include <type_traits>
 
 // Vectors whose length is known at run time only cannot be kept in arrays, as tiles of registers are here.
@@ -13,17 +11,15 @@
 #define HWY_TARGET_INCLUDE "piece.cpp"
 #include "hwy/foreach_target.h"  // IWYU pragma: keep
 // After foreach_target.h.
-#include "hwy/contrib/math/math-inl.h"
 #include "hwy/highway.h"
 #include "rows-inl.h"
 #include "sequence.h"
+#include "weights-inl.h"
 #include "whole-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace exportable_cache::kernels {
 namespace HWY_NAMESPACE {
-
-constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
 // Rows of a piece while the keys are passed over; all memory is scratch.
 struct Running {
@@ -51,125 +47,42 @@ struct Part {
   bool kept;
 };
 
-// exp(x) of numbers up to zero, to 2e-7, and zero far below. Highway's is for all numbers, in more steps (1.06 times the
-// time of a prompt's attention).
-HWY_INLINE V exp_of_low(V x) {
-  const F d;
-  const hn::RebindToSigned<F> whole;
-  // The bits of a number added to this one are those of the nearest whole number.
-  const V shift = hn::Set(d, 12582912.0f);
-  const V two_to = hn::Max(hn::Mul(x, hn::Set(d, 1.44269504f)), hn::Set(d, -127.0f));
-  const V shifted = hn::Add(two_to, shift);
-  const V rest = hn::Sub(two_to, hn::Sub(shifted, shift));
-  V power = hn::Set(d, 1.5353362e-4f);
-  power = hn::MulAdd(power, rest, hn::Set(d, 1.3398874e-3f));
-  power = hn::MulAdd(power, rest, hn::Set(d, 9.6184374e-3f));
-  power = hn::MulAdd(power, rest, hn::Set(d, 5.5503325e-2f));
-  power = hn::MulAdd(power, rest, hn::Set(d, 0.24022648f));
-  power = hn::MulAdd(power, rest, hn::Set(d, 0.6931472f));
-  power = hn::MulAdd(power, rest, hn::Set(d, 1.0f));
-  const auto exponent = hn::ShiftLeft<23>(hn::BitCast(whole, shifted));
-  const V result = hn::BitCast(d, hn::Add(hn::BitCast(whole, power), exponent));
-  // Of the greater of two, some processors lose a not-a-number.
-  return hn::IfThenElse(hn::IsNaN(x), x, result);
-}
-
-// The greatest of a row's scores and `top`; what a query does not see becomes nothing.
-HWY_INLINE float greatest_of(float* scores, Range seen, float top) {
-  const F d;
-  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
-  for (int64_t t = 0; t < seen.begin; ++t) scores[t] = kNothing;
-  for (int64_t t = seen.end; t < kBlock; ++t) scores[t] = kNothing;
-  V most = hn::Set(d, top);
-  for (int64_t t = 0; t < kBlock; t += lanes) most = hn::Max(most, hn::Load(d, scores + t));
-  return hn::GetLane(hn::MaxOfLanes(d, most));
-}
-
-// Scores of one row to weights: what is below the greatest score so far. Earlier sums shrink if that has grown.
-HWY_INLINE void weigh(float* scores, float greatest, float* top, float* total, float* sums, int64_t dim) {
-  const F d;
-  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
-  if (greatest == kNothing) {
-    // On some processors not-a-number is below every number.
-    V odd = hn::Zero(d);
-    for (int64_t t = 0; t < kBlock; t += lanes) {
-      const V x = hn::Load(d, scores + t);
-      odd = hn::IfThenElse(hn::IsNaN(x), x, odd);
-    }
-    *total += hn::GetLane(hn::SumOfLanes(d, odd));
-    std::memset(scores, 0, sizeof(float) * kBlock);
-    return;
-  }
-  const V above = hn::Set(d, greatest);
-  V sum = hn::Zero(d);
-  for (int64_t t = 0; t < kBlock; t += lanes) {
-    const V weight = exp_of_low(hn::Sub(hn::Load(d, scores + t), above));
-    hn::Store(weight, d, scores + t);
-    sum = hn::Add(sum, weight);
-  }
-  const float added = hn::GetLane(hn::SumOfLanes(d, sum));
-  if (greatest == *top) {
-    *total += added;
-    return;
-  }
-  const float shrink = std::exp(*top - greatest);
-  *total = *total * shrink + added;
-  *top = greatest;
-  const V by = hn::Set(d, shrink);
-  for (int64_t i = 0; i < dim; i += lanes) hn::Store(hn::Mul(hn::Load(d, sums + i), by), d, sums + i);
-}
-
-// factors[t * stride] for every slot of a block.
-HWY_INLINE void scale_slots(float* scores, const float* factors, int64_t stride, int64_t n) {
-  const F d;
-  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
-  int64_t t = 0;
-  if (stride == 1) {
-    for (; t + lanes <= n; t += lanes) {
-      hn::Store(hn::Mul(hn::Load(d, scores + t), hn::LoadU(d, factors + t)), d, scores + t);
-    }
-  }
-  for (; t < n; ++t) scores[t] *= factors[t * stride];
-}
-
-HWY_INLINE void add_bias(float* scores, const float* bias, Range seen) {
-  for (int64_t t = seen.begin; t < seen.end; ++t) scores[t] += bias[t];
-}
-
-// Of a whole block: what is behind its last score is not looked at.
-HWY_INLINE void cap(float* scores, float softcap) {
-  const F d;
-  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
-  const V most = hn::Set(d, softcap), by = hn::Set(d, 1.0f / softcap);
-  for (int64_t t = 0; t < kBlock; t += lanes) {
-    const V x = hn::Load(d, scores + t);
-    // Highway's Tanh may lose a not-a-number.
-    const V capped = hn::Mul(hn::Tanh(d, hn::Mul(x, by)), most);
-    hn::Store(hn::IfThenElse(hn::IsNaN(x), x, capped), d, scores + t);
-  }
-}
-
 template <class T>
 HWY_INLINE const T* at(const View& view, const Piece& piece, int64_t head, int64_t token) {
   return static_cast<const T*>(view.data) + piece.batch * view.batch_stride + head * view.head_stride +
          token * view.token_stride;
 }
 
-// Scores of `rows` rows over n keys as they are stored, four rows at a time.
+template <int number>
+using Number = std::integral_constant<int, number>;
+
+// Calls `work(Number<R>, r)` for R rows from r on, four at a time as long as there are so many.
+template <class Work>
+HWY_INLINE void by_fours(int64_t rows, const Work& work) {
+  int64_t r = 0;
+  for (; r + 4 <= rows; r += 4) work(Number<4>(), r);
+  switch (rows - r) {
+    case 1: work(Number<1>(), r); break;
+    case 2: work(Number<2>(), r); break;
+    case 3: work(Number<3>(), r); break;
+    default: break;
+  }
+}
+
+// Of those that are read next with the first rows alone: once is enough.
+template <class Next>
+HWY_INLINE Ahead<Next> with_first(int64_t r, const Ahead<Next>& next) {
+  return r ? Ahead<Next>() : next;
+}
+
+// Scores of `rows` rows over n keys as they are stored.
 template <class T, class Next>
 HWY_INLINE void scores_of_few(const Running& run, int64_t rows, const Rows<T>& keys, int64_t dim, int64_t query_stride,
                               const Ahead<Next>& next) {
-  for (int64_t r = 0; r < rows; r += 4) {
-    const Ahead<Next> ahead = r ? Ahead<Next>() : next;
-    const float* query = run.query + r * query_stride;
-    float* scores = run.scores + r * kBlock;
-    switch (std::min<int64_t>(4, rows - r)) {
-      case 1: few_scores<1>(query, query_stride, keys, dim, ahead, scores); break;
-      case 2: few_scores<2>(query, query_stride, keys, dim, ahead, scores); break;
-      case 3: few_scores<3>(query, query_stride, keys, dim, ahead, scores); break;
-      default: few_scores<4>(query, query_stride, keys, dim, ahead, scores);
-    }
-  }
+  by_fours(rows, [&](auto number, int64_t r) HWY_ATTR {
+    few_scores<number.value>(run.query + r * query_stride, query_stride, keys, dim, with_first(r, next),
+                             run.scores + r * kBlock);
+  });
 }
 
 // A short stretch of slots at a time: memory is read nearly in order.
@@ -177,17 +90,10 @@ template <class T, class Next>
 HWY_INLINE void sums_of_few(const Running& run, int64_t rows, const Rows<T>& values, int64_t dim, int64_t sum_stride,
                             const Ahead<Next>& next) {
   constexpr int64_t stretch = 16;
-  for (int64_t r = 0; r < rows; r += 4) {
-    const Ahead<Next> ahead = r ? Ahead<Next>() : next;
-    const float* weights = run.scores + r * kBlock;
-    float* sums = run.sums + r * sum_stride;
-    switch (std::min<int64_t>(4, rows - r)) {
-      case 1: add_weighted<1>(weights, values, dim, stretch, ahead, sums, sum_stride); break;
-      case 2: add_weighted<2>(weights, values, dim, stretch, ahead, sums, sum_stride); break;
-      case 3: add_weighted<3>(weights, values, dim, stretch, ahead, sums, sum_stride); break;
-      default: add_weighted<4>(weights, values, dim, stretch, ahead, sums, sum_stride);
-    }
-  }
+  by_fours(rows, [&](auto number, int64_t r) HWY_ATTR {
+    add_weighted<number.value>(run.scores + r * kBlock, values, dim, stretch, with_first(r, next),
+                               run.sums + r * sum_stride, sum_stride);
+  });
 }
 
 // Of numbers of 8 bits, and of 4 as 8.
@@ -209,18 +115,10 @@ template <class Next>
 void whole_scores_of_few(const Running& run, int64_t rows, const Rows<int8_t>& keys, int64_t dim,
                          const Ahead<Next>& next) {
   const int64_t stride = padded(dim);
-  for (int64_t r = 0; r < rows; r += 4) {
-    const Ahead<Next> ahead = r ? Ahead<Next>() : next;
-    const int16_t* query = run.whole_query + r * stride;
-    const float* factors = run.query_factors + r;
-    float* scores = run.scores + r * kBlock;
-    switch (std::min<int64_t>(4, rows - r)) {
-      case 1: few_whole_scores<1>(query, stride, factors, keys, dim, ahead, scores); break;
-      case 2: few_whole_scores<2>(query, stride, factors, keys, dim, ahead, scores); break;
-      case 3: few_whole_scores<3>(query, stride, factors, keys, dim, ahead, scores); break;
-      default: few_whole_scores<4>(query, stride, factors, keys, dim, ahead, scores);
-    }
-  }
+  by_fours(rows, [&](auto number, int64_t r) HWY_ATTR {
+    few_whole_scores<number.value>(run.whole_query + r * stride, stride, run.query_factors + r, keys, dim,
+                                   with_first(r, next), run.scores + r * kBlock);
+  });
 }
 
 template <class Next>
@@ -231,18 +129,10 @@ void whole_sums_of_few(const Running& run, int64_t rows, const Rows<int8_t>& val
     run.weight_factors[r] =
         round_to_whole(run.scores + r * kBlock, kBlock, 32767.0f, run.whole_weights + r * kBlock);
   }
-  for (int64_t r = 0; r < rows; r += 4) {
-    const Ahead<Next> ahead = r ? Ahead<Next>() : next;
-    const int16_t* weights = run.whole_weights + r * kBlock;
-    const float* factors = run.weight_factors + r;
-    float* sums = run.sums + r * stride;
-    switch (std::min<int64_t>(4, rows - r)) {
-      case 1: add_whole<1>(weights, factors, values, dim, ahead, sums, stride); break;
-      case 2: add_whole<2>(weights, factors, values, dim, ahead, sums, stride); break;
-      case 3: add_whole<3>(weights, factors, values, dim, ahead, sums, stride); break;
-      default: add_whole<4>(weights, factors, values, dim, ahead, sums, stride);
-    }
-  }
+  by_fours(rows, [&](auto number, int64_t r) HWY_ATTR {
+    add_whole<number.value>(run.whole_weights + r * kBlock, run.weight_factors + r, values, dim, with_first(r, next),
+                            run.sums + r * stride, stride);
+  });
 }
 
 // Rows of a tile, and the first slots of a block, behind which none of its rows sees any.

@@ -1,0 +1,126 @@
+// Scores of a block to weights, for the target being compiled: an online softmax (https://arxiv.org/abs/1805.02867).
+#if defined(EXPORTABLE_CACHE_WEIGHTS_INL_H) == defined(HWY_TARGET_TOGGLE)
+#ifdef EXPORTABLE_CACHE_WEIGHTS_INL_H
+#undef EXPORTABLE_CACHE_WEIGHTS_INL_H
+#else
+#define EXPORTABLE_CACHE_WEIGHTS_INL_H
+#endif
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "hwy/contrib/math/math-inl.h"
+#include "hwy/highway.h"
+#include "piece.h"
+#include "rows-inl.h"
+#include "sequence.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace exportable_cache::kernels {
+namespace HWY_NAMESPACE {
+
+constexpr float kNothing = -std::numeric_limits<float>::infinity();
+
+// exp(x) of numbers up to zero, to 2e-7, and zero far below. Highway's is for all numbers, in more steps (1.06 times the
+// time of a prompt's attention).
+HWY_INLINE V exp_of_low(V x) {
+  const F d;
+  const hn::RebindToSigned<F> whole;
+  // The bits of a number added to this one are those of the nearest whole number.
+  const V shift = hn::Set(d, 12582912.0f);
+  const V two_to = hn::Max(hn::Mul(x, hn::Set(d, 1.44269504f)), hn::Set(d, -127.0f));
+  const V shifted = hn::Add(two_to, shift);
+  const V rest = hn::Sub(two_to, hn::Sub(shifted, shift));
+  V power = hn::Set(d, 1.5353362e-4f);
+  power = hn::MulAdd(power, rest, hn::Set(d, 1.3398874e-3f));
+  power = hn::MulAdd(power, rest, hn::Set(d, 9.6184374e-3f));
+  power = hn::MulAdd(power, rest, hn::Set(d, 5.5503325e-2f));
+  power = hn::MulAdd(power, rest, hn::Set(d, 0.24022648f));
+  power = hn::MulAdd(power, rest, hn::Set(d, 0.6931472f));
+  power = hn::MulAdd(power, rest, hn::Set(d, 1.0f));
+  const auto exponent = hn::ShiftLeft<23>(hn::BitCast(whole, shifted));
+  const V result = hn::BitCast(d, hn::Add(hn::BitCast(whole, power), exponent));
+  // Of the greater of two, some processors lose a not-a-number.
+  return hn::IfThenElse(hn::IsNaN(x), x, result);
+}
+
+// The greatest of a row's scores and `top`; what a query does not see becomes nothing.
+HWY_INLINE float greatest_of(float* scores, Range seen, float top) {
+  const F d;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
+  for (int64_t t = 0; t < seen.begin; ++t) scores[t] = kNothing;
+  for (int64_t t = seen.end; t < kBlock; ++t) scores[t] = kNothing;
+  V most = hn::Set(d, top);
+  for (int64_t t = 0; t < kBlock; t += lanes) most = hn::Max(most, hn::Load(d, scores + t));
+  return hn::GetLane(hn::MaxOfLanes(d, most));
+}
+
+// Scores of one row to weights: what is below the greatest score so far. Earlier sums shrink if that has grown.
+HWY_INLINE void weigh(float* scores, float greatest, float* top, float* total, float* sums, int64_t dim) {
+  const F d;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
+  if (greatest == kNothing) {
+    // On some processors not-a-number is below every number.
+    V odd = hn::Zero(d);
+    for (int64_t t = 0; t < kBlock; t += lanes) {
+      const V x = hn::Load(d, scores + t);
+      odd = hn::IfThenElse(hn::IsNaN(x), x, odd);
+    }
+    *total += hn::GetLane(hn::SumOfLanes(d, odd));
+    std::memset(scores, 0, sizeof(float) * kBlock);
+    return;
+  }
+  const V above = hn::Set(d, greatest);
+  V sum = hn::Zero(d);
+  for (int64_t t = 0; t < kBlock; t += lanes) {
+    const V weight = exp_of_low(hn::Sub(hn::Load(d, scores + t), above));
+    hn::Store(weight, d, scores + t);
+    sum = hn::Add(sum, weight);
+  }
+  const float added = hn::GetLane(hn::SumOfLanes(d, sum));
+  if (greatest == *top) {
+    *total += added;
+    return;
+  }
+  const float shrink = std::exp(*top - greatest);
+  *total = *total * shrink + added;
+  *top = greatest;
+  const V by = hn::Set(d, shrink);
+  for (int64_t i = 0; i < dim; i += lanes) hn::Store(hn::Mul(hn::Load(d, sums + i), by), d, sums + i);
+}
+
+// factors[t * stride] for every slot of a block.
+HWY_INLINE void scale_slots(float* scores, const float* factors, int64_t stride, int64_t n) {
+  const F d;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
+  int64_t t = 0;
+  if (stride == 1) {
+    for (; t + lanes <= n; t += lanes) {
+      hn::Store(hn::Mul(hn::Load(d, scores + t), hn::LoadU(d, factors + t)), d, scores + t);
+    }
+  }
+  for (; t < n; ++t) scores[t] *= factors[t * stride];
+}
+
+HWY_INLINE void add_bias(float* scores, const float* bias, Range seen) {
+  for (int64_t t = seen.begin; t < seen.end; ++t) scores[t] += bias[t];
+}
+
+// Of a whole block: what is behind its last score is not looked at.
+HWY_INLINE void cap(float* scores, float softcap) {
+  const F d;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
+  const V most = hn::Set(d, softcap), by = hn::Set(d, 1.0f / softcap);
+  for (int64_t t = 0; t < kBlock; t += lanes) {
+    const V x = hn::Load(d, scores + t);
+    // Highway's Tanh may lose a not-a-number.
+    const V capped = hn::Mul(hn::Tanh(d, hn::Mul(x, by)), most);
+    hn::Store(hn::IfThenElse(hn::IsNaN(x), x, capped), d, scores + t);
+  }
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace exportable_cache::kernels
+HWY_AFTER_NAMESPACE();
+#endif  // EXPORTABLE_CACHE_WEIGHTS_INL_H
