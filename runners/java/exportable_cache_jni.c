@@ -41,6 +41,12 @@ static void* copy_of(JNIEnv* env, jarray array, size_t element) {
   return copy;
 }
 
+JNIEXPORT void JNICALL Java_exportablecache_Session_threads(JNIEnv* env, jclass kind, jlong count) {
+  (void)kind;
+  const ec_status status = ec_set_threads(count);
+  if (status != EC_OK) throw_failure(env, status);
+}
+
 JNIEXPORT jlong JNICALL Java_exportablecache_Session_open(JNIEnv* env, jclass kind, jbyteArray folder) {
   (void)kind;
   char* path = copy_of(env, folder, 1);

@@ -26,9 +26,12 @@ final class SessionCalls {
   public static void main(String[] arguments) {
     String bundle = arguments[0], state = arguments[1], question = arguments[3];
     long[] prompt = ids(arguments[2]);
+    System.out.println(refused(() -> Session.setThreads(0)));
+    Session.setThreads(1);
     Session closed;
     try (Session session = new Session(bundle)) {
       closed = session;
+      System.out.println(refused(() -> Session.setThreads(2)));
       Session.Options options = new Session.Options();
       options.maxNewTokens = 8;
       List<Long> tokens = new ArrayList<>();

@@ -50,6 +50,8 @@ def test_java_answers_as_the_session_in_python(classes: Path, demo_bundle: Path,
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert [line for line in lines if "WARNING" in line] == []  # of -Xcheck:jni
+    assert lines.pop(0).startswith("1 threads is 0")
+    assert lines.pop(0).startswith("1 threads is 2, but sessions of this process are open that compute in 1")
     session = load(demo_bundle)
     tokens = list(session.generate(torch.tensor([PROMPT]), 8))
     session.reset()

@@ -71,6 +71,14 @@ public final class Session implements AutoCloseable {
 
   private long handle;
 
+  /**
+   * Threads that compute, in all sessions of this process, from 1 to 512; as many as there are cores until then. Before the first
+   * session is opened: another number is refused while one is open. No other call may run meanwhile.
+   */
+  public static void setThreads(long threads) {
+    threads(threads);
+  }
+
   /** Open the bundle in a folder, at position 0. */
   public Session(String folder) {
     handle = open(bytes(folder));
@@ -178,6 +186,8 @@ public final class Session implements AutoCloseable {
     for (int index = 0; index < found.length; ++index) found[index] = bytes(options.stopStrings[index]);
     return found;
   }
+
+  private static native void threads(long count);
 
   private static native long open(byte[] folder);
 

@@ -60,6 +60,10 @@ public final class Session {
 
     deinit { ec_close(handle) }
 
+    /// Threads that compute, in all sessions of this process, from 1 to 512; as many as there are cores until then. Before the first
+    /// session is opened: another number is refused while one is open. No other call may run meanwhile.
+    public static func setThreads(_ threads: Int64) throws { try check(ec_set_threads(threads)) }
+
     /// Tokens that are held.
     public var length: Int64 {
         var held: Int64 = 0
