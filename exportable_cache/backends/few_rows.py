@@ -40,7 +40,10 @@ def _shapes_of(x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequenc
 
 #: `EXPORTABLE_CACHE_LINEARS` chooses who computes linear layers of few rows: `torch` for its own operators.
 OPERATORS = OwnOperators(
-    MachineCode(*(_FOLDER / name for name in ("few_rows.cpp", "vectors.h", "recording.h")), results=RECORDING_RESULTS),
+    MachineCode(
+        *(_FOLDER / name for name in ("few_rows.cpp", "row_products.h", "vectors.h", "recording.h")),
+        results=RECORDING_RESULTS,
+    ),
     "EXPORTABLE_CACHE_LINEARS",
     {"few_rows_linear": _shape_of, "few_rows_linear_int8": _shape_of, "few_rows_linears": _shapes_of},
 )
