@@ -208,12 +208,11 @@ def _reshaped(node: Call, dim: int) -> Operands | None:
     return None
 
 
-_RESHAPES = {_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default}
+_RESHAPES = {_aten.view.default, _aten.reshape.default}
 _SPLITS = (_aten.split.Tensor, _aten.split.sizes, _aten.split_with_sizes.default, _aten.chunk.default)
 _COPIES = {
     _aten.to.dtype,
     _aten.to.dtype_layout,
-    _aten._to_copy.default,
     _aten.type_as.default,
     _aten.alias.default,
     _aten.detach.default,
