@@ -123,7 +123,7 @@ def load_live(model: Any) -> Any:
 @pytest.mark.full
 def test_more_layers_are_no_more_code() -> None:
     three, six = (regional_aoti_bundle(tiny_model("llama", num_hidden_layers=layers)) for layers in (3, 6))
-    assert machine_code(three) == machine_code(six) and len(machine_code(two)) == AROUND + 1
+    assert machine_code(three) == machine_code(six) and len(machine_code(three)) == AROUND + 1
     layer = sum(parameter.nbytes for parameter in tiny_model("llama").model.layers[0].parameters())
     grown = (six / CONSTANTS).stat().st_size - (three / CONSTANTS).stat().st_size
     assert 3 * layer <= grown <= 3 * layer + 16_000
