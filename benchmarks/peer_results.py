@@ -37,18 +37,11 @@ class Column:
         """A cell."""
         return "-" if value is None else f"{value:,.{self.digits}f}"
 
-    def ratio(self, own: float | None, best: float | None) -> float | None:
-        """How many times as good ours is as the best peer; None where a number is missing or is not positive."""
-        if own is None or best is None or own <= 0 or best <= 0:
-            return None
-        return own / best if self.more_is_better else best / own
-
-    def best(self, values: Sequence[Any]) -> Any:
-        """Of several numbers, or arrays of the same shape; None of none."""
-        known = [value for value in values if value is not None]
-        if not known:
-            return None
-        return (numpy.max if self.more_is_better else numpy.min)(known, axis=0)
+    def ratio(self, own: Any, other: Any) -> Any:
+        """How many times as good ours is as another, of numbers or arrays; no number where one is missing or is not
+        positive."""
+        own, other = (numpy.where(value > 0, value, numpy.nan) for value in (numpy.asarray(own), numpy.asarray(other)))
+        return own / other if self.more_is_better else other / own
 
 
 def columns(prompts: Sequence[int], ends: Sequence[int]) -> dict[str, Column]:
@@ -71,61 +64,63 @@ def cycles_of(answer: dict[str, Any], prompts: Sequence[int], ends: Sequence[int
     for position in ends:
         seconds = answer["token"].get(str(position), [])
         found[f"token {position}"] = 1e3 * numpy.array([chosen(turn) for turn in seconds])
+    # Of two turns that followed each other.
+    found["added"] = found[f"token {ends[-1]}"] - found[f"token {ends[0]}"]
     found["peak_mb"] = numpy.array([answer["peak_mb"]] if "peak_mb" in answer else [])
     found["start_s"] = numpy.array(answer["start_s"])
     return {name: values for name, values in found.items() if values.size}
 
 
-def summary(cycles: dict[str, Any], ends: Sequence[int], fastest: bool) -> dict[str, Any]:
-    """A form's numbers, of what `cycles_of` gives: the medians of cycles, or on a loaded machine the best.
-
-    Of arrays [draws, cycles] they are arrays [draws].
-    """
-    found = {}
-    for name, values in cycles.items():
-        # Prompts are in tokens a second: the most are the best.
-        best = numpy.max if name.startswith("prompt") else numpy.min
-        found[name] = (best if fastest else numpy.median)(values, axis=-1)
-    near, far = f"token {ends[0]}", f"token {ends[-1]}"
-    if near in found and far in found:
-        found["added"] = found[far] - found[near]
+def summary(cycles: dict[str, Any], ends: Sequence[int], fastest: bool) -> dict[str, float]:
+    """A form's numbers, of what `cycles_of` gives: the medians of cycles, or on a loaded machine the best."""
+    if not fastest:
+        return {name: float(numpy.median(values)) for name, values in cycles.items()}
+    # Of tokens a second the most are the best. The difference of two turns may be small because the first was slow.
+    found = {name: float((max if name.startswith("prompt") else min)(values)) for name, values in cycles.items()}
+    if "added" in found:
+        found["added"] = found[f"token {ends[-1]}"] - found[f"token {ends[0]}"]
     return found
 
 
-def drawn(cycles: dict[str, Any]) -> dict[str, Any]:
-    """As many cycles as there are, drawn from them again and again: arrays [`DRAWS`, cycles].
-
-    Of forms that took turns the same cycles are drawn, and of both positions of a form.
-    """
-    return {
-        name: values[numpy.random.default_rng(0).integers(len(values), size=(DRAWS, len(values)))]
-        for name, values in cycles.items()
-    }
-
-
 def comparison(
-    own: dict[str, Any], peers: Sequence[dict[str, Any]], ends: Sequence[int], of: dict[str, Column], fastest: bool
+    own: dict[str, Any], peers: Sequence[dict[str, Any]], prompts: Sequence[int], ends: Sequence[int], fastest: bool
 ) -> list[str]:
     """Cells: how many times as good one of ours is as the best of the others, and between which ratios nine of ten
-    draws of its cycles lie.
+    draws of as many cycles from these cycles lie.
 
-    `own` and each of `peers` are what `cycles_of` gives.
+    `own` and each of `peers` are what `cycles_of` gives. A ratio is the median of those of each cycle, in which both
+    met the same speed of the machine: the medians of two forms may be of different minutes. Of what tokens add it is
+    the ratio of the medians, for that of a cycle is mostly noise. The best peer is the one with the least ratio.
     """
-    whole = [summary(cycles, ends, fastest) for cycles in (own, *peers)]
-    draws = [summary(drawn(cycles), ends, fastest) for cycles in (own, *peers)]
     cells = []
-    for name, column in of.items():
-        ratio = column.ratio(whole[0].get(name), column.best([numbers.get(name) for numbers in whole[1:]]))
-        cell = "-" if ratio is None else f"{ratio:.2f}x"
-        counted = own.get(name.replace("added", f"token {ends[-1]}"))
-        if ratio is not None and counted is not None and len(counted) >= ENOUGH and not fastest:
-            known = [numbers[name] for numbers in draws[1:] if name in numbers]
-            all_of = zip(draws[0][name], column.best(known), strict=True)
-            found = [value for value in (column.ratio(mine, best) for mine, best in all_of) if value is not None]
-            low, high = numpy.quantile(found, SPREAD)
+    for name, column in columns(prompts, ends).items():
+        others = [peer[name] for peer in peers if name in peer]
+        if name not in own or not others:
+            cells.append("-")
+            continue
+        count = min(len(values) for values in (own[name], *others))
+        draws = numpy.random.default_rng(0).integers(count, size=(DRAWS, count))
+        if fastest:
+            numbers = [summary(cycles, ends, fastest) for cycles in (own, *peers)]
+            known = [column.ratio(numbers[0][name], other[name]) for other in numbers[1:] if name in other]
+        else:
+            # The first row is of the cycles as they were.
+            chosen = numpy.vstack([numpy.arange(count), draws])
+            known = [_ratio(column, own[name][chosen], other[chosen], name == "added") for other in others]
+        ratios = numpy.atleast_1d(numpy.min(known, axis=0))
+        cell = "-" if numpy.isnan(ratios[0]) else f"{ratios[0]:.2f}x"
+        if cell != "-" and not fastest and count >= ENOUGH:
+            low, high = numpy.nanquantile(ratios[1:], SPREAD)
             cell += f" ({low:.2f} to {high:.2f})"
         cells.append(cell)
     return cells
+
+
+def _ratio(column: Column, own: Any, other: Any, of_medians: bool) -> Any:
+    """Of numbers [draws, cycles], [draws]."""
+    if of_medians:
+        return column.ratio(numpy.median(own, axis=-1), numpy.median(other, axis=-1))
+    return numpy.median(column.ratio(own, other), axis=-1)
 
 
 def table(rows: Sequence[dict[str, Any]], prompts: Sequence[int], ends: Sequence[int], fastest: bool = False) -> str:
@@ -148,7 +143,7 @@ def table(rows: Sequence[dict[str, Any]], prompts: Sequence[int], ends: Sequence
             lines.append(f"| {row['title']} | {' | '.join(cells)} | {row['distance']:.1e} |")
         for row, cycles in group:
             if row["ours"] and peers:
-                cells = comparison(cycles, peers, ends, of, fastest)
+                cells = comparison(cycles, peers, prompts, ends, fastest)
                 title = row["title"].replace("*", "")
                 lines.append(f"| {title}, times as good as the best peer | {' | '.join(cells)} | |")
     return "\n".join(lines)
