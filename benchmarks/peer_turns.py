@@ -56,7 +56,8 @@ class Process:
     """
 
     def __init__(self, command: Sequence[str], environment: dict[str, str], log: Path) -> None:
-        self._log, self._buffer, self.idle_s = log, b"", 0.0
+        self._log, self._buffer = log, b""
+        self._used_before = self.idle_s = 0.0
         with log.open("ab") as errors:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environment, bufsize=0

@@ -125,7 +125,7 @@ def report(results: dict[str, Any], fastest: bool) -> str:
     parts += [f"Left out: {FORMS[name].title.replace('*', '')}: {why}" for name, why in results["failed"].items()]
     parts.append(
         "Distance: root mean square from the float32 model's logits, as a share of their spread. "
-        "Above 1x ours is better: the median of each cycle's ratio, and between which nine of ten draws of its cycles lie. "
+        "Above 1x ours is better: the median of each cycle's ratio, and what nine of ten draws of cycles lie between. "
         f"{'; '.join(dict.fromkeys(results['releases'].values()))}."
     )
     return "\n\n".join(parts)
