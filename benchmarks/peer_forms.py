@@ -13,6 +13,8 @@ from typing import Any
 VOCABULARY = 32000
 #: Of the check for equal logits: a prompt, then single tokens.
 CHECKED_PROMPT, CHECKED_STEPS = 40, 16
+#: Tokens of a turn that are not timed, for others had the caches and the cores before.
+UNTIMED = 2
 #: Longest chunk of a prompt in ours and in ExecuTorch's own export; the others choose for themselves.
 CHUNK = 256
 

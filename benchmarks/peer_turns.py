@@ -21,11 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from peer_forms import UNTIMED
+
 #: Seconds that a turn may take, and that a signal may take to stop a process.
 TURN_SECONDS, STOP_SECONDS = 600, 10
 #: Megabytes that must be left to open one more process.
 SPARE_MB = 1024
-#: Prompts up to this length have half as many cycles as tokens, longer ones a quarter.
+#: Prompts up to this length have two thirds as many cycles as tokens, longer ones a third.
 SHORT_PROMPT = 256
 
 
@@ -150,8 +152,8 @@ class Plan:
 
     @property
     def tokens_of_process(self) -> int:
-        """That follow its prompt: two to begin with, and one in each turn that is not timed."""
-        return 2 + self.cycles * (self.tokens + 1)
+        """That follow its prompt: one turn of one token to begin with, and those of the cycles."""
+        return UNTIMED + 1 + self.cycles * (UNTIMED + self.tokens)
 
     def described(self, fastest: bool) -> str:
         """How figures come about, in a sentence."""
@@ -161,7 +163,7 @@ class Plan:
 
     def prompt_cycles(self, length: int) -> int:
         """In which each form has one turn of a prompt."""
-        return -(-self.cycles // (2 if length <= SHORT_PROMPT else 4))
+        return -(-self.cycles * (2 if length <= SHORT_PROMPT else 1) // 3)
 
 
 def order(forms: Sequence[str], cycle: int) -> list[str]:

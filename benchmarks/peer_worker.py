@@ -8,7 +8,7 @@ that took from the start of the process. Then each line of its input is a turn, 
 
     {"prompt": 128}    {"seconds": 0.15}             a prompt on an empty cache, after a short one that is not timed
     {"stand": 4000}    {"seconds": 5.1}              a prompt that tokens come after
-    {"tokens": 3}      {"seconds": [0.01, ...]}      each of so many, after one that is not timed
+    {"tokens": 3}      {"seconds": [0.01, ...]}      each of so many, after two that are not timed
     {"memory": true}   {"peak_mb": 850.2}            the most that was resident
 
 What is not timed brings back what others drove out of the caches, and wakes the runtime's threads. Prompts begin
@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from peer_forms import CHECKED_PROMPT, CHECKED_STEPS, FORMS, token_ids
+from peer_forms import CHECKED_PROMPT, CHECKED_STEPS, FORMS, UNTIMED, token_ids
 from peer_runtimes import RUNTIMES, Runtime
 
 #: Tokens of the prompt before a timed one.
@@ -66,7 +66,7 @@ class Turns:
 
     def tokens(self, count: int) -> dict[str, Any]:
         """Time so many tokens."""
-        self._runtime.steps(1)
+        self._runtime.steps(UNTIMED)
         return {"seconds": self._runtime.steps(count)}
 
     def memory(self, _: bool) -> dict[str, Any]:

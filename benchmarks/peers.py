@@ -138,8 +138,8 @@ def main(
     slots: Annotated[int, typer.Option(help="Tokens that a cache holds.", min=1024)] = 4096,
     threads: Annotated[list[int] | None, typer.Option(help="May be repeated; 1 and all cores by default.")] = None,
     length: Annotated[list[int] | None, typer.Option(help="Of prompts; may be repeated.")] = None,
-    cycles: Annotated[int, typer.Option(help="Turns of each process; prompts have fewer.", min=1)] = 20,
-    steps: Annotated[int, typer.Option(help="Tokens timed in a turn.", min=1)] = 3,
+    cycles: Annotated[int, typer.Option(help="Turns of each process; prompts have fewer.", min=1)] = 15,
+    steps: Annotated[int, typer.Option(help="Tokens timed in a turn.", min=1)] = 4,
     fastest: Annotated[bool, typer.Option("--fastest", help="Show the fastest, not the median.")] = False,
     without_avx512: Annotated[bool, typer.Option("--without-avx512", help="Hide AVX-512 from every form.")] = False,
 ) -> None:

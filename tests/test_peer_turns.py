@@ -21,7 +21,7 @@ import peer_runtimes, peer_worker
 class Fake(peer_runtimes.Runtime):
     def __init__(self, form, folder, plan):
         self.file = open(folder / "asked.txt", "a")
-        self.slow = plan.get("slow", 0)
+        self.slots = plan.get("slots", 0)
         self.length = 0
         print("libraries print what they like")
         if plan.get("spins"):
@@ -37,7 +37,7 @@ class Fake(peer_runtimes.Runtime):
         self.length += len(ids)
         self.say(first=ids[0], count=len(ids))
     def next(self):
-        if self.length >= self.slow > 0:
+        if self.length >= self.slots > 0:
             raise SystemExit("there is no slot left")
         self.length += 1
         self.say(next=self.length)
@@ -93,9 +93,9 @@ def test_a_worker_times_what_it_is_told(opened):
     assert len(process.ask(tokens=3)["seconds"]) == 3
     assert process.ask(memory=True)["peak_mb"] > 1
     words = asked(process)
-    # A short prompt before the long one, and one token more than is timed.
+    # A short prompt before the long one, and two tokens more than are timed.
     assert [word.get("count") for word in words if "first" in word] == [8, 128, 100]
-    assert [word["next"] for word in words if "next" in word] == [9, 101, 102, 103, 104]
+    assert [word["next"] for word in words if "next" in word] == [9, 101, 102, 103, 104, 105]
 
 
 def test_prompts_begin_differently(opened):
@@ -127,7 +127,7 @@ def test_a_process_runs_in_its_turns_only(opened):
 def test_what_a_process_said_last_is_why_it_failed(opened):
     from peer_turns import Failed
 
-    process = opened(slow=9 + 3)
+    process = opened(slots=9 + 3)
     process.ask(stand=8)
     with pytest.raises(Failed, match="there is no slot left"):
         process.ask(tokens=8)
@@ -203,7 +203,7 @@ def test_each_form_has_one_turn_in_each_cycle():
     answers, turns, processes, dropped = grouped(forms, plan)
     assert not dropped
     for found in answers.values():
-        assert {key: len(values) for key, values in found["prompt"].items()} == {"128": 4, "1024": 2}
+        assert {key: len(values) for key, values in found["prompt"].items()} == {"128": 6, "1024": 3}
         assert {key: (len(values), len(values[0])) for key, values in found["token"].items()} == {
             "100": (8, 3),
             "4000": (8, 3),
@@ -239,8 +239,8 @@ def test_as_many_tokens_follow_as_the_plan_says():
     plan = Plan([128], [100, 4000], cycles=5, tokens=2)
     _, turns, processes, _ = grouped(["a"], plan)
     turns = [turn for _, process, turn in turns if process is processes[1] and "tokens" in turn]
-    # Each with one that is not timed.
-    assert sum(turn["tokens"] + 1 for turn in turns) == plan.tokens_of_process
+    # Each with two that are not timed.
+    assert sum(turn["tokens"] + 2 for turn in turns) == plan.tokens_of_process
 
 
 @pytest.mark.parametrize("fails", [{"prompt": 128}, {"stand": 4000}, {"tokens": 3}, {"memory": True}])
