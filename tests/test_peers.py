@@ -150,12 +150,19 @@ def test_a_worker_needs_no_package_of_ours_to_be_read():
     assert "exportable_cache" not in json.loads(done.stdout)
 
 
-def test_an_unknown_form_is_refused_with_those_that_there_are():
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["--form", "teapot"], ["teapot", "onnxruntime-int4"]), (["--cycles", "30"], ["183 tokens", "fewer cycles"])],
+)
+def test_what_cannot_be_measured_is_refused_with_what_can(arguments, words):
     done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "peers.py"), "--form", "teapot"], capture_output=True, text=True
+        [sys.executable, str(BENCHMARKS / "peers.py"), *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": "200"},
     )
     assert done.returncode == 2
-    assert "teapot" in done.stderr and "onnxruntime-int4" in done.stderr
+    assert all(word in done.stderr for word in words)
 
 
 ASKS = """
