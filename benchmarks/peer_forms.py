@@ -1,7 +1,7 @@
 """What benchmarks/peers.py compares: forms of one model, the environment that each runs in, and how it is made and run.
 
 Only names and settings stand here, for the script of every environment reads them: benchmarks/peer_convert.py makes a
-form's files, benchmarks/peer_worker.py runs them.
+form's files, benchmarks/peer_runtimes.py runs them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 VOCABULARY = 32000
 #: Of the check for equal logits: a prompt, then single tokens.
 CHECKED_PROMPT, CHECKED_STEPS = 40, 16
+#: Tokens of a turn that are not timed, for others had the caches and the cores before.
+UNTIMED = 2
 #: Longest chunk of a prompt in ours and in ExecuTorch's own export; the others choose for themselves.
 CHUNK = 256
 
@@ -72,7 +74,7 @@ class Form:
     Attributes:
         title: Of its row.
         environment: One of `ENVIRONMENTS`.
-        runtime: The function of benchmarks/peer_convert.py that makes it, and the class of peer_worker.py that runs it.
+        runtime: The function of benchmarks/peer_convert.py that makes it, the class of peer_runtimes.py that runs it.
         bits: Of its weights, 32 or 4.
         options: What both get.
         of: The form whose files it runs, where it has none of its own.

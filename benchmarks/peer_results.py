@@ -5,14 +5,18 @@ Nothing here runs a form, so that it can be tested without any peer.
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy
 
 #: A difference from the float32 model at which a form with weights of 32 bits is called wrong, as a share of the spread
 #: of its logits.
 LIMIT = 1e-4
+#: How often cycles are drawn to see how far a ratio may be off, which part of what comes out is shown, and the fewest
+#: cycles that this says something of.
+DRAWS, SPREAD, ENOUGH = 1000, (0.05, 0.95), 4
 
 
 @dataclass(frozen=True)
@@ -33,18 +37,11 @@ class Column:
         """A cell."""
         return "-" if value is None else f"{value:,.{self.digits}f}"
 
-    def ratio(self, own: float | None, best: float | None) -> float | None:
-        """How many times as good ours is as the best peer; None where a number is missing or is not positive."""
-        if own is None or best is None or own <= 0 or best <= 0:
-            return None
-        return own / best if self.more_is_better else best / own
-
-    def best(self, values: Sequence[float | None]) -> float | None:
-        """Of several."""
-        known = [value for value in values if value is not None]
-        if not known:
-            return None
-        return max(known) if self.more_is_better else min(known)
+    def ratio(self, own: Any, other: Any) -> Any:
+        """How many times as good ours is as another, of numbers or arrays; no number where one is missing or is not
+        positive."""
+        own, other = (numpy.where(value > 0, value, numpy.nan) for value in (numpy.asarray(own), numpy.asarray(other)))
+        return own / other if self.more_is_better else other / own
 
 
 def columns(prompts: Sequence[int], ends: Sequence[int]) -> dict[str, Column]:
@@ -55,33 +52,82 @@ def columns(prompts: Sequence[int], ends: Sequence[int]) -> dict[str, Column]:
     return found | {"peak_mb": Column("peak MB", 0), "start_s": Column("start to first token, s", 1)}
 
 
-def summary(
-    rounds: Sequence[dict[str, Any]], prompts: Sequence[int], ends: Sequence[int], fastest: bool
-) -> dict[str, float]:
-    """A form's numbers, of what its processes answered: the medians, or on a loaded machine the fastest.
+def cycles_of(answer: dict[str, Any], prompts: Sequence[int], ends: Sequence[int], fastest: bool) -> dict[str, Any]:
+    """What a form's processes answered: of each thing measured one number a cycle, an array; what is missing is left
+    out.
 
-    Each of `rounds` has seconds of prompts by length (`prompt`), of tokens by position (`token`), `peak_mb`, `start_s`.
+    `answer` has seconds of prompts by length (`prompt`), those of each cycle's tokens by position (`token`), `start_s`,
+    a list, and `peak_mb`.
     """
-    chosen: Callable[[list[float]], float] = min if fastest else statistics.median
-    found = {}
-    for count in prompts:
-        found[f"prompt {count}"] = count / chosen([answer["prompt"][str(count)] for answer in rounds])
+    chosen = numpy.min if fastest else numpy.median
+    found = {f"prompt {count}": count / numpy.array(answer["prompt"].get(str(count), [])) for count in prompts}
     for position in ends:
-        seconds = [value for answer in rounds for value in answer["token"][str(position)]]
-        found[f"token {position}"] = 1e3 * chosen(seconds)
+        seconds = answer["token"].get(str(position), [])
+        found[f"token {position}"] = 1e3 * numpy.array([chosen(turn) for turn in seconds])
+    # Of two turns that followed each other.
     found["added"] = found[f"token {ends[-1]}"] - found[f"token {ends[0]}"]
-    # The most memory is the most of all.
-    return found | {
-        "peak_mb": max(answer["peak_mb"] for answer in rounds),
-        "start_s": chosen([answer["start_s"] for answer in rounds]),
-    }
+    found["peak_mb"] = numpy.array([answer["peak_mb"]] if "peak_mb" in answer else [])
+    found["start_s"] = numpy.array(answer["start_s"])
+    return {name: values for name, values in found.items() if values.size}
 
 
-def table(rows: Sequence[dict[str, Any]], prompts: Sequence[int], ends: Sequence[int]) -> str:
+def summary(cycles: dict[str, Any], ends: Sequence[int], fastest: bool) -> dict[str, float]:
+    """A form's numbers, of what `cycles_of` gives: the medians of cycles, or on a loaded machine the best."""
+    if not fastest:
+        return {name: float(numpy.median(values)) for name, values in cycles.items()}
+    # Of tokens a second the most are the best. The difference of two turns may be small because the first was slow.
+    found = {name: float((max if name.startswith("prompt") else min)(values)) for name, values in cycles.items()}
+    if "added" in found:
+        found["added"] = found[f"token {ends[-1]}"] - found[f"token {ends[0]}"]
+    return found
+
+
+def comparison(
+    own: dict[str, Any], peers: Sequence[dict[str, Any]], prompts: Sequence[int], ends: Sequence[int], fastest: bool
+) -> list[str]:
+    """Cells: how many times as good one of ours is as the best of the others, and between which ratios nine of ten
+    draws of as many cycles from these cycles lie.
+
+    `own` and each of `peers` are what `cycles_of` gives. A ratio is the median of those of each cycle, in which both
+    met the same speed of the machine: the medians of two forms may be of different minutes. Of what tokens add it is
+    the ratio of the medians, for that of a cycle is mostly noise. The best peer is the one with the least ratio.
+    """
+    cells = []
+    for name, column in columns(prompts, ends).items():
+        others = [peer[name] for peer in peers if name in peer]
+        if name not in own or not others:
+            cells.append("-")
+            continue
+        count = min(len(values) for values in (own[name], *others))
+        draws = numpy.random.default_rng(0).integers(count, size=(DRAWS, count))
+        if fastest:
+            numbers = [summary(cycles, ends, fastest) for cycles in (own, *peers)]
+            known = [column.ratio(numbers[0][name], other[name]) for other in numbers[1:] if name in other]
+        else:
+            # The first row is of the cycles as they were.
+            chosen = numpy.vstack([numpy.arange(count), draws])
+            known = [_ratio(column, own[name][chosen], other[chosen], name == "added") for other in others]
+        ratios = numpy.atleast_1d(numpy.min(known, axis=0))
+        cell = "-" if numpy.isnan(ratios[0]) else f"{ratios[0]:.2f}x"
+        if cell != "-" and not fastest and count >= ENOUGH:
+            low, high = numpy.nanquantile(ratios[1:], SPREAD)
+            cell += f" ({low:.2f} to {high:.2f})"
+        cells.append(cell)
+    return cells
+
+
+def _ratio(column: Column, own: Any, other: Any, of_medians: bool) -> Any:
+    """Of numbers [draws, cycles], [draws]."""
+    if of_medians:
+        return column.ratio(numpy.median(own, axis=-1), numpy.median(other, axis=-1))
+    return numpy.median(column.ratio(own, other), axis=-1)
+
+
+def table(rows: Sequence[dict[str, Any]], prompts: Sequence[int], ends: Sequence[int], fastest: bool = False) -> str:
     """Markdown: the forms with weights of the same bits together, and after them each of ours beside the best of the
     others.
 
-    Each row has `title`, `bits`, `ours`, `distance` and `numbers`, as `summary` gives them.
+    Each row has `title`, `bits`, `ours`, `distance` and `answer`, as `cycles_of` takes it.
     """
     of = columns(prompts, ends)
     lines = [
@@ -89,18 +135,15 @@ def table(rows: Sequence[dict[str, Any]], prompts: Sequence[int], ends: Sequence
         "|---" * (len(of) + 2) + "|",
     ]
     for bits in sorted({row["bits"] for row in rows}, reverse=True):
-        group = [row for row in rows if row["bits"] == bits]
-        peers = [row["numbers"] for row in group if not row["ours"]]
-        for row in group:
-            cells = [column.shown(row["numbers"].get(name)) for name, column in of.items()]
+        group = [(row, cycles_of(row["answer"], prompts, ends, fastest)) for row in rows if row["bits"] == bits]
+        peers = [cycles for row, cycles in group if not row["ours"]]
+        for row, cycles in group:
+            numbers = summary(cycles, ends, fastest)
+            cells = [column.shown(numbers.get(name)) for name, column in of.items()]
             lines.append(f"| {row['title']} | {' | '.join(cells)} | {row['distance']:.1e} |")
-        for row in group:
+        for row, cycles in group:
             if row["ours"] and peers:
-                cells = []
-                for name, column in of.items():
-                    best = column.best([numbers.get(name) for numbers in peers])
-                    ratio = column.ratio(row["numbers"].get(name), best)
-                    cells.append("-" if ratio is None else f"{ratio:.2f}x")
+                cells = comparison(cycles, peers, prompts, ends, fastest)
                 title = row["title"].replace("*", "")
                 lines.append(f"| {title}, times as good as the best peer | {' | '.join(cells)} | |")
     return "\n".join(lines)

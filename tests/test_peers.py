@@ -1,4 +1,4 @@
-"""What benchmarks/peers.py makes of its processes' answers, and what it hides from them; no peer is run here."""
+"""How benchmarks/peers.py gives turns, what it makes of answers, and what it hides; no peer is run here."""
 
 import json
 import os
@@ -19,42 +19,38 @@ def beside(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
-def answer(prompt, near, far, peak=100.0, start=1.0):
-    """Of one process: the prompt's seconds, and those of two tokens at each position."""
-    return {"prompt": {"128": prompt}, "token": {"100": near, "4000": far}, "peak_mb": peak, "start_s": start}
+def answer(prompt, near, far, peak=100.0, start=(1.0,)):
+    """Of one form: seconds of prompts, and those of each cycle's tokens at each position."""
+    return {"prompt": {"128": prompt}, "token": {"100": near, "4000": far}, "peak_mb": peak, "start_s": list(start)}
 
 
-def test_numbers_are_medians_of_all_rounds_or_the_fastest():
-    from peer_results import summary
+def test_numbers_are_medians_of_cycles_or_the_best():
+    from peer_results import cycles_of, summary
 
-    rounds = [answer(0.1, [0.01, 0.02], [0.05, 0.07], 90.0, 3.0), answer(0.3, [0.04, 0.03], [0.06, 0.05], 110.0, 1.0)]
-    found = summary(rounds, PROMPTS, ENDS, fastest=False)
-    assert found == pytest.approx(
-        {
-            "prompt 128": 640,
-            "token 100": 25,
-            "token 4000": 55,
-            "added": 30,
-            "peak_mb": 110,
-            "start_s": 2,
-        }
+    # The first cycle's tokens were slow, and one of the second's was.
+    tokens = [[0.05, 0.07, 0.09], [0.01, 0.02, 0.09], [0.03, 0.03, 0.02]]
+    found = answer([0.1, 0.4, 0.2], tokens, [[0.08] * 3, [0.06] * 3, [0.05] * 3], start=(3.0, 1.0))
+    # What tokens add is the median of each cycle's difference: the medians may be of different minutes.
+    numbers = summary(cycles_of(found, PROMPTS, ENDS, fastest=False), ENDS, fastest=False)
+    assert numbers == pytest.approx(
+        {"prompt 128": 640, "token 100": 30, "token 4000": 60, "added": 20, "peak_mb": 100, "start_s": 2}
     )
-    found = summary(rounds, PROMPTS, ENDS, fastest=True)
-    assert found == pytest.approx(
-        {
-            "prompt 128": 1280,
-            "token 100": 10,
-            "token 4000": 50,
-            "added": 40,
-            "peak_mb": 110,
-            "start_s": 1,
-        }
+    numbers = summary(cycles_of(found, PROMPTS, ENDS, fastest=True), ENDS, fastest=True)
+    assert numbers == pytest.approx(
+        {"prompt 128": 1280, "token 100": 10, "token 4000": 50, "added": 40, "peak_mb": 100, "start_s": 1}
     )
 
 
-def row(title, bits, ours, speed, token, peak):
-    numbers = {"prompt 128": speed, "token 100": token, "token 4000": 2 * token, "added": token, "peak_mb": peak}
-    return {"title": title, "bits": bits, "ours": ours, "distance": 1e-6, "numbers": {**numbers, "start_s": 1.0}}
+def test_an_answer_that_is_not_complete_yet_has_the_numbers_that_there_are():
+    from peer_results import cycles_of, summary
+
+    found = {"start_s": [1.0, 2.0], "prompt": {"128": [0.1]}, "token": {}}
+    assert set(summary(cycles_of(found, [128, 1024], ENDS, False), ENDS, False)) == {"prompt 128", "start_s"}
+
+
+def row(title, bits, ours, speed, token, peak, cycles=1):
+    found = answer([128 / speed] * cycles, [[token / 1e3]] * cycles, [[token / 500]] * cycles, peak)
+    return {"title": title, "bits": bits, "ours": ours, "distance": 1e-6, "answer": found}
 
 
 def test_a_table_compares_ours_with_the_best_of_the_others_with_as_many_bits():
@@ -75,11 +71,43 @@ def test_a_table_compares_ours_with_the_best_of_the_others_with_as_many_bits():
     assert len({line.count("|") for line in lines}) == 1
 
 
-@pytest.mark.parametrize(("own", "best"), [(None, 1.0), (1.0, None), (-0.2, 1.0), (1.0, 0.0)])
-def test_a_ratio_of_what_is_missing_or_noise_is_none(own, best):
-    from peer_results import Column
+def compared(own, others):
+    """The cell that compares tokens @100, of seconds of one token a cycle."""
+    from peer_results import comparison, cycles_of
 
-    assert Column("what tokens add", 1).ratio(own, best) is None
+    tokens = ([[value] for value in seconds] for seconds in (own, *others))
+    forms = [cycles_of(answer([], seconds, seconds), PROMPTS, ENDS, False) for seconds in tokens]
+    return comparison(forms[0], forms[1:], PROMPTS, ENDS, fastest=False)[1]
+
+
+def test_a_ratio_is_the_median_of_those_of_each_cycle():
+    # The machine became slow for ours in the third cycle, and for the other in the fourth: medians would say 4.
+    own, other = [0.01, 0.01, 0.01, 0.04, 0.04], [0.02, 0.02, 0.08, 0.08, 0.08]
+    assert compared(own, [other]).startswith("2.00x")
+    # The best of the others is the one that ours is the least ahead of.
+    assert compared(own, [other, [1.5 * value for value in own]]).startswith("1.50x")
+
+
+def test_a_ratio_has_its_spread_beside_it():
+    slow, fast = [0.02] * 10, [0.01] * 10
+    # What slows both in the same cycles is no difference between them.
+    swings = [0.01, 0.02, 0.04, 0.01, 0.03, 0.02, 0.01, 0.05, 0.02, 0.01]
+    assert compared(swings, [[2 * value for value in swings]]) == "2.00x (2.00 to 2.00)"
+    # Of what swings by itself the ratio is not sure.
+    assert compared(fast, [slow[:5] + fast[:5]]) == "1.50x (1.00 to 2.00)"
+    # Too few cycles say nothing of it.
+    assert compared(fast[:3], [slow[:3]]) == "2.00x"
+
+
+def test_a_ratio_of_what_is_missing_or_noise_is_none():
+    from peer_results import Column, comparison, cycles_of
+
+    assert numpy.isnan(Column("what tokens add", 1).ratio([-0.2, 1.0], [1.0, 0.0])).all()
+    faster_later = cycles_of(answer([0.1], [[0.02]], [[0.01]]), PROMPTS, ENDS, False)
+    missing = cycles_of({"start_s": [1.0], "prompt": {}, "token": {}}, PROMPTS, ENDS, False)
+    assert comparison(faster_later, [faster_later], PROMPTS, ENDS, False)[3] == "-"
+    assert comparison(faster_later, [missing], PROMPTS, ENDS, False) == ["-"] * 5 + ["1.00x"]
+    assert comparison(faster_later, [missing, faster_later], PROMPTS, ENDS, False)[0] == "1.00x"
 
 
 def test_the_distance_is_a_share_of_the_spread():
@@ -95,7 +123,7 @@ def test_the_distance_is_a_share_of_the_spread():
 def test_every_form_can_be_made_and_run():
     from peer_convert import CONVERTERS
     from peer_forms import ENVIRONMENTS, FORMS, VOCABULARY, token_ids
-    from peer_worker import RUNTIMES
+    from peer_runtimes import RUNTIMES
 
     assert {form.runtime for form in FORMS.values()} == set(RUNTIMES)
     assert {form.runtime for form in FORMS.values() if form.of is None} == set(CONVERTERS)
@@ -116,17 +144,25 @@ def test_rotary_rows_are_paired():
 
 def test_a_worker_needs_no_package_of_ours_to_be_read():
     """It is run by the environments of others."""
-    code = "import peer_worker, peer_convert, json, sys; print(json.dumps([n for n in sys.modules if 'cache' in n]))"
+    code = "import peer_worker, peer_runtimes, peer_convert, json, sys\n"
+    code += "print(json.dumps([n for n in sys.modules if 'cache' in n]))"
     done = subprocess.run([sys.executable, "-c", code], cwd=BENCHMARKS, check=True, capture_output=True, text=True)
     assert "exportable_cache" not in json.loads(done.stdout)
 
 
-def test_an_unknown_form_is_refused_with_those_that_there_are():
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["--form", "teapot"], ["teapot", "onnxruntime-int4"]), (["--cycles", "30"], ["183 tokens", "fewer cycles"])],
+)
+def test_what_cannot_be_measured_is_refused_with_what_can(arguments, words):
     done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "peers.py"), "--form", "teapot"], capture_output=True, text=True
+        [sys.executable, str(BENCHMARKS / "peers.py"), *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": "200"},
     )
     assert done.returncode == 2
-    assert "teapot" in done.stderr and "onnxruntime-int4" in done.stderr
+    assert all(word in done.stderr for word in words)
 
 
 ASKS = """

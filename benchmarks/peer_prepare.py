@@ -1,0 +1,156 @@
+"""What benchmarks/peers.py needs before it measures: environments, each form's files, our kernels and runner.
+
+All of it is made once, and stays in the benchmark's folder.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from peer_forms import ENVIRONMENTS, FORMS
+from peer_turns import Failed, last_words
+from rich.console import Console
+
+HERE = Path(__file__).parent
+#: A package without a wheel compiles for most of an hour on two cores.
+PREPARE_SECONDS = 7200
+console = Console(stderr=True)
+
+
+def logged(command: list[str], log: Path, environment: dict[str, str] | None = None) -> None:
+    """Run a command; where it fails say the last line of its output, and where the rest is."""
+    with log.open("ab") as file:
+        done = subprocess.run(
+            command, stdout=file, stderr=subprocess.STDOUT, env=environment, timeout=PREPARE_SECONDS, check=False
+        )
+    if done.returncode:
+        raise Failed(last_words(log, "it failed"))
+
+
+def environment_python(name: str, folder: Path) -> Path:
+    """Python of an environment, which is made unless it is there.
+
+    Raises:
+        Failed: If it cannot be made, or could not before.
+    """
+    wanted = ENVIRONMENTS[name]
+    if not wanted.packages:
+        return Path(sys.executable)
+    place = folder / "environments" / name
+    python, failed, done = place / "bin" / "python", place / "failed.txt", place / "installed.txt"
+    if done.is_file():
+        return python
+    if failed.is_file():
+        raise Failed(f"{failed.read_text().strip()}; delete {place} to try again")
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    console.print(f"making the environment of {name}")
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install"]
+    # What pip keeps was compiled with other settings.
+    fresh, variables = (["--no-cache-dir"] if wanted.settings else []), plain_environment() | wanted.settings
+    try:
+        logged([sys.executable, "-m", "venv", str(place)], place / "log.txt")
+        for packages in (wanted.first, wanted.packages):
+            if packages:
+                logged([*pip, *fresh, *packages], place / "log.txt", variables)
+        if wanted.without:
+            logged([*pip[:-1], "uninstall", "--yes", *wanted.without], place / "log.txt", plain_environment())
+    except (Failed, subprocess.TimeoutExpired) as error:
+        failed.write_text(f"{error}\n")
+        raise Failed(str(error)) from error
+    done.write_text("\n".join(wanted.packages))
+    return python
+
+
+def plain_environment() -> dict[str, str]:
+    """Of the process, without what points its Python at this checkout."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
+def form_environment(name: str, folder: Path, threads: int | None = None) -> dict[str, str]:
+    """Of a process that makes a form, or runs it in so many threads."""
+    if FORMS[name].environment != "here":
+        return plain_environment()
+    # ExecuTorch has threads of its own, and idle ones of torch must not spin beside them.
+    found = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
+    if threads is not None:
+        found |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": "1"}
+    kernels = (folder / "libexportable_cache_kernels.so").resolve()
+    if FORMS[name].is_ours and kernels.is_file():
+        found.setdefault("EXPORTABLE_CACHE_KERNELS", str(kernels))
+    if FORMS[name].runtime == "runner":
+        found["EXPORTABLE_CACHE_RUNNER"] = str(own_runner(folder))
+    return found
+
+
+def own_kernels(folder: Path) -> None:
+    """Compile them into the folder, where the environment has none; without a compiler the wheel's serve."""
+    from exportable_cache.backends.executorch.build_kernels import build_kernels
+    from exportable_cache.common.own_kernels import FILE, chosen_path
+    from exportable_cache.errors import ExportableCacheError
+
+    if chosen_path() is None and not (folder / FILE).is_file():
+        console.print("compiling the attention kernels")
+        try:
+            build_kernels(output=(folder / FILE).resolve())
+        except ExportableCacheError as error:
+            console.print(f"ours runs on ExecuTorch's kernels: {error}")
+
+
+def place_of(name: str, folder: Path, slots: int) -> Path:
+    """The folder of the files that a form runs."""
+    return folder / f"{FORMS[name].of or name}-{slots}"
+
+
+def own_runner(folder: Path) -> Path:
+    """The C++ runner's library over the executorch wheel, with our kernels where they were compiled.
+
+    Raises:
+        Failed: If it cannot be compiled.
+    """
+    from exportable_cache.backends.executorch.build_kernels import find_cmake
+
+    build, kernels = (folder / "runner").resolve(), (folder / "libexportable_cache_kernels.so").resolve()
+    library = build / "libexportable_cache.so"
+    if not library.is_file():
+        cmake = find_cmake()
+        if cmake is None:
+            raise Failed("there is no cmake; pip install cmake")
+        build.mkdir(parents=True, exist_ok=True)
+        console.print("compiling the runner")
+        options = ["-DEC_BUILD_SHARED=ON", "-DEC_BUILD_PROGRAMS=OFF", f"-DPython3_EXECUTABLE={sys.executable}"]
+        options += [f"-DEC_KERNELS={kernels}"] if kernels.is_file() else []
+        logged([cmake, "-S", str(HERE.parent / "runners" / "cpp"), "-B", str(build), *options], build / "log.txt")
+        logged([cmake, "--build", str(build), "--parallel", str(os.cpu_count() or 1)], build / "log.txt")
+    return library
+
+
+def prepare(name: str, folder: Path, slots: int) -> Path:
+    """The folder of a form's files, which are made unless they are there.
+
+    Raises:
+        Failed: If its environment or its conversion fails.
+    """
+    form = FORMS[name]
+    if form.of is not None:
+        own_runner(folder)
+        return prepare(form.of, folder, slots)
+    python = environment_python(form.environment, folder)
+    place = place_of(name, folder, slots)
+    done, model = place / "done.txt", folder / f"model-{slots}"
+    convert = [str(HERE / "peer_convert.py")]
+    if not (model / "logits.npy").is_file():
+        model.mkdir(parents=True, exist_ok=True)
+        logged([sys.executable, *convert, "model", str(model), str(slots), "-"], model / "log.txt")
+    if not done.is_file():
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir(parents=True)
+        console.print(f"making {name}")
+        arguments = [name, str(model.resolve()), str(slots), str(place.resolve())]
+        logged([str(python), *convert, *arguments], place / "log.txt", form_environment(name, folder))
+        done.write_text("made\n")
+    return place

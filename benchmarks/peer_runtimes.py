@@ -1,0 +1,293 @@
+"""The runtimes of benchmarks/peers.py behind the same calls; benchmarks/peer_worker.py runs one in its environment.
+
+OpenVINO GenAI's `LLMPipeline.generate` cannot take turns: it does a prompt and the tokens after it in one call, and
+goes on while a streamer waits, which runs in a thread of its own. What `LLMPipeline` runs on this kind of processor is
+its `ContinuousBatchingPipeline`, whose `step` makes one token: that is called here, with the settings that
+`LLMPipeline` gives it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from peer_forms import CHECKED_PROMPT, CHUNK, Form
+
+
+def limit_threads(count: int) -> None:
+    """Give ExecuTorch's pool a size; its Python runtime has no setting for that, but exports what C++ calls."""
+    # Found, not imported: that would bring torch.
+    library = ctypes.CDLL(importlib.util.find_spec("executorch.extension.pybindings._portable_lib").origin)
+    name = "_ZN10executorch9extension10threadpool"
+    pool_of, reset = library[f"{name}14get_threadpoolEv"], library[f"{name}10ThreadPool24_unsafe_reset_threadpoolEj"]
+    pool_of.restype, reset.argtypes = ctypes.c_void_p, (ctypes.c_void_p, ctypes.c_uint32)
+    reset(pool_of(), count)
+
+
+class Runtime:
+    """A form, open. One that gives no logits one by one overrides `logits`."""
+
+    def reset(self) -> None:
+        """Forget every token; not timed."""
+        raise NotImplementedError
+
+    def feed(self, ids: list[int]) -> None:
+        """Go on with a prompt."""
+        raise NotImplementedError
+
+    def next(self) -> None:
+        """Choose the likeliest token, and feed it."""
+        raise NotImplementedError
+
+    def values(self) -> Any:
+        """Logits after the last token, [vocabulary]."""
+        raise NotImplementedError
+
+    def prompt(self, ids: list[int]) -> float:
+        """Seconds of a prompt on an empty cache."""
+        self.reset()
+        begin = time.perf_counter()
+        self.feed(ids)
+        return time.perf_counter() - begin
+
+    def steps(self, count: int) -> list[float]:
+        """Seconds of each of so many tokens more."""
+        seconds = []
+        for _ in range(count):
+            begin = time.perf_counter()
+            self.next()
+            seconds.append(time.perf_counter() - begin)
+        return seconds
+
+    def logits(self, ids: list[int]) -> Any:
+        """Of a prompt's last token and of the tokens after it, whatever the likeliest would be."""
+        import numpy
+
+        self.reset()
+        self.feed(ids[:CHECKED_PROMPT])
+        rows = [numpy.array(self.values(), dtype=numpy.float32).reshape(-1)]
+        for token in ids[CHECKED_PROMPT:]:
+            self.feed([token])
+            rows.append(numpy.array(self.values(), dtype=numpy.float32).reshape(-1))
+        return numpy.stack(rows)
+
+
+class Ours(Runtime):
+    """A bundle through its session."""
+
+    def __init__(self, form: Form, folder: Path, plan: dict[str, Any]) -> None:
+        import torch
+
+        from exportable_cache import load
+
+        limit_threads(plan["threads"])
+        torch.set_grad_enabled(False)
+        self._torch, self._session = torch, load(folder / "bundle")
+
+    def reset(self) -> None:
+        self._session.reset()
+
+    def feed(self, ids: list[int]) -> None:
+        self._logits = self._session.prefill(self._torch.tensor([ids]))
+
+    def next(self) -> None:
+        self._logits = self._session.decode(self._logits.argmax(-1))
+
+    def values(self) -> Any:
+        return self._logits
+
+
+class Runner(Runtime):
+    """A bundle through the C++ runner, in a Python without torch."""
+
+    def __init__(self, form: Form, folder: Path, plan: dict[str, Any]) -> None:
+        sys.path.insert(0, str(Path(__file__).parent.parent / "runners" / "python"))
+        from exportable_cache_runner import Session
+
+        self._session = Session(folder / "bundle", threads=plan["threads"])
+
+    def reset(self) -> None:
+        self._session.reset()
+
+    def feed(self, ids: list[int]) -> None:
+        self._logits = self._session.prefill(ids)
+
+    def next(self) -> None:
+        import numpy
+
+        self.feed([int(numpy.frombuffer(self._logits, dtype=numpy.float32).argmax())])
+
+    def values(self) -> Any:
+        return self._logits
+
+
+class ExecuTorch(Runtime):
+    """A `.pte` with `forward(tokens, position)`, as its own runner calls it."""
+
+    def __init__(self, form: Form, folder: Path, plan: dict[str, Any]) -> None:
+        import torch
+        from executorch_worker import load_method
+
+        limit_threads(plan["threads"])
+        self._torch, self._method = torch, load_method(folder / "program.pte")
+        self._position = 0
+
+    def reset(self) -> None:
+        self._position = 0
+
+    def feed(self, ids: list[int]) -> None:
+        for start in range(0, len(ids), CHUNK):
+            self._run(ids[start : start + CHUNK])
+
+    def _run(self, ids: list[int]) -> None:
+        torch = self._torch
+        self._logits = self._method.execute([torch.tensor([ids]), torch.tensor([self._position])])[0]
+        self._position += len(ids)
+
+    def next(self) -> None:
+        self._run([int(self._logits.argmax())])
+
+    def values(self) -> Any:
+        return self._logits
+
+
+class OnnxRuntime(Runtime):
+    """ONNX Runtime GenAI's generator."""
+
+    def __init__(self, form: Form, folder: Path, plan: dict[str, Any]) -> None:
+        import onnxruntime_genai
+
+        self._library, self._slots = onnxruntime_genai, plan["slots"]
+        config = onnxruntime_genai.Config(str(folder / "onnx"))
+        options = {"intra_op_num_threads": plan["threads"]}
+        config.overlay(json.dumps({"model": {"decoder": {"session_options": options}}}))
+        self._model = onnxruntime_genai.Model(config)
+        self._generator = None
+
+    def reset(self) -> None:
+        self._generator = None
+        parameters = self._library.GeneratorParams(self._model)
+        # No end before the last slot: what is measured are tokens, whichever they are.
+        parameters.set_search_options(max_length=self._slots, min_length=self._slots, do_sample=False)
+        self._generator = self._library.Generator(self._model, parameters)
+
+    def feed(self, ids: list[int]) -> None:
+        self._generator.append_tokens(ids)
+
+    def prompt(self, ids: list[int]) -> float:
+        self.reset()
+        begin = time.perf_counter()
+        self.feed(ids)
+        # The first token is only chosen: its logits are the prompt's.
+        self.next()
+        return time.perf_counter() - begin
+
+    def next(self) -> None:
+        self._generator.generate_next_token()
+
+    def values(self) -> Any:
+        return self._generator.get_logits()
+
+
+class OpenVino(Runtime):
+    """OpenVINO GenAI's pipeline. It gives no logits: those are of the same file, run by OpenVINO."""
+
+    def __init__(self, form: Form, folder: Path, plan: dict[str, Any]) -> None:
+        self._path = folder / "openvino"
+        self._properties = {"INFERENCE_NUM_THREADS": plan["threads"], **form.options["properties"]}
+        if "logits" in plan:
+            return
+        import numpy
+        import openvino
+        import openvino_genai
+
+        self._library, self._numpy, self._tensor = openvino_genai, numpy, openvino.Tensor
+        scheduler = openvino_genai.SchedulerConfig()
+        # As LLMPipeline has them: a prompt is one step, and one that begins as an earlier one did is remembered.
+        scheduler.max_num_batched_tokens, scheduler.enable_prefix_caching = 2**62, True
+        self._pipeline = openvino_genai.ContinuousBatchingPipeline(str(self._path), scheduler, "CPU", self._properties)
+        self._slots, self._request, self._requests = plan["slots"], None, 0
+
+    def reset(self) -> None:
+        if self._request is not None:
+            self._request.cancel()
+            while self._pipeline.has_non_finished_requests():
+                self._pipeline.step()
+        self._request = None
+
+    def feed(self, ids: list[int]) -> None:
+        tokens = self._tensor(self._numpy.array([ids], dtype=self._numpy.int64))
+        limit = self._slots - len(ids)
+        config = self._library.GenerationConfig(max_new_tokens=limit, ignore_eos=True, do_sample=False)
+        self._requests += 1
+        self._request = self._pipeline.add_request(self._requests, tokens, config)
+        self._pipeline.step()
+
+    def next(self) -> None:
+        self._pipeline.step()
+
+    def logits(self, ids: list[int]) -> Any:
+        import numpy
+        import openvino
+
+        model = openvino.Core().compile_model(str(self._path / "openvino_model.xml"), "CPU", self._properties)
+        request, rows = model.create_infer_request(), []
+        names = {name for port in model.inputs for name in port.names}
+        starts = [(0, CHECKED_PROMPT), *((start, start + 1) for start in range(CHECKED_PROMPT, len(ids)))]
+        for start, end in starts:
+            inputs = {"input_ids": numpy.array([ids[start:end]]), "attention_mask": numpy.ones((1, end), numpy.int64)}
+            inputs |= {"position_ids": numpy.arange(start, end)[None], "beam_idx": numpy.zeros(1, numpy.int32)}
+            found = request.infer({name: value for name, value in inputs.items() if name in names})
+            rows.append(numpy.array(found[model.outputs[0]][0, -1]))
+        return numpy.stack(rows)
+
+
+class LlamaCpp(Runtime):
+    """llama.cpp through llama-cpp-python."""
+
+    def __init__(self, form: Form, folder: Path, plan: dict[str, Any]) -> None:
+        import llama_cpp
+
+        threads, keys = plan["threads"], form.options["keys"]
+        self._llama = llama_cpp.Llama(
+            str(folder / "model.gguf"),
+            n_ctx=plan["slots"],
+            n_threads=threads,
+            n_threads_batch=threads,
+            type_k=keys,
+            type_v=keys,
+            flash_attn=form.options["flash"],
+            verbose=False,
+        )
+        self._library = llama_cpp
+        self._size = self._llama.n_vocab()
+
+    def reset(self) -> None:
+        self._llama.reset()
+
+    def feed(self, ids: list[int]) -> None:
+        self._llama.eval(ids)
+
+    def next(self) -> None:
+        self._llama.eval([int(self.values().argmax())])
+
+    def values(self) -> Any:
+        import numpy
+
+        pointer = self._library.llama_get_logits_ith(self._llama.ctx, -1)
+        return numpy.ctypeslib.as_array(pointer, shape=(self._size,))
+
+
+RUNTIMES = {
+    "ours": Ours,
+    "runner": Runner,
+    "executorch": ExecuTorch,
+    "onnxruntime": OnnxRuntime,
+    "openvino": OpenVino,
+    "llama_cpp": LlamaCpp,
+}
