@@ -152,9 +152,8 @@ def main(
         raise typer.BadParameter(f"there is no form {', '.join(sorted(unknown))}; the forms are {', '.join(FORMS)}")
     plan = Plan(list(length or PROMPTS), [FIRST, slots - BEFORE_END], cycles, steps)
     if plan.tokens_of_process > BEFORE_END:
-        raise typer.BadParameter(
-            f"{plan.tokens_of_process} tokens follow @{plan.positions[-1]}, where {BEFORE_END} slots are left; name fewer cycles"
-        )
+        tokens = f"{plan.tokens_of_process} tokens follow @{plan.positions[-1]}"
+        raise typer.BadParameter(f"{tokens}, where {BEFORE_END} slots are left; name fewer cycles")
     counts = threads or sorted({1, os.cpu_count() or 1})
     folder.mkdir(parents=True, exist_ok=True)
     own_kernels(folder)
