@@ -48,8 +48,8 @@ def ours(form: Form, model: Path, slots: int, folder: Path) -> None:
     from exportable_cache import export
 
     loaded = AutoModelForCausalLM.from_pretrained(model)
-    options = form.options.get("export", {})
-    export(loaded, "executorch", slots, folder / "bundle", prefill_chunk=CHUNK, verify=False, **options)
+    options = {"prefill_chunk": CHUNK, **form.options.get("export", {})}
+    export(loaded, "executorch", slots, folder / "bundle", verify=False, **options)
 
 
 def executorch(form: Form, model: Path, slots: int, folder: Path) -> None:
