@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 from ..common.compat import torch_compile as private
 from .few_queries import attention_of_few_queries
 from .few_rows import linears_of_few_rows
+from .followed import graph_ran
 from .graphs import OutdatedGraph
 from .onednn_linears import linears_by_onednn
 from .own_tensors import OwnTensor, OwnTensors
@@ -79,7 +80,9 @@ class LayeredGraph(private.SerializableCallable):
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
         if self._forms is not None and not self._forms.are_of([inputs[place] for place in self._checked]):
             raise OutdatedGraph
-        return self.steps(self._run, inputs)
+        outputs = self.steps(self._run, inputs)
+        graph_ran(inputs, outputs, self.steps.recording)
+        return outputs
 
     def _run(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         values = [*inputs, *self.own.tensors()]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import astuple, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +22,7 @@ from ..program.spec import ProgramSpec
 from ..program.tracing import told_by
 from .background import background_compiler
 from .compiling import CompileOptions, StepCompiler, marked
+from .followed import FollowedStep, followed
 from .graphs import Graph, OutdatedGraph, choice_graph, choosing
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 #: Prompts shorter than this may go token by token, where the model's code has no graph for them and longer ones in
 #: common.
 LONGEST_LEAST = 16
+_EITHER = (False, True)
 _GUARD = re.compile(r"satisfy the generated guard (\d+) <= L\[.*\] and L\[.*\] <= (\d+)")
 
 
@@ -82,7 +84,8 @@ class ModuleRunner:
         self._slots = torch.empty(max((one.kv_read_len for one in self._shared.values()), default=0), dtype=torch.bool)
         # By methods, of the last step of each.
         self._marked: dict[str, torch.Tensor] = {}
-        self._calls: dict[tuple, Callable[..., torch.Tensor]] = {}
+        self._calls: dict[tuple, FollowedStep] = {}
+        self._choices = {(greedy, penalised): Choice(greedy, penalised) for greedy in _EITHER for penalised in _EITHER}
         self._threads = torch.get_num_threads()
         # TorchDynamo does not follow a model that is left before its decoder, or whose decoder is handed more than the
         # model hands it.
@@ -155,17 +158,19 @@ class ModuleRunner:
         further: list[torch.Tensor] = [] if greedy else [chooser.uniform(inputs[0].shape[0], steps)]
         if penalised:
             further.append(chooser.seen)
-        further += astuple(chooser.settings)
+        further += chooser.settings
         if self.compiler is None or not self.compiler.chooses_apart(penalised):
             return self._call((method, greedy, penalised, steps), inputs, *further)
+        choice = self._choices[greedy, penalised]
         tokens, position, *more = inputs
         chosen: list[torch.Tensor] = []
         for index in range(steps):
-            logits = self._call((method,), [tokens, position, *more])
-            tokens = self._choose(Choice(greedy, penalised), [logits, *of_step(further, index, greedy)])
-            chosen.append(tokens if self.ranks is None else self.ranks.of_first(tokens))
-            tokens, position = chosen[-1][:, None], position + 1
-        return torch.stack(chosen, dim=1)
+            if chosen:
+                tokens, position = chosen[-1], position + 1
+            logits = self._call((method,), [tokens, position, *more], lends=True)
+            tokens = self._choose(choice, [logits, *of_step(further, index, greedy)])
+            chosen.append((tokens if self.ranks is None else self.ranks.of_first(tokens))[:, None])
+        return chosen[0] if steps == 1 else torch.cat(chosen, dim=1)
 
     def _choose(self, choice: Choice, inputs: list[torch.Tensor]) -> torch.Tensor:
         """Tokens, int64 [batch], by a graph where that is worth one."""
@@ -174,7 +179,7 @@ class ModuleRunner:
         graph = choice_graph(choice, inputs)
         call = self._calls.get(graph.key)
         if call is None and self.background is not None:
-            call = self.background.take(graph, inputs)
+            call = followed(self.background.take(graph, inputs))
         elif call is None:
             call = self._compile(graph)
         if call is None:
@@ -186,7 +191,14 @@ class ModuleRunner:
             self._lose(graph, outdated)
             return self._choose(choice, inputs)
 
-    def _call(self, key: tuple, inputs: Sequence[torch.Tensor], *further: torch.Tensor) -> Any:
+    def _call(self, key: tuple, inputs: Sequence[torch.Tensor], *further: torch.Tensor, lends: bool = False) -> Any:
+        """What a step gives.
+
+        Args:
+            key: Of the step, see `Graph.asked`.
+            inputs, further: What it takes.
+            lends: See `FollowedStep`.
+        """
         if not self.is_open:
             raise InputError("this session is closed, and its model has its own attention again; make another session")
         if self.compiler is None or key[0] in self._as_they_are:
@@ -206,7 +218,7 @@ class ModuleRunner:
             self._calls[graph.key] = call
         if call is not None:
             try:
-                result = self._run_graph(call, graph.arguments)
+                result = self._run_graph(call, graph.arguments, lends)
             except OutdatedGraph as outdated:
                 self._lose(graph, outdated)
                 return self._call(key, inputs, *further)
@@ -227,16 +239,16 @@ class ModuleRunner:
         # CUDA graphs give out their own buffers, which the next step overwrites.
         return private.tree_map(lambda tensor: tensor.clone() if tensor.is_cuda else tensor, result)
 
-    def _compile(self, graph: Graph) -> Callable[..., Any]:
+    def _compile(self, graph: Graph) -> FollowedStep:
         assert self.compiler is not None
         # As it will run: a thread of the caller's may have another number of threads.
         with threads_of_torch(self._threads):
-            return self.compiler.compile(graph.module, graph.method, graph.name, graph.arguments)
+            return FollowedStep(self.compiler.compile(graph.module, graph.method, graph.name, graph.arguments))
 
-    def _run_graph(self, call: Callable[..., Any], arguments: Sequence[torch.Tensor]) -> Any:
+    def _run_graph(self, call: FollowedStep, arguments: Sequence[torch.Tensor], lends: bool = False) -> Any:
         # A graph is compiled for a number of threads.
         with threads_of_torch(self._threads):
-            return call(*arguments)
+            return call(arguments, lends)
 
     def _lose(self, graph: Graph, outdated: OutdatedGraph) -> None:
         """Compile a graph again when it is needed next. Another process would compile what it has: steps go on as they
@@ -248,12 +260,12 @@ class ModuleRunner:
 
     def _from_background(
         self, graph: Graph, inputs: Sequence[torch.Tensor], further: Sequence[torch.Tensor]
-    ) -> Callable[..., torch.Tensor] | None:
+    ) -> FollowedStep | None:
         """A graph if another process has compiled it, and None while it does."""
         assert self.background is not None
         if (first := self._token_behind(graph, inputs)) is not None:
             self.background.take(*first)
-        call = self.background.take(graph, [*inputs, *further])
+        call = followed(self.background.take(graph, [*inputs, *further]))
         # Steps to come, of rows that are longer: the graphs behind a ring's first turn.
         for other in self.methods.values():
             if other.inputs == self.methods[graph.asked[0]].inputs and other.is_step:

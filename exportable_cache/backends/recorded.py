@@ -14,12 +14,13 @@ import ctypes
 import operator
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ..common.compat import torch_recording as private
+from ..common.compat.torch import is_watched
 from .eager_operators import OWN_OPERATORS
 from .own_tensors import OwnTensors
 
@@ -42,7 +43,7 @@ class RecordedSteps:
 
     def __init__(self, own: OwnTensors) -> None:
         self._own = own
-        self._recording: _Recording | None = None
+        self._recording: Recording | None = None
         self._is_recordable = os.environ.get(VARIABLE, "") != "python"
         self._sizes: list[Any] = []
         # What has another object in each step, by its place; of the others, that of the last one.
@@ -50,9 +51,9 @@ class RecordedSteps:
         self._last: list[Any] = []
 
     @property
-    def is_recorded(self) -> bool:
-        """Whether the next step like the last one is from a recording."""
-        return self._recording is not None
+    def recording(self) -> Recording | None:
+        """Which serves the next step like the last one, None where that is from Python."""
+        return self._recording
 
     def __call__(self, run: Run, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """What a step gives.
@@ -61,7 +62,7 @@ class RecordedSteps:
             run: The graph, from Python.
             inputs: Of the graph.
         """
-        if not self._is_recordable or private.is_watched():
+        if not self._is_recordable or is_watched():
             return run(inputs)
         if self._recording is not None:
             if self._recording.serves(inputs):
@@ -84,7 +85,7 @@ class RecordedSteps:
         if library is None or not have_addresses or not are_short:
             self._is_recordable = False
             return run(inputs)
-        recording = _Recording(library, inputs, moving, self._own)
+        recording = Recording(library, inputs, moving, self._own)
         results = recording.record(run)
         if recording.is_whole:
             self._recording = recording
@@ -94,7 +95,7 @@ class RecordedSteps:
         return results
 
 
-class _Recording:
+class Recording:
     """The calls of one step.
 
     Args:
@@ -102,13 +103,17 @@ class _Recording:
         inputs: Of the graph.
         moving: Those that are other tensors in each step, by their places.
         own: What the graph takes besides.
+
+    Attributes:
+        moving: Their copies, which the calls read.
+        is_whole: Whether all that the step did is among the calls.
     """
 
     def __init__(
         self, library: ctypes.CDLL, inputs: Sequence[Any], moving: dict[int, torch.Tensor], own: OwnTensors
     ) -> None:
-        self._moving = {place: tensor.clone() for place, tensor in moving.items()}
-        self._inputs = [self._moving.get(place, one) for place, one in enumerate(inputs)]
+        self.moving = {place: tensor.clone() for place, tensor in moving.items()}
+        self._inputs = [self.moving.get(place, one) for place, one in enumerate(inputs)]
         fixed = [place for place in range(len(inputs)) if place not in moving]
         self._fixed = [(place, inputs[place]) for place in fixed if not isinstance(inputs[place], torch.Tensor)]
         self._places = [place for place in fixed if isinstance(inputs[place], torch.Tensor)]
@@ -116,6 +121,8 @@ class _Recording:
         self._pointers = [one.data_ptr() for one in self._tensors]
         self._own = own
         self._owned = [(tensor, tensor.data_ptr()) for tensor in own.tensors()]
+        self._of_others = [*self._tensors, *(tensor for tensor, _ in self._owned)]
+        self._addresses = list(map(torch.Tensor.data_ptr, self._of_others))
         self._library = library
         self._calls = ctypes.c_void_p(library.exportable_cache_recording())
         weakref.finalize(self, library.exportable_cache_end, self._calls)
@@ -147,7 +154,7 @@ class _Recording:
     def write_back(self, moving: dict[int, torch.Tensor]) -> None:
         """What the step wrote to its copies of those that move, in these themselves."""
         for place, tensor in moving.items():
-            tensor.copy_(self._moving[place])
+            tensor.copy_(self.moving[place])
 
     def serves(self, inputs: Sequence[Any]) -> bool:
         """Whether a step with these is the one that was recorded, but for the values of what moves."""
@@ -159,18 +166,35 @@ class _Recording:
             and all(inputs[place] == one for place, one in self._fixed)
             and all(
                 inputs[place].shape == one.shape and inputs[place].dtype == one.dtype
-                for place, one in self._moving.items()
+                for place, one in self.moving.items()
             )
             and self._own.are(self._owned)
         )
 
     def replay(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Its results."""
-        for place, tensor in self._moving.items():
+        self._run(inputs)
+        return self._given(inputs)
+
+    @property
+    def made(self) -> set[int]:
+        """Places of results that the calls compute."""
+        return {index for index, (place, one) in enumerate(self._results) if place is None and one is not None}
+
+    def is_in_place(self) -> bool:
+        """Whether what the calls read and write of the model and the cache is where it was."""
+        return list(map(torch.Tensor.data_ptr, self._of_others)) == self._addresses
+
+    def follow(self, moving: Mapping[int, torch.Tensor]) -> list[Any]:
+        """Its results where `is_in_place`, over other values of what moves; the next step overwrites them."""
+        self._run(moving)
+        return [result for _, result in self._results]
+
+    def _run(self, inputs: Mapping[int, torch.Tensor] | Sequence[Any]) -> None:
+        for place, tensor in self.moving.items():
             tensor.copy_(inputs[place])
         if not self._library.exportable_cache_run(self._calls):
             raise RuntimeError(f"a recorded step failed; {VARIABLE}=python has steps called from Python")
-        return self._given(inputs)
 
     def _given(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         # The next step writes to the same memory.
@@ -186,7 +210,7 @@ class _Recording:
             self.is_whole = False
             return
         values = []
-        moving = {_memory(tensor) for tensor in self._moving.values()}
+        moving = {_memory(tensor) for tensor in self.moving.values()}
         for kind, argument in zip(kernel.kinds, arguments):
             if kind.endswith("*") and isinstance(argument, torch.Tensor):
                 values.append(argument.data_ptr())

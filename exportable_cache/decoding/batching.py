@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import InputError
+from ..generation.answer import steps_of
 from ..generation.sampler import Sampler
 from ..generation.sampling import Sampling
 
@@ -97,6 +98,8 @@ class ContinuousBatch:
         self.prefill = prefill
         self.decode = decode
         self._waiting: deque[Request] = deque()
+        #: Another object with each request that is admitted.
+        self._since = object()
         self._rows: list[Request | None] = [None] * decode.batch_size
         #: In the order of their turns, each with the step of it that is under way.
         self._groups: deque[tuple[range, BegunStep | None]] = deque((rows, None) for rows in decode.row_groups)
@@ -164,8 +167,10 @@ class ContinuousBatch:
         Returns:
             One token per request that was served: the first of those admitted, the next of the others.
         """
-        if self._groups:
-            return self._step_of_group()
+        with steps_of(self._since):
+            return self._step_of_group() if self._groups else self._step_of_all()
+
+    def _step_of_all(self) -> list[tuple[Request, int]]:
         rows = range(len(self._rows))
         given: list[tuple[Request, int]] = []
         if self.active:
@@ -212,6 +217,7 @@ class ContinuousBatch:
             yield from self.step()
 
     def _admit(self, row: int, request: Request) -> int:
+        self._since = object()
         self.prefill.reset()
         logits = self.prefill.prefill(request.input_ids)
         source = self.prefill.runner.state

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import InputError
+from ..generation.answer import steps_of
 
 if TYPE_CHECKING:
     from ..session.session import Session
@@ -67,6 +68,7 @@ def beam_search(
     scores[0] = 0.0
     tokens = prompt.new_empty(beams, 0)
     finished: list[Hypothesis] = []
+    answer = object()
     ends = torch.tensor(sorted(end_tokens), dtype=torch.int64, device=session.device)
     for step in range(max_new_tokens):
         totals = (scores[:, None] + logits.float().log_softmax(dim=-1)).flatten()
@@ -86,7 +88,8 @@ def beam_search(
         # Asked for anew, as programs that pass their cache along have other tensors after every step.
         for tensor in runner_state(session).values():
             tensor.copy_(tensor.index_select(0, rows))
-        logits = session.decode(tokens[:, -1])
+        with steps_of(answer):
+            logits = session.decode(tokens[:, -1])
     if len(finished) < beams:
         for row in range(beams):
             finished.append(Hypothesis(tokens[row].tolist(), float(scores[row]) / tokens.shape[1] ** length_penalty))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from ..errors import CacheFullError, InputError
+from ..generation.answer import steps_of
 from ..generation.constraint import Constraint, ConstraintCompiler, Follower
 from ..generation.sampler import Sampler
 from ..generation.sampling import Sampling
@@ -156,6 +157,8 @@ class Completer:
         self.session = session
         # Tokens that the session holds; None while that is not known.
         self._held: list[int] | None = None
+        # Another object for each answer.
+        self._since = object()
         self._constraints: ConstraintCompiler | None = None
 
     @property
@@ -253,7 +256,7 @@ class Completer:
         if held is None or common == 0:
             common = 0
             session.reset()
-        self._held = None
+        self._held, self._since = None, object()
         logits = session.prefill(torch.tensor([ids[common:]], device=session.device))
         self._held = list(ids)
         return common, logits
@@ -261,7 +264,8 @@ class Completer:
     def step(self, token: int) -> torch.Tensor:
         """Logits [1, vocab] after one more token."""
         held, self._held = self._held, None
-        logits = self.session.decode(torch.tensor([token], device=self.session.device))
+        with steps_of(self._since):
+            logits = self.session.decode(torch.tensor([token], device=self.session.device))
         if held is not None:
             held.append(token)
         self._held = held

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -112,8 +112,7 @@ class Sampling:
         return draw(*sorted_distribution(logits, settings), uniform)
 
 
-@dataclass(frozen=True)
-class SamplingSettings:
+class SamplingSettings(NamedTuple):
     """`Sampling` as 0-D tensors, so that one graph serves all settings: float32, but `top_k` int64."""
 
     temperature: torch.Tensor

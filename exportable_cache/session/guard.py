@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, TypeVar
 
 from ..errors import InputError
+from ..generation.answer import steps_of
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -99,6 +100,7 @@ class Answer:
     def __init__(self, stepper: ProgramStepper) -> None:
         self._stepper = stepper
         self.has_ended = False
+        self._key = object()
         self._left: tuple[SequenceState, int] = (stepper.state, stepper.moves)
 
     @property
@@ -123,7 +125,8 @@ class Answer:
                         stepper.guard.begin(self)
                         steps = begin()
                     try:
-                        tokens = next(steps)
+                        with steps_of(self._key):
+                            tokens = next(steps)
                     except StopIteration:
                         return
                     self._left = stepper.state, stepper.moves

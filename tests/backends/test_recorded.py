@@ -88,7 +88,7 @@ def test_what_is_not_recorded_stays_as_it_is(weight: torch.Tensor, kind: str, fu
     for step in range(4):
         x = torch.randn(2, SIZE)
         assert torch.equal(graph(x), function(x, weight) if kind != "a view of an input" else x[:1])
-        assert graph.calls == step + 1 and not graph.steps.is_recorded
+        assert graph.calls == step + 1 and graph.steps.recording is None
 
 
 def test_what_a_step_writes_to_an_input_is_there(weight: torch.Tensor) -> None:
@@ -145,7 +145,7 @@ def test_tensors_that_a_graph_looks_up_are_seen_to_be_elsewhere(loaded) -> None:
     x = torch.randn(1, weight.shape[1])
     for _ in range(3):
         graph(x.clone())
-    assert graph.steps.is_recorded
+    assert graph.steps.recording is not None
     weight.data = weight * 2
     assert torch.equal(graph(x), few_rows.plain_linear(x, weight, None)) and graph.calls == BEFORE + 1
 
@@ -183,7 +183,7 @@ def test_who_watches_operators_sees_them(weight: torch.Tensor) -> None:
         graph(torch.randn(1, SIZE))
     with Census() as census:
         graph(torch.randn(1, SIZE))
-    assert graph.steps.is_recorded and census.seen > 0 and graph.calls == BEFORE + 1
+    assert graph.steps.recording is not None and census.seen > 0 and graph.calls == BEFORE + 1
 
 
 @pytest.fixture
@@ -205,8 +205,8 @@ def test_steps_of_a_session(generated_code: list[layered.LayeredGraph], monkeypa
     """Past several buckets, to the bit what they give from Python; another model's weights are seen at once."""
     model, ids = tiny_model("llama", num_hidden_layers=3, head_dim=16), tokens(40)
     replays = []
-    replay = recorded._Recording.replay
-    monkeypatch.setattr(recorded._Recording, "replay", lambda *args: [replays.append(None), replay(*args)][1])
+    replay = recorded.Recording.replay
+    monkeypatch.setattr(recorded.Recording, "replay", lambda *args: [replays.append(None), replay(*args)][1])
 
     def session_of() -> Session:
         cache = ExportableCache.from_model(model, 64)

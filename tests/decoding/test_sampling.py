@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
-
 import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
@@ -85,7 +83,7 @@ def test_one_graph_serves_all_settings() -> None:
         ):
             settings = Sampling(**options).settings()
             assert (
-                step(logits, uniform, *astuple(settings)).tolist()
+                step(logits, uniform, *settings).tolist()
                 == draw(*sorted_distribution(logits, settings), uniform).tolist()
             )
 

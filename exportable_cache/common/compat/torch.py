@@ -24,6 +24,7 @@
 | `torch._dynamo.guards.CheckFunctionManager.UNSUPPORTED_SERIALIZATION_GUARD_TYPES` | the same |
 | `torch.nn.Module._parameters`, `_buffers` | each step takes longer to find the tensors of its layers |
 | `torch.fx.Graph._codegen` | a graph keeps the signature of the module that it was traced from |
+| `torch._C._len_torch_dispatch_stack`, `torch.autograd._profiler_enabled` | who watches operators misses some |
 | `torch._C._CudaDeviceProperties`, `torch._library.register_fake_class` | torch_tensorrt needs CUDA |
 
 What is private about pytrees is in `exportable_cache/pytree/_torch_private.py`, beside the registry that it is a part
@@ -206,6 +207,11 @@ def unwritable_guards() -> frozenset[str]:
     from torch._dynamo.guards import CheckFunctionManager
 
     return frozenset(CheckFunctionManager.UNSUPPORTED_SERIALIZATION_GUARD_TYPES)
+
+
+def is_watched() -> bool:
+    """Whether somebody looks at each operator of this thread."""
+    return torch._C._len_torch_dispatch_stack() > 0 or torch.autograd._profiler_enabled()
 
 
 def module_tensors(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:

@@ -5,7 +5,6 @@ part of the compiler.
 |---|---|
 | `torch._inductor.codecache.PyCodeCache.modules`, and how generated modules name kernels | Python calls them |
 | `torch.utils._python_dispatch.is_traceable_wrapper_subclass` | steps of quantised models fail |
-| `torch._C._len_torch_dispatch_stack`, `torch.autograd._profiler_enabled` | who watches operators misses some |
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from pathlib import Path
 from types import BuiltinFunctionType, ModuleType
 from typing import Any, NamedTuple
 
-import torch
 from torch._inductor.codecache import PyCodeCache
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
@@ -74,11 +72,6 @@ def calls_noted(on_kernel: OnKernel, on_operator: OnOperator) -> Iterator[None]:
 def is_wrapper(value: Any) -> bool:
     """Whether it is a tensor that is made of others."""
     return is_traceable_wrapper_subclass(value)
-
-
-def is_watched() -> bool:
-    """Whether somebody looks at each operator of this thread."""
-    return torch._C._len_torch_dispatch_stack() > 0 or torch.autograd._profiler_enabled()
 
 
 class _Operators(TorchDispatchMode):
