@@ -19,7 +19,7 @@ from .graphs import CHOICE, choice_graph
 from .skeleton import from_skeleton
 
 #: The steps that wait for the processor are the user's.
-_NICENESS = 10
+_NICENESS = 14
 
 
 class _Requests:

@@ -213,7 +213,7 @@ class ModuleRunner:
                 self.unshare(method.name)
                 return self._call(key, inputs, *further)
             if call is None:
-                with self.background.meanwhile():
+                with self.background.meanwhile(inputs[0].shape[1] if self.methods[key[0]].is_step else 0):
                     return choosing(self.modules[key[0]], key, self.ranks)(*inputs, *further)
             self._calls[graph.key] = call
         if call is not None:
