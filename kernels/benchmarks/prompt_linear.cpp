@@ -57,9 +57,9 @@ int main(int count, char** arguments) {
     for (int64_t round = 0; round <= rounds; ++round) {
       const auto start = std::chrono::steady_clock::now();
       for (int64_t layer = 0; layer < layers; ++layer) {
-        apply_float_linear({rows, shape.inputs, shape.outputs, source.data(), weights.data() + layer * size, nullptr,
-                            out.data()},
-                           runtime);
+        const FloatLinear linear{rows,    shape.inputs, shape.outputs, source.data(), weights.data() + layer * size,
+                                 nullptr, out.data()};
+        apply_float_linears(&linear, 1, runtime);
       }
       const std::chrono::duration<double, std::milli> took = std::chrono::steady_clock::now() - start;
       if (round) times.push_back(took.count());

@@ -124,26 +124,23 @@ constexpr int64_t kTaskBytes = 512 * 1024;
 // Blocks of one row that some targets multiply together.
 constexpr int64_t kOneRowTogether = 8;
 
-struct Work {
-  const FloatLinear& linear;
-  Tiles tiles;
-};
+using Work = TilesOfLayers<FloatLinear>;
 
 void multiply_one(void* context, size_t index) {
-  const Work& work = *static_cast<Work*>(context);
-  HWY_DYNAMIC_DISPATCH(multiply_float_tile)(work.linear, work.tiles[static_cast<int64_t>(index)]);
+  static_cast<Work*>(context)->run(static_cast<int64_t>(index), [](const FloatLinear& linear, const Tile& tile) {
+    HWY_DYNAMIC_DISPATCH(multiply_float_tile)(linear, tile);
+  });
 }
 
 }  // namespace
 
-void apply_float_linear(const FloatLinear& linear, const Threads& threads) {
-  if (linear.rows == 0) return;
+void apply_float_linears(const FloatLinear* layers, size_t count, const Threads& threads) {
+  if (count == 0 || layers->rows == 0) return;
   // A multiple of every tile's rows.
-  const int64_t task_rows = std::max<int64_t>(1, kTaskBytes / 4 / linear.inputs / 24) * 24;
-  const int64_t together = linear.rows == 1 ? kOneRowTogether : HWY_DYNAMIC_DISPATCH(blocks_of_tile)();
-  Work work{linear, Tiles(linear.rows, linear.outputs, task_rows, together, threads)};
-  run_tasks(threads, work.tiles.count(), multiply_one, &work,
-            linear.rows * linear.inputs * linear.outputs > kWorthAThread);
+  const int64_t task_rows = std::max<int64_t>(1, kTaskBytes / 4 / layers->inputs / 24) * 24;
+  const int64_t together = layers->rows == 1 ? kOneRowTogether : HWY_DYNAMIC_DISPATCH(blocks_of_tile)();
+  Work work(layers, count, task_rows, together, threads);
+  run_tasks(threads, work.count(), multiply_one, &work, work.is_worth_threads());
 }
 
 }  // namespace exportable_cache::kernels

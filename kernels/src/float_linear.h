@@ -16,6 +16,7 @@ struct FloatLinear {
   float* out = nullptr;            // [rows, outputs]
 };
 
-void apply_float_linear(const FloatLinear& linear, const Threads& threads);
+// Up to `kMostLayers` layers of the same rows.
+void apply_float_linears(const FloatLinear* layers, size_t count, const Threads& threads);
 
 }  // namespace exportable_cache::kernels

@@ -345,19 +345,21 @@ Rounded rounded_in(const Linear& linear, void* scratch) {
 }
 
 struct Work {
-  const Linear& linear;
+  const Linear& first;
   Rounded rounded;
-  Tiles tiles;
+  TilesOfLayers<Linear> tiles;
 };
 
 void round_one(void* context, size_t index) {
   const Work& work = *static_cast<Work*>(context);
-  HWY_DYNAMIC_DISPATCH(round_row)(work.linear, work.rounded, static_cast<int64_t>(index));
+  HWY_DYNAMIC_DISPATCH(round_row)(work.first, work.rounded, static_cast<int64_t>(index));
 }
 
 void multiply_one(void* context, size_t index) {
   const Work& work = *static_cast<Work*>(context);
-  HWY_DYNAMIC_DISPATCH(multiply_tile)(work.linear, work.rounded, work.tiles[static_cast<int64_t>(index)]);
+  work.tiles.run(static_cast<int64_t>(index), [&](const Linear& linear, const Tile& tile) {
+    HWY_DYNAMIC_DISPATCH(multiply_tile)(linear, work.rounded, tile);
+  });
 }
 
 }  // namespace
@@ -366,12 +368,12 @@ size_t linear_scratch(const Linear& linear) {
   return aligned(linear.rows * linear.inputs) + aligned(4 * linear.rows * (linear.inputs / kRun)) + 8 * linear.rows;
 }
 
-void apply_linear(const Linear& linear, const Threads& threads, void* scratch) {
-  if (linear.rows == 0) return;
-  Work work{linear, rounded_in(linear, scratch), Tiles(linear.rows, linear.outputs, kTaskRows, kTogether, threads)};
-  run_tasks(threads, linear.rows, round_one, &work, linear.rows * linear.inputs > kWorthAThread);
-  run_tasks(threads, work.tiles.count(), multiply_one, &work,
-            linear.rows * linear.inputs * linear.outputs > kWorthAThread);
+void apply_linears(const Linear* layers, size_t count, const Threads& threads, void* scratch) {
+  if (count == 0 || layers->rows == 0) return;
+  const Linear& first = *layers;
+  Work work{first, rounded_in(first, scratch), {layers, count, kTaskRows, kTogether, threads}};
+  run_tasks(threads, first.rows, round_one, &work, first.rows * first.inputs > kWorthAThread);
+  run_tasks(threads, work.tiles.count(), multiply_one, &work, work.tiles.is_worth_threads());
 }
 
 }  // namespace exportable_cache::kernels

@@ -18,6 +18,9 @@ constexpr int64_t kGroupMultiple = 32;
 
 constexpr int64_t blocks_of(int64_t outputs) { return (outputs + kBlockOutputs - 1) / kBlockOutputs; }
 
+// Layers that are computed together.
+constexpr size_t kMostLayers = 4;
+
 struct Linear {
   int64_t rows = 0, inputs = 0, outputs = 0, groups = 0;
   const float* source = nullptr;   // [rows, inputs]
@@ -33,6 +36,7 @@ constexpr int64_t bytes_of_block(int64_t inputs, int64_t groups) {
 // Bytes of scratch memory, to be aligned to 64.
 size_t linear_scratch(const Linear& linear);
 
-void apply_linear(const Linear& linear, const Threads& threads, void* scratch);
+// Up to `kMostLayers` layers of the same rows.
+void apply_linears(const Linear* layers, size_t count, const Threads& threads, void* scratch);
 
 }  // namespace exportable_cache::kernels

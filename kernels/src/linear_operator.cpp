@@ -1,8 +1,11 @@
 // Our operators for linear layers, of which exportable_cache/backends/executorch/own_linears.py has the meaning:
 //   exportable_cache::linear_4bit.out(Tensor source, Tensor weights, Tensor? bias, int outputs, *, Tensor(a!) out)
 //                   -> Tensor(a!)
-//   exportable_cache::linear_float.out, the same
+//   exportable_cache::linears_4bit.out(Tensor source, Tensor[] weights, Tensor[] biases, int[] outputs, *,
+//                   Tensor(a!)[] out) -> ()
+//   exportable_cache::linear_float.out and linears_float.out, the same
 #include <executorch/extension/kernel_util/make_boxed_from_unboxed_functor.h>
+#include <executorch/runtime/kernel/operator_registry.h>
 
 #include <array>
 #include <vector>
@@ -16,6 +19,8 @@
 namespace exportable_cache::kernels {
 namespace {
 
+using executorch::runtime::EValue;
+using executorch::runtime::Span;
 using OptionalTensor = executorch::aten::optional<Tensor>;
 
 constexpr size_t kMostDims = 8, kAlignment = 64;
@@ -37,52 +42,93 @@ void* scratch_of(size_t bytes) {
 
 bool is_float(const Tensor& tensor) { return tensor.scalar_type() == ScalarType::Float && is_contiguous(tensor); }
 
-// Inputs of a layer, and an output of its size; 0 where something does not fit.
-int64_t prepared(KernelRuntimeContext& context, const Tensor& source, const OptionalTensor& bias, int64_t outputs,
-                 Tensor& out) {
+// Inputs of layers that take a source; 0 where it does not fit.
+int64_t inputs_of(KernelRuntimeContext& context, const Tensor& source) {
   const size_t dims = static_cast<size_t>(source.dim());
-  ET_KERNEL_CHECK_MSG(context,
-                      dims > 0 && dims <= kMostDims && is_float(source) && is_float(out) && out.dim() == source.dim(),
-                      InvalidArgument, 0, "source and output must be contiguous float32 of as many dimensions");
+  ET_KERNEL_CHECK_MSG(context, dims > 0 && dims <= kMostDims && is_float(source), InvalidArgument, 0,
+                      "source must be contiguous float32");
+  return source.size(source.dim() - 1);
+}
+
+// The output as large as it has to be; false where something does not fit.
+bool is_prepared(KernelRuntimeContext& context, const Tensor& source, const Tensor* bias, int64_t outputs, Tensor& out) {
+  const size_t dims = static_cast<size_t>(source.dim());
+  ET_KERNEL_CHECK_MSG(context, is_float(out) && out.dim() == source.dim(), InvalidArgument, false,
+                      "source and output must be contiguous float32 of as many dimensions");
   ET_KERNEL_CHECK_MSG(context, outputs > 0 && (!bias || (bias->dim() == 1 && bias->size(0) == outputs && is_float(*bias))),
-                      InvalidArgument, 0, "a bias must be float32 [outputs]");
+                      InvalidArgument, false, "a bias must be float32 [outputs]");
   std::array<executorch::aten::SizesType, kMostDims> sizes{};
   for (size_t dim = 0; dim < dims; ++dim) sizes[dim] = source.sizes()[dim];
   sizes[dims - 1] = static_cast<executorch::aten::SizesType>(outputs);
   ET_KERNEL_CHECK(context, executorch::runtime::resize_tensor(out, {sizes.data(), dims}) == Error::Ok, InvalidArgument,
-                  0);
-  return source.size(source.dim() - 1);
+                  false);
+  return true;
 }
 
-Tensor& linear_4bit_out(KernelRuntimeContext& context, const Tensor& source, const Tensor& weights,
-                        const OptionalTensor bias, int64_t outputs, Tensor& out) {
-  const int64_t inputs = prepared(context, source, bias, outputs, out);
-  if (inputs == 0) return out;
+// A layer of a kind as a kernel takes it; false where something does not fit.
+bool is_made(KernelRuntimeContext& context, const Tensor& source, int64_t inputs, const Tensor& weights,
+             const Tensor* bias, int64_t outputs, Tensor& out, Linear& linear) {
+  if (!is_prepared(context, source, bias, outputs, out)) return false;
   const bool is_packed = weights.dim() == 2 && weights.scalar_type() == ScalarType::Byte && is_contiguous(weights);
   const int64_t groups = is_packed ? groups_of(weights.size(1), inputs) : 0;
-  ET_KERNEL_CHECK_MSG(context, groups > 0 && weights.size(0) == blocks_of(outputs), InvalidArgument, out,
+  ET_KERNEL_CHECK_MSG(context, groups > 0 && weights.size(0) == blocks_of(outputs), InvalidArgument, false,
                       "weights must be uint8 blocks of 16 outputs, packed for the source's size");
-  Linear linear;
-  linear.rows = source.numel() / inputs, linear.inputs = inputs, linear.outputs = outputs, linear.groups = groups;
-  linear.source = source.const_data_ptr<float>(), linear.weights = weights.const_data_ptr<uint8_t>();
-  linear.bias = bias ? bias->const_data_ptr<float>() : nullptr, linear.out = out.mutable_data_ptr<float>();
-  apply_linear(linear, runtime_threads(), scratch_of(linear_scratch(linear)));
+  linear.groups = groups, linear.weights = weights.const_data_ptr<uint8_t>();
+  return true;
+}
+
+bool is_made(KernelRuntimeContext& context, const Tensor& source, int64_t inputs, const Tensor& weights,
+             const Tensor* bias, int64_t outputs, Tensor& out, FloatLinear& linear) {
+  if (!is_prepared(context, source, bias, outputs, out)) return false;
+  const bool fits = weights.dim() == 3 && is_float(weights) && weights.size(0) == blocks_of(outputs) &&
+                    weights.size(1) == inputs && weights.size(2) == kBlockOutputs;
+  ET_KERNEL_CHECK_MSG(context, fits, InvalidArgument, false, "weights must be float32 [blocks, inputs, 16]");
+  linear.weights = weights.const_data_ptr<float>();
+  return true;
+}
+
+void apply(const Linear* layers, size_t count) {
+  apply_linears(layers, count, runtime_threads(), scratch_of(linear_scratch(*layers)));
+}
+void apply(const FloatLinear* layers, size_t count) { apply_float_linears(layers, count, runtime_threads()); }
+
+template <class L>
+Tensor& linear_out(KernelRuntimeContext& context, const Tensor& source, const Tensor& weights, const OptionalTensor bias,
+                   int64_t outputs, Tensor& out) {
+  const int64_t inputs = inputs_of(context, source);
+  L linear;
+  if (inputs == 0 || !is_made(context, source, inputs, weights, bias ? &*bias : nullptr, outputs, out, linear)) return out;
+  linear.rows = source.numel() / inputs, linear.inputs = inputs, linear.outputs = outputs;
+  linear.source = source.const_data_ptr<float>(), linear.out = out.mutable_data_ptr<float>();
+  linear.bias = bias ? bias->const_data_ptr<float>() : nullptr;
+  apply(&linear, 1);
   return out;
 }
 
-Tensor& linear_float_out(KernelRuntimeContext& context, const Tensor& source, const Tensor& weights,
-                   const OptionalTensor bias, int64_t outputs, Tensor& out) {
-  const int64_t inputs = prepared(context, source, bias, outputs, out);
-  if (inputs == 0) return out;
-  const bool fits = weights.dim() == 3 && is_float(weights) && weights.size(0) == blocks_of(outputs) &&
-                    weights.size(1) == inputs && weights.size(2) == kBlockOutputs;
-  ET_KERNEL_CHECK_MSG(context, fits, InvalidArgument, out, "weights must be float32 [blocks, inputs, 16]");
-  FloatLinear linear;
-  linear.rows = source.numel() / inputs, linear.inputs = inputs, linear.outputs = outputs;
-  linear.source = source.const_data_ptr<float>(), linear.weights = weights.const_data_ptr<float>();
-  linear.bias = bias ? bias->const_data_ptr<float>() : nullptr, linear.out = out.mutable_data_ptr<float>();
-  apply_float_linear(linear, runtime_threads());
-  return out;
+// ExecuTorch's wrapper of kernels is for those that give one tensor.
+template <class L>
+void linears_out(KernelRuntimeContext& context, Span<EValue*> stack) {
+  const Tensor& source = stack[0]->toTensor();
+  const auto weights = stack[1]->toTensorList(), biases = stack[2]->toTensorList(), out = stack[4]->toTensorList();
+  const auto outputs = stack[3]->toIntList();
+  const size_t count = weights.size();
+  ET_KERNEL_CHECK_MSG(context,
+                      count > 0 && count <= kMostLayers && outputs.size() == count && out.size() == count &&
+                          (biases.empty() || biases.size() == count),
+                      InvalidArgument, , "1 to 4 layers have as many weights, numbers of outputs and outputs, and biases or none");
+  const int64_t inputs = inputs_of(context, source);
+  if (inputs == 0) return;
+  std::array<L, kMostLayers> layers;
+  for (size_t i = 0; i < count; ++i) {
+    const Tensor* const bias = biases.empty() ? nullptr : &biases[i];
+    Tensor result = out[i];
+    L& linear = layers[i];
+    if (!is_made(context, source, inputs, weights[i], bias, outputs[i], result, linear)) return;
+    linear.rows = source.numel() / inputs, linear.inputs = inputs, linear.outputs = outputs[i];
+    linear.source = source.const_data_ptr<float>(), linear.out = result.mutable_data_ptr<float>();
+    linear.bias = bias ? bias->const_data_ptr<float>() : nullptr;
+  }
+  apply(layers.data(), count);
 }
 
 constexpr const char kLinearFloat[] = "exportable_cache::linear_float.out", kLinear4Bit[] = "exportable_cache::linear_4bit.out";
@@ -91,8 +137,12 @@ constexpr const char kLinearFloat[] = "exportable_cache::linear_float.out", kLin
 
 void register_linear_operators() {
   using executorch::extension::make_boxed_kernel;
-  (void)executorch::runtime::register_kernel(make_boxed_kernel(kLinearFloat, EXECUTORCH_FN(linear_float_out, kLinearFloat)));
-  (void)executorch::runtime::register_kernel(make_boxed_kernel(kLinear4Bit, EXECUTORCH_FN(linear_4bit_out, kLinear4Bit)));
+  using executorch::runtime::Kernel;
+  using executorch::runtime::register_kernel;
+  (void)register_kernel(make_boxed_kernel(kLinearFloat, EXECUTORCH_FN(linear_out<FloatLinear>, kLinearFloat)));
+  (void)register_kernel(make_boxed_kernel(kLinear4Bit, EXECUTORCH_FN(linear_out<Linear>, kLinear4Bit)));
+  (void)register_kernel(Kernel("exportable_cache::linears_float.out", linears_out<FloatLinear>));
+  (void)register_kernel(Kernel("exportable_cache::linears_4bit.out", linears_out<Linear>));
 }
 
 }  // namespace exportable_cache::kernels

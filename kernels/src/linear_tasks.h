@@ -19,14 +19,17 @@ struct Tile {
   int64_t first_block, last_block, first_row, last_row;
 };
 
-// Tiles of all outputs and rows: `task_rows` rows, and a multiple of `together` blocks.
+// Tiles of all outputs and rows of a layer, one of a few that take the same rows at once: `task_rows` rows, and a
+// multiple of `together` of its blocks, of which all layers have `all_blocks`.
 class Tiles {
  public:
-  Tiles(int64_t rows, int64_t outputs, int64_t task_rows, int64_t together, const Threads& threads)
+  Tiles() = default;
+  Tiles(int64_t rows, int64_t outputs, int64_t task_rows, int64_t together, int64_t all_blocks, const Threads& threads)
       : rows_(rows), task_rows_(task_rows), blocks_(blocks_of(outputs)) {
     row_tasks_ = (rows + task_rows - 1) / task_rows;
     const int64_t wanted = std::max<int64_t>(1, static_cast<int64_t>(threads.count) * kTasksOfThread / row_tasks_);
-    blocks_of_task_ = std::max<int64_t>(1, (blocks_ + wanted * together - 1) / (wanted * together)) * together;
+    // The nearest number: five tasks of 16 blocks would be three and two, ten of 8 are five and five.
+    blocks_of_task_ = std::max<int64_t>(1, (2 * all_blocks / (wanted * together) + 1) / 2) * together;
   }
 
   int64_t count() const { return (blocks_ + blocks_of_task_ - 1) / blocks_of_task_ * row_tasks_; }
@@ -37,7 +40,46 @@ class Tiles {
   }
 
  private:
-  int64_t rows_, task_rows_, blocks_, row_tasks_ = 0, blocks_of_task_ = 0;
+  int64_t rows_ = 0, task_rows_ = 1, blocks_ = 0, row_tasks_ = 1, blocks_of_task_ = 1;
+};
+
+// Of layers that take the same rows, one after the other.
+template <class L>
+class TilesOfLayers {
+ public:
+  TilesOfLayers(const L* layers, size_t count, int64_t task_rows, int64_t together, const Threads& threads)
+      : layers_(layers), count_(count) {
+    int64_t all = 0;
+    for (size_t i = 0; i < count; ++i) all += blocks_of(layers[i].outputs);
+    for (size_t i = 0; i < count; ++i) {
+      tiles_[i] = Tiles(layers[i].rows, layers[i].outputs, task_rows, together, all, threads);
+    }
+  }
+
+  int64_t count() const {
+    int64_t all = 0;
+    for (size_t i = 0; i < count_; ++i) all += tiles_[i].count();
+    return all;
+  }
+
+  // Calls `multiply` with the layer and the tile of a task.
+  template <class F>
+  void run(int64_t task, const F& multiply) const {
+    size_t layer = 0;
+    for (; task >= tiles_[layer].count(); ++layer) task -= tiles_[layer].count();
+    multiply(layers_[layer], tiles_[layer][task]);
+  }
+
+  bool is_worth_threads() const {
+    int64_t products = 0;
+    for (size_t i = 0; i < count_; ++i) products += layers_[i].rows * layers_[i].inputs * layers_[i].outputs;
+    return products > kWorthAThread;
+  }
+
+ private:
+  const L* layers_;
+  size_t count_;
+  Tiles tiles_[kMostLayers];
 };
 
 inline void run_tasks(const Threads& threads, int64_t count, void (*task)(void*, size_t), void* work, bool worth_it) {

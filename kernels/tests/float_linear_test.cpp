@@ -1,4 +1,4 @@
-// apply_float_linear() against double precision, over shapes, rows, thread counts and every instruction set here.
+// apply_float_linears() against double precision, over shapes, rows, thread counts and every instruction set here.
 //
 // The oracle multiplies plain numbers. Weights end with their last byte, so that the address sanitizer sees a read behind
 // it.
@@ -10,6 +10,7 @@
 #include <random>
 #include <vector>
 
+#include "layers.h"
 #include "test_threads.h"
 
 using namespace exportable_cache::kernels;
@@ -20,6 +21,8 @@ struct Case {
   int64_t rows, inputs, outputs;
   bool bias;
   size_t threads;
+  // The outputs are those of so many layers.
+  size_t layers = 1;
 };
 
 // The greatest difference, as a share of what the products sum up to.
@@ -29,17 +32,25 @@ double difference(const Case& c, std::mt19937& random) {
   for (auto* numbers : {&weights, &bias, &source}) {
     for (auto& number : *numbers) number = normal(random);
   }
-  std::vector<float> packed(blocks_of(c.outputs) * kBlockOutputs * c.inputs, 0.0f);
-  for (int64_t output = 0; output < c.outputs; ++output) {
-    for (int64_t i = 0; i < c.inputs; ++i) {
-      const int64_t block = output / kBlockOutputs, lane = output % kBlockOutputs;
-      packed[(block * c.inputs + i) * kBlockOutputs + lane] = weights[output * c.inputs + i];
+  std::vector<std::vector<float>> packed(c.layers), out(c.layers);
+  std::vector<FloatLinear> layers;
+  std::vector<int64_t> first_of;
+  for (size_t layer = 0; layer < c.layers; ++layer) {
+    const int64_t first = first_output(c.outputs, c.layers, layer);
+    const int64_t outputs = first_output(c.outputs, c.layers, layer + 1) - first;
+    packed[layer].assign(blocks_of(outputs) * kBlockOutputs * c.inputs, 0.0f);
+    out[layer].assign(c.rows * outputs, NAN);
+    for (int64_t output = 0; output < outputs; ++output) {
+      for (int64_t i = 0; i < c.inputs; ++i) {
+        const int64_t block = output / kBlockOutputs, lane = output % kBlockOutputs;
+        packed[layer][(block * c.inputs + i) * kBlockOutputs + lane] = weights[(first + output) * c.inputs + i];
+      }
     }
+    layers.push_back({c.rows, c.inputs, outputs, source.data(), packed[layer].data(),
+                      c.bias ? bias.data() + first : nullptr, out[layer].data()});
+    first_of.push_back(first);
   }
-  std::vector<float> out(c.rows * c.outputs, NAN);
-  apply_float_linear({c.rows, c.inputs, c.outputs, source.data(), packed.data(), c.bias ? bias.data() : nullptr,
-                      out.data()},
-                     threads_of(c.threads));
+  apply_float_linears(layers.data(), c.layers, threads_of(c.threads));
   double worst = 0;
   for (int64_t row = 0; row < c.rows; ++row) {
     for (int64_t output = 0; output < c.outputs; ++output) {
@@ -48,7 +59,7 @@ double difference(const Case& c, std::mt19937& random) {
         const double product = double(source[row * c.inputs + i]) * weights[output * c.inputs + i];
         sum += product, size += std::fabs(product);
       }
-      const double found = std::fabs(sum - out[row * c.outputs + output]) / size;
+      const double found = std::fabs(sum - result(layers, first_of, row, output)) / size;
       worst = std::isnan(found) ? INFINITY : std::max(worst, found);
     }
   }
@@ -69,7 +80,7 @@ int main() {
       for (int64_t inputs : {1, 30, 97, 768}) {
         // Blocks by one, by three, by four, and one that is not full.
         for (int64_t outputs : {1, 16, 64, 83, 256}) {
-          const Case c{rows, inputs, outputs, cases % 2 == 0, size_t(1 + cases % 3)};
+          const Case c{rows, inputs, outputs, cases % 2 == 0, size_t(1 + cases % 3), layers_of(outputs, cases)};
           const double found = difference(c, random);
           worst = std::max(worst, found), ++cases;
           if (!(found < 1e-6)) {

@@ -1,4 +1,4 @@
-// apply_linear() against double precision, over shapes, groups, rows, thread counts and every instruction set here.
+// apply_linears() against double precision, over shapes, groups, rows, thread counts and every instruction set here.
 //
 // The oracle rounds activations as torchao says and multiplies plain numbers: nothing of how weights are packed. Buffers
 // end with the last byte, so that the address sanitizer sees a read behind it.
@@ -11,6 +11,7 @@
 #include <random>
 #include <vector>
 
+#include "layers.h"
 #include "test_threads.h"
 
 using namespace exportable_cache::kernels;
@@ -21,6 +22,8 @@ struct Case {
   int64_t rows, inputs, outputs, group;
   bool bias, positive;
   size_t threads;
+  // The outputs are those of so many layers.
+  size_t layers;
 };
 
 // The nearest bfloat16 below.
@@ -36,7 +39,7 @@ float cut(float value) {
 double difference(const Case& c, std::mt19937& random) {
   std::uniform_int_distribution<int> whole(-8, 7);
   std::normal_distribution<float> normal;
-  const int64_t groups = c.inputs / c.group, blocks = (c.outputs + kBlockOutputs - 1) / kBlockOutputs;
+  const int64_t groups = c.inputs / c.group;
   std::vector<int8_t> weights(c.outputs * c.inputs);
   std::vector<float> scales(c.outputs * groups), bias(c.outputs), source(c.rows * c.inputs);
   for (auto& weight : weights) weight = static_cast<int8_t>(whole(random));
@@ -50,32 +53,41 @@ double difference(const Case& c, std::mt19937& random) {
   if (c.rows > 2) std::fill_n(source.begin() + c.inputs, c.inputs, 0.0f);
 
   const int64_t bytes = bytes_of_block(c.inputs, groups);
-  std::vector<uint8_t> packed(blocks * bytes, 0);
-  for (int64_t output = 0; output < c.outputs; ++output) {
-    uint8_t* block = packed.data() + output / kBlockOutputs * bytes;
-    const int64_t lane = output % kBlockOutputs;
-    double sum = 0;
-    for (int64_t i = 0; i < c.inputs; ++i) {
-      const int weight = weights[output * c.inputs + i];
-      sum += double(scales[output * groups + i / c.group]) * weight;
-      uint8_t* at = block + kBlockOutputs * (4 + 2 * groups) + i / 8 * 4 * kBlockOutputs + 4 * lane + i % 4;
-      *at = static_cast<uint8_t>(*at | (weight + 8) << (i % 8 < 4 ? 0 : 4));
+  std::vector<std::vector<uint8_t>> packed(c.layers);
+  std::vector<std::vector<float>> out(c.layers);
+  std::vector<Linear> layers;
+  std::vector<int64_t> first_of;
+  for (size_t layer = 0; layer < c.layers; ++layer) {
+    const int64_t first = first_output(c.outputs, c.layers, layer);
+    const int64_t outputs = first_output(c.outputs, c.layers, layer + 1) - first;
+    packed[layer].assign(blocks_of(outputs) * bytes, 0);
+    out[layer].assign(c.rows * outputs, NAN);
+    for (int64_t local = 0; local < outputs; ++local) {
+      const int64_t output = first + local, lane = local % kBlockOutputs;
+      uint8_t* block = packed[layer].data() + local / kBlockOutputs * bytes;
+      double sum = 0;
+      for (int64_t i = 0; i < c.inputs; ++i) {
+        const int weight = weights[output * c.inputs + i];
+        sum += double(scales[output * groups + i / c.group]) * weight;
+        uint8_t* at = block + kBlockOutputs * (4 + 2 * groups) + i / 8 * 4 * kBlockOutputs + 4 * lane + i % 4;
+        *at = static_cast<uint8_t>(*at | (weight + 8) << (i % 8 < 4 ? 0 : 4));
+      }
+      const float of_weights = static_cast<float>(sum);
+      std::memcpy(block + 4 * lane, &of_weights, 4);
+      for (int64_t group = 0; group < groups; ++group) {
+        uint32_t bits;
+        std::memcpy(&bits, &scales[output * groups + group], 4);
+        const uint16_t half = static_cast<uint16_t>(bits >> 16);
+        std::memcpy(block + 4 * kBlockOutputs + 2 * (group * kBlockOutputs + lane), &half, 2);
+      }
     }
-    const float of_weights = static_cast<float>(sum);
-    std::memcpy(block + 4 * lane, &of_weights, 4);
-    for (int64_t group = 0; group < groups; ++group) {
-      uint32_t bits;
-      std::memcpy(&bits, &scales[output * groups + group], 4);
-      const uint16_t half = static_cast<uint16_t>(bits >> 16);
-      std::memcpy(block + 4 * kBlockOutputs + 2 * (group * kBlockOutputs + lane), &half, 2);
-    }
+    layers.push_back({c.rows, c.inputs, outputs, groups, source.data(), packed[layer].data(),
+                      c.bias ? bias.data() + first : nullptr, out[layer].data()});
+    first_of.push_back(first);
   }
-  std::vector<float> out(c.rows * c.outputs, NAN);
-  Linear linear{c.rows, c.inputs, c.outputs, groups, source.data(), packed.data(), c.bias ? bias.data() : nullptr,
-                out.data()};
-  std::vector<char> scratch(linear_scratch(linear) + 64);
+  std::vector<char> scratch(linear_scratch(layers.front()) + 64);
   void* aligned = scratch.data() + (64 - reinterpret_cast<uintptr_t>(scratch.data()) % 64) % 64;
-  apply_linear(linear, threads_of(c.threads), aligned);
+  apply_linears(layers.data(), c.layers, threads_of(c.threads), aligned);
 
   double worst = 0;
   for (int64_t row = 0; row < c.rows; ++row) {
@@ -92,7 +104,7 @@ double difference(const Case& c, std::mt19937& random) {
                                weights[output * c.inputs + i];
         sum += product, size += std::fabs(product);
       }
-      const double found = std::fabs(sum - out[row * c.outputs + output]) / size;
+      const double found = std::fabs(sum - result(layers, first_of, row, output)) / size;
       worst = std::isnan(found) ? INFINITY : std::max(worst, found);
     }
   }
@@ -115,7 +127,8 @@ int main() {
           if (inputs % group) continue;
           for (int64_t outputs : {1, 16, 40, 257}) {
             if (rows > 100 && outputs > 40) continue;
-            const Case c{rows, inputs, outputs, group, cases % 2 == 0, cases % 3 == 0, size_t(1 + cases % 3)};
+            const Case c{rows, inputs, outputs, group, cases % 2 == 0, cases % 3 == 0, size_t(1 + cases % 3),
+                         layers_of(outputs, cases)};
             const double found = difference(c, random);
             worst = std::max(worst, found), ++cases;
             if (!(found < 1e-5)) {

@@ -19,27 +19,35 @@ from ..support.models import tiny_model, tokens
 
 
 class Linear(torch.nn.Module):
-    """A layer with a bias over numbers that are far from zero, and the same without."""
+    """A layer with a bias over numbers that are far from zero, and the same without; or several together."""
 
-    def __init__(self, is_float: bool) -> None:
+    def __init__(self, is_float: bool, outputs: list[int]) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        integers = torch.randint(-8, 8, (150, 160), generator=generator, dtype=torch.int8)
-        packed = pack_float(integers.float()) if is_float else pack(integers, torch.rand(150, 5, generator=generator))
-        self.register_buffer("packed", packed)
-        self.register_buffer("bias", torch.randn(150, generator=generator))
-        self.is_float = is_float
+        for index, each in enumerate(outputs):
+            integers = torch.randint(-8, 8, (each, 160), generator=generator, dtype=torch.int8)
+            scales = torch.rand(each, 5, generator=generator)
+            self.register_buffer(
+                f"packed_{index}", pack_float(integers.float()) if is_float else pack(integers, scales)
+            )
+            self.register_buffer(f"bias_{index}", torch.randn(each, generator=generator))
+        self.is_float, self.outputs = is_float, outputs
 
     def forward(self, source: torch.Tensor) -> torch.Tensor:
-        operators = torch.ops.exportable_cache
-        operator = operators.linear_float if self.is_float else operators.linear_4bit
-        return operator(source, self.packed, self.bias, 150) + operator(source, self.packed, None, 150)
+        operators, indices = torch.ops.exportable_cache, range(len(self.outputs))
+        packed, biases = ([getattr(self, f"{name}_{index}") for index in indices] for name in ("packed", "bias"))
+        if len(packed) == 1:
+            one = operators.linear_float if self.is_float else operators.linear_4bit
+            return one(source, packed[0], biases[0], *self.outputs) + one(source, packed[0], None, *self.outputs)
+        several = operators.linears_float if self.is_float else operators.linears_4bit
+        with_bias, without = (several(source, packed, given, self.outputs) for given in (biases, []))
+        return torch.cat([*with_bias, *without], dim=-1)
 
 
-def check_operator(path: Path, is_float: bool) -> None:
+def check_operator(path: Path, is_float: bool, outputs: list[int]) -> None:
     """The kernel and the plain operators that say what it computes, over rows of many counts."""
     rows = torch.export.Dim("rows", min=1, max=40)
-    layer = Linear(is_float)
+    layer = Linear(is_float, outputs)
     program = torch.export.export(layer, (torch.randn(1, 7, 160),), dynamic_shapes={"source": {1: rows}})
     path.write_bytes(lower_programs({"forward": program}).buffer)
     method = load_program(path).load_method("forward")
@@ -77,7 +85,8 @@ def check_stamped(path: Path) -> None:
 def check_linears(folder: Path) -> None:
     """The operators by themselves, and models of them."""
     for is_float in (False, True):
-        check_operator(folder.with_name("linear.pte"), is_float)
+        for outputs in ([150], [150, 8, 40, 257]):
+            check_operator(folder.with_name("linear.pte"), is_float, outputs)
     check_stamped(folder.with_name("stamped.pte"))
-    check_bundle(folder, "8da4w", b"linear_4bit")
-    check_bundle(folder.with_name("float32"), None, b"linear_float")
+    check_bundle(folder, "8da4w", b"linears_4bit")
+    check_bundle(folder.with_name("float32"), None, b"linears_float")

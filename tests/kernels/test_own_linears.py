@@ -16,8 +16,6 @@ from exportable_cache.models.quantization_spec import Quantization
 
 from ..support.models import tiny_model
 
-OPERATOR = "exportable_cache::linear_4bit"
-
 
 @pytest.mark.parametrize(("outputs", "inputs", "group"), [(16, 32, 32), (40, 96, 32), (1, 128, 64), (33, 64, 64)])
 def test_weights_are_packed_without_loss(outputs: int, inputs: int, group: int) -> None:
@@ -56,7 +54,9 @@ def test_the_operator_is_the_layer_that_torchao_has(scales: str) -> None:
     stored = [tensor for tensor in program.state_dict.values() if tensor.dtype == torch.bfloat16]
     assert len(stored) == 3 and any((tensor < 0).any() for tensor in stored) == (scales == "signed_mse")
     rewritten = linears_to_own(program)
-    assert [str(node.target) for node in rewritten.graph.nodes].count(f"{OPERATOR.replace('::', '.')}.default") == 3
+    # The two that take the same rows are one call.
+    targets = [str(node.target) for node in rewritten.graph.nodes]
+    assert [targets.count(f"exportable_cache.{name}.default") for name in ("linears_4bit", "linear_4bit")] == [1, 1]
     assert not any(int4_layer(node) for node in rewritten.graph.nodes)
     source = torch.randn(1, 5, 64) * torch.tensor([1e-3, 1.0, 30.0, 0.0, 2.0])[:, None]
     with torch.no_grad():
@@ -76,6 +76,52 @@ def test_the_operators_give_what_out_is_filled_with(name: str) -> None:
     given, operator = (torch.randn(2, 3, 32), weights, torch.randn(20), 20), getattr(torch.ops.exportable_cache, name)
     found, out = operator(*given), torch.empty(2, 3, 20)
     assert torch.equal(operator.out(*given, out=out), found)
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("name", ["linear_4bit", "linear_float"])
+def test_several_layers_are_each_by_itself(name: str, has_bias: bool) -> None:
+    def packed(outputs: int) -> torch.Tensor:
+        numbers = torch.randint(-8, 8, (outputs, 32), dtype=torch.int8)
+        return pack(numbers, torch.rand(outputs, 1)) if name == "linear_4bit" else pack_float(numbers.float())
+
+    one, several = (getattr(torch.ops.exportable_cache, each) for each in (name, name.replace("linear", "linears")))
+    source, outputs = torch.randn(2, 3, 32), [20, 1, 48]
+    weights, biases = [packed(each) for each in outputs], [torch.randn(each) for each in outputs if has_bias]
+    found, out = several(source, weights, biases, outputs), [torch.empty(2, 3, each) for each in outputs]
+    assert several.out(source, weights, biases, outputs, out=out) is None
+    for index, each in enumerate(outputs):
+        expected = one(source, weights[index], biases[index] if has_bias else None, each)
+        assert torch.equal(found[index], expected) and torch.equal(out[index], expected)
+
+
+class Alike(nn.Module):
+    """Layers of the same rows, more than go together, some of them without a bias, and one of other rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 16 + index, bias=index not in (1, 6)) for index in range(7))
+        self.behind = nn.Linear(16, 16)
+
+    def forward(self, source: torch.Tensor) -> list[torch.Tensor]:
+        first, *others = (layer(source) for layer in self.layers)
+        return [self.behind(first), *others]
+
+
+def test_layers_of_the_same_rows_are_one_call() -> None:
+    module, source = Alike().eval(), torch.randn(1, 3, 32)
+    with torch.no_grad():
+        program = linears_to_own(torch.export.export(module, (source,)))
+        calls = [
+            node for node in program.graph.nodes if "linear" in str(node.target) and "getitem" not in str(node.target)
+        ]
+        found = [
+            (str(node.target).split(".")[1], len(node.args[1]) if isinstance(node.args[1], list) else 1)
+            for node in calls
+        ]
+        assert found == [("linears_float", 4), ("linears_float", 2), ("linear_float", 1), ("linear_float", 1)]
+        for given, expected in zip(program.module()(source), module(source), strict=True):
+            torch.testing.assert_close(given, expected, atol=1e-6, rtol=1e-6)
 
 
 class Head(nn.Module):

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
     from torch.fx import Graph
 
-    from ...common.compat.torch import OpOverload
-
 
 def constant_of(program: ExportedProgram, node: Any, state: Collection[str] = ()) -> Any:
     """The value of an argument of a call, None where it depends on an input, a parameter or a buffer that is written
@@ -54,12 +52,10 @@ def add_constant(program: ExportedProgram, name: str, value: torch.Tensor, persi
         return create_constant_placeholder(program, program.graph, name, InputKind.BUFFER, value, persistent)
 
 
-def insert_call(graph: Graph, operator: OpOverload, *arguments: Any) -> Node:
+def insert_call(graph: Graph, operator: Callable[..., Any], *arguments: Any) -> Node:
     """A call of an operator where the graph inserts, with the value that it has for the values of its arguments."""
     node = graph.call_function(operator, arguments)
-    node.meta["val"] = operator(
-        *(argument.meta["val"] if isinstance(argument, Node) else argument for argument in arguments)
-    )
+    node.meta["val"] = operator(*map_arg(arguments, lambda argument: argument.meta["val"]))
     return node
 
 

@@ -10,7 +10,9 @@ With weights of 4 bits, activations are rounded to 8, each token by itself, as t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import operator
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,22 +24,26 @@ from .quantized_linears import fold_linears, int4_layer
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
+    from torch.fx import Graph
 
     from ...common.compat.torch import OpOverload
 
 #: Outputs of a block, and what the weights of a group are a multiple of: `kernels/src/linear.h` has the same.
 BLOCK, GROUP_MULTIPLE = 16, 32
+#: Layers of one call, at most: `kernels/src/linear.h` has the same.
+MOST_LAYERS = 4
 #: A bfloat16 scale for each group, a float32 sum for each output, in bytes.
 _SCALE, _SUM = 2, 4
 _QUADS = 8
 
 _library = torch.library.Library("exportable_cache", "FRAGMENT")
 _LINEAR = "(Tensor source, Tensor weights, Tensor? bias, int outputs"
+_LINEARS = "(Tensor source, Tensor[] weights, Tensor[] biases, int[] outputs"
 _PLAIN = torch.ops.aten.linear.default
 
 
 class _Packed(NamedTuple):
-    """A layer as an operator of ours takes it; `weight` is what its weights were made from."""
+    """A layer as an operator of ours takes it; `weight` is what its weights were made from, then where they are."""
 
     operator: OpOverload
     source: Node
@@ -48,9 +54,14 @@ class _Packed(NamedTuple):
 
 
 def linears_to_own(program: ExportedProgram) -> ExportedProgram:
-    """Rewrite each linear layer that an operator of ours can be, in place; others are left as they are."""
+    """Rewrite each linear layer that an operator of ours can be, in place; others are left as they are.
+
+    Layers that take the same rows, as those of queries, keys and values do, are one call: rows are rounded once, and
+    threads wait for each other once.
+    """
     graph = fold_linears(program).graph
     known: dict[str, Node] = {}
+    alike: dict[tuple[OpOverload, Node, bool], list[tuple[Node, _Packed]]] = {}
     for node in list(graph.nodes):
         layer = _packed_4bit(program, node) or _packed_float(program, node)
         if layer is None:
@@ -58,14 +69,39 @@ def linears_to_own(program: ExportedProgram) -> ExportedProgram:
         name = f"{layer.weight.name}_packed"
         # A parameter, as what differs between layers that are otherwise equal: see `segments`.
         known[name] = known.get(name) or add_weight(program, name, layer.packed)
-        with graph.inserting_before(node):
-            call = insert_call(graph, layer.operator, layer.source, known[name], layer.bias, layer.outputs)
-        call.meta = {**node.meta, "val": call.meta["val"]}
-        replace_call(node, call)
+        layer = layer._replace(weight=known[name])
+        alike.setdefault((layer.operator, layer.source, layer.bias is None), []).append((node, layer))
+    made = [
+        one
+        for layers in alike.values()
+        for start in range(0, len(layers), MOST_LAYERS)
+        for one in _called(graph, layers[start : start + MOST_LAYERS])
+    ]
+    # Behind all calls, of which some take what others give.
+    for node, result in made:
+        replace_call(node, result)
     if known:
         graph.eliminate_dead_code()
         program.graph_module.recompile()
     return program
+
+
+def _called(graph: Graph, layers: list[tuple[Node, _Packed]]) -> list[tuple[Node, Node]]:
+    """Layers that take the same rows, each with its result by one call, which is where the first of them is."""
+    first, layer = layers[0]
+    weights = [one.weight for _, one in layers]
+    outputs = [one.outputs for _, one in layers]
+    with graph.inserting_before(first):
+        if len(layers) == 1:
+            call = insert_call(graph, layer.operator, layer.source, layer.weight, layer.bias, layer.outputs)
+            results = [call]
+        else:
+            biases = [one.bias for _, one in layers if one.bias is not None]
+            call = insert_call(graph, _TOGETHER[layer.operator], layer.source, weights, biases, outputs)
+            results = [insert_call(graph, operator.getitem, call, index) for index in range(len(layers))]
+    for (node, _), result in zip(layers, results, strict=True):
+        result.meta = {**node.meta, "val": result.meta["val"]}
+    return [(node, result) for (node, _), result in zip(layers, results, strict=True)]
 
 
 def _packed_4bit(program: ExportedProgram, node: Node) -> _Packed | None:
@@ -76,8 +112,8 @@ def _packed_4bit(program: ExportedProgram, node: Node) -> _Packed | None:
     if zero_point is not None and bool(zero_point.any()):
         return None
     integers, scales = (get_param_tensor(program, part) for part in (layer.integers, layer.scale))
-    operator = torch.ops.exportable_cache.linear_4bit.default
-    return _Packed(operator, layer.source, layer.integers, pack(integers, scales), layer.bias, integers.shape[0])
+    call = torch.ops.exportable_cache.linear_4bit.default
+    return _Packed(call, layer.source, layer.integers, pack(integers, scales), layer.bias, integers.shape[0])
 
 
 def _packed_float(program: ExportedProgram, node: Node) -> _Packed | None:
@@ -91,8 +127,8 @@ def _packed_float(program: ExportedProgram, node: Node) -> _Packed | None:
     numbers = get_param_tensor(program, weight)
     if numbers.dtype != torch.float32 or source.meta["val"].dtype != torch.float32 or numbers.shape[0] < BLOCK:
         return None
-    operator = torch.ops.exportable_cache.linear_float.default
-    return _Packed(operator, source, weight, pack_float(numbers), bias, numbers.shape[0])
+    call = torch.ops.exportable_cache.linear_float.default
+    return _Packed(call, source, weight, pack_float(numbers), bias, numbers.shape[0])
 
 
 def pack_float(weight: torch.Tensor) -> torch.Tensor:
@@ -187,16 +223,43 @@ def _output(source: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | No
 
 
 def _define(name: str, plain: Callable[..., torch.Tensor]) -> None:
+    """One layer, `linear_...`, and several, `linears_...`; ExecuTorch calls those that are named out."""
+
     def into(*arguments: object, out: torch.Tensor) -> torch.Tensor:
         return out.copy_(plain(*arguments))
 
-    # ExecuTorch calls the one that is named out.
-    _library.define(f"{name}{_LINEAR}) -> Tensor")
-    _library.define(f"{name}.out{_LINEAR}, *, Tensor(a!) out) -> Tensor(a!)")
-    _library.impl(name, plain, "CompositeExplicitAutograd")
-    _library.impl(f"{name}.out", into, "CompositeExplicitAutograd")
+    def several(of: Callable[..., torch.Tensor]) -> Callable[..., list[torch.Tensor]]:
+        def call(
+            source: torch.Tensor,
+            weights: Sequence[torch.Tensor],
+            biases: Sequence[torch.Tensor],
+            outputs: Sequence[int],
+        ) -> list[torch.Tensor]:
+            each = biases or itertools.repeat(None, len(weights))
+            return [of(source, *layer) for layer in zip(weights, each, outputs, strict=True)]
+
+        return call
+
+    def several_into(*arguments: Any, out: Sequence[torch.Tensor]) -> None:
+        for target, result in zip(out, several(plain)(*arguments), strict=True):
+            target.copy_(result)
+
+    together = name.replace("linear", "linears")
+    for schema, function in (
+        (f"{name}{_LINEAR}) -> Tensor", plain),
+        (f"{name}.out{_LINEAR}, *, Tensor(a!) out) -> Tensor(a!)", into),
+        (f"{together}{_LINEARS}) -> Tensor[]", several(plain)),
+        (f"{together}.out{_LINEARS}, *, Tensor(a!)[] out) -> ()", several_into),
+    ):
+        _library.define(schema)
+        _library.impl(schema[: schema.index("(")], function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"exportable_cache::{name}", _output, lib=_library)
+    torch.library.register_fake(f"exportable_cache::{together}", several(_output), lib=_library)
 
 
 _define("linear_float", linear_float)
 _define("linear_4bit", linear_4bit)
+_TOGETHER = {
+    torch.ops.exportable_cache.linear_float.default: torch.ops.exportable_cache.linears_float.default,
+    torch.ops.exportable_cache.linear_4bit.default: torch.ops.exportable_cache.linears_4bit.default,
+}
