@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from .layered import LayeredBackend
 
 Step = Callable[..., Any]
+_STEPS = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -248,13 +250,15 @@ def _guarded(call: Any) -> Step:
 
 
 def _step_of(module: torch.nn.Module) -> Step:
-    """A function that calls `module`, with a code object of its own.
+    """A function that calls `module`, with a code object and a name of its own.
 
     TorchDynamo keeps compiled graphs per code object: methods, and runners, that shared one would count as
-    recompilations of each other and together run into the recompile limit.
+    recompilations of each other and together run into the recompile limit. And it remembers by name what has changed
+    between two of them, and makes that an input: a model's number, which graphs are compiled for.
     """
 
     def step(*inputs: torch.Tensor) -> torch.Tensor:
         return module(*inputs)
 
-    return FunctionType(step.__code__.replace(), step.__globals__, "step", None, step.__closure__)
+    code = step.__code__.replace(co_name=f"step_{next(_STEPS)}")
+    return FunctionType(code, step.__globals__, "step", None, step.__closure__)

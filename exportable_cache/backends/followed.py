@@ -57,13 +57,13 @@ class FollowedStep:
             if self._straight.serves(arguments):
                 return self._straight(arguments, lends)
         self._of = self._straight = None
-        token = _seen.set([])
+        seen: list[Seen] = []
+        token = _seen.set(seen)
         try:
             result = self._call(*arguments)
-            seen = _seen.get()
         finally:
             _seen.reset(token)
-        if answer is not None and seen is not None and len(seen) == 1:
+        if answer is not None and len(seen) == 1:
             self._straight = _straight(*seen[0], arguments, result)
             self._of = answer
         return result
@@ -98,6 +98,7 @@ class _Straight:
         self._forms = [_form(one) for one in arguments]
 
     def serves(self, arguments: Sequence[torch.Tensor]) -> bool:
+        """Whether a step with these is the recorded one, but for the values of what moves."""
         return (
             [_form(one) for one in arguments] == self._forms
             and all(arguments[index] is one for index, one in self._kept)
@@ -130,7 +131,7 @@ def _straight(
             moved[place] = index
         elif place is not None:
             kept.append(index)
-    made = {id(one): place for place, one in enumerate(outputs) if place in recording.made}
+    made = {id(outputs[place]): place for place in recording.made}
     try:
         results = made[id(result)] if isinstance(result, torch.Tensor) else tuple(made[id(one)] for one in result)
     except (KeyError, TypeError):

@@ -222,6 +222,12 @@ class ModuleRunner:
             except OutdatedGraph as outdated:
                 self._lose(graph, outdated)
                 return self._call(key, inputs, *further)
+            except private.tracing_errors():
+                if self.background is not None:
+                    raise
+                # The model has changed, to what TorchDynamo cannot make of the graph that it has: it begins anew.
+                del self._calls[graph.key]
+                return self._call(key, inputs, *further)
         else:
             call = self._compile(graph)
             try:

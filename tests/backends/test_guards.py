@@ -41,13 +41,17 @@ def other_number(model: PreTrainedModel) -> None:
     model.model.layers[1].input_layernorm.variance_epsilon = 0.1
 
 
+def other_scaling(model: PreTrainedModel) -> None:
+    model.model.layers[1].self_attn.scaling *= 1.5
+
+
 @pytest.fixture
 def generated_code() -> Iterator[None]:
     with compiling_with("inductor"):
         yield
 
 
-@pytest.mark.parametrize("change", [transposed, other_module, other_activation, other_number])
+@pytest.mark.parametrize("change", [transposed, other_module, other_activation, other_number, other_scaling])
 def test_a_change_is_noticed(generated_code, change: Callable[[PreTrainedModel], None]) -> None:
     model, ids = tiny_model("llama", num_hidden_layers=4, num_key_value_heads=4), tokens(24)
     session = Session.from_model(model, ExportableCache.from_model(model, 64), compile="wait", prefill_chunk=16)

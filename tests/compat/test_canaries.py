@@ -43,9 +43,7 @@ NAMES: dict[str, dict[str, Any]] = {
     },
     "torch_recording": {
         "torch._inductor.codecache.PyCodeCache.modules": VALUE,
-        "torch._C._len_torch_dispatch_stack": CALLABLE,
         "torch.utils._python_dispatch.is_traceable_wrapper_subclass": CALLABLE,
-        "torch.autograd._profiler_enabled": CALLABLE,
     },
     "torch_distributed": {
         "torch.distributed._functional_collectives.broadcast": takes("self", "src", "group"),
@@ -58,6 +56,8 @@ NAMES: dict[str, dict[str, Any]] = {
         "torch.distributed.distributed_c10d._unregister_process_group": CALLABLE,
     },
     "torch": {
+        "torch._C._len_torch_dispatch_stack": CALLABLE,
+        "torch.autograd._profiler_enabled": CALLABLE,
         "torch._check": takes("cond", "message"),
         "torch.ops.aten._reshape_copy": VALUE,
         "torch.ops.mkldnn._linear_pointwise": VALUE,
