@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -126,9 +127,13 @@ def of_a_bundle(me: Rank) -> dict[str, Any]:
 
 def killed_program(me: Rank) -> str:
     """The last rank ends instead of running the step that the others run."""
-    running = load(me.folder / "bundle", trust=True)
+    running, opened = load(me.folder / "bundle", trust=True), me.folder / "opened"
     if me.rank == me.size - 1:
+        # The others open it together with this one, and may not be done yet.
+        while not opened.exists():
+            time.sleep(0.01)
         os._exit(1)
+    opened.touch()
     return error_of(lambda: running.runner.run("decode", torch.tensor([[3]]), torch.tensor([0])))
 
 
