@@ -56,8 +56,8 @@ def cycles_of(answer: dict[str, Any], prompts: Sequence[int], ends: Sequence[int
     """What a form's processes answered: of each thing measured one number a cycle, an array; what is missing is left
     out.
 
-    `answer` has seconds of prompts by length (`prompt`), those of each cycle's tokens by position (`token`), `start_s`,
-    a list, and `peak_mb`.
+    `answer` has seconds of prompts by length (`prompt`), those of each cycle's tokens by position (`token`), `start_s`
+    and `peak_mb`, lists.
     """
     chosen = numpy.min if fastest else numpy.median
     found = {f"prompt {count}": count / numpy.array(answer["prompt"].get(str(count), [])) for count in prompts}
@@ -66,8 +66,7 @@ def cycles_of(answer: dict[str, Any], prompts: Sequence[int], ends: Sequence[int
         found[f"token {position}"] = 1e3 * numpy.array([chosen(turn) for turn in seconds])
     # Of two turns that followed each other.
     found["added"] = found[f"token {ends[-1]}"] - found[f"token {ends[0]}"]
-    found["peak_mb"] = numpy.array([answer["peak_mb"]] if "peak_mb" in answer else [])
-    found["start_s"] = numpy.array(answer["start_s"])
+    found |= {name: numpy.array(answer[name]) for name in ("peak_mb", "start_s")}
     return {name: values for name, values in found.items() if values.size}
 
 

@@ -3,7 +3,8 @@
 A machine that others use as well has memory whose speed changes within fractions of a second and from minute to
 minute, so what is compared must be measured in the same seconds, many times. All forms of a group are open at once.
 For each position that tokens are timed at a form has a process, which stands there; in each cycle every process has a
-turn of a few tokens. Prompts go round in the same way. Whoever has no turn is stopped by a signal, so that threads
+turn of a few tokens. Prompts go round in the same way. After some of the cycles all processes are opened anew, as where
+their memory lies may be worth more than what is compared. Whoever has no turn is stopped by a signal, so that threads
 that wait for work by asking again and again, as many runtimes' do, cannot disturb who has.
 """
 
@@ -143,27 +144,34 @@ class Plan:
         positions: Those that tokens are timed at.
         cycles: In which each process has one turn of tokens.
         tokens: Timed in one turn.
+        openings: How often all processes are opened; cycles are shared out among them.
     """
 
     prompts: Sequence[int]
     positions: Sequence[int]
     cycles: int
     tokens: int
+    openings: int = 1
 
     @property
     def tokens_of_process(self) -> int:
         """That follow its prompt: one turn of one token to begin with, and those of the cycles."""
-        return UNTIMED + 1 + self.cycles * (UNTIMED + self.tokens)
+        return UNTIMED + 1 + -(-self.cycles // self.openings) * (UNTIMED + self.tokens)
 
     def described(self, fastest: bool) -> str:
         """How figures come about, in a sentence."""
         prompts = " and ".join(f"{self.prompt_cycles(length)} of {length:,} tokens" for length in self.prompts)
         chosen = "The fastest" if fastest else "Medians"
-        return f"{chosen} of {self.cycles} turns of {self.tokens} tokens, and of prompts, {prompts}."
+        anew = f", processes and files anew {self.openings} times" if self.openings > 1 else ""
+        return f"{chosen} of {self.cycles} turns of {self.tokens} tokens, and of prompts, {prompts}{anew}."
 
     def prompt_cycles(self, length: int) -> int:
         """In which each form has one turn of a prompt."""
         return -(-self.cycles * (2 if length <= SHORT_PROMPT else 1) // 3)
+
+    def of_opening(self, cycles: int, opening: int) -> range:
+        """Those of so many cycles that are an opening's."""
+        return range(cycles * opening // self.openings, cycles * (opening + 1) // self.openings)
 
 
 def order(forms: Sequence[str], cycle: int) -> list[str]:
@@ -187,7 +195,7 @@ class Group:
         kept: Called with `answers` whenever there is more in it.
 
     Attributes:
-        answers: Of each form: `start_s` and `peak_mb`, lists of one number each process and one number; `prompt`, by
+        answers: Of each form: `start_s` and `peak_mb`, a number for each process and for each opening; `prompt`, by
             length the seconds of each cycle; `token`, by position the seconds of each token of each cycle; `idle_s`.
     """
 
@@ -204,22 +212,31 @@ class Group:
 
     def run(self, forms: Sequence[str]) -> None:
         """Measure them."""
-        try:
-            for form in forms:
-                self._open(form)
-            for length in self._plan.prompts:
-                for cycle in range(self._plan.prompt_cycles(length)):
-                    self._prompts(length, cycle)
-            for form in forms:
-                self._stand(form)
-            for cycle in range(self._plan.cycles):
-                self._tokens(cycle)
-            for (form, _), process in self._processes.items():
-                self.answers[form]["idle_s"] = self.answers[form].get("idle_s", 0.0) + process.idle_s
-            self._kept(self.answers)
-        finally:
-            for process in self._processes.values():
-                process.close()
+        self.answers = {
+            form: {"start_s": [], "peak_mb": [], "prompt": {}, "token": {}, "idle_s": 0.0} for form in forms
+        }
+        for opening in range(self._plan.openings):
+            try:
+                self._measure(opening)
+            finally:
+                for process in self._processes.values():
+                    process.close()
+                self._processes.clear()
+
+    def _measure(self, opening: int) -> None:
+        """The cycles of an opening."""
+        for form in list(self.answers):
+            self._open(form)
+        for length in self._plan.prompts:
+            for cycle in self._plan.of_opening(self._plan.prompt_cycles(length), opening):
+                self._prompts(length, cycle)
+        for form in list(self.answers):
+            self._stand(form)
+        for cycle in self._plan.of_opening(self._plan.cycles, opening):
+            self._tokens(cycle)
+        for (form, _), process in self._processes.items():
+            self.answers[form]["idle_s"] += process.idle_s
+        self._kept(self.answers)
 
     def _drop(self, form: str, why: Failed) -> None:
         """Leave it out, and go on."""
@@ -232,13 +249,12 @@ class Group:
 
     def _open(self, form: str) -> None:
         """Start its processes, alone."""
-        found = self.answers[form] = {"start_s": [], "prompt": {}, "token": {}}
         try:
             for position in self._plan.positions:
                 if available_mb() < SPARE_MB:
                     raise Failed(f"less than {SPARE_MB} MB are left; name fewer forms")
                 process = self._processes[form, position] = self._opened(form)
-                found["start_s"].append(process.opened["start_s"])
+                self.answers[form]["start_s"].append(process.opened["start_s"])
         except Failed as error:
             self._drop(form, error)
 
@@ -256,8 +272,6 @@ class Group:
 
     def _stand(self, form: str) -> None:
         """Bring each of its processes to its position, the last one after one of each prompt."""
-        if form not in self.answers:
-            return
         try:
             for position in self._plan.positions:
                 process, last = self._processes[form, position], position == self._plan.positions[-1]
@@ -266,7 +280,7 @@ class Group:
                 process.ask(stand=position)
                 process.ask(tokens=1)
                 if last:
-                    self.answers[form] |= process.ask(memory=True)
+                    self.answers[form]["peak_mb"].append(process.ask(memory=True)["peak_mb"])
         except Failed as error:
             self._drop(form, error)
         self._kept(self.answers)

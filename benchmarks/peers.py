@@ -13,8 +13,10 @@ First every form is fed the same tokens and its logits are compared with transfo
 that differs is left out. Then the forms with weights of the same bits are open at once, each in processes of its own,
 and have short turns, one process at a time, in many cycles (benchmarks/peer_turns.py): prompts on an empty cache, and
 a few tokens near the start and near the end of the cache. So all of them meet the same minutes of the machine, and a
-ratio says more than the milliseconds that it is made of. Seconds from the start of a process to a first token, and the
-most memory of one that did prompts and stands near the end, are of processes, not of turns.
+ratio says more than the milliseconds that it is made of. Where memory and files lie makes some processes faster than
+others of the same form: each has files that were copied just before, and after a third of the cycles all are opened
+anew. Seconds from the start of a process to a first token, and the most memory of one that did prompts and stands near
+the end, are of processes, not of turns.
 
 Figures are medians of the cycles, and ratios have their spread beside them; on a machine that has other work take
 `--fastest`.
@@ -32,7 +34,7 @@ from typing import Annotated, Any
 import numpy
 import typer
 from peer_forms import ENVIRONMENTS, FORMS
-from peer_prepare import HERE, console, environment_python, form_environment, own_kernels, place_of, prepare
+from peer_prepare import HERE, console, environment_python, form_environment, own_kernels, place_of, prepare, write_anew
 from peer_results import LIMIT, distance, table
 from peer_turns import Failed, Group, Plan, Process, last_words
 from without_avx512 import hidden
@@ -140,6 +142,7 @@ def main(
     length: Annotated[list[int] | None, typer.Option(help="Of prompts; may be repeated.")] = None,
     cycles: Annotated[int, typer.Option(help="Turns of each process; prompts have fewer.", min=1)] = 15,
     steps: Annotated[int, typer.Option(help="Tokens timed in a turn.", min=1)] = 4,
+    openings: Annotated[int, typer.Option(help="Times that processes and files are made anew.", min=1)] = 3,
     fastest: Annotated[bool, typer.Option("--fastest", help="Show the fastest, not the median.")] = False,
     without_avx512: Annotated[bool, typer.Option("--without-avx512", help="Hide AVX-512 from every form.")] = False,
 ) -> None:
@@ -150,10 +153,10 @@ def main(
     unknown = set(chosen) - set(FORMS)
     if unknown:
         raise typer.BadParameter(f"there is no form {', '.join(sorted(unknown))}; the forms are {', '.join(FORMS)}")
-    plan = Plan(list(length or PROMPTS), [FIRST, slots - BEFORE_END], cycles, steps)
+    plan = Plan(list(length or PROMPTS), [FIRST, slots - BEFORE_END], cycles, steps, openings)
     if plan.tokens_of_process > BEFORE_END:
         tokens = f"{plan.tokens_of_process} tokens follow @{plan.positions[-1]}"
-        raise typer.BadParameter(f"{tokens}, where {BEFORE_END} slots are left; name fewer cycles")
+        raise typer.BadParameter(f"{tokens}, where {BEFORE_END} slots are left; name fewer cycles or more openings")
     counts = threads or sorted({1, os.cpu_count() or 1})
     folder.mkdir(parents=True, exist_ok=True)
     own_kernels(folder)
@@ -199,7 +202,11 @@ def main(
                 file.write_text(json.dumps(results, indent=2))
                 file.with_suffix(".md").write_text(report(results, fastest) + "\n")
 
-            group = Group(plan, lambda name, count=count: Process(*conditions.command(name, count)), dropped, kept)
+            def opened(name: str, count: int = count) -> Process:
+                write_anew(conditions.place(name))
+                return Process(*conditions.command(name, count))
+
+            group = Group(plan, opened, dropped, kept)
             group.run([name for name in distances if name not in failed and FORMS[name].bits == bits])
             console.print(f"threads {count}, {bits} bits, done")
     print(report(results, fastest))

@@ -209,7 +209,7 @@ def test_each_form_has_one_turn_in_each_cycle():
             "4000": (8, 3),
         }
         assert found["start_s"] == [1.0, 1.0]
-        assert found["peak_mb"] == 100
+        assert found["peak_mb"] == [100]
         assert found["idle_s"] == 0.5
     cycles = [(form, process) for form, process, turn in turns if turn == {"tokens": 3}]
     size = 2 * len(forms)
@@ -231,6 +231,34 @@ def test_the_most_memory_is_of_a_process_that_did_each_prompt_once_and_stands_at
     assert asked_last[:4] == [{"prompt": 128}, {"prompt": 1024}, {"stand": 4000}, {"tokens": 1}]
     assert asked_last[4] == {"memory": True}
     assert {"memory": True} not in [turn for _, process, turn in turns if process is processes[0]]
+
+
+def test_cycles_are_shared_out_among_openings():
+    from peer_turns import Plan
+
+    plan = Plan([128, 1024], [100, 4000], cycles=8, tokens=3, openings=3)
+    answers, turns, processes, _ = grouped(["a", "b"], plan)
+    assert len(processes) == 3 * 2 * 2
+    for found in answers.values():
+        assert {key: len(values) for key, values in found["prompt"].items()} == {"128": 6, "1024": 3}
+        assert {key: len(values) for key, values in found["token"].items()} == {"100": 8, "4000": 8}
+        assert (len(found["start_s"]), len(found["peak_mb"]), found["idle_s"]) == (6, 3, 1.5)
+    of_process = [sum(process is one and turn == {"tokens": 3} for _, one, turn in turns) for process in processes]
+    assert of_process == [2] * 4 + [3] * 8
+    assert plan.tokens_of_process == 2 + 1 + 3 * 5
+    # Those of an opening are closed before others are opened.
+    last, first = ([at for at, turn in enumerate(turns) if turn[1] is processes[of]] for of in (0, 4))
+    assert last[-1] < first[0]
+
+
+def test_a_form_that_fails_is_not_opened_again():
+    from peer_turns import Plan
+
+    plan = Plan([128], [100, 4000], cycles=6, tokens=3, openings=2)
+    answers, turns, processes, dropped = grouped(["a", "b"], plan, b={"tokens": 3})
+    assert set(answers) == {"a"} and set(dropped) == {"b"}
+    assert len(processes) == 4 + 2
+    assert len(answers["a"]["token"]["100"]) == 6
 
 
 def test_as_many_tokens_follow_as_the_plan_says():

@@ -21,7 +21,7 @@ def beside(monkeypatch):
 
 def answer(prompt, near, far, peak=100.0, start=(1.0,)):
     """Of one form: seconds of prompts, and those of each cycle's tokens at each position."""
-    return {"prompt": {"128": prompt}, "token": {"100": near, "4000": far}, "peak_mb": peak, "start_s": list(start)}
+    return {"prompt": {"128": prompt}, "token": {"100": near, "4000": far}, "peak_mb": [peak], "start_s": list(start)}
 
 
 def test_numbers_are_medians_of_cycles_or_the_best():
@@ -44,7 +44,7 @@ def test_numbers_are_medians_of_cycles_or_the_best():
 def test_an_answer_that_is_not_complete_yet_has_the_numbers_that_there_are():
     from peer_results import cycles_of, summary
 
-    found = {"start_s": [1.0, 2.0], "prompt": {"128": [0.1]}, "token": {}}
+    found = {"start_s": [1.0, 2.0], "peak_mb": [], "prompt": {"128": [0.1]}, "token": {}}
     assert set(summary(cycles_of(found, [128, 1024], ENDS, False), ENDS, False)) == {"prompt 128", "start_s"}
 
 
@@ -104,7 +104,7 @@ def test_a_ratio_of_what_is_missing_or_noise_is_none():
 
     assert numpy.isnan(Column("what tokens add", 1).ratio([-0.2, 1.0], [1.0, 0.0])).all()
     faster_later = cycles_of(answer([0.1], [[0.02]], [[0.01]]), PROMPTS, ENDS, False)
-    missing = cycles_of({"start_s": [1.0], "prompt": {}, "token": {}}, PROMPTS, ENDS, False)
+    missing = cycles_of({"start_s": [1.0], "peak_mb": [], "prompt": {}, "token": {}}, PROMPTS, ENDS, False)
     assert comparison(faster_later, [faster_later], PROMPTS, ENDS, False)[3] == "-"
     assert comparison(faster_later, [missing], PROMPTS, ENDS, False) == ["-"] * 5 + ["1.00x"]
     assert comparison(faster_later, [missing, faster_later], PROMPTS, ENDS, False)[0] == "1.00x"
@@ -135,6 +135,22 @@ def test_every_form_can_be_made_and_run():
     assert len(set(ids)) == len(ids)
 
 
+def test_large_files_of_a_form_are_written_anew(tmp_path):
+    from peer_prepare import write_anew
+
+    large, small = tmp_path / "bundle" / "program.pte", tmp_path / "done.txt"
+    large.parent.mkdir()
+    large.write_bytes(os.urandom(1 << 20))
+    small.write_text("done")
+    before = {path: (path.stat().st_ino, path.read_bytes()) for path in (large, small)}
+    with large.open("rb") as held:
+        write_anew(tmp_path)
+        assert held.read() == before[large][1]
+    assert large.stat().st_ino != before[large][0] and large.read_bytes() == before[large][1]
+    assert small.stat().st_ino == before[small][0]
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["done.txt", "program.pte"]
+
+
 def test_rotary_rows_are_paired():
     from peer_convert import paired
 
@@ -152,7 +168,10 @@ def test_a_worker_needs_no_package_of_ours_to_be_read():
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(["--form", "teapot"], ["teapot", "onnxruntime-int4"]), (["--cycles", "30"], ["183 tokens", "fewer cycles"])],
+    [
+        (["--form", "teapot"], ["teapot", "onnxruntime-int4"]),
+        (["--cycles", "30", "--openings", "1"], ["183 tokens", "fewer cycles"]),
+    ],
 )
 def test_what_cannot_be_measured_is_refused_with_what_can(arguments, words):
     done = subprocess.run(
