@@ -82,7 +82,7 @@ class _Straight:
         moved: Arguments that are other tensors in each step, by their places among the graph's inputs.
         kept: Arguments that are the graph's in each step.
         arguments: Of a step.
-        results: Places of what the step gives among what the graph gives, None where that is a tensor by itself.
+        results: Places of what the step gives among what the graph gives; one number where that is a tensor by itself.
     """
 
     def __init__(

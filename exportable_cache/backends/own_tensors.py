@@ -93,11 +93,11 @@ class OwnTensors:
             found.append(tensor)
         return found
 
-    def are(self, tensors: Sequence[tuple[torch.Tensor, int]]) -> bool:
-        """Whether they are these objects, at these addresses, in the same form: not transposed, not cut."""
+    def are(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether they are these objects, in the same form: not transposed, not cut."""
         return all(
-            holder.get(name) is tensor and tensor.data_ptr() == address and (tensor.shape, tensor.stride()) == form[2:]
-            for (holder, name, form), (tensor, address) in zip(self._found, tensors, strict=True)
+            holder.get(name) is tensor and (tensor.shape, tensor.stride()) == form[2:]
+            for (holder, name, form), tensor in zip(self._found, tensors, strict=True)
         )
 
 

@@ -118,10 +118,9 @@ class Recording:
         self._fixed = [(place, inputs[place]) for place in fixed if not isinstance(inputs[place], torch.Tensor)]
         self._places = [place for place in fixed if isinstance(inputs[place], torch.Tensor)]
         self._tensors = [inputs[place] for place in self._places]
-        self._pointers = [one.data_ptr() for one in self._tensors]
         self._own = own
-        self._owned = [(tensor, tensor.data_ptr()) for tensor in own.tensors()]
-        self._of_others = [*self._tensors, *(tensor for tensor, _ in self._owned)]
+        self._owned = own.tensors()
+        self._of_others = [*self._tensors, *self._owned]
         self._addresses = list(map(torch.Tensor.data_ptr, self._of_others))
         self._library = library
         self._calls = ctypes.c_void_p(library.exportable_cache_recording())
@@ -144,7 +143,7 @@ class Recording:
                 library.exportable_cache_note(None)
         self.is_whole &= self._library.exportable_cache_is_whole(self._calls)
         known = {id(one): place for place, one in enumerate(self._inputs) if isinstance(one, torch.Tensor)}
-        inputs = {_memory(one) for one in (*self._inputs, *(tensor for tensor, _ in self._owned))}
+        inputs = {_memory(one) for one in (*self._inputs, *self._owned)}
         for result in results:
             place = known.get(id(result))
             self._results.append((place, result))
@@ -162,7 +161,7 @@ class Recording:
         return (
             len(inputs) == len(self._inputs)
             and all(map(operator.is_, map(inputs.__getitem__, self._places), self._tensors))
-            and list(map(torch.Tensor.data_ptr, self._tensors)) == self._pointers
+            and self.is_in_place()
             and all(inputs[place] == one for place, one in self._fixed)
             and all(
                 inputs[place].shape == one.shape and inputs[place].dtype == one.dtype

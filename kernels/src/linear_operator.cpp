@@ -65,10 +65,8 @@ bool is_prepared(KernelRuntimeContext& context, const Tensor& source, const Tens
   return true;
 }
 
-// A layer of a kind as a kernel takes it; false where something does not fit.
-bool is_made(KernelRuntimeContext& context, const Tensor& source, int64_t inputs, const Tensor& weights,
-             const Tensor* bias, int64_t outputs, Tensor& out, Linear& linear) {
-  if (!is_prepared(context, source, bias, outputs, out)) return false;
+// Whether weights of a kind fit, which the layer then has.
+bool has_weights(KernelRuntimeContext& context, const Tensor& weights, int64_t inputs, int64_t outputs, Linear& linear) {
   const bool is_packed = weights.dim() == 2 && weights.scalar_type() == ScalarType::Byte && is_contiguous(weights);
   const int64_t groups = is_packed ? groups_of(weights.size(1), inputs) : 0;
   ET_KERNEL_CHECK_MSG(context, groups > 0 && weights.size(0) == blocks_of(outputs), InvalidArgument, false,
@@ -77,13 +75,24 @@ bool is_made(KernelRuntimeContext& context, const Tensor& source, int64_t inputs
   return true;
 }
 
-bool is_made(KernelRuntimeContext& context, const Tensor& source, int64_t inputs, const Tensor& weights,
-             const Tensor* bias, int64_t outputs, Tensor& out, FloatLinear& linear) {
-  if (!is_prepared(context, source, bias, outputs, out)) return false;
+bool has_weights(KernelRuntimeContext& context, const Tensor& weights, int64_t inputs, int64_t outputs,
+                 FloatLinear& linear) {
   const bool fits = weights.dim() == 3 && is_float(weights) && weights.size(0) == blocks_of(outputs) &&
                     weights.size(1) == inputs && weights.size(2) == kBlockOutputs;
   ET_KERNEL_CHECK_MSG(context, fits, InvalidArgument, false, "weights must be float32 [blocks, inputs, 16]");
   linear.weights = weights.const_data_ptr<float>();
+  return true;
+}
+
+// A layer as a kernel takes it; false where something does not fit.
+template <class L>
+bool is_made(KernelRuntimeContext& context, const Tensor& source, int64_t inputs, const Tensor& weights,
+             const Tensor* bias, int64_t outputs, Tensor& out, L& linear) {
+  if (!is_prepared(context, source, bias, outputs, out)) return false;
+  if (!has_weights(context, weights, inputs, outputs, linear)) return false;
+  linear.rows = source.numel() / inputs, linear.inputs = inputs, linear.outputs = outputs;
+  linear.source = source.const_data_ptr<float>(), linear.out = out.mutable_data_ptr<float>();
+  linear.bias = bias ? bias->const_data_ptr<float>() : nullptr;
   return true;
 }
 
@@ -97,11 +106,9 @@ Tensor& linear_out(KernelRuntimeContext& context, const Tensor& source, const Te
                    int64_t outputs, Tensor& out) {
   const int64_t inputs = inputs_of(context, source);
   L linear;
-  if (inputs == 0 || !is_made(context, source, inputs, weights, bias ? &*bias : nullptr, outputs, out, linear)) return out;
-  linear.rows = source.numel() / inputs, linear.inputs = inputs, linear.outputs = outputs;
-  linear.source = source.const_data_ptr<float>(), linear.out = out.mutable_data_ptr<float>();
-  linear.bias = bias ? bias->const_data_ptr<float>() : nullptr;
-  apply(&linear, 1);
+  if (inputs > 0 && is_made(context, source, inputs, weights, bias ? &*bias : nullptr, outputs, out, linear)) {
+    apply(&linear, 1);
+  }
   return out;
 }
 
@@ -122,11 +129,7 @@ void linears_out(KernelRuntimeContext& context, Span<EValue*> stack) {
   for (size_t i = 0; i < count; ++i) {
     const Tensor* const bias = biases.empty() ? nullptr : &biases[i];
     Tensor result = out[i];
-    L& linear = layers[i];
-    if (!is_made(context, source, inputs, weights[i], bias, outputs[i], result, linear)) return;
-    linear.rows = source.numel() / inputs, linear.inputs = inputs, linear.outputs = outputs[i];
-    linear.source = source.const_data_ptr<float>(), linear.out = result.mutable_data_ptr<float>();
-    linear.bias = bias ? bias->const_data_ptr<float>() : nullptr;
+    if (!is_made(context, source, inputs, weights[i], bias, outputs[i], result, layers[i])) return;
   }
   apply(layers.data(), count);
 }
