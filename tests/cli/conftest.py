@@ -64,3 +64,35 @@ def exported(run, tiny_folder, tmp_path_factory):
 def damaged(exported, tmp_path):
     """A copy of the bundle to spoil."""
     return shutil.copytree(exported.path, tmp_path / "copy")
+
+
+@pytest.fixture(scope="module")
+def server_bundle(tmp_path_factory, fake_backend) -> Path:
+    """The demo model, for servers and their clients."""
+    from exportable_cache import export
+
+    from .serving import MAX_CACHE_LEN
+
+    folder = tmp_path_factory.mktemp("bundles") / "demo"
+    return export("demo", "fake", MAX_CACHE_LEN, folder, prefill_chunk=16, verify=False).path
+
+
+@pytest.fixture(scope="module")
+def server_address(server_bundle: Path):
+    """Where a server answers."""
+    from exportable_cache import load
+
+    from .serving import served
+
+    with served(load(server_bundle)) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def greedy_answer(server_bundle: Path) -> str:
+    """To `QUESTION`, from the Python API."""
+    from exportable_cache import load
+
+    from .serving import QUESTION
+
+    return "".join(load(server_bundle).generate_text([{"role": "user", "content": QUESTION}]))

@@ -9,20 +9,14 @@ from typing import Any
 
 import pytest
 
-from exportable_cache import export, load
+from exportable_cache import load
 
 pytest.importorskip("fastapi", reason="the serve extra is not installed")
 pytest.importorskip("selenium", reason="no selenium: pip install selenium, and Chromium with its driver, run the page")
 
-from .test_server import MAX_CACHE_LEN, QUESTION, served
+from .serving import MAX_CACHE_LEN, QUESTION, served
 
 pytestmark = [pytest.mark.usefixtures("fake_backend"), pytest.mark.full]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("bundles") / "demo"
-    return export("demo", "fake", MAX_CACHE_LEN, path, prefill_chunk=16, verify=False).path
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +55,9 @@ def ask(browser: Any, question: str) -> str:
     return browser.find_elements(By.CSS_SELECTOR, "#turns > *")[-1].text
 
 
-def test_a_chat_in_the_page(browser: Any, folder: Path) -> None:
-    expected = "".join(load(folder).generate_text([{"role": "user", "content": QUESTION}]))
-    with served(load(folder), api_key="secret") as address:
+def test_a_chat_in_the_page(browser: Any, server_bundle: Path) -> None:
+    expected = "".join(load(server_bundle).generate_text([{"role": "user", "content": QUESTION}]))
+    with served(load(server_bundle), api_key="secret") as address:
         browser.get(f"{address}/#key=secret")
         wait_for(browser, READY)
         assert ask(browser, QUESTION).strip() == expected.strip()
@@ -77,16 +71,16 @@ def test_a_chat_in_the_page(browser: Any, folder: Path) -> None:
         assert [entry["message"] for entry in browser.get_log("browser") if "favicon" not in entry["message"]] == []
 
 
-def test_a_refusal_is_shown_in_the_page(browser: Any, folder: Path) -> None:
-    with served(load(folder)) as address:
+def test_a_refusal_is_shown_in_the_page(browser: Any, server_bundle: Path) -> None:
+    with served(load(server_bundle)) as address:
         browser.get(f"{address}/#again")
         wait_for(browser, READY)
         assert f"the cache holds {MAX_CACHE_LEN}" in ask(browser, "the code of amber " * 60)
     browser.get("about:blank")
 
 
-def test_without_its_key_the_page_says_so(browser: Any, folder: Path) -> None:
-    with served(load(folder), api_key="secret") as address:
+def test_without_its_key_the_page_says_so(browser: Any, server_bundle: Path) -> None:
+    with served(load(server_bundle), api_key="secret") as address:
         browser.get(address)
         found = wait_for(browser, "document.getElementById('turns').textContent")
         assert "API key is missing" in found

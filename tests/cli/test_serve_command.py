@@ -17,7 +17,7 @@ from exportable_cache import export
 pytest.importorskip("fastapi", reason="the serve extra is not installed")
 pytest.importorskip("openai", reason="the test extra is not installed")
 
-from .test_server import QUESTION, client_of
+from .serving import QUESTION, client_of
 
 pytestmark = pytest.mark.usefixtures("fake_backend")
 

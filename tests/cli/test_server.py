@@ -5,145 +5,57 @@ from __future__ import annotations
 import http.client
 import json
 import re
-import socket
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from exportable_cache import Session, export, load
+from exportable_cache import load
 
 pytest.importorskip("fastapi", reason="the serve extra is not installed")
 pytest.importorskip("openai", reason="the test extra is not installed")
 
 import openai
 
-from exportable_cache.cli.server.app import ServerOptions, make_app
-from exportable_cache.cli.server.run import run
-from exportable_cache.decoding import Completer
-
-MAX_CACHE_LEN = 128
-QUESTION = "the code of amber is 4821. amber?"
-JSON = {"Content-Type": "application/json"}
+from .serving import CHAT, MAX_CACHE_LEN, QUESTION, TEXT, client_of, post
 
 pytestmark = pytest.mark.usefixtures("fake_backend")
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("bundles") / "demo"
-    return export("demo", "fake", MAX_CACHE_LEN, folder, prefill_chunk=16, verify=False).path
+def client(server_address: str) -> Any:
+    return client_of(server_address)
 
 
-@contextmanager
-def served(session: Session, **options: Any) -> Iterator[str]:
-    """An address where a session answers, as from the command, in a thread."""
-    import uvicorn
-
-    found: list[str] = []
-    servers: list[uvicorn.Server] = []
-    listens = threading.Event()
-
-    def started(address: str) -> None:
-        found.append(address)
-        listens.set()
-
-    class Noted(uvicorn.Server):
-        def __init__(self, config: uvicorn.Config) -> None:
-            super().__init__(config)
-            servers.append(self)
-
-    app = make_app(Completer(session), ServerOptions(**{"model_name": "demo", **options}))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(uvicorn, "Server", Noted)
-        thread = threading.Thread(target=run, args=(app, "127.0.0.1", 0, started))
-        thread.start()
-        assert listens.wait(20)
-        try:
-            yield found[0]
-        finally:
-            while not servers:
-                time.sleep(0.01)
-            servers[0].should_exit = True
-            thread.join(20)
-    assert not thread.is_alive()
-
-
-@pytest.fixture(scope="module")
-def address(bundle: Path) -> Iterator[str]:
-    with served(load(bundle)) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def client(address: str):
-    return client_of(address)
-
-
-def client_of(address: str, key: str = "none") -> Any:
-    return openai.OpenAI(base_url=f"{address}/v1", api_key=key, max_retries=0)
-
-
-def reply_to(
-    address: str, path: str, body: Any, headers: dict[str, str] = JSON
-) -> tuple[int, http.client.HTTPMessage, str]:
-    """Status, headers and text of an answer."""
-    connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)
-    connection.request("POST", path, body if isinstance(body, (bytes, str)) else json.dumps(body), headers)
-    reply = connection.getresponse()
-    text = reply.read().decode()
-    connection.close()
-    return reply.status, reply.headers, text
-
-
-def post(address: str, path: str, body: Any, headers: dict[str, str] = JSON) -> tuple[int, Any]:
-    """Status and document of an answer."""
-    status, _, text = reply_to(address, path, body, headers)
-    try:
-        return status, json.loads(text)
-    except ValueError:
-        return status, text
-
-
-@pytest.fixture(scope="module")
-def expected(bundle: Path) -> str:
-    """The greedy answer to `QUESTION`, from the Python API."""
-    return "".join(load(bundle).generate_text([{"role": "user", "content": QUESTION}]))
-
-
-def test_a_chat_is_the_sessions_answer(client, expected: str) -> None:
+def test_a_chat_is_the_sessions_answer(client, greedy_answer: str) -> None:
     asked = {"model": "demo", "messages": [{"role": "user", "content": QUESTION}], "temperature": 0}
     answer = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2)
     (choice,) = answer.choices
-    assert choice.message.content == expected and choice.finish_reason == "stop"
+    assert choice.message.content == greedy_answer and choice.finish_reason == "stop"
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
     assert len(choice.logprobs.content) == answer.usage.completion_tokens
     for token in choice.logprobs.content:
         assert token.logprob == token.top_logprobs[0].logprob >= token.top_logprobs[1].logprob
     streamed = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
-    assert "".join(chunk.choices[0].delta.content for chunk in streamed if chunk.choices) == expected
+    assert "".join(chunk.choices[0].delta.content for chunk in streamed if chunk.choices) == greedy_answer
     assert streamed[0].choices[0].delta.role == "assistant" and streamed[-2].choices[0].finish_reason == "stop"
     assert streamed[-1].usage.completion_tokens == answer.usage.completion_tokens
     parts = [{"type": "text", "text": QUESTION[:9]}, {"type": "text", "text": QUESTION[9:]}]
     in_parts = {**asked, "messages": [{"role": "user", "content": parts}]}
-    assert client.chat.completions.create(**in_parts).choices[0].message.content == expected
+    assert client.chat.completions.create(**in_parts).choices[0].message.content == greedy_answer
 
 
-def test_a_conversation_that_goes_on_is_fed_its_new_turn(client, expected: str) -> None:
+def test_a_conversation_that_goes_on_is_fed_its_new_turn(client, greedy_answer: str) -> None:
     messages = [{"role": "user", "content": QUESTION}]
     first = client.chat.completions.create(model="demo", messages=messages, temperature=0)
-    messages += [{"role": "assistant", "content": expected}, {"role": "user", "content": "amber?"}]
+    messages += [{"role": "assistant", "content": greedy_answer}, {"role": "user", "content": "amber?"}]
     second = client.chat.completions.create(model="demo", messages=messages, temperature=0)
     held = first.usage.prompt_tokens + first.usage.completion_tokens - 1
     assert second.usage.prompt_tokens_details.cached_tokens == held
 
 
-def test_text_completions(client, bundle: Path) -> None:
-    session = load(bundle)
+def test_text_completions(client, server_bundle: Path) -> None:
+    session = load(server_bundle)
     text = "".join(session.generate_text(QUESTION, max_new_tokens=5))
     asked = {"model": "demo", "prompt": QUESTION, "max_tokens": 5, "temperature": 0}
     answer = client.completions.create(**asked, logprobs=1)
@@ -177,18 +89,14 @@ def schema_of(schema: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "number", "schema": schema}}
 
 
-def test_an_answer_has_the_form_that_was_asked_for(client, expected: str) -> None:
+def test_an_answer_has_the_form_that_was_asked_for(client, greedy_answer: str) -> None:
     asked = {"model": "demo", "messages": [{"role": "user", "content": QUESTION}], "temperature": 1.5}
     form = schema_of({"enum": [4822, 9157]})
     for seed in range(4):
         (choice,) = client.chat.completions.create(**asked, response_format=form, seed=seed).choices
         assert choice.message.content in ("4822", "9157") and choice.finish_reason == "stop"
     text = {**asked, "temperature": 0, "response_format": {"type": "text"}}
-    assert client.chat.completions.create(**text).choices[0].message.content == expected
-
-
-CHAT = {"model": "demo", "messages": [{"role": "user", "content": "x"}]}
-TEXT = {"model": "demo", "prompt": "x"}
+    assert client.chat.completions.create(**text).choices[0].message.content == greedy_answer
 
 
 @pytest.mark.parametrize(
@@ -240,43 +148,34 @@ TEXT = {"model": "demo", "prompt": "x"}
         ("embeddings", TEXT, 404, "Not Found"),
     ],
 )
-def test_what_is_refused_says_why(address: str, path: str, body: Any, status: int, message: str) -> None:
-    found, document = post(address, f"/v1/{path}", body)
+def test_what_is_refused_says_why(server_address: str, path: str, body: Any, status: int, message: str) -> None:
+    found, document = post(server_address, f"/v1/{path}", body)
     said = document["error"]["message"]
     assert (found, message in said) == (status, True), (found, said)
 
 
-def test_a_body_that_is_not_said_to_be_json_is_refused(address: str) -> None:
+def test_a_body_that_is_not_said_to_be_json_is_refused(server_address: str) -> None:
     """What a page of somebody else can send without being asked."""
-    assert post(address, "/v1/completions", TEXT, {"Content-Type": "text/plain"})[0] == 400
+    assert post(server_address, "/v1/completions", TEXT, {"Content-Type": "text/plain"})[0] == 400
 
 
-def test_what_is_at_a_limit_is_taken(address: str) -> None:
+def test_what_is_at_a_limit_is_taken(server_address: str) -> None:
     body = json.dumps({**TEXT, "max_tokens": 1, "logprobs": 20}).encode()
-    status, document = post(address, "/v1/completions", body.ljust(8 * 2**20))
+    status, document = post(server_address, "/v1/completions", body.ljust(8 * 2**20))
     assert status == 200 and len(document["choices"][0]["logprobs"]["top_logprobs"][0]) == 20
     asked = {**CHAT, "max_tokens": 5, "max_completion_tokens": 2, "temperature": 0}
-    assert post(address, "/v1/chat/completions", asked)[1]["usage"]["completion_tokens"] == 2
+    assert post(server_address, "/v1/chat/completions", asked)[1]["usage"]["completion_tokens"] == 2
 
 
-def test_connections_beyond_those_that_are_held_are_refused(bundle: Path, monkeypatch) -> None:
-    monkeypatch.setattr("exportable_cache.cli.server.run._MOST_CONNECTIONS", 2)
-    with served(load(bundle)) as address:
-        host, port = address.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=20):
-            assert post(address, "/v1/completions", {**TEXT, "max_tokens": 1})[0] == 503
-        assert post(address, "/v1/completions", {**TEXT, "max_tokens": 1})[0] == 200
-
-
-def test_it_still_answers_after_all_that(client, expected: str) -> None:
+def test_it_still_answers_after_all_that(client, greedy_answer: str) -> None:
     messages = [{"role": "user", "content": QUESTION}]
     answer = client.chat.completions.create(model="demo", messages=messages, temperature=0)
-    assert answer.choices[0].message.content == expected
+    assert answer.choices[0].message.content == greedy_answer
 
 
-def test_the_page_and_the_cache(address: str, client) -> None:
+def test_the_page_and_the_cache(server_address: str, client) -> None:
     client.completions.create(model="demo", prompt="the code of amber", max_tokens=2, temperature=0)
-    connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=20)
+    connection = http.client.HTTPConnection(server_address.removeprefix("http://"), timeout=20)
     connection.request("GET", "/")
     page = connection.getresponse().read().decode()
     # Nothing comes from elsewhere.
@@ -289,114 +188,3 @@ def test_the_page_and_the_cache(address: str, client) -> None:
     connection.request("GET", "/health")
     assert json.loads(connection.getresponse().read())["status"] == "ok"
     connection.close()
-
-
-def test_a_key_and_a_full_queue(bundle: Path) -> None:
-    session = load(bundle)
-    step = session.decode
-    goes_on = threading.Event()
-
-    def waits(tokens: Any) -> Any:
-        assert goes_on.wait(20)
-        return step(tokens)
-
-    session.decode = waits  # type: ignore[method-assign]
-    with served(session, api_key="secret", most_waiting=1) as address:
-        with pytest.raises(openai.AuthenticationError, match="the API key is missing or wrong"):
-            client_of(address, "other").models.list()
-        assert post(address, "/v1/completions", TEXT)[0] == 401
-        client = client_of(address, "secret")
-        assert client.models.list().data[0].id == "demo"
-        answers: list[Any] = []
-
-        def ask() -> None:
-            answers.append(client.completions.create(**TEXT, max_tokens=3, temperature=0).choices[0].text)
-
-        threads = [threading.Thread(target=ask) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-            time.sleep(0.5)
-        status, headers, text = reply_to(address, "/v1/completions", TEXT, {**JSON, "Authorization": "Bearer secret"})
-        assert (status, json.loads(text)["error"]["type"], headers["Retry-After"]) == (503, "overloaded_error", "1")
-        goes_on.set()
-        for thread in threads:
-            thread.join(20)
-        assert len(answers) == 2 and answers[0] == answers[1]
-
-
-def begun_and_left(address: str, body: dict[str, Any], read: int) -> None:
-    """A request whose client reads some bytes of the answer, and goes."""
-    host, port = address.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=20) as connection:
-        text = json.dumps(body)
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(text)}"
-        )
-        connection.sendall(f"{head}\r\n\r\n{text}".encode())
-        if read:
-            assert connection.recv(read)
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_makes_place_for_the_next(bundle: Path, stream: bool) -> None:
-    session = load(bundle)
-    step, steps = session.decode, []
-
-    def slow(tokens: Any) -> Any:
-        steps.append(int(tokens))
-        time.sleep(0.05)
-        return step(tokens)
-
-    session.decode = slow  # type: ignore[method-assign]
-    with served(session) as address:
-        begun_and_left(address, {**TEXT, "max_tokens": 100, "stream": stream, "seed": 1}, read=200 if stream else 0)
-        answer = client_of(address).completions.create(**TEXT, max_tokens=3, temperature=0)
-        assert answer.usage.completion_tokens == 3
-    assert len(steps) < 60
-
-
-def load_of(address: str, requests: int, clients: int, expected: str) -> list[str]:
-    """Requests of many clients at once, every fourth with a fault; whatever was not as it should be."""
-    wrong: list[str] = []
-    numbers = iter(range(requests))
-    lock = threading.Lock()
-
-    def work() -> None:
-        client = client_of(address)
-        while True:
-            with lock:
-                number = next(numbers, None)
-            if number is None:
-                return
-            try:
-                kind = number % 8
-                if kind == 3:
-                    begun_and_left(address, {**TEXT, "max_tokens": 60, "stream": True}, read=50)
-                elif kind == 7:
-                    status, _ = post(address, "/v1/completions", {**TEXT, "max_tokens": -number})
-                    if status != 400:
-                        wrong.append(f"{number}: {status}")
-                else:
-                    messages = [{"role": "user", "content": QUESTION}]
-                    asked = {"model": "demo", "messages": messages, "temperature": 0}
-                    if kind % 2:
-                        chunks = client.chat.completions.create(**asked, stream=True)
-                        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-                    else:
-                        text = client.chat.completions.create(**asked).choices[0].message.content
-                    if text != expected:
-                        wrong.append(f"{number}: {text!r}")
-            except Exception as error:
-                wrong.append(f"{number}: {type(error).__name__}: {error}")
-
-    threads = [threading.Thread(target=work) for _ in range(clients)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(300)
-    return wrong
-
-
-@pytest.mark.parametrize(("requests", "clients"), [(32, 8), pytest.param(200, 16, marks=pytest.mark.full)])
-def test_many_clients_with_faults_among_them(address: str, expected: str, requests: int, clients: int) -> None:
-    assert load_of(address, requests, clients, expected) == []

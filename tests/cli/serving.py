@@ -1,0 +1,103 @@
+"""A server over a session, in a thread, and the requests that tests send to it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from exportable_cache import Session
+
+pytest.importorskip("fastapi", reason="the serve extra is not installed")
+pytest.importorskip("openai", reason="the test extra is not installed")
+
+import openai
+
+from exportable_cache.cli.server.app import ServerOptions, make_app
+from exportable_cache.cli.server.run import run
+from exportable_cache.decoding import Completer
+
+MAX_CACHE_LEN = 128
+QUESTION = "the code of amber is 4821. amber?"
+JSON = {"Content-Type": "application/json"}
+CHAT = {"model": "demo", "messages": [{"role": "user", "content": "x"}]}
+TEXT = {"model": "demo", "prompt": "x"}
+
+
+@contextmanager
+def served(session: Session, **options: Any) -> Iterator[str]:
+    """An address where a session answers, as from the command, in a thread."""
+    import uvicorn
+
+    found: list[str] = []
+    servers: list[uvicorn.Server] = []
+    listens = threading.Event()
+
+    def started(address: str) -> None:
+        found.append(address)
+        listens.set()
+
+    class Noted(uvicorn.Server):
+        def __init__(self, config: uvicorn.Config) -> None:
+            super().__init__(config)
+            servers.append(self)
+
+    app = make_app(Completer(session), ServerOptions(**{"model_name": "demo", **options}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(uvicorn, "Server", Noted)
+        thread = threading.Thread(target=run, args=(app, "127.0.0.1", 0, started))
+        thread.start()
+        assert listens.wait(20)
+        try:
+            yield found[0]
+        finally:
+            while not servers:
+                time.sleep(0.01)
+            servers[0].should_exit = True
+            thread.join(20)
+    assert not thread.is_alive()
+
+
+def client_of(address: str, key: str = "none") -> Any:
+    return openai.OpenAI(base_url=f"{address}/v1", api_key=key, max_retries=0)
+
+
+def reply_to(
+    address: str, path: str, body: Any, headers: dict[str, str] = JSON
+) -> tuple[int, http.client.HTTPMessage, str]:
+    """Status, headers and text of an answer."""
+    connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)
+    connection.request("POST", path, body if isinstance(body, (bytes, str)) else json.dumps(body), headers)
+    reply = connection.getresponse()
+    text = reply.read().decode()
+    connection.close()
+    return reply.status, reply.headers, text
+
+
+def post(address: str, path: str, body: Any, headers: dict[str, str] = JSON) -> tuple[int, Any]:
+    """Status and document of an answer."""
+    status, _, text = reply_to(address, path, body, headers)
+    try:
+        return status, json.loads(text)
+    except ValueError:
+        return status, text
+
+
+def begun_and_left(address: str, body: dict[str, Any], read: int) -> None:
+    """A request whose client reads some bytes of the answer, and goes."""
+    host, port = address.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        text = json.dumps(body)
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(text)}"
+        )
+        connection.sendall(f"{head}\r\n\r\n{text}".encode())
+        if read:
+            assert connection.recv(read)
