@@ -1,9 +1,10 @@
-// Float32 linear layers of a prompt beside the most that the processor multiplies and adds.
+// Linear layers of a prompt over weights of float32 and of bfloat16, beside the most that the processor multiplies and adds.
 //
 //   prompt_linear [THREADS] [ROWS] [ROUNDS] [TARGET]
 //
 // The layers of a Llama of 110M: each has weights of its own in each of 12 layers, which are passed through in turn, so that
-// weights come from memory as in a prompt. Fastest and median of the rounds: ms of all 12, and GFLOPS of the fastest.
+// weights come from memory as in a prompt. Fastest and median of the rounds: ms of all 12, and GFLOPS of the fastest. The two
+// kinds take turns.
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
@@ -13,6 +14,7 @@
 #include <vector>
 
 #include "float_linear.h"
+#include "half.h"
 #include "pool.h"
 
 using namespace exportable_cache::kernels;
@@ -36,6 +38,53 @@ std::vector<float> numbers(int64_t count) {
   return made;
 }
 
+// A shape's layers over weights of one kind.
+template <class W>
+class Layers {
+ public:
+  Layers(const char* name, const Shape& shape, const std::vector<float>& source, int64_t rows)
+      : name_(name), shape_(shape), source_(source), out_(rows * shape.outputs), rows_(rows),
+        size_(steps_of<W>(shape.inputs) * blocks_of(shape.outputs) * kBlockOutputs), weights_(count() * size_) {
+    const std::vector<float> some = numbers(size_ + 1);
+    for (int64_t i = 0; i < count() * size_; ++i) weights_[i] = weight(some[i % size_], some[i % size_ + 1], W());
+  }
+
+  void run(const Threads& threads, bool is_timed) {
+    const auto start = std::chrono::steady_clock::now();
+    for (int64_t layer = 0; layer < count(); ++layer) {
+      const FloatLinearOf<W> linear{{rows_, shape_.inputs, shape_.outputs, source_.data(), nullptr, out_.data()},
+                                    &weights_[layer * size_]};
+      apply_float_linears(&linear, 1, threads);
+    }
+    const std::chrono::duration<double, std::milli> took = std::chrono::steady_clock::now() - start;
+    if (is_timed) times_.push_back(took.count());
+  }
+
+  // The fastest time.
+  double print() {
+    std::sort(times_.begin(), times_.end());
+    const double flops = 2.0 * rows_ * shape_.inputs * shape_.outputs * count();
+    std::printf("%-14s %-8s  fastest %7.2f  median %7.2f ms  %6.1f GFLOPS\n", shape_.name, name_, times_[0],
+                times_[times_.size() / 2], 1e-6 * flops / times_[0]);
+    return times_[0];
+  }
+
+ private:
+  static float weight(float number, float, float) { return number; }
+  static BFloat16Pair weight(float number, float next, BFloat16Pair) {
+    return bfloat16_of_float(number) | static_cast<BFloat16Pair>(bfloat16_of_float(next)) << 16;
+  }
+  int64_t count() const { return kLayers * shape_.number; }
+
+  const char* name_;
+  const Shape shape_;
+  const std::vector<float>& source_;
+  std::vector<float> out_;
+  int64_t rows_, size_;
+  std::vector<W> weights_;
+  std::vector<double> times_;
+};
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -48,27 +97,13 @@ int main(int count, char** arguments) {
   Pool own(static_cast<size_t>(threads));
   const Threads runtime = threads_of(own, static_cast<size_t>(threads));
   std::printf("%s, %lld threads, %lld rows\n", target_name(), static_cast<long long>(threads), static_cast<long long>(rows));
-  double all = 0;
+  double all[2] = {};
   for (const Shape& shape : kShapes) {
-    const int64_t size = shape.inputs * blocks_of(shape.outputs) * kBlockOutputs, layers = kLayers * shape.number;
-    const std::vector<float> source = numbers(rows * shape.inputs), weights = numbers(layers * size);
-    std::vector<float> out(rows * shape.outputs);
-    std::vector<double> times;
-    for (int64_t round = 0; round <= rounds; ++round) {
-      const auto start = std::chrono::steady_clock::now();
-      for (int64_t layer = 0; layer < layers; ++layer) {
-        const FloatLinear linear{rows,    shape.inputs, shape.outputs, source.data(), weights.data() + layer * size,
-                                 nullptr, out.data()};
-        apply_float_linears(&linear, 1, runtime);
-      }
-      const std::chrono::duration<double, std::milli> took = std::chrono::steady_clock::now() - start;
-      if (round) times.push_back(took.count());
-    }
-    std::sort(times.begin(), times.end());
-    const double flops = 2.0 * rows * shape.inputs * shape.outputs * layers;
-    std::printf("%-14s fastest %7.2f  median %7.2f ms  %6.1f GFLOPS\n", shape.name, times[0], times[times.size() / 2],
-                1e-6 * flops / times[0]);
-    all += times[0];
+    const std::vector<float> source = numbers(rows * shape.inputs);
+    Layers<float> floats("float32", shape, source, rows);
+    Layers<BFloat16Pair> bfloats("bfloat16", shape, source, rows);
+    for (int64_t round = 0; round <= rounds; ++round) floats.run(runtime, round > 0), bfloats.run(runtime, round > 0);
+    all[0] += floats.print(), all[1] += bfloats.print();
   }
-  std::printf("%-14s %7.2f ms\n", "all", all);
+  std::printf("all: float32 %.2f ms, bfloat16 %.2f ms\n", all[0], all[1]);
 }

@@ -1,4 +1,4 @@
-// Linear layers over weights of float32.
+// Linear layers over weights of float32, or of bfloat16 where that has them without loss. Both give the same numbers.
 #pragma once
 
 #include <cstdint>
@@ -8,15 +8,41 @@
 
 namespace exportable_cache::kernels {
 
-struct FloatLinear {
+struct LinearRows {
   int64_t rows = 0, inputs = 0, outputs = 0;
-  const float* source = nullptr;   // [rows, inputs]
-  const float* weights = nullptr;  // [blocks, inputs, kBlockOutputs], zeros for outputs that are not there
-  const float* bias = nullptr;     // [outputs], or null
-  float* out = nullptr;            // [rows, outputs]
+  const float* source = nullptr;  // [rows, inputs]
+  const float* bias = nullptr;    // [outputs], or null
+  float* out = nullptr;           // [rows, outputs]
 };
+
+// A step takes the inputs whose weights are in one W.
+template <class W>
+struct FloatLinearOf : LinearRows {
+  const W* weights = nullptr;  // [blocks, steps, kBlockOutputs], zeros for outputs and inputs that are not there
+};
+
+using FloatLinear = FloatLinearOf<float>;
+
+// The bits of two bfloat16, of an input in the low half and of the next in the high one: any vector of 32-bit numbers
+// becomes floats by a shift or a mask, whatever its length.
+using BFloat16Pair = uint32_t;
+using BFloat16Linear = FloatLinearOf<BFloat16Pair>;
+
+template <class W>
+constexpr int64_t kInputsOfStep = 1;
+template <>
+inline constexpr int64_t kInputsOfStep<BFloat16Pair> = 2;
+
+template <class W>
+constexpr int64_t steps_of(int64_t inputs) {
+  return (inputs + kInputsOfStep<W> - 1) / kInputsOfStep<W>;
+}
 
 // Up to `kMostLayers` layers of the same rows.
 void apply_float_linears(const FloatLinear* layers, size_t count, const Threads& threads);
+void apply_float_linears(const BFloat16Linear* layers, size_t count, const Threads& threads);
+
+// A row of a table whose rows are the outputs of such weights: float32 [inputs].
+void row_of_weights(const BFloat16Pair* weights, int64_t inputs, int64_t output, float* row);
 
 }  // namespace exportable_cache::kernels

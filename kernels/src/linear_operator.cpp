@@ -3,7 +3,7 @@
 //                   -> Tensor(a!)
 //   exportable_cache::linears_4bit.out(Tensor source, Tensor[] weights, Tensor[] biases, int[] outputs, *,
 //                   Tensor(a!)[] out) -> ()
-//   exportable_cache::linear_float.out and linears_float.out, the same
+//   exportable_cache::linear_float.out and linears_float.out, linear_bfloat16.out and linears_bfloat16.out, the same
 #include <executorch/extension/kernel_util/make_boxed_from_unboxed_functor.h>
 #include <executorch/runtime/kernel/operator_registry.h>
 
@@ -84,6 +84,14 @@ bool has_weights(KernelRuntimeContext& context, const Tensor& weights, int64_t i
   return true;
 }
 
+bool has_weights(KernelRuntimeContext& context, const Tensor& weights, int64_t inputs, int64_t outputs,
+                 BFloat16Linear& linear) {
+  linear.weights = bfloat16_pairs(weights, inputs, outputs);
+  ET_KERNEL_CHECK_MSG(context, linear.weights != nullptr, InvalidArgument, false,
+                      "weights must be bfloat16 [blocks, pairs of inputs, 16, 2]");
+  return true;
+}
+
 // A layer as a kernel takes it; false where something does not fit.
 template <class L>
 bool is_made(KernelRuntimeContext& context, const Tensor& source, int64_t inputs, const Tensor& weights,
@@ -99,7 +107,10 @@ bool is_made(KernelRuntimeContext& context, const Tensor& source, int64_t inputs
 void apply(const Linear* layers, size_t count) {
   apply_linears(layers, count, runtime_threads(), scratch_of(linear_scratch(*layers)));
 }
-void apply(const FloatLinear* layers, size_t count) { apply_float_linears(layers, count, runtime_threads()); }
+template <class W>
+void apply(const FloatLinearOf<W>* layers, size_t count) {
+  apply_float_linears(layers, count, runtime_threads());
+}
 
 template <class L>
 Tensor& linear_out(KernelRuntimeContext& context, const Tensor& source, const Tensor& weights, const OptionalTensor bias,
@@ -134,7 +145,9 @@ void linears_out(KernelRuntimeContext& context, Span<EValue*> stack) {
   apply(layers.data(), count);
 }
 
-constexpr const char kLinearFloat[] = "exportable_cache::linear_float.out", kLinear4Bit[] = "exportable_cache::linear_4bit.out";
+constexpr const char kLinearFloat[] = "exportable_cache::linear_float.out",
+                     kLinearBFloat16[] = "exportable_cache::linear_bfloat16.out",
+                     kLinear4Bit[] = "exportable_cache::linear_4bit.out";
 
 }  // namespace
 
@@ -143,8 +156,10 @@ void register_linear_operators() {
   using executorch::runtime::Kernel;
   using executorch::runtime::register_kernel;
   (void)register_kernel(make_boxed_kernel(kLinearFloat, EXECUTORCH_FN(linear_out<FloatLinear>, kLinearFloat)));
+  (void)register_kernel(make_boxed_kernel(kLinearBFloat16, EXECUTORCH_FN(linear_out<BFloat16Linear>, kLinearBFloat16)));
   (void)register_kernel(make_boxed_kernel(kLinear4Bit, EXECUTORCH_FN(linear_out<Linear>, kLinear4Bit)));
   (void)register_kernel(Kernel("exportable_cache::linears_float.out", linears_out<FloatLinear>));
+  (void)register_kernel(Kernel("exportable_cache::linears_bfloat16.out", linears_out<BFloat16Linear>));
   (void)register_kernel(Kernel("exportable_cache::linears_4bit.out", linears_out<Linear>));
 }
 

@@ -161,6 +161,7 @@ bool register_operators() {
   }
   register_own_operators();
   register_linear_operators();
+  register_embedding_operator();
   register_quantize_operator();
   return true;
 }

@@ -10,6 +10,7 @@
 #include <optional>
 
 #include "attention.h"
+#include "float_linear.h"
 
 namespace exportable_cache::kernels {
 
@@ -33,5 +34,13 @@ inline bool is_contiguous(const Tensor& tensor) {
 
 // Contiguous, and of four dimensions.
 inline bool is_cache_shaped(const Tensor& tensor) { return tensor.dim() == 4 && is_contiguous(tensor); }
+
+// Weights of bfloat16 [blocks, pairs of inputs, kBlockOutputs, 2]; null where they are not of these sizes.
+inline const BFloat16Pair* bfloat16_pairs(const Tensor& weights, int64_t inputs, int64_t outputs) {
+  const bool fits = is_cache_shaped(weights) && weights.scalar_type() == ScalarType::BFloat16 && outputs > 0 &&
+                    weights.size(0) == blocks_of(outputs) && weights.size(1) == steps_of<BFloat16Pair>(inputs) &&
+                    weights.size(2) == kBlockOutputs && weights.size(3) == 2;
+  return fits ? static_cast<const BFloat16Pair*>(weights.const_data_ptr()) : nullptr;
+}
 
 }  // namespace exportable_cache::kernels

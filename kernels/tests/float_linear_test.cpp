@@ -1,7 +1,7 @@
 // apply_float_linears() against double precision, over shapes, rows, thread counts and every instruction set here.
 //
-// The oracle multiplies plain numbers. Weights end with their last byte, so that the address sanitizer sees a read behind
-// it.
+// The oracle multiplies plain numbers. Weights of bfloat16 are to give what the same in float32 do, to the bit. Weights
+// end with their last byte, so that the address sanitizer sees a read behind it.
 #include "../src/float_linear.h"
 
 #include <algorithm>
@@ -10,6 +10,7 @@
 #include <random>
 #include <vector>
 
+#include "../src/half.h"
 #include "layers.h"
 #include "test_threads.h"
 
@@ -25,45 +26,98 @@ struct Case {
   size_t layers = 1;
 };
 
-// The greatest difference, as a share of what the products sum up to.
-double difference(const Case& c, std::mt19937& random) {
+struct Numbers {
+  std::vector<float> weights, bias, source;
+};
+
+Numbers numbers_of(const Case& c, std::mt19937& random) {
   std::normal_distribution<float> normal;
-  std::vector<float> weights(c.outputs * c.inputs), bias(c.outputs), source(c.rows * c.inputs);
-  for (auto* numbers : {&weights, &bias, &source}) {
+  Numbers made{std::vector<float>(c.outputs * c.inputs), std::vector<float>(c.outputs),
+               std::vector<float>(c.rows * c.inputs)};
+  for (auto* numbers : {&made.weights, &made.bias, &made.source}) {
     for (auto& number : *numbers) number = normal(random);
   }
-  std::vector<std::vector<float>> packed(c.layers), out(c.layers);
-  std::vector<FloatLinear> layers;
+  for (auto& weight : made.weights) weight = float_of_bfloat16(bfloat16_of_float(weight));
+  return made;
+}
+
+// Puts a weight where a kernel reads it.
+void put(float& place, int64_t, float weight) { place = weight; }
+void put(BFloat16Pair& place, int64_t input, float weight) {
+  place |= static_cast<BFloat16Pair>(bfloat16_of_float(weight)) << (16 * input);
+}
+
+// A layer's weights, rows of `plain`.
+template <class W>
+std::vector<W> packed_weights(const float* plain, int64_t inputs, int64_t outputs) {
+  const int64_t steps = steps_of<W>(inputs);
+  std::vector<W> packed(blocks_of(outputs) * kBlockOutputs * steps);
+  for (int64_t output = 0; output < outputs; ++output) {
+    const int64_t block = output / kBlockOutputs, lane = output % kBlockOutputs;
+    for (int64_t i = 0; i < inputs; ++i) {
+      put(packed[(block * steps + i / kInputsOfStep<W>) * kBlockOutputs + lane], i % kInputsOfStep<W>,
+          plain[output * inputs + i]);
+    }
+  }
+  return packed;
+}
+
+// What the layers of a case give, [rows, outputs].
+template <class W>
+std::vector<float> results(const Case& c, const Numbers& numbers) {
+  std::vector<std::vector<W>> packed(c.layers);
+  std::vector<std::vector<float>> out(c.layers);
+  std::vector<FloatLinearOf<W>> layers;
   std::vector<int64_t> first_of;
   for (size_t layer = 0; layer < c.layers; ++layer) {
     const int64_t first = first_output(c.outputs, c.layers, layer);
     const int64_t outputs = first_output(c.outputs, c.layers, layer + 1) - first;
-    packed[layer].assign(blocks_of(outputs) * kBlockOutputs * c.inputs, 0.0f);
+    packed[layer] = packed_weights<W>(numbers.weights.data() + first * c.inputs, c.inputs, outputs);
     out[layer].assign(c.rows * outputs, NAN);
-    for (int64_t output = 0; output < outputs; ++output) {
-      for (int64_t i = 0; i < c.inputs; ++i) {
-        const int64_t block = output / kBlockOutputs, lane = output % kBlockOutputs;
-        packed[layer][(block * c.inputs + i) * kBlockOutputs + lane] = weights[(first + output) * c.inputs + i];
-      }
-    }
-    layers.push_back({c.rows, c.inputs, outputs, source.data(), packed[layer].data(),
-                      c.bias ? bias.data() + first : nullptr, out[layer].data()});
+    layers.push_back({{c.rows, c.inputs, outputs, numbers.source.data(),
+                       c.bias ? numbers.bias.data() + first : nullptr, out[layer].data()},
+                      packed[layer].data()});
     first_of.push_back(first);
   }
   apply_float_linears(layers.data(), c.layers, threads_of(c.threads));
+  std::vector<float> all(c.rows * c.outputs);
+  for (int64_t row = 0; row < c.rows; ++row) {
+    for (int64_t output = 0; output < c.outputs; ++output) {
+      all[row * c.outputs + output] = result(layers, first_of, row, output);
+    }
+  }
+  return all;
+}
+
+// The greatest difference, as a share of what the products sum up to.
+double difference(const Case& c, std::mt19937& random) {
+  const Numbers numbers = numbers_of(c, random);
+  const std::vector<float> found = results<float>(c, numbers);
+  if (results<BFloat16Pair>(c, numbers) != found) return INFINITY;
   double worst = 0;
   for (int64_t row = 0; row < c.rows; ++row) {
     for (int64_t output = 0; output < c.outputs; ++output) {
-      double sum = c.bias ? bias[output] : 0.0, size = 1e-6 + std::fabs(sum);
+      double sum = c.bias ? numbers.bias[output] : 0.0, size = 1e-6 + std::fabs(sum);
       for (int64_t i = 0; i < c.inputs; ++i) {
-        const double product = double(source[row * c.inputs + i]) * weights[output * c.inputs + i];
+        const double product = double(numbers.source[row * c.inputs + i]) * numbers.weights[output * c.inputs + i];
         sum += product, size += std::fabs(product);
       }
-      const double found = std::fabs(sum - result(layers, first_of, row, output)) / size;
-      worst = std::isnan(found) ? INFINITY : std::max(worst, found);
+      const double apart = std::fabs(sum - found[row * c.outputs + output]) / size;
+      worst = std::isnan(apart) ? INFINITY : std::max(worst, apart);
     }
   }
   return worst;
+}
+
+// Whether rows of packed weights are what was packed.
+bool are_rows(int64_t inputs, int64_t outputs, std::mt19937& random) {
+  const Numbers numbers = numbers_of({1, inputs, outputs, false, 1}, random);
+  const auto packed = packed_weights<BFloat16Pair>(numbers.weights.data(), inputs, outputs);
+  std::vector<float> found(outputs * inputs);
+  for (int64_t output = 0; output < outputs; ++output) {
+    row_of_weights(packed.data(), inputs, output, found.data() + output * inputs);
+  }
+  return found == numbers.weights;
 }
 
 }  // namespace
@@ -96,6 +150,7 @@ int main() {
   // More inputs than a task's rows may have: rows by the least number at a time.
   std::mt19937 random(1);
   for (int64_t rows : {1, 30}) failures += difference({rows, 20000, 40, true, 2}, random) < 1e-6 ? 0 : 1;
-  std::printf("%d cases, %d failures\n", cases + 2, failures);
+  for (int64_t inputs : {1, 97, 768}) failures += are_rows(inputs, 83, random) ? 0 : 1;
+  std::printf("%d cases, %d failures\n", cases + 5, failures);
   return failures ? 1 : 0;
 }

@@ -10,7 +10,7 @@ import torch
 
 from exportable_cache import export
 from exportable_cache.backends.executorch.lower import lower_programs
-from exportable_cache.backends.executorch.own_linears import pack, pack_float
+from exportable_cache.backends.executorch.own_weights import pack, pack_bfloat16, pack_float
 from exportable_cache.backends.executorch.segment_calls import StampedSegments
 from exportable_cache.common.compat.executorch import load_program
 
@@ -18,53 +18,94 @@ from ..backends.test_executorch_stamping import LAYERS, model_of, programs_of
 from ..support.models import tiny_model, tokens
 
 
+KINDS = ("4bit", "float", "bfloat16")
+
+
+def packed_of(kind: str, numbers: torch.Tensor) -> torch.Tensor:
+    """Weights [outputs, inputs] as an operator has them, of 4 bits with scales of their own for 32 inputs."""
+    if kind == "float":
+        return pack_float(numbers.float())
+    if kind == "bfloat16":
+        return pack_bfloat16(numbers.float())
+    generator = torch.Generator().manual_seed(len(numbers))
+    return pack(numbers.to(torch.int8), torch.rand(len(numbers), numbers.shape[1] // 32, generator=generator))
+
+
 class Linear(torch.nn.Module):
     """A layer with a bias over numbers that are far from zero, and the same without; or several together."""
 
-    def __init__(self, is_float: bool, outputs: list[int]) -> None:
+    def __init__(self, kind: str, outputs: list[int], inputs: int) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         for index, each in enumerate(outputs):
-            integers = torch.randint(-8, 8, (each, 160), generator=generator, dtype=torch.int8)
-            scales = torch.rand(each, 5, generator=generator)
-            self.register_buffer(
-                f"packed_{index}", pack_float(integers.float()) if is_float else pack(integers, scales)
-            )
+            integers = torch.randint(-8, 8, (each, inputs), generator=generator)
+            self.register_buffer(f"packed_{index}", packed_of(kind, integers))
             self.register_buffer(f"bias_{index}", torch.randn(each, generator=generator))
-        self.is_float, self.outputs = is_float, outputs
+        self.kind, self.outputs = kind, outputs
 
     def forward(self, source: torch.Tensor) -> torch.Tensor:
-        operators, indices = torch.ops.exportable_cache, range(len(self.outputs))
+        one, several = (getattr(torch.ops.exportable_cache, f"{each}_{self.kind}") for each in ("linear", "linears"))
+        indices = range(len(self.outputs))
         packed, biases = ([getattr(self, f"{name}_{index}") for index in indices] for name in ("packed", "bias"))
         if len(packed) == 1:
-            one = operators.linear_float if self.is_float else operators.linear_4bit
             return one(source, packed[0], biases[0], *self.outputs) + one(source, packed[0], None, *self.outputs)
-        several = operators.linears_float if self.is_float else operators.linears_4bit
         with_bias, without = (several(source, packed, given, self.outputs) for given in (biases, []))
         return torch.cat([*with_bias, *without], dim=-1)
 
 
-def check_operator(path: Path, is_float: bool, outputs: list[int]) -> None:
+def check_operator(path: Path, kind: str, outputs: list[int], inputs: int = 160) -> None:
     """The kernel and the plain operators that say what it computes, over rows of many counts."""
     rows = torch.export.Dim("rows", min=1, max=40)
-    layer = Linear(is_float, outputs)
-    program = torch.export.export(layer, (torch.randn(1, 7, 160),), dynamic_shapes={"source": {1: rows}})
+    layer = Linear(kind, outputs, inputs)
+    program = torch.export.export(layer, (torch.randn(1, 7, inputs),), dynamic_shapes={"source": {1: rows}})
     path.write_bytes(lower_programs({"forward": program}).buffer)
     method = load_program(path).load_method("forward")
     for count in (1, 2, 3, 8, 13, 40):
-        source = torch.randn(1, count, 160, generator=torch.Generator().manual_seed(count)) + 2
+        source = torch.randn(1, count, inputs, generator=torch.Generator().manual_seed(count)) + 2
         torch.testing.assert_close(method((source,))[0], layer(source), atol=1e-3, rtol=1e-5)
 
 
-def check_bundle(folder: Path, quantize: str | None, operator: bytes) -> None:
-    """A whole model, which the export compares with torchao's or its own."""
-    model = tiny_model("llama", hidden_size=64, intermediate_size=96, num_hidden_layers=1)
+class Table(torch.nn.Module):
+    """Rows of a table, 33 numbers each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("packed", packed_of("bfloat16", torch.randint(-8, 8, (50, 33))))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.ops.exportable_cache.embedding_bfloat16(self.packed, ids, 50, 33)
+
+
+def check_table(path: Path) -> None:
+    """Rows by the kernel, and its refusal of one that is not there."""
+    count = torch.export.Dim("count", min=1, max=40)
+    table = Table()
+    program = torch.export.export(table, (torch.arange(7)[None],), dynamic_shapes={"ids": {1: count}})
+    path.write_bytes(lower_programs({"forward": program}).buffer)
+    method = load_program(path).load_method("forward")
+    for ids in ([[0]], [[49, 16, 15, 0, 49]]):
+        assert torch.equal(method((torch.tensor(ids),))[0], table(torch.tensor(ids)))
+    for wrong in (50, -1):
+        try:
+            method((torch.tensor([[0, wrong]]),))
+        except RuntimeError:
+            continue
+        raise AssertionError(f"row {wrong} of 50 was not refused")
+
+
+def check_bundle(folder: Path, quantize: str | None, operators: list[bytes], **changes: object) -> int:
+    """A whole model, which the export compares with torchao's or its own; how large its file is."""
+    model = tiny_model("llama", hidden_size=64, intermediate_size=96, num_hidden_layers=1, **changes)
+    if b"linears_bfloat16" in operators:
+        model = model.bfloat16()
     options = {"quantize": quantize, "linears": "own", "prefill_chunk": 13}
     export(model, "executorch", 64, folder, **options)
     found = json.loads((folder / "manifest.json").read_text())["verification"]
     # A sum that is off by its last bit is rounded to the next number of 8 bits at times: no exact bound holds.
     assert found["passed"], found
-    assert operator in (folder / "program.pte").read_bytes()
+    data = (folder / "program.pte").read_bytes()
+    assert all(operator in data for operator in operators), operators
+    return len(data)
 
 
 def check_stamped(path: Path) -> None:
@@ -84,9 +125,15 @@ def check_stamped(path: Path) -> None:
 @torch.no_grad()
 def check_linears(folder: Path) -> None:
     """The operators by themselves, and models of them."""
-    for is_float in (False, True):
+    for kind in KINDS:
         for outputs in ([150], [150, 8, 40, 257]):
-            check_operator(folder.with_name("linear.pte"), is_float, outputs)
+            check_operator(folder.with_name("linear.pte"), kind, outputs)
+    check_operator(folder.with_name("linear.pte"), "bfloat16", [150], inputs=161)
+    check_table(folder.with_name("table.pte"))
     check_stamped(folder.with_name("stamped.pte"))
-    check_bundle(folder, "8da4w", b"linears_4bit")
-    check_bundle(folder.with_name("float32"), None, b"linears_float")
+    check_bundle(folder, "8da4w", [b"linears_4bit"])
+    whole = check_bundle(folder.with_name("float32"), None, [b"linears_float"])
+    bfloat16 = [b"linears_bfloat16", b"linear_bfloat16"]
+    half = check_bundle(folder.with_name("bfloat16"), None, bfloat16, tie_word_embeddings=False)
+    tied = check_bundle(folder.with_name("tied"), None, [*bfloat16, b"embedding_bfloat16"], tie_word_embeddings=True)
+    assert tied < half < whole

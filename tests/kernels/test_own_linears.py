@@ -8,13 +8,16 @@ from torch import nn
 
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
 
-from exportable_cache.backends.executorch.own_linears import BLOCK, linears_to_own, pack, pack_float, unpack
+from exportable_cache.backends.executorch.own_embeddings import tables_to_own
+from exportable_cache.backends.executorch.own_linears import linears_to_own
+from exportable_cache.backends.executorch.own_weights import BLOCK, pack, unpack
 from exportable_cache.backends.executorch.quantized_linears import int4_layer
 from exportable_cache.backends.executorch.quantized_tracing import FoldedLinears
 from exportable_cache.models.quantization import quantize
 from exportable_cache.models.quantization_spec import Quantization
 
 from ..support.models import tiny_model
+from .own_linear_programs import KINDS, packed_of
 
 
 @pytest.mark.parametrize(("outputs", "inputs", "group"), [(16, 32, 32), (40, 96, 32), (1, 128, 64), (33, 64, 64)])
@@ -69,30 +72,38 @@ def test_layers_of_other_kinds_are_left_to_the_delegate() -> None:
     assert [node.target for node in linears_to_own(program).graph.nodes] == before
 
 
-@pytest.mark.parametrize("name", ["linear_4bit", "linear_float"])
-def test_the_operators_give_what_out_is_filled_with(name: str) -> None:
-    packed = pack(torch.randint(-8, 8, (20, 32), dtype=torch.int8), torch.rand(20, 1))
-    weights = packed if name == "linear_4bit" else pack_float(torch.randn(20, 32))
-    given, operator = (torch.randn(2, 3, 32), weights, torch.randn(20), 20), getattr(torch.ops.exportable_cache, name)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_operators_give_what_out_is_filled_with(kind: str) -> None:
+    operator = getattr(torch.ops.exportable_cache, f"linear_{kind}")
+    given = (torch.randn(2, 3, 32), packed_of(kind, torch.randint(-8, 8, (20, 32))), torch.randn(20), 20)
     found, out = operator(*given), torch.empty(2, 3, 20)
     assert torch.equal(operator.out(*given, out=out), found)
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
-@pytest.mark.parametrize("name", ["linear_4bit", "linear_float"])
-def test_several_layers_are_each_by_itself(name: str, has_bias: bool) -> None:
-    def packed(outputs: int) -> torch.Tensor:
-        numbers = torch.randint(-8, 8, (outputs, 32), dtype=torch.int8)
-        return pack(numbers, torch.rand(outputs, 1)) if name == "linear_4bit" else pack_float(numbers.float())
-
-    one, several = (getattr(torch.ops.exportable_cache, each) for each in (name, name.replace("linear", "linears")))
+@pytest.mark.parametrize("kind", KINDS)
+def test_several_layers_are_each_by_itself(kind: str, has_bias: bool) -> None:
+    one, several = (getattr(torch.ops.exportable_cache, f"{each}_{kind}") for each in ("linear", "linears"))
     source, outputs = torch.randn(2, 3, 32), [20, 1, 48]
-    weights, biases = [packed(each) for each in outputs], [torch.randn(each) for each in outputs if has_bias]
+    weights = [packed_of(kind, torch.randint(-8, 8, (each, 32))) for each in outputs]
+    biases = [torch.randn(each) for each in outputs if has_bias]
     found, out = several(source, weights, biases, outputs), [torch.empty(2, 3, each) for each in outputs]
     assert several.out(source, weights, biases, outputs, out=out) is None
     for index, each in enumerate(outputs):
         expected = one(source, weights[index], biases[index] if has_bias else None, each)
         assert torch.equal(found[index], expected) and torch.equal(out[index], expected)
+
+
+@pytest.mark.parametrize("inputs", [32, 33])
+def test_weights_in_bfloat16_are_those_in_float32(inputs: int) -> None:
+    """Packed and looked up, of an odd number of inputs as of an even one."""
+    weight, source = torch.randn(20, inputs).bfloat16().float(), torch.randn(2, 3, inputs)
+    operators, packed = torch.ops.exportable_cache, packed_of("bfloat16", weight)
+    assert packed.dtype == torch.bfloat16 and packed.shape == (2, 17 if inputs == 33 else 16, BLOCK, 2)
+    assert torch.equal(operators.linear_bfloat16(source, packed, None, 20), nn.functional.linear(source, weight))
+    tokens, out = torch.tensor([[0, 19, 7]]), torch.empty(1, 3, inputs)
+    assert torch.equal(operators.embedding_bfloat16(packed, tokens, 20, inputs), weight[tokens])
+    assert torch.equal(operators.embedding_bfloat16.out(packed, tokens, 20, inputs, out=out), weight[tokens])
 
 
 class Alike(nn.Module):
@@ -139,14 +150,50 @@ class Head(nn.Module):
         return self.head(states), self.few(states)
 
 
+def own_program(module: nn.Module, tokens: torch.Tensor) -> torch.export.ExportedProgram:
+    with torch.no_grad():
+        return linears_to_own(tables_to_own(torch.export.export(module, (tokens,))))
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_float_layers_become_the_operator_but_for_tied_heads_and_few_outputs(tied: bool) -> None:
     module, tokens = Head(tied).eval(), torch.tensor([[1, 4, 7]])
+    program = own_program(module, tokens)
+    targets = [str(node.target) for node in program.graph.nodes]
+    assert targets.count("exportable_cache.linear_float.default") == (2 if tied else 3)
+    assert targets.count("aten.embedding.default") == 1
+    # What is called twice is packed once.
+    assert sum("packed" in name for name in program.state_dict) == (1 if tied else 2)
     with torch.no_grad():
-        program = linears_to_own(torch.export.export(module, (tokens,)))
-        targets = [str(node.target) for node in program.graph.nodes]
-        assert targets.count("exportable_cache.linear_float.default") == (2 if tied else 3)
-        # What is called twice is packed once.
-        assert sum("packed" in name for name in program.state_dict) == (1 if tied else 2)
         for found, expected in zip(program.module()(tokens), module(tokens), strict=True):
             torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_bfloat16_has_without_loss_is_kept_so(tied: bool) -> None:
+    """A tied table once, in the form of its head."""
+    module, tokens = Head(tied).bfloat16().float().eval(), torch.tensor([[1, 4, 7]])
+    program = own_program(module, tokens)
+    targets = [str(node.target) for node in program.graph.nodes]
+    assert targets.count("exportable_cache.linear_bfloat16.default") == 3
+    assert targets.count("exportable_cache.embedding_bfloat16.default") == tied
+    read = [node.meta["val"] for node in program.graph.find_nodes(op="placeholder") if node.users]
+    packed = [one for one in read if one.dtype == torch.bfloat16]
+    assert len(packed) == (2 if tied else 3)
+    # Of float32 are biases, and the layer of three outputs, which is no operator of ours.
+    assert sorted(one.numel() for one in read if one.dtype == torch.float32) == [3, 32, 3 * 32]
+    with torch.no_grad():
+        for found, expected in zip(program.module()(tokens), module(tokens), strict=True):
+            assert torch.equal(found, expected)
+
+
+def test_one_number_that_bfloat16_has_not_keeps_float32() -> None:
+    module = Head(False).bfloat16().float().eval()
+    for weight in (module.table.weight, module.head.weight):
+        weight.data[-1, -1] = 1 + 2**-9
+    program = own_program(module, torch.tensor([[1, 4, 7]]))
+    targets = [str(node.target) for node in program.graph.nodes]
+    assert targets.count("exportable_cache.linear_float.default") == 1
+    assert targets.count("exportable_cache.linear_bfloat16.default") == 2
+    tables = [node for node in program.graph.nodes if str(node.target) == "aten.embedding.default"]
+    assert [node.args[0].meta["val"].dtype for node in tables] == [torch.float32]

@@ -46,6 +46,16 @@ def add_weight(program: ExportedProgram, name: str, value: torch.Tensor) -> Node
         return create_constant_placeholder(program, program.graph, name, InputKind.PARAMETER, value)
 
 
+def packed_weight(program: ExportedProgram, weight: Node, pack: Callable[[], torch.Tensor]) -> Node:
+    """A weight in another form, made when it is first asked for.
+
+    A parameter, as what differs between layers that are otherwise equal: see `segments`.
+    """
+    name = f"{weight.name}_packed"
+    known = program.graph.find_nodes(op="placeholder")
+    return next((node for node in known if node.name == name), None) or add_weight(program, name, pack())
+
+
 def add_constant(program: ExportedProgram, name: str, value: torch.Tensor, persistent: bool = False) -> Node:
     """A buffer, before the other inputs."""
     with program.graph.inserting_before(next(iter(program.graph.nodes))):

@@ -21,6 +21,7 @@ from .graph_edits import forget_histories
 from .insertions import insert_what_was_taken
 from .masked_writes import masked_writes_to_where
 from .means import means_to_linear
+from .own_embeddings import tables_to_own
 from .own_linears import linears_to_own
 from .parts_of_weights import parts_to_weights
 from .patches import patch_exporter
@@ -61,7 +62,7 @@ def to_edge(
         programs: By method name.
         constant_methods: Values that the file answers as methods of their own.
         delegate: See `delegates`.
-        own: Linear layers are operators of this package.
+        own: Linear layers, and tables of embeddings that bfloat16 has without loss, are operators of this package.
     """
     patch_exporter()
     segments = StampedSegments(_segment_to_edge)
@@ -70,7 +71,7 @@ def to_edge(
         partial(fold_constants, state=state_of(programs.values())),
         *REWRITES,
     )
-    rewrites = (*rewrites, *((linears_to_own,) if own else ()))
+    rewrites = (*rewrites, *((tables_to_own, linears_to_own) if own else ()))
     rewrites = (*rewrites, *((segments.take, *XNNPACK_REWRITES) if delegate == "xnnpack" else ()))
     rewritten = {name: _rewritten(program, rewrites) for name, program in programs.items()}
     edge = insert_what_was_taken(_partitioned(rewritten, delegate, constant_methods), segments)

@@ -1,9 +1,12 @@
-"""Linear layers through this package's own operators, `exportable_cache::linear_float` over weights of float32 and
+"""Linear layers through this package's own operators, `exportable_cache::linear_float` over weights of float32,
+`exportable_cache::linear_bfloat16` over those of float32 that bfloat16 has without loss, and
 `exportable_cache::linear_4bit` over those of 4 bits; see `kernels/`.
 
 XNNPACK (of ExecuTorch 1.4.1) packs a second copy of the weights as a program is loaded. Here they are packed as they
 are exported, and read where the file is mapped. Weights of 4 bits it multiplies in 16 bits on a processor with AVX2 and
 no AVX-512, half as fast.
+
+A checkpoint in bfloat16 is computed in float32, with half of the bytes to read: what a token waits for.
 
 With weights of 4 bits, activations are rounded to 8, each token by itself, as torchao's `8da4w` says.
 """
@@ -19,7 +22,18 @@ import torch
 from executorch.backends.transforms.utils import get_param_tensor, is_param
 from torch.fx import Node
 
-from .graph_edits import add_weight, insert_call, replace_call
+from .graph_edits import insert_call, packed_weight, replace_call
+from .own_weights import (
+    BLOCK,
+    GROUP_MULTIPLE,
+    is_bfloat16,
+    pack,
+    pack_bfloat16,
+    pack_float,
+    unpack,
+    unpack_bfloat16,
+    unpack_float,
+)
 from .quantized_linears import fold_linears, int4_layer
 
 if TYPE_CHECKING:
@@ -28,14 +42,8 @@ if TYPE_CHECKING:
 
     from ...common.compat.torch import OpOverload
 
-#: Outputs of a block, and what the weights of a group are a multiple of: `kernels/src/linear.h` has the same.
-BLOCK, GROUP_MULTIPLE = 16, 32
 #: Layers of one call, at most: `kernels/src/linear.h` has the same.
 MOST_LAYERS = 4
-#: A bfloat16 scale for each group, a float32 sum for each output, in bytes.
-_SCALE, _SUM = 2, 4
-_QUADS = 8
-
 _library = torch.library.Library("exportable_cache", "FRAGMENT")
 _LINEAR = "(Tensor source, Tensor weights, Tensor? bias, int outputs"
 _LINEARS = "(Tensor source, Tensor[] weights, Tensor[] biases, int[] outputs"
@@ -43,12 +51,11 @@ _PLAIN = torch.ops.aten.linear.default
 
 
 class _Packed(NamedTuple):
-    """A layer as an operator of ours takes it; `weight` is what its weights were made from, then where they are."""
+    """A layer as an operator of ours takes it."""
 
     operator: OpOverload
     source: Node
     weight: Node
-    packed: torch.Tensor
     bias: Node | None
     outputs: int
 
@@ -60,16 +67,11 @@ def linears_to_own(program: ExportedProgram) -> ExportedProgram:
     threads wait for each other once.
     """
     graph = fold_linears(program).graph
-    known: dict[str, Node] = {}
     alike: dict[tuple[OpOverload, Node, bool], list[tuple[Node, _Packed]]] = {}
     for node in list(graph.nodes):
         layer = _packed_4bit(program, node) or _packed_float(program, node)
         if layer is None:
             continue
-        name = f"{layer.weight.name}_packed"
-        # A parameter, as what differs between layers that are otherwise equal: see `segments`.
-        known[name] = known.get(name) or add_weight(program, name, layer.packed)
-        layer = layer._replace(weight=known[name])
         alike.setdefault((layer.operator, layer.source, layer.bias is None), []).append((node, layer))
     made = [
         one
@@ -80,7 +82,7 @@ def linears_to_own(program: ExportedProgram) -> ExportedProgram:
     # Behind all calls, of which some take what others give.
     for node, result in made:
         replace_call(node, result)
-    if known:
+    if made:
         graph.eliminate_dead_code()
         program.graph_module.recompile()
     return program
@@ -113,31 +115,33 @@ def _packed_4bit(program: ExportedProgram, node: Node) -> _Packed | None:
         return None
     integers, scales = (get_param_tensor(program, part) for part in (layer.integers, layer.scale))
     call = torch.ops.exportable_cache.linear_4bit.default
-    return _Packed(call, layer.source, layer.integers, pack(integers, scales), layer.bias, integers.shape[0])
+    packed = packed_weight(program, layer.integers, lambda: pack(integers, scales))
+    return _Packed(call, layer.source, packed, layer.bias, integers.shape[0])
+
+
+def is_own(program: ExportedProgram, node: Node) -> bool:
+    """Whether an operator of ours can be a layer in float32."""
+    if node.target is not _PLAIN:
+        return False
+    source, weight = node.args[:2]
+    if not is_param(program, weight):
+        return False
+    form = weight.meta["val"]
+    return form.dtype == source.meta["val"].dtype == torch.float32 and form.shape[0] >= BLOCK
 
 
 def _packed_float(program: ExportedProgram, node: Node) -> _Packed | None:
     """None of a layer whose weights are also read otherwise: a table that the head is tied to is kept once."""
-    if node.target is not _PLAIN:
+    if not is_own(program, node):
         return None
-    found: list[Any] = [*node.args, None]
-    source, weight, bias = found[:3]
-    if not is_param(program, weight) or any(user.target is not _PLAIN for user in weight.users):
+    source, weight, bias = [*node.args, None][:3]
+    if any(user.target is not _PLAIN for user in weight.users):
         return None
-    numbers = get_param_tensor(program, weight)
-    if numbers.dtype != torch.float32 or source.meta["val"].dtype != torch.float32 or numbers.shape[0] < BLOCK:
-        return None
-    call = torch.ops.exportable_cache.linear_float.default
-    return _Packed(call, source, weight, pack_float(numbers), bias, numbers.shape[0])
-
-
-def pack_float(weight: torch.Tensor) -> torch.Tensor:
-    """Weights as the kernel reads them: float32 [blocks, inputs, `BLOCK`] of [outputs, inputs]; outputs that are not
-    there are zeros.
-    """
-    outputs, inputs = weight.shape
-    whole = torch.nn.functional.pad(weight.detach(), (0, 0, 0, -outputs % BLOCK))
-    return whole.view(-1, BLOCK, inputs).transpose(1, 2).contiguous()
+    numbers, operators = get_param_tensor(program, weight), torch.ops.exportable_cache
+    call, form = operators.linear_float.default, pack_float
+    if is_bfloat16(numbers):
+        call, form = operators.linear_bfloat16.default, pack_bfloat16
+    return _Packed(call, source, packed_weight(program, weight, lambda: form(numbers)), bias, numbers.shape[0])
 
 
 def linear_float(source: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None, outputs: int) -> torch.Tensor:
@@ -152,48 +156,24 @@ def linear_float(source: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor
     Returns:
         float32 [..., outputs].
     """
-    plain = weights.transpose(1, 2).reshape(-1, weights.shape[1])[:outputs]
-    return torch.nn.functional.linear(source, plain, bias)
+    return torch.nn.functional.linear(source, unpack_float(weights, outputs), bias)
 
 
-def pack(integers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Weights as the kernel reads them, blocks of `BLOCK` outputs: for each the sum of its weights in float32, for each
-    of its groups a scale in bfloat16, and the integers plus 8, two a byte.
+def linear_bfloat16(
+    source: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None, outputs: int
+) -> torch.Tensor:
+    """A linear layer in float32 over weights that are stored in bfloat16, in plain operators: what the kernel computes.
 
     Args:
-        integers: int8 [outputs, inputs], of -8 to 7; inputs a multiple of `GROUP_MULTIPLE`.
-        scales: float [outputs, groups].
+        source: float32 [..., inputs].
+        weights: bfloat16 [blocks, pairs of inputs, `BLOCK`, 2], of `pack_bfloat16`.
+        bias: float32 [outputs], or None.
+        outputs: How many there are.
 
     Returns:
-        uint8 [blocks, bytes]; outputs that are not there are zeros.
+        float32 [..., outputs].
     """
-    (outputs, inputs), groups = integers.shape, scales.shape[1]
-    blocks = -(-outputs // BLOCK)
-    missing = blocks * BLOCK - outputs
-    scales = scales.to(torch.bfloat16)
-    grouped = integers.view(outputs, groups, inputs // groups).sum(-1, dtype=torch.int32)
-    sums = (scales.double() * grouped).sum(-1).float()
-    # Zero is stored as 8.
-    whole = torch.nn.functional.pad((integers + 8).to(torch.uint8), (0, 0, 0, missing), value=8)
-    whole = whole.view(blocks, BLOCK, inputs // _QUADS, 2, _QUADS // 2)
-    halves = (whole[..., 0, :] | (whole[..., 1, :] << 4)).transpose(1, 2)
-    parts = (
-        torch.nn.functional.pad(sums, (0, missing)).view(blocks, BLOCK),
-        torch.nn.functional.pad(scales, (0, 0, 0, missing)).view(blocks, BLOCK, groups).transpose(1, 2),
-        halves,
-    )
-    return torch.cat([part.contiguous().view(torch.uint8).reshape(blocks, -1) for part in parts], dim=1)
-
-
-def unpack(weights: torch.Tensor, inputs: int, outputs: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `pack` was given: int8 [outputs, inputs] and bfloat16 [outputs, groups]."""
-    blocks, size = weights.shape
-    groups = (size // BLOCK - _SUM - inputs // 2) // _SCALE
-    scales, halves = weights[:, BLOCK * _SUM :].split([BLOCK * _SCALE * groups, BLOCK * inputs // 2], dim=1)
-    halves = halves.reshape(blocks, inputs // _QUADS, BLOCK, _QUADS // 2)
-    whole = torch.stack([halves & 15, halves >> 4], dim=3).permute(0, 2, 1, 3, 4).reshape(blocks * BLOCK, inputs)
-    scales = scales.contiguous().view(torch.bfloat16).view(blocks, groups, BLOCK).transpose(1, 2)
-    return whole[:outputs].to(torch.int8) - 8, scales.reshape(blocks * BLOCK, groups)[:outputs]
+    return torch.nn.functional.linear(source, unpack_bfloat16(weights, source.shape[-1], outputs), bias)
 
 
 def linear_4bit(source: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None, outputs: int) -> torch.Tensor:
@@ -258,8 +238,10 @@ def _define(name: str, plain: Callable[..., torch.Tensor]) -> None:
 
 
 _define("linear_float", linear_float)
+_define("linear_bfloat16", linear_bfloat16)
 _define("linear_4bit", linear_4bit)
 _TOGETHER = {
     torch.ops.exportable_cache.linear_float.default: torch.ops.exportable_cache.linears_float.default,
+    torch.ops.exportable_cache.linear_bfloat16.default: torch.ops.exportable_cache.linears_bfloat16.default,
     torch.ops.exportable_cache.linear_4bit.default: torch.ops.exportable_cache.linears_4bit.default,
 }

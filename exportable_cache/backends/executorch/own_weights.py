@@ -1,0 +1,89 @@
+"""How weights lie in a program whose layers are operators of this package: in blocks of outputs, in the order in which
+a step reads them. `kernels/src/linear.h` and `float_linear.h` say the same.
+"""
+
+from __future__ import annotations
+
+import torch
+
+#: Outputs of a block, and what the weights of a group are a multiple of.
+BLOCK, GROUP_MULTIPLE = 16, 32
+#: A bfloat16 scale for each group, a float32 sum for each output, in bytes.
+_SCALE, _SUM = 2, 4
+_QUADS = 8
+# Bits that float32 has and bfloat16 has not, and how many numbers are looked at before all of them are.
+_LOWER, _FIRST = 0xFFFF, 4096
+
+
+def pack_float(weight: torch.Tensor) -> torch.Tensor:
+    """Weights as the kernel reads them: float32 [blocks, inputs, `BLOCK`] of [outputs, inputs]; outputs that are not
+    there are zeros.
+    """
+    outputs, inputs = weight.shape
+    whole = torch.nn.functional.pad(weight.detach(), (0, 0, 0, -outputs % BLOCK))
+    return whole.view(-1, BLOCK, inputs).transpose(1, 2).contiguous()
+
+
+def unpack_float(weights: torch.Tensor, outputs: int) -> torch.Tensor:
+    """What `pack_float` was given: float32 [outputs, inputs]."""
+    return weights.transpose(1, 2).reshape(-1, weights.shape[1])[:outputs]
+
+
+def is_bfloat16(weight: torch.Tensor) -> bool:
+    """Whether bfloat16 has each number of a float32 tensor without loss, as of a checkpoint that is stored so."""
+    bits = weight.detach().contiguous().view(torch.int32).flatten()
+    return not (bits[:_FIRST] & _LOWER).any() and not (bits & _LOWER).any()
+
+
+def pack_bfloat16(weight: torch.Tensor) -> torch.Tensor:
+    """Weights of which `is_bfloat16` is true: bfloat16 [blocks, pairs of inputs, `BLOCK`, 2] of float32
+    [outputs, inputs]; outputs and inputs that are not there are zeros.
+    """
+    outputs, inputs = weight.shape
+    whole = torch.nn.functional.pad(weight.detach().bfloat16(), (0, -inputs % 2, 0, -outputs % BLOCK))
+    return whole.view(-1, BLOCK, whole.shape[1] // 2, 2).transpose(1, 2).contiguous()
+
+
+def unpack_bfloat16(weights: torch.Tensor, inputs: int, outputs: int) -> torch.Tensor:
+    """What `pack_bfloat16` was given: float32 [outputs, inputs]."""
+    return weights.transpose(1, 2).reshape(-1, 2 * weights.shape[1])[:outputs, :inputs].float()
+
+
+def pack(integers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Weights as the kernel reads them, blocks of `BLOCK` outputs: for each the sum of its weights in float32, for each
+    of its groups a scale in bfloat16, and the integers plus 8, two a byte.
+
+    Args:
+        integers: int8 [outputs, inputs], of -8 to 7; inputs a multiple of `GROUP_MULTIPLE`.
+        scales: float [outputs, groups].
+
+    Returns:
+        uint8 [blocks, bytes]; outputs that are not there are zeros.
+    """
+    (outputs, inputs), groups = integers.shape, scales.shape[1]
+    blocks = -(-outputs // BLOCK)
+    missing = blocks * BLOCK - outputs
+    scales = scales.to(torch.bfloat16)
+    grouped = integers.view(outputs, groups, inputs // groups).sum(-1, dtype=torch.int32)
+    sums = (scales.double() * grouped).sum(-1).float()
+    # Zero is stored as 8.
+    whole = torch.nn.functional.pad((integers + 8).to(torch.uint8), (0, 0, 0, missing), value=8)
+    whole = whole.view(blocks, BLOCK, inputs // _QUADS, 2, _QUADS // 2)
+    halves = (whole[..., 0, :] | (whole[..., 1, :] << 4)).transpose(1, 2)
+    parts = (
+        torch.nn.functional.pad(sums, (0, missing)).view(blocks, BLOCK),
+        torch.nn.functional.pad(scales, (0, 0, 0, missing)).view(blocks, BLOCK, groups).transpose(1, 2),
+        halves,
+    )
+    return torch.cat([part.contiguous().view(torch.uint8).reshape(blocks, -1) for part in parts], dim=1)
+
+
+def unpack(weights: torch.Tensor, inputs: int, outputs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `pack` was given: int8 [outputs, inputs] and bfloat16 [outputs, groups]."""
+    blocks, size = weights.shape
+    groups = (size // BLOCK - _SUM - inputs // 2) // _SCALE
+    scales, halves = weights[:, BLOCK * _SUM :].split([BLOCK * _SCALE * groups, BLOCK * inputs // 2], dim=1)
+    halves = halves.reshape(blocks, inputs // _QUADS, BLOCK, _QUADS // 2)
+    whole = torch.stack([halves & 15, halves >> 4], dim=3).permute(0, 2, 1, 3, 4).reshape(blocks * BLOCK, inputs)
+    scales = scales.contiguous().view(torch.bfloat16).view(blocks, groups, BLOCK).transpose(1, 2)
+    return whole[:outputs].to(torch.int8) - 8, scales.reshape(blocks * BLOCK, groups)[:outputs]

@@ -1,0 +1,52 @@
+// Our operator for tables, of which exportable_cache/backends/executorch/own_embeddings.py has the meaning:
+//   exportable_cache::embedding_bfloat16.out(Tensor weights, Tensor tokens, int rows, int dim, *, Tensor(a!) out)
+//                   -> Tensor(a!)
+#include <executorch/extension/kernel_util/make_boxed_from_unboxed_functor.h>
+#include <executorch/runtime/kernel/operator_registry.h>
+
+#include <array>
+
+#include "own_operators.h"
+#include "tensors.h"
+
+namespace exportable_cache::kernels {
+namespace {
+
+constexpr size_t kMostDims = 8;
+
+Tensor& embedding_out(KernelRuntimeContext& context, const Tensor& weights, const Tensor& tokens, int64_t rows,
+                      int64_t dim, Tensor& out) {
+  const size_t dims = static_cast<size_t>(tokens.dim());
+  const BFloat16Pair* const pairs = bfloat16_pairs(weights, dim, rows);
+  ET_KERNEL_CHECK_MSG(context, pairs != nullptr, InvalidArgument, out,
+                      "weights must be bfloat16 [blocks, pairs of a row's numbers, 16, 2]");
+  const bool are_tokens = dims < kMostDims && tokens.scalar_type() == ScalarType::Long && is_contiguous(tokens);
+  ET_KERNEL_CHECK_MSG(context, are_tokens, InvalidArgument, out, "tokens must be contiguous int64");
+  ET_KERNEL_CHECK_MSG(context, out.scalar_type() == ScalarType::Float && static_cast<size_t>(out.dim()) == dims + 1,
+                      InvalidArgument, out, "the output must be float32, of one dimension more than tokens");
+  std::array<executorch::aten::SizesType, kMostDims> sizes{};
+  for (size_t i = 0; i < dims; ++i) sizes[i] = tokens.sizes()[i];
+  sizes[dims] = static_cast<executorch::aten::SizesType>(dim);
+  const Error resized = executorch::runtime::resize_tensor(out, {sizes.data(), dims + 1});
+  ET_KERNEL_CHECK(context, resized == Error::Ok && is_contiguous(out), InvalidArgument, out);
+  const int64_t* const ids = tokens.const_data_ptr<int64_t>();
+  float* const numbers = out.mutable_data_ptr<float>();
+  for (int64_t i = 0; i < tokens.numel(); ++i) {
+    ET_KERNEL_CHECK_MSG(context, ids[i] >= 0 && ids[i] < rows, InvalidArgument, out,
+                        "token %lld is not one of the table's %lld rows", static_cast<long long>(ids[i]),
+                        static_cast<long long>(rows));
+    row_of_weights(pairs, dim, ids[i], numbers + i * dim);
+  }
+  return out;
+}
+
+constexpr const char kEmbedding[] = "exportable_cache::embedding_bfloat16.out";
+
+}  // namespace
+
+void register_embedding_operator() {
+  using executorch::extension::make_boxed_kernel;
+  (void)executorch::runtime::register_kernel(make_boxed_kernel(kEmbedding, EXECUTORCH_FN(embedding_out, kEmbedding)));
+}
+
+}  // namespace exportable_cache::kernels
