@@ -1,6 +1,7 @@
 """Makes what a form of benchmarks/peers.py runs, with the environment's own tools.
 
     python benchmarks/peer_convert.py FORM MODEL SLOTS FOLDER    # what the benchmark runs, one process per form
+    python benchmarks/peer_convert.py model MODEL SLOTS BITS
 
 MODEL is the folder that `random_model` wrote: a Hugging Face checkpoint, a tokenizer, and the logits of transformers.
 """
@@ -16,8 +17,11 @@ from typing import Any
 from peer_forms import CHECKED_PROMPT, CHECKED_STEPS, CHUNK, FORMS, VOCABULARY, Form, token_ids
 
 
-def random_model(folder: Path, slots: int) -> None:
-    """A random Llama of 110M parameters in float32, its tokenizer, which nothing measured uses, and its logits."""
+def random_model(folder: Path, slots: int, bits: int) -> None:
+    """A random Llama of 110M parameters in float32, its tokenizer, which nothing measured uses, and its logits.
+
+    Of 16 bits all its numbers are those of bfloat16. They are written in float32, which all converters read.
+    """
     import numpy
     import torch
     from executorch_forms import LLAMA
@@ -27,6 +31,10 @@ def random_model(folder: Path, slots: int) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(**LLAMA, max_position_embeddings=slots, bos_token_id=1, eos_token_id=2)
     model = LlamaForCausalLM(config).eval()
+    if bits == 16:
+        # The parameters alone: rotary frequencies are not stored.
+        for parameter in model.parameters():
+            parameter.data = parameter.data.bfloat16().float()
     model.save_pretrained(folder)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = {word: index for index, word in enumerate(["<unk>", "<s>", "</s>", *letters])}
@@ -120,7 +128,8 @@ def llama_cpp(form: Form, model: Path, slots: int, folder: Path) -> None:
     writer.add_vocab_size(VOCABULARY)
     writer.add_tokenizer_model("no_vocab")
     kind = gguf.GGMLQuantizationType[form.options["type"]]
-    writer.add_file_type(gguf.LlamaFileType.ALL_F32 if form.bits == 32 else gguf.LlamaFileType.MOSTLY_Q4_0)
+    types = {32: gguf.LlamaFileType.ALL_F32, 16: gguf.LlamaFileType.MOSTLY_BF16, 4: gguf.LlamaFileType.MOSTLY_Q4_0}
+    writer.add_file_type(types[form.bits])
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
     for name, weight in load_file(model / "model.safetensors").items():
         for part, count in ({"q_proj": heads, "k_proj": key_heads}).items():
@@ -146,11 +155,11 @@ CONVERTERS = {
 
 def main() -> None:
     """Make one form, or the model; what is printed goes to the caller's log."""
-    name, model, slots, folder = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+    name, model, slots = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     if name == "model":
-        random_model(model, slots)
+        random_model(model, slots, int(sys.argv[4]))
     else:
-        CONVERTERS[FORMS[name].runtime](FORMS[name], model, slots, folder)
+        CONVERTERS[FORMS[name].runtime](FORMS[name], model, slots, Path(sys.argv[4]))
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ class Form:
         title: Of its row.
         environment: One of `ENVIRONMENTS`.
         runtime: The function of benchmarks/peer_convert.py that makes it, the class of peer_runtimes.py that runs it.
-        bits: Of its weights, 32 or 4.
+        bits: Of its weights: 32, 16 of a checkpoint in bfloat16, or 4.
         options: What both get.
         of: The form whose files it runs, where it has none of its own.
     """
@@ -93,6 +93,10 @@ class Form:
     def is_ours(self) -> bool:
         """Whether the form is what the others are compared with."""
         return self.runtime in ("ours", "runner")
+
+    def checkpoint(self, slots: int) -> str:
+        """The folder of the model that it is made from."""
+        return f"model-16-{slots}" if self.bits == 16 else f"model-{slots}"
 
 
 _SMALL, _OWN = {"quantize": "8da4w"}, {"kernels": "own"}
@@ -118,6 +122,27 @@ FORMS = {
         "llama_cpp",
         32,
         {"type": "F32", "keys": 0, "flash": False},
+    ),
+    "ours-bf16": Form("**ours, bfloat16 weights, own operators**", "here", "ours", 16, {"export": {**_OWN, **_LONG}}),
+    "ours-bf16-runner": Form(
+        "**ours, bfloat16 weights, own operators, without torch**", "here", "runner", 16, of="ours-bf16"
+    ),
+    "onnxruntime-of-bf16": Form(
+        "ONNX Runtime GenAI, float32", "onnxruntime", "onnxruntime", 16, {"precision": "fp32"}
+    ),
+    "openvino-fp16": Form(
+        "OpenVINO GenAI, float16 weights (its defaults: 8-bit keys)",
+        "openvino",
+        "openvino",
+        16,
+        {"weights": ["fp16"], "properties": {}},
+    ),
+    "llama.cpp-bf16": Form(
+        "llama.cpp, bfloat16 (its defaults: float16 keys)",
+        "llama.cpp",
+        "llama_cpp",
+        16,
+        {"type": "BF16", "keys": 1, "flash": True},
     ),
     "ours-8da4w": Form("**ours, 8da4w**", "here", "ours", 4, {"export": _SMALL}),
     "ours-8da4w-own": Form("**ours, 8da4w, own operators**", "here", "ours", 4, {"export": {**_SMALL, **_OWN}}),

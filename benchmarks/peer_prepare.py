@@ -158,11 +158,11 @@ def prepare(name: str, folder: Path, slots: int) -> Path:
         return prepare(form.of, folder, slots)
     python = environment_python(form.environment, folder)
     place = place_of(name, folder, slots)
-    done, model = place / "done.txt", folder / f"model-{slots}"
+    done, model = place / "done.txt", folder / form.checkpoint(slots)
     convert = [str(HERE / "peer_convert.py")]
     if not (model / "logits.npy").is_file():
         model.mkdir(parents=True, exist_ok=True)
-        logged([sys.executable, *convert, "model", str(model), str(slots), "-"], model / "log.txt")
+        logged([sys.executable, *convert, "model", str(model), str(slots), str(form.bits)], model / "log.txt")
     if not done.is_file():
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)

@@ -5,7 +5,7 @@
     python benchmarks/peers.py --slots 16384 --form ours --form onnxruntime
     python benchmarks/peers.py --without-avx512    # benchmarks/without_avx512.py says how
 
-A random Llama of 110M parameters, float32 and weights of 4 bits. Environments, made by venv and pip with pip's own
+A random Llama of 110M parameters: float32, weights of 4 bits, and a checkpoint whose numbers are bfloat16. Environments, made by venv and pip with pip's own
 settings, files and results stay in the folder. Delete a form's folder to make it again, and an environment's to try
 again what failed.
 
@@ -103,7 +103,7 @@ def check(name: str, threads: int, conditions: Conditions) -> float:
             raise Failed(f"it took more than {CHECK_SECONDS} s (see {log})") from error
     if not path.is_file():
         raise Failed(last_words(log, "it ended early"))
-    found = distance(numpy.load(path), numpy.load(conditions.folder / f"model-{conditions.slots}" / "logits.npy"))
+    found = distance(numpy.load(path), numpy.load(conditions.folder / FORMS[name].checkpoint(conditions.slots) / "logits.npy"))
     console.print(f"{name}: {found:.1e} from the float32 model")
     if FORMS[name].bits == 32 and not found < LIMIT:
         raise Failed(f"its logits are not the model's: {found:.1e} of their spread, where {LIMIT:.0e} is the most")

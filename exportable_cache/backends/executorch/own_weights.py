@@ -4,6 +4,8 @@ a step reads them. `kernels/src/linear.h` and `float_linear.h` say the same.
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
 #: Outputs of a block, and what the weights of a group are a multiple of.
@@ -11,8 +13,8 @@ BLOCK, GROUP_MULTIPLE = 16, 32
 #: A bfloat16 scale for each group, a float32 sum for each output, in bytes.
 _SCALE, _SUM = 2, 4
 _QUADS = 8
-# Bits that float32 has and bfloat16 has not, and how many numbers are looked at before all of them are.
-_LOWER, _FIRST = 0xFFFF, 4096
+# Of a number of 32 bits, the half with the bits that float32 has and bfloat16 has not.
+_LOWER = 0 if sys.byteorder == "little" else 1
 
 
 def pack_float(weight: torch.Tensor) -> torch.Tensor:
@@ -31,8 +33,8 @@ def unpack_float(weights: torch.Tensor, outputs: int) -> torch.Tensor:
 
 def is_bfloat16(weight: torch.Tensor) -> bool:
     """Whether bfloat16 has each number of a float32 tensor without loss, as of a checkpoint that is stored so."""
-    bits = weight.detach().contiguous().view(torch.int32).flatten()
-    return not (bits[:_FIRST] & _LOWER).any() and not (bits & _LOWER).any()
+    halves = weight.detach().contiguous().view(torch.int16)
+    return not halves[..., _LOWER::2].any()
 
 
 def pack_bfloat16(weight: torch.Tensor) -> torch.Tensor:
