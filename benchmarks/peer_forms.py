@@ -127,9 +127,7 @@ FORMS = {
     "ours-bf16-runner": Form(
         "**ours, bfloat16 weights, own operators, without torch**", "here", "runner", 16, of="ours-bf16"
     ),
-    "onnxruntime-of-bf16": Form(
-        "ONNX Runtime GenAI, float32", "onnxruntime", "onnxruntime", 16, {"precision": "fp32"}
-    ),
+    "onnxruntime-of-bf16": Form("ONNX Runtime GenAI, float32", "onnxruntime", "onnxruntime", 16, {"precision": "fp32"}),
     "openvino-fp16": Form(
         "OpenVINO GenAI, float16 weights (its defaults: 8-bit keys)",
         "openvino",

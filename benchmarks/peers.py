@@ -5,9 +5,9 @@
     python benchmarks/peers.py --slots 16384 --form ours --form onnxruntime
     python benchmarks/peers.py --without-avx512    # benchmarks/without_avx512.py says how
 
-A random Llama of 110M parameters: float32, weights of 4 bits, and a checkpoint whose numbers are bfloat16. Environments, made by venv and pip with pip's own
-settings, files and results stay in the folder. Delete a form's folder to make it again, and an environment's to try
-again what failed.
+A random Llama of 110M parameters: in float32, with weights of 4 bits, and as a checkpoint whose numbers are bfloat16.
+Environments, made by venv and pip with pip's own settings, files and results stay in the folder. Delete a form's folder
+to make it again, and an environment's to try again what failed.
 
 First every form is fed the same tokens and its logits are compared with transformers' float32 model: a form in float32
 that differs is left out. Then the forms with weights of the same bits are open at once, each in processes of its own,
@@ -103,7 +103,9 @@ def check(name: str, threads: int, conditions: Conditions) -> float:
             raise Failed(f"it took more than {CHECK_SECONDS} s (see {log})") from error
     if not path.is_file():
         raise Failed(last_words(log, "it ended early"))
-    found = distance(numpy.load(path), numpy.load(conditions.folder / FORMS[name].checkpoint(conditions.slots) / "logits.npy"))
+    found = distance(
+        numpy.load(path), numpy.load(conditions.folder / FORMS[name].checkpoint(conditions.slots) / "logits.npy")
+    )
     console.print(f"{name}: {found:.1e} from the float32 model")
     if FORMS[name].bits == 32 and not found < LIMIT:
         raise Failed(f"its logits are not the model's: {found:.1e} of their spread, where {LIMIT:.0e} is the most")

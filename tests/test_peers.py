@@ -129,7 +129,9 @@ def test_every_form_can_be_made_and_run():
     assert {form.runtime for form in FORMS.values() if form.of is None} == set(CONVERTERS)
     assert all(FORMS[form.of].of is None for form in FORMS.values() if form.of is not None)
     assert {form.environment for form in FORMS.values()} | {"llama.cpp-avx2"} == set(ENVIRONMENTS)
-    assert {form.bits for form in FORMS.values() if form.is_ours} == {form.bits for form in FORMS.values()} == {4, 16, 32}
+    assert (
+        {form.bits for form in FORMS.values() if form.is_ours} == {4, 16, 32} == {form.bits for form in FORMS.values()}
+    )
     # Only what is made of a checkpoint in bfloat16 has another model.
     assert {form.bits for form in FORMS.values() if form.checkpoint(64) != "model-64"} == {16}
     ids = token_ids(4096)

@@ -1,15 +1,16 @@
-// Linear layers of a prompt over weights of float32 and of bfloat16, beside the most that the processor multiplies and adds.
+// Linear layers of a prompt over weights of float32, bfloat16 and float16, beside the most that the processor multiplies and adds.
 //
 //   prompt_linear [THREADS] [ROWS] [ROUNDS] [TARGET]
 //
 // The layers of a Llama of 110M: each has weights of its own in each of 12 layers, which are passed through in turn, so that
-// weights come from memory as in a prompt. Fastest and median of the rounds: ms of all 12, and GFLOPS of the fastest. The two
+// weights come from memory as in a prompt. Fastest and median of the rounds: ms of all 12, and GFLOPS of the fastest. The three
 // kinds take turns.
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <random>
 #include <vector>
 
@@ -71,6 +72,12 @@ class Layers {
 
  private:
   static float weight(float number, float, float) { return number; }
+  static hwy::float16_t weight(float number, float, hwy::float16_t) {
+    const uint16_t bits = float16_of_float(number);
+    hwy::float16_t made;
+    std::memcpy(&made, &bits, sizeof bits);
+    return made;
+  }
   static BFloat16Pair weight(float number, float next, BFloat16Pair) {
     return bfloat16_of_float(number) | static_cast<BFloat16Pair>(bfloat16_of_float(next)) << 16;
   }
@@ -97,13 +104,16 @@ int main(int count, char** arguments) {
   Pool own(static_cast<size_t>(threads));
   const Threads runtime = threads_of(own, static_cast<size_t>(threads));
   std::printf("%s, %lld threads, %lld rows\n", target_name(), static_cast<long long>(threads), static_cast<long long>(rows));
-  double all[2] = {};
+  double all[3] = {};
   for (const Shape& shape : kShapes) {
     const std::vector<float> source = numbers(rows * shape.inputs);
     Layers<float> floats("float32", shape, source, rows);
     Layers<BFloat16Pair> bfloats("bfloat16", shape, source, rows);
-    for (int64_t round = 0; round <= rounds; ++round) floats.run(runtime, round > 0), bfloats.run(runtime, round > 0);
-    all[0] += floats.print(), all[1] += bfloats.print();
+    Layers<hwy::float16_t> halves("float16", shape, source, rows);
+    for (int64_t round = 0; round <= rounds; ++round) {
+      floats.run(runtime, round > 0), bfloats.run(runtime, round > 0), halves.run(runtime, round > 0);
+    }
+    all[0] += floats.print(), all[1] += bfloats.print(), all[2] += halves.print();
   }
-  std::printf("all: float32 %.2f ms, bfloat16 %.2f ms\n", all[0], all[1]);
+  std::printf("all: float32 %.2f ms, bfloat16 %.2f ms, float16 %.2f ms\n", all[0], all[1], all[2]);
 }

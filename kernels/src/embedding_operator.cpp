@@ -1,6 +1,7 @@
-// Our operator for tables, of which exportable_cache/backends/executorch/own_embeddings.py has the meaning:
+// Our operators for tables, of which exportable_cache/backends/executorch/own_embeddings.py has the meaning:
 //   exportable_cache::embedding_bfloat16.out(Tensor weights, Tensor tokens, int rows, int dim, *, Tensor(a!) out)
 //                   -> Tensor(a!)
+//   exportable_cache::embedding_float16.out, the same
 #include <executorch/extension/kernel_util/make_boxed_from_unboxed_functor.h>
 #include <executorch/runtime/kernel/operator_registry.h>
 
@@ -14,12 +15,13 @@ namespace {
 
 constexpr size_t kMostDims = 8;
 
+template <class W>
 Tensor& embedding_out(KernelRuntimeContext& context, const Tensor& weights, const Tensor& tokens, int64_t rows,
                       int64_t dim, Tensor& out) {
   const size_t dims = static_cast<size_t>(tokens.dim());
-  const BFloat16Pair* const pairs = bfloat16_pairs(weights, dim, rows);
-  ET_KERNEL_CHECK_MSG(context, pairs != nullptr, InvalidArgument, out,
-                      "weights must be bfloat16 [blocks, pairs of a row's numbers, 16, 2]");
+  const W* const packed = packed_weights<W>(weights, dim, rows);
+  ET_KERNEL_CHECK_MSG(context, packed != nullptr, InvalidArgument, out,
+                      "weights must be blocks of 16 rows, of the operator's type");
   const bool are_tokens = dims < kMostDims && tokens.scalar_type() == ScalarType::Long && is_contiguous(tokens);
   ET_KERNEL_CHECK_MSG(context, are_tokens, InvalidArgument, out, "tokens must be contiguous int64");
   ET_KERNEL_CHECK_MSG(context, out.scalar_type() == ScalarType::Float && static_cast<size_t>(out.dim()) == dims + 1,
@@ -35,18 +37,21 @@ Tensor& embedding_out(KernelRuntimeContext& context, const Tensor& weights, cons
     ET_KERNEL_CHECK_MSG(context, ids[i] >= 0 && ids[i] < rows, InvalidArgument, out,
                         "token %lld is not one of the table's %lld rows", static_cast<long long>(ids[i]),
                         static_cast<long long>(rows));
-    row_of_weights(pairs, dim, ids[i], numbers + i * dim);
+    row_of_weights(packed, dim, ids[i], numbers + i * dim);
   }
   return out;
 }
 
-constexpr const char kEmbedding[] = "exportable_cache::embedding_bfloat16.out";
+constexpr const char kFloat16[] = "exportable_cache::embedding_float16.out",
+                     kBFloat16[] = "exportable_cache::embedding_bfloat16.out";
 
 }  // namespace
 
-void register_embedding_operator() {
+void register_embedding_operators() {
   using executorch::extension::make_boxed_kernel;
-  (void)executorch::runtime::register_kernel(make_boxed_kernel(kEmbedding, EXECUTORCH_FN(embedding_out, kEmbedding)));
+  using executorch::runtime::register_kernel;
+  (void)register_kernel(make_boxed_kernel(kFloat16, EXECUTORCH_FN(embedding_out<hwy::float16_t>, kFloat16)));
+  (void)register_kernel(make_boxed_kernel(kBFloat16, EXECUTORCH_FN(embedding_out<BFloat16Pair>, kBFloat16)));
 }
 
 }  // namespace exportable_cache::kernels

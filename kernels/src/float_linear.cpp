@@ -1,10 +1,12 @@
-// Linear layers over weights of float32 and bfloat16, compiled once for every instruction set and chosen at run time.
+// Linear layers over weights of float32, bfloat16 and float16, compiled once for every instruction set and chosen at run time.
 //
 // One row reads the weights of a block after the other, in order, as fast as memory gives them. Several rows keep the
 // sums of a tile in registers while its weights and rows pass once.
 #include "float_linear.h"
 
 #include <algorithm>
+#include <cstring>
+#include <type_traits>
 #include <vector>
 
 #include "half.h"
@@ -50,6 +52,9 @@ constexpr int64_t kAhead = 512;
 
 // The weights of one of a step's inputs.
 HWY_INLINE V weights_of(const float* step, int64_t) { return hn::LoadU(F(), step); }
+HWY_INLINE V weights_of(const hwy::float16_t* step, int64_t) {
+  return hn::PromoteTo(F(), hn::LoadU(hn::Rebind<hwy::float16_t, F>(), step));
+}
 HWY_INLINE V weights_of(const BFloat16Pair* step, int64_t input) {
   const hn::RebindToUnsigned<F> bits;
   const auto pairs = hn::LoadU(bits, step);
@@ -111,17 +116,17 @@ void multiply_rows(const LinearRows& linear, const W* weights, const Tile& tile,
 
 // Weights of a block as rows take them. Sums of several rows leave no registers to make floats in where these are 16: a
 // block is made floats once for all rows of a tile then (a prompt of 128, AVX2: 134 ms, and 101 so, as of float32).
-const float* as_rows_take(const float* block, int64_t, std::vector<float>&) { return block; }
-auto as_rows_take(const BFloat16Pair* block, int64_t inputs, std::vector<float>& floats) {
-  if constexpr (kTileBlocks > 1) {
+template <class W>
+auto as_rows_take(const W* block, int64_t inputs, std::vector<float>& floats) {
+  if constexpr (kTileBlocks > 1 || std::is_same_v<W, float>) {
     return block;
   } else {
-    const F d;
-    floats.resize(static_cast<size_t>((inputs + 1) * kBlockOutputs));
+    constexpr int64_t kInputs = kInputsOfStep<W>;
+    floats.resize(static_cast<size_t>(steps_of<W>(inputs) * kInputs * kBlockOutputs));
     float* to = floats.data();
-    for (int64_t i = 0; i < inputs; i += 2, block += kBlockOutputs) {
-      EC_EACH(input, 2) {
-        for (int64_t v = 0; v < kVectors; ++v, to += kLanes) hn::StoreU(weights_of(block + v * kLanes, input), d, to);
+    for (int64_t i = 0; i < inputs; i += kInputs, block += kBlockOutputs) {
+      EC_EACH(input, kInputs) {
+        for (int64_t v = 0; v < kVectors; ++v, to += kLanes) hn::StoreU(weights_of(block + v * kLanes, input), F(), to);
       }
     }
     return static_cast<const float*>(floats.data());
@@ -154,6 +159,7 @@ void multiply_tile(const FloatLinearOf<W>& linear, const Tile& tile) {
 }
 
 void multiply_float_tile(const FloatLinear& linear, const Tile& tile) { multiply_tile(linear, tile); }
+void multiply_float16_tile(const Float16Linear& linear, const Tile& tile) { multiply_tile(linear, tile); }
 void multiply_bfloat16_tile(const BFloat16Linear& linear, const Tile& tile) { multiply_tile(linear, tile); }
 
 int64_t blocks_of_tile() { return kTileBlocks; }
@@ -165,6 +171,7 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 namespace exportable_cache::kernels {
 HWY_EXPORT(multiply_float_tile);
+HWY_EXPORT(multiply_float16_tile);
 HWY_EXPORT(multiply_bfloat16_tile);
 HWY_EXPORT(blocks_of_tile);
 
@@ -176,6 +183,9 @@ constexpr int64_t kTaskBytes = 512 * 1024;
 constexpr int64_t kOneRowTogether = 8;
 
 void multiply(const FloatLinear& linear, const Tile& tile) { HWY_DYNAMIC_DISPATCH(multiply_float_tile)(linear, tile); }
+void multiply(const Float16Linear& linear, const Tile& tile) {
+  HWY_DYNAMIC_DISPATCH(multiply_float16_tile)(linear, tile);
+}
 void multiply(const BFloat16Linear& linear, const Tile& tile) {
   HWY_DYNAMIC_DISPATCH(multiply_bfloat16_tile)(linear, tile);
 }
@@ -201,8 +211,20 @@ void apply(const L* layers, size_t count, const Threads& threads) {
 void apply_float_linears(const FloatLinear* layers, size_t count, const Threads& threads) {
   apply(layers, count, threads);
 }
+void apply_float_linears(const Float16Linear* layers, size_t count, const Threads& threads) {
+  apply(layers, count, threads);
+}
 void apply_float_linears(const BFloat16Linear* layers, size_t count, const Threads& threads) {
   apply(layers, count, threads);
+}
+
+void row_of_weights(const hwy::float16_t* weights, int64_t inputs, int64_t output, float* row) {
+  const hwy::float16_t* number = weights + output / kBlockOutputs * inputs * kBlockOutputs + output % kBlockOutputs;
+  for (int64_t i = 0; i < inputs; ++i, number += kBlockOutputs) {
+    uint16_t bits;
+    std::memcpy(&bits, number, sizeof bits);
+    row[i] = float_of_float16(bits);
+  }
 }
 
 void row_of_weights(const BFloat16Pair* weights, int64_t inputs, int64_t output, float* row) {

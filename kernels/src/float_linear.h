@@ -1,5 +1,8 @@
-// Linear layers over weights of float32, or of bfloat16 where that has them without loss. Both give the same numbers.
+// Linear layers over weights of float32, or of bfloat16 or float16 where that has them without loss. All give the same
+// numbers.
 #pragma once
+
+#include <hwy/base.h>
 
 #include <cstdint>
 
@@ -22,6 +25,7 @@ struct FloatLinearOf : LinearRows {
 };
 
 using FloatLinear = FloatLinearOf<float>;
+using Float16Linear = FloatLinearOf<hwy::float16_t>;
 
 // The bits of two bfloat16, of an input in the low half and of the next in the high one: any vector of 32-bit numbers
 // becomes floats by a shift or a mask, whatever its length.
@@ -40,9 +44,11 @@ constexpr int64_t steps_of(int64_t inputs) {
 
 // Up to `kMostLayers` layers of the same rows.
 void apply_float_linears(const FloatLinear* layers, size_t count, const Threads& threads);
+void apply_float_linears(const Float16Linear* layers, size_t count, const Threads& threads);
 void apply_float_linears(const BFloat16Linear* layers, size_t count, const Threads& threads);
 
 // A row of a table whose rows are the outputs of such weights: float32 [inputs].
+void row_of_weights(const hwy::float16_t* weights, int64_t inputs, int64_t output, float* row);
 void row_of_weights(const BFloat16Pair* weights, int64_t inputs, int64_t output, float* row);
 
 }  // namespace exportable_cache::kernels

@@ -3,7 +3,7 @@
 //                   -> Tensor(a!)
 //   exportable_cache::linears_4bit.out(Tensor source, Tensor[] weights, Tensor[] biases, int[] outputs, *,
 //                   Tensor(a!)[] out) -> ()
-//   exportable_cache::linear_float.out and linears_float.out, linear_bfloat16.out and linears_bfloat16.out, the same
+//   exportable_cache::linear_float.out and linears_float.out, and of float16 and bfloat16, the same
 #include <executorch/extension/kernel_util/make_boxed_from_unboxed_functor.h>
 #include <executorch/runtime/kernel/operator_registry.h>
 
@@ -75,20 +75,12 @@ bool has_weights(KernelRuntimeContext& context, const Tensor& weights, int64_t i
   return true;
 }
 
+template <class W>
 bool has_weights(KernelRuntimeContext& context, const Tensor& weights, int64_t inputs, int64_t outputs,
-                 FloatLinear& linear) {
-  const bool fits = weights.dim() == 3 && is_float(weights) && weights.size(0) == blocks_of(outputs) &&
-                    weights.size(1) == inputs && weights.size(2) == kBlockOutputs;
-  ET_KERNEL_CHECK_MSG(context, fits, InvalidArgument, false, "weights must be float32 [blocks, inputs, 16]");
-  linear.weights = weights.const_data_ptr<float>();
-  return true;
-}
-
-bool has_weights(KernelRuntimeContext& context, const Tensor& weights, int64_t inputs, int64_t outputs,
-                 BFloat16Linear& linear) {
-  linear.weights = bfloat16_pairs(weights, inputs, outputs);
+                 FloatLinearOf<W>& linear) {
+  linear.weights = packed_weights<W>(weights, inputs, outputs);
   ET_KERNEL_CHECK_MSG(context, linear.weights != nullptr, InvalidArgument, false,
-                      "weights must be bfloat16 [blocks, pairs of inputs, 16, 2]");
+                      "weights must be blocks of 16 outputs, of the operator's type and the source's size");
   return true;
 }
 
@@ -146,6 +138,7 @@ void linears_out(KernelRuntimeContext& context, Span<EValue*> stack) {
 }
 
 constexpr const char kLinearFloat[] = "exportable_cache::linear_float.out",
+                     kLinearFloat16[] = "exportable_cache::linear_float16.out",
                      kLinearBFloat16[] = "exportable_cache::linear_bfloat16.out",
                      kLinear4Bit[] = "exportable_cache::linear_4bit.out";
 
@@ -156,9 +149,11 @@ void register_linear_operators() {
   using executorch::runtime::Kernel;
   using executorch::runtime::register_kernel;
   (void)register_kernel(make_boxed_kernel(kLinearFloat, EXECUTORCH_FN(linear_out<FloatLinear>, kLinearFloat)));
+  (void)register_kernel(make_boxed_kernel(kLinearFloat16, EXECUTORCH_FN(linear_out<Float16Linear>, kLinearFloat16)));
   (void)register_kernel(make_boxed_kernel(kLinearBFloat16, EXECUTORCH_FN(linear_out<BFloat16Linear>, kLinearBFloat16)));
   (void)register_kernel(make_boxed_kernel(kLinear4Bit, EXECUTORCH_FN(linear_out<Linear>, kLinear4Bit)));
   (void)register_kernel(Kernel("exportable_cache::linears_float.out", linears_out<FloatLinear>));
+  (void)register_kernel(Kernel("exportable_cache::linears_float16.out", linears_out<Float16Linear>));
   (void)register_kernel(Kernel("exportable_cache::linears_bfloat16.out", linears_out<BFloat16Linear>));
   (void)register_kernel(Kernel("exportable_cache::linears_4bit.out", linears_out<Linear>));
 }

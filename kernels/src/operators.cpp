@@ -161,7 +161,7 @@ bool register_operators() {
   }
   register_own_operators();
   register_linear_operators();
-  register_embedding_operator();
+  register_embedding_operators();
   register_quantize_operator();
   return true;
 }

@@ -35,12 +35,22 @@ inline bool is_contiguous(const Tensor& tensor) {
 // Contiguous, and of four dimensions.
 inline bool is_cache_shaped(const Tensor& tensor) { return tensor.dim() == 4 && is_contiguous(tensor); }
 
-// Weights of bfloat16 [blocks, pairs of inputs, kBlockOutputs, 2]; null where they are not of these sizes.
-inline const BFloat16Pair* bfloat16_pairs(const Tensor& weights, int64_t inputs, int64_t outputs) {
-  const bool fits = is_cache_shaped(weights) && weights.scalar_type() == ScalarType::BFloat16 && outputs > 0 &&
-                    weights.size(0) == blocks_of(outputs) && weights.size(1) == steps_of<BFloat16Pair>(inputs) &&
-                    weights.size(2) == kBlockOutputs && weights.size(3) == 2;
-  return fits ? static_cast<const BFloat16Pair*>(weights.const_data_ptr()) : nullptr;
+template <class W>
+constexpr ScalarType kStoredAs = ScalarType::Float;
+template <>
+inline constexpr ScalarType kStoredAs<hwy::float16_t> = ScalarType::Half;
+template <>
+inline constexpr ScalarType kStoredAs<BFloat16Pair> = ScalarType::BFloat16;
+
+// Weights [blocks, steps, kBlockOutputs], or with as many inputs as a step has behind them; null where they are others.
+template <class W>
+const W* packed_weights(const Tensor& weights, int64_t inputs, int64_t outputs) {
+  constexpr int64_t kInputs = kInputsOfStep<W>;
+  const bool fits = is_contiguous(weights) && weights.scalar_type() == kStoredAs<W> && outputs > 0 &&
+                    weights.dim() == (kInputs > 1 ? 4 : 3) && weights.size(0) == blocks_of(outputs) &&
+                    weights.size(1) == steps_of<W>(inputs) && weights.size(2) == kBlockOutputs &&
+                    (kInputs == 1 || weights.size(3) == kInputs);
+  return fits ? static_cast<const W*>(weights.const_data_ptr()) : nullptr;
 }
 
 }  // namespace exportable_cache::kernels

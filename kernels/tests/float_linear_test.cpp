@@ -1,12 +1,13 @@
 // apply_float_linears() against double precision, over shapes, rows, thread counts and every instruction set here.
 //
-// The oracle multiplies plain numbers. Weights of bfloat16 are to give what the same in float32 do, to the bit. Weights
+// The oracle multiplies plain numbers. Weights of 16 bits are to give what the same in float32 do, to the bit. Weights
 // end with their last byte, so that the address sanitizer sees a read behind it.
 #include "../src/float_linear.h"
 
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <cstring>
 #include <random>
 #include <vector>
 
@@ -37,12 +38,20 @@ Numbers numbers_of(const Case& c, std::mt19937& random) {
   for (auto* numbers : {&made.weights, &made.bias, &made.source}) {
     for (auto& number : *numbers) number = normal(random);
   }
-  for (auto& weight : made.weights) weight = float_of_bfloat16(bfloat16_of_float(weight));
+  // What both formats of 16 bits have, of which some are less than float16's normal numbers.
+  for (size_t i = 0; i < made.weights.size(); ++i) {
+    const float rounded = float_of_bfloat16(bfloat16_of_float(made.weights[i] * (i % 7 ? 1.0f : 1e-5f)));
+    made.weights[i] = float_of_float16(float16_of_float(rounded));
+  }
   return made;
 }
 
 // Puts a weight where a kernel reads it.
 void put(float& place, int64_t, float weight) { place = weight; }
+void put(hwy::float16_t& place, int64_t, float weight) {
+  const uint16_t bits = float16_of_float(weight);
+  std::memcpy(&place, &bits, sizeof bits);
+}
 void put(BFloat16Pair& place, int64_t input, float weight) {
   place |= static_cast<BFloat16Pair>(bfloat16_of_float(weight)) << (16 * input);
 }
@@ -93,7 +102,7 @@ std::vector<float> results(const Case& c, const Numbers& numbers) {
 double difference(const Case& c, std::mt19937& random) {
   const Numbers numbers = numbers_of(c, random);
   const std::vector<float> found = results<float>(c, numbers);
-  if (results<BFloat16Pair>(c, numbers) != found) return INFINITY;
+  if (results<BFloat16Pair>(c, numbers) != found || results<hwy::float16_t>(c, numbers) != found) return INFINITY;
   double worst = 0;
   for (int64_t row = 0; row < c.rows; ++row) {
     for (int64_t output = 0; output < c.outputs; ++output) {
@@ -110,9 +119,10 @@ double difference(const Case& c, std::mt19937& random) {
 }
 
 // Whether rows of packed weights are what was packed.
+template <class W>
 bool are_rows(int64_t inputs, int64_t outputs, std::mt19937& random) {
   const Numbers numbers = numbers_of({1, inputs, outputs, false, 1}, random);
-  const auto packed = packed_weights<BFloat16Pair>(numbers.weights.data(), inputs, outputs);
+  const auto packed = packed_weights<W>(numbers.weights.data(), inputs, outputs);
   std::vector<float> found(outputs * inputs);
   for (int64_t output = 0; output < outputs; ++output) {
     row_of_weights(packed.data(), inputs, output, found.data() + output * inputs);
@@ -150,7 +160,10 @@ int main() {
   // More inputs than a task's rows may have: rows by the least number at a time.
   std::mt19937 random(1);
   for (int64_t rows : {1, 30}) failures += difference({rows, 20000, 40, true, 2}, random) < 1e-6 ? 0 : 1;
-  for (int64_t inputs : {1, 97, 768}) failures += are_rows(inputs, 83, random) ? 0 : 1;
-  std::printf("%d cases, %d failures\n", cases + 5, failures);
+  for (int64_t inputs : {1, 97, 768}) {
+    failures += are_rows<BFloat16Pair>(inputs, 83, random) ? 0 : 1;
+    failures += are_rows<hwy::float16_t>(inputs, 83, random) ? 0 : 1;
+  }
+  std::printf("%d cases, %d failures\n", cases + 8, failures);
   return failures ? 1 : 0;
 }

@@ -10,23 +10,22 @@ import torch
 
 from exportable_cache import export
 from exportable_cache.backends.executorch.lower import lower_programs
-from exportable_cache.backends.executorch.own_weights import pack, pack_bfloat16, pack_float
+from exportable_cache.backends.executorch.own_weights import NAMES, pack, pack_float
 from exportable_cache.backends.executorch.segment_calls import StampedSegments
 from exportable_cache.common.compat.executorch import load_program
 
 from ..backends.test_executorch_stamping import LAYERS, model_of, programs_of
 from ..support.models import tiny_model, tokens
 
-
-KINDS = ("4bit", "float", "bfloat16")
+#: Of weights, and the types of those that are no whole numbers.
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
+KINDS = ("4bit", *DTYPES)
 
 
 def packed_of(kind: str, numbers: torch.Tensor) -> torch.Tensor:
     """Weights [outputs, inputs] as an operator has them, of 4 bits with scales of their own for 32 inputs."""
-    if kind == "float":
-        return pack_float(numbers.float())
-    if kind == "bfloat16":
-        return pack_bfloat16(numbers.float())
+    if kind in DTYPES:
+        return pack_float(numbers.float(), DTYPES[kind])
     generator = torch.Generator().manual_seed(len(numbers))
     return pack(numbers.to(torch.int8), torch.rand(len(numbers), numbers.shape[1] // 32, generator=generator))
 
@@ -68,18 +67,19 @@ def check_operator(path: Path, kind: str, outputs: list[int], inputs: int = 160)
 class Table(torch.nn.Module):
     """Rows of a table, 33 numbers each."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
-        self.register_buffer("packed", packed_of("bfloat16", torch.randint(-8, 8, (50, 33))))
+        self.register_buffer("packed", packed_of(kind, torch.randint(-8, 8, (50, 33))))
+        self.look_up = getattr(torch.ops.exportable_cache, f"embedding_{kind}")
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return torch.ops.exportable_cache.embedding_bfloat16(self.packed, ids, 50, 33)
+        return self.look_up(self.packed, ids, 50, 33)
 
 
-def check_table(path: Path) -> None:
+def check_table(path: Path, kind: str) -> None:
     """Rows by the kernel, and its refusal of one that is not there."""
     count = torch.export.Dim("count", min=1, max=40)
-    table = Table()
+    table = Table(kind)
     program = torch.export.export(table, (torch.arange(7)[None],), dynamic_shapes={"ids": {1: count}})
     path.write_bytes(lower_programs({"forward": program}).buffer)
     method = load_program(path).load_method("forward")
@@ -93,18 +93,19 @@ def check_table(path: Path) -> None:
         raise AssertionError(f"row {wrong} of 50 was not refused")
 
 
-def check_bundle(folder: Path, quantize: str | None, operators: list[bytes], **changes: object) -> int:
+def check_bundle(
+    folder: Path, quantize: str | None, operators: list[str], dtype: torch.dtype = torch.float32, tied: bool = False
+) -> int:
     """A whole model, which the export compares with torchao's or its own; how large its file is."""
-    model = tiny_model("llama", hidden_size=64, intermediate_size=96, num_hidden_layers=1, **changes)
-    if b"linears_bfloat16" in operators:
-        model = model.bfloat16()
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "tie_word_embeddings": tied}
+    model = tiny_model("llama", dtype, **sizes)
     options = {"quantize": quantize, "linears": "own", "prefill_chunk": 13}
     export(model, "executorch", 64, folder, **options)
     found = json.loads((folder / "manifest.json").read_text())["verification"]
     # A sum that is off by its last bit is rounded to the next number of 8 bits at times: no exact bound holds.
     assert found["passed"], found
     data = (folder / "program.pte").read_bytes()
-    assert all(operator in data for operator in operators), operators
+    assert all(f"exportable_cache::{operator}".encode() in data for operator in operators), operators
     return len(data)
 
 
@@ -129,11 +130,12 @@ def check_linears(folder: Path) -> None:
         for outputs in ([150], [150, 8, 40, 257]):
             check_operator(folder.with_name("linear.pte"), kind, outputs)
     check_operator(folder.with_name("linear.pte"), "bfloat16", [150], inputs=161)
-    check_table(folder.with_name("table.pte"))
     check_stamped(folder.with_name("stamped.pte"))
-    check_bundle(folder, "8da4w", [b"linears_4bit"])
-    whole = check_bundle(folder.with_name("float32"), None, [b"linears_float"])
-    bfloat16 = [b"linears_bfloat16", b"linear_bfloat16"]
-    half = check_bundle(folder.with_name("bfloat16"), None, bfloat16, tie_word_embeddings=False)
-    tied = check_bundle(folder.with_name("tied"), None, [*bfloat16, b"embedding_bfloat16"], tie_word_embeddings=True)
-    assert tied < half < whole
+    check_bundle(folder, "8da4w", ["linears_4bit"])
+    whole = check_bundle(folder.with_name("float"), None, ["linears_float"])
+    for kind in ("bfloat16", "float16"):
+        check_table(folder.with_name("table.pte"), kind)
+        operators, dtype = [f"linears_{kind}", f"linear_{kind}"], DTYPES[kind]
+        half = check_bundle(folder.with_name(kind), None, operators, dtype)
+        tied = check_bundle(folder.with_name(f"tied_{kind}"), None, [*operators, f"embedding_{kind}"], dtype, tied=True)
+        assert tied < half < whole

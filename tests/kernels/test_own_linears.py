@@ -10,14 +10,14 @@ pytest.importorskip("executorch", reason="the executorch extra is not installed"
 
 from exportable_cache.backends.executorch.own_embeddings import tables_to_own
 from exportable_cache.backends.executorch.own_linears import linears_to_own
-from exportable_cache.backends.executorch.own_weights import BLOCK, pack, unpack
+from exportable_cache.backends.executorch.own_weights import BLOCK, exact_dtype, pack, unpack
 from exportable_cache.backends.executorch.quantized_linears import int4_layer
 from exportable_cache.backends.executorch.quantized_tracing import FoldedLinears
 from exportable_cache.models.quantization import quantize
 from exportable_cache.models.quantization_spec import Quantization
 
 from ..support.models import tiny_model
-from .own_linear_programs import KINDS, packed_of
+from .own_linear_programs import DTYPES, KINDS, packed_of
 
 
 @pytest.mark.parametrize(("outputs", "inputs", "group"), [(16, 32, 32), (40, 96, 32), (1, 128, 64), (33, 64, 64)])
@@ -95,15 +95,19 @@ def test_several_layers_are_each_by_itself(kind: str, has_bias: bool) -> None:
 
 
 @pytest.mark.parametrize("inputs", [32, 33])
-def test_weights_in_bfloat16_are_those_in_float32(inputs: int) -> None:
+@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
+def test_weights_in_16_bits_are_those_in_float32(kind: str, inputs: int) -> None:
     """Packed and looked up, of an odd number of inputs as of an even one."""
-    weight, source = torch.randn(20, inputs).bfloat16().float(), torch.randn(2, 3, inputs)
-    operators, packed = torch.ops.exportable_cache, packed_of("bfloat16", weight)
-    assert packed.dtype == torch.bfloat16 and packed.shape == (2, 17 if inputs == 33 else 16, BLOCK, 2)
-    assert torch.equal(operators.linear_bfloat16(source, packed, None, 20), nn.functional.linear(source, weight))
+    weight, source = torch.randn(20, inputs).to(DTYPES[kind]).float(), torch.randn(2, 3, inputs)
+    assert exact_dtype(weight) == DTYPES[kind]
+    packed = packed_of(kind, weight)
+    linear, look_up = (getattr(torch.ops.exportable_cache, f"{name}_{kind}") for name in ("linear", "embedding"))
+    shape = (2, inputs, BLOCK) if kind == "float16" else (2, 17 if inputs == 33 else 16, BLOCK, 2)
+    assert packed.dtype == DTYPES[kind] and packed.shape == shape
+    assert torch.equal(linear(source, packed, None, 20), nn.functional.linear(source, weight))
     tokens, out = torch.tensor([[0, 19, 7]]), torch.empty(1, 3, inputs)
-    assert torch.equal(operators.embedding_bfloat16(packed, tokens, 20, inputs), weight[tokens])
-    assert torch.equal(operators.embedding_bfloat16.out(packed, tokens, 20, inputs, out=out), weight[tokens])
+    assert torch.equal(look_up(packed, tokens, 20, inputs), weight[tokens])
+    assert torch.equal(look_up.out(packed, tokens, 20, inputs, out=out), weight[tokens])
 
 
 class Alike(nn.Module):
@@ -170,15 +174,16 @@ def test_float_layers_become_the_operator_but_for_tied_heads_and_few_outputs(tie
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_what_bfloat16_has_without_loss_is_kept_so(tied: bool) -> None:
+@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
+def test_what_16_bits_have_without_loss_is_kept_so(kind: str, tied: bool) -> None:
     """A tied table once, in the form of its head."""
-    module, tokens = Head(tied).bfloat16().float().eval(), torch.tensor([[1, 4, 7]])
+    module, tokens = Head(tied).to(DTYPES[kind]).float().eval(), torch.tensor([[1, 4, 7]])
     program = own_program(module, tokens)
     targets = [str(node.target) for node in program.graph.nodes]
-    assert targets.count("exportable_cache.linear_bfloat16.default") == 3
-    assert targets.count("exportable_cache.embedding_bfloat16.default") == tied
+    assert targets.count(f"exportable_cache.linear_{kind}.default") == 3
+    assert targets.count(f"exportable_cache.embedding_{kind}.default") == tied
     read = [node.meta["val"] for node in program.graph.find_nodes(op="placeholder") if node.users]
-    packed = [one for one in read if one.dtype == torch.bfloat16]
+    packed = [one for one in read if one.dtype == DTYPES[kind]]
     assert len(packed) == (2 if tied else 3)
     # Of float32 are biases, and the layer of three outputs, which is no operator of ours.
     assert sorted(one.numel() for one in read if one.dtype == torch.float32) == [3, 32, 3 * 32]
@@ -187,13 +192,13 @@ def test_what_bfloat16_has_without_loss_is_kept_so(tied: bool) -> None:
             assert torch.equal(found, expected)
 
 
-def test_one_number_that_bfloat16_has_not_keeps_float32() -> None:
-    module = Head(False).bfloat16().float().eval()
+@pytest.mark.parametrize(("number", "kind"), [(1 + 2**-9, "float16"), (1 + 2**-12, "float"), (2.0**17, "bfloat16")])
+def test_one_number_that_a_type_has_not_is_enough(number: float, kind: str) -> None:
+    module = Head(False).bfloat16().half().bfloat16().float().eval()
     for weight in (module.table.weight, module.head.weight):
-        weight.data[-1, -1] = 1 + 2**-9
+        weight.data[-1, -1] = number
     program = own_program(module, torch.tensor([[1, 4, 7]]))
     targets = [str(node.target) for node in program.graph.nodes]
-    assert targets.count("exportable_cache.linear_float.default") == 1
-    assert targets.count("exportable_cache.linear_bfloat16.default") == 2
+    assert targets.count(f"exportable_cache.linear_{kind}.default") == (3 if kind == "bfloat16" else 1)
     tables = [node for node in program.graph.nodes if str(node.target) == "aten.embedding.default"]
-    assert [node.args[0].meta["val"].dtype for node in tables] == [torch.float32]
+    assert [node.args[0].meta["val"].dtype for node in tables] == [DTYPES[kind]]

@@ -62,7 +62,7 @@ def to_edge(
         programs: By method name.
         constant_methods: Values that the file answers as methods of their own.
         delegate: See `delegates`.
-        own: Linear layers, and tables of embeddings that bfloat16 has without loss, are operators of this package.
+        own: Linear layers, and tables of embeddings that 16 bits have without loss, are operators of this package.
     """
     patch_exporter()
     segments = StampedSegments(_segment_to_edge)

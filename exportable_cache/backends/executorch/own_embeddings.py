@@ -1,19 +1,20 @@
-"""Tables of embeddings whose numbers bfloat16 has without loss, as those of a checkpoint that is stored so.
+"""Tables of embeddings whose numbers bfloat16 or float16 has without loss, as those of a checkpoint that is stored so.
 
 One that the head is tied to is kept as the head's operator reads it, once, and looked up there by
-`exportable_cache::embedding_bfloat16`; see `own_linears`. Any other is kept in bfloat16, and its rows are made float32.
+`exportable_cache::embedding_bfloat16` or `embedding_float16`; see `own_linears`. Any other is kept in 16 bits, and its
+rows are made float32.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from executorch.backends.transforms.utils import get_param_tensor, is_param
 
 from .graph_edits import insert_call, packed_weight, replace_call
 from .own_linears import is_own
-from .own_weights import is_bfloat16, pack_bfloat16, unpack_bfloat16
+from .own_weights import NAMES, exact_dtype, pack_float, unpack_float
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -31,29 +32,37 @@ def tables_to_own(program: ExportedProgram) -> ExportedProgram:
     """
     graph = program.graph
     for node in graph.find_nodes(op="call_function", target=_LOOKUP):
-        table, tokens = node.args[:2]
+        table, tokens = _arguments(node)
         if not is_param(program, table) or table.meta["val"].dtype != torch.float32:
             continue
         layers = [user for user in table.users if user.target is not _LOOKUP]
         if tokens.meta["val"].dtype != torch.int64 or not all(is_own(program, layer) for layer in layers):
             continue
         numbers = get_param_tensor(program, table)
-        if is_bfloat16(numbers):
-            replace_call(node, _looked_up(program, node, numbers, bool(layers)))
+        dtype = exact_dtype(numbers)
+        if dtype != torch.float32:
+            replace_call(node, _looked_up(program, node, dtype, bool(layers)))
     graph.eliminate_dead_code()
     program.graph_module.recompile()
     return program
 
 
-def _looked_up(program: ExportedProgram, node: Node, numbers: torch.Tensor, is_tied: bool) -> Node:
-    table, tokens = node.args[:2]
+def _arguments(lookup: Node) -> tuple[Node, Node]:
+    """The table and the tokens."""
+    found: Any = lookup.args
+    return found[0], found[1]
+
+
+def _looked_up(program: ExportedProgram, node: Node, dtype: torch.dtype, is_tied: bool) -> Node:
+    table, tokens = _arguments(node)
+    numbers = get_param_tensor(program, table)
     if is_tied:
-        table = packed_weight(program, table, lambda: pack_bfloat16(numbers))
+        table = packed_weight(program, table, lambda: pack_float(numbers, dtype))
         with program.graph.inserting_before(node):
-            operator = torch.ops.exportable_cache.embedding_bfloat16.default
+            operator = getattr(torch.ops.exportable_cache, f"embedding_{NAMES[dtype]}").default
             result = insert_call(program.graph, operator, table, tokens, *numbers.shape)
     else:
-        table = packed_weight(program, table, lambda: numbers.detach().bfloat16())
+        table = packed_weight(program, table, lambda: numbers.detach().to(dtype))
         with program.graph.inserting_before(node):
             rows = insert_call(program.graph, _LOOKUP, table, tokens)
             result = insert_call(program.graph, torch.ops.aten.to.dtype, rows, torch.float32)
@@ -61,11 +70,11 @@ def _looked_up(program: ExportedProgram, node: Node, numbers: torch.Tensor, is_t
     return result
 
 
-def embedding_bfloat16(weights: torch.Tensor, tokens: torch.Tensor, rows: int, dim: int) -> torch.Tensor:
-    """Rows of a table, in plain operators: what the kernel computes.
+def embedding(weights: torch.Tensor, tokens: torch.Tensor, rows: int, dim: int) -> torch.Tensor:
+    """Rows of a table, in plain operators: what the kernels compute.
 
     Args:
-        weights: bfloat16 [blocks, pairs of a row's numbers, `BLOCK`, 2], of `pack_bfloat16`.
+        weights: bfloat16 or float16, of `pack_float`.
         tokens: int64 [...], of 0 to rows - 1.
         rows: How many there are.
         dim: A row's numbers.
@@ -73,22 +82,23 @@ def embedding_bfloat16(weights: torch.Tensor, tokens: torch.Tensor, rows: int, d
     Returns:
         float32 [..., dim].
     """
-    return unpack_bfloat16(weights, dim, rows)[tokens]
+    return unpack_float(weights, dim, rows)[tokens]
 
 
 def _into(weights: torch.Tensor, tokens: torch.Tensor, rows: int, dim: int, *, out: torch.Tensor) -> torch.Tensor:
-    return out.copy_(embedding_bfloat16(weights, tokens, rows, dim))
+    return out.copy_(embedding(weights, tokens, rows, dim))
 
 
 def _output(weights: torch.Tensor, tokens: torch.Tensor, rows: int, dim: int) -> torch.Tensor:
     return weights.new_empty(*tokens.shape, dim, dtype=torch.float32)
 
 
-for _schema, _function in (
-    (f"embedding_bfloat16{_EMBEDDING}) -> Tensor", embedding_bfloat16),
-    # What ExecuTorch calls.
-    (f"embedding_bfloat16.out{_EMBEDDING}, *, Tensor(a!) out) -> Tensor(a!)", _into),
-):
-    _library.define(_schema)
-    _library.impl(_schema[: _schema.index("(")], _function, "CompositeExplicitAutograd")
-torch.library.register_fake("exportable_cache::embedding_bfloat16", _output, lib=_library)
+for _name in ("embedding_bfloat16", "embedding_float16"):
+    # ExecuTorch calls those that are named out.
+    for _schema, _function in (
+        (f"{_name}{_EMBEDDING}) -> Tensor", embedding),
+        (f"{_name}.out{_EMBEDDING}, *, Tensor(a!) out) -> Tensor(a!)", _into),
+    ):
+        _library.define(_schema)
+        _library.impl(_schema[: _schema.index("(")], _function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"exportable_cache::{_name}", _output, lib=_library)

@@ -1,12 +1,12 @@
 """Linear layers through this package's own operators, `exportable_cache::linear_float` over weights of float32,
-`exportable_cache::linear_bfloat16` over those of float32 that bfloat16 has without loss, and
-`exportable_cache::linear_4bit` over those of 4 bits; see `kernels/`.
+`linear_bfloat16` and `linear_float16` over those that these have without loss, and `linear_4bit` over those of 4 bits;
+see `kernels/`.
 
 XNNPACK (of ExecuTorch 1.4.1) packs a second copy of the weights as a program is loaded. Here they are packed as they
 are exported, and read where the file is mapped. Weights of 4 bits it multiplies in 16 bits on a processor with AVX2 and
 no AVX-512, half as fast.
 
-A checkpoint in bfloat16 is computed in float32, with half of the bytes to read: what a token waits for.
+A checkpoint in 16 bits is computed in float32, with half of the bytes to read: what a token waits for.
 
 With weights of 4 bits, activations are rounded to 8, each token by itself, as torchao's `8da4w` says.
 """
@@ -23,17 +23,7 @@ from executorch.backends.transforms.utils import get_param_tensor, is_param
 from torch.fx import Node
 
 from .graph_edits import insert_call, packed_weight, replace_call
-from .own_weights import (
-    BLOCK,
-    GROUP_MULTIPLE,
-    is_bfloat16,
-    pack,
-    pack_bfloat16,
-    pack_float,
-    unpack,
-    unpack_bfloat16,
-    unpack_float,
-)
+from .own_weights import BLOCK, GROUP_MULTIPLE, NAMES, exact_dtype, pack, pack_float, unpack, unpack_float
 from .quantized_linears import fold_linears, int4_layer
 
 if TYPE_CHECKING:
@@ -123,7 +113,8 @@ def is_own(program: ExportedProgram, node: Node) -> bool:
     """Whether an operator of ours can be a layer in float32."""
     if node.target is not _PLAIN:
         return False
-    source, weight = node.args[:2]
+    found: Any = node.args
+    source, weight = found[:2]
     if not is_param(program, weight):
         return False
     form = weight.meta["val"]
@@ -134,46 +125,30 @@ def _packed_float(program: ExportedProgram, node: Node) -> _Packed | None:
     """None of a layer whose weights are also read otherwise: a table that the head is tied to is kept once."""
     if not is_own(program, node):
         return None
-    source, weight, bias = [*node.args, None][:3]
+    found: list[Any] = [*node.args, None]
+    source, weight, bias = found[:3]
     if any(user.target is not _PLAIN for user in weight.users):
         return None
-    numbers, operators = get_param_tensor(program, weight), torch.ops.exportable_cache
-    call, form = operators.linear_float.default, pack_float
-    if is_bfloat16(numbers):
-        call, form = operators.linear_bfloat16.default, pack_bfloat16
-    return _Packed(call, source, packed_weight(program, weight, lambda: form(numbers)), bias, numbers.shape[0])
+    numbers = get_param_tensor(program, weight)
+    dtype = exact_dtype(numbers)
+    call = getattr(torch.ops.exportable_cache, f"linear_{NAMES[dtype]}").default
+    return _Packed(call, source, packed_weight(program, weight, lambda: pack_float(numbers, dtype)), bias, len(numbers))
 
 
 def linear_float(source: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None, outputs: int) -> torch.Tensor:
-    """A linear layer in plain operators: what the kernel computes.
+    """A linear layer in plain operators: what the kernels of `linear_float`, `linear_bfloat16` and `linear_float16`
+    compute.
 
     Args:
         source: float32 [..., inputs].
-        weights: float32 [blocks, inputs, `BLOCK`], of `pack_float`.
+        weights: Of `pack_float`.
         bias: float32 [outputs], or None.
         outputs: How many there are.
 
     Returns:
         float32 [..., outputs].
     """
-    return torch.nn.functional.linear(source, unpack_float(weights, outputs), bias)
-
-
-def linear_bfloat16(
-    source: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None, outputs: int
-) -> torch.Tensor:
-    """A linear layer in float32 over weights that are stored in bfloat16, in plain operators: what the kernel computes.
-
-    Args:
-        source: float32 [..., inputs].
-        weights: bfloat16 [blocks, pairs of inputs, `BLOCK`, 2], of `pack_bfloat16`.
-        bias: float32 [outputs], or None.
-        outputs: How many there are.
-
-    Returns:
-        float32 [..., outputs].
-    """
-    return torch.nn.functional.linear(source, unpack_bfloat16(weights, source.shape[-1], outputs), bias)
+    return torch.nn.functional.linear(source, unpack_float(weights, source.shape[-1], outputs), bias)
 
 
 def linear_4bit(source: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None, outputs: int) -> torch.Tensor:
@@ -237,11 +212,12 @@ def _define(name: str, plain: Callable[..., torch.Tensor]) -> None:
     torch.library.register_fake(f"exportable_cache::{together}", several(_output), lib=_library)
 
 
-_define("linear_float", linear_float)
-_define("linear_bfloat16", linear_bfloat16)
+for _name in NAMES.values():
+    _define(f"linear_{_name}", linear_float)
 _define("linear_4bit", linear_4bit)
-_TOGETHER = {
-    torch.ops.exportable_cache.linear_float.default: torch.ops.exportable_cache.linears_float.default,
-    torch.ops.exportable_cache.linear_bfloat16.default: torch.ops.exportable_cache.linears_bfloat16.default,
-    torch.ops.exportable_cache.linear_4bit.default: torch.ops.exportable_cache.linears_4bit.default,
+_TOGETHER: dict[OpOverload, OpOverload] = {
+    getattr(torch.ops.exportable_cache, f"linear_{name}").default: getattr(
+        torch.ops.exportable_cache, f"linears_{name}"
+    ).default
+    for name in (*NAMES.values(), "4bit")
 }

@@ -17,38 +17,40 @@ _QUADS = 8
 _LOWER = 0 if sys.byteorder == "little" else 1
 
 
-def pack_float(weight: torch.Tensor) -> torch.Tensor:
-    """Weights as the kernel reads them: float32 [blocks, inputs, `BLOCK`] of [outputs, inputs]; outputs that are not
-    there are zeros.
+#: How an operator over weights of a type is called.
+NAMES = {torch.float32: "float", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def exact_dtype(weight: torch.Tensor) -> torch.dtype:
+    """The type that has each number of a float32 tensor without loss: bfloat16 or float16, as of a checkpoint that is
+    stored so, or float32.
     """
+    numbers = weight.detach().contiguous()
+    if not numbers.view(torch.int16)[..., _LOWER::2].any():
+        return torch.bfloat16
+    return torch.float16 if torch.equal(numbers.half().float(), numbers) else torch.float32
+
+
+def pack_float(weight: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Weights as the kernel reads them, of float32 [outputs, inputs]: [blocks, inputs, `BLOCK`], and of bfloat16
+    [blocks, pairs of inputs, `BLOCK`, 2]. Outputs and inputs that are not there are zeros.
+    """
+    pairs = _pairs(dtype)
     outputs, inputs = weight.shape
-    whole = torch.nn.functional.pad(weight.detach(), (0, 0, 0, -outputs % BLOCK))
-    return whole.view(-1, BLOCK, inputs).transpose(1, 2).contiguous()
+    whole = torch.nn.functional.pad(weight.detach().to(dtype), (0, -inputs % pairs, 0, -outputs % BLOCK))
+    packed = whole.view(-1, BLOCK, whole.shape[1] // pairs, pairs).transpose(1, 2)
+    return packed.contiguous() if pairs > 1 else packed.squeeze(3).contiguous()
 
 
-def unpack_float(weights: torch.Tensor, outputs: int) -> torch.Tensor:
+def unpack_float(weights: torch.Tensor, inputs: int, outputs: int) -> torch.Tensor:
     """What `pack_float` was given: float32 [outputs, inputs]."""
-    return weights.transpose(1, 2).reshape(-1, weights.shape[1])[:outputs]
+    whole = weights.transpose(1, 2).reshape(-1, weights.shape[1] * _pairs(weights.dtype))
+    return whole[:outputs, :inputs].float()
 
 
-def is_bfloat16(weight: torch.Tensor) -> bool:
-    """Whether bfloat16 has each number of a float32 tensor without loss, as of a checkpoint that is stored so."""
-    halves = weight.detach().contiguous().view(torch.int16)
-    return not halves[..., _LOWER::2].any()
-
-
-def pack_bfloat16(weight: torch.Tensor) -> torch.Tensor:
-    """Weights of which `is_bfloat16` is true: bfloat16 [blocks, pairs of inputs, `BLOCK`, 2] of float32
-    [outputs, inputs]; outputs and inputs that are not there are zeros.
-    """
-    outputs, inputs = weight.shape
-    whole = torch.nn.functional.pad(weight.detach().bfloat16(), (0, -inputs % 2, 0, -outputs % BLOCK))
-    return whole.view(-1, BLOCK, whole.shape[1] // 2, 2).transpose(1, 2).contiguous()
-
-
-def unpack_bfloat16(weights: torch.Tensor, inputs: int, outputs: int) -> torch.Tensor:
-    """What `pack_bfloat16` was given: float32 [outputs, inputs]."""
-    return weights.transpose(1, 2).reshape(-1, 2 * weights.shape[1])[:outputs, :inputs].float()
+def _pairs(dtype: torch.dtype) -> int:
+    """Inputs of an output that lie side by side."""
+    return 2 if dtype == torch.bfloat16 else 1
 
 
 def pack(integers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
