@@ -14,6 +14,8 @@ from exportable_cache import export, load
 from exportable_cache.backends import TARGETS
 from exportable_cache.bundle.manifest import Manifest
 from exportable_cache.errors import InputError
+from exportable_cache.models.exact_sizes import exact_bytes
+from exportable_cache.models.without_weights import model_without_weights
 from exportable_cache.pipeline.dtypes import choose_dtype
 from exportable_cache.verification.report import VerifyReport
 
@@ -38,6 +40,35 @@ def test_other_targets_keep_the_stored_dtype_unless_weights_are_quantised(stored
         assert choose_dtype(stored, None, target, options).chosen == stored
         assert choose_dtype(stored, None, target, options, quantized=True).chosen == torch.float32
         assert choose_dtype(stored, torch.float16, target, options).chosen == torch.float16
+
+
+@pytest.mark.parametrize("stored", HALVES)
+def test_own_linear_layers_keep_weights_as_they_are_stored(stored: torch.dtype) -> None:
+    def choice(*given: Any, quantized: bool = False, **options: str) -> Any:
+        return choose_dtype(stored, given[0] if given else None, "executorch", options, quantized)
+
+    name = str(stored).removeprefix("torch.")
+    kept = f"weights are stored and kept in {name}; products are in float32, which executorch computes best"
+    assert str(choice(kernels="own")) == str(choice(linears="own")) == kept
+    assert str(choice(torch.float32, kernels="own")).endswith("products are in float32, as asked for")
+    others = [choice(), choice(kernels="own", linears="delegate"), choice(kernels="own", quantized=True)]
+    others += [
+        choice(torch.float16, kernels="own"),
+        choose_dtype(torch.float32, None, "executorch", {"kernels": "own"}),
+    ]
+    assert not any(other.kept for other in others)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("stored", HALVES)
+def test_bytes_of_weights_that_are_kept_are_those_of_layers_and_tables(stored: torch.dtype, tied: bool) -> None:
+    model = tiny_model("llama", stored, tie_word_embeddings=tied).float()
+    matrices = sum(one.numel() for one in model.parameters() if one.dim() == 2)
+    norms = sum(one.numel() for one in model.parameters() if one.dim() == 1)
+    bare = model_without_weights(model.config).to(torch.float32)
+    assert exact_bytes(model) == exact_bytes(bare, stored) == 2 * matrices + 4 * norms
+    model.lm_head.weight.data[0, 0] = 1 + 2**-20
+    assert exact_bytes(model) == 2 * (matrices + model.lm_head.weight.numel()) + 4 * norms
 
 
 @pytest.mark.parametrize(

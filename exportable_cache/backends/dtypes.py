@@ -5,7 +5,7 @@ importing a target.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,10 +20,13 @@ class TargetDtypes:
     Attributes:
         best: Chosen where no dtype was asked for; None for the one the weights are stored in.
         refused: Dtypes that cannot be had, and why.
+        keeps_exact: Whether weights of linear layers and tables are stored in the type that has them without loss,
+            whatever is computed in.
     """
 
     best: torch.dtype | None = None
     refused: Mapping[torch.dtype, str] = field(default_factory=dict)
+    keeps_exact: bool = False
 
     def preferred(self, stored: torch.dtype) -> torch.dtype:
         """The dtype for weights that are stored in `stored`."""
@@ -44,6 +47,7 @@ _XNNPACK = TargetDtypes(
         )
     },
 )
+_OWN_LINEARS = replace(_XNNPACK, keeps_exact=True)
 
 
 def target_dtypes(target: str, options: Mapping[str, Any]) -> TargetDtypes:
@@ -54,5 +58,5 @@ def target_dtypes(target: str, options: Mapping[str, Any]) -> TargetDtypes:
             other delegates are verified through XNNPACK.
     """
     if target == "executorch" and options.get("delegate") != "tensorrt":
-        return _XNNPACK
+        return _OWN_LINEARS if (options.get("linears") or options.get("kernels")) == "own" else _XNNPACK
     return _AS_STORED

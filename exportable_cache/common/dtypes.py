@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
 from ..errors import InputError
+
+# Of a number of 32 bits, the half with the bits that float32 has and bfloat16 has not.
+_LOWER = 0 if sys.byteorder == "little" else 1
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
@@ -26,3 +31,13 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 def dtype_name(dtype: torch.dtype) -> str:
     """`float32` for torch.float32."""
     return str(dtype).removeprefix("torch.")
+
+
+def exact_dtype(weight: torch.Tensor) -> torch.dtype:
+    """The type that has each number of a float32 tensor without loss: bfloat16 or float16, as of a checkpoint that is
+    stored so, or float32.
+    """
+    numbers = weight.detach().contiguous()
+    if not numbers.view(torch.int16)[..., _LOWER::2].any():
+        return torch.bfloat16
+    return torch.float16 if torch.equal(numbers.half().float(), numbers) else torch.float32

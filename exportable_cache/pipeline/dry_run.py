@@ -10,6 +10,7 @@ import torch
 
 from ..common.dtypes import dtype_name
 from ..errors import UnsupportedModelError
+from ..models.exact_sizes import exact_bytes
 from ..models.loading import live_model, load_config
 from ..models.positions import check_positions
 from ..models.prequantized import stored_quantization
@@ -87,6 +88,8 @@ def dry_run(spec: ExportSpec) -> DryRun:
             model = model.to(torch.float32)
             check_quantizable(model, spec.quantization)
             weights = quantized_bytes(model, spec.quantization)
+    elif model is not None and resolved.dtype is not None and resolved.dtype.kept:
+        weights = exact_bytes(model.to(dtype), resolved.dtype.stored)
     stored = stored_quantization(config)
     remarks = [] if stored is None else [stored.remark.replace("were dequantised", "would be dequantised")]
     # A tuple of paths, since the spec was made.

@@ -26,11 +26,13 @@ class DtypeChoice:
         stored: Of the weights as they are.
         chosen: Of the weights that are exported.
         reason: What the chosen one is for, where nobody asked for it.
+        kept: Whether weights are stored as they are, and become the chosen one where they are multiplied.
     """
 
     stored: torch.dtype
     chosen: torch.dtype
     reason: str = ""
+    kept: bool = False
 
     @property
     def widened(self) -> bool:
@@ -41,10 +43,8 @@ class DtypeChoice:
         stored, chosen = dtype_name(self.stored), dtype_name(self.chosen)
         if self.stored == self.chosen:
             return f"weights are stored and exported in {stored}"
-        return (
-            f"weights are stored in {stored}; exported in {chosen}, "
-            f"{f'which {self.reason}' if self.reason else 'as asked for'}"
-        )
+        weights = f"stored and kept in {stored}; products are" if self.kept else f"stored in {stored}; exported"
+        return f"weights are {weights} in {chosen}, {f'which {self.reason}' if self.reason else 'as asked for'}"
 
 
 def check_dtype(asked: torch.dtype | None, target: str, options: Mapping[str, Any], quantized: bool = False) -> None:
@@ -88,8 +88,9 @@ def choose_dtype(
         InputError: See `check_dtype`.
     """
     check_dtype(asked, target, options, quantized)
-    if asked is not None:
-        return DtypeChoice(stored, asked)
-    if quantized:
+    if quantized and asked is None:
         return DtypeChoice(stored, QUANTIZED_COMPUTES_IN, "quantised kernels compute in")
-    return DtypeChoice(stored, target_dtypes(target, options).preferred(stored), f"{target} computes best")
+    dtypes = target_dtypes(target, options)
+    chosen, reason = (dtypes.preferred(stored), f"{target} computes best") if asked is None else (asked, "")
+    kept = dtypes.keeps_exact and not quantized and stored.itemsize < chosen.itemsize
+    return DtypeChoice(stored, chosen, reason, kept)

@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..backends import backend_for
+from ..backends.dtypes import target_dtypes
 from ..bundle import signature
 from ..bundle.builder import check_free, new_folder, write_bundle
 from ..bundle.describe import Provenance
@@ -29,6 +30,7 @@ from ..errors import BundleError, InputError, UnsupportedModelError, Verificatio
 from ..models.cache_factory import ExportableCache
 from ..models.codebooks import codebooks_of
 from ..models.dtypes import stored_dtype
+from ..models.exact_sizes import exact_bytes
 from ..models.layout import layer_types_and_windows
 from ..models.loading import check_checkpoint, live_model, load_config, load_model, load_to_quantise
 from ..models.positions import check_positions
@@ -84,7 +86,7 @@ class Source:
         loaded: The model as it came, with its tokenizer: in the chosen dtype, or as stored where it is quantised.
         model: The same, or its quantised copy.
         dtype: Of the weights, stored and exported.
-        weights_bytes: Of the quantised weights as a target stores them; None where nothing is quantised.
+        weights_bytes: Of the weights as a target stores them; None where that is as the model has them.
     """
 
     loaded: LoadedModel
@@ -197,7 +199,8 @@ def quantise(resolved: Resolved, loaded: LoadedModel, progress: Progress = silen
     quantization = resolved.spec.quantization
     if quantization is None:
         loaded.model.to(choice.chosen)
-        return Source(loaded, loaded.model, choice)
+        keeps_exact = target_dtypes(resolved.spec.target, resolved.spec.options.to_dict()).keeps_exact
+        return Source(loaded, loaded.model, choice, exact_bytes(loaded.model) if keeps_exact else None)
     progress(f"quantising to {quantization}", 0, None)
     output = resolved.spec.output_dir
     try:
@@ -276,8 +279,9 @@ def lower(resolved: Resolved, source: Source, made: Program, folder: Path, progr
         "remarks": list(source.loaded.remarks),
         "ranks": ranked,
     }
-    if spec.quantization is not None:
+    if source.weights_bytes is not None:
         recorded["weights_bytes"] = source.weights_bytes
+    if spec.quantization is not None:
         recorded["quantization"] = Quantized(**spec.quantization.to_dict())
     if spec.cache.kv_dtype is not None:
         exact = replace(spec.cache, kv_dtype=None, device="meta")

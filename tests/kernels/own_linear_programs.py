@@ -104,7 +104,9 @@ def check_bundle(
     found = json.loads((folder / "manifest.json").read_text())["verification"]
     # A sum that is off by its last bit is rounded to the next number of 8 bits at times: no exact bound holds.
     assert found["passed"], found
-    data = (folder / "program.pte").read_bytes()
+    manifest, data = json.loads((folder / "manifest.json").read_text()), (folder / "program.pte").read_bytes()
+    # Besides the weights, the graph, and 64 bytes for each tensor that is not as long.
+    assert manifest["weights_bytes"] <= len(data) < manifest["weights_bytes"] + 40_000, len(data)
     assert all(f"exportable_cache::{operator}".encode() in data for operator in operators), operators
     return len(data)
 

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from executorch.backends.transforms.utils import get_param_tensor, is_param
 
+from ...common.dtypes import exact_dtype
 from .graph_edits import insert_call, packed_weight, replace_call
 from .own_linears import is_own
-from .own_weights import NAMES, exact_dtype, pack_float, unpack_float
+from .own_weights import NAMES, pack_float, unpack_float
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram

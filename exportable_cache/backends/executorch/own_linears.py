@@ -22,8 +22,9 @@ import torch
 from executorch.backends.transforms.utils import get_param_tensor, is_param
 from torch.fx import Node
 
+from ...common.dtypes import exact_dtype
 from .graph_edits import insert_call, packed_weight, replace_call
-from .own_weights import BLOCK, GROUP_MULTIPLE, NAMES, exact_dtype, pack, pack_float, unpack, unpack_float
+from .own_weights import BLOCK, GROUP_MULTIPLE, NAMES, pack, pack_float, unpack, unpack_float
 from .quantized_linears import fold_linears, int4_layer
 
 if TYPE_CHECKING:

@@ -4,8 +4,6 @@ a step reads them. `kernels/src/linear.h` and `float_linear.h` say the same.
 
 from __future__ import annotations
 
-import sys
-
 import torch
 
 #: Outputs of a block, and what the weights of a group are a multiple of.
@@ -13,22 +11,10 @@ BLOCK, GROUP_MULTIPLE = 16, 32
 #: A bfloat16 scale for each group, a float32 sum for each output, in bytes.
 _SCALE, _SUM = 2, 4
 _QUADS = 8
-# Of a number of 32 bits, the half with the bits that float32 has and bfloat16 has not.
-_LOWER = 0 if sys.byteorder == "little" else 1
 
 
 #: How an operator over weights of a type is called.
 NAMES = {torch.float32: "float", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-
-
-def exact_dtype(weight: torch.Tensor) -> torch.dtype:
-    """The type that has each number of a float32 tensor without loss: bfloat16 or float16, as of a checkpoint that is
-    stored so, or float32.
-    """
-    numbers = weight.detach().contiguous()
-    if not numbers.view(torch.int16)[..., _LOWER::2].any():
-        return torch.bfloat16
-    return torch.float16 if torch.equal(numbers.half().float(), numbers) else torch.float32
 
 
 def pack_float(weight: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
