@@ -203,3 +203,20 @@ def test_one_number_that_a_type_has_not_is_enough(number: float, kind: str) -> N
     assert targets.count(f"exportable_cache.linear_{kind}.default") == (3 if kind == "bfloat16" else 1)
     tables = [node for node in program.graph.nodes if str(node.target) == "aten.embedding.default"]
     assert [node.args[0].meta["val"].dtype for node in tables] == [DTYPES[kind]]
+
+
+class MultipliedTable(nn.Module):
+    """A table that is multiplied by, and not as a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 32)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.table(tokens) @ self.table.weight.T
+
+
+def test_a_table_that_is_read_otherwise_is_kept_once_and_in_float32() -> None:
+    program = own_program(MultipliedTable().bfloat16().float().eval(), torch.tensor([[1, 4, 7]]))
+    read = [node.meta["val"].dtype for node in program.graph.find_nodes(op="placeholder") if node.users]
+    assert read == [torch.float32, torch.int64]
