@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from exportable_cache import ExportableCache
 from exportable_cache.common.patch import ORIGINAL, Patch
 from exportable_cache.errors import UnsupportedModelError
 from exportable_cache.models.patches import registry
-from exportable_cache.models.patches.registry import COPIED, PATCHES, patch_model, patch_types
+from exportable_cache.models.patches.registry import COPIED, PATCHES, PREPARATIONS, patch_model, patch_types
 
 from ..support.kinds import kind_model
 from ..support.models import tiny_model, tokens
@@ -52,6 +53,16 @@ def test_every_model_type_is_one_of_the_files_configs() -> None:
             sources = [path.read_text() for path in (MODELS / patch.file.split(".")[0]).glob("configuration_*.py")]
             found = {name for source in sources for name in re.findall(r'model_type(?:: str)? = "([^"]+)"', source)}
             assert model_type in found
+
+
+@pytest.mark.parametrize("model_type", sorted(PREPARATIONS))
+def test_a_model_that_nobody_prepared_runs_beside_one_that_is(model_type: str) -> None:
+    """Both are of the same class, whose methods are replaced: a user's own, and a checkpoint that is compared with."""
+    model = zoo_model({one.model_type: one for one in architectures()}[model_type])
+    prepared = copy.deepcopy(model)
+    patch_model(prepared)
+    with torch.no_grad():
+        assert torch.equal(model(tokens(9)).logits, prepared(tokens(9)).logits)
 
 
 def changed(monkeypatch: pytest.MonkeyPatch, model_type: str, **fields: object) -> None:

@@ -26,8 +26,10 @@ _REASON = "it computes attention in code of its own, which no target can fuse"
 
 
 def fusing_attention(module: Any) -> Callable | None:
-    """The attention function of a target that fuses attention, None under any other implementation."""
-    name = getattr(module.config, "_attn_implementation", None) or ""
+    """The attention function of a target that fuses attention, None under any other implementation, as of a model that
+    nobody has prepared: others of its class share the patch.
+    """
+    name = getattr(getattr(module, "config", None), "_attn_implementation", None) or ""
     fuses = name.startswith(_OURS) and name not in ATTENTION_NAMES
     return AttentionInterface()[name] if fuses else None
 
