@@ -1,4 +1,4 @@
-// Linear layers over weights of float32, bfloat16 and float16, compiled once for every instruction set and chosen at run time.
+// Linear layers over weights of float32, bfloat16 and float16, compiled for every instruction set and chosen at run time.
 //
 // One row reads the weights of a block after the other, in order, as fast as memory gives them. Several rows keep the
 // sums of a tile in registers while its weights and rows pass once.
