@@ -1,4 +1,5 @@
-// Linear layers of a prompt over weights of float32, bfloat16 and float16, beside the most that the processor multiplies and adds.
+// Linear layers of a prompt over weights of float32, bfloat16 and float16, beside the most that the processor multiplies
+// and adds.
 //
 //   prompt_linear [THREADS] [ROWS] [ROUNDS] [TARGET]
 //

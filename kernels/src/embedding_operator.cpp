@@ -5,15 +5,11 @@
 #include <executorch/extension/kernel_util/make_boxed_from_unboxed_functor.h>
 #include <executorch/runtime/kernel/operator_registry.h>
 
-#include <array>
-
 #include "own_operators.h"
 #include "tensors.h"
 
 namespace exportable_cache::kernels {
 namespace {
-
-constexpr size_t kMostDims = 8;
 
 template <class W>
 Tensor& embedding_out(KernelRuntimeContext& context, const Tensor& weights, const Tensor& tokens, int64_t rows,
@@ -22,15 +18,11 @@ Tensor& embedding_out(KernelRuntimeContext& context, const Tensor& weights, cons
   const W* const packed = packed_weights<W>(weights, dim, rows);
   ET_KERNEL_CHECK_MSG(context, packed != nullptr, InvalidArgument, out,
                       "weights must be blocks of 16 rows, of the operator's type");
-  const bool are_tokens = dims < kMostDims && tokens.scalar_type() == ScalarType::Long && is_contiguous(tokens);
+  const bool are_tokens = tokens.scalar_type() == ScalarType::Long && is_contiguous(tokens);
   ET_KERNEL_CHECK_MSG(context, are_tokens, InvalidArgument, out, "tokens must be contiguous int64");
   ET_KERNEL_CHECK_MSG(context, out.scalar_type() == ScalarType::Float && static_cast<size_t>(out.dim()) == dims + 1,
                       InvalidArgument, out, "the output must be float32, of one dimension more than tokens");
-  std::array<executorch::aten::SizesType, kMostDims> sizes{};
-  for (size_t i = 0; i < dims; ++i) sizes[i] = tokens.sizes()[i];
-  sizes[dims] = static_cast<executorch::aten::SizesType>(dim);
-  const Error resized = executorch::runtime::resize_tensor(out, {sizes.data(), dims + 1});
-  ET_KERNEL_CHECK(context, resized == Error::Ok && is_contiguous(out), InvalidArgument, out);
+  ET_KERNEL_CHECK(context, resize_rows(tokens, dims, dim, out) && is_contiguous(out), InvalidArgument, out);
   const int64_t* const ids = tokens.const_data_ptr<int64_t>();
   float* const numbers = out.mutable_data_ptr<float>();
   for (int64_t i = 0; i < tokens.numel(); ++i) {

@@ -23,7 +23,7 @@ using executorch::runtime::EValue;
 using executorch::runtime::Span;
 using OptionalTensor = executorch::aten::optional<Tensor>;
 
-constexpr size_t kMostDims = 8, kAlignment = 64;
+constexpr size_t kAlignment = 64;
 
 // Groups of an output's weights in blocks of so many bytes; 0 where the sizes do not fit together.
 int64_t groups_of(int64_t bytes, int64_t inputs) {
@@ -52,15 +52,11 @@ int64_t inputs_of(KernelRuntimeContext& context, const Tensor& source) {
 
 // The output as large as it has to be; false where something does not fit.
 bool is_prepared(KernelRuntimeContext& context, const Tensor& source, const Tensor* bias, int64_t outputs, Tensor& out) {
-  const size_t dims = static_cast<size_t>(source.dim());
   ET_KERNEL_CHECK_MSG(context, is_float(out) && out.dim() == source.dim(), InvalidArgument, false,
                       "source and output must be contiguous float32 of as many dimensions");
   ET_KERNEL_CHECK_MSG(context, outputs > 0 && (!bias || (bias->dim() == 1 && bias->size(0) == outputs && is_float(*bias))),
                       InvalidArgument, false, "a bias must be float32 [outputs]");
-  std::array<executorch::aten::SizesType, kMostDims> sizes{};
-  for (size_t dim = 0; dim < dims; ++dim) sizes[dim] = source.sizes()[dim];
-  sizes[dims - 1] = static_cast<executorch::aten::SizesType>(outputs);
-  ET_KERNEL_CHECK(context, executorch::runtime::resize_tensor(out, {sizes.data(), dims}) == Error::Ok, InvalidArgument,
+  ET_KERNEL_CHECK(context, resize_rows(source, static_cast<size_t>(source.dim()) - 1, outputs, out), InvalidArgument,
                   false);
   return true;
 }

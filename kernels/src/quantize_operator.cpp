@@ -15,9 +15,7 @@ using executorch::runtime::EValue;
 using executorch::runtime::Span;
 
 bool resized(const Tensor& like, int64_t last, Tensor& tensor) {
-  using Size = executorch::aten::SizesType;
-  const Size sizes[] = {like.sizes()[0], like.sizes()[1], like.sizes()[2], static_cast<Size>(last)};
-  return executorch::runtime::resize_tensor(tensor, {sizes, 4}) == Error::Ok && is_cache_shaped(tensor);
+  return resize_rows(like, 3, last, tensor) && is_cache_shaped(tensor);
 }
 
 // ExecuTorch's wrapper of kernels is for those with one output.

@@ -7,6 +7,7 @@
 #include <executorch/runtime/core/exec_aten/util/tensor_util.h>
 #include <executorch/runtime/kernel/kernel_runtime_context.h>
 
+#include <array>
 #include <optional>
 
 #include "attention.h"
@@ -34,6 +35,17 @@ inline bool is_contiguous(const Tensor& tensor) {
 
 // Contiguous, and of four dimensions.
 inline bool is_cache_shaped(const Tensor& tensor) { return tensor.dim() == 4 && is_contiguous(tensor); }
+
+constexpr size_t kMostDims = 8;
+
+// Gives a tensor the first `kept` sizes of another, and `last` behind them; false where it cannot have them.
+inline bool resize_rows(const Tensor& like, size_t kept, int64_t last, Tensor& tensor) {
+  if (kept >= kMostDims) return false;
+  std::array<executorch::aten::SizesType, kMostDims> sizes{};
+  for (size_t dim = 0; dim < kept; ++dim) sizes[dim] = like.sizes()[dim];
+  sizes[kept] = static_cast<executorch::aten::SizesType>(last);
+  return executorch::runtime::resize_tensor(tensor, {sizes.data(), kept + 1}) == Error::Ok;
+}
 
 template <class W>
 constexpr ScalarType kStoredAs = ScalarType::Float;

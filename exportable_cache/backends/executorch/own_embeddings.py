@@ -42,7 +42,7 @@ def tables_to_own(program: ExportedProgram) -> ExportedProgram:
         numbers = get_param_tensor(program, table)
         dtype = exact_dtype(numbers)
         if dtype != torch.float32:
-            replace_call(node, _looked_up(program, node, dtype, bool(layers)))
+            replace_call(node, _looked_up(program, node, numbers.to(dtype), bool(layers)))
     graph.eliminate_dead_code()
     program.graph_module.recompile()
     return program
@@ -54,16 +54,16 @@ def _arguments(lookup: Node) -> tuple[Node, Node]:
     return found[0], found[1]
 
 
-def _looked_up(program: ExportedProgram, node: Node, dtype: torch.dtype, is_tied: bool) -> Node:
+def _looked_up(program: ExportedProgram, node: Node, numbers: torch.Tensor, is_tied: bool) -> Node:
+    """A lookup in the table's numbers, which are of the type that it is kept in."""
     table, tokens = _arguments(node)
-    numbers = get_param_tensor(program, table)
     if is_tied:
-        table = packed_weight(program, table, lambda: pack_float(numbers, dtype))
+        table = packed_weight(program, table, lambda: pack_float(numbers, numbers.dtype))
         with program.graph.inserting_before(node):
-            operator = getattr(torch.ops.exportable_cache, f"embedding_{NAMES[dtype]}").default
+            operator = getattr(torch.ops.exportable_cache, f"embedding_{NAMES[numbers.dtype]}").default
             result = insert_call(program.graph, operator, table, tokens, *numbers.shape)
     else:
-        table = packed_weight(program, table, lambda: numbers.detach().to(dtype))
+        table = packed_weight(program, table, numbers.detach)
         with program.graph.inserting_before(node):
             rows = insert_call(program.graph, _LOOKUP, table, tokens)
             result = insert_call(program.graph, torch.ops.aten.to.dtype, rows, torch.float32)
