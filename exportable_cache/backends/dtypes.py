@@ -58,10 +58,5 @@ def target_dtypes(target: str, options: Mapping[str, Any]) -> TargetDtypes:
             other delegates are verified through XNNPACK.
     """
     if target == "executorch" and options.get("delegate") != "tensorrt":
-        return _OWN_LINEARS if own_linears(options.get("linears"), options.get("kernels")) else _XNNPACK
+        return _OWN_LINEARS if (options.get("linears") or options.get("kernels")) == "own" else _XNNPACK
     return _AS_STORED
-
-
-def own_linears(linears: str | None, kernels: str | None) -> bool:
-    """Whether this package's operators compute linear layers, by ExecuTorch's options of these names."""
-    return (linears or kernels) == "own"

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 from ...common.settings import check_choice, setting
 from ...errors import InputError
 from ...program.spec import ProgramSpec
-from ..dtypes import own_linears
 from ..tensorrt.options import TensorRTOptions
 
 #: Options by delegate.
@@ -81,7 +80,7 @@ class ExecutorchOptions(TensorRTOptions):
     @property
     def own_linears(self) -> bool:
         """Whether this package's operators compute linear layers. Those of 8da4w take negative scales."""
-        return own_linears(self.linears, self.kernels)
+        return (self.linears or self.kernels) == "own"
 
     @classmethod
     def known(cls, given: Mapping[str, Any]) -> tuple[tuple[str, ...], str]:
