@@ -87,7 +87,7 @@ def start(options: ReplicaOptions) -> None:
 
 
 def _builder(options: ReplicaOptions) -> Callable[[], Any]:
-    folder, trust = str(options.folder.resolve()), options.trust
+    folder, trust, host = str(options.folder.resolve()), options.trust, options.host
 
     def build() -> Any:
         """Called in each replica."""
@@ -95,7 +95,7 @@ def _builder(options: ReplicaOptions) -> Callable[[], Any]:
         from exportable_cache.cli.server.app import ServerOptions, make_app
         from exportable_cache.decoding import Completer
 
-        app = make_app(Completer(load(folder, trust=trust)), ServerOptions(os.path.basename(folder)))
+        app = make_app(Completer(load(folder, trust=trust)), ServerOptions(os.path.basename(folder), host=host))
         replica = f"{os.uname().nodename}:{os.getpid()}".encode()
 
         async def named(scope: Any, receive: Any, send: Any) -> None:

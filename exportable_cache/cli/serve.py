@@ -32,6 +32,24 @@ def serve(
             "--api-key", metavar="KEY", envvar="EXPORTABLE_CACHE_API_KEY", help="Refuse requests without this key."
         ),
     ] = None,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow-host",
+            metavar="NAME",
+            help="Also answer requests to this name; may be repeated. * allows any name.",
+            show_default="loopback names, or any name with --api-key or another --host",
+        ),
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow-origin",
+            metavar="ORIGIN",
+            help="Let pages of this origin ask (CORS), such as https://example.org; may be repeated. * allows any.",
+            show_default="the server's own page",
+        ),
+    ] = None,
     most_waiting: Annotated[
         int,
         typer.Option(
@@ -61,9 +79,17 @@ def serve(
         from .server.app import ServerOptions, make_app
         from .server.run import run
 
+        options = ServerOptions(
+            name or Path(folder).resolve().name,
+            most_waiting,
+            api_key,
+            host=host,
+            allow_hosts=tuple(allow_host or ()),
+            allow_origins=tuple(allow_origin or ()),
+        )
+        options.allowed()
         session = load(folder, check_versions=not ignore_versions, trust=trust, key=key, check=check)
         completer = Completer(session)
-    options = ServerOptions(name or Path(folder).resolve().name, most_waiting, api_key)
     run(
         make_app(completer, options),
         host,

@@ -95,9 +95,8 @@ def begun_and_left(address: str, body: dict[str, Any], read: int) -> None:
     host, port = address.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=20) as connection:
         text = json.dumps(body)
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(text)}"
-        )
-        connection.sendall(f"{head}\r\n\r\n{text}".encode())
+        head = ["POST /v1/completions HTTP/1.1", f"Host: {host}", "Content-Type: application/json"]
+        head.append(f"Content-Length: {len(text)}")
+        connection.sendall("\r\n".join([*head, "", text]).encode())
         if read:
             assert connection.recv(read)

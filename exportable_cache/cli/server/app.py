@@ -22,6 +22,7 @@ from ...decoding.completion import Completer, Completion, CompletionOptions, Pie
 from ...errors import CacheFullError, ExportableCacheError, InputError
 from .answers import Answer, error_of
 from .engine import Busy, Engine
+from .origins import AllowedOrigins, OriginGuard
 from .schema import ChatRequest, CompletionRequest
 
 Result = TypeVar("Result")
@@ -30,6 +31,11 @@ Result = TypeVar("Result")
 _RETRY_AFTER = 1
 _GONE = 499
 _DONE = b"data: [DONE]\n\n"
+#: The page asks its own server alone, and is shown in no other site's frame.
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; "
+    "style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+}
 
 
 @dataclass(frozen=True)
@@ -41,12 +47,26 @@ class ServerOptions:
         most_waiting: Requests that wait while another is answered; more are told to come again.
         api_key: That requests have to carry; None for none.
         most_bytes: Of a request's body.
+        host: Where the server listens, which decides what names it answers to, see `AllowedOrigins.of`.
+        allow_hosts: Further names that requests may address.
+        allow_origins: Origins of other sites whose pages may ask, such as "https://example.org".
     """
 
     model_name: str
     most_waiting: int = 64
     api_key: str | None = None
     most_bytes: int = 8 * 2**20
+    host: str = "127.0.0.1"
+    allow_hosts: tuple[str, ...] = ()
+    allow_origins: tuple[str, ...] = ()
+
+    def allowed(self) -> AllowedOrigins:
+        """Return the names and origins that are answered.
+
+        Raises:
+            InputError: If one is not valid.
+        """
+        return AllowedOrigins.of(self.host, self.api_key is not None, self.allow_hosts, self.allow_origins)
 
 
 class ClientGone(Exception):
@@ -79,10 +99,11 @@ def make_app(completer: Completer, options: ServerOptions) -> FastAPI:
     # The application's own limit is outside of all middleware; what is added last is outermost.
     app.add_middleware(RequestBodyLimitMiddleware, max_body_size=options.most_bytes)
     app.add_middleware(_TooLongInTheFormOfTheApi, most_bytes=options.most_bytes)
+    app.add_middleware(OriginGuard, allowed=options.allowed())
 
     @app.get("/", response_class=HTMLResponse, include_in_schema=False)
-    async def page() -> str:
-        return (files(__package__) / "page.html").read_text(encoding="utf-8")
+    async def page() -> HTMLResponse:
+        return HTMLResponse((files(__package__) / "page.html").read_text(encoding="utf-8"), headers=_PAGE_HEADERS)
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
