@@ -114,6 +114,15 @@ def test_one_token_goes_to_decode_where_forward_would_take_it(model: Any) -> Non
     assert chunk_sizes({"forward": methods["forward"]}, 49) == [24, 24, 1]
 
 
+def test_chunks_are_shorter_where_a_caller_asks_and_a_method_can(model: Any) -> None:
+    methods = methods_for(ExportableCache.from_model(model, 64), ProgramSpec(24))
+    assert chunk_sizes(methods, 49, most=20) == [20, 20, 9]
+    assert chunk_sizes(methods, 49, most=256) == chunk_sizes(methods, 49) == [24, 24, 1]
+    assert chunk_sizes(methods, 41, keeps_prompt=True, most=20) == [20, 19, 2]
+    only = {"decode": methods["decode"], "prefill": ProgramMethod("prefill", 24, 24)}
+    assert chunk_sizes(only, 48, most=20) == [24, 24]
+
+
 def worst(session: Any, model: Any) -> float:
     found = []
     for prompt in (3, 8, 15, 16, 17, 40):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from ..session.session import Session
 
 FinishReason = Literal["stop", "length"]
+
+#: Longest chunk in which a prompt is fed, because an answer can be given up between chunks only.
+MOST_A_CHUNK = 256
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,10 @@ class CompletionOptions:
             raise InputError(f"stop is {list(self.stop)!r:.80}; it must be texts of at least one character")
 
 
+class _GivenUp(Exception):
+    """Nobody waits for the answer whose prompt is being fed."""
+
+
 class Completion(Iterator[Piece]):
     """An answer as it comes; steps run as it is consumed.
 
@@ -86,6 +94,7 @@ class Completion(Iterator[Piece]):
         self._follower = None if options.constraint is None else completer.follow(options.constraint)
         self.prompt_tokens, self.reused_tokens, self.new_tokens = len(ids), 0, 0
         self.finish_reason: FinishReason | None = None
+        self._is_given_up = threading.Event()
         self._pieces = self._run(completer, list(ids), options)
 
     def __next__(self) -> Piece:
@@ -95,10 +104,23 @@ class Completion(Iterator[Piece]):
         """Give it up; the session keeps what it holds."""
         self._pieces.close()
 
+    def give_up(self) -> None:
+        """End it from any thread, also while another one computes a piece: after the chunk of the prompt, or the step,
+        that is running. The piece being computed is then the last, or there is none.
+        """
+        self._is_given_up.set()
+
+    def _check_wanted(self) -> None:
+        if self._is_given_up.is_set():
+            raise _GivenUp
+
     def _run(self, completer: Completer, ids: list[int], options: CompletionOptions) -> Generator[Piece]:
         session = completer.session
         limit = completer.limit(len(ids), options.max_new_tokens)
-        self.reused_tokens, logits = completer.feed(ids)
+        try:
+            self.reused_tokens, logits = completer.feed(ids, self._check_wanted)
+        except _GivenUp:
+            return
         sampler = Sampler(options.sampling, torch.tensor([ids], device=session.device), session.vocab_size)
         pieces = TextPieces(completer.tokenizer, completer.end_tokens, options.stop)
         while True:
@@ -112,7 +134,7 @@ class Completion(Iterator[Piece]):
             elif self.new_tokens == limit:
                 self.finish_reason, text = "length", text + pieces.finish()
             yield Piece(text, token, *_judged(logits[0], token, options.alternatives))
-            if self.finish_reason is not None:
+            if self.finish_reason is not None or self._is_given_up.is_set():
                 return
             logits = completer.step(token)
 
@@ -240,8 +262,14 @@ class Completer:
             )
         return most + 1 - prompt if asked is None else asked
 
-    def feed(self, ids: list[int]) -> tuple[int, torch.Tensor]:
-        """Bring the session to a prompt: how many of its tokens were there, and logits [1, vocab] after it."""
+    def feed(self, ids: list[int], before_chunk: Callable[[], None] = lambda: None) -> tuple[int, torch.Tensor]:
+        """Bring the session to a prompt: how many of its tokens were there, and logits [1, vocab] after it.
+
+        Args:
+            ids: Token ids of the whole prompt.
+            before_chunk: Called before each chunk of at most `MOST_A_CHUNK` tokens. What it raises gives the prompt up;
+                the chunks that were fed are held, for a prompt that begins with them.
+        """
         session = self.session
         held = self._held if self._held is not None and len(self._held) == int(session.length[0]) else None
         common = 0
@@ -257,7 +285,12 @@ class Completer:
             common = 0
             session.reset()
         self._held, self._since = None, object()
-        logits = session.prefill(torch.tensor([ids[common:]], device=session.device))
+        try:
+            with session.paced(MOST_A_CHUNK, before_chunk):
+                logits = session.prefill(torch.tensor([ids[common:]], device=session.device))
+        except _GivenUp:
+            self._held = ids[: int(session.length[0])]
+            raise
         self._held = list(ids)
         return common, logits
 

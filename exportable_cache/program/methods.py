@@ -227,13 +227,16 @@ def method_for(methods: Mapping[str, ProgramMethod], size: int, end: int, scores
     return min(able, key=lambda method: (method.kv_read_len or math.inf, method.max_length)).name
 
 
-def chunk_sizes(methods: Mapping[str, ProgramMethod], length: int, keeps_prompt: bool = False) -> list[int]:
+def chunk_sizes(
+    methods: Mapping[str, ProgramMethod], length: int, keeps_prompt: bool = False, most: int | None = None
+) -> list[int]:
     """How many tokens of a prompt of `length` go through each step.
 
     Long prompts go through in chunks of the longest method; what is left and too short for any goes token by token.
 
     Args:
         keeps_prompt: Whether a token that comes alone ends the prompt, see `SlotPolicy.keeps_prompt`.
+        most: Longest chunk to use, where a method takes one so short; None for the methods' own.
     """
     anywhere = [
         method
@@ -241,6 +244,8 @@ def chunk_sizes(methods: Mapping[str, ProgramMethod], length: int, keeps_prompt:
         if method.is_step and not method.only_scores and method.kv_read_len is None
     ]
     longest = max(method.max_length for method in anywhere)
+    if most is not None and any(method.serves(min(most, longest), length) for method in anywhere):
+        longest = min(most, longest)
     whole, rest = divmod(length, longest)
     chunks = [longest] * whole
     if rest == 1 and whole and keeps_prompt and any(method.serves(2, length) for method in anywhere):

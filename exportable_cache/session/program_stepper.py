@@ -46,6 +46,8 @@ class ProgramStepper:
     Attributes:
         state: Where each row is.
         needs_equal_rows: Finds out whether all rows have to hold as many tokens; asked when it is first of interest.
+        most_a_chunk: Longest chunk of a prompt; None for the program's own.
+        before_chunk: Called before each chunk of a prompt. What it raises ends the prompt after a whole chunk.
         logits_size: Tokens that each step's logits are of, None if no file says it.
         moves: Counts what took it to another place or wrote its cache, but for `shift`.
         steps_per_launch: Decode steps that the loops take at once.
@@ -66,6 +68,8 @@ class ProgramStepper:
         self.moves = 0
         self.guard = StepGuard()
         self.needs_equal_rows: Callable[[], bool] = lambda: False
+        self.most_a_chunk: int | None = None
+        self.before_chunk: Callable[[], None] | None = None
         self.logits_size: int | None = None
         self.steps_per_launch = 1
         self.ranks: Ranks | None = None
@@ -107,7 +111,7 @@ class ProgramStepper:
         """How many tokens of a prompt of `length` go through each step."""
         methods = self.runner.methods
         methods = {name: methods[name] for name in methods if methods[name].takes_ids is by_ids}
-        return chunk_sizes(methods, length, self.keeps_prompt)
+        return chunk_sizes(methods, length, self.keeps_prompt, self.most_a_chunk)
 
     @property
     def keeps_prompt(self) -> bool:
@@ -163,6 +167,8 @@ class ProgramStepper:
         if self.keeps_prompt:
             check_pieces(sizes)
         for size in sizes:
+            if self.before_chunk is not None:
+                self.before_chunk()
             chunk = slice(start, start + size)
             further = {name: tensor[..., chunk].contiguous() for name, tensor in steps.further.items()}
             further |= steps.first if start == 0 else {}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -271,6 +272,22 @@ class SteppedSession:
         if not isinstance(input_ids, torch.Tensor):
             check_ids("input_ids", input_ids, self._stages.limits.dims("batch", "length"), self._stages.limits)
         return self._stages.check(input_ids, attention_mask, inputs, self.sequence)
+
+    @contextmanager
+    def paced(self, most_tokens: int, before_chunk: Callable[[], None]) -> Iterator[None]:
+        """Within the block, feed prompts in short chunks, and call back before each.
+
+        Args:
+            most_tokens: Longest chunk, at least 3. Programs whose methods take longer ones only keep their own.
+            before_chunk: What it raises gives the prompt up: the session keeps the chunks that were fed.
+        """
+        stepper = self._stepper
+        before = stepper.most_a_chunk, stepper.before_chunk
+        stepper.most_a_chunk, stepper.before_chunk = most_tokens, before_chunk
+        try:
+            yield
+        finally:
+            stepper.most_a_chunk, stepper.before_chunk = before
 
     def chunk_sizes(self, length: int) -> list[int]:
         """How many tokens of a prompt of `length` go through each step."""

@@ -90,8 +90,8 @@ def post(address: str, path: str, body: Any, headers: dict[str, str] = JSON) -> 
         return status, text
 
 
-def begun_and_left(address: str, body: dict[str, Any], read: int) -> None:
-    """A request whose client reads some bytes of the answer, and goes."""
+def begun_and_left(address: str, body: dict[str, Any], read: int, stays: float = 0) -> None:
+    """Send a request, read some bytes of the answer, and go after some seconds."""
     host, port = address.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=20) as connection:
         text = json.dumps(body)
@@ -100,3 +100,4 @@ def begun_and_left(address: str, body: dict[str, Any], read: int) -> None:
         connection.sendall("\r\n".join([*head, "", text]).encode())
         if read:
             assert connection.recv(read)
+        time.sleep(stays)

@@ -83,6 +83,37 @@ def test_a_client_that_goes_makes_place_for_the_next(server_bundle: Path, stream
     assert len(steps) < 60
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_during_its_prompt_ends_it_after_a_chunk(server_bundle: Path, stream: bool) -> None:
+    session = load(server_bundle)
+    step, chunks = session.runner.run, []
+
+    def slow(method: str, *inputs: Any) -> Any:
+        if method == "prefill":
+            chunks.append(inputs[0].shape[1])
+            time.sleep(0.2)
+        return step(method, *inputs)
+
+    session.runner.run = slow  # type: ignore[method-assign]
+    with served(session) as address:
+        # 7 chunks of 16 tokens; the client goes during the second or third.
+        prompt = list(range(1, 113))
+        begun_and_left(address, {"model": "demo", "prompt": prompt, "stream": stream}, read=0, stays=0.3)
+        answer = client_of(address).completions.create(**TEXT, max_tokens=1, temperature=0)
+        assert answer.usage.completion_tokens == 1 and 2 <= len(chunks) <= 4
+        # What was fed is there for a client that comes again.
+        begun_and_left(address, {"model": "demo", "prompt": prompt, "stream": stream}, read=0, stays=0.3)
+        again = client_of(address).completions.create(model="demo", prompt=prompt, max_tokens=1, temperature=0)
+        assert again.usage.prompt_tokens_details.cached_tokens in (32, 48)
+        assert (
+            again.choices[0].text
+            == client_of(address)
+            .completions.create(model="demo", prompt=prompt, max_tokens=1, temperature=0)
+            .choices[0]
+            .text
+        )
+
+
 def load_of(address: str, requests: int, clients: int, expected: str) -> list[str]:
     """Requests of many clients at once, every fourth with a fault; whatever was not as it should be."""
     wrong: list[str] = []

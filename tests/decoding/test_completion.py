@@ -79,6 +79,35 @@ def test_an_answer_that_is_given_up_and_a_step_that_fails_leave_no_trace(monkeyp
     assert answer(completer, ids, 5) == (fresh(model, ids, 5), 0)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "mamba2"])
+def test_a_prompt_is_given_up_between_chunks_and_the_next_is_answered_as_by_a_fresh_session(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("exportable_cache.decoding.completion.MOST_A_CHUNK", 8)
+    model = kind_model(family) if family == "mamba2" else tiny_model(family)
+    model.generation_config.eos_token_id = None
+    completer, ids = completer_of(model), tokens(36)[0].tolist()
+    given_up = completer.complete(ids)
+    run, chunks = completer.session.runner.run, []
+
+    def notes(method: str, *inputs: torch.Tensor) -> torch.Tensor:
+        chunks.append(inputs[0].shape[1])
+        if len(chunks) == 2:
+            given_up.give_up()
+        return run(method, *inputs)
+
+    monkeypatch.setattr(completer.session.runner, "run", notes)
+    assert next(given_up, None) is None and chunks == [8, 8]
+    # The chunks that were fed are held.
+    assert answer(completer, ids, 4) == (fresh(model, ids, 4), 16)
+    # During an answer: no further piece.
+    begun = completer.complete(ids)
+    next(begun)
+    begun.give_up()
+    assert next(begun, None) is None
+    assert answer(completer, [7, 7], 3) == (fresh(model, [7, 7], 3), 0)
+
+
 def test_log_probabilities_are_the_models() -> None:
     model = tiny_model("llama")
     completer, ids = completer_of(model), tokens(6)

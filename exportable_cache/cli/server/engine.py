@@ -19,8 +19,8 @@ class Busy(Exception):
 class Engine:
     """Runs completions one after another.
 
-    A request that is given up, while it waits or amid its answer, makes place for the next one at once: the step that
-    is running ends, and no other is taken.
+    A request that is given up, while it waits, while its prompt is fed or during its answer, makes room for the next
+    one at once: the step that is running ends, and no other is taken.
 
     Args:
         completer: Over the session.
@@ -72,6 +72,8 @@ class Engine:
             # Behind the step that may be running; the next request's first one comes behind this.
             if completion is not None:
                 self.answered += 1
+                # The worker may be feeding the prompt: that ends with the chunk that is running.
+                completion.give_up()
                 self._worker.submit(completion.close)
             self._turn.release()
 
