@@ -103,30 +103,87 @@ def test_an_answer_has_the_form_that_was_asked_for(client, greedy_answer: str) -
     ("path", "body", "status", "message"),
     [
         ("chat/completions", {**CHAT, "model": "gpt"}, 404, "there is no model 'gpt'; this server has 'demo'"),
-        ("chat/completions", {**CHAT, "messages": []}, 400, "messages: "),
-        ("chat/completions", {**CHAT, "n": 2}, 400, "n: "),
-        ("chat/completions", {**CHAT, "tools": [{"type": "function"}]}, 400, "tools: "),
-        ("chat/completions", {**CHAT, "presence_penalty": 1}, 400, "presence_penalty: "),
-        ("chat/completions", {**CHAT, "response_format": {"type": "xml"}}, 400, "response_format.type: "),
-        ("chat/completions", {**CHAT, "response_format": {"type": "json_schema"}}, 400, "without a schema; pass"),
+        ("chat/completions", {**CHAT, "messages": []}, 400, "messages must be a list of at least 1, got []"),
+        ("chat/completions", {"model": "demo"}, 400, "messages must be given, got nothing; send it"),
+        ("chat/completions", {**CHAT, "n": 2}, 400, "n must be 1 or null, got 2; send one request for each answer"),
+        (
+            "chat/completions",
+            {**CHAT, "tools": [{"type": "function"}]},
+            400,
+            "tools are not supported, so leave it out",
+        ),
+        ("chat/completions", {**CHAT, "tool_choice": "required"}, 400, 'tool_choice must be "none" or "auto" or null'),
+        ("chat/completions", {**CHAT, "presence_penalty": 1}, 400, "presence_penalty must be 0 or null, got 1; use"),
+        (
+            "chat/completions",
+            {**CHAT, "modalities": ["text", "audio"]},
+            400,
+            'modalities must be ["text"] or null, got',
+        ),
+        ("chat/completions", {**CHAT, "reasoning_effort": "high"}, 400, "reasoning_effort must be null, got 'high'"),
+        (
+            "chat/completions",
+            {**CHAT, "response_format": {"type": "xml"}},
+            400,
+            "response_format.type must be 'text', ",
+        ),
+        ("chat/completions", {**CHAT, "response_format": {"type": "json_schema"}}, 400, "response_format must have a "),
         ("chat/completions", {**CHAT, "response_format": schema_of({"type": "x"})}, 400, "cannot be followed"),
+        (
+            "chat/completions",
+            {**CHAT, "response_format": {"type": "json_schema", "json_schema": {"name": "a", "shema": {}}}},
+            400,
+            "response_format.json_schema.shema must be left out, got {}; there is no such field; did you mean schema?",
+        ),
         ("chat/completions", {**CHAT, "top_logprobs": 2}, 400, "top_logprobs was given without logprobs"),
-        ("chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 21}, 400, "top_logprobs: "),
-        ("chat/completions", {**CHAT, "frequency_penalty": 1}, 400, "frequency_penalty: "),
-        ("chat/completions", {**CHAT, "logit_bias": {"5": 1}}, 400, "logit_bias: "),
-        ("chat/completions", {**CHAT, "store": True}, 400, "store: "),
-        ("chat/completions", {**CHAT, "messages": [{"role": "", "content": "x"}]}, 400, "messages.0.role: "),
-        ("chat/completions", {**CHAT, "messages": [{"role": "x" * 65, "content": "x"}]}, 400, "messages.0.role: "),
-        ("chat/completions", {**CHAT, "max_completion_tokens": 0}, 400, "max_completion_tokens: "),
-        ("chat/completions", {**CHAT, "temperatur": 0}, 400, "temperatur: Extra inputs are not permitted"),
+        ("chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 21}, 400, "top_logprobs must be at most 20"),
+        ("chat/completions", {**CHAT, "frequency_penalty": 1}, 400, "frequency_penalty must be 0 or null"),
+        ("chat/completions", {**CHAT, "logit_bias": {"5": 1}}, 400, "logit_bias must be {} or null, got {'5': 1}"),
+        ("chat/completions", {**CHAT, "store": True}, 400, "store must be false or null, got True"),
+        ("chat/completions", {**CHAT, "messages": [{"role": "", "content": "x"}]}, 400, "messages.0.role must be text"),
+        (
+            "chat/completions",
+            {**CHAT, "messages": [{"role": "x" * 65}]},
+            400,
+            "messages.0.role must be text of at most 64",
+        ),
+        ("chat/completions", {**CHAT, "messages": [{"content": "x"}]}, 400, "messages.0.role must be given"),
+        ("chat/completions", {**CHAT, "messages": [5]}, 400, "messages.0 must be an object, got 5"),
+        (
+            "chat/completions",
+            {**CHAT, "max_completion_tokens": 0},
+            400,
+            "max_completion_tokens must be at least 1, got 0",
+        ),
+        (
+            "chat/completions",
+            {**CHAT, "temperatur": 0},
+            400,
+            "temperatur must be left out, got 0; there is no such field; did you",
+        ),
+        (
+            "chat/completions",
+            {**CHAT, "guided_json": {}},
+            400,
+            "guided_json must be left out, got {}; there is no such",
+        ),
         ("chat/completions", {**CHAT, "temperature": -1}, 400, "temperature is -1"),
-        ("chat/completions", {**CHAT, "max_tokens": 0}, 400, "max_tokens: Input should be greater than or equal to 1"),
+        ("chat/completions", {**CHAT, "temperature": "hot"}, 400, "temperature must be a number, got 'hot'"),
+        ("chat/completions", {**CHAT, "temperature": True}, 400, "temperature must be a number, got True"),
+        ("chat/completions", {**CHAT, "max_tokens": 1.5}, 400, "max_tokens must be a whole number, got 1.5"),
+        ("chat/completions", {**CHAT, "stop": 5}, 400, "stop must be text or a list of texts, got 5"),
+        ("chat/completions", {**CHAT, "stream": "x"}, 400, "stream must be true or false, got 'x'"),
+        ("chat/completions", {**CHAT, "stream_options": {"include_usge": True}}, 400, "did you mean include_usage?"),
+        ("chat/completions", [1], 400, "the body must be an object, got [1]"),
         (
             "chat/completions",
             {**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             400,
-            "messages.0.content",
+            "messages.0.content.0.type must be \"text\", got 'image_url'; this server takes text only",
         ),
+        ("chat/completions", {**CHAT, "messages": [{"role": "user", "content": 5}]}, 400, "messages.0.content must be"),
+        ("completions", {**TEXT, "prompt": {"a": 1}}, 400, "prompt must be text or a list of token ids, got {'a': 1}"),
+        ("completions", {**TEXT, "prompt": [True]}, 400, "prompt must be text or a list of token ids"),
         ("completions", {**TEXT, "prompt": ""}, 400, "the prompt is empty"),
         ("completions", {**TEXT, "prompt": [10**9]}, 400, "token id 1000000000 is outside the vocabulary"),
         ("completions", {**TEXT, "prompt": ["x", "y"]}, 400, "got 2 prompts"),
@@ -134,15 +191,20 @@ def test_an_answer_has_the_form_that_was_asked_for(client, greedy_answer: str) -
         ("completions", {**TEXT, "prompt": "\ud800"}, 400, "no UTF-8"),
         ("chat/completions", {**CHAT, "messages": [{"role": "user", "content": "\ud800"}]}, 400, "no UTF-8"),
         ("completions", {**TEXT, "max_tokens": 500}, 400, f"the cache holds {MAX_CACHE_LEN}; ask for at most"),
-        ("completions", {**TEXT, "prompt": "the " * 500}, 400, f"but the cache holds {MAX_CACHE_LEN}; shorten it"),
+        (
+            "completions",
+            {**TEXT, "prompt": "the " * 500},
+            400,
+            f"maximum context length is {MAX_CACHE_LEN} tokens",
+        ),
         ("completions", {**TEXT, "top_p": 3}, 400, "top_p is 3"),
         ("completions", {**TEXT, "seed": 2**70}, 400, "seed is"),
-        ("completions", {**TEXT, "logprobs": 21}, 400, "logprobs: "),
-        ("completions", {**TEXT, "best_of": 2}, 400, "best_of: "),
-        ("completions", {**TEXT, "echo": True}, 400, "echo: "),
-        ("completions", {**TEXT, "suffix": "y"}, 400, "suffix: "),
-        ("completions", b"{", 400, "the body is no JSON"),
-        ("completions", b"\xff\xfe", 400, "the body is no JSON"),
+        ("completions", {**TEXT, "logprobs": 21}, 400, "logprobs must be at most 20"),
+        ("completions", {**TEXT, "best_of": 2}, 400, "best_of must be 1"),
+        ("completions", {**TEXT, "echo": True}, 400, "echo must be false"),
+        ("completions", {**TEXT, "suffix": "y"}, 400, 'suffix must be ""'),
+        ("completions", b"{", 400, "the body is not valid JSON"),
+        ("completions", b"\xff\xfe", 400, "the body is not valid JSON"),
         ("completions", b"[" * 100_000, 400, "error parsing the body"),
         ("completions", b" " * (9 * 2**20), 413, "Too Large"),
         ("embeddings", TEXT, 404, "Not Found"),
@@ -152,6 +214,94 @@ def test_what_is_refused_says_why(server_address: str, path: str, body: Any, sta
     found, document = post(server_address, f"/v1/{path}", body)
     said = document["error"]["message"]
     assert (found, message in said) == (status, True), (found, said)
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("top_p", 7),
+        ("top_p", 0),
+        ("min_p", 7),
+        ("min_p", -0.5),
+        ("top_k", -5),
+        ("repetition_penalty", 0),
+        ("top_p", "nan"),
+    ],
+)
+def test_sampling_is_checked_at_any_temperature(server_address: str, temperature: int, field: str, value: Any) -> None:
+    for kind, asked in (("chat/", CHAT), ("", TEXT)):
+        body = {**asked, "temperature": temperature, field: value}
+        status, document = post(server_address, f"/v1/{kind}completions", body)
+        assert status == 400 and document["error"]["message"].startswith(f"{field} is "), document
+
+
+def test_what_clients_send_and_changes_nothing_is_answered(client, greedy_answer: str) -> None:
+    asked = {"model": "demo", "messages": [{"role": "user", "content": QUESTION}], "temperature": 0}
+    same: dict[str, Any] = {
+        "n": 1, "stop": None, "seed": None, "top_p": 1, "top_k": -1, "min_p": 0, "presence_penalty": 0.0,
+        "logit_bias": {}, "frequency_penalty": 0, "modalities": ["text"], "prediction": None, "prompt_cache_key": "a",
+        "user": "b", "safety_identifier": "c", "service_tier": "auto", "metadata": {"d": "e"}, "store": False,
+        "tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "verbosity": "medium",
+        "reasoning_effort": None, "logprobs": False, "top_logprobs": 0, "audio": None, "stream_options": None,
+        "prompt_cache_retention": "in_memory",
+    }  # fmt: skip
+    answer = client.chat.completions.create(**asked, extra_body=same)
+    assert answer.choices[0].message.content == greedy_answer and answer.choices[0].logprobs is None
+    options = {"include_usage": True, "include_obfuscation": False}
+    streamed = list(client.chat.completions.create(**asked, stream=True, stream_options=options))
+    assert "".join(chunk.choices[0].delta.content for chunk in streamed if chunk.choices) == greedy_answer
+    text = {"echo": False, "best_of": 1, "suffix": "", "logprobs": False, "top_k": 0}
+    answer = client.completions.create(model="demo", prompt="x", max_tokens=2, temperature=0, extra_body=text)
+    assert answer.choices[0].logprobs is None
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"type": "json_schema", "json_schema": {"schema": {"const": 4822}}},
+        {"type": "json_schema", "schema": {"const": 4822}},
+        {"type": "json_object", "schema": {"const": 4822}},
+        {"type": "json_object", "value": {"const": 4822}},
+        {"type": "json", "value": '{"const": 4822}'},
+        {"type": "regex", "value": "4822"},
+    ],
+    ids=["OpenAI", "OpenAI, flat", "llama.cpp", "huggingface_hub", "text-generation-inference", "its patterns"],
+)
+def test_a_form_is_followed_in_the_spelling_of_each_server(server_address: str, form: dict[str, Any]) -> None:
+    asked = {**CHAT, "temperature": 1.5, "seed": 1, "response_format": form}
+    status, document = post(server_address, "/v1/chat/completions", asked)
+    assert status == 200 and document["choices"][0]["message"]["content"] == "4822", document
+
+
+@pytest.mark.parametrize(
+    ("form", "says"),
+    [
+        ({"type": "text", "schema": {}}, 'response_format.schema must be left out with type "text"'),
+        ({"type": "json_object", "schema": {}, "value": {}}, "must have one schema, got schema and value"),
+        ({"type": "json_object", "json_schema": {"name": "a"}}, 'must have a schema with type "json_object"'),
+        ({"type": "json_object", "value": 5}, "response_format.value must be an object, got 5"),
+        ({"type": "regex"}, 'response_format.value must be a pattern with type "regex"'),
+        ({"type": "json", "value": "{"}, "the JSON schema cannot be read"),
+    ],
+)
+def test_a_form_that_would_be_dropped_is_refused(server_address: str, form: dict[str, Any], says: str) -> None:
+    status, document = post(server_address, "/v1/chat/completions", {**CHAT, "response_format": form})
+    assert status == 400 and says in document["error"]["message"], document
+
+
+def test_an_overflow_is_said_as_clients_know_it(server_address: str) -> None:
+    words = {"messages": [{"role": "user", "content": "the " * 500}]}
+    for path, asked, field in (
+        ("chat/completions", {**CHAT, **words}, "messages"),
+        ("completions", {**TEXT, "max_tokens": 500}, "prompt"),
+    ):
+        for stream in (False, True):
+            status, document = post(server_address, f"/v1/{path}", {**asked, "stream": stream})
+            error = document["error"]
+            assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", field)
+            begins = f"This model's maximum context length is {MAX_CACHE_LEN} tokens (context_length_exceeded): the "
+            assert error["message"].startswith(begins)
 
 
 def test_a_body_that_is_not_said_to_be_json_is_refused(server_address: str) -> None:

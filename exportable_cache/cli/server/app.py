@@ -23,6 +23,7 @@ from ...errors import CacheFullError, ExportableCacheError, InputError
 from .answers import Answer, error_of
 from .engine import Busy, Engine
 from .origins import AllowedOrigins, OriginGuard
+from .refusals import sentence_of
 from .schema import ChatRequest, CompletionRequest
 
 Result = TypeVar("Result")
@@ -95,7 +96,7 @@ def make_app(completer: Completer, options: ServerOptions) -> FastAPI:
     app = FastAPI(title="exportable-cache", lifespan=lifespan, openapi_url=None)
     api = APIRouter(prefix="/v1", dependencies=[Depends(with_key)])
     app.state.engine = engine
-    _refuse_in_the_form_of_the_api(app)
+    _refuse_in_the_form_of_the_api(app, completer, options)
     # The application's own limit is outside of all middleware; what is added last is outermost.
     app.add_middleware(RequestBodyLimitMiddleware, max_body_size=options.most_bytes)
     app.add_middleware(_TooLongInTheFormOfTheApi, most_bytes=options.most_bytes)
@@ -152,7 +153,7 @@ def make_app(completer: Completer, options: ServerOptions) -> FastAPI:
         # What is refused is refused with the first piece: before that no status was sent.
         first = await _unless_gone(request, anext(pieces))
         if asked.stream:
-            usage = asked.stream_options is not None and asked.stream_options.include_usage
+            usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
             stream = _events(answer, first, pieces, usage)
             return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         return await _unless_gone(request, _whole(answer, first, pieces))
@@ -255,7 +256,7 @@ class _TooLongInTheFormOfTheApi:
         await self._app(scope, receive, checked)
 
 
-def _refuse_in_the_form_of_the_api(app: FastAPI) -> None:
+def _refuse_in_the_form_of_the_api(app: FastAPI, completer: Completer, options: ServerOptions) -> None:
     def refuse(status: int, message: str, kind: str = "invalid_request_error", **more: Any) -> JSONResponse:
         headers = {"Retry-After": str(_RETRY_AFTER)} if status == 503 else None
         return JSONResponse(error_of(message, kind, **more), status, headers=headers)
@@ -268,16 +269,19 @@ def _refuse_in_the_form_of_the_api(app: FastAPI) -> None:
     async def of_fields(request: Request, error: RequestValidationError) -> JSONResponse:
         wrong = error.errors()[0]
         if wrong["type"] == "json_invalid":
-            return refuse(400, f"the body is no JSON: {wrong.get('ctx', {}).get('error', '')}"[:200])
+            return refuse(400, f"the body is not valid JSON: {wrong.get('ctx', {}).get('error', '')}"[:200])
         if "json" not in request.headers.get("content-type", ""):
             return refuse(400, "the body is not said to be JSON; send Content-Type: application/json")
-        # The first is "body".
-        place = ".".join(str(part) for part in wrong["loc"][1:]) or "the request"
-        return refuse(400, f"{place}: {wrong['msg']}"[:500], param=place)
+        sentence, field = sentence_of(wrong)
+        return refuse(400, sentence, param=field)
 
     @app.exception_handler(CacheFullError)
     async def of_room(request: Request, error: CacheFullError) -> JSONResponse:
-        return refuse(400, str(error), code="context_length_exceeded")
+        # litellm knows an overflow by how this sentence begins, langchain by the code within it.
+        code = "context_length_exceeded"
+        held = f"This model's maximum context length is {completer.session.max_length} tokens ({code})"
+        field = "messages" if request.url.path.endswith("/chat/completions") else "prompt"
+        return refuse(400, f"{held}: {error}", code=code, param=field)
 
     @app.exception_handler(InputError)
     async def of_input(request: Request, error: InputError) -> JSONResponse:
@@ -285,7 +289,8 @@ def _refuse_in_the_form_of_the_api(app: FastAPI) -> None:
 
     @app.exception_handler(Busy)
     async def of_queue(request: Request, error: Busy) -> JSONResponse:
-        return refuse(503, "as many requests wait as may; try again", "overloaded_error")
+        said = f"the request queue is full (limit {options.most_waiting}); retry later"
+        return refuse(503, said, "overloaded_error")
 
     @app.exception_handler(ClientGone)
     async def of_client(request: Request, error: ClientGone) -> JSONResponse:

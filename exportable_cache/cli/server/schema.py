@@ -10,142 +10,216 @@ import json
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, FailFast, Field, PlainValidator
 
 from ...decoding.completion import CompletionOptions
 from ...errors import InputError
 from ...generation.constraint import Constraint
 from ...generation.sampling import Sampling
+from .refusals import Fields, Number, Whole, not_bool, only, refuse
 
 #: The API's own default: tokens are drawn.
 TEMPERATURE = 1.0
 _MOST_ALTERNATIVES = 20
+#: How other servers spell that `top_k` leaves no token out.
+_ALL_TOKENS = (0, -1)
 
-Zero = Annotated[float | None, Field(ge=0, le=0)]
+_One = Annotated[Any, only(1, fix="send one request for each answer")]
+_NoPenalty = Annotated[Any, only(0, fix="use repetition_penalty, or leave it out")]
+_NoTools = Annotated[Any, only([], fix="tools are not supported, so leave it out and describe them in a message")]
+_NoChoice = Annotated[Any, only("none", "auto", fix="tools are not supported, so leave it out")]
+#: A field that changes nothing about the answer, whatever its value.
+_Unused = Any
 #: Of new tokens.
-Limit = Annotated[int | None, Field(ge=1)]
+Limit = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(not_bool)]
+_Alternatives = Annotated[int, Field(ge=0, le=_MOST_ALTERNATIVES)] | None
 
 
-class StreamOptions(BaseModel):
-    """Of a streamed answer."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    include_usage: bool = False
-
-
-class TextPart(BaseModel):
-    """Part of a message."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    type: Literal["text"]
-    text: str
+def _stops(value: Any) -> tuple[str, ...]:
+    texts = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        refuse("text or a list of texts", value, "send the texts that end the answer, or leave it out")
+    return tuple(texts)
 
 
-class Message(BaseModel):
+def _content(value: Any) -> Any:
+    """Return a message's content as chat templates take it: text, its parts joined."""
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        refuse("text or a list of parts", value, "send text")
+    for index, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            fix = "this server takes text only, so leave images, sound and files out"
+            refuse('"text"', part if kind is None else kind, fix, at=f".{index}.type")
+        if not isinstance(part.get("text"), str):
+            refuse("text", part.get("text"), "send the part's text", at=f".{index}.text")
+    return "".join(part["text"] for part in value)
+
+
+def _prompt(value: Any) -> str | list[int]:
+    """Return a prompt, which may be the only one of a list."""
+    if isinstance(value, list) and value and isinstance(value[0], (str, list)):
+        if len(value) != 1:
+            refuse("one prompt", value, f"got {len(value)} prompts; send one request for each")
+        value = value[0]
+    if isinstance(value, str) or (isinstance(value, list) and all(type(token) is int for token in value)):
+        return value
+    refuse("text or a list of token ids", value, "send text")
+
+
+def _none_for_false(value: Any) -> Any:
+    """Return a number of alternatives. Clients of chats say false for none."""
+    return None if value is False else not_bool(value)
+
+
+class StreamOptions(Fields):
+    """Of a streamed answer. Random padding (`include_obfuscation`) is not sent, because no answer depends on it."""
+
+    include_usage: bool | None = False
+    include_obfuscation: bool | None = None
+
+
+class Message(Fields):
     """Of a conversation. What else a message has (`name`, `tool_calls`) goes to the chat template."""
 
     model_config = ConfigDict(extra="allow")
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: str | list[TextPart] | None = None
+    content: Annotated[Any, PlainValidator(_content)] = None
 
     def plain(self) -> dict[str, Any]:
         """As chat templates take it."""
-        fields = self.model_dump(exclude_unset=True)
-        if isinstance(self.content, list):
-            fields["content"] = "".join(part.text for part in self.content)
-        return fields
+        content = {"content": self.content} if "content" in self.model_fields_set else {}
+        return {"role": self.role, **content, **(self.model_extra or {})}
 
 
-class JsonSchema(BaseModel):
+class JsonSchema(Fields):
     """A schema and its name. It is always followed, `strict` or not."""
 
-    model_config = ConfigDict(extra="ignore")
-
-    name: str
+    name: str | None = None
+    description: str | None = None
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
 
 
-class ResponseFormat(BaseModel):
-    """Of the answer's text."""
+class ResponseFormat(Fields):
+    """The form of the answer's text, as OpenAI (`json_schema`), llama.cpp (`schema`) and text-generation-inference
+    (`value`, which huggingface_hub sends) spell it.
+    """
 
-    model_config = ConfigDict(extra="ignore")
-
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "json", "regex"]
     json_schema: JsonSchema | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    value: Any = None
 
     def constraint(self) -> Constraint | None:
         """The form of the answer, None for any.
 
         Raises:
-            InputError: If there is no schema where there has to be one.
+            InputError: If there is no schema where there has to be one, several, or one where none is followed.
         """
+        of_openai = None if self.json_schema is None else self.json_schema.schema_
+        given = {"json_schema.schema": of_openai, "schema": self.schema_, "value": self.value}
+        given = {name: form for name, form in given.items() if form is not None}
+        if len(given) > 1:
+            raise InputError(f"response_format must have one schema, got {' and '.join(given)}; send one of them")
+        name, form = next(iter(given.items()), ("", None))
         if self.type == "text":
+            if form is not None:
+                raise InputError(
+                    f'response_format.{name} must be left out with type "text", got a form; send type "json_schema"'
+                )
             return None
-        if self.type == "json_object":
-            return Constraint.json_object()
-        if self.json_schema is None or self.json_schema.schema_ is None:
-            raise InputError("response_format is of type json_schema without a schema; pass json_schema.schema")
-        return Constraint("json_schema", json.dumps(self.json_schema.schema_))
+        if self.type == "regex":
+            if not isinstance(form, str):
+                raise InputError('response_format.value must be a pattern with type "regex", got none; send it as text')
+            return Constraint("regex", form)
+        if form is None:
+            if self.type == "json_object" and self.json_schema is None:
+                return Constraint.json_object()
+            raise InputError(
+                f'response_format must have a schema with type "{self.type}", got none; send json_schema.schema'
+            )
+        if not isinstance(form, (dict, str)):
+            raise InputError(f"response_format.{name} must be an object, got {form!r:.80}; send a JSON schema")
+        try:
+            return Constraint("json_schema", form if isinstance(form, str) else json.dumps(form))
+        except RecursionError:
+            raise InputError(
+                "the JSON schema must be less deeply nested, got one too deep to read; flatten it"
+            ) from None
 
 
-class _Request(BaseModel):
+class _Request(Fields):
     """What both kinds of requests have. Fields that would change the answer and are not answered here take only the
-    value that changes nothing; others that are unknown are refused, as the API does.
+    values that change nothing; others that are unknown are refused, as the API does.
     """
 
-    model_config = ConfigDict(extra="forbid")
-
     model: str
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
+    temperature: Number = None
+    top_p: Number = None
+    top_k: Whole = None
+    min_p: Number = None
+    repetition_penalty: Number = None
+    seed: Whole = None
+    stop: Annotated[Any, PlainValidator(_stops)] = ()
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     max_tokens: Limit = None
-    n: Annotated[int | None, Field(ge=1, le=1)] = None
-    presence_penalty: Zero = None
-    frequency_penalty: Zero = None
-    logit_bias: Annotated[dict[str, float] | None, Field(max_length=0)] = None
-    user: str | None = None
+    n: _One = None
+    presence_penalty: _NoPenalty = None
+    frequency_penalty: _NoPenalty = None
+    logit_bias: Annotated[Any, only({}, fix="tokens cannot be weighted here, so leave it out")] = None
+    user: _Unused = None
+    service_tier: _Unused = None
+    safety_identifier: _Unused = None
+    prompt_cache_key: _Unused = None
+    prompt_cache_options: _Unused = None
+    prompt_cache_retention: _Unused = None
 
     def _options(self, limit: int | None, alternatives: int | None) -> CompletionOptions:
         temperature = TEMPERATURE if self.temperature is None else self.temperature
-        drawn = temperature > 0
-        # 1 takes all tokens. Greedy requests carry it, too.
-        top_p = None if self.top_p == 1 or (not drawn and self.top_p is not None) else self.top_p
+        # Checked as if tokens were drawn: greedy requests carry these fields, too.
         sampling = Sampling(
-            temperature,
-            self.top_k if drawn else None,
-            top_p,
-            self.min_p if drawn else None,
+            temperature or TEMPERATURE,
+            None if self.top_k in _ALL_TOKENS else self.top_k,
+            # 1 takes all tokens.
+            None if self.top_p == 1 else self.top_p,
+            self.min_p,
             self.repetition_penalty,
             self.seed,
         )
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return CompletionOptions(sampling, limit, tuple(stop), alternatives)
+        if temperature == 0:
+            sampling = replace(sampling, temperature=0.0, top_k=None, top_p=None, min_p=None)
+        return CompletionOptions(sampling, limit, self.stop, alternatives)
 
 
 class ChatRequest(_Request):
     """`POST /v1/chat/completions`"""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1), FailFast()]
     max_completion_tokens: Limit = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int | None, Field(ge=0, le=_MOST_ALTERNATIVES)] = None
-    tools: Annotated[list[Any] | None, Field(max_length=0)] = None
-    tool_choice: Literal["none"] | None = None
-    parallel_tool_calls: bool | None = None
+    top_logprobs: Annotated[_Alternatives, BeforeValidator(not_bool)] = None
     response_format: ResponseFormat | None = None
-    metadata: dict[str, str] | None = None
-    store: Literal[False] | None = None
-    service_tier: str | None = None
+    tools: _NoTools = None
+    functions: _NoTools = None
+    tool_choice: _NoChoice = None
+    function_call: _NoChoice = None
+    modalities: Annotated[Any, only(["text"], fix="this server answers with text alone, so leave it out")] = None
+    audio: Annotated[Any, only(fix="this server answers with text alone, so leave it out")] = None
+    moderation: Annotated[Any, only(fix="answers are not moderated here, so leave it out")] = None
+    web_search_options: Annotated[Any, only(fix="this server does not search, so leave it out")] = None
+    reasoning_effort: Annotated[Any, only(fix="write into a message how much to think, or leave it out")] = None
+    verbosity: Annotated[
+        Any, only("medium", fix="write into a message how long the answer is to be, or leave it out")
+    ] = None
+    store: Annotated[Any, only(False, fix="answers are not stored here, so leave it out")] = None
+    parallel_tool_calls: _Unused = None
+    prediction: _Unused = None
+    metadata: _Unused = None
 
     def options(self) -> CompletionOptions:
         """How it is to be answered.
@@ -153,7 +227,7 @@ class ChatRequest(_Request):
         Raises:
             InputError: If a value is out of range.
         """
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise InputError("top_logprobs was given without logprobs; pass logprobs=true, too")
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         options = self._options(limit, (self.top_logprobs or 0) if self.logprobs else None)
@@ -169,12 +243,12 @@ class CompletionRequest(_Request):
     """`POST /v1/completions`"""
 
     #: Token ids are taken as they are.
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: Annotated[Any, PlainValidator(_prompt)]
     max_tokens: Limit = 16
-    logprobs: Annotated[int | None, Field(ge=0, le=_MOST_ALTERNATIVES)] = None
-    echo: Literal[False] | None = None
-    best_of: Annotated[int | None, Field(ge=1, le=1)] = None
-    suffix: Annotated[str | None, Field(max_length=0)] = None
+    logprobs: Annotated[_Alternatives, BeforeValidator(_none_for_false)] = None
+    echo: Annotated[Any, only(False, fix="send the prompt and the answer to yourself, or leave it out")] = None
+    best_of: _One = None
+    suffix: Annotated[Any, only("", fix="nothing can follow the answer, so leave it out")] = None
 
     def options(self) -> CompletionOptions:
         """How it is to be answered.
@@ -185,13 +259,6 @@ class CompletionRequest(_Request):
         return self._options(self.max_tokens, self.logprobs)
 
     def text(self) -> str | list[int]:
-        """The prompt.
-
-        Raises:
-            InputError: If there are several.
-        """
-        if isinstance(self.prompt, list) and self.prompt and isinstance(self.prompt[0], str | list):
-            if len(self.prompt) != 1:
-                raise InputError(f"got {len(self.prompt)} prompts; send one a request")
-            return self.prompt[0]
-        return self.prompt  # type: ignore[return-value]
+        """The prompt."""
+        prompt: str | list[int] = self.prompt
+        return prompt
