@@ -17,6 +17,7 @@ from exportable_cache.models.patches.registry import patch_model
 from exportable_cache.models.quantization import check_quantizable, is_tied, quantize, rounding_noise
 from exportable_cache.models.quantization_spec import Quantization, quantization_of
 from exportable_cache.models.quantized_rows import QuantizedRows
+from exportable_cache.models.quantized_sizes import coverage_of, quantized_bytes
 from exportable_cache.verification.tolerance import tolerances_of
 from exportable_cache.verification.verify import verify, verify_session
 
@@ -257,3 +258,25 @@ def test_the_bundle_records_scheme_error_and_bytes(tmp_path: Path) -> None:
     table = quantize(model, Quantization("8w", None, "8w")).model.get_input_embeddings().weight.qdata
     assert file.count(table[7].numpy().tobytes()) == 1
     assert verify(bundle, tmp_path / "model", prompts=[5], decode_steps=3).passed
+
+
+def test_coverage_names_what_stays_in_float() -> None:
+    model = tiny_model("qwen3_moe", hidden_size=64, moe_intermediate_size=64, num_experts=8, num_experts_per_tok=2)
+    found = coverage_of(model, Quantization("8da4w", 32, "8w"))
+    experts = sum(one.numel() for name, one in model.named_parameters() if ".experts." in name)
+    assert found.left[0] == ("model.layers.*.mlp.experts", experts)
+    assert found.quantized_weights + found.other_weights == model.num_parameters()
+    assert found.quantized_bytes + found.other_bytes == quantized_bytes(model, Quantization("8da4w", 32, "8w"))
+    assert f"only {found.share:.0%} of the weights are quantised" in found.remark
+    assert "model.layers.*.mlp.experts" in found.remark
+
+
+def test_coverage_leaves_out_what_was_not_asked_for() -> None:
+    model = tiny_model("llama")
+    whole, table = model.num_parameters(), model.get_input_embeddings().weight.numel()
+    everything = coverage_of(model, Quantization("8da8w", embeddings="8w"))
+    assert everything.remark == "" and everything.quantized_weights + everything.other_weights == whole
+    without_table = coverage_of(model, Quantization("8da8w", embeddings="none"))
+    assert without_table.remark == "" and without_table.quantized_weights + without_table.other_weights == whole - table
+    table_alone = coverage_of(model, Quantization(None, embeddings="8w"))
+    assert table_alone.remark == "" and (table_alone.quantized_weights, table_alone.other_weights) == (table, 0)

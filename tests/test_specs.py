@@ -105,10 +105,10 @@ def test_a_target_decides_methods_by_the_cache() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tolerance": 0.0}, "tolerance is 0.0; it must be above 0"),
-        ({"tolerance": float("nan")}, "tolerance is nan"),
-        ({"rms_tolerance": 0.0}, "rms_tolerance is 0.0; it must be above 0"),
-        ({"rms_tolerance": float("nan")}, "rms_tolerance is nan"),
+        ({"tolerance": 0.0}, "tolerance must be above 0, got 0.0"),
+        ({"tolerance": float("nan")}, "tolerance must be above 0, got nan"),
+        ({"rms_tolerance": 0.0}, "rms_tolerance must be above 0, got 0.0"),
+        ({"rms_tolerance": float("nan")}, "rms_tolerance must be above 0, got nan"),
         ({"seed": 2**64}, "seed is 18446744073709551616; it must be an int of at most 64 bits"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from exportable_cache import ExportableCache, Session
 from exportable_cache.backends.module import ModuleRunner
 from exportable_cache.errors import InputError
+from exportable_cache.verification.compare import spread_of
 from exportable_cache.verification.prompts import default_decode_steps, default_prompts, prompt_feeds
 from exportable_cache.verification.report import VerifyReport
 from exportable_cache.verification.tolerance import default_tolerance
@@ -305,6 +307,31 @@ def test_default_tolerance() -> None:
     assert default_tolerance(torch.bfloat16, 1.0) == 5e-2
     assert default_tolerance(torch.bfloat16, 16.0) == pytest.approx(0.5)
     assert default_tolerance(torch.float16, float("nan")) == 5e-3
+    assert default_tolerance(torch.float32, 30.0, spread=2.0) == 1e-4
+    assert default_tolerance(torch.float32, 600.0, spread=40.0) == pytest.approx(1.6e-3)
+    assert default_tolerance(torch.float32, 30.0, spread=float("inf")) == 1e-4
+
+
+def test_tolerance_grows_with_the_spread_of_the_logits_and_refuses_another_model() -> None:
+    """Rounding in float32 grows with the logits: a head that is 100 times as large differs by 100 times as much."""
+    model = tiny_model("llama", tie_word_embeddings=False)
+    plain = verify_session(session_of(model), model, prompts=[9], decode_steps=5)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(100)
+    session = session_of(model)
+    large = verify_session(session, model, prompts=[9], decode_steps=5)
+    assert plain.tolerance == 1e-4 and large.passed
+    assert large.spread == pytest.approx(100 * plain.spread, rel=1e-3)
+    assert large.tolerance == pytest.approx(4e-5 * large.spread)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.model.layers[0].mlp.down_proj.weight.mul_(1.001)
+    assert not verify_session(session, other, prompts=[9], decode_steps=5).passed
+
+
+def test_spread_leaves_out_tokens_that_are_never_chosen() -> None:
+    logits = torch.tensor([[1.0, 3.0, float("-inf")], [0.0, 0.0, 0.0]])
+    assert spread_of(logits) == 1.0
 
 
 def test_given_tolerance_decides(model: Any) -> None:
@@ -319,8 +346,8 @@ def test_given_tolerance_decides(model: Any) -> None:
         ({"prompts": [60], "decode_steps": 5}, "prompt of 60 tokens and 5 decode steps do not fit: 64 tokens"),
         ({"prompts": [0]}, "prompt of 0 tokens"),
         ({"decode_steps": -1}, "-1 decode steps"),
-        ({"tolerance": 0.0}, "tolerance is 0.0; it must be above 0"),
-        ({"tolerance": float("nan")}, "tolerance is nan"),
+        ({"tolerance": 0.0}, "tolerance must be above 0, got 0.0"),
+        ({"tolerance": float("nan")}, "tolerance must be above 0, got nan"),
         ({"seed": 10**23 - 1}, f"seed is {10**23 - 1}; it must be an int of at most 64 bits"),
     ],
 )

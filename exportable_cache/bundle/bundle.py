@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..backends import backend_for
 from ..cache.kernel import Kernel
 from ..cache.layers import layer_from
+from ..common.files import atomic_path
 from ..common.progress import silent
 from ..errors import BundleError, InputError
 from . import signature
@@ -140,6 +142,41 @@ class Bundle:
         # One that is left alone would wait for the others in its first step.
         ranks.check_all(error)
         return RankedRunner(runner, ranks), layers  # type: ignore[arg-type]
+
+    def record_verification(self, report: Mapping[str, Any], sign: str | os.PathLike | None = None) -> Bundle:
+        """Replace the verification report in the manifest on disk.
+
+        Args:
+            report: What `VerifyReport.to_dict` gives.
+            sign: File of the private key to sign the new manifest with; needed where the bundle is signed.
+
+        Returns:
+            The bundle with the new manifest.
+
+        Raises:
+            BundleError: If the bundle is signed and `sign` is missing, or the manifest cannot be written.
+            InputError: If the key cannot be read.
+        """
+        signed = (self.path / signature.SIGNATURE_FILE).exists()
+        if signed and sign is None:
+            raise BundleError(
+                f"{self.path} is signed, and recording a verification changes the manifest that the signature covers; "
+                "pass the private key to sign it again with sign= (--sign)"
+            )
+        key = None if sign is None else signature.private_key(sign)
+        manifest = self.manifest.model_copy(update={"verification": dict(report)})
+        content = manifest.content()
+        try:
+            if key is not None:
+                signature.sign(self.path, content, key)
+            with atomic_path(self.path / MANIFEST_FILE) as temporary:
+                temporary.write_bytes(content)
+        except OSError as error:
+            raise BundleError(
+                f"cannot write {self.path / MANIFEST_FILE}: {error.strerror or error}; copy the bundle to a folder one "
+                "may write to"
+            ) from error
+        return replace(self, manifest=manifest)
 
     def check_trusted(self) -> None:
         """Refuse machine code that nobody has said is trusted.

@@ -36,6 +36,10 @@ class Quantized(Entry):
     embeddings: str | None
     # None in bundles of releases that had `absmax` only.
     scales: str | None = None
+    # Bytes of the integers with their scales, and of all weights that stay in float32; None in bundles of earlier
+    # releases.
+    quantized_bytes: int | None = None
+    other_bytes: int | None = None
     positions: int | None = None
     max_difference: float | None = None
     argmax_agreement: float | None = None

@@ -154,9 +154,13 @@ class Manifest(Entry):
             },
         )
 
+    def content(self) -> bytes:
+        """Return the content of manifest.json."""
+        return (json.dumps(self.model_dump(mode="json"), indent=2) + "\n").encode()
+
     def write(self, folder: Path) -> bytes:
-        """Write manifest.json: from then on the folder is a bundle. Returns what the file holds."""
-        content = (json.dumps(self.model_dump(mode="json"), indent=2) + "\n").encode()
+        """Write manifest.json, which makes the folder a bundle, and return the content of the file."""
+        content = self.content()
         (folder / MANIFEST_FILE).write_bytes(content)
         return content
 

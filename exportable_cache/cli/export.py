@@ -226,7 +226,11 @@ def print_quantization(terminal: Terminal, bundle: Bundle) -> None:
     quantized = bundle.manifest.quantization
     if quantized is None:
         return
-    terminal.print(f"quantised: {Quantization(quantized.linear, quantized.group_size, quantized.embeddings)}")
+    text = f"quantised: {Quantization(quantized.linear, quantized.group_size, quantized.embeddings)}"
+    if quantized.quantized_bytes is not None:
+        text += f"; {bytes_text(quantized.quantized_bytes)} of integers and scales"
+        text += f", {bytes_text(quantized.other_bytes)} stay in float32"
+    terminal.print(text)
     if quantized.max_difference is not None:
         terminal.print(
             f"against the float model, {quantized.positions} positions of random tokens: max |logit difference| "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -22,6 +22,19 @@ from .options import (
 from .settings import Changes, at_least, declared, options_of, takes
 from .terminal import Terminal
 
+RecordOption = Annotated[
+    bool, typer.Option("--record", help="Write the report into the bundle's manifest, in place of the earlier one.")
+]
+SignOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--sign",
+        metavar="FILE",
+        help="Private Ed25519 key to sign the new manifest with; needed with --record for a signed bundle.",
+        show_default=False,
+    ),
+]
+
 
 @takes(
     declared("folder", BundleArgument),
@@ -34,6 +47,8 @@ from .terminal import Terminal
     declared("trust", TrustOption, False),
     declared("key", KeyOption, None),
     declared("ignore_versions", IgnoreVersionsOption, False),
+    declared("record", RecordOption, False),
+    declared("sign", SignOption, None),
     declared("json", JsonOption, False),
 )
 def verify(ctx: typer.Context, folder: Path, model: str, json: bool, **given: Any) -> None:

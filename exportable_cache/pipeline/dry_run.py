@@ -15,7 +15,7 @@ from ..models.loading import live_model, load_config
 from ..models.positions import check_positions
 from ..models.prequantized import stored_quantization
 from ..models.quantization import check_quantizable
-from ..models.quantized_sizes import quantized_bytes
+from ..models.quantized_sizes import coverage_of, quantized_bytes
 from ..models.tokenizers import has_tokenizer
 from ..models.without_weights import model_without_weights
 from .sizing import plan_cache
@@ -82,16 +82,19 @@ def dry_run(spec: ExportSpec) -> DryRun:
     weights = made.weights_bytes
     if model is not None:
         check_positions(model, made.max_length)
+    coverage = None
     if spec.quantization is not None:
         weights = None
         if model is not None:
             model = model.to(torch.float32)
             check_quantizable(model, spec.quantization)
             weights = quantized_bytes(model, spec.quantization)
+            coverage = coverage_of(model, spec.quantization)
     elif model is not None and resolved.dtype is not None and resolved.dtype.kept:
         weights = exact_bytes(model.to(dtype), resolved.dtype.stored)
     stored = stored_quantization(config)
     remarks = [] if stored is None else [stored.remark.replace("were dequantised", "would be dequantised")]
+    remarks += [coverage.remark] if coverage is not None and coverage.remark else []
     # A tuple of paths, since the spec was made.
     remarks += [f"the adapter in {folder} would be merged into the weights" for folder in tuple(spec.lora)]  # type: ignore[arg-type]
     if made.tensor_parallel is not None:

@@ -57,6 +57,7 @@ def export(
     rollback_slots: int = 0,
     tensor_parallel: int | None = None,
     verify: bool = True,
+    tolerance: float | None = None,
     overwrite: bool = False,
     sign: str | os.PathLike | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -103,6 +104,8 @@ def export(
         tensor_parallel: Ranks to split the program over, by transformers' plan of the model (targets `pt2` and `aoti`):
             the bundle has a program for each, with its weights only, and as many processes open it together.
         verify: Compare with the model, see `verify_session`; the report is recorded in the manifest.
+        tolerance: Largest |logit difference| that `verify` accepts; by default one that follows from the dtype and from
+            the spread of the model's logits, see `VerifySpec`.
         overwrite: Replace a bundle that is there.
         sign: File of the private Ed25519 key to sign the bundle with, for `load(..., key=)`; needs the extra `sign`.
         tokenizer: Saved in the bundle; by default the one beside the model, if there is one.
@@ -151,6 +154,7 @@ def export(
         image_size=image_size,
         tensor_parallel=tensor_parallel,
         verify=verify,
+        tolerance=tolerance,
         overwrite=overwrite,
         sign=sign,
         tokenizer=tokenizer,

@@ -17,6 +17,7 @@ from ..common.settings import REQUIRED, check_settings, same_setting, setting
 from ..errors import InputError
 from ..models.quantization_spec import check_schemes
 from ..program.spec import ProgramSpec
+from ..verification.spec import VerifySpec, check_tolerance
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +45,7 @@ class ExportSpec:
         modalities: What is fed beside text, `image` or `audio`, see `modalities.modalities_of`.
         image_size: Height and width of every image in pixels, where the model's config leaves it open, see there.
         verify: Compare with the model.
+        tolerance: Largest |logit difference| that passes, see `VerifySpec`; None for the default of the dtype.
         overwrite: Replace a bundle that is there.
         tensor_parallel: Ranks to split the program over, None for a program of one process.
         sign: File of the private key to sign the bundle with, see `bundle.signature`; None for no signature.
@@ -91,6 +93,7 @@ class ExportSpec:
         flags=("--verify/--no-verify",),
         kind=bool,
     )
+    tolerance: float | None = same_setting(VerifySpec, "tolerance")
     overwrite: bool = setting(False, "Replace DIR if it exists.", flags=("--overwrite",), kind=bool)
     tensor_parallel: int | None = setting(
         None,
@@ -153,6 +156,11 @@ class ExportSpec:
         from ..common.dtypes import parse_dtype
         from .dtypes import check_dtype
 
+        check_tolerance("tolerance", self.tolerance)
+        if self.tolerance is not None and not self.verify:
+            raise InputError(
+                f"tolerance is {self.tolerance}, but verify is False, so nothing is compared; leave one of them out"
+            )
         object.__setattr__(self, "options", options)
         dtype = parse_dtype(self.dtype)
         object.__setattr__(self, "dtype", dtype)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import shutil
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -35,6 +36,7 @@ from ..models.layout import layer_types_and_windows
 from ..models.loading import check_checkpoint, live_model, load_config, load_model, load_to_quantise
 from ..models.positions import check_positions
 from ..models.quantization import quantize
+from ..models.quantized_sizes import Coverage, coverage_of
 from ..program.inputs.modalities import modalities_of
 from ..program.program import Program
 from ..verification.compare import compare, measure_stored
@@ -87,12 +89,14 @@ class Source:
         model: The same, or its quantised copy.
         dtype: Of the weights, stored and exported.
         weights_bytes: Of the weights as a target stores them; None where that is as the model has them.
+        coverage: What was quantised of the weights; None where nothing was asked for.
     """
 
     loaded: LoadedModel
     model: PreTrainedModel
     dtype: DtypeChoice
     weights_bytes: int | None = None
+    coverage: Coverage | None = None
 
 
 def run(spec: ExportSpec, progress: Progress = silent) -> Bundle:
@@ -207,7 +211,10 @@ def quantise(resolved: Resolved, loaded: LoadedModel, progress: Progress = silen
         quantized = quantize(loaded.model, quantization, _scratch_for(loaded.model, output))
     except OSError as error:
         raise BundleError(f"cannot write beside {output}: {error.strerror or error}; choose another disk") from error
-    return Source(loaded, quantized.model, choice, quantized.weights_bytes)
+    coverage = coverage_of(loaded.model, quantization)
+    if coverage.remark:
+        warnings.warn(coverage.remark, RuntimeWarning, stacklevel=2)
+    return Source(loaded, quantized.model, choice, quantized.weights_bytes, coverage)
 
 
 def _scratch_for(model: PreTrainedModel, output: Path) -> Scratch | None:
@@ -282,7 +289,12 @@ def lower(resolved: Resolved, source: Source, made: Program, folder: Path, progr
     if source.weights_bytes is not None:
         recorded["weights_bytes"] = source.weights_bytes
     if spec.quantization is not None:
-        recorded["quantization"] = Quantized(**spec.quantization.to_dict())
+        recorded["quantization"] = Quantized(
+            **spec.quantization.to_dict(),
+            quantized_bytes=source.coverage.quantized_bytes,
+            other_bytes=source.coverage.other_bytes,
+        )
+        recorded["remarks"] += [source.coverage.remark] if source.coverage.remark else []
     if spec.cache.kv_dtype is not None:
         exact = replace(spec.cache, kv_dtype=None, device="meta")
         float_bytes = ExportableCache.from_model_spec(made.model, exact, attn_implementation=None).nbytes
@@ -316,7 +328,10 @@ def _verified(
     fed: list[FedPrompt] = []
     if spec.quantization is not None:
         progress("finding what rounding does to the logits", 0, None)
-    largest, rms = tolerances_of(model, spec.quantization, session.runner.methods.get("encode"))
+    if spec.tolerance is None:
+        largest, rms = tolerances_of(model, spec.quantization, session.runner.methods.get("encode"))
+    else:
+        largest, rms = spec.tolerance, None
     asked = VerifySpec(tolerance=largest, rms_tolerance=rms)
     # Of quantised weights, the effect below is measured against the stored model.
     keeps = source.dtype.widened and spec.quantization is None
@@ -364,6 +379,7 @@ def _require_agreement(report: VerifyReport, output: Path) -> None:
         return
     prompts = "; ".join(f"{prompt.length} tokens: {prompt.max_difference:.1e}" for prompt in report.prompts)
     raise VerificationError(
-        f"{report} ({prompts}). {output} was not written; the target computes something else than the model: "
-        "report it with the model type, or export with verify=False (--no-verify) to look into it"
+        f"{report} ({prompts}). {output} was not written, because the program differs from the model by more than "
+        "rounding; report it with the model type, or accept the difference with tolerance= (--tolerance), or export "
+        "with verify=False (--no-verify) to look into it"
     )

@@ -114,7 +114,7 @@ def compare(
     rms_difference = largest([prompt.rms_difference for prompt in prompts])
     tolerance = spec.tolerance
     if tolerance is None:
-        tolerance = default_tolerance(model.dtype, seen.largest_logit)
+        tolerance = default_tolerance(model.dtype, seen.largest_logit, seen.spread)
         if storage is not None:
             tolerance = max(tolerance, rounding_effect(model, min(plan[-1][0], _ROUNDED_TOKENS), storage) / 4)
     return VerifyReport(
@@ -130,6 +130,7 @@ def compare(
         encoders=encoders,
         at_once=at_once,
         rms_tolerance=spec.rms_tolerance,
+        spread=seen.spread,
     )
 
 
@@ -144,6 +145,8 @@ class _Seen:
     def __init__(self, progress: Progress, total: int) -> None:
         self.prompts: list[VerifiedPrompt] = []
         self.largest_logit = 0.0
+        #: Largest standard deviation of a position's logits over the vocabulary.
+        self.spread = 0.0
         self._progress, self._done, self._total = progress, 0, total
 
     def expect(self, reference: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -152,6 +155,7 @@ class _Seen:
         for logits in reference:
             expected.append(logits)
             self.largest_logit = max(self.largest_logit, logits.abs().max().item())
+            self.spread = max(self.spread, spread_of(logits))
             self._step()
         return expected
 
@@ -200,6 +204,19 @@ class _Seen:
     def _step(self) -> None:
         self._done += 1
         self._progress("verifying", self._done, self._total)
+
+
+def spread_of(logits: torch.Tensor) -> float:
+    """Return the largest standard deviation of the rows of `logits` [batch, vocab] that are finite.
+
+    Models set the logits of tokens they never choose to minus infinity; these are left out.
+    """
+    values = logits.double()
+    finite = values.isfinite()
+    count = finite.sum(-1, keepdim=True).clamp(min=1)
+    mean = torch.where(finite, values, 0.0).sum(-1, keepdim=True) / count
+    squares = torch.where(finite, (values - mean).square(), 0.0).sum(-1, keepdim=True) / count
+    return squares.sqrt().max().item()
 
 
 def _feed(session: Session, ids: torch.Tensor, parts: Sequence[int]) -> torch.Tensor:

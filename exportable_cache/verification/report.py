@@ -76,6 +76,8 @@ class VerifyReport:
         at_once: Whether all prompts began one sequence, which the reference took as a whole, as it does for large
             models.
         rms_tolerance: The limit of each position's root mean square, where activations are quantised.
+        spread: Standard deviation of the reference's logits over the vocabulary, of the position where it is largest;
+            None in reports of earlier releases.
     """
 
     passed: bool
@@ -90,6 +92,7 @@ class VerifyReport:
     stored: StoredDistance | None = None
     at_once: bool = False
     rms_tolerance: float | None = None
+    spread: float | None = None
 
     @property
     def rms_difference(self) -> float | None:

@@ -17,9 +17,9 @@ class VerifySpec:
     """How a program is compared with its model: `VerifySpec(prompts=(40,), decode_steps=8)` feeds 40 tokens, then 8.
 
     Attributes:
-        tolerance: Largest |logit difference| that passes; by default `default_tolerance`, and for a session whose cache
-            keeps 8 bits at least a quarter of what that rounding does to the logits: a value near the middle between
-            two steps rounds either way.
+        tolerance: Largest |logit difference| that passes; by default `default_tolerance`, which follows from the dtype
+            and the logits' spread, and for a session whose cache keeps 8 bits at least a quarter of what that rounding
+            does to the logits: a value near the middle between two steps rounds either way.
         rms_tolerance: Largest root mean square of a position's logit differences that passes; None to judge none.
         prompts: Lengths; by default `default_prompts`, and one that fills the cache, or takes all of the model's
             positions, where that is at most 4096 tokens over all rows.
@@ -39,7 +39,7 @@ class VerifySpec:
         flags=("--tolerance",),
         metavar="X",
         kind=float,
-        shown_default="by dtype: 1e-4 in float32",
+        shown_default="by dtype and spread of the logits: at least 1e-4 in float32",
     )
     rms_tolerance: float | None = None
     prompts: Sequence[int] | None = None
@@ -60,6 +60,14 @@ class VerifySpec:
         check_settings(self)
         check_seed(self.seed)
         for name in ("tolerance", "rms_tolerance"):
-            limit = getattr(self, name)
-            if limit is not None and not limit > 0:
-                raise InputError(f"{name} is {limit}; it must be above 0")
+            check_tolerance(name, getattr(self, name))
+
+
+def check_tolerance(name: str, limit: float | None) -> None:
+    """Refuse a limit that is not above 0; None is the default one.
+
+    Raises:
+        InputError: If it is out of range.
+    """
+    if limit is not None and not limit > 0:
+        raise InputError(f"{name} must be above 0, got {limit}; leave it out for the default")

@@ -35,6 +35,8 @@ def verify(
     lora: Sequence[str | os.PathLike] = (),
     trust: bool = False,
     key: str | os.PathLike | None = None,
+    record: bool = False,
+    sign: str | os.PathLike | None = None,
     progress: Progress = silent,
     **asked: Any,
 ) -> VerifyReport:
@@ -47,11 +49,13 @@ def verify(
         model_or_path: `demo`, a local folder, a hub id, or a loaded model.
         lora: Folder of the adapter that was merged, if one was.
         trust, key: Where it is a folder, see `load`.
+        record: Write the report into the bundle's manifest, in place of the one recorded before.
+        sign: File of the private key to sign the new manifest with, where the bundle is signed.
         progress: Told about each stage.
         **asked: Fields of `VerifySpec`: tolerance, prompts, decode_steps, seed.
 
     Raises:
-        BundleError: If the bundle cannot be opened.
+        BundleError: If the bundle cannot be opened, or `record` cannot write to it.
         InputError: If the model cannot be loaded, or is of another type or vocabulary, or a value is out of range.
     """
     from ..bundle.bundle import Bundle
@@ -60,6 +64,8 @@ def verify(
 
     # Before the model is loaded, which takes long.
     spec = VerifySpec(**asked)
+    if sign is not None and not record:
+        raise InputError(f"sign is {str(sign)!r}, but nothing is written without record=True (--record); leave it out")
     bundle = (
         path_or_bundle
         if isinstance(path_or_bundle, Bundle)
@@ -92,4 +98,9 @@ def verify(
             largest, rms = tolerances_of(model, quantization, session.runner.methods.get("encode"))
             spec = replace(spec, tolerance=largest, rms_tolerance=rms)
         report = compare(session, model, spec, progress)
-    return replace(report, remark=remark)
+    report = replace(report, remark=remark)
+    if record:
+        # What only an export measures stays.
+        earlier = manifest.verification or {}
+        bundle.record_verification({**report.to_dict(), "stored": earlier.get("stored")}, sign)
+    return report

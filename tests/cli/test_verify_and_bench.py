@@ -2,13 +2,20 @@
 
 import json
 import runpy
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from exportable_cache import load
+from exportable_cache.bundle.bundle import Bundle
+from exportable_cache.bundle.manifest import Manifest
+from exportable_cache.bundle.signature import private_key, sign
+from exportable_cache.cli.streams import EXIT_INPUT
 
 from ..support.models import tiny_model, tokens
 from .bundles import MAX_CACHE_LEN, refused
@@ -55,6 +62,34 @@ def test_verify_exits_with_1_on_a_mismatch(run, exported, other_folder):
 
 def test_verify_tolerance_decides(run, exported, other_folder):
     assert run("verify", exported.path, "--model", other_folder, "--decode-steps", 4, "--tolerance", 1e6).exit_code == 0
+
+
+def test_verify_records_its_report_where_asked(run, exported, tiny_folder, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(exported.path, folder)
+    before = Manifest.read(folder)
+    arguments = ("verify", folder, "--model", tiny_folder, "--decode-steps", 3)
+    assert run(*arguments).exit_code == 0 and Manifest.read(folder) == before
+    assert run(*arguments, "--record", "--tolerance", 0.5).exit_code == 0
+    after = Bundle.open(folder).manifest
+    assert after.verification["tolerance"] == 0.5 and after.verification["steps"] != before.verification["steps"]
+    assert after.model_copy(update={"verification": before.verification}) == before
+
+
+def test_verify_signs_again_what_is_signed(run, exported, tiny_folder, tmp_path):
+    folder, key = tmp_path / "copy", tmp_path / "key.pem"
+    shutil.copytree(exported.path, folder)
+    pem = Ed25519PrivateKey.generate().private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    key.write_bytes(pem)
+    sign(folder, (folder / "manifest.json").read_bytes(), private_key(key))
+    before = (folder / "manifest.json").read_bytes()
+    arguments = ("verify", folder, "--model", tiny_folder, "--decode-steps", 3, "--record")
+    result = run(*arguments)
+    assert result.exit_code == EXIT_INPUT and "is signed" in result.stderr and "--sign" in result.stderr
+    assert (folder / "manifest.json").read_bytes() == before
+    assert run(*arguments, "--sign", key).exit_code == 0
+    assert Bundle.open(folder, key=key).manifest.verification["steps"] != 0
+    assert (folder / "manifest.json").read_bytes() != before
 
 
 @pytest.mark.parametrize(
