@@ -1,8 +1,11 @@
 """Static KV caches for torch.export and torch.compile, and the exporters that carry a model and its cache to a device.
 
-Names are resolved on first use, so importing the package costs nothing and needs no backend.
+Names are resolved on first use, so importing the package costs nothing and needs no backend. Imported before torch, it
+sets `OMP_WAIT_POLICY=PASSIVE` unless the variable is set.
 """
 
+import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +19,11 @@ _EXPORTS = {
 }
 
 __all__ = ["__version__", *_EXPORTS]
+
+# Before torch loads OpenMP, because OpenMP reads it once. By default, threads that wait for the next operator spin, and
+# next to one busy process a compiled step took up to 20 times as long.
+if "torch" not in sys.modules:
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 if TYPE_CHECKING:
     from .models.cache_factory import ExportableCache as ExportableCache

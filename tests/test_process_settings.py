@@ -1,12 +1,19 @@
 """Settings of the process that threads change at the same time, and the garbage collector's among them."""
 
 import gc
+import os
+import subprocess
+import sys
 import threading
+import warnings
 import weakref
 from types import SimpleNamespace
 
+import pytest
+
 from exportable_cache.common.garbage import RARELY, few_collections, put_off_full_collection
 from exportable_cache.common.process_setting import ProcessSetting
+from exportable_cache.common.threads import warn_if_threads_spin
 
 
 class Circle:
@@ -82,3 +89,29 @@ def test_a_full_collection_that_is_put_off_finds_what_is_garbage_by_then() -> No
         if frozen:
             gc.freeze()
         gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("before", "given", "found"),
+    [("", None, "PASSIVE"), ("", "ACTIVE", "ACTIVE"), ("sys.modules['torch'] = sys; ", None, "None")],
+    ids=["first", "set by the user", "behind torch"],
+)
+def test_importing_the_package_before_torch_keeps_waiting_threads_from_spinning(before, given, found) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    environment |= {} if given is None else {"OMP_WAIT_POLICY": given}
+    code = f"import os, sys; {before}import exportable_cache; print(os.environ.get('OMP_WAIT_POLICY'))"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == found, done.stderr
+
+
+@pytest.mark.parametrize(("policy", "load", "warns"), [(None, 1.9, True), (None, 0.3, False), ("PASSIVE", 1.9, False)])
+def test_spinning_threads_are_warned_of_next_to_other_processes(monkeypatch, policy, load, warns) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if policy is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_if_threads_spin()
+    assert [("OMP_WAIT_POLICY=PASSIVE" in str(one.message)) for one in caught] == [True] * warns

@@ -13,7 +13,7 @@ import torch
 
 from ..cache.attention.implementation import borrow_attention
 from ..common.compat import torch as private
-from ..common.threads import threads_of_torch
+from ..common.threads import threads_of_torch, warn_if_threads_spin
 from ..errors import InputError, UnsupportedModelError
 from ..generation.choosing_steps import Choice, of_step
 from ..program.program import ResidentModule, front_module, program_methods
@@ -75,6 +75,8 @@ class ModuleRunner:
         self.background = background_compiler(model, cache, spec, options)
         self.compiler: StepCompiler | None = None
         if options.compile:
+            if cache.device.type == "cpu":
+                warn_if_threads_spin()
             self.compiler = self.background.compiler if self.background else StepCompiler(model, cache, options)
         # CUDA graphs are recorded for each size.
         self._records = options.compile and cache.device.type == "cuda"
