@@ -13,6 +13,7 @@ from exportable_cache.pipeline import bench as module
 from exportable_cache.pipeline.bench import bench, peak_rss_bytes
 
 from .support.models import tiny_model
+from .support.seq2seq import tiny_seq2seq
 
 LIMIT = 64
 
@@ -117,3 +118,10 @@ def test_bench_refuses_what_does_not_fit_before_running(arguments, words):
     for word in words:
         assert word in str(caught.value)
     assert session.runner.calls == []
+
+
+def test_an_encoder_decoder_encodes_before_it_is_timed() -> None:
+    model = tiny_seq2seq("t5")
+    session = Session.from_model(model, ExportableCache.from_model(model, 32, max_encoder_len=16))
+    report = bench(session, positions=[0, 8], steps=2)
+    assert [timing.position for timing in report.decode] == [0, 8]

@@ -354,3 +354,21 @@ def test_end_token_gives_no_text(byte_model: Any) -> None:
     expected = session.tokenizer.decode(free[: free.index(free[3])])
     assert "".join(session.generate_text(prompt, 6, temperature=1.0, seed=5)) == expected
     assert END not in expected
+
+
+@pytest.mark.parametrize(
+    ("argument", "remedy"),
+    [
+        ({"do_sample": True}, "do_sample is True, and sessions have no such argument; temperature above 0 samples"),
+        ({"num_beams": 4}, "beam_search"),
+        ({"max_length": 9}, "pass max_new_tokens"),
+        ({"nonsense": None}, "nonsense is None, and sessions have no such argument; leave it out"),
+    ],
+)
+def test_an_argument_of_transformers_generate_is_refused_by_name(model: Any, argument: dict, remedy: str) -> None:
+    session = Session.from_model(model, ExportableCache.from_model(model, 64))
+    with pytest.raises(InputError, match=remedy):
+        session.generate(tokens(3), **argument)
+    with pytest.raises(InputError, match=remedy):
+        session.prefill(tokens(3), **argument)
+    assert session.length.tolist() == [0]

@@ -13,7 +13,7 @@ from typer.core import TyperCommand
 from ..common.quiet import everything_shown, forget
 from ..errors import ExportableCacheError, VerificationError
 from .quiet import quiet_third_parties
-from .streams import EXIT_INPUT, is_of_a_stream, unwritable
+from .streams import EXIT_INPUT, exit_code_of, is_of_a_stream, unwritable
 from .terminal import Terminal
 
 EXIT_MISMATCH = 1
@@ -48,9 +48,10 @@ class Command(TyperCommand):
                 if _is_ours_to_pass(error):
                     raise
                 if isinstance(error, OSError) and is_of_a_stream(error):
-                    terminal.error(unwritable(error))
+                    if message := unwritable(error):
+                        terminal.error(message)
                     forget(sys.__stdout__)
-                    raise typer.Exit(EXIT_INPUT) from error
+                    raise typer.Exit(exit_code_of(error)) from error
                 if debug:
                     traceback.print_exc()
                     terminal.error(f"error: unexpected {type(error).__name__}")

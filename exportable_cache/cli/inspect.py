@@ -88,7 +88,7 @@ def _print_bundle(terminal: Terminal, bundle: Bundle) -> None:
         f"{program.max_cache_len}, "
         f"exported {manifest.created}\n"
     )
-    terminal.print(layer_table(_row(layer) for layer in manifest.model_dump(mode="json")["layers"]))
+    terminal.print(layer_table(_row(layer, program.batch_size) for layer in manifest.model_dump(mode="json")["layers"]))
     terminal.print(f"\ncache {bytes_text(manifest.cache_bytes)}, weights {bytes_text(manifest.weights_bytes)}\n")
     if manifest.ranks is not None:
         size = manifest.ranks.size
@@ -112,7 +112,7 @@ def _print_bundle(terminal: Terminal, bundle: Bundle) -> None:
             terminal.print(f"  {line}")
 
 
-def _row(layer: dict[str, Any]) -> LayerRow:
+def _row(layer: dict[str, Any], batch_size: int) -> LayerRow:
     from ..cache.layers import label_of
     from ..cache.policies import SlotPolicy
     from ..cache.storage import Storage
@@ -121,12 +121,13 @@ def _row(layer: dict[str, Any]) -> LayerRow:
     # By name: layers order their dimensions as their target's operators want them.
     keys = _sizes(tensors.get("keys", {"dims": [], "shape": []}))
     # The lengths are int64 in every layer; the dtype people ask for is that of what is kept.
+    slots = SlotPolicy.from_config(layer["policy"]).capacity
     kept = tensors.get("keys") or next(iter(tensors.values()), {"dtype": "-"})
     return LayerRow(
         layer_type=layer["layer_type"],
         policy=label_of({name: part for name, part in layer.items() if part is not None}),
-        slots=SlotPolicy.from_config(layer["policy"]).capacity,
-        heads=keys.get("num_heads"),
+        slots=slots,
+        heads=_heads(keys, batch_size, slots),
         head_dim=_head_dim(storage, tensors.get("keys")),
         value_head_dim=_head_dim(storage, tensors.get("values")),
         dtype=storage["kind"] if storage is not None and Storage.from_config(storage).rounds else kept["dtype"],
@@ -138,6 +139,15 @@ def _head_dim(storage: dict[str, Any] | None, tensor: dict[str, Any] | None) -> 
     from ..cache.storage import Storage
 
     return None if storage is None or tensor is None else Storage.from_config(storage).head_dim(tensor["shape"][-1])
+
+
+def _heads(sizes: dict[str, int], batch_size: int, slots: int | None) -> int | None:
+    """Return the number of key heads; kernels of some targets store heads with rows, or with rows and slots."""
+    if "rows_and_heads" in sizes:
+        return sizes["rows_and_heads"] // batch_size
+    if "rows_heads_and_slots" in sizes and slots:
+        return sizes["rows_heads_and_slots"] // (batch_size * slots)
+    return sizes.get("num_heads")
 
 
 def _sizes(tensor: dict[str, Any]) -> dict[str, int]:

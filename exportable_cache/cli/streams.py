@@ -11,6 +11,8 @@ from ..common.quiet import forget
 from ..errors import InputError
 
 EXIT_INPUT = 2
+#: The reader of a pipe is gone, as `head` is after ten lines: what a shell gives a process that SIGPIPE ends.
+EXIT_PIPE = 141
 #: Of a stream that takes no more: a full disk, a broken one, a closed one, one whose reader is gone.
 _ERRORS = (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EDQUOT, errno.EPIPE)
 
@@ -20,15 +22,22 @@ def is_of_a_stream(error: BaseException | None) -> bool:
     return isinstance(error, OSError) and error.errno in _ERRORS and error.filename is None
 
 
+def exit_code_of(error: OSError) -> int:
+    """Return the exit code for a stream that takes no more."""
+    return EXIT_PIPE if error.errno == errno.EPIPE else EXIT_INPUT
+
+
 def unwritable(error: OSError) -> str:
-    """What is said of it."""
+    """Return the message for a stream that takes no more; it is empty where the reader has gone on purpose."""
+    if error.errno == errno.EPIPE:
+        return ""
     return f"error: cannot write the output: {error.strerror}; send it somewhere else"
 
 
 @contextmanager
 def output_checked() -> Iterator[None]:
     """A block that writes what typer itself writes, such as help and usage errors: a stream that fails ends it with
-    exit code 2, as 1 would stand for a mismatch.
+    exit code 2, or 141 where its reader has gone; 1 would stand for a mismatch.
     """
     try:
         yield
@@ -46,11 +55,12 @@ def output_checked() -> Iterator[None]:
 def _stop(error: OSError) -> None:
     forget(sys.__stdout__)
     try:
-        sys.stderr.write(unwritable(error) + "\n")
+        if message := unwritable(error):
+            sys.stderr.write(message + "\n")
         sys.stderr.flush()
     except OSError:
         forget(sys.__stderr__)
-    sys.exit(EXIT_INPUT)
+    sys.exit(exit_code_of(error))
 
 
 def prompt_from_stdin() -> str:

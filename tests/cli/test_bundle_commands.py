@@ -12,6 +12,7 @@ import torch
 from exportable_cache import export
 from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.bundle.manifest import SCHEMA_VERSION
+from exportable_cache.cli.inspect import _heads
 
 from ..support.fake_target import FILE
 from ..support.models import WINDOW
@@ -266,3 +267,16 @@ def test_other_package_versions_can_be_ignored(run, damaged):
     edit_manifest(damaged, packages={**Bundle.open(damaged).manifest.packages, "torch": "1.0"})
     result = run("bench", damaged, "--ignore-versions", "--steps", 1, "--position", 0, "--json")
     assert result.exit_code == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("sizes", "heads"),
+    [
+        ({"batch_size": 2, "num_heads": 3, "capacity": 16}, 3),
+        ({"rows_and_heads": 6, "capacity": 16}, 3),
+        ({"rows_heads_and_slots": 96}, 3),
+        ({"batch_size": 2}, None),
+    ],
+)
+def test_heads_are_found_in_the_layouts_of_all_targets(sizes, heads):
+    assert _heads(sizes, batch_size=2, slots=16) == heads

@@ -58,6 +58,7 @@ class InputStages:
         Raises:
             InputError: If an input is unknown, or not what its stage takes. Nothing has changed then.
         """
+        check_names(given)
         rows = TokenRows.checked(input_ids, attention_mask, self.limits)
         if self.encoder is not None:
             self.encoder.check_encoded(state)
@@ -107,6 +108,32 @@ class InputStages:
                 taken = ", ".join(stage.names[0] for stage in self._stages)
                 raise InputError(f"prefill takes {taken} beside input_ids, got {name!r}; leave it out")
         return Prompt(rows, items)
+
+
+#: Arguments of transformers' `generate` that have another name here.
+_ELSEWHERE = {
+    "do_sample": "temperature above 0 samples, 0 is greedy",
+    "max_length": "pass max_new_tokens, which counts new tokens only",
+    "num_beams": "use exportable_cache.decoding.beam_search",
+    "eos_token_id": "pass stop, with token ids or strings",
+    "stop_strings": "pass stop, with token ids or strings",
+    "tokenizer": "leave it out, the session has its own",
+    "past_key_values": "leave it out, the session has its own cache",
+    "assistant_model": "pass draft=DraftModel(session)",
+    "prompt_lookup_num_tokens": "pass draft=PromptLookup()",
+}
+
+
+def check_names(given: Mapping[str, Any]) -> None:
+    """Refuse keywords whose values are no tensors: those are settings, which no stage of an input takes.
+
+    Raises:
+        InputError: If there is one; it names the setting that does the same here, if there is one.
+    """
+    for name, value in given.items():
+        if not isinstance(value, (torch.Tensor, list, tuple)) and not hasattr(value, "__array__"):
+            remedy = _ELSEWHERE.get(name, "leave it out, or see the arguments of Session.generate")
+            raise InputError(f"{name} is {value!r:.60}, and sessions have no such argument; {remedy}")
 
 
 def _item_stage(method: ProgramMethod, token: int, limits: ProgramLimits) -> ItemStage:
