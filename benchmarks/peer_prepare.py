@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 from peer_forms import ENVIRONMENTS, FORMS
@@ -81,21 +82,36 @@ def form_environment(name: str, folder: Path, threads: int | None = None) -> dic
     found = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
     if threads is not None:
         found |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": "1"}
-    kernels = (folder / "libexportable_cache_kernels.so").resolve()
-    if FORMS[name].is_ours and kernels.is_file():
-        found.setdefault("EXPORTABLE_CACHE_KERNELS", str(kernels))
+    kernels = used_kernels(folder)
+    if FORMS[name].is_ours and kernels is not None:
+        found["EXPORTABLE_CACHE_KERNELS"] = str(kernels)
     if FORMS[name].runtime == "runner":
         found["EXPORTABLE_CACHE_RUNNER"] = str(own_runner(folder))
     return found
 
 
+def used_kernels(folder: Path) -> Path | None:
+    """Return the library of kernels that our forms run with, in Python and in the runner.
+
+    It is the one that the environment has or names, else the one in the folder. None means the kernels of executorch's
+    wheel: because none is compiled, or because `EXPORTABLE_CACHE_KERNELS=executorch` asks for them.
+    """
+    from exportable_cache.common.own_kernels import FILE, VARIABLE, chosen_path
+
+    chosen = chosen_path()
+    if chosen is not None or os.environ.get(VARIABLE):
+        return None if chosen is None else chosen.resolve()
+    compiled = (folder / FILE).resolve()
+    return compiled if compiled.is_file() else None
+
+
 def own_kernels(folder: Path) -> None:
-    """Compile them into the folder, where the environment has none; without a compiler the wheel's serve."""
+    """Compile the kernels into the folder, unless there are some; without a compiler the wheel's serve."""
     from exportable_cache.backends.executorch.build_kernels import build_kernels
-    from exportable_cache.common.own_kernels import FILE, chosen_path
+    from exportable_cache.common.own_kernels import FILE, VARIABLE
     from exportable_cache.errors import ExportableCacheError
 
-    if chosen_path() is None and not (folder / FILE).is_file():
+    if used_kernels(folder) is None and not os.environ.get(VARIABLE):
         console.print("compiling the attention kernels")
         try:
             build_kernels(output=(folder / FILE).resolve())
@@ -124,25 +140,28 @@ def write_anew(place: Path) -> None:
 
 
 def own_runner(folder: Path) -> Path:
-    """The C++ runner's library over the executorch wheel, with our kernels where they were compiled.
+    """Return the C++ runner's library over the executorch wheel, with the kernels that our other forms use.
 
     Raises:
         Failed: If it cannot be compiled.
     """
     from exportable_cache.backends.executorch.build_kernels import find_cmake
 
-    build, kernels = (folder / "runner").resolve(), (folder / "libexportable_cache_kernels.so").resolve()
-    library = build / "libexportable_cache.so"
-    if not library.is_file():
+    build, kernels = (folder / "runner").resolve(), used_kernels(folder)
+    library, built = build / "libexportable_cache.so", build / "built.txt"
+    linked = f"executorch {version('executorch')}, {kernels or 'its own kernels'}"
+    if not library.is_file() or not built.is_file() or built.read_text() != linked:
         cmake = find_cmake()
         if cmake is None:
             raise Failed("there is no cmake; pip install cmake")
         build.mkdir(parents=True, exist_ok=True)
         console.print("compiling the runner")
         options = ["-DEC_BUILD_SHARED=ON", "-DEC_BUILD_PROGRAMS=OFF", f"-DPython3_EXECUTABLE={sys.executable}"]
-        options += [f"-DEC_KERNELS={kernels}"] if kernels.is_file() else []
+        # CMake remembers what it was told before.
+        options.append(f"-DEC_KERNELS={kernels or ''}")
         logged([cmake, "-S", str(HERE.parent / "runners" / "cpp"), "-B", str(build), *options], build / "log.txt")
         logged([cmake, "--build", str(build), "--parallel", str(os.cpu_count() or 1)], build / "log.txt")
+        built.write_text(linked)
     return library
 
 

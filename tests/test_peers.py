@@ -155,6 +155,40 @@ def test_large_files_of_a_form_are_written_anew(tmp_path):
     assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["done.txt", "program.pte"]
 
 
+def test_the_runner_is_linked_with_the_kernels_that_the_other_forms_use(tmp_path, monkeypatch):
+    """They may be in the environment, where `exportable-cache kernels build` puts them, and may come later."""
+    import peer_prepare
+
+    from exportable_cache.common import own_kernels
+
+    asked = []
+    monkeypatch.setattr(peer_prepare, "logged", lambda command, log: asked.append(command))
+    monkeypatch.setattr("exportable_cache.backends.executorch.build_kernels.find_cmake", lambda: "cmake")
+    monkeypatch.delenv(own_kernels.VARIABLE, raising=False)
+    in_environment, in_folder = tmp_path / "platlib" / own_kernels.FILE, tmp_path / own_kernels.FILE
+    monkeypatch.setattr(own_kernels, "installed_path", lambda: in_environment)
+
+    def linked() -> str:
+        variables = peer_prepare.form_environment("ours-own-runner", tmp_path)
+        assert variables["EXPORTABLE_CACHE_RUNNER"] == str(tmp_path / "runner" / "libexportable_cache.so")
+        (kernels,) = (word.removeprefix("-DEC_KERNELS=") for word in asked[-2] if word.startswith("-DEC_KERNELS="))
+        # Both of our forms run with the same ones.
+        python = peer_prepare.form_environment("ours-own", tmp_path).get(own_kernels.VARIABLE, "")
+        assert python in (kernels, "executorch")
+        return kernels
+
+    assert linked() == ""
+    (tmp_path / "runner" / "libexportable_cache.so").touch()
+    in_folder.touch()
+    assert linked() == str(in_folder)
+    in_environment.parent.mkdir()
+    in_environment.touch()
+    assert linked() == str(in_environment)
+    assert linked() == str(in_environment) and len(asked) == 6  # once for each library
+    monkeypatch.setenv(own_kernels.VARIABLE, "executorch")
+    assert linked() == ""
+
+
 def test_rotary_rows_are_paired():
     from peer_convert import paired
 
