@@ -1,7 +1,8 @@
 # ec_executorch from the Python wheel: its headers, and the libraries that its Python bindings are made of.
 #
-# The wheel is made for Python: its library of runtime, kernels and delegates is the extension module _portable_lib, which
-# refers to libtorch and libpython. Both are on the machine that exports, so this is for there, not for a device.
+# The wheel is made for Python: runtime, kernels and delegates are in the extension module _portable_lib, or from release 1.5 on
+# in _C and libraries of their own; operators for language models refer to libtorch and libpython. Both are on the machine that
+# exports, so this is for there, not for a device.
 if(EC_OPERATORS)
   message(FATAL_ERROR "EC_OPERATORS is ${EC_OPERATORS}, but the wheel's library has all kernels in it; it is for an installed "
     "ExecuTorch: -DEC_EXECUTORCH=installed")
@@ -15,16 +16,20 @@ def folder(name):
 get = sysconfig.get_config_var
 library = pathlib.Path(get("LIBDIR") or "", get("INSTSONAME") or "")
 shared = library.as_posix() if get("Py_ENABLE_SHARED") and library.is_file() else ""
-print(";".join([folder("executorch"), folder("pytorch_tokenizers"), folder("torch"), get("EXT_SUFFIX"), shared]))
+executorch, suffix = folder("executorch"), get("EXT_SUFFIX")
+bindings = pathlib.Path(executorch, "extension", "pybindings")
+# From release 1.5 on, and before it.
+names = [name for name in ("_C", "_portable_lib") if executorch and (bindings / (name + suffix)).is_file()]
+runtime = [(bindings / (names[0] + suffix)).as_posix()] if names else []
+parts = ("", "_threadpool", "_kernels_optimized", "_kernels_quantized", "_backend_xnnpack") if names[:1] == ["_C"] else ()
+runtime += [pathlib.Path(executorch, "lib", f"libexecutorch{part}.so").as_posix() for part in parts]
+print(";".join([executorch, folder("pytorch_tokenizers"), folder("torch"), suffix, shared, *runtime]))
 ]=])
 execute_process(COMMAND "${Python3_EXECUTABLE}" -c "${_query}" OUTPUT_VARIABLE _found OUTPUT_STRIP_TRAILING_WHITESPACE
   COMMAND_ERROR_IS_FATAL ANY)
-list(GET _found 0 _executorch)
-list(GET _found 1 _tokenizers)
-list(GET _found 2 _torch)
-list(GET _found 3 _suffix)
-list(GET _found 4 _python)
-if(NOT _executorch OR NOT _tokenizers OR NOT _torch)
+list(POP_FRONT _found _executorch _tokenizers _torch _suffix _python)
+set(_runtime ${_found})
+if(NOT _executorch OR NOT _tokenizers OR NOT _torch OR NOT _runtime)
   message(FATAL_ERROR "${Python3_EXECUTABLE} has no executorch, or not all it depends on. Install it (pip install "
     "executorch==1.4.1), name another Python with -DPython3_EXECUTABLE=..., or build against an "
     "installed ExecuTorch with -DEC_EXECUTORCH=installed")
@@ -35,7 +40,7 @@ if(NOT _python)
 endif()
 
 set(_libraries
-  "${_executorch}/extension/pybindings/_portable_lib${_suffix}"              # runtime, portable and optimised kernels, XNNPACK
+  ${_runtime}                                                                # runtime, portable and optimised kernels, XNNPACK
   "${_executorch}/extension/llm/custom_ops/libcustom_ops_aot_lib.so"         # llama::update_cache, llama::custom_sdpa
   "${_executorch}/kernels/quantized/libquantized_ops_aot_lib.so"             # quantized_decomposed::*
   "${_executorch}/extension/llm/runner/_llm_runner${_suffix}"                # the reader of tokenizer.json
@@ -53,9 +58,9 @@ target_include_directories(ec_executorch SYSTEM INTERFACE
   "${_executorch}/include"
   "${_executorch}/include/executorch/runtime/core/portable_type/c10"
   "${_tokenizers}/include"
-  "${CMAKE_CURRENT_LIST_DIR}/../../../kernels/cmake/wheel"  # the header of pthreadpool
+  "${CMAKE_CURRENT_LIST_DIR}/../../../kernels/cmake/wheel"  # headers that a wheel lacks
 )
-target_compile_definitions(ec_executorch INTERFACE C10_USING_CUSTOM_GENERATED_MACROS)
+target_compile_definitions(ec_executorch INTERFACE C10_USING_CUSTOM_GENERATED_MACROS EC_OVER_WHEEL)
 # Kernels and delegates register themselves as the libraries are loaded: no symbol of theirs is asked for.
 target_link_options(ec_executorch INTERFACE "LINKER:--no-as-needed" "LINKER:--allow-shlib-undefined")
 target_link_libraries(ec_executorch INTERFACE ${_libraries} "${_python}")
