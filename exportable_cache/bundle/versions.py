@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING
 
@@ -36,11 +36,18 @@ def check_versions(manifest: Manifest, packages: Sequence[str]) -> None:
     for name in packages:
         recorded, found = manifest.packages.get(name), installed.get(name)
         if recorded is None or found is None or _series(recorded) != _series(found):
-            remedy = f"install {name}=={_public(recorded)}, " if recorded else ""
+            # A release of executorch goes with one series of torch, so both are named.
+            wanted = [one for one in dict.fromkeys((name, "torch")) if _differs(manifest.packages, installed, one)]
+            releases = " ".join(f"{one}=={_public(manifest.packages[one])}" for one in wanted)
+            remedy = f"pip install {releases}, " if recorded and releases else ""
             raise BundleError(
                 f"the bundle was made with {name} {recorded or '(not recorded)'}, installed is {found or 'none'}; "
                 f"{remedy}export the model again, or try anyway with check_versions=False (--ignore-versions)"
             )
+
+
+def _differs(recorded: Mapping[str, str], installed: Mapping[str, str], name: str) -> bool:
+    return name in recorded and _series(recorded[name]) != _series(installed.get(name, ""))
 
 
 def _public(version: str) -> str:

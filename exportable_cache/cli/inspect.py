@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .elsewhere import opened_elsewhere
 from .engine_table import engine_table, engines
 from .export import print_files, print_verification
 from .layer_table import LayerRow, layer_table, simple_table
@@ -18,18 +19,6 @@ if TYPE_CHECKING:
     from ..bundle.bundle import Bundle
 
 _DEMO_MAX_CACHE_LEN = 512
-#: How each target's file is opened by what it was made for, see docs/bundles.md.
-_ELSEWHERE = {
-    "pt2": (
-        "from torch.export.pt2_archive._package import load_pt2",
-        'programs = load_pt2("program.pt2").exported_programs',
-        'for program in programs.values(): program.constants.update(programs["model"].constants)',
-    ),
-    "executorch": (
-        "import executorch.extension.llm.custom_ops.custom_ops",
-        'method = executorch.runtime.Runtime.get().load_program("program.pte").load_method("forward")',
-    ),
-}
 
 
 def inspect(
@@ -106,9 +95,10 @@ def _print_bundle(terminal: Terminal, bundle: Bundle) -> None:
         terminal.print()
     terminal.print("made with " + ", ".join(f"{name} {version}" for name, version in manifest.packages.items()))
     print_verification(terminal, bundle)
-    if manifest.target in _ELSEWHERE and manifest.ranks is None:
+    lines = opened_elsewhere(manifest)
+    if lines:
         terminal.print("\nwithout this package, in Python:")
-        for line in _ELSEWHERE[manifest.target]:
+        for line in lines:
             terminal.print(f"  {line}")
 
 

@@ -122,6 +122,13 @@ def load_own_kernels() -> OwnKernels | None:
     return kernels
 
 
+def how_to_get_them() -> str:
+    """Return what to do where the kernels are needed and not loaded."""
+    if os.environ.get(VARIABLE) == _NONE_OF_OURS:
+        return f"unset {VARIABLE}, which is {_NONE_OF_OURS!r}"
+    return _BUILD
+
+
 def _release() -> str:
     try:
         return metadata.version("executorch")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..backends.executorch.options import OWN_KERNELS_NEEDED, needs_own_kernels
 from ..common.dtypes import dtype_name
 from ..errors import UnsupportedModelError
 from ..models.exact_sizes import exact_bytes
@@ -41,7 +42,7 @@ class DryRun:
         cache_bytes: Of the cache, which the program allocates when it is opened.
         least_memory_bytes: The weights as written and one cache: the export holds these at least, and the opened
             program does. What it takes beyond depends on the target and is not foreseen.
-        remarks: What would be done to the weights as they are, a line each.
+        remarks: What would be done to the weights as they are, and what the program needs to run, a line each.
     """
 
     output_dir: str
@@ -105,6 +106,8 @@ def dry_run(spec: ExportSpec) -> DryRun:
         )
     if resolved.dtype is not None and resolved.dtype.stored != resolved.dtype.chosen:
         remarks.append(str(resolved.dtype))
+    if spec.options is not None and needs_own_kernels(spec.options.to_dict()):
+        remarks.append(OWN_KERNELS_NEEDED)
     return DryRun(
         output_dir=str(spec.output_dir),
         target=spec.target,

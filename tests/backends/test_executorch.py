@@ -10,6 +10,8 @@ from torch.nn import functional as F
 
 from exportable_cache import ExportableCache, export
 from exportable_cache.backends import backend_for
+from exportable_cache.bundle.bundle import Bundle
+from exportable_cache.common.own_kernels import VARIABLE
 from exportable_cache.errors import BundleError, InputError, UnsupportedModelError
 from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
@@ -17,7 +19,7 @@ from exportable_cache.program.spec import ProgramSpec
 from ..support.memory import resident_kib
 from ..support.models import WINDOW, tiny_model, tokens
 from ..support.oracle import reference_logits
-from ..support.sessions import bundle_of_both, describe, lowered_session
+from ..support.sessions import bundle_of_both, describe, folded_bundle, lowered_session
 from ..support.sessions import lowered as lowered_files
 
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
@@ -142,6 +144,27 @@ def test_a_damaged_file_is_refused(tmp_path) -> None:
     path.unlink()
     with pytest.raises(BundleError, match="cannot load program.pte"):
         backend.open(tmp_path, describe(program))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (b"exportable_cache::x", "no kernel for exportable_cache::x.out; it was exported with kernels='own' .* build;"),
+        (b"another::operator_x", "no kernel for another::operator_x.out; install the release of executorch"),
+    ],
+)
+def test_an_operator_that_the_runtime_lacks_is_named(
+    name: bytes, message: str, tmp_path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    bundle = Bundle.open(folded_bundle(llm_runner=True)[1])
+    content = (bundle.path / "program.pte").read_bytes()
+    assert b"llama::update_cache\0" in content
+    (tmp_path / "program.pte").write_bytes(content.replace(b"llama::update_cache\0", name + b"\0"))
+    with pytest.raises(BundleError, match=message):
+        backend_for("executorch").open(tmp_path, bundle.manifest.description())
+    # ExecuTorch itself logs a page for each.
+    assert "operator_registry.cpp" not in "".join(capfd.readouterr())
 
 
 def test_unknown_options_are_refused() -> None:

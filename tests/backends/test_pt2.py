@@ -1,5 +1,6 @@
 """The `.pt2` archive: weights once, one cache under both methods, damage refused."""
 
+import json
 import subprocess
 import sys
 import zipfile
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from exportable_cache import ExportableCache, Session
+from exportable_cache import ExportableCache, Session, export
 from exportable_cache.backends import backend_for
 from exportable_cache.backends.pt2.archive import read_archive, write_archive
 from exportable_cache.errors import BundleError, InputError
@@ -93,6 +94,30 @@ def test_torch_opens_it_without_this_package(archive) -> None:
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=path.parent)
     assert found.returncode == 0, found.stderr
     assert int(found.stdout) == reference_logits(model, torch.tensor(ids), 5)[:, -1].argmax().item()
+
+
+def test_torch_opens_one_whose_cache_is_an_input_without_this_package(tmp_path) -> None:
+    model, ids = tiny_model("gemma3_text"), tokens(9)
+    bundle = export(model, "pt2", 32, tmp_path / "x", form="explicit", prefill_chunk=8, verify=False)
+    with zipfile.ZipFile(bundle.path / "program.pt2") as entries:
+        said = entries.read("program/extra/README.txt").decode()
+    script = "\n".join(
+        [
+            "import sys",
+            "path = 'program.pt2'",
+            *(line.strip() for line in said.splitlines() if line.startswith("    ")),
+            f"ids = torch.tensor({ids.tolist()})",
+            "assert cache['layers'][0]['cumulative_length'].tolist() == [3]",
+            "logits, cache = programs['prefill'].module()(ids[:, :8], torch.tensor([0]), cache)",
+            "logits, cache = programs['decode'].module()(ids[:, 8:], torch.tensor([8]), cache)",
+            "assert 'exportable_cache' not in sys.modules",
+            "print(logits.tolist())",
+        ]
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=bundle.path)
+    assert found.returncode == 0, found.stderr
+    expected = reference_logits(model, ids, 8)[:, -1]
+    assert (torch.tensor(json.loads(found.stdout)) - expected).abs().max() <= 1e-4
 
 
 @pytest.mark.parametrize("options", [{"form": "explicit"}, pytest.param({"strict": True}, marks=pytest.mark.full)])

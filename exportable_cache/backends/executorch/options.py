@@ -23,6 +23,19 @@ ELSEWHERE = ("vulkan", "coreml")
 METHODS = ("auto", "forward", "split", "both")
 KERNELS = ("executorch", "own")
 LINEARS = ("delegate", "own")
+OWN_KERNELS_NEEDED = (
+    "it calls operators of this package and runs only with its compiled kernels: `exportable-cache kernels build` for "
+    "Python, -DEC_KERNELS=PATH or -DEC_OWN_KERNELS=ON for the C++ runner"
+)
+
+
+def needs_own_kernels(options: Mapping[str, Any]) -> bool:
+    """Return True if a program of these options runs only where the compiled kernels of this package are.
+
+    Args:
+        options: Of any target, as given or as a manifest records them: another release may know more of them.
+    """
+    return "own" in (options.get("kernels"), options.get("linears"))
 
 
 @dataclass(frozen=True)
@@ -46,7 +59,8 @@ class ExecutorchOptions(TensorRTOptions):
             is lost; figures are in docs/benchmarks.md. By default `own` with kernels='own', else `delegate`.
         score_length: Give logits after each of the last so many tokens of a call, for speculative decoding: by
             `forward`, or, where the program is split, by a method `score`, which packs the weights once more.
-        llm_runner: Insist on `forward` and on the constant methods that the runner reads.
+        llm_runner: Insist on `forward` and on the constant methods that the runner reads, and on operators that every
+            build of ExecuTorch has.
     """
 
     target: ClassVar[str] = "executorch"
@@ -94,4 +108,10 @@ class ExecutorchOptions(TensorRTOptions):
         if self.methods == "split" and self.llm_runner:
             raise InputError(
                 "methods is 'split', but the llm_runner calls 'forward'; pass methods='both', or leave one of them out"
+            )
+        if self.llm_runner and needs_own_kernels({"kernels": self.kernels, "linears": self.linears}):
+            name = "kernels" if self.kernels == "own" else "linears"
+            raise InputError(
+                f"{name} is 'own', but ExecuTorch's own runner, for which llm_runner asks, has no kernels for this "
+                f"package's operators; leave out {name}, or llm_runner for the runners of this package"
             )

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import mmap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...common.compat.executorch import load_program
+from ...common.compat.executorch import load_program, operator_names
+from ...common.own_kernels import how_to_get_them
 from ...errors import BundleError
 from .blas_threads import one_blas_thread
-from .instructions import check_instructions
+from .instructions import called_operators, check_instructions
 
 if TYPE_CHECKING:
     import torch
 
     from ..base import ProgramDescription
 
-# The runtime's error codes MemoryAllocationFailed and OperatorMissing, as its messages give them.
+# The runtime's error code MemoryAllocationFailed, as its messages give it.
 _NO_MEMORY = "error: 0x:21"
-_NO_OPERATOR = "error: 0x:14"
-# How the names of this package's operators begin in a file.
-_OWN_OPERATORS = b"exportable_cache::"
+# How the names of this package's operators begin.
+_OWN_OPERATORS = "exportable_cache::"
 
 
 class ExecutorchRunner:
@@ -36,22 +35,20 @@ class ExecutorchRunner:
             # Held as well as its methods: they point into it.
             self._program = load_program(path)
             check_instructions(path)
-            self._methods = {name: self._program.load_method(name) for name in description.methods}
+            # Before the runtime looks, because it writes a page to stderr for each operator that it lacks.
+            missing = called_operators(path) - operator_names()
+            if not missing:
+                self._methods = {name: self._program.load_method(name) for name in description.methods}
         except (OSError, RuntimeError) as error:
-            calls_own = _NO_OPERATOR in str(error) and _calls_own_operators(path)
-            if not calls_own:
-                _check_runs_here(path)
+            _check_runs_here(path)
             remedy = "export the model again"
             if _NO_MEMORY in str(error):
                 remedy = (
                     "memory is planned for the longest input: export with a smaller max_encoder_len or prefill_chunk"
                 )
-            if calls_own:
-                remedy = (
-                    "it was exported with kernels='own' or linears='own' and needs the compiled kernels of this "
-                    "package: exportable-cache kernels build; or export the model again without that option"
-                )
             raise BundleError(f"the ExecuTorch runtime cannot load {path.name}: {error}; {remedy}") from error
+        if missing:
+            raise _missing(path, missing)
 
     def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         # Outputs live in the method's planned memory and are overwritten by the next call.
@@ -63,9 +60,19 @@ class ExecutorchRunner:
         return outputs[0].clone() if self.methods[method].is_step else tuple(output.clone() for output in outputs)
 
 
-def _calls_own_operators(path: Path) -> bool:
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as contents:
-        return contents.find(_OWN_OPERATORS) >= 0
+def _missing(path: Path, operators: frozenset[str]) -> BundleError:
+    """Return the refusal of a program that calls operators which the runtime has no kernels for."""
+    if any(name.startswith(_OWN_OPERATORS) for name in operators):
+        remedy = (
+            "it was exported with kernels='own' or linears='own' and needs the compiled kernels of this package: "
+            f"{how_to_get_them()}; or export the model again without that option"
+        )
+    else:
+        _check_runs_here(path)
+        remedy = "install the release of executorch that it was exported with, or export the model again"
+    return BundleError(
+        f"the ExecuTorch runtime cannot load {path.name}: it has no kernel for {', '.join(sorted(operators))}; {remedy}"
+    )
 
 
 def _check_runs_here(path: Path) -> None:

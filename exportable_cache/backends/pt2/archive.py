@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...common.compat.torch import serialized_program
 from ...errors import BundleError, first_line
+from ...pytree.plain import plain_spec, takes_own_classes
 from .codes import SCHEMA_MAJOR
 from .entries import EntryReader, EntryWriter
 from .graph import build_module
@@ -44,8 +45,17 @@ under the name `model`, so torch.export.load opens it. For all methods, over one
     programs = load_pt2(path).exported_programs
     for program in programs.values(): program.constants.update(programs["model"].constants)
 
-Import torchao.quantization.quant_primitives first if weights are quantised, exportable_cache.pytree if the cache is an
-input. torch's loader can run code of whoever wrote a file; exportable_cache.load does not use it.
+Import torchao.quantization.quant_primitives first if weights are quantised. torch's loader can run code of whoever
+wrote a file; exportable_cache.load does not use it.
+"""
+_README_OF_EXPLICIT = """
+The cache is the last input of a method, and comes back after the logits. It begins as zeros:
+
+    import json, torch
+    layers = json.load(open("manifest.json"))["layers"]
+    zeros = lambda tensor: torch.zeros(tensor["shape"], dtype=getattr(torch, tensor["dtype"]))
+    cache = {"layers": [{name: zeros(tensor) for name, tensor in layer["tensors"].items()} for layer in layers]}
+    logits, cache = programs["model"].module()(torch.tensor([[5, 6, 7]]), torch.tensor([0]), cache)
 """
 
 
@@ -82,23 +92,31 @@ def write_archive(path: Path, programs: Mapping[str, ExportedProgram], default: 
             texts = {
                 "data/weights/{}_weights_config.json": json.dumps(weights.table(program.state_dict)),
                 "data/constants/{}_constants_config.json": json.dumps(constants.table(program.constants)),
-                "models/{}.json": json.dumps(_without_notes(serialized_program(program)), separators=(",", ":")),
+                "models/{}.json": json.dumps(_to_be_kept(serialized_program(program)), separators=(",", ":")),
                 # torch's loader unpickles what is here, and takes nothing for no inputs.
                 "data/sample_inputs/{}.pt": "",
             }
             for entry, text in texts.items():
                 for method in (name, _DEFAULT) if name == default else (name,):
                     entries.write(entry.format(method), text.encode())
-        entries.write(_README, _README_TEXT.format(default=default).encode())
+        explicit = _README_OF_EXPLICIT if any(takes_own_classes(program) for program in programs.values()) else ""
+        entries.write(_README, (_README_TEXT.format(default=default) + explicit).encode())
         for entry, text in _FIXED.items():
             entries.write(entry, text.encode())
 
 
-def _without_notes(stored: dict[str, Any]) -> dict[str, Any]:
-    """A program without what only describes it: source positions of the machine that made it, guards, submodules."""
+def _to_be_kept(stored: dict[str, Any]) -> dict[str, Any]:
+    """Return a program without what only describes it: positions in sources of the machine that made it, guards,
+    submodules.
+
+    A cache that it takes and gives is made of dicts and lists, because torch's loader knows no class of this package.
+    """
     module = stored["graph_module"]
     _forget_notes(module["graph"])
     module["module_call_graph"] = [entry for entry in module["module_call_graph"] if entry["fqn"] == ""]
+    for entry in module["module_call_graph"]:
+        for name in ("in_spec", "out_spec"):
+            entry["signature"][name] = plain_spec(entry["signature"][name])
     return {**stored, "guards_code": []}
 
 
