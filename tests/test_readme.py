@@ -5,28 +5,38 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib
+import importlib.util
 import inspect
 import json
 import re
 import shlex
+import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import typer
 
-from exportable_cache import export
-from exportable_cache.backends import backend_for
+from exportable_cache import export, load
+from exportable_cache.backends import TARGETS, backend_for
 from exportable_cache.cli.app import app
 from exportable_cache.errors import InputError, MissingDependencyError
+
+from .support.models import tiny_model
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 #: Written by hand. docs/architectures.md is generated.
 DOCUMENTS = sorted(
     path
-    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md"))
+    for path in (
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "kernels/README.md")),
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "runners").rglob("README.md"),
+    )
     if path.name != "architectures.md"
 )
 #: Scripts about other packages, which need not be installed: tests/test_upstream.py runs them.
@@ -35,8 +45,14 @@ BY_NAME = [pytest.param(path, id=path.relative_to(ROOT).as_posix()) for path in 
 
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 #: Programs of others that the guides call.
-_FOREIGN = {"cmake", "git", "adb", "openssl", "curl", "torchrun"}
+_FOREIGN = {"cmake", "git", "adb", "apt", "openssl", "curl", "torchrun", "qemu-aarch64-static", "swift"}
 _CLI = typer.main.get_command(app)
+
+
+@pytest.fixture(autouse=True)
+def with_the_python_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its README imports it as it is named where it is installed."""
+    monkeypatch.syspath_prepend(str(ROOT / "runners" / "python"))
 
 
 def blocks(path: Path, language: str) -> list[str]:
@@ -111,10 +127,12 @@ def test_inline_code_names_what_there_is(path: Path) -> None:
         elif re.fullmatch(r"(exportable_cache|benchmarks|export_scripts|runners|tests|docs)/[\w./-]+", span):
             # A path that ends with NAME is one to be made: its folder is there.
             made = Path(span).stem.endswith("NAME")
-            assert (ROOT / (Path(span).parent if made else span)).exists(), span
+            named = Path(span).parent if made else Path(span)
+            assert (ROOT / named).exists() or (path.parent / named).exists(), span
         elif words[0].startswith("--"):
             assert words[0] in all_options(), span
-        elif call := re.match(r"(export|load|ExportableCache|Session)\b.*\)$", span):
+        # The runners have a `Session` of their own.
+        elif "runners" not in path.parts and (call := re.match(r"(export|load|ExportableCache|Session)\b.*\)$", span)):
             check_python(f"from exportable_cache import {call.group(1)}\n{span}")
 
 
@@ -128,6 +146,18 @@ def test_links_lead_somewhere(path: Path) -> None:
             assert anchor in anchors(target), link
 
 
+def test_the_target_of_the_guide_can_be_lowered_and_opened(tmp_path: Path) -> None:
+    (code,) = blocks(ROOT / "docs" / "guides" / "add-a-target.md", "python")
+    module = types.ModuleType("target_of_the_guide")
+    with mock.patch.dict(sys.modules, {module.__name__: module}):
+        exec(code, vars(module))  # dataclasses look for their module
+        with mock.patch.dict(TARGETS, mine=(module.__name__, (), None)):
+            export(tiny_model("llama"), "mine", 16, tmp_path / "x", prefill_chunk=4, fast=True, verify=False)
+            # `open` is what is left to be written.
+            with pytest.raises(NotImplementedError):
+                load(tmp_path / "x")
+
+
 # -- what is checked -------------------------------------------------------------------------------------------------
 
 
@@ -137,6 +167,8 @@ def check_python(code: str) -> None:
     names: dict[str, Any] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
+            if importlib.util.find_spec(node.module.split(".")[0]) is None:
+                continue  # a package of an extra
             module = importlib.import_module(node.module)
             for alias in node.names:
                 assert hasattr(module, alias.name), f"{node.module} has no {alias.name}"
@@ -182,9 +214,7 @@ def check_command(words: list[str]) -> None:
     elif program == "python":
         check_script(arguments)
     elif program == "pip":
-        (extras,) = re.findall(r"\[([\w,-]+)\]$", arguments[-1])
-        for extra in extras.split(","):
-            assert re.search(rf"^{extra} = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE), words
+        check_pip(arguments)
     elif program.startswith("build/"):
         name = program.removeprefix("build/")
         assert any(name in file.read_text() for file in (ROOT / "runners").rglob("CMakeLists.txt")), words
@@ -192,6 +222,22 @@ def check_command(words: list[str]) -> None:
         assert program in _FOREIGN, words
         if "-S" in arguments:
             assert (ROOT / arguments[arguments.index("-S") + 1] / "CMakeLists.txt").is_file(), words
+
+
+def check_pip(arguments: list[str]) -> None:
+    """Fail if it installs an extra, a folder or constraints that there are not, or this package without constraints."""
+    if arguments[0] != "install":
+        return
+    for word in arguments[1:]:
+        if word.startswith("./"):
+            assert (ROOT / word / "pyproject.toml").is_file(), arguments
+        for extras in re.findall(r"^\.\[([\w,-]+)\]$", word):
+            known = (ROOT / "pyproject.toml").read_text()
+            assert all(re.search(rf"^{extra} = \[", known, re.MULTILINE) for extra in extras.split(",")), arguments
+            # Without them pip takes other releases than `make`.
+            assert "-c" in arguments, arguments
+    if "-c" in arguments:
+        assert (ROOT / arguments[arguments.index("-c") + 1]).is_file(), arguments
 
 
 def check_our_command(arguments: list[str]) -> None:
@@ -288,7 +334,10 @@ def test_wrong_python_is_found(code: str) -> None:
         "python benchmarks/loop.py --plod docs/loop.svg",
         "python benchmarks/lop.py",
         "pip install -e '.[tensorflow]'",
-        "pip install -e '.[executorch,tensorflow]'",
+        "pip install -c constraints/default.txt -e '.[executorch,tensorflow]'",
+        "pip install -c constraints/other.txt -e '.[executorch]'",
+        "pip install -e '.[executorch]'",
+        "pip install --no-build-isolation ./runners/rust",
         "build/generate_cakes x",
         "cmake -S runners/rust -B build",
         "wget x",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from exportable_cache import load
 from .conftest import SOURCES, TOLERANCE, cmake_program, over_wheel, with_python_runner
 from .test_c_api import PROMPT, QUESTION, shared_library  # noqa: F401  a fixture
 from .test_cpp import CAPACITY
+
+RUNNER = SOURCES.parent / "python"
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +41,15 @@ def called(shared_library: Path, demo_bundle: Path, tmp_path_factory: pytest.Tem
     # A callback of ctypes that raises writes there, and returns 0.
     assert "Traceback" not in done.stderr, done.stderr[-3000:]
     return json.loads(done.stdout)
+
+
+def test_its_readme_runs(shared_library: Path, demo_bundle: Path, tmp_path: Path) -> None:  # noqa: F811
+    (code,) = re.findall(r"^```python\n(.*?)^```", (RUNNER / "README.md").read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    (tmp_path / "artifacts").mkdir()
+    (tmp_path / "artifacts" / "demo").symlink_to(demo_bundle)
+    variables = with_python_runner() | {"EXPORTABLE_CACHE_RUNNER": str(shared_library)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=variables)
+    assert done.returncode == 0 and done.stdout == " 4821.", done.stderr[-3000:]
 
 
 def test_it_answers_as_the_session(called, session) -> None:
