@@ -113,7 +113,6 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     model = Qwen3ForCausalLM(config)
     model.generation_config = GenerationConfig(
         do_sample=False,
-        max_new_tokens=8,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )

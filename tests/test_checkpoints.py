@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from exportable_cache import export, load
 from exportable_cache.errors import InputError, MissingDependencyError, UnsupportedModelError
 from exportable_cache.models import prequantized
+from exportable_cache.models.generation_configs import named_ends
 from exportable_cache.models.loading import load_config, load_model
+from exportable_cache.models.places import place_of
 from exportable_cache.models.tokenizers import load_tokenizer
 from exportable_cache.pipeline.sizing import plan
 
@@ -71,6 +73,41 @@ def test_a_generation_config_without_an_end_token_generates_to_the_limit(tmp_pat
     assert "eos_token_id" not in json.loads((tmp_path / "model" / "generation_config.json").read_text())
     session = load(export(tmp_path / "model", "fake", CAPACITY, tmp_path / "out").path)
     assert len(list(session.generate(tokens(5), 7))) == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            '{"eos_token_id": 2, "do_',
+            "cannot read generation_config.json of 'model': .*download it again, or remove it",
+        ),
+        ("[1]", r"generation_config.json of 'model' must be a JSON object, got \[1\]; correct it, or remove it"),
+        ('{"max_new_tokens": -3}', "cannot read generation_config.json of 'model': .*max_new_tokens.*correct it"),
+        ('{"eos_token_id": "x"}', "eos_token_id .* must be token ids from 0 to 127, got 'x'; correct"),
+        ('{"eos_token_id": [2, 99999]}', "eos_token_id .* must be token ids from 0 to 127, got 99999; correct"),
+        ('{"eos_token_id": -7}', "eos_token_id .* must be token ids from 0 to 127, got -7; correct"),
+        ('{"suppress_tokens": ["x"]}', r"suppress_tokens .* must be a list of token ids, got \['x'\]; correct"),
+        ('{"suppress_tokens": 3}', "cannot read generation_config.json of 'model': suppress_tokens: .*; correct it"),
+    ],
+)
+def test_a_generation_config_that_cannot_be_followed_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text(text)
+    with pytest.raises(InputError, match=message):
+        export(tmp_path / "model", "fake", CAPACITY, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_end_of_the_config_counts_where_the_generation_config_has_none(tmp_path: Path) -> None:
+    tiny_model("llama", eos_token_id=5).save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text("{}")
+    assert load_model(tmp_path / "model").model.generation_config.eos_token_id == 5
+    checkpoints.edit_config(tmp_path / "model", eos_token_id=None, text_config={"eos_token_id": [6, 7]})
+    assert named_ends(place_of(tmp_path / "model"), GenerationConfig()) == [6, 7]
+    checkpoints.edit_config(tmp_path / "model", eos_token_id=5, text_config=None)
+    (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": 3}')
+    assert load_model(tmp_path / "model").model.generation_config.eos_token_id == 3
 
 
 def test_sentencepiece_alone_is_a_tokenizer(tmp_path: Path) -> None:
@@ -256,6 +293,16 @@ def test_a_gguf_file_is_exported(gguf_file: tuple[Path, PreTrainedModel], tmp_pa
     assert bundle.manifest.remarks == ["weights of tiny.gguf were dequantised"]
     assert "quantization_config" not in bundle.manifest.config
     assert bundle.tokenizer().eos_token_id == 2
+
+
+def test_a_gguf_file_ends_at_the_end_of_a_turn_too(gguf_file: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
+    assert load_model(gguf_file[0]).model.generation_config.eos_token_id == 2
+    # By the field, and where there is none by its text, as llama.cpp knows it.
+    checkpoints.write_gguf(tmp_path / "field.gguf", end_of_turn=40)
+    checkpoints.write_gguf(tmp_path / "text.gguf", control={50: "<|im_end|>", 51: "<|im_start|>"})
+    for name, ends in (("field", [2, 40]), ("text", [2, 50])):
+        bundle = export(tmp_path / f"{name}.gguf", "fake", CAPACITY, tmp_path / name)
+        assert bundle.manifest.generation_config["eos_token_id"] == ends
 
 
 def test_a_gguf_file_without_its_package_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

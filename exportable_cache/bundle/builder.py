@@ -170,7 +170,7 @@ def write_bundle(
     details = {file.name: dict(file.details) for file in lowered}
     configs = {
         "config.json": ("model config", config_fields(program.model)),
-        "generation_config.json": ("generation defaults", generation_config_fields(program.model)),
+        "generation_config.json": ("generation defaults", generation_config_fields(program.model, tokenizer)),
     }
     for name, (what, fields) in configs.items():
         (folder / name).write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -198,7 +198,7 @@ def write_bundle(
         program,
         provenance,
         packages=tuple(backend_for(provenance.target).packages),
-        tokenizer=None if tokenizer is None else type(tokenizer).__name__,
+        tokenizer=tokenizer,
         files=files,
     )
     return Bundle(folder, manifest, trusted=True)

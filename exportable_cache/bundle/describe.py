@@ -12,6 +12,7 @@ from transformers import GenerationConfig
 
 from ..common.dtypes import dtype_name
 from ..common.tensor_spec import TensorSpec
+from ..generation.checkpoint_settings import end_tokens
 from ..models.fingerprint import fingerprint
 from ..models.layout import layer_types_and_windows, logits_size_of, vocab_size_of
 from ..program.row_lengths import needs_equal_rows
@@ -23,7 +24,7 @@ from .versions import installed_versions
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from ..program.methods import ProgramMethod
     from ..program.program import Program
@@ -54,7 +55,7 @@ def describe(
     provenance: Provenance,
     *,
     packages: tuple[str, ...],
-    tokenizer: str | None,
+    tokenizer: PreTrainedTokenizerBase | None,
     files: Mapping[str, File],
 ) -> Manifest:
     """The manifest of a program that has been lowered, not verified yet.
@@ -63,7 +64,7 @@ def describe(
         program: What was lowered.
         provenance: Of it.
         packages: Those whose versions decide whether it can be opened.
-        tokenizer: Class name, or None where there is none.
+        tokenizer: None where there is none.
         files: What is in the folder.
     """
     # A rank's part has the same config, and names nobody would find its weights by.
@@ -109,9 +110,9 @@ def describe(
         cache_bytes=cache.nbytes,
         weights_bytes=weights_bytes(model),
         fingerprint=fingerprint(model),
-        tokenizer=tokenizer,
+        tokenizer=None if tokenizer is None else type(tokenizer).__name__,
         config=config_fields(model),
-        generation_config=generation_config_fields(model),
+        generation_config=generation_config_fields(model, tokenizer),
         packages=installed_versions(packages),
         files=dict(files),
         options=json.loads(json.dumps(dict(provenance.options), default=str)),
@@ -126,9 +127,16 @@ def config_fields(model: PreTrainedModel) -> dict[str, Any]:
     return {**fields, "architectures": [type(model).__name__], "dtype": dtype_name(model.dtype)}
 
 
-def generation_config_fields(model: PreTrainedModel) -> dict[str, Any]:
-    """What the model's generation config sets, as JSON."""
-    return json.loads((model.generation_config or GenerationConfig()).to_json_string(use_diff=True))
+def generation_config_fields(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None
+) -> dict[str, Any]:
+    """Return what the model's generation config sets, as JSON, with the tokenizer's end token if it names none."""
+    config = model.generation_config
+    fields = json.loads((config or GenerationConfig()).to_json_string(use_diff=True))
+    ends = end_tokens(config, vocab_size_of(model), tokenizer)
+    if ends and fields.get("eos_token_id") is None:
+        fields["eos_token_id"] = ends[0] if len(ends) == 1 else ends
+    return fields
 
 
 def weights_bytes(model: torch.nn.Module) -> int:

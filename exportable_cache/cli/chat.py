@@ -50,7 +50,7 @@ def chat(
             metavar="N",
             callback=at_least(1),
             help="Most tokens an answer.",
-            show_default="what fits",
+            show_default="the checkpoint's limit, or what fits",
         ),
     ] = None,
     temperature: TemperatureOption = 0.0,
@@ -72,6 +72,7 @@ def chat(
         options = CompletionOptions(Sampling(temperature, top_p=top_p, seed=seed), max_new_tokens)
         session = load(folder, check_versions=not ignore_versions, trust=trust, key=key, check=check)
         completer = Completer(session)
+    terminal.note_all(session.generation_settings.remarks())
     if not completer.takes_messages:
         raise InputError(
             "the tokenizer has no chat template, so this model answers no messages; use generate, or set "
@@ -162,7 +163,8 @@ class _Talk:
         if completion is None:
             return
         self.messages += [asked, {"role": "assistant", "content": answer}]
-        if completion.finish_reason == "length" and self.options.max_new_tokens is None:
+        is_full = self.completer.session.room == 0
+        if completion.finish_reason == "length" and self.options.max_new_tokens is None and is_full:
             self.terminal.note("the cache is full: /undo or /reset, or export with a larger --max-cache-len")
 
     def _undo(self) -> None:

@@ -67,7 +67,7 @@ def generate(
             metavar="N",
             callback=at_least(1),
             help="Most tokens to generate.",
-            show_default="128, or what fits",
+            show_default="the checkpoint's limit, or 128, or what fits",
         ),
     ] = None,
     temperature: TemperatureOption = 0.0,
@@ -130,6 +130,7 @@ def generate(
         if session.ranks is not None:
             terminal.of_rank(session.ranks.rank)
         asked = _asked(bundle, session, text, image or (), audio or (), chat)
+    terminal.note_all(session.generation_settings.remarks())
     asked = _tokenised(session, asked)
     prompt_tokens, fed_tokens = _counts(session, asked)
     most = max_new_tokens or _default_new_tokens(session, fed_tokens)
@@ -304,7 +305,10 @@ def _counts(session: Session, asked: str | list[dict[str, str]] | dict[str, Tens
 
 
 def _default_new_tokens(session: Session, prompt_tokens: int) -> int | None:
-    """`_MOST_BY_DEFAULT`, or None, for as many as fit, where that is less."""
+    """Return `_MOST_BY_DEFAULT`, or None for the checkpoint's own limit, or for as many as fit where that is less."""
+    settings = session.generation_settings
+    if settings.max_new_tokens is not None or settings.max_length is not None:
+        return None
     if session.room is not None and prompt_tokens + _MOST_BY_DEFAULT > session.room:
         return None
     return _MOST_BY_DEFAULT

@@ -90,6 +90,7 @@ def serve(
         options.allowed()
         session = load(folder, check_versions=not ignore_versions, trust=trust, key=key, check=check)
         completer = Completer(session)
+    terminal.note_all(session.generation_settings.remarks())
     run(
         make_app(completer, options),
         host,

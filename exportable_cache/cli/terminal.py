@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
@@ -84,6 +84,11 @@ class Terminal:
         """A remark for people, to stderr."""
         if not self._is_silent:
             self._err.print(text, style="dim", soft_wrap=True)
+
+    def note_all(self, lines: Iterable[str]) -> None:
+        """Write several remarks to stderr."""
+        for line in lines:
+            self.note(line)
 
     def error(self, text: str) -> None:
         """A complaint, to stderr."""

@@ -11,13 +11,13 @@ import torch
 
 from ..errors import InputError
 from ..generation.answer import steps_of
-from ..generation.sampler import Sampler
 from ..generation.sampling import Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..backends.base import BegunStep
+    from ..generation.sampler import Sampler
     from ..session.session import Session
 
 
@@ -145,7 +145,7 @@ class ContinuousBatch:
 
         Args:
             input_ids: int64 [1, length].
-            max_new_tokens: Most tokens; None for as many as fit.
+            max_new_tokens: Most tokens; None for the checkpoint's own limit, or else as many as fit.
             sampling: How its tokens are chosen; greedy by default.
             stop: Token ids that end it, besides the model's end tokens.
 
@@ -153,10 +153,19 @@ class ContinuousBatch:
             InputError: If an argument is wrong.
             CacheFullError: If the prompt does not fit a row, or not with `max_new_tokens`.
         """
+        from ..session.choosing import default_limit, sampler_after
+        from ..session.token_rows import TokenRows
+
         self.decode.check_same("submit", input_ids=input_ids, options=(max_new_tokens, sampling, stop))
         ends = self.prefill.check_request(input_ids, max_new_tokens, stop)
-        sampler = Sampler(self.decode.agreed(sampling or Sampling()), input_ids, self.decode.vocab_size)
-        request = Request(input_ids, max_new_tokens, frozenset(ends), sampler)
+        rows = TokenRows.whole(input_ids)
+        longest, most = self.decode.max_length, default_limit(self.decode, max_new_tokens, rows)
+        if longest is not None:
+            # The newest token takes no slot.
+            fits = longest + 1 - input_ids.shape[1]
+            most = fits if most is None else min(most, fits)
+        sampler = sampler_after(self.decode, self.decode.agreed(sampling or Sampling()), rows, most)
+        request = Request(input_ids, most, frozenset(ends), sampler)
         self._waiting.append(request)
         return request
 

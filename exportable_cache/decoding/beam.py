@@ -10,6 +10,7 @@ import torch
 
 from ..errors import InputError
 from ..generation.answer import steps_of
+from ..generation.sampling import Sampling
 
 if TYPE_CHECKING:
     from ..session.session import Session
@@ -32,8 +33,8 @@ def beam_search(
     session: Session,
     input_ids: torch.Tensor,
     max_new_tokens: int,
-    end_tokens: Collection[int] = (),
-    length_penalty: float = 1.0,
+    end_tokens: Collection[int] | None = None,
+    length_penalty: float | None = None,
 ) -> list[Hypothesis]:
     """The most probable answers that a beam finds, best first: as many as the session has rows.
 
@@ -44,14 +45,16 @@ def beam_search(
         session: At batch size beams; it starts anew, and holds the last beams afterwards.
         input_ids: The prompt, int64 [1, length].
         max_new_tokens: Most tokens.
-        end_tokens: Any of these ends a hypothesis.
-        length_penalty: Above 0 favours longer answers.
+        end_tokens: Any of these ends a hypothesis; the model's own by default.
+        length_penalty: Above 0 favours longer answers; by default the checkpoint's, or 1.
 
     Raises:
         InputError: If an argument is wrong, or the runtime does not give out its cache.
         CacheFullError: If the prompt with `max_new_tokens` does not fit.
     """
+    from ..session.choosing import sampler_after
     from ..session.persistence import runner_state
+    from ..session.token_rows import TokenRows
 
     runner_state(session)
     beams, vocab = session.batch_size, session.vocab_size
@@ -60,7 +63,10 @@ def beam_search(
     if max_new_tokens is None:
         raise InputError("max_new_tokens is None; beams need a length to end at: pass an int of at least 1")
     prompt = input_ids.expand(beams, -1).contiguous()
-    session.check_request(prompt, max_new_tokens, ())
+    own_ends = session.check_request(prompt, max_new_tokens, ())
+    settings = session.generation_settings
+    penalty = settings.length_penalty if length_penalty is None else length_penalty
+    sampler = sampler_after(session, Sampling(), TokenRows.whole(prompt), max_new_tokens)
     session.reset()
     logits = session.prefill(prompt)
     # All rows are the same at first: only one of them may continue.
@@ -69,9 +75,12 @@ def beam_search(
     tokens = prompt.new_empty(beams, 0)
     finished: list[Hypothesis] = []
     answer = object()
-    ends = torch.tensor(sorted(end_tokens), dtype=torch.int64, device=session.device)
+    ends = torch.tensor(
+        sorted(own_ends if end_tokens is None else end_tokens), dtype=torch.int64, device=session.device
+    )
     for step in range(max_new_tokens):
-        totals = (scores[:, None] + logits.float().log_softmax(dim=-1)).flatten()
+        # As transformers has it, rules and penalties are of log probabilities, and their sum is what is compared.
+        totals = (scores[:, None] + sampler.ruled(logits.float().log_softmax(dim=-1))).flatten()
         # Twice as many as beams, so that enough remain should all of them end; more, with several end tokens.
         best = totals.topk(min(beams * (1 + max(1, len(ends))), totals.shape[0]))
         rows, candidates = best.indices // vocab, best.indices % vocab
@@ -79,10 +88,12 @@ def beam_search(
         for rank in range(beams):
             if bool(has_ended[rank]) and bool(torch.isfinite(best.values[rank])):
                 answer = [*tokens[rows[rank]].tolist(), int(candidates[rank])]
-                finished.append(Hypothesis(answer, float(best.values[rank]) / len(answer) ** length_penalty))
+                finished.append(Hypothesis(answer, float(best.values[rank]) / len(answer) ** penalty))
         kept = (~has_ended).nonzero()[:beams, 0]
         rows, scores = rows[kept], best.values[kept]
         tokens = torch.cat([tokens[rows], candidates[kept][:, None]], dim=1)
+        sampler.reorder(rows)
+        sampler.see(tokens[:, -1])
         if len(finished) >= beams or step + 1 == max_new_tokens:
             break
         # Asked for anew, as programs that pass their cache along have other tensors after every step.
@@ -92,5 +103,5 @@ def beam_search(
             logits = session.decode(tokens[:, -1])
     if len(finished) < beams:
         for row in range(beams):
-            finished.append(Hypothesis(tokens[row].tolist(), float(scores[row]) / tokens.shape[1] ** length_penalty))
+            finished.append(Hypothesis(tokens[row].tolist(), float(scores[row]) / tokens.shape[1] ** penalty))
     return sorted(finished, key=lambda hypothesis: -hypothesis.score)[:beams]

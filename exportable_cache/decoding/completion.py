@@ -12,7 +12,6 @@ import torch
 from ..errors import CacheFullError, InputError
 from ..generation.answer import steps_of
 from ..generation.constraint import Constraint, ConstraintCompiler, Follower
-from ..generation.sampler import Sampler
 from ..generation.sampling import Sampling
 from ..generation.text import TextPieces, encode_prompt
 
@@ -51,7 +50,7 @@ class CompletionOptions:
 
     Attributes:
         sampling: How tokens are chosen.
-        max_new_tokens: Most tokens; None for as many as fit.
+        max_new_tokens: Most tokens; None for the checkpoint's own limit, or else as many as fit.
         stop: Texts that end the answer, and are not part of it.
         alternatives: How many of the most probable tokens are given at each place; None for no log probabilities.
         constraint: The form of the answer; None for any. It ends where its form is complete.
@@ -115,16 +114,21 @@ class Completion(Iterator[Piece]):
             raise _GivenUp
 
     def _run(self, completer: Completer, ids: list[int], options: CompletionOptions) -> Generator[Piece]:
+        from ..session.choosing import sampler_after
+        from ..session.token_rows import TokenRows
+
         session = completer.session
         limit = completer.limit(len(ids), options.max_new_tokens)
         try:
             self.reused_tokens, logits = completer.feed(ids, self._check_wanted)
         except _GivenUp:
             return
-        sampler = Sampler(options.sampling, torch.tensor([ids], device=session.device), session.vocab_size)
+        rows = TokenRows.whole(torch.tensor([ids], device=session.device))
+        sampler = sampler_after(session, options.sampling, rows, limit)
         pieces = TextPieces(completer.tokenizer, completer.end_tokens, options.stop)
+        allowed = None if self._follower is None else self._follower.only_allowed
         while True:
-            token = int(sampler.choose(self._allowed(logits))[0])
+            token = int(sampler.choose(logits, allowed)[0])
             self.new_tokens += 1
             text = pieces.push(token)
             if pieces.ended:
@@ -137,9 +141,6 @@ class Completion(Iterator[Piece]):
             if self.finish_reason is not None or self._is_given_up.is_set():
                 return
             logits = completer.step(token)
-
-    def _allowed(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits if self._follower is None else self._follower.only_allowed(logits)
 
     def _completes(self, token: int) -> bool:
         if self._follower is None:
@@ -192,10 +193,8 @@ class Completer:
 
     @property
     def end_tokens(self) -> frozenset[int]:
-        """Tokens that end an answer, by the model's generation config."""
-        from ..session.generate import end_tokens
-
-        return frozenset(end_tokens(self.session.generation_config))
+        """Tokens that end a generation, by the model's generation config or else its tokenizer."""
+        return frozenset(self.session.generation_settings.ends)
 
     @property
     def takes_messages(self) -> bool:
@@ -244,12 +243,19 @@ class Completer:
     def limit(self, prompt: int, asked: int | None) -> int | None:
         """Most tokens after a prompt of so many, None for any number. The newest token takes no slot.
 
+        Args:
+            prompt: Number of its tokens.
+            asked: What was asked for; None for the checkpoint's own limit, or as many as fit.
+
         Raises:
+            InputError: If the checkpoint's limit of all tokens leaves no room for a new one.
             CacheFullError: If there is no room for it.
         """
-        most = self.session.max_length
+        most, default = self.session.max_length, None
+        if asked is None:
+            default = self.session.generation_settings.limit(prompt)
         if most is None:
-            return asked
+            return default if asked is None else asked
         if prompt > most:
             raise CacheFullError(
                 f"the prompt has {prompt} tokens, but the cache holds {most}; shorten it, or export with a larger "
@@ -260,7 +266,9 @@ class Completer:
                 f"the prompt has {prompt} tokens and {asked} new ones were asked for, but the cache holds {most}; ask "
                 f"for at most {most + 1 - prompt}, or shorten the prompt"
             )
-        return most + 1 - prompt if asked is None else asked
+        if asked is not None:
+            return asked
+        return most + 1 - prompt if default is None else min(most + 1 - prompt, default)
 
     def feed(self, ids: list[int], before_chunk: Callable[[], None] = lambda: None) -> tuple[int, torch.Tensor]:
         """Bring the session to a prompt: how many of its tokens were there, and logits [1, vocab] after it.

@@ -46,7 +46,8 @@ class MultiStepDecoder:
         if self._ahead and self.session.moves == self._moves:
             self.session.shift(on)
         else:
-            steps = 1 if self.session.steps_per_launch == 1 else self._steps(wanted, stays)
+            one_by_one = self.session.steps_per_launch == 1 or not self.sampler.chooses_in_graph
+            steps = 1 if one_by_one else self._steps(wanted, stays)
             self._ahead = deque(self.session.decode_and_choose(tokens, self.sampler, steps).unbind(1))
             self.session.shift(on - steps)
             self._moves = self.session.moves

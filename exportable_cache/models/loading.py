@@ -28,6 +28,7 @@ from .adapters import ADAPTER_CONFIG, base_of, check_adapters, is_peft, merge_fo
 from .auto_class import auto_class
 from .config_sizes import check_sizes
 from .dtypes import converted, stored_dtype
+from .generation_configs import check_generation_config, named_ends
 from .places import Place, file_in, place_of, quiet
 from .prequantized import check_plain, check_readable, dequantised, dequantising, stored_quantization
 from .tokenizers import tokenizer_of
@@ -138,6 +139,7 @@ def _read(place: Place, wanted: torch.dtype | None, progress: Progress) -> Loade
     with quiet():
         config = _config(place)
         check_readable(config, place.source)
+        check_generation_config(place)
         stored = stored_quantization(config)
         dequantising(config)
         about = {"quantization_config": GgufConfig(dequantize=True)} if place.gguf else {}
@@ -164,6 +166,9 @@ def _read(place: Place, wanted: torch.dtype | None, progress: Progress) -> Loade
         if stored is not None:
             model = dequantised(model, place.source, wanted or stored_dtype(config) or model.dtype)
         tokenizer = tokenizer_of(place)
+        ends = named_ends(place, model.generation_config)
+        if ends is not None:
+            model.generation_config.eos_token_id = ends
         processor_files = tuple(path for name in _PROCESSOR_FILES if (path := file_in(place, name)) is not None)
     remarks = () if stored is None else (stored.remark,)
     if place.gguf is not None:

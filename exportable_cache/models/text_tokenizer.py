@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -44,7 +45,7 @@ class TextTokenizer:
     """
 
     def __init__(self, folder: Path, make_whole: Callable[[], PreTrainedTokenizerBase]) -> None:
-        self._tokenizer = _read(folder)
+        self._folder, self._tokenizer = folder, _read(folder)
         self._make_whole = make_whole
 
     def __call__(self, text: str, *, add_special_tokens: bool = True) -> dict[str, list[int]]:
@@ -62,6 +63,16 @@ class TextTokenizer:
     def backend_tokenizer(self) -> Tokenizer:
         """As transformers' fast tokenizers name it."""
         return self._tokenizer
+
+    @cached_property
+    def eos_token_id(self) -> int | None:
+        """Id of the end token that `tokenizer_config.json` names, None if it names none."""
+        try:
+            named = json.loads((self._folder / "tokenizer_config.json").read_text(encoding="utf-8"))["eos_token"]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return None
+        text = named.get("content") if isinstance(named, dict) else named
+        return self._tokenizer.token_to_id(text) if isinstance(text, str) else None
 
     @cached_property
     def whole(self) -> PreTrainedTokenizerBase:

@@ -28,11 +28,12 @@ from ..common.garbage import few_collections
 from ..common.progress import silent
 from ..common.scratch import Scratch
 from ..errors import BundleError, InputError, UnsupportedModelError, VerificationError
+from ..generation.checkpoint_settings import CheckpointSettings
 from ..models.cache_factory import ExportableCache
 from ..models.codebooks import codebooks_of
 from ..models.dtypes import stored_dtype
 from ..models.exact_sizes import exact_bytes
-from ..models.layout import layer_types_and_windows
+from ..models.layout import layer_types_and_windows, vocab_size_of
 from ..models.loading import check_checkpoint, live_model, load_config, load_model, load_to_quantise
 from ..models.positions import check_positions
 from ..models.quantization import quantize
@@ -172,7 +173,8 @@ def load(resolved: Resolved, progress: Progress = silent) -> LoadedModel:
     """Read the weights, with the tokenizer that the bundle is to have.
 
     Raises:
-        InputError: If they cannot be read, or the model is not on the CPU, in training mode, or of another dtype.
+        InputError: If they cannot be read, or the model is not on the CPU, in training mode, or of another dtype, or
+            its generation config has a setting that cannot be followed.
         UnsupportedModelError: If they are of another kind of model.
     """
     spec = resolved.spec
@@ -187,7 +189,13 @@ def load(resolved: Resolved, progress: Progress = silent) -> LoadedModel:
     else:
         wanted = spec.dtype if resolved.dtype is None else resolved.dtype.chosen
         loaded = load_model(given, wanted, lora=spec.lora, progress=progress)
-    return loaded if spec.tokenizer is None else replace(loaded, tokenizer=spec.tokenizer)
+    if spec.tokenizer is not None:
+        loaded = replace(loaded, tokenizer=spec.tokenizer)
+    model = loaded.model
+    settings = CheckpointSettings.read(model.generation_config, vocab_size_of(model), loaded.tokenizer)
+    for remark in settings.remarks():
+        progress(remark, 0, None)
+    return replace(loaded, remarks=(*loaded.remarks, *settings.remarks()))
 
 
 def quantise(resolved: Resolved, loaded: LoadedModel, progress: Progress = silent) -> Source:

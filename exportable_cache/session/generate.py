@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,17 +11,17 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import InputError, NonFiniteLogitsError
 from ..generation.loop import Chosen, Ending, decode_loop
-from ..generation.sampler import Sampler
 from ..generation.speculative import DraftModel, Speculation, check_can_rewind, speculative_loop
 from ..generation.text import encode_prompt, stream_text, stream_texts
 from .checks import check_max_new_tokens, check_one_id_a_token, split_stops
+from .choosing import default_limit, sampler_after
 from .guard import Answer
 from .inputs.encoder import start_tokens
 from .inputs.stage import Prompt
 from .token_rows import TokenRows
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
     from ..generation.sampling import Sampling
     from ..generation.speculative import Draft
@@ -36,7 +36,7 @@ class Request:
 
     Attributes:
         sampling: How tokens are chosen.
-        ending: What ends a row, the model's own end tokens among it.
+        ending: What ends a row, the model's own end tokens among it. Its limit is the one that was asked for.
         draft: What proposes tokens, or None.
     """
 
@@ -62,7 +62,7 @@ def make_request(
     tokens, strings = ([], []) if stop is None else split_stops(stop, session.vocab_size)
     if strings:
         require_tokenizer(session, "a stop string")
-    ends = end_tokens(session.generation_config)
+    ends = session.generation_settings.ends
     pad = None if session.generation_config is None else session.generation_config.pad_token_id
     if pad is None or not 0 <= pad < session.vocab_size:
         pad = ends[0] if ends else 0
@@ -89,11 +89,14 @@ def _token_steps(
 ) -> Generator[torch.Tensor]:
     if texts:
         prompt = Prompt(TokenRows.of(behind_unfed(session, texts)))
-    stepper, ending = session._stepper, request.ending
+    stepper, held = session._stepper, session.length.tolist()
+    ending = replace(request.ending, limit=default_limit(session, request.ending.limit, prompt.rows, held))
     agree = None if session.ranks is None else session.ranks.of_first
-    sampler = Sampler(request.sampling, prompt.rows.ids, session.vocab_size, agree)
     stepper.check_room(prompt.rows)
     logits = stepper.feed(session._stages.steps(prompt, stepper))
+    # The newest token takes no slot.
+    most = [limit for limit in (ending.limit, None if stepper.room is None else stepper.room + 1) if limit is not None]
+    sampler = sampler_after(session, request.sampling, prompt.rows, min(most, default=None), held, agree)
     if request.draft is None:
         chosen = decode_loop(stepper, logits, sampler, ending)
     else:
@@ -147,6 +150,7 @@ def checked_steps(
     further, stepper = dict(inputs), session._stepper
     prompt = session._stages.check(input_ids, further.pop("attention_mask", None), further, stepper.state)
     stepper.check_room(prompt.rows, request.ending.limit)
+    default_limit(session, request.ending.limit, prompt.rows, session.length.tolist())
     if request.draft is not None:
         if inputs:
             raise InputError(
@@ -222,6 +226,7 @@ def _answers_to_text(
     rows = behind_unfed(session, ids) if continues else ids
     prompt = session._stages.check(rows, None, {}, session.sequence)
     session._stepper.check_room(prompt.rows, request.ending.limit, anew=not continues)
+    default_limit(session, request.ending.limit, prompt.rows, held if continues else None)
     if not continues:
         session.reset()
     return token_steps(session, request, prompt, ids if continues else ())
@@ -285,11 +290,3 @@ def require_tokenizer(session: Session, purpose: str) -> PreTrainedTokenizerBase
             "or use generate with token ids"
         )
     return session.text_tokenizer
-
-
-def end_tokens(generation_config: GenerationConfig | None) -> list[int]:
-    """The tokens that end an answer, by the model's generation config."""
-    ends = None if generation_config is None else generation_config.eos_token_id
-    if ends is None:
-        return []
-    return [int(end) for end in ends] if isinstance(ends, Iterable) else [int(ends)]

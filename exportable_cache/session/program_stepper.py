@@ -291,7 +291,7 @@ class ProgramStepper:
         check_no_autocast(self.device)
         check_room(int(self.state.length.max()), self.max_length, steps)
         fed = tokens[:, None]
-        if not self.chooses_in_graph:
+        if not self.chooses_in_graph or not chooser.chooses_in_graph:
             return chooser.choose(self.step(fed))[:, None]
         with self.guard:
             self.guard.check_whole()

@@ -26,7 +26,7 @@ from ..program.items import ITEMS_SEEN
 from ..program.methods import ROPE_DELTAS, smallest_inputs
 from . import persistence
 from .checks import check_max_new_tokens, split_stops
-from .generate import checked_steps, end_tokens, generated_text, make_request
+from .generate import checked_steps, generated_text, make_request
 from .inputs.items import recorded_placeholders
 from .sequence_state import SequenceState
 from .stepped import SteppedSession
@@ -234,7 +234,7 @@ class Session(SteppedSession):
         tokens, strings = split_stops(stop, self.vocab_size)
         if strings:
             raise InputError(f"stop has {strings[0]!r}; rows of a batch stop at token ids only")
-        return [*end_tokens(self.generation_config), *tokens]
+        return [*self.generation_settings.ends, *tokens]
 
     # -- the state, kept and copied ------------------------------------------------------------------------------------
 
@@ -331,8 +331,12 @@ class Session(SteppedSession):
         Args:
             input_ids: int64 [batch, length]; or a list of prompts of any length, one per row, each int64 [length] or
                 token ids.
-            max_new_tokens: Most tokens per row; as many as fit, beside the fullest row, by default.
-            temperature, top_k, top_p, min_p, repetition_penalty, seed: See `decoding.Sampling`; greedy by default.
+            max_new_tokens: Most tokens per row; by default the checkpoint's own limit (`max_new_tokens` or `max_length`
+                of its generation config), or else as many as fit, beside the fullest row.
+            temperature, top_k, top_p, min_p, seed: See `decoding.Sampling`; greedy by default.
+            repetition_penalty: See there; the checkpoint's by default. What else its generation config asks of the
+                choice of tokens holds, too: see `generation_settings`, and set fields of `generation_config` to change
+                it.
             stop: Token ids that end a row, besides the model's end tokens, or strings where there is a tokenizer. The
                 token that ends a row is given out too.
             draft: Speculative decoding, at batch size 1: `PromptLookup()` or `DraftModel(session)`. The tokens are

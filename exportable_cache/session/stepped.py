@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,6 +13,7 @@ import torch
 from transformers import GenerationConfig
 
 from ..errors import InputError
+from ..generation.checkpoint_settings import CheckpointSettings
 from ..generation.multi_step import check_steps_per_launch
 from ..generation.sampler import Sampler
 from ..models.text_tokenizer import TextTokenizer
@@ -43,7 +45,8 @@ class SteppedSession:
         vocab_size: Token ids run from 0 to vocab_size - 1.
         batch_size: Rows.
         tokenizer: For text.
-        generation_config: Its `eos_token_id` and `pad_token_id` end and fill rows in `generate`.
+        generation_config: The checkpoint's settings of generation, see `generation_settings`. Its `eos_token_id` and
+            `pad_token_id` end and fill rows in `generate`.
         device: Where inputs are expected and logits come back.
         target: What the runner is, for reports.
         fingerprint: Of the model's weights, see `fingerprint.fingerprint`; saved states are refused to other models by
@@ -85,6 +88,9 @@ class SteppedSession:
         self._stepper.steps_per_launch = steps_per_launch
         #: Of each layer, into how many parts its heads are cut over ranks; nothing where there is one process.
         self.parts_of_heads: tuple[int, ...] = ()
+        #: What the encoder gave, and the tokens of each row that it was given, where these are tokens.
+        self.encoded_ids: tuple[torch.Tensor, list[torch.Tensor]] | None = None
+        self._warned: frozenset[str] = frozenset()
 
     # -- where it is -------------------------------------------------------------------------------------------------
 
@@ -229,8 +235,30 @@ class SteppedSession:
         if main_input is not None:
             inputs = {encoder.method.inputs[0].name: main_input, **inputs}
         hidden = encoder.encode(inputs, self._stepper)
+        ids, mask = inputs[encoder.method.inputs[0].name], inputs.get("attention_mask")
+        if ids.dtype == torch.int64:
+            rows = list(ids) if mask is None else [row[real.bool()] for row, real in zip(ids, mask, strict=True)]
+            self.encoded_ids = (hidden, rows)
         self.reset()
         return hidden
+
+    # -- what the checkpoint asks of a generation ----------------------------------------------------------------------
+
+    @property
+    def generation_settings(self) -> CheckpointSettings:
+        """What `generation_config` asks of the choice of tokens, as it is now: its fields may be set at any time.
+
+        A setting that is not followed is warned of once.
+
+        Raises:
+            InputError: If a setting is not what it has to be.
+        """
+        settings = CheckpointSettings.read(self.generation_config, self.vocab_size, self.text_tokenizer)
+        new = settings.unheeded.keys() - self._warned
+        self._warned |= new
+        for remark in settings.remarks() if new else ():
+            warnings.warn(remark, UserWarning, stacklevel=3)
+        return settings
 
     # -- steps -------------------------------------------------------------------------------------------------------
 

@@ -45,6 +45,12 @@ class TokenRows:
     lengths: tuple[int, ...]
     are_even: bool = True
 
+    @property
+    def texts(self) -> list[torch.Tensor]:
+        """Tokens of each row, int64 [length], without what stands before them."""
+        longest = self.ids.shape[1]
+        return [row[longest - length :] for row, length in zip(self.ids, self.lengths, strict=True)]
+
     @classmethod
     def whole(cls, ids: torch.Tensor) -> TokenRows:
         """Rows of equal length, int64 [batch, length]."""

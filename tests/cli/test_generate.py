@@ -61,6 +61,17 @@ def test_prompt_from_stdin(run, bundle, expected):
     assert result.stdout == expected + "\n"
 
 
+def test_the_checkpoints_settings_count_and_those_not_followed_are_named(run, letters, tmp_path):
+    model = tiny_model("gemma2")
+    model.generation_config.update(max_new_tokens=5, min_new_tokens=5, num_beams=3)
+    export(model, "fake", MAX_CACHE_LEN, tmp_path / "x", prefill_chunk=16, verify=False, tokenizer=letters)
+    result = run("generate", tmp_path / "x", "-p", PROMPT)
+    assert f"{len(PROMPT)} prompt tokens, 5 new" in result.stderr
+    assert "generation_config asks for num_beams=3, which is not followed" in result.stderr
+    document = json.loads(run("generate", tmp_path / "x", "-p", PROMPT, "--max-new-tokens", 7, "--json").stdout)
+    assert 5 <= document["new_tokens"] <= 7
+
+
 def test_fills_the_cache_by_default_and_no_more(run, bundle):
     document = json.loads(run("generate", bundle, "-p", PROMPT, "--json").stdout)
     # The newest token needs no slot.

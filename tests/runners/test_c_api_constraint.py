@@ -15,7 +15,6 @@ import torch
 pytest.importorskip("llguidance", reason="the serve extra is not installed")
 
 from exportable_cache import load
-from exportable_cache.session.generate import end_tokens
 
 from .conftest import SOURCES, TOLERANCE, with_python_runner
 from .test_c_api import PROMPT, shared_library  # noqa: F401  a fixture
@@ -42,7 +41,7 @@ def session(demo_bundle: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def called(shared_library: Path, demo_bundle: Path, session: Any) -> dict[str, Any]:  # noqa: F811
-    (end_token,) = end_tokens(session.generation_config)
+    (end_token,) = session.generation_settings.ends
     asked = {"prompt": PROMPT, "vocabulary": VOCAB, "end_token": end_token, "schema": json.dumps(SCHEMA)}
     command = [sys.executable, "-m", f"{__package__}.c_api_constraint", shared_library, demo_bundle, json.dumps(asked)]
     done = subprocess.run(

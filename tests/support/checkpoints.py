@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -128,8 +129,13 @@ def write_mxfp4(folder: Path) -> PreTrainedModel:
     return model
 
 
-def write_gguf(path: Path) -> PreTrainedModel:
-    """A Llama with a tokenizer, its linear layers in Q8_0; returns the model before."""
+def write_gguf(path: Path, end_of_turn: int | None = None, control: Mapping[int, str] | None = None) -> PreTrainedModel:
+    """Write a Llama with a tokenizer, its linear layers in Q8_0, and return the model before.
+
+    Args:
+        end_of_turn: Named beside the end of text, which is token 2.
+        control: Texts of further control tokens, by id.
+    """
     import gguf
 
     model = tiny_model("llama")
@@ -148,11 +154,16 @@ def write_gguf(path: Path) -> PreTrainedModel:
     letters = ["▁", *map(chr, range(ord("a"), ord("z") + 1))]
     words = ["<unk>", "<s>", "</s>", *letters, *(f"x{index}" for index in range(config.vocab_size - 3 - len(letters)))]
     writer.add_tokenizer_model("llama")
-    writer.add_token_list(words)
     writer.add_token_scores([0.0] * len(words))
-    writer.add_token_types([2, 3, 3, *[1] * (len(words) - 3)])
+    kinds = [2, 3, 3, *[1] * (len(words) - 3)]
+    for token, text in (control or {}).items():
+        words[token], kinds[token] = text, 3
+    writer.add_token_list(words)
+    writer.add_token_types(kinds)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
+    if end_of_turn is not None:
+        writer.add_eot_token_id(end_of_turn)
     writer.add_unk_token_id(0)
     for name, tensor in model.state_dict().items():
         values = _as_gguf(name, tensor, config).contiguous().numpy().astype(np.float32)

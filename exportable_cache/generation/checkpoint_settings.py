@@ -1,0 +1,443 @@
+"""Settings of a checkpoint's `generation_config` that decide which tokens a generation gives, greedy ones included.
+
+The settings are checked here, and run by the logits processors of transformers, in the order in which its `generate`
+runs them. Sampling (`do_sample`, `temperature`, `top_k`, `top_p`, ...) is not read from a checkpoint, but an argument.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import InputError, first_line
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase
+
+    from ..models.text_tokenizer import TextTokenizer
+
+_REMEDY = "correct generation_config.json, or set generation_config.{name} of the model or the session"
+
+
+@dataclass(frozen=True)
+class RowStart:
+    """Where the generation of one row begins.
+
+    Attributes:
+        ids: Prompt, int64 [length].
+        held: Number of tokens that the cache held before the prompt.
+        limit: Largest number of new tokens; None if there is no limit.
+        encoder_ids: Tokens that the encoder was given, int64 [length]; the prompt itself for a text decoder; None if
+            the encoder was given something else.
+    """
+
+    ids: torch.Tensor
+    held: int = 0
+    limit: int | None = None
+    encoder_ids: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class CheckpointSettings:
+    """Settings of a `generation_config`, checked; `read` makes them.
+
+    Attributes:
+        ends: Tokens that end a generation.
+        max_new_tokens: Default limit of new tokens; None if the checkpoint has none.
+        max_length: Default limit of all tokens, the prompt included; `max_new_tokens` comes before it.
+        repetition_penalty: Default of `Sampling.repetition_penalty`.
+        rules: Values of the settings that a logits processor follows, by name, the repetition penalty excluded.
+        renormalizes: True if scores are normalised after the processors, which matters to beams only.
+        length_penalty: Default of `beam_search`.
+        unheeded: Values of the settings that change which tokens transformers gives, and that are not followed here.
+    """
+
+    ends: tuple[int, ...] = ()
+    max_new_tokens: int | None = None
+    max_length: int | None = None
+    repetition_penalty: float | None = None
+    rules: Mapping[str, Any] = field(default_factory=dict)
+    renormalizes: bool = False
+    length_penalty: float = 1.0
+    unheeded: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(
+        cls,
+        config: GenerationConfig | None,
+        vocab_size: int,
+        tokenizer: PreTrainedTokenizerBase | TextTokenizer | None = None,
+    ) -> CheckpointSettings:
+        """Read and check a generation config.
+
+        Args:
+            config: None for a model without one.
+            vocab_size: Token ids run from 0 to vocab_size - 1.
+            tokenizer: Its end token is taken where the config names none; `eos_token_id=[]` names that there is none.
+
+        Raises:
+            InputError: If a setting is not what it has to be.
+        """
+        ends = tuple(end_tokens(config, vocab_size, tokenizer))
+        if config is None:
+            return cls(ends)
+        limits = {name: _count(config, name, least=1) for name in ("max_new_tokens", "max_length")}
+        rules: dict[str, Any] = {}
+        for name, rule in _RULES.items():
+            value = getattr(config, name, None)
+            if value is not None:
+                value = rule.check(name, value, vocab_size)
+            if value is not None:
+                rules[name] = value
+        # As in transformers, where the number of new tokens comes before that of all.
+        if getattr(config, "min_new_tokens", None) is not None:
+            rules.pop("min_length", None)
+        unheeded = {
+            name: value
+            for name, neutral in _UNHEEDED.items()
+            if (value := getattr(config, name, None)) not in (None, False, *neutral)
+        }
+        return cls(
+            ends,
+            **limits,
+            repetition_penalty=rules.pop("repetition_penalty", None),
+            rules=rules,
+            renormalizes=getattr(config, "renormalize_logits", None) is True,
+            length_penalty=_length_penalty(config),
+            unheeded=unheeded,
+        )
+
+    def limit(self, length: int) -> int | None:
+        """Return the default limit of new tokens after `length` tokens, None if the checkpoint has none.
+
+        Raises:
+            InputError: If the checkpoint's `max_length` leaves no room for a new token.
+        """
+        if self.max_new_tokens is not None or self.max_length is None:
+            return self.max_new_tokens
+        if length >= self.max_length:
+            raise InputError(
+                f"max_length of the generation config must be above the {length} tokens of the prompt, got "
+                f"{self.max_length}; pass max_new_tokens"
+            )
+        return self.max_length - length
+
+    def remarks(self) -> list[str]:
+        """Return a line for each setting that is not followed."""
+        return [
+            f"generation_config asks for {name}={value!r:.100}, which is not followed: tokens may differ from those of "
+            "transformers"
+            for name, value in self.unheeded.items()
+        ]
+
+    def row_rules(self, rows: Sequence[RowStart], repetition_penalty: float | None = None) -> RowRules | None:
+        """Return the rules at work on the rows of one generation, None where nothing but a penalty is asked for.
+
+        Args:
+            rows: Where each row begins.
+            repetition_penalty: See `Sampling`; it is one of the rules where there are others.
+
+        Raises:
+            InputError: If transformers refuses a value.
+        """
+        if not self.rules:
+            return None
+        rules = dict(self.rules)
+        if repetition_penalty not in (None, 1):
+            rules["repetition_penalty"] = float(repetition_penalty)  # type: ignore[arg-type]
+        return RowRules([row.ids for row in rows], [self._processors(rules, row) for row in rows])
+
+    def _processors(self, rules: Mapping[str, Any], row: RowStart) -> LogitsProcessorList:
+        from transformers import LogitNormalization, LogitsProcessorList
+
+        processors = LogitsProcessorList()
+        for name, rule in _RULES.items():
+            if name in rules:
+                try:
+                    made = rule.make(rules[name], row, self)
+                except Exception as error:  # constructors check their arguments with errors of several classes
+                    raise InputError(
+                        _wrong(name, f"what transformers takes ({first_line(error)})", rules[name])
+                    ) from error
+                if made is not None:
+                    processors.append(made)
+        if self.renormalizes:
+            processors.append(LogitNormalization())
+        return processors
+
+
+class RowRules:
+    """Logits processors at work on the rows of one generation, with the tokens of each row so far.
+
+    Each row has processors and tokens of its own, so that it gives what it gives alone, whatever the others hold.
+
+    Args:
+        rows: Prompts, each int64 [length].
+        processors: Those of each row.
+    """
+
+    def __init__(self, rows: Sequence[torch.Tensor], processors: Sequence[LogitsProcessorList]) -> None:
+        self._ids = [row[None] for row in rows]
+        self._processors = list(processors)
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the logits [batch, vocab] as the processors leave them, float32.
+
+        Raises:
+            InputError: If a setting names a token that has no logit.
+        """
+        rows = zip(self._ids, self._processors, logits.float().unbind(0), strict=True)
+        try:
+            return torch.cat([processors(ids, row[None].clone()) for ids, processors, row in rows])  # type: ignore[arg-type]
+        except (ValueError, IndexError, RuntimeError) as error:
+            raise InputError(
+                f"the generation config does not fit a model of {logits.shape[-1]} tokens: {first_line(error)}; "
+                "correct generation_config.json"
+            ) from error
+
+    def see(self, tokens: torch.Tensor) -> None:
+        """Add the chosen tokens, int64 [batch]."""
+        self._ids = [
+            torch.cat([ids, token.reshape(1, 1).to(ids)], dim=1) for ids, token in zip(self._ids, tokens, strict=True)
+        ]
+
+    def reorder(self, rows: torch.Tensor) -> None:
+        """Put row `rows[i]`, int64 [batch], in the place of row i; the rows have had one prompt."""
+        self._ids = [self._ids[row] for row in rows.tolist()]
+
+
+def end_tokens(
+    config: GenerationConfig | None,
+    vocab_size: int,
+    tokenizer: PreTrainedTokenizerBase | TextTokenizer | None = None,
+) -> list[int]:
+    """Return the tokens that end a generation: those of the config, or the tokenizer's if the config names none.
+
+    Raises:
+        InputError: If the config names something else than tokens of the vocabulary.
+    """
+    named = None if config is None else config.eos_token_id
+    if named is None:
+        end: Any = getattr(tokenizer, "eos_token_id", None)
+        return [end] if _is_int(end) and 0 <= end < vocab_size else []
+    ends = list(named) if isinstance(named, Iterable) and not isinstance(named, (str, bytes)) else [named]
+    for end in ends:
+        if not _is_int(end) or not 0 <= end < vocab_size:
+            raise InputError(_wrong("eos_token_id", f"token ids from 0 to {vocab_size - 1}", end))
+    return ends
+
+
+# -- the settings that processors follow -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """A setting that a logits processor follows.
+
+    Attributes:
+        check: Returns the value to keep, None if it changes nothing; given name, value and size of the vocabulary.
+        make: Returns the processor, None if it does not apply to the row; given the value, the row and the settings.
+    """
+
+    check: Callable[[str, Any, int], Any]
+    make: Callable[[Any, RowStart, CheckpointSettings], Any]
+
+
+def _wrong(name: str, constraint: str, value: object) -> str:
+    return f"{name} of the generation config must be {constraint}, got {value!r:.100}; {_REMEDY.format(name=name)}"
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _count(config: GenerationConfig, name: str, least: int) -> int | None:
+    value = getattr(config, name, None)
+    if value is not None and (not _is_int(value) or value < least):
+        raise InputError(_wrong(name, f"an int of at least {least}", value))
+    return value
+
+
+def _length_penalty(config: GenerationConfig) -> float:
+    value = getattr(config, "length_penalty", None)
+    if value is None:
+        return 1.0
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise InputError(_wrong("length_penalty", "a number", value))
+    return float(value)
+
+
+def _number(name: str, value: Any, vocab_size: int) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (math.isfinite(value) and value > 0):
+        raise InputError(_wrong(name, "a number above 0", value))
+    return None if value == 1 else float(value)
+
+
+def _size(name: str, value: Any, vocab_size: int) -> int | None:
+    if not _is_int(value) or value < 0:
+        raise InputError(_wrong(name, "an int of at least 0", value))
+    return value or None
+
+
+def _flag(name: str, value: Any, vocab_size: int) -> bool | None:
+    return True if value is True else None
+
+
+def _token(name: str, value: Any, vocab_size: int) -> int:
+    if not _is_int(value) or not 0 <= value < vocab_size:
+        raise InputError(_wrong(name, f"a token id from 0 to {vocab_size - 1}", value))
+    return value
+
+
+def _one_or_several(name: str, value: Any, vocab_size: int) -> list[int] | None:
+    return [_token(name, one, vocab_size) for one in (value if isinstance(value, (list, tuple)) else [value])] or None
+
+
+def _suppressed(name: str, value: Any, vocab_size: int) -> list[int] | None:
+    if not isinstance(value, (list, tuple)) or not all(_is_int(token) for token in value):
+        raise InputError(_wrong(name, "a list of token ids", value))
+    # Tokens that the model does not have never come.
+    return [token for token in value if 0 <= token < vocab_size] or None
+
+
+def _sequences(name: str, value: Any, vocab_size: int) -> list[list[int]] | None:
+    if not isinstance(value, (list, tuple)) or not all(isinstance(ids, (list, tuple)) and ids for ids in value):
+        raise InputError(_wrong(name, "a list of lists of token ids", value))
+    return [[_token(name, token, vocab_size) for token in ids] for ids in value] or None
+
+
+def _biases(name: str, value: Any, vocab_size: int) -> dict[tuple[int, ...], float] | None:
+    pairs = list(value.items()) if isinstance(value, Mapping) else value
+    try:
+        biases = {tuple(ids): float(bias) for ids, bias in pairs}
+    except (TypeError, ValueError) as error:
+        raise InputError(_wrong(name, "a list of pairs of token ids and a number", value)) from error
+    _sequences(name, list(biases), vocab_size)
+    if any(math.isnan(bias) for bias in biases.values()):
+        raise InputError(_wrong(name, "a list of pairs of token ids and a number", value))
+    return biases or None
+
+
+def _decay(name: str, value: Any, vocab_size: int) -> tuple[int, float]:
+    if (
+        not isinstance(value, (list, tuple))
+        or len(value) != 2
+        or not _is_int(value[0])
+        or not isinstance(value[1], (int, float))
+    ):
+        raise InputError(_wrong(name, "a pair of an int and a number", value))
+    return value[0], float(value[1])
+
+
+def _processor(name: str) -> Any:
+    # Imported where a checkpoint asks for it, because few do, and transformers loads its processors with the rest of
+    # its generation.
+    import transformers
+
+    return getattr(transformers, name)
+
+
+def _ends_of(row: RowStart, settings: CheckpointSettings) -> torch.Tensor | None:
+    return torch.tensor(settings.ends, device=row.ids.device) if settings.ends else None
+
+
+def _made(name: str) -> Callable[[Any, RowStart, CheckpointSettings], Any]:
+    """Return a maker of a processor that takes the value alone."""
+    return lambda value, row, settings: _processor(name)(value)
+
+
+def _over_encoder(name: str) -> Callable[[Any, RowStart, CheckpointSettings], Any]:
+    """Return a maker of a processor over the encoder's tokens, which does not apply where there are none."""
+    return lambda value, row, settings: (
+        None if row.encoder_ids is None else _processor(name)(value, row.encoder_ids[None])
+    )
+
+
+def _bad_words(value: Any, row: RowStart, settings: CheckpointSettings) -> Any:
+    # transformers leaves out ends, and refuses a list of nothing else.
+    words = [ids for ids in value if not (len(ids) == 1 and ids[0] in settings.ends)]
+    return _processor("NoBadWordsLogitsProcessor")(words) if words else None
+
+
+def _min_length(value: int, row: RowStart, settings: CheckpointSettings) -> Any:
+    least, ends = value - row.held, _ends_of(row, settings)
+    if ends is None or least <= 0:
+        return None
+    return _processor("MinLengthLogitsProcessor")(least, ends, device=row.ids.device)
+
+
+def _min_new_tokens(value: int, row: RowStart, settings: CheckpointSettings) -> Any:
+    ends = _ends_of(row, settings)
+    if ends is None:
+        return None
+    return _processor("MinNewTokensLengthLogitsProcessor")(len(row.ids), value, ends, device=row.ids.device)
+
+
+def _forced_begin(value: int, row: RowStart, settings: CheckpointSettings) -> Any:
+    # It follows the first token of all.
+    return None if row.held else _processor("ForcedBOSTokenLogitsProcessor")(value)
+
+
+def _forced_end(value: list[int], row: RowStart, settings: CheckpointSettings) -> Any:
+    if row.limit is None:
+        return None
+    longest = len(row.ids) + row.limit
+    return _processor("ForcedEOSTokenLogitsProcessor")(longest, value, device=row.ids.device)
+
+
+def _longer_less_likely(value: tuple[int, float], row: RowStart, settings: CheckpointSettings) -> Any:
+    ends = _ends_of(row, settings)
+    return None if ends is None else _processor("ExponentialDecayLengthPenalty")(value, ends, len(row.ids))
+
+
+def _suppress(value: list[int], row: RowStart, settings: CheckpointSettings) -> Any:
+    return _processor("SuppressTokensLogitsProcessor")(value, device=row.ids.device)
+
+
+def _suppress_first(value: list[int], row: RowStart, settings: CheckpointSettings) -> Any:
+    begin = len(row.ids)
+    if begin == 1 and "forced_bos_token_id" in settings.rules:
+        begin += 1
+    return _processor("SuppressTokensAtBeginLogitsProcessor")(value, begin, device=row.ids.device)
+
+
+#: In the order in which transformers applies them (`GenerationMixin._get_logits_processor`).
+_RULES: dict[str, _Rule] = {
+    "sequence_bias": _Rule(_biases, _made("SequenceBiasLogitsProcessor")),
+    "encoder_repetition_penalty": _Rule(_number, _over_encoder("EncoderRepetitionPenaltyLogitsProcessor")),
+    "repetition_penalty": _Rule(_number, _made("RepetitionPenaltyLogitsProcessor")),
+    "no_repeat_ngram_size": _Rule(_size, _made("NoRepeatNGramLogitsProcessor")),
+    "encoder_no_repeat_ngram_size": _Rule(_size, _over_encoder("EncoderNoRepeatNGramLogitsProcessor")),
+    "bad_words_ids": _Rule(_sequences, _bad_words),
+    "min_length": _Rule(_size, _min_length),
+    "min_new_tokens": _Rule(_size, _min_new_tokens),
+    "forced_bos_token_id": _Rule(_token, _forced_begin),
+    "forced_eos_token_id": _Rule(_one_or_several, _forced_end),
+    "remove_invalid_values": _Rule(_flag, lambda value, row, settings: _processor("InfNanRemoveLogitsProcessor")()),
+    "exponential_decay_length_penalty": _Rule(_decay, _longer_less_likely),
+    "suppress_tokens": _Rule(_suppressed, _suppress),
+    "begin_suppress_tokens": _Rule(_suppressed, _suppress_first),
+}
+
+#: Settings that change which tokens `generate` of transformers gives and that no processor follows, with the values
+#: that change nothing. `forced_decoder_ids` was of earlier releases.
+_UNHEEDED: dict[str, tuple[Any, ...]] = {
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "diversity_penalty": (0,),
+    "num_return_sequences": (1,),
+    "guidance_scale": (1,),
+    "penalty_alpha": (0,),
+    "dola_layers": (),
+    "constraints": ([],),
+    "force_words_ids": ([],),
+    "stop_strings": ("", []),
+    "max_time": (),
+    "token_healing": (),
+    "watermarking_config": (),
+    "forced_decoder_ids": ([],),
+}
