@@ -9,6 +9,7 @@ import torch
 from transformers import GenerationConfig
 
 from exportable_cache import ExportableCache, Session
+from exportable_cache.decoding import TextStream
 from exportable_cache.errors import CacheFullError, InputError
 
 from .decoding.byte_tokenizer import END, SIZE, byte_tokenizer
@@ -229,7 +230,7 @@ def test_text_that_failed_gives_up_its_turn_even_while_its_error_is_kept(
         raise RuntimeError("of the tokenizer")
 
     with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="of the tokenizer") as kept:
-        patched.setattr(type(session.tokenizer), "decode", failing)
+        patched.setattr(TextStream, "push", failing)
         list(session.generate_text("one", 3))
     list(session.generate_text("two", 3))
     assert kept.value.__traceback__ is not None

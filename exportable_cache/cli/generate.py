@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..bundle.bundle import Bundle
+    from ..decoding.completion import CompletionOptions
     from ..generation.constraint import Constraint
     from ..session.session import Session
 
@@ -131,15 +132,23 @@ def generate(
             terminal.of_rank(session.ranks.rank)
         asked = _asked(bundle, session, text, image or (), audio or (), chat)
     terminal.note_all(session.generation_settings.remarks())
-    asked = _tokenised(session, asked)
-    prompt_tokens, fed_tokens = _counts(session, asked)
+    tokenised = _tokenised(session, asked)
+    prompt_tokens, fed_tokens = _counts(session, tokenised)
     most = max_new_tokens or _default_new_tokens(session, fed_tokens)
     choice = (temperature, top_k, top_p, min_p, repetition_penalty, seed)
     if form is None:
         draft = PromptLookup(prompt_lookup) if prompt_lookup else None
+        # Messages are tokenised again, because the answer to them is a text of its own and does not go on from theirs.
+        asked = asked if chat else tokenised
         pieces = session.generate_text(asked, most, *choice, stop=stop or None, draft=draft)
     else:
-        pieces = _formed(session, asked, form, most, choice, tuple(stop or ()))
+        # Here, because generation without a form begins sooner without them.
+        from ..decoding.completion import CompletionOptions
+        from ..generation.sampling import Sampling
+
+        sampling = Sampling(*choice)
+        options = CompletionOptions(sampling, most, tuple(stop or ()), constraint=form, continues=not chat)
+        pieces = _formed(session, tokenised, options)
     timed = _Timed(session, prompt_tokens, fed_tokens)
     try:
         for piece in timed.follow(pieces):
@@ -263,18 +272,12 @@ def _form(json_schema: Path | None, regex: str | None) -> Constraint | None:
 def _formed(
     session: Session,
     asked: str | list[dict[str, str]] | dict[str, Tensor],
-    form: Constraint,
-    most: int | None,
-    choice: tuple,
-    stop: tuple[str, ...],
+    options: CompletionOptions,
 ) -> Iterator[str]:
-    """Text of a given form."""
-    # Here, as an answer of any form begins sooner without them.
-    from ..decoding.completion import Completer, CompletionOptions
+    """Yield text of a given form."""
+    from ..decoding.completion import Completer
     from ..errors import InputError
-    from ..generation.sampling import Sampling
 
-    options = CompletionOptions(Sampling(*choice), most, stop, constraint=form)
     completer = Completer(session)
     if not isinstance(asked, dict) or set(asked) != {"input_ids"}:
         raise InputError("an answer of a given form takes a prompt of text alone; leave out the files")

@@ -17,7 +17,9 @@ from ..generation.speculative import (
     check_can_rewind,
     generate_speculative,
 )
-from ..generation.text import StopStrings, TextStream, encode_prompt, stream_text
+from ..generation.stops import StopStrings
+from ..generation.text import encode_prompt, stream_text
+from ..generation.token_text import TextStream
 from .batching import ContinuousBatch, Request
 from .beam import Hypothesis, beam_search
 from .completion import Completer, Completion, CompletionOptions, Piece

@@ -54,6 +54,8 @@ class CompletionOptions:
         stop: Texts that end the answer, and are not part of it.
         alternatives: How many of the most probable tokens are given at each place; None for no log probabilities.
         constraint: The form of the answer; None for any. It ends where its form is complete.
+        continues: True if the text goes on from the prompt's, so that it may begin with a space. False if it is a text
+            of its own, as the answer to chat messages is.
 
     Raises:
         InputError: If a value is out of range.
@@ -64,6 +66,7 @@ class CompletionOptions:
     stop: tuple[str, ...] = ()
     alternatives: int | None = None
     constraint: Constraint | None = None
+    continues: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("max_new_tokens", 1), ("alternatives", 0)):
@@ -125,7 +128,8 @@ class Completion(Iterator[Piece]):
             return
         rows = TokenRows.whole(torch.tensor([ids], device=session.device))
         sampler = sampler_after(session, options.sampling, rows, limit)
-        pieces = TextPieces(completer.tokenizer, completer.end_tokens, options.stop)
+        before = ids if options.continues else ()
+        pieces = TextPieces(completer.tokenizer, completer.end_tokens, options.stop, before)
         allowed = None if self._follower is None else self._follower.only_allowed
         while True:
             token = int(sampler.choose(logits, allowed)[0])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from .multi_step import MultiStepDecoder
-from .text import StopStrings, TextStream
+from .text import TextPieces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,6 +30,7 @@ class Ending:
         strings: A row ends with the token that completes one of these.
         pad_token: What a row that has ended gives while others go on.
         tokenizer: Needed where there are strings.
+        after: Tokens of each row's prompt, if the strings are looked for in text that goes on from theirs.
     """
 
     limit: int | None = None
@@ -37,6 +38,14 @@ class Ending:
     strings: Sequence[str] = ()
     pad_token: int = 0
     tokenizer: PreTrainedTokenizerBase | TextTokenizer | None = None
+    after: Sequence[Sequence[int]] = ()
+
+    def texts(self, batch_size: int) -> list[TextPieces]:
+        """Return the text of each row, which ends with a stop string; none where there are no strings."""
+        if not self.strings or self.tokenizer is None:
+            return []
+        rows = self.after or [()] * batch_size
+        return [TextPieces(self.tokenizer, stop_strings=self.strings, after=row) for row in rows]
 
 
 class Chosen(NamedTuple):
@@ -67,9 +76,7 @@ def decode_loop(session: Stepper, logits: torch.Tensor, sampler: Sampler, ending
     tokens = sampler.choose(logits)
     batch_size = tokens.shape[0]
     ended = torch.zeros(batch_size, dtype=torch.bool)
-    texts = [
-        (TextStream(ending.tokenizer), StopStrings(ending.strings)) for _ in range(batch_size if ending.strings else 0)
-    ]
+    texts = ending.texts(batch_size)
     decoder = MultiStepDecoder(session, sampler)
     count = 0
     while True:
@@ -80,7 +87,7 @@ def decode_loop(session: Stepper, logits: torch.Tensor, sampler: Sampler, ending
         count += 1
         for row, token in enumerate(chosen):
             if not ended[row]:
-                ended[row] = token in ending.tokens or bool(texts) and _completes(token, *texts[row])
+                ended[row] = token in ending.tokens or bool(texts) and _completes(token, texts[row])
         if bool(ended.all()) or count == ending.limit or session.room == 0:
             return
         tokens = decoder.next(tokens, None if ending.limit is None else ending.limit - count, ended)
@@ -108,11 +115,11 @@ def generate_tokens(
     Yields:
         int64 [batch], on the session's device.
     """
-    ending = Ending(limit, end_tokens, stop_strings, pad_token, session.tokenizer)
+    ending = Ending(limit, end_tokens, stop_strings, pad_token, session.tokenizer, input_ids.tolist())
     for step in decode_loop(session, session.prefill(input_ids, **inputs), chooser, ending):
         yield step.tokens
 
 
-def _completes(token: int, stream: TextStream, stops: StopStrings) -> bool:
-    stops.push(stream.push(token))
-    return stops.stopped
+def _completes(token: int, text: TextPieces) -> bool:
+    text.push(token)
+    return text.ended

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import InputError
+from .stops import StopStrings
 from .templates import limited_template
+from .token_text import TextStream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ..models.text_tokenizer import TextTokenizer
-
-# What decoders put in place of bytes that are not (yet) a character.
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 def encode_prompt(
@@ -78,83 +78,19 @@ def check_text(text: str) -> None:
         ) from error
 
 
-class TextStream:
-    """Detokenises one token at a time. The pieces join to what decoding all tokens at once gives.
-
-    A piece never ends inside a character: bytes that do not make one yet are held back, until they do or the stream
-    ends.
-    Special tokens give no text, and spaces are not cleaned up, which later tokens could undo.
-
-    Args:
-        tokenizer: Its `decode` is called on the newest few tokens only.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | TextTokenizer) -> None:
-        self._tokenizer = tokenizer
-        # Tokens given out last, then those held back: how a token reads may depend on the one before it.
-        self._context: list[int] = []
-        self._held: list[int] = []
-
-    def push(self, token: int) -> str:
-        """Text that `token` completes, possibly none."""
-        self._held.append(token)
-        piece = self._piece()
-        if not piece or piece.endswith(_REPLACEMENT):
-            return ""
-        self._context, self._held = self._held, []
-        return piece
-
-    def finish(self) -> str:
-        """Text still held back."""
-        piece = self._piece() if self._held else ""
-        self._context, self._held = [], []
-        return piece
-
-    def _piece(self) -> str:
-        return self._decode(self._context + self._held)[len(self._decode(self._context)) :]
-
-    def _decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-
-class StopStrings:
-    """Ends a text at the first of some strings, which is never given out, not even in part.
-
-    `StopStrings(["END"])` gives "x" for "xE", nothing for "N", and "EN" back with "y" for "y"; on "D" instead it stops.
-
-    Args:
-        strings: Not empty, any number of them.
-    """
-
-    def __init__(self, strings: Sequence[str]) -> None:
-        self._strings = tuple(strings)
-        self._held = ""
-        self.stopped = False
-
-    def push(self, piece: str) -> str:
-        """The text that may be given out now that `piece` follows; sets `stopped` once a string is complete."""
-        text = self._held + piece
-        found = [index for index in (text.find(string) for string in self._strings) if index >= 0]
-        if found:
-            self.stopped, self._held = True, ""
-            return text[: min(found)]
-        kept = max((_overlap(text, string) for string in self._strings), default=0)
-        self._held = text[len(text) - kept :]
-        return text[: len(text) - kept]
-
-    def finish(self) -> str:
-        """Text that could have begun a string and did not."""
-        text, self._held = self._held, ""
-        return text
-
-
 class TextPieces:
     """Text of one row's tokens, piece by piece, up to an end token or a stop string, neither of which is given out.
 
+    A stop string ends the text with the token that completes it, special tokens included.
+
     Args:
-        tokenizer: Of the tokens.
+        tokenizer: The tokenizer of the tokens.
         end_tokens: Any of these ends the text.
         stop_strings: So does any of these.
+        after: Tokens whose text the row's goes on from; see `TextStream`.
+
+    Attributes:
+        ended: True once the text has ended.
     """
 
     def __init__(
@@ -162,24 +98,32 @@ class TextPieces:
         tokenizer: PreTrainedTokenizerBase | TextTokenizer,
         end_tokens: Collection[int] = (),
         stop_strings: Sequence[str] = (),
+        after: Sequence[int] = (),
     ) -> None:
-        self._stream = TextStream(tokenizer)
+        self._stream = TextStream(tokenizer, after)
         self._stops = StopStrings(stop_strings)
         self._end_tokens = end_tokens
         self.ended = False
 
     def push(self, token: int) -> str:
-        """Text that `token` adds, and what was held back where it is the last; possibly none."""
+        """Return the text that `token` adds, and what was held back where it is the last; possibly none."""
         if self.ended:
             return ""
         if token in self._end_tokens:
             return self.finish()
-        piece = self._stops.push(self._stream.push(token))
+        special = self._stream.special(token)
+        if special is not None:
+            piece = self._stops.hide(*special)
+        else:
+            text = self._stream.push(token)
+            piece = self._stops.push(text) if text else ""
+            if not self._stops.stopped:
+                piece += self._stops.look_ahead(self._stream.ahead)
         self.ended = self._stops.stopped
         return piece
 
     def finish(self) -> str:
-        """Text still held back; none comes after it."""
+        """Return the text that is still held back; none comes after it."""
         if self.ended:
             return ""
         self.ended = True
@@ -192,11 +136,10 @@ def stream_text(
     tokenizer: PreTrainedTokenizerBase | TextTokenizer,
     end_tokens: Collection[int] = (),
     stop_strings: Sequence[str] = (),
+    after: Sequence[int] = (),
 ) -> Iterator[str]:
-    """Text of a stream of tokens, piece by piece, up to an end token or a stop string, neither of which is given
-    out.
-    """
-    pieces = TextPieces(tokenizer, end_tokens, stop_strings)
+    """Yield the text of a stream of tokens, piece by piece, up to an end token or a stop string; see `TextPieces`."""
+    pieces = TextPieces(tokenizer, end_tokens, stop_strings, after)
     for token in tokens:
         piece = pieces.push(token)
         if piece:
@@ -213,11 +156,15 @@ def stream_texts(
     tokenizer: PreTrainedTokenizerBase | TextTokenizer,
     end_tokens: Collection[int] = (),
     stop_strings: Sequence[str] = (),
+    after: Sequence[Sequence[int]] = (),
 ) -> Iterator[list[str]]:
-    """Texts of a stream of tokens int64 [batch], a piece per row and step, empty where a row adds nothing."""
+    """Yield the texts of a stream of tokens int64 [batch], a piece per row and step, empty where a row adds nothing."""
     rows: list[TextPieces] = []
     for tokens in steps:
-        rows = rows or [TextPieces(tokenizer, end_tokens, stop_strings) for _ in tokens]
+        rows = rows or [
+            TextPieces(tokenizer, end_tokens, stop_strings, before)
+            for before, _ in zip(after or repeat(()), tokens, strict=False)
+        ]
         pieces = [row.push(token) for row, token in zip(rows, tokens.tolist(), strict=True)]
         if any(pieces):
             yield pieces
@@ -226,8 +173,3 @@ def stream_texts(
     pieces = [row.finish() for row in rows]
     if any(pieces):
         yield pieces
-
-
-def _overlap(text: str, string: str) -> int:
-    """Length of the longest end of `text` that begins `string` without completing it."""
-    return next((size for size in range(min(len(text), len(string) - 1), 0, -1) if string.startswith(text[-size:])), 0)

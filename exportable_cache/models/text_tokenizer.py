@@ -83,6 +83,23 @@ class TextTokenizer:
         return getattr(self.whole, name)
 
 
+def plain_backend(tokenizer: PreTrainedTokenizerBase | TextTokenizer, *methods: str) -> Tokenizer | None:
+    """Return the tokenizer of the library `tokenizers` that alone does a tokenizer's work.
+
+    Args:
+        tokenizer: Any tokenizer.
+        methods: The methods that do it. None is returned where a class or an object has another one of these.
+    """
+    if isinstance(tokenizer, TextTokenizer):
+        return tokenizer.backend_tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        return None
+    known = all(getattr(type(tokenizer), name) is getattr(PreTrainedTokenizerFast, name) for name in methods)
+    return tokenizer.backend_tokenizer if known and not any(name in vars(tokenizer) for name in methods) else None
+
+
 def reads_alike(folder: Path, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether `tokenizer.json` alone gives the tokens and the text that transformers' tokenizer of the folder gives.
 

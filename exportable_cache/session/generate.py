@@ -38,11 +38,14 @@ class Request:
         sampling: How tokens are chosen.
         ending: What ends a row, the model's own end tokens among it. Its limit is the one that was asked for.
         draft: What proposes tokens, or None.
+        continues: True if the text goes on from the prompt's, False if it is one of its own, as the answer to chat
+            messages is.
     """
 
     sampling: Sampling
     ending: Ending
     draft: Draft | None = None
+    continues: bool = True
 
 
 def make_request(
@@ -91,6 +94,8 @@ def _token_steps(
         prompt = Prompt(TokenRows.of(behind_unfed(session, texts)))
     stepper, held = session._stepper, session.length.tolist()
     ending = replace(request.ending, limit=default_limit(session, request.ending.limit, prompt.rows, held))
+    if ending.strings and request.continues:
+        ending = replace(ending, after=_rows_of(prompt.rows.ids, prompt.rows.lengths))
     agree = None if session.ranks is None else session.ranks.of_first
     stepper.check_room(prompt.rows)
     logits = stepper.feed(session._stages.steps(prompt, stepper))
@@ -113,6 +118,11 @@ def _token_steps(
                 unfed[row] = None
         stepper.state = replace(stepper.state, unfed=tuple(unfed))
         yield tokens
+
+
+def _rows_of(ids: torch.Tensor, lengths: Sequence[int]) -> list[list[int]]:
+    """Return the token ids of each row; `TokenRows` has them at the rows' ends."""
+    return [row[len(row) - length :] for row, length in zip(ids.tolist(), lengths, strict=True)]
 
 
 def _finite(chosen: Iterator[Chosen], stepper: ProgramStepper) -> Iterator[Chosen]:
@@ -168,17 +178,22 @@ def generated_text(session: Session, prompt: Any, request: Request) -> Iterator[
     # One row's text ends where its strings are taken out of it; rows of a batch end by them, too.
     if not many:
         request = replace(request, ending=replace(request.ending, strings=()))
+    after: Sequence[Sequence[int]]
     if session.has_encoder:
-        steps = _answers_to_encoded(session, tokenizer, prompts, request)
+        steps, after = _answers_to_encoded(session, tokenizer, prompts, request)
     elif isinstance(prompts, Mapping):
         inputs = dict(prompts)
-        steps = checked_steps(session, inputs.pop("input_ids"), inputs, request)
+        ids = inputs.pop("input_ids")
+        steps = checked_steps(session, ids, inputs, request)
+        # Padding is a special token, which gives no text.
+        after = ids.tolist()
     else:
-        steps = _answers_to_text(session, tokenizer, prompts, request)
+        steps, after = _answers_to_text(session, tokenizer, prompts, request)
     if many:
-        return _until_closed(steps, stream_texts(steps, tokenizer, request.ending.tokens, strings))
+        return _until_closed(steps, stream_texts(steps, tokenizer, request.ending.tokens, strings, after))
     tokens = (int(step[0]) for step in steps)
-    return _until_closed(steps, stream_text(tokens, tokenizer, request.ending.tokens, strings))
+    pieces = stream_text(tokens, tokenizer, request.ending.tokens, strings, after[0] if after else ())
+    return _until_closed(steps, pieces)
 
 
 def _until_closed(steps: Generator[torch.Tensor], pieces: Iterator[Any]) -> Iterator[Any]:
@@ -210,8 +225,11 @@ def _prompts(session: Session, prompt: Any) -> tuple[Any, bool]:
 
 def _answers_to_text(
     session: Session, tokenizer: PreTrainedTokenizerBase | TextTokenizer, prompts: Sequence[Any], request: Request
-) -> Generator[torch.Tensor]:
-    """Steps that follow texts, which go on from where the session is, or conversations, with which it starts anew."""
+) -> tuple[Generator[torch.Tensor], list[list[int]]]:
+    """Return the steps that follow prompts, and the token ids of each row that the generated text goes on from.
+
+    Texts go on from where the session is. With conversations it starts again, and each generation is a text of its own.
+    """
     are_text = [isinstance(prompt, str) for prompt in prompts]
     if any(are_text) != all(are_text):
         raise InputError("a list of prompts has texts and conversations, which start anew; pass only one of the two")
@@ -227,15 +245,16 @@ def _answers_to_text(
     prompt = session._stages.check(rows, None, {}, session.sequence)
     session._stepper.check_room(prompt.rows, request.ending.limit, anew=not continues)
     default_limit(session, request.ending.limit, prompt.rows, held if continues else None)
-    if not continues:
-        session.reset()
-    return token_steps(session, request, prompt, ids if continues else ())
+    if continues:
+        return token_steps(session, request, prompt, ids), [row.tolist() for row in rows]
+    session.reset()
+    return token_steps(session, replace(request, continues=False), prompt), []
 
 
 def _answers_to_encoded(
     session: Session, tokenizer: PreTrainedTokenizerBase | TextTokenizer, prompts: Any, request: Request
-) -> Generator[torch.Tensor]:
-    """Steps of a decoder that starts anew, over what its encoder makes of the prompts."""
+) -> tuple[Generator[torch.Tensor], list[list[int]]]:
+    """Return the steps of a decoder over its encoder's states of the prompts, and the token ids that it starts with."""
     if request.draft is not None:
         _check_draft(session, request.draft)
     start = start_tokens(session.generation_config, session.batch_size, session.device)
@@ -249,7 +268,7 @@ def _answers_to_encoded(
         mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
         masks = {} if bool(mask.all()) else {"attention_mask": mask}
         session.encode(pad_sequence(rows, batch_first=True), **masks)
-    return checked_steps(session, start, {}, request)
+    return checked_steps(session, start, {}, request), start.tolist()
 
 
 def _check_draft(session: Session, draft: Draft, strings: Sequence[str] = ()) -> None:

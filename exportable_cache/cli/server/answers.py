@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ...decoding.completion import Completion, Piece
+from ...generation.token_text import TokenTexts
 
 
 @dataclass
@@ -18,12 +19,12 @@ class Answer:
     Args:
         model: Its name.
         chat: Whether it is a message; else text.
-        decode: Text of one token.
+        texts: What each token adds to a text.
     """
 
     model: str
     chat: bool
-    decode: Callable[[list[int]], str]
+    texts: TokenTexts
     pieces: list[Piece] = field(default_factory=list)
     text: str = ""
 
@@ -92,17 +93,39 @@ class Answer:
             offsets.append(offset)
             offset += len(piece.text)
         return {
-            "tokens": [self.decode([piece.token]) for piece in pieces],
+            "tokens": [self._name(piece.token) for piece in pieces],
             "token_logprobs": [piece.logprob for piece in pieces],
-            "top_logprobs": [
-                {self.decode([token]): logprob for token, logprob in piece.alternatives} for piece in pieces
-            ],
+            "top_logprobs": [self._named(piece) for piece in pieces],
             "text_offset": offsets,
         }
 
     def _token(self, token: int, logprob: float | None) -> dict[str, Any]:
-        text = self.decode([token])
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", "replace"))}
+        # The bytes tell apart what is the same U+FFFD as text: tokens that are part of a character.
+        return {"token": self.texts.text(token), "logprob": logprob, "bytes": list(self.texts.bytes(token))}
+
+    def _name(self, token: int) -> str:
+        """Return the text of a token, or `bytes:\\xe4` for one that is part of a character, as the API names it."""
+        spelled = self.texts.bytes(token)
+        try:
+            return spelled.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
+    def _named(self, piece: Piece) -> dict[str, float | None]:
+        """Return the log probabilities of the alternatives and of the token itself, by name.
+
+        Tokens may have the same text. The piece's own has the name, or else the most probable one; others are
+        `token_id:` and their id.
+        """
+        found: dict[str, float | None] = {}
+        own = self._name(piece.token)
+        for token, logprob in piece.alternatives:
+            name = self._name(token)
+            is_taken = name in found or (name == own and token != piece.token)
+            found[f"token_id:{token}" if is_taken else name] = logprob
+        if piece.alternatives:
+            found.setdefault(own, piece.logprob)
+        return found
 
 
 def usage_of(completion: Completion) -> dict[str, Any]:

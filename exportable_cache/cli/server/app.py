@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...decoding.completion import Completer, Completion, CompletionOptions, Piece
 from ...errors import CacheFullError, ExportableCacheError, InputError
+from ...generation.token_text import TokenTexts
 from .answers import Answer, error_of
 from .engine import Busy, Engine
 from .origins import AllowedOrigins, OriginGuard
@@ -139,16 +140,13 @@ def make_app(completer: Completer, options: ServerOptions) -> FastAPI:
         text = asked.text()
         return await answered(request, asked, lambda: completer.encode(text) if isinstance(text, str) else text)
 
-    def text_of(tokens: list[int]) -> str:
-        return str(completer.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
     def named(model: str) -> None:
         if model != options.model_name:
             raise HTTPException(404, f"there is no model {model!r:.100}; this server has {options.model_name!r}")
 
     async def answered(request: Request, asked: ChatRequest | CompletionRequest, ids: Callable[[], list[int]]) -> Any:
         how: CompletionOptions = asked.options()
-        answer = Answer(options.model_name, isinstance(asked, ChatRequest), text_of)
+        answer = Answer(options.model_name, isinstance(asked, ChatRequest), TokenTexts(completer.tokenizer))
         pieces = engine.run(lambda: completer.complete(ids(), how))
         # What is refused is refused with the first piece: before that no status was sent.
         first = await _unless_gone(request, anext(pieces))

@@ -256,7 +256,7 @@ class CompletionRequest(_Request):
         Raises:
             InputError: If a value is out of range.
         """
-        return self._options(self.max_tokens, self.logprobs)
+        return replace(self._options(self.max_tokens, self.logprobs), continues=True)
 
     def text(self) -> str | list[int]:
         """The prompt."""

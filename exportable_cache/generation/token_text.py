@@ -1,0 +1,375 @@
+"""Tokens to text, one token at a time, as decoding all of them at once gives it."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Callable, Sequence
+from functools import cache, cached_property
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..models.text_tokenizer import plain_backend
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ..models.text_tokenizer import TextTokenizer
+
+# What decoders put in place of bytes that are not (yet) a character.
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# A text before a token, which no decoder changes.
+_BEFORE = "a"
+#: Tokens of a prompt that are looked at for how the text after them begins.
+_TAIL = 16
+#: Tokens that are held back before a window of them is cut, and tokens that a cut window keeps as context.
+_LONGEST_WINDOW, _CONTEXT = 16, 8
+_FALLBACK = re.compile("<0x([0-9A-Fa-f]{2})>")
+
+
+class TokenTexts:
+    """What each token of a tokenizer adds to a text.
+
+    Args:
+        tokenizer: One of the library `tokenizers` is followed exactly. Others are asked to decode.
+
+    Attributes:
+        tokenizer: The same.
+        decoder: Joins names of tokens to a text, or None where the tokenizer has steps that are not known here.
+        is_byte_level: True if the names spell bytes, as those of GPT 2 do.
+        has_fallback: True if bytes that no token has are tokens such as `<0x0A>`.
+        looks_ahead: True if the text of a token depends on whether another one follows.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | TextTokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._backend = plain_backend(tokenizer, "decode", "_decode")
+        steps = None if self._backend is None else _steps_of(self._backend.decoder)
+        kinds = {step["type"] for step in steps or ()}
+        self.decoder: Any = None if steps is None or self._backend is None else self._backend.decoder
+        self.is_byte_level = "ByteLevel" in kinds
+        self.has_fallback = "ByteFallback" in kinds
+        self.looks_ahead = "BPEDecoder" in kinds
+        self._texts: dict[str, str] = {}
+
+    def name(self, token: int) -> str | None:
+        """Return the token as the vocabulary spells it, or None for an id that is not in the vocabulary."""
+        if self._backend is not None:
+            return self._backend.id_to_token(token)
+        name = self.tokenizer.convert_ids_to_tokens(token)
+        return name if isinstance(name, str) else None
+
+    @cached_property
+    def specials(self) -> frozenset[int]:
+        """Ids of the tokens that give no text where special tokens are skipped."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is not None and hasattr(backend, "get_added_tokens_decoder"):
+            return frozenset(id for id, token in backend.get_added_tokens_decoder().items() if token.special)
+        return frozenset(getattr(self.tokenizer, "all_special_ids", ()))
+
+    def text(self, token: int) -> str:
+        """Return what a token adds to a text before it, special tokens included; half a character is U+FFFD."""
+        return self.bytes(token).decode("utf-8", "replace")
+
+    def bytes(self, token: int) -> bytes:
+        """Return what a token adds to the bytes of a text before it, special tokens included."""
+        name = self.name(token)
+        if name is None:
+            return b""
+        if self.is_byte_level:
+            return byte_level_bytes(name)
+        byte = _fallback_byte(name) if self.has_fallback or self.decoder is None else None
+        if byte is not None:
+            return byte
+        if self.decoder is not None:
+            return self.added([name]).encode()
+        text = self.tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return str(text).encode("utf-8", "replace")
+
+    def added(self, names: Sequence[str], is_first: bool = False, is_last: bool = True) -> str:
+        """Return the text that tokens add, by their names; of decoders that are known here.
+
+        Args:
+            names: One token, or the bytes of a run.
+            is_first: True if no token is before them.
+            is_last: True if none follows.
+        """
+        if is_first:
+            return self.decoder.decode([*names]) if is_last else self.decoder.decode([*names, _BEFORE])[: -len(_BEFORE)]
+        end = None if is_last else -len(_BEFORE)
+        return self.decoder.decode([_BEFORE, *names, *([] if is_last else [_BEFORE])])[len(_BEFORE) : end]
+
+
+class TextStream:
+    """Detokenises one token at a time. The pieces join to what decoding all tokens at once gives.
+
+    A piece never ends inside a character: bytes that do not make one yet are held back, until they do or the stream
+    ends. So is a run of tokens that are a byte each, until it ends or is known to be broken, because decoders take a
+    run with one wrong byte for wrong from its beginning.
+    Special tokens give no text, and spaces are not cleaned up, which later tokens could undo.
+    Each token takes the same time, however many there were before it.
+
+    Args:
+        tokenizer: The tokenizer of the tokens.
+        after: Tokens whose text is before the stream's. A tokenizer may leave out a space in front of a text's first
+            word only.
+
+    Attributes:
+        ahead: Characters that the newest token completed and that are held back with a run of bytes.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | TextTokenizer, after: Sequence[int] = ()) -> None:
+        self._texts = texts = TokenTexts(tokenizer)
+        tail = [*islice((token for token in reversed(after) if token not in texts.specials), _TAIL)][::-1]
+        self._joiner: _Joiner
+        if texts.decoder is None:
+            self._joiner = _Windows(texts, tail)
+        else:
+            self._joiner = _Bytes(texts) if texts.is_byte_level else _Pieces(texts)
+            for token in tail:
+                self._joiner.push(token)
+            self._joiner.settle()
+        self.ahead = ""
+
+    def special(self, token: int) -> tuple[str, str] | None:
+        """Return the text and the name of a special token, None for another token."""
+        if token not in self._texts.specials:
+            return None
+        return self._texts.text(token), self._texts.name(token) or ""
+
+    def push(self, token: int) -> str:
+        """Return the text that `token` completes, possibly none."""
+        if token in self._texts.specials:
+            self.ahead = ""
+            return ""
+        text = self._joiner.push(token)
+        self.ahead = self._joiner.ahead
+        return text
+
+    def finish(self) -> str:
+        """Return the text that is still held back."""
+        self.ahead = ""
+        return self._joiner.finish()
+
+
+class _Joiner(Protocol):
+    """Joins tokens that are not special; see `TextStream`."""
+
+    ahead: str
+
+    def push(self, token: int) -> str: ...
+    def settle(self) -> None:
+        """Keep only what decides how the next text begins."""
+
+    def finish(self) -> str: ...
+
+
+class _Bytes:
+    """Joins tokens that spell bytes."""
+
+    ahead = ""
+
+    def __init__(self, texts: TokenTexts) -> None:
+        self._texts = texts
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token: int) -> str:
+        return self._characters.decode(self._texts.bytes(token))
+
+    def settle(self) -> None:
+        pass
+
+    def finish(self) -> str:
+        text = self._characters.decode(b"", final=True)
+        self._characters.reset()
+        return text
+
+
+class _Pieces:
+    """Joins tokens that are pieces of text, with runs of bytes among them."""
+
+    def __init__(self, texts: TokenTexts) -> None:
+        self._texts = texts
+        self._known: dict[str, tuple[str, str]] = {}
+        self.ahead = ""
+        self._is_first = True
+        # What the newest token adds once another one follows.
+        self._rest = ""
+        self._begin_run()
+
+    def push(self, token: int) -> str:
+        self.ahead = ""
+        name = self._texts.name(token)
+        if name is None:
+            return ""
+        byte = _fallback_byte(name) if self._texts.has_fallback else None
+        if byte is not None:
+            return self._push_byte(name, byte)
+        text = self._end_run() + self._rest
+        is_first, self._is_first = self._is_first, False
+        added, self._rest = self._added(name) if is_first or name not in self._known else self._known[name]
+        if is_first:
+            added = self._texts.added([name], is_first=True)
+        return text + added
+
+    def settle(self) -> None:
+        tail = 0 if self._is_broken else len(self._characters.getstate()[0])
+        self._run = self._run[len(self._run) - tail :]
+
+    def finish(self) -> str:
+        text = self._end_run()
+        self.ahead, self._is_first, self._rest = "", True, ""
+        return text
+
+    def _added(self, name: str) -> tuple[str, str]:
+        """Return what a token adds as the last one, and what more where another one follows."""
+        text = self._texts.added([name])
+        more = self._texts.added([name], is_last=False)[len(text) :] if self._texts.looks_ahead else ""
+        self._known[name] = (text, more)
+        return text, more
+
+    def _push_byte(self, name: str, byte: bytes) -> str:
+        if self._is_broken:
+            return _REPLACEMENT
+        text, self._rest = self._rest, ""
+        if not self._run:
+            self._run_is_first, self._is_first = self._is_first, False
+        self._run.append(name)
+        try:
+            self.ahead = self._characters.decode(byte)
+        except UnicodeDecodeError:
+            # No byte mends it: what the run has so far can be given out, and each further byte at once.
+            text += self._end_run()
+            self._is_broken = True
+        return text
+
+    def _end_run(self) -> str:
+        """Return the text of the run of bytes that was held back."""
+        text = self._texts.added(self._run, self._run_is_first) if self._run else ""
+        self._begin_run()
+        return text
+
+    def _begin_run(self) -> None:
+        self._run: list[str] = []
+        self._run_is_first = self._is_broken = False
+        self._characters = codecs.getincrementaldecoder("utf-8")("strict")
+
+
+class _Windows:
+    """Joins tokens of a tokenizer that can only be asked to decode them: windows of the newest ones are decoded."""
+
+    def __init__(self, texts: TokenTexts, tail: Sequence[int]) -> None:
+        self._texts = texts
+        # Tokens given out last, then those held back: how a token reads may depend on the ones before it.
+        self._context: list[int] = [*tail]
+        self._held: list[int] = []
+        self._characters = codecs.getincrementaldecoder("utf-8")("ignore")
+        self.ahead = ""
+
+    def push(self, token: int) -> str:
+        self.ahead = ""
+        self._held.append(token)
+        byte = _fallback_byte(self._texts.name(token) or "")
+        if byte is not None:
+            self.ahead = self._characters.decode(byte)
+            return ""
+        self._characters.reset()
+        held = len(self._held)
+        # A window that cannot be cut is decoded each time it has doubled, so that the time of a token stays bounded.
+        if held > _LONGEST_WINDOW and held & (held - 1):
+            return ""
+        piece = self._added(self._context, self._held)
+        if piece and not piece.endswith(_REPLACEMENT):
+            self._context, self._held = self._held[-_LONGEST_WINDOW:], []
+            return piece
+        return self._cut(piece) if held >= _LONGEST_WINDOW else ""
+
+    def settle(self) -> None:
+        pass
+
+    def finish(self) -> str:
+        piece = self._added(self._context, self._held) if self._held else ""
+        self._context, self._held, self.ahead = [], [], ""
+        self._characters.reset()
+        return piece
+
+    def _cut(self, piece: str) -> str:
+        """Return the text of all but the newest few tokens, if the newest read alike after a shorter context."""
+        for kept in range(1, 5):
+            first, rest = self._held[:-kept], self._held[-kept:]
+            before = first[-_CONTEXT:]
+            text = self._added(self._context, first)
+            if piece == text + self._added(before, rest):
+                self._context, self._held = before, rest
+                return text
+        return ""
+
+    def _added(self, before: list[int], tokens: list[int]) -> str:
+        return self._decode(before + tokens)[len(self._decode(before)) :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        decode = self._texts.tokenizer.decode
+        return str(decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def byte_level_bytes(name: str) -> bytes:
+    """Return the bytes that a name of a byte-level vocabulary spells; another name, as added tokens have, is text."""
+    table = _byte_level_table()
+    if any(char not in table for char in name):
+        return name.encode()
+    return bytes(table[char] for char in name)
+
+
+@cache
+def _byte_level_table() -> dict[str, int]:
+    """Return the byte of each character: printable Latin-1 is itself, other bytes are U+0100 and on (GPT 2)."""
+    printable = [byte for byte in range(256) if 0x20 < byte < 0x7F or (byte > 0xA0 and byte != 0xAD)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
+
+
+def _fallback_byte(name: str) -> bytes | None:
+    """Return the byte of a name such as `<0x0A>`, None for another name."""
+    found = _FALLBACK.fullmatch(name)
+    return bytes([int(found[1], 16)]) if found else None
+
+
+def _steps_of(decoder: Any) -> list[dict[str, Any]] | None:
+    """Return the steps of a decoder, or None if there are any whose text of a token depends on more than is known here.
+
+    That is the case of decoders that other code defines, those that join repeated tokens, and those that replace
+    something in the whole text.
+    """
+    try:
+        fields = json.loads(decoder.__getstate__())
+    except Exception:  # there is no decoder, or Python code is one
+        return None
+    steps, is_fused = _flattened(fields), False
+    if any(step["type"] == "ByteLevel" for step in steps):
+        return steps if all(step["type"] in ("ByteLevel", "Fuse") for step in steps) else None
+    for step in steps:
+        known = _KNOWN.get(step["type"])
+        if known is None or not known(step, is_fused):
+            return None
+        is_fused = is_fused or step["type"] == "Fuse"
+    return steps
+
+
+def _flattened(fields: dict[str, Any]) -> list[dict[str, Any]]:
+    if fields["type"] == "Sequence":
+        return [step for part in fields["decoders"] for step in _flattened(part)]
+    return [fields]
+
+
+# True if the step of a decoder treats each token alone, except at both ends of the text. After a step that has joined
+# all tokens, true if it treats only the beginning.
+_KNOWN: dict[str, Callable[[dict[str, Any], bool], bool]] = {
+    "Fuse": lambda step, is_fused: True,
+    "ByteFallback": lambda step, is_fused: not is_fused,
+    "Replace": lambda step, is_fused: "String" in step["pattern"] and not is_fused,
+    "Strip": lambda step, is_fused: step["start"] <= 1 and step["stop"] == 0,
+    "Metaspace": lambda step, is_fused: not is_fused,
+    "WordPiece": lambda step, is_fused: not is_fused,
+    "BPEDecoder": lambda step, is_fused: not is_fused,
+}
