@@ -18,6 +18,7 @@ from .options import (
     IgnoreVersionsOption,
     KeyOption,
     SeedOption,
+    SplitSpecialTokensOption,
     TemperatureOption,
     TopPOption,
     TrustOption,
@@ -56,6 +57,7 @@ def chat(
     temperature: TemperatureOption = 0.0,
     top_p: TopPOption = None,
     seed: SeedOption = None,
+    split_special_tokens: SplitSpecialTokensOption = True,
     trust: TrustOption = False,
     key: KeyOption = None,
     ignore_versions: IgnoreVersionsOption = False,
@@ -71,7 +73,7 @@ def chat(
 
         options = CompletionOptions(Sampling(temperature, top_p=top_p, seed=seed), max_new_tokens)
         session = load(folder, check_versions=not ignore_versions, trust=trust, key=key, check=check)
-        completer = Completer(session)
+        completer = Completer(session, split_special_tokens)
     terminal.note_all(session.generation_settings.remarks())
     if not completer.takes_messages:
         raise InputError(

@@ -19,6 +19,7 @@ from .options import (
     KeyOption,
     RegexOption,
     SeedOption,
+    SplitSpecialTokensOption,
     TemperatureOption,
     TopPOption,
     TrustOption,
@@ -104,6 +105,7 @@ def generate(
     chat: Annotated[
         bool, typer.Option("--chat", help="Put the prompt into the model's chat template, as the user's message.")
     ] = False,
+    split_special_tokens: SplitSpecialTokensOption = True,
     json_schema: JsonSchemaOption = None,
     regex: RegexOption = None,
     trust: TrustOption = False,
@@ -130,16 +132,16 @@ def generate(
         session = Session.from_bundle(bundle)
         if session.ranks is not None:
             terminal.of_rank(session.ranks.rank)
-        asked = _asked(bundle, session, text, image or (), audio or (), chat)
+        asked = _asked(bundle, session, text, image or (), audio or (), chat, split_special_tokens)
     terminal.note_all(session.generation_settings.remarks())
-    tokenised = _tokenised(session, asked)
+    tokenised = _tokenised(session, asked, split_special_tokens)
     prompt_tokens, fed_tokens = _counts(session, tokenised)
     most = max_new_tokens or _default_new_tokens(session, fed_tokens)
     choice = (temperature, top_k, top_p, min_p, repetition_penalty, seed)
     if form is None:
         draft = PromptLookup(prompt_lookup) if prompt_lookup else None
         # Messages are tokenised again, because the answer to them is a text of its own and does not go on from theirs.
-        asked = asked if chat else tokenised
+        asked = asked if chat and split_special_tokens else tokenised
         pieces = session.generate_text(asked, most, *choice, stop=stop or None, draft=draft)
     else:
         # Here, because generation without a form begins sooner without them.
@@ -221,7 +223,13 @@ class _Timed:
 
 
 def _asked(
-    bundle: Bundle, session: Session, text: str, images: Sequence[Path], sounds: Sequence[Path], chat: bool
+    bundle: Bundle,
+    session: Session,
+    text: str,
+    images: Sequence[Path],
+    sounds: Sequence[Path],
+    chat: bool,
+    split_special_tokens: bool,
 ) -> str | list[dict[str, str]] | dict[str, Tensor]:
     """The prompt as `Session.generate_text` takes it."""
     _check_kinds(session, images, sounds)
@@ -229,7 +237,7 @@ def _asked(
         return [{"role": "user", "content": text}] if chat else text
     from ..session.inputs.prompt import prompt_inputs
 
-    return prompt_inputs(bundle.processor(), session.runner.methods, text, images, sounds, chat)
+    return prompt_inputs(bundle.processor(), session.runner.methods, text, images, sounds, chat, split_special_tokens)
 
 
 def _check_kinds(session: Session, images: Sequence[Path], sounds: Sequence[Path]) -> None:
@@ -285,7 +293,7 @@ def _formed(
 
 
 def _tokenised(
-    session: Session, asked: str | list[dict[str, str]] | dict[str, Tensor]
+    session: Session, asked: str | list[dict[str, str]] | dict[str, Tensor], split_special_tokens: bool
 ) -> str | list[dict[str, str]] | dict[str, Tensor]:
     """The prompt as token ids, so that it is tokenised once; what the session refuses stays as it is, for its own
     words.
@@ -294,7 +302,8 @@ def _tokenised(
 
     if isinstance(asked, dict) or session.text_tokenizer is None or session.batch_size != 1:
         return asked
-    return {"input_ids": encode_prompt(session.text_tokenizer, asked).to(session.device)}
+    ids = encode_prompt(session.text_tokenizer, asked, split_special_tokens=split_special_tokens)
+    return {"input_ids": ids.to(session.device)}
 
 
 def _counts(session: Session, asked: str | list[dict[str, str]] | dict[str, Tensor]) -> tuple[int, int]:

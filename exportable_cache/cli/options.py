@@ -133,6 +133,13 @@ KeyOption = Annotated[
 IgnoreVersionsOption = Annotated[
     bool, typer.Option("--ignore-versions", help="Open the bundle although it was made with other package versions.")
 ]
+SplitSpecialTokensOption = Annotated[
+    bool,
+    typer.Option(
+        "--split-special-tokens/--no-split-special-tokens",
+        help="Encode control tokens that are spelled in messages as text, so that no message forges another turn.",
+    ),
+]
 JsonSchemaOption = Annotated[
     Path | None,
     typer.Option(

@@ -8,7 +8,14 @@ from typing import Annotated
 
 import typer
 
-from .options import BundleArgument, CheckOption, IgnoreVersionsOption, KeyOption, TrustOption
+from .options import (
+    BundleArgument,
+    CheckOption,
+    IgnoreVersionsOption,
+    KeyOption,
+    SplitSpecialTokensOption,
+    TrustOption,
+)
 from .settings import at_least
 from .terminal import Terminal
 
@@ -59,6 +66,7 @@ def serve(
             help="Requests that wait while another is answered; more are told to come again.",
         ),
     ] = 64,
+    split_special_tokens: SplitSpecialTokensOption = True,
     trust: TrustOption = False,
     key: KeyOption = None,
     ignore_versions: IgnoreVersionsOption = False,
@@ -89,7 +97,7 @@ def serve(
         )
         options.allowed()
         session = load(folder, check_versions=not ignore_versions, trust=trust, key=key, check=check)
-        completer = Completer(session)
+        completer = Completer(session, split_special_tokens)
     terminal.note_all(session.generation_settings.remarks())
     run(
         make_app(completer, options),

@@ -162,12 +162,13 @@ class Completer:
 
     Args:
         session: A text decoder at batch size 1 with a tokenizer. It is used by nobody else meanwhile.
+        split_special_tokens: True if control tokens that are spelled in messages are text; see `encode_prompt`.
 
     Raises:
         InputError: If it is another.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, split_special_tokens: bool = True) -> None:
         if session.has_encoder:
             raise InputError("this is an encoder-decoder, which answers one input; completions are for text decoders")
         if session.batch_size != 1:
@@ -182,6 +183,7 @@ class Completer:
         if session.text_tokenizer is None:
             raise InputError("completions need a tokenizer and this session has none; export the model with its own")
         self.session = session
+        self._split_special_tokens = split_special_tokens
         # Tokens that the session holds; None while that is not known.
         self._held: list[int] | None = None
         # Another object for each answer.
@@ -211,7 +213,7 @@ class Completer:
         Raises:
             InputError: See `encode_prompt`.
         """
-        return encode_prompt(self.tokenizer, prompt)[0].tolist()
+        return encode_prompt(self.tokenizer, prompt, split_special_tokens=self._split_special_tokens)[0].tolist()
 
     def complete(self, ids: Sequence[int], options: CompletionOptions = CompletionOptions()) -> Completion:
         """The answer to a prompt. An answer that was not taken to its end is given up.

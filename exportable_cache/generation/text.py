@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import InputError
+from .control_tokens import ControlTokens, MarkedMessages
 from .stops import StopStrings
 from .templates import limited_template
 from .token_text import TextStream
@@ -24,13 +25,16 @@ def encode_prompt(
     prompt: str | Sequence[Mapping[str, Any]],
     *,
     starts: bool = True,
+    split_special_tokens: bool = True,
 ) -> torch.Tensor:
-    """Token ids of a prompt.
+    """Return the token ids of a prompt.
 
     Args:
         prompt: Text, or chat messages such as `[{"role": "user", "content": "hello"}]`, which the tokenizer's chat
             template renders up to where the assistant begins.
-        starts: Whether text begins a sequence, and so gets the tokenizer's special tokens (the template has its own).
+        starts: True if text begins a sequence, and so gets the tokenizer's special tokens (the template has its own).
+        split_special_tokens: True if control tokens that are spelled in messages are text, so that a user cannot forge
+            another turn; False if they are what they spell. In a prompt of text they always are.
 
     Returns:
         int64 [1, length]; length may be 0.
@@ -53,10 +57,12 @@ def encode_prompt(
             for text in message.values():
                 if isinstance(text, str):
                     check_text(text)
+        control = ControlTokens(tokenizer)
+        marked = control.marked(messages) if split_special_tokens else MarkedMessages(messages)
         with limited_template(tokenizer.chat_template):
-            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)[
-                "input_ids"
-            ]
+            rendered = tokenizer.apply_chat_template(marked.messages, add_generation_prompt=True, tokenize=False)
+        check_text(rendered)
+        ids = control.encode(rendered, marked)
     else:
         raise InputError(
             f"prompt is {prompt!r:.80}; pass text, or chat messages as a list of mappings with 'role' and 'content'"

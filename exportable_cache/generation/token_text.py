@@ -196,7 +196,10 @@ class _Pieces:
         self._is_first = True
         # What the newest token adds once another one follows.
         self._rest = ""
-        self._begin_run()
+        # The run of bytes that the newest token is in; nothing of it is kept once it is broken.
+        self._run: list[str] = []
+        self._run_is_first = self._is_broken = False
+        self._characters = codecs.getincrementaldecoder("utf-8")("strict")
 
     def push(self, token: int) -> str:
         self.ahead = ""
@@ -247,13 +250,10 @@ class _Pieces:
     def _end_run(self) -> str:
         """Return the text of the run of bytes that was held back."""
         text = self._texts.added(self._run, self._run_is_first) if self._run else ""
-        self._begin_run()
-        return text
-
-    def _begin_run(self) -> None:
-        self._run: list[str] = []
+        self._run = []
         self._run_is_first = self._is_broken = False
-        self._characters = codecs.getincrementaldecoder("utf-8")("strict")
+        self._characters.reset()
+        return text
 
 
 class _Windows:

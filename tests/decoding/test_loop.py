@@ -9,7 +9,7 @@ import torch
 
 from exportable_cache.decoding import Sampler, Sampling, generate_tokens
 
-from .byte_tokenizer import SIZE, byte_tokenizer
+from .byte_tokenizer import END, SIZE, byte_tokenizer
 
 PROMPT = torch.zeros(1, 2, dtype=torch.int64)
 
@@ -69,6 +69,13 @@ def test_nothing_runs_before_it_is_asked_for() -> None:
     assert session.fed == []
     assert next(steps).tolist() == [6]
     assert session.fed == [[5]]
+
+
+def test_a_stop_string_that_names_a_special_token_ends_with_it() -> None:
+    tokenizer = byte_tokenizer()
+    tokens = tokenizer(f"ab{END}cd")["input_ids"]
+    for strings, count in (([END], 3), ([f"b{END}"], 3), ([f"{END}c"], 4), (["bc"], 4)):
+        assert run(Scripted([tokens]), strings=strings) == [[token] for token in tokens[:count]]
 
 
 def test_end_token_is_given_and_ends() -> None:

@@ -17,7 +17,7 @@ from .byte_tokenizer import END, SIZE, byte_tokenizer
 
 TEXT = "naïve café, 你好, 👩‍🚀 ok\n"
 FALLBACK = [f"<0x{byte:02X}>" for byte in range(256)]
-WORDS = ["▁", "▁the", "▁▁", "a", "é", "\n", "▁你", ".", "n't", " '", "▁s"]
+WORDS = ["▁", "▁the", "▁▁", "a", "é", "\n", "▁你", ".", "n't", "▁'", "▁s"]
 LLAMA = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
 
 

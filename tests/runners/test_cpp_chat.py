@@ -48,6 +48,19 @@ def test_a_conversation_is_fed_turn_by_turn(demo_bundle: Path, probe: Probe, sys
     assert [reply.values[2] for reply in replies] == answers_in_python(demo_bundle, turns, system)
 
 
+def test_control_tokens_in_a_question_are_text(demo_bundle: Path, probe: Probe) -> None:
+    tokenizer = load(demo_bundle).tokenizer
+    turns = chat_turns(tokenizer)
+    assert turns is not None
+    forged = f"a{tokenizer.all_special_tokens[0]}b"
+    replies = probe(
+        ("open", demo_bundle), ("chat", hexed(forged), "", "max_new_tokens=1"), ("length",), ("reset",),
+        ("text", hexed(turns.opening + forged + turns.answer), "max_new_tokens=1"), ("length",),
+    )  # fmt: skip
+    # As text it is several tokens. A prompt of text is taken as it is.
+    assert replies[2].numbers()[0] > replies[5].numbers()[0]
+
+
 def test_what_cannot_be_is_refused(demo_bundle: Path, probe: Probe, tmp_path: Path) -> None:
     replies = probe(
         ("open", demo_bundle), ("chat", hexed("amber?"), "", "max_new_tokens=2"),

@@ -10,7 +10,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import PreTrainedTokenizerFast
 
 from exportable_cache.decoding import StopStrings, TextStream
+from exportable_cache.generation.text import TextPieces
 
+from ..decoding.test_token_text import TOKENIZERS, drawn
 from .conftest import Probe, Reply, hexed, ids
 
 TEXTS = [
@@ -126,6 +128,29 @@ def test_pieces_join_to_pythons_text_and_split_no_character(tokenizer, probe: Pr
         assert "".join(reply.texts()) == python.decode(
             tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
+
+
+@pytest.mark.parametrize("name", ["Llama 2", "Gemma", "Metaspace", "Metaspace without prefix", "byte level"])
+def test_answers_of_drawn_tokens_are_pythons(name: str, tmp_path, probe: Probe) -> None:
+    python, draw = TOKENIZERS[name](), random.Random(0)
+    python.save_pretrained(tmp_path)
+    special = python.convert_ids_to_tokens(len(python) - (1 if name == "byte level" else 2))
+    words = ["a", "é", "A", " ", "the", "\n", special, f"{special}a", f"a{special}"]
+    cases = []
+    for _ in range(150):
+        strings = ["".join(draw.choices(words, k=draw.randint(1, 2))) for _ in range(draw.randrange(3))]
+        cases.append((draw.random() < 0.5, strings, drawn(draw, python)))
+    commands = [
+        ("answer", tmp_path / "tokenizer.json", int(continues), " ".join(map(hexed, strings)), ids(tokens))
+        for continues, strings, tokens in cases
+    ]
+    before = python.convert_tokens_to_ids(["a" if "a" in python.get_vocab() else ","])
+    for (continues, strings, tokens), reply in zip(cases, probe(*commands), strict=True):
+        text, expected = TextPieces(python, stop_strings=strings, after=before if continues else ()), []
+        for token in tokens:
+            if not text.ended:
+                expected.append(text.push(token))
+        assert reply.texts() == (expected if text.ended else [*expected, text.finish()]), (strings, tokens)
 
 
 def test_unknown_decoders_and_files_are_refused(tmp_path, probe: Probe) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import InputError, first_line
+from ...generation.control_tokens import ControlTokens
 from ...generation.templates import limited_template
 from ...program.inputs.modality import AUDIO, IMAGE
 from .media_files import read_image, read_sound
@@ -29,6 +30,7 @@ def prompt_inputs(
     images: Sequence[Path] = (),
     sounds: Sequence[Path] = (),
     chat: bool = False,
+    split_special_tokens: bool = True,
 ) -> dict[str, torch.Tensor]:
     """What `Session.generate_text` takes: the processor's tensors for a prompt, or for an encoder's input.
 
@@ -39,6 +41,8 @@ def prompt_inputs(
         methods: Of the program, which takes what is given.
         text: May be empty for an encoder-decoder, which takes one file.
         chat: Insist on the chat template.
+        split_special_tokens: False if control tokens that are spelled in a message of the chat template are what they
+            spell. They are refused otherwise, because processors cannot encode them as text.
 
     Raises:
         InputError: If a file cannot be read, the text does not say where the files go and there is no chat template, a
@@ -64,12 +68,16 @@ def prompt_inputs(
             processor, text=text, images=images_of_prompt, audio=items[AUDIO] or None, return_tensors="pt", **options
         )
     else:
-        found = _chat_inputs(processor, text, items, options)
+        found = _chat_inputs(processor, text, items, options, split_special_tokens)
     return _of_dtypes(found, methods)
 
 
 def _chat_inputs(
-    processor: ProcessorMixin, text: str, items: Mapping[str, Sequence[Any]], options: Mapping[str, Any]
+    processor: ProcessorMixin,
+    text: str,
+    items: Mapping[str, Sequence[Any]],
+    options: Mapping[str, Any],
+    split_special_tokens: bool,
 ) -> Any:
     if processor.chat_template is None:
         kind = next(kind for kind, given in items.items() if given)
@@ -77,6 +85,12 @@ def _chat_inputs(
         remedy = f"put {marker} where each goes" if marker else "use its processor in Python"
         raise InputError(
             f"the prompt {text!r:.80} does not say where the {kind} goes, and the model has no chat template; {remedy}"
+        )
+    spelled = ControlTokens(processor.tokenizer).marked([{"role": "user", "content": text}]).found
+    if split_special_tokens and spelled is not None:
+        raise InputError(
+            f"the prompt must not spell control tokens, got {spelled!r} in {text!r:.80}; remove it, or pass "
+            "split_special_tokens=False (--no-split-special-tokens)"
         )
     content = [{"type": kind, kind: item} for kind, given in items.items() for item in given]
     message = {"role": "user", "content": [*content, {"type": "text", "text": text}]}

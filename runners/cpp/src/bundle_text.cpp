@@ -26,6 +26,14 @@ Result<const Detokenizer*> BundleText::detokenizer() {
   return &*detokenizer_;
 }
 
+std::string AnswerText::push(int64_t token) {
+  if (const std::string_view special = detokenizer_->special(token); !special.empty()) return stops_.hide(special);
+  const std::string piece = stream_.push(token);
+  std::string text = piece.empty() ? piece : stops_.push(piece);
+  if (!stops_.stopped() && !stream_.ahead().empty()) text += stops_.look_ahead(stream_.ahead());
+  return text;
+}
+
 std::string AnswerText::finish() {
   std::string rest = stops_.push(stream_.finish());
   return stops_.stopped() ? rest : rest + stops_.finish();

@@ -1,10 +1,13 @@
 #include <exportable_cache/detokenizer.h>
 
+#include <algorithm>
 #include <array>
 #include <charconv>
 #include <fstream>
 #include <iterator>
+#include <limits>
 #include <optional>
+#include <utility>
 
 #include "json.h"
 #include "utf8.h"
@@ -21,6 +24,7 @@ struct Decoder {
   std::string pattern;  // replaced by `content` in every piece
   std::string content;
   int64_t strip_left = 0;
+  bool strips_piece = false;
 };
 
 const std::string& text_of(const Json& value) {
@@ -56,7 +60,7 @@ bool add_decoder(const Json& fields, Decoder& decoder) {
   if (type == "Metaspace") {
     decoder.pattern = text_of(fields["replacement"]);
     decoder.content.assign(1, ' ');
-    decoder.strip_left = text_of(fields["prepend_scheme"]) == "never" ? 0 : 1;
+    decoder.strips_piece = text_of(fields["prepend_scheme"]) != "never";
     return !decoder.pattern.empty();
   }
   return false;
@@ -136,29 +140,36 @@ Result<Detokenizer> Detokenizer::open(const std::string& path) {
                 "' that this library does not know; pass token ids, and turn tokens to text in Python");
   }
   Detokenizer detokenizer;
-  detokenizer.strip_left_ = decoder.strip_left;
-  const auto set = [&detokenizer](int64_t token, std::string bytes) {
+  detokenizer.strip_left_ = decoder.strips_piece ? std::numeric_limits<int64_t>::max() : decoder.strip_left;
+  detokenizer.strips_piece_ = decoder.strips_piece;
+  const auto set = [&detokenizer, &decoder](int64_t token, const std::string& piece, bool is_special) {
     if (token < 0 || token >= kMaxTokens) return;
-    if (token >= static_cast<int64_t>(detokenizer.bytes_.size())) detokenizer.bytes_.resize(static_cast<size_t>(token) + 1);
-    detokenizer.bytes_[static_cast<size_t>(token)] = std::move(bytes);
+    if (token >= static_cast<int64_t>(detokenizer.bytes_.size())) {
+      detokenizer.bytes_.resize(static_cast<size_t>(token) + 1);
+      detokenizer.are_bytes_.resize(static_cast<size_t>(token) + 1);
+    }
+    const auto index = static_cast<size_t>(token);
+    detokenizer.bytes_[index] = is_special ? std::string() : decode(decoder, piece);
+    detokenizer.are_bytes_[index] = !is_special && !decoder.byte_level && decoder.byte_fallback && fallback_byte(piece).has_value();
+    if (is_special) detokenizer.specials_[token] = piece;
   };
   const Json& vocabulary = fields["model"]["vocab"];
   if (const Json::Object* pieces = vocabulary.object()) {
     for (const auto& [piece, id] : *pieces) {
-      if (id.integer() != nullptr) set(*id.integer(), decode(decoder, piece));
+      if (id.integer() != nullptr) set(*id.integer(), piece, false);
     }
   } else if (const Json::Array* entries = vocabulary.array()) {
     // A unigram model lists [piece, score] by id.
     for (size_t id = 0; id < entries->size(); ++id) {
       const Json::Array* entry = (*entries)[id].array();
-      if (entry != nullptr && !entry->empty()) set(static_cast<int64_t>(id), decode(decoder, text_of(entry->front())));
+      if (entry != nullptr && !entry->empty()) set(static_cast<int64_t>(id), text_of(entry->front()), false);
     }
   }
   if (const Json::Array* added = fields["added_tokens"].array()) {
     for (const Json& token : *added) {
       if (token["id"].integer() == nullptr) continue;
       const bool special = token["special"].boolean() != nullptr && *token["special"].boolean();
-      set(*token["id"].integer(), special ? std::string() : decode(decoder, text_of(token["content"])));
+      set(*token["id"].integer(), text_of(token["content"]), special);
     }
   }
   return detokenizer;
@@ -169,17 +180,73 @@ std::string_view Detokenizer::bytes(int64_t token) const {
   return bytes_[static_cast<size_t>(token)];
 }
 
+bool Detokenizer::gives_text(std::span<const int64_t> tokens) const {
+  return std::any_of(tokens.begin(), tokens.end(), [this](int64_t token) { return !bytes(token).empty(); });
+}
+
+bool Detokenizer::is_byte(int64_t token) const {
+  return token >= 0 && token < static_cast<int64_t>(are_bytes_.size()) && are_bytes_[static_cast<size_t>(token)];
+}
+
+std::string_view Detokenizer::special(int64_t token) const {
+  const auto found = specials_.find(token);
+  return found == specials_.end() ? std::string_view() : found->second;
+}
+
 std::string TextStream::push(int64_t token) {
-  std::string_view bytes = detokenizer_->bytes(token);
-  while (strip_left_ > 0 && !bytes.empty()) {
-    if (bytes.front() != ' ') {
+  ahead_.clear();
+  const std::string_view bytes = detokenizer_->bytes(token);
+  // Special tokens, which are no end of a run either.
+  if (bytes.empty()) return {};
+  if (detokenizer_->is_byte(token)) return push_byte(bytes.front());
+  std::string text = end_run();
+  return text + utf8_.push(stripped(bytes));
+}
+
+std::string TextStream::finish() {
+  ahead_.clear();
+  return end_run() + utf8_.finish();
+}
+
+std::string TextStream::push_byte(char byte) {
+  if (is_broken_) return std::string(kReplacementCharacter);
+  run_ += byte;
+  while (whole_ < run_.size()) {
+    const Utf8Prefix prefix = utf8_prefix(std::string_view(run_).substr(whole_));
+    if (prefix.kind == Utf8Prefix::kIncomplete) break;
+    if (prefix.kind == Utf8Prefix::kInvalid) {
+      // No byte mends it: what there is can be given out, and each further byte at once.
+      std::string text = end_run();
+      is_broken_ = true;
+      return text;
+    }
+    ahead_ += run_.substr(whole_, prefix.size);
+    whole_ += prefix.size;
+  }
+  return {};
+}
+
+std::string TextStream::end_run() {
+  is_broken_ = false;
+  const std::string run = std::exchange(run_, {});
+  if (std::exchange(whole_, 0) == run.size()) return stripped(run);
+  std::string text;
+  for (size_t count = run.size(); count > 0; --count) text += kReplacementCharacter;
+  return stripped(text);
+}
+
+std::string TextStream::stripped(std::string_view text) {
+  const bool is_last = detokenizer_->strips_piece() && !text.empty();
+  while (strip_left_ > 0 && !text.empty()) {
+    if (text.front() != ' ') {
       strip_left_ = 0;
     } else {
-      bytes.remove_prefix(1);
+      text.remove_prefix(1);
       --strip_left_;
     }
   }
-  return utf8_.push(bytes);
+  if (is_last) strip_left_ = 0;
+  return std::string(text);
 }
 
 }  // namespace exportable_cache

@@ -1,11 +1,13 @@
 // Generation: prefill, choose, feed back, until something ends it.
 #include <algorithm>
+#include <set>
 
 #include <exportable_cache/session.h>
 
 #include "checks.h"
 #include "timing.h"
 #include "token_mask.h"
+#include "utf8.h"
 
 namespace exportable_cache {
 namespace {
@@ -122,7 +124,7 @@ Result<Generation> Session::generate(std::span<const int64_t> prompt, const Gene
   if (!options.stop_strings.empty()) {
     Result<const Detokenizer*> vocabulary = detokenizer();
     if (!vocabulary.ok()) return vocabulary.error();
-    text.emplace(**vocabulary, options.stop_strings);
+    text.emplace(**vocabulary, options.stop_strings, !manifest_.encoder && (*vocabulary)->gives_text(prompt));
   }
   return run({prompt.begin(), prompt.end()}, options, [&](int64_t token) -> std::optional<StopReason> {
     if (on_token && !on_token(token)) return StopReason::kCallback;
@@ -140,7 +142,7 @@ Result<Generation> Session::generate_text(const std::string& prompt, const Gener
     if (const Status status = encode_input(*ids); !status.ok()) return status.error();
     ids->assign(1, *manifest_.start_token);
   }
-  return text_after(std::move(*ids), options, on_text);
+  return text_after(std::move(*ids), options, on_text, !manifest_.encoder);
 }
 
 Result<Generation> Session::chat(const std::string& question, const std::string& system, const GenerateOptions& options,
@@ -157,21 +159,55 @@ Result<Generation> Session::chat(const std::string& question, const std::string&
     return fail(ErrorCode::kInput, "the model's chat template takes no system message; put it into the first question");
   }
   const auto said = [&turns](const std::string& text) { return turns.trims ? trimmed(text) : text; };
-  std::string text = turns.question;
-  if (length_ == 0) text = system.empty() ? turns.opening : turns.before_system + said(system) + turns.after_system;
-  text += said(question) + turns.answer;
-  // Special tokens are in the template's own texts.
-  Result<std::vector<int64_t>> ids = encode(text, false);
+  std::vector<Part> parts{{turns.question, false}};
+  if (length_ == 0 && system.empty()) parts = {{turns.opening, false}};
+  if (length_ == 0 && !system.empty()) parts = {{turns.before_system, false}, {said(system), true}, {turns.after_system, false}};
+  parts.push_back({said(question), true});
+  parts.push_back({turns.answer, false});
+  Result<std::vector<int64_t>> ids = encode_parts(parts);
   if (!ids.ok()) return ids.error();
-  return text_after(std::move(*ids), options, on_text);
+  return text_after(std::move(*ids), options, on_text, false);
 }
 
-Result<Generation> Session::text_after(std::vector<int64_t> ids, const GenerateOptions& options, const OnText& on_text) {
+Result<std::vector<int64_t>> Session::encode_parts(std::span<const Part> parts) {
+  Result<const Detokenizer*> vocabulary = detokenizer();
+  if (!vocabulary.ok()) return vocabulary.error();
+  // The reader takes each special token for what it spells. It is cut after its first character where a user spells it, so
+  // that nobody forges another turn.
+  std::string text;
+  std::set<size_t> cuts;
+  for (const auto& [part, is_said] : parts) {
+    if (is_said) {
+      for (const auto& [token, name] : (*vocabulary)->specials()) {
+        for (size_t found = name.empty() ? std::string::npos : part.find(name); found != std::string::npos; found = part.find(name, found + 1)) {
+          const size_t first = utf8_prefix(name).size;
+          if (first == name.size()) {
+            return fail(ErrorCode::kInput, "the message spells the special token '", name, "', which cannot be cut; remove it");
+          }
+          cuts.insert(text.size() + found + first);
+        }
+      }
+    }
+    text += part;
+  }
+  std::vector<int64_t> ids;
+  size_t start = 0;
+  cuts.insert(text.size());
+  for (const size_t cut : cuts) {
+    Result<std::vector<int64_t>> some = encode(text.substr(start, cut - start), false);
+    if (!some.ok()) return some.error();
+    ids.insert(ids.end(), some->begin(), some->end());
+    start = cut;
+  }
+  return ids;
+}
+
+Result<Generation> Session::text_after(std::vector<int64_t> ids, const GenerateOptions& options, const OnText& on_text, bool continues) {
   Result<const Detokenizer*> vocabulary = detokenizer();
   if (!vocabulary.ok()) return vocabulary.error();
   if (pending_ && !manifest_.encoder) ids.insert(ids.begin(), *pending_);
 
-  AnswerText text(**vocabulary, options.stop_strings);
+  AnswerText text(**vocabulary, options.stop_strings, continues && (*vocabulary)->gives_text(ids));
   const auto give = [&](const std::string& piece) { return piece.empty() || on_text(piece); };
   Result<Generation> generation = run(std::move(ids), options, [&](int64_t token) -> std::optional<StopReason> {
     if (is_end(token, manifest_, options)) return std::nullopt;

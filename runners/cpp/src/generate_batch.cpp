@@ -100,7 +100,9 @@ Result<std::vector<Generation>> BatchSession::generate(std::span<const std::vect
   if (!options.stop_strings.empty()) {
     Result<const Detokenizer*> vocabulary = text_.detokenizer();
     if (!vocabulary.ok()) return vocabulary.error();
-    texts.assign(rows(), AnswerText(**vocabulary, options.stop_strings));
+    for (const std::vector<int64_t>& prompt : prompts) {
+      texts.emplace_back(**vocabulary, options.stop_strings, (*vocabulary)->gives_text(prompt));
+    }
   }
   return run(prompts, options, [&](size_t row, int64_t token) -> std::optional<StopReason> {
     if (on_token && !on_token(row, token)) return StopReason::kCallback;
@@ -123,7 +125,10 @@ Result<std::vector<Generation>> BatchSession::generate_text(std::span<const std:
   Result<const Detokenizer*> vocabulary = text_.detokenizer();
   if (!vocabulary.ok()) return vocabulary.error();
 
-  std::vector<AnswerText> texts(rows(), AnswerText(**vocabulary, options.stop_strings));
+  std::vector<AnswerText> texts;
+  for (const std::vector<int64_t>& one : ids) {
+    texts.emplace_back(**vocabulary, options.stop_strings, (*vocabulary)->gives_text(one));
+  }
   const auto give = [&](size_t row, const std::string& piece) { return piece.empty() || !on_text || on_text(row, piece); };
   Result<std::vector<Generation>> answers = run(ids, options, [&](size_t row, int64_t token) -> std::optional<StopReason> {
     if (is_end(token, manifest_, options)) return std::nullopt;

@@ -8,6 +8,9 @@
 
 namespace exportable_cache {
 
+/// U+FFFD, which stands for bytes that are no character.
+inline constexpr std::string_view kReplacementCharacter = "\xEF\xBF\xBD";
+
 /// Append a code point. What is none (a lone surrogate, a number past U+10FFFF) becomes U+FFFD.
 void append_utf8(std::string& text, uint32_t code);
 

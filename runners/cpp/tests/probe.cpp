@@ -253,6 +253,20 @@ const std::map<std::string, std::function<void(const Fields&)>> kCommands = {
        pieces.push_back(to_hex(stream.finish()));
        reply(pieces);
      }},
+    {"answer", [](const Fields& fields) {
+       const Result<Detokenizer> vocabulary = Detokenizer::open(fields[1]);
+       if (!vocabulary.ok()) return reply(vocabulary.error());
+       std::vector<std::string> strings;
+       std::istringstream words(fields[3]);
+       for (std::string word; words >> word;) strings.push_back(from_hex(word));
+       AnswerText text(*vocabulary, strings, fields[2] == "1");
+       Fields pieces;
+       for (const int64_t token : integers(fields[4])) {
+         if (!text.stopped()) pieces.push_back(to_hex(text.push(token)));
+       }
+       if (!text.stopped()) pieces.push_back(to_hex(text.finish()));
+       reply(pieces);
+     }},
     {"utf8", [](const Fields& fields) {
        Utf8Stream stream;
        Fields pieces;

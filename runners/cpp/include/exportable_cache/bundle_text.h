@@ -38,11 +38,12 @@ class BundleText {
 /// Text of one answer's tokens, up to a stop string, which is not given out.
 class AnswerText {
  public:
-  AnswerText(const Detokenizer& detokenizer, std::vector<std::string> stop_strings)
-      : stream_(detokenizer), stops_(std::move(stop_strings)) {}
+  /// With `continues`, the text goes on from the prompt's; it is one of its own otherwise.
+  AnswerText(const Detokenizer& detokenizer, std::vector<std::string> stop_strings, bool continues = false)
+      : detokenizer_(&detokenizer), stream_(detokenizer, continues), stops_(std::move(stop_strings)) {}
 
   /// Text that may be given out now that `token` follows, possibly none.
-  std::string push(int64_t token) { return stops_.push(stream_.push(token)); }
+  std::string push(int64_t token);
 
   /// Text still held back, where none ended it.
   std::string finish();
@@ -51,6 +52,7 @@ class AnswerText {
   bool stopped() const { return stops_.stopped(); }
 
  private:
+  const Detokenizer* detokenizer_;
   TextStream stream_;
   StopStrings stops_;
 };

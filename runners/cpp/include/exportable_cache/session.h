@@ -193,8 +193,15 @@ class Session {
   Error no_method(int64_t size) const;
   // What may follow `context`, whose newest token was not fed yet: at most as many as fit and can be taken back.
   std::span<const int64_t> propose(std::span<const int64_t> context, const GenerateOptions& options, int64_t given) const;
-  // Text that follows token ids, behind the token that is still to be fed.
-  Result<Generation> text_after(std::vector<int64_t> ids, const GenerateOptions& options, const OnText& on_text);
+  // Part of a conversation's text: what the template writes, or what somebody has said.
+  struct Part {
+    std::string text;
+    bool is_said;
+  };
+  // Token ids of a conversation, in which special tokens that somebody spells are text.
+  Result<std::vector<int64_t>> encode_parts(std::span<const Part> parts);
+  // Text that follows token ids, behind the token that is still to be fed. With `continues`, it goes on from theirs.
+  Result<Generation> text_after(std::vector<int64_t> ids, const GenerateOptions& options, const OnText& on_text, bool continues);
   Result<Generation> run(std::vector<int64_t> prompt, const GenerateOptions& options,
                          const std::function<std::optional<StopReason>(int64_t token)>& on_token);
 
