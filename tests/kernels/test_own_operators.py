@@ -18,9 +18,11 @@ from exportable_cache.backends.executorch.own_kernel import OwnKernel, OwnLatent
 from exportable_cache.backends.executorch.own_layers import own_kernels
 from exportable_cache.backends.executorch.own_operators import check_own_kernels
 from exportable_cache.backends.executorch.rows_kernel import RowsKernel
+from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.cache.attention.functions import matmul_attention
 from exportable_cache.cache.layers import layer_from
 from exportable_cache.cache.storage import KV_DTYPES, storage_of
+from exportable_cache.cli.elsewhere import opened_elsewhere
 from exportable_cache.common.own_kernels import VARIABLE
 from exportable_cache.errors import BundleError, MissingDependencyError
 from exportable_cache.models.patches import own_attention
@@ -156,7 +158,20 @@ def test_a_program_says_what_it_needs_where_that_is_missing(own_bundle) -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, VARIABLE: "executorch"}
     )
-    assert f"{BundleError.__name__}: " in done.stderr and "exportable-cache kernels build" in done.stderr
+    assert f"{BundleError.__name__}: " in done.stderr and f"unset {VARIABLE}, which is 'executorch'" in done.stderr
+    # ExecuTorch's log has a page for each operator that it lacks.
+    assert "operator_registry.cpp" not in done.stderr
+
+
+def test_a_program_is_opened_by_the_lines_of_inspect(
+    own_bundle, own_library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = own_bundle("rows")
+    monkeypatch.setattr("exportable_cache.common.own_kernels.installed_path", lambda: own_library)
+    lines = opened_elsewhere(Bundle.open(folder).manifest)
+    code = "\n".join([*lines, "import sys", "assert 'exportable_cache' not in sys.modules", "print(list(methods))"])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder)
+    assert done.returncode == 0 and "['forward']" in done.stdout, done.stderr[-2000:]
 
 
 EXPORT = """

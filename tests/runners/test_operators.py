@@ -187,7 +187,7 @@ def test_lists_that_are_none_are_refused(tmp_path: Path, text: str | None, messa
 @pytest.mark.full
 def test_a_program_without_an_operator_names_it(probe: Probe, hybrid: Bundle, tmp_path: Path) -> None:
     for old, new, message in (
-        (b"aten::clamp\0", b"aten::clomp\0", "calls aten::clomp.out, which this program was built without; build"),
+        (b"aten::clamp\0", b"aten::clomp\0", "calls aten::clomp.out, which this program was built without; build it"),
         (b"XnnpackBackend\0", b"XnnpickBackend\0", "is for XnnpickBackend, which this program was built without"),
     ):
         bundle = Path(shutil.copytree(hybrid.path, tmp_path / new.decode().rstrip("\0").replace(":", "")))
@@ -196,6 +196,18 @@ def test_a_program_without_an_operator_names_it(probe: Probe, hybrid: Bundle, tm
         (bundle / "program.pte").write_bytes(program.replace(old, new))
         (reply,) = probe(("open", bundle))
         assert not reply.ok and reply.values[0] == "bundle" and message in reply.values[1], reply
+
+
+def test_a_program_of_own_operators_says_which_kernels_to_build_with(
+    request: pytest.FixtureRequest, probe: Probe, hybrid: Bundle, tmp_path: Path
+) -> None:
+    bundle = Path(shutil.copytree(hybrid.path, tmp_path / "own"))
+    program = (bundle / "program.pte").read_bytes()
+    (bundle / "program.pte").write_bytes(program.replace(b"llama::update_cache\0", b"exportable_cache::x\0"))
+    (reply,) = probe(("open", bundle))
+    wanted = "-DEC_OWN_KERNELS=ON" if request.config.getoption("--executorch") else "-DEC_KERNELS=PATH"
+    assert not reply.ok and "calls exportable_cache::x.out, which this program was built without" in reply.values[1]
+    assert f"build it with {wanted}" in reply.values[1] and "EC_OPERATORS" not in reply.values[1], reply
 
 
 def test_the_command_writes_the_list(hybrid: Bundle, tmp_path: Path) -> None:

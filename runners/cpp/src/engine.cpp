@@ -8,6 +8,7 @@
 #include <cstring>
 #include <deque>
 #include <map>
+#include <set>
 
 #include <executorch/runtime/backend/backend_options_map.h>
 #include <executorch/runtime/backend/interface.h>
@@ -153,6 +154,7 @@ class MethodEngine final : public Engine {
       return fail(ErrorCode::kRuntime, "cannot set an option of XnnpackBackend");
     }
     for (const std::string& name : names) {
+      if (const Status status = check_operators(name); !status.ok()) return status;
       auto method = program_->load_method(name.c_str(), memory_.get(), nullptr, nullptr, names.size() > 1 ? &options : nullptr);
       if (!method.ok()) return cannot_load_method(name, method.error());
       methods_.emplace(name, std::move(method.get()));
@@ -217,17 +219,36 @@ class MethodEngine final : public Engine {
     return {};
   }
 
+  // Before ExecuTorch looks, because it logs a page for each operator that it lacks.
+  Status check_operators(const std::string& name) const {
+    std::set<std::string> registered;
+    for (const et::Kernel& kernel : et::get_registered_kernels()) registered.insert(kernel.name_);
+    const auto has = [&](const std::string& one) { return registered.count(one) > 0; };
+    const std::string missing = not_among(called_operators(file_.bytes(), name), has);
+    if (missing.empty()) return {};
+    const std::string what = "method '" + name + "' of " + path_ + " calls " + missing + ", which this program was built without; ";
+    if (missing.find("exportable_cache::") != std::string::npos) {
+#ifdef EC_OVER_WHEEL
+      return fail(ErrorCode::kBundle, what, "build it with -DEC_KERNELS=PATH (runners/python: -C cmake.define.EC_KERNELS=PATH), "
+                  "the library that `exportable-cache kernels build` compiles, or export the model again without kernels=own "
+                  "and linears=own");
+#else
+      return fail(ErrorCode::kBundle, what, "build it with -DEC_OWN_KERNELS=ON, or export the model again without kernels=own and "
+                  "linears=own");
+#endif
+    }
+#ifdef EC_OVER_WHEEL
+    return fail(ErrorCode::kBundle, what, "build it with the release of executorch that the model was exported with, or export the "
+                "model again");
+#else
+    return fail(ErrorCode::kBundle, what, "build it with -DEC_OPERATORS=LIST, where `exportable-cache operators` lists this bundle, "
+                "too, or without a list");
+#endif
+  }
+
   // With the names of what this program was built without.
   Error cannot_load_method(const std::string& name, et::Error error) const {
     const std::string what = "method '" + name + "' of " + path_;
-    if (error == et::Error::OperatorMissing) {
-      const auto has = [](const std::string& one) { return et::registry_has_op_function(one.c_str()); };
-      const std::string missing = not_among(called_operators(file_.bytes(), name), has);
-      if (!missing.empty()) {
-        return fail(ErrorCode::kBundle, what, " calls ", missing, ", which this program was built without; build it with "
-                    "-DEC_OPERATORS=LIST, where `exportable-cache operators` lists this bundle, too, or without a list");
-      }
-    }
     if (error == et::Error::NotFound) {
       const auto has = [](const std::string& one) { return et::get_backend_class(one.c_str()) != nullptr; };
       const std::string missing = not_among(called_delegates(file_.bytes(), name), has);
