@@ -103,8 +103,8 @@ def test_torch_opens_one_whose_cache_is_an_input_without_this_package(tmp_path) 
         said = entries.read("program/extra/README.txt").decode()
     script = "\n".join(
         [
-            "import sys",
-            "path = 'program.pt2'",
+            "import sys, torch",
+            "path, input_ids, input_pos = 'program.pt2', torch.tensor([[5, 6, 7]]), torch.tensor([0])",
             *(line.strip() for line in said.splitlines() if line.startswith("    ")),
             f"ids = torch.tensor({ids.tolist()})",
             "assert cache['layers'][0]['cumulative_length'].tolist() == [3]",

@@ -49,13 +49,15 @@ Import torchao.quantization.quant_primitives first if weights are quantised. tor
 wrote a file; exportable_cache.load does not use it.
 """
 _README_OF_EXPLICIT = """
-The cache is the last input of a method, and comes back after the logits. It begins as zeros:
+The cache is the last input of a step, and comes back after the logits. The others are those that manifest.json
+names for the method: input_ids int64 [batch, length] and input_pos int64 [batch], which starts at 0. The cache begins
+as zeros:
 
     import json, torch
     layers = json.load(open("manifest.json"))["layers"]
     zeros = lambda tensor: torch.zeros(tensor["shape"], dtype=getattr(torch, tensor["dtype"]))
     cache = {"layers": [{name: zeros(tensor) for name, tensor in layer["tensors"].items()} for layer in layers]}
-    logits, cache = programs["model"].module()(torch.tensor([[5, 6, 7]]), torch.tensor([0]), cache)
+    logits, cache = programs["model"].module()(input_ids, input_pos, cache)
 """
 
 
