@@ -206,7 +206,12 @@ class ContinuousBatch:
         for index, row in enumerate(rows):
             request = self._rows[row]
             if request is not None:
-                given.append((request, self._give(row, request, logits[index : index + 1])))
+                mine = logits[index : index + 1]
+                if self.decode.crossed(row):
+                    # As transformers' `generate`: the whole sequence, at the length where RoPE's factors change.
+                    tokens = request.input_ids.new_tensor([request.tokens])
+                    mine = self._prefill(row, torch.cat([request.input_ids, tokens], dim=1))
+                given.append((request, self._give(row, request, mine)))
         for row in rows:
             if self._rows[row] is None:
                 self.decode.set_length(row, 0)
@@ -227,14 +232,19 @@ class ContinuousBatch:
 
     def _admit(self, row: int, request: Request) -> int:
         self._since = object()
+        logits = self._prefill(row, request.input_ids)
+        self._rows[row] = request
+        return self._give(row, request, logits)
+
+    def _prefill(self, row: int, ids: torch.Tensor) -> torch.Tensor:
+        """Feed int64 [1, length] from position 0 into a row: logits [1, vocab]."""
         self.prefill.reset()
-        logits = self.prefill.prefill(request.input_ids)
+        logits = self.prefill.prefill(ids)
         source = self.prefill.runner.state
         for name, tensor in self.decode.runner.state.items():
             tensor[row].copy_(source[name][0])
-        self._rows[row] = request
-        self.decode.set_length(row, request.input_ids.shape[1])
-        return self._give(row, request, logits)
+        self.decode.set_length(row, ids.shape[1])
+        return logits
 
     def _give(self, row: int, request: Request, logits: torch.Tensor) -> int:
         token = int(request.sampler.choose(logits)[0])

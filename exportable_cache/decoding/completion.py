@@ -295,6 +295,8 @@ class Completer:
                 session.rewind(len(held) - common)
             except InputError:  # a layer has overwritten, or mixed, what would be needed again
                 held = None
+        if held is not None and not session.continues(common, len(ids)):
+            held = None
         if held is None or common == 0:
             common = 0
             session.reset()
@@ -312,7 +314,7 @@ class Completer:
         """Logits [1, vocab] after one more token."""
         held, self._held = self._held, None
         with steps_of(self._since):
-            logits = self.session.decode(torch.tensor([token], device=self.session.device))
+            logits = self.session.go_on(torch.tensor([token], device=self.session.device))
         if held is not None:
             held.append(token)
         self._held = held

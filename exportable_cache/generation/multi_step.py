@@ -45,21 +45,25 @@ class MultiStepDecoder:
         on: int | torch.Tensor = (~ended).to(torch.int64) if stays else 1
         if self._ahead and self.session.moves == self._moves:
             self.session.shift(on)
+        elif (equal := self.session.equal_steps(~ended)) == 0:
+            self._ahead = deque([self.sampler.choose(self.session.go_on(tokens, ~ended))])
+            self.session.shift(on - 1)
+            self._moves = self.session.moves
         else:
             one_by_one = self.session.steps_per_launch == 1 or not self.sampler.chooses_in_graph
-            steps = 1 if one_by_one else self._steps(wanted, stays)
+            steps = 1 if one_by_one else self._steps(wanted, stays, equal)
             self._ahead = deque(self.session.decode_and_choose(tokens, self.sampler, steps).unbind(1))
             self.session.shift(on - steps)
             self._moves = self.session.moves
         return self._ahead.popleft()
 
-    def _steps(self, wanted: int | None, stays: bool) -> int:
+    def _steps(self, wanted: int | None, stays: bool, equal: int) -> int:
         # Not fewer per launch near the end, which would be a graph of its own: one by one there.
         steps, room = self.session.steps_per_launch, self.session.room
         if stays and self._rollback < steps:
             # A row that stays takes back all steps of a launch, one more than a row that ends within it.
             return 1
-        return steps if all(limit is None or limit >= steps for limit in (wanted, room)) else 1
+        return steps if all(limit is None or limit >= steps for limit in (wanted, room, equal)) else 1
 
 
 def check_steps_per_launch(session: Stepper, steps: int) -> None:

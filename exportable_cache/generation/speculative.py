@@ -214,14 +214,17 @@ def speculative_loop(
     yield Chosen(torch.tensor([token]), torch.tensor([False]))
     given = 1
     while token not in ending.tokens and given != limit and session.room != 0:
+        equal = session.equal_steps()
         count = min(
             draft.max_tokens,
             session.score_length - 1,
+            equal - 1,
             draft.max_tokens if limit is None else limit - given - 1,
             draft.max_tokens if session.room is None else session.room - 1,
         )
         proposal = draft.propose(context, count, sampler.sampling) if count > 0 else Proposal([])
-        logits = session.score(torch.tensor([[token, *proposal.tokens]], device=session.device))[0]
+        fed_tokens = torch.tensor([[token, *proposal.tokens]], device=session.device)
+        logits = session.go_on(fed_tokens[0]) if equal == 0 else session.score(fed_tokens)[0]
         fed, moves = int(session.length[0]), session.moves
         tokens = sampler.agreed(_judge(logits, proposal, sampler)[0], len(proposal.tokens) + 1)
         accepted = len(tokens) - 1

@@ -77,6 +77,22 @@ class Stepper(Protocol):
         """Feed one token per row, int64 [batch], then those that were chosen: int64 [batch, steps]."""
         ...
 
+    def equal_steps(self, going: torch.Tensor | None = None) -> int:
+        """Return how many tokens can be fed in one step as though one by one; 0 where `go_on` has to feed the next.
+
+        Args:
+            going: Rows whose answers go on, bool [batch] on the host; all by default.
+        """
+        ...
+
+    def go_on(self, tokens: torch.Tensor, going: torch.Tensor | None = None) -> torch.Tensor:
+        """Feed one token per row, int64 [batch], and compute rows again where generation has to: logits [batch, vocab].
+
+        Args:
+            going: See `equal_steps`.
+        """
+        ...
+
     def score(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Feed a few tokens, int64 [batch, length]: logits [batch, length, vocab]."""
         ...

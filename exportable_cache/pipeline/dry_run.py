@@ -17,6 +17,7 @@ from ..models.positions import check_positions
 from ..models.prequantized import stored_quantization
 from ..models.quantization import check_quantizable
 from ..models.quantized_sizes import coverage_of, quantized_bytes
+from ..models.rope import check_rope
 from ..models.tokenizers import has_tokenizer
 from ..models.without_weights import model_without_weights
 from .sizing import plan_cache
@@ -83,6 +84,7 @@ def dry_run(spec: ExportSpec) -> DryRun:
     weights = made.weights_bytes
     if model is not None:
         check_positions(model, made.max_length)
+        check_rope(model, made.max_length)
     coverage = None
     if spec.quantization is not None:
         weights = None

@@ -38,6 +38,7 @@ from ..models.loading import check_checkpoint, live_model, load_config, load_mod
 from ..models.positions import check_positions
 from ..models.quantization import quantize
 from ..models.quantized_sizes import Coverage, coverage_of
+from ..models.rope import check_rope
 from ..program.inputs.modalities import modalities_of
 from ..program.program import Program
 from ..verification.compare import compare, measure_stored
@@ -240,11 +241,12 @@ def allocate(resolved: Resolved, model: PreTrainedModel) -> ExportableCache:
     """Allocate the cache; the model keeps its attention implementation.
 
     Raises:
-        InputError: If the cache holds more tokens than the model has positions for.
+        InputError: If the cache holds more tokens than the model has positions for, or than it has one RoPE for.
         UnsupportedModelError: If a layer has no storage policy.
     """
     cache = ExportableCache.from_model_spec(model, resolved.spec.cache, attn_implementation=None)
     check_positions(model, cache.max_length)
+    check_rope(model, cache.max_length)
     return cache
 
 

@@ -26,6 +26,10 @@ SMALLEST_BUCKET = 128
 
 #: What is added to a position in the cache to get the rotary one, where images count as fewer positions than tokens.
 ROPE_DELTAS = TensorSpec("rope_deltas", "int64", ("batch",))
+#: Name of the rotary positions of each token of a step, [axes, batch, length], such as time, height and width.
+POSITIONS = "position_ids"
+#: The length that the factors of RoPE are chosen by, of models whose factors change with it, see `models.rope`.
+ROPE_LENGTHS = TensorSpec("rope_lengths", "int64", ("batch",))
 #: As long as the cache is to be read, its values unread: how a compiled step is told a length that it does not guard.
 KV_SLOTS = TensorSpec("kv_slots", "bool", ("kv_slots",))
 

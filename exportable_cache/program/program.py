@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -21,7 +22,9 @@ from ..models.cache_factory import ExportableEncoderDecoderCache
 from ..models.codebooks import codebooks_of
 from ..models.layout import cache_argument
 from ..models.patches.registry import patch_model
+from ..models.patches.rope_lengths import check_follows, rope_by
 from ..models.patches.speech import short_masks
+from ..models.rope import check_rope, rope_rule
 from ..models.scans import longest_step
 from .inputs.cross_items import CrossModality, cross_methods, without_items
 from .inputs.deepstack import travelling_beside
@@ -32,7 +35,7 @@ from .inputs.modality import EmbedModule
 from .inputs.multimodal import multimodal_methods
 from .items import ITEM_STATES, ITEMS_SEEN
 from .last_token import choose_last_token_early
-from .methods import KV_SLOTS, checked_prefill_chunk, methods_for
+from .methods import KV_SLOTS, ROPE_LENGTHS, checked_prefill_chunk, methods_for
 from .spec import Form, Logits, ProgramSpec
 from .tracing import told_by
 
@@ -85,6 +88,7 @@ class ProgramModule(nn.Module):
         )
         self.cache_argument = cache_argument(model)
         self.takes_positions = takes_positions(model, self.positions_name)
+        self.has_changing_rope = rope_rule(model) is not None
 
     #: What `forward` takes after the method's inputs.
     further_arguments: ClassVar[tuple[str, ...]] = ()
@@ -104,13 +108,14 @@ class ProgramModule(nn.Module):
         where the model gives them, [batch, codebooks, vocab], or as `inputs_embeds` [batch, length, hidden_size], wider
         where features for further layers go with them (`multimodal.deepstack`). Their rotary positions are those in the
         cache, or `rope_deltas` [batch] more, or `position_ids` [3, batch, length]. Tokens of one number in `image_ids`
-        [batch, length] see each other; -1 is text.
+        [batch, length] see each other; -1 is text. Where the factors of RoPE change with the length, they are chosen by
+        `rope_lengths` [batch], or are those of short sequences.
         """
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         if self.codebooks is not None:
             input_ids = self.codebooks.taken(input_ids)
         position_ids, rope_deltas = further.pop("position_ids", None), further.pop("rope_deltas", None)
-        image_ids = further.pop("image_ids", None)
+        image_ids, rope_lengths = further.pop("image_ids", None), further.pop(ROPE_LENGTHS.name, None)
         seen, states = further.pop(ITEMS_SEEN, None), further.pop(ITEM_STATES, None)
         if isinstance(cache, ExportableEncoderDecoderCache):
             options = decoder_arguments(self.layout.encoder, cache, input_ids, **further)
@@ -130,7 +135,8 @@ class ProgramModule(nn.Module):
         options[self.cache_argument] = cache
         with longest_step(self.method.max_length), short_masks():
             kept = {"logits_to_keep": self._kept(tokens)} if self.keeps_last else {}
-            with travelling_beside(self.model, self.method.travels, options):
+            rope = rope_by(rope_lengths) if self.has_changing_rope else nullcontext()
+            with travelling_beside(self.model, self.method.travels, options), rope:
                 logits = self.model(use_cache=True, **options, **kept).logits
         if self.codebooks is not None:
             logits = self.codebooks.given(logits)
@@ -223,11 +229,19 @@ def program_methods(model: PreTrainedModel, cache: ExportableCache, spec: Progra
 
     Raises:
         InputError: If a length is more than the cache holds, or an encoder-decoder is asked for what it does not have.
+        UnsupportedModelError: If rows get past a change of its RoPE's factors, and it is of code that does not follow.
     """
-    codebooks = codebooks_of(model.config)
+    methods, codebooks, rule = _program_methods(cache, spec), codebooks_of(model.config), rope_rule(model)
     if codebooks is not None:
-        return {name: method.of_codebooks(codebooks.count) for name, method in _program_methods(cache, spec).items()}
-    return _program_methods(cache, spec)
+        methods = {name: method.of_codebooks(codebooks.count) for name, method in methods.items()}
+    if rule is not None and rule.is_reached(cache.max_length):
+        patch_model(model)
+        check_follows(model)
+        methods = {
+            name: replace(method, inputs=(*method.inputs, ROPE_LENGTHS)) if method.is_step else method
+            for name, method in methods.items()
+        }
+    return methods
 
 
 def _program_methods(cache: ExportableCache, spec: ProgramSpec) -> dict[str, ProgramMethod]:
@@ -287,6 +301,7 @@ class Program:
         self.attention = spec.attention or ATTENTION
         self.experts = spec.experts
         self.modalities = spec.modalities
+        check_rope(model, cache.max_length)
         # Before the model is run to adapt the cache to it.
         checked_prefill_chunk(cache, spec.prefill_chunk)
         if not any(isinstance(modality, CrossModality) for modality in self.modalities):

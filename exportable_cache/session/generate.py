@@ -98,7 +98,7 @@ def _token_steps(
         ending = replace(ending, after=_rows_of(prompt.rows.ids, prompt.rows.lengths))
     agree = None if session.ranks is None else session.ranks.of_first
     stepper.check_room(prompt.rows)
-    logits = stepper.feed(session._stages.steps(prompt, stepper))
+    logits = stepper.feed_for_generation(session._stages.steps(prompt, stepper))
     # The newest token takes no slot.
     most = [limit for limit in (ending.limit, None if stepper.room is None else stepper.room + 1) if limit is not None]
     sampler = sampler_after(session, request.sampling, prompt.rows, min(most, default=None), held, agree)

@@ -15,6 +15,7 @@ from ..models.cache_factory import ExportableCache
 from ..models.fingerprint import fingerprint
 from ..models.layout import check_layers, vocab_size_of
 from ..models.positions import check_positions
+from ..models.rope import rope_rule
 from ..models.split_weights import is_split
 from ..program.inputs.modalities import modalities_of
 from ..program.methods import length_buckets
@@ -23,6 +24,7 @@ from ..program.spec import ProgramSpec
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from ..models.rope import RopeRule
     from .session import Session
 
 
@@ -88,6 +90,12 @@ def live_session(
     )
     session.use_ranks(cache.ranks, cache.parts_of_heads)
     return session
+
+
+def changing_rope(model: PreTrainedModel, cache: ExportableCache) -> RopeRule | None:
+    """Return when the factors of a model's RoPE change, None where no row of the cache gets that far."""
+    rule = rope_rule(model)
+    return rule if rule is not None and rule.is_reached(cache.max_length) else None
 
 
 #: Of each cache, what runs over it.

@@ -16,6 +16,7 @@ from ..cache.policies import FullPolicy
 from ..common.files import atomic_path, damaged_if_malformed, read_tensors
 from ..errors import ExportableCacheError, InputError
 from .inputs.image_places import PlacedImages
+from .rope_state import RopeState
 from .sequence_state import SequenceState
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 _FORMAT = "exportable_cache.session_state.v2"
 #: Names of what an encoder gave, which the next prefill of its session takes.
 _ENCODED = "encoded."
+#: Names of what rows remember of RoPE whose factors change with the length, see `RopeState`.
+_ROPE_LENGTHS, _ROPE_FACTORS, _ROPE_TOKENS = "rope.lengths", "rope.factors", "rope.tokens."
 
 
 def runner_state(session: Session) -> Mapping[str, torch.Tensor]:
@@ -68,6 +71,7 @@ def save_state(session: Session, path: Path) -> None:
         f"{_ENCODED}{index}": tensor.detach().cpu().contiguous().clone()
         for index, tensor in enumerate(sequence.encoded)
     }
+    tensors |= {} if sequence.rope is None else _of_rope(sequence.rope)
     tensors["length"] = sequence.length.clone()
     tensors["high_water"] = sequence.max_len_ever.clone()
     unfed = list(sequence.unfed)
@@ -155,6 +159,7 @@ def _read(session: Session, path: Path) -> tuple[dict[str, torch.Tensor], Sequen
                 f"{path} holds {int(length.max())} tokens, this cache at most {session.max_length}; use a larger "
                 "max_cache_len"
             )
+        rope = _rope_of(tensors, length, session.vocab_size)
         encoded = [tensors.pop(name) for name in sorted(tensors) if name.startswith(_ENCODED)]
         state = runner_state(session)
         for name, tensor in state.items():
@@ -185,7 +190,34 @@ def _read(session: Session, path: Path) -> tuple[dict[str, torch.Tensor], Sequen
         unfed = tuple(unfed) if isinstance(unfed, list) else (unfed,) * len(length)
         _check_rows(session, length, max_len_ever, unfed)
     encoded_here = tuple(tensor.to(session.device) for tensor in encoded)
-    return tensors, SequenceState(length, max_len_ever, unfed, images, encoded_here)
+    return tensors, SequenceState(length, max_len_ever, unfed, images, encoded_here, rope)
+
+
+def _of_rope(rope: RopeState) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file for what rows remember of RoPE; tokens of the rows whose tokens are known."""
+    known = {f"{_ROPE_TOKENS}{row}": ids.clone() for row, ids in enumerate(rope.tokens) if ids is not None}
+    return {_ROPE_LENGTHS: rope.lengths.clone(), _ROPE_FACTORS: rope.factors.clone(), **known}
+
+
+def _rope_of(tensors: dict[str, torch.Tensor], length: torch.Tensor, vocab_size: int) -> RopeState | None:
+    """Take what rows remember of RoPE out of the tensors of a file, None of a model without.
+
+    Raises:
+        ValueError: If no session could have saved it.
+    """
+    lengths, factors = tensors.pop(_ROPE_LENGTHS, None), tensors.pop(_ROPE_FACTORS, None)
+    tokens = tuple(tensors.pop(f"{_ROPE_TOKENS}{row}", None) for row in range(len(length)))
+    if lengths is None or factors is None:
+        return None
+    for name, tensor in ((_ROPE_LENGTHS, lengths), (_ROPE_FACTORS, factors)):
+        if tensor.dtype != torch.int64 or tensor.shape != length.shape:
+            raise ValueError(f"{name} of {tensor.dtype} {list(tensor.shape)}")
+    for ids in tokens:
+        if ids is not None and (
+            ids.dtype != torch.int64 or ids.dim() != 1 or bool(((ids < 0) | (ids >= vocab_size)).any())
+        ):
+            raise ValueError(f"tokens that rows hold of {ids.dtype} {list(ids.shape)}, of a vocabulary of {vocab_size}")
+    return RopeState(lengths, factors, tokens)
 
 
 def _check_no_stages(session: Session) -> None:

@@ -11,14 +11,16 @@ import torch
 
 from ..backends.base import ChoosesInGraph, OverlapsSteps, state_of
 from ..cache.step import starting_at
-from ..errors import BundleError
+from ..errors import BundleError, InputError
+from ..models.rope import ANY
 from ..program.items import ITEM_STATES, ITEMS_SEEN
-from ..program.methods import ROPE_DELTAS, chunk_sizes, method_for
+from ..program.methods import POSITIONS, ROPE_DELTAS, ROPE_LENGTHS, chunk_sizes, method_for
 from .checks import check_no_autocast, check_pieces, check_room, check_rows_may_differ
 from .guard import StepGuard
 from .inputs.cross_items import seen_by_next
 from .inputs.image_places import shifted
 from .inputs.stage import Steps
+from .rope_state import RopeState
 from .rows_aside import rows_to_set_aside, set_aside
 from .sequence_state import SequenceState
 from .token_rows import TokenRows
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from ..cache.layers import CacheLayer
     from ..generation.sampler import Sampler
     from ..models.ranks import Ranks
+    from ..models.rope import RopeRule
     from .checks import ProgramLimits
     from .inputs.image_places import PlacedImages
 
@@ -52,6 +55,7 @@ class ProgramStepper:
         moves: Counts what took it to another place or wrote its cache, but for `shift`.
         steps_per_launch: Decode steps that the loops take at once.
         ranks: The processes that its model is split over, None of a program of one process.
+        rope: When the factors of its RoPE change; None where no row gets that far.
         max_length: Tokens a row can hold in all, or None where only rings keep state.
         least_rollback: The layer of which fewest tokens can be taken back at any length, as `layer 2 (ring)`, and
             how many they are.
@@ -73,6 +77,7 @@ class ProgramStepper:
         self.logits_size: int | None = None
         self.steps_per_launch = 1
         self.ranks: Ranks | None = None
+        self.rope: RopeRule | None = None
         self.max_length = min((layer.max_length for layer in layers if layer.max_length is not None), default=None)
         far = 2**40
         self.least_rollback = min(
@@ -154,12 +159,96 @@ class ProgramStepper:
         before, placed = self.state, steps.placed
         if placed is not None:
             placed = shifted(placed, before.length, before.images.deltas(before.length))
+        # Of the whole prompt, so that its chunks give what it gives at once.
+        lengths = None if self.rope is None else self._rope_lengths(self._ends(steps))
         if not steps.rows.are_even:
-            return self._feed_apart(steps, placed)
-        return self._feed_even(steps, rows, before.images, placed)
+            return self._feed_apart(steps, placed, lengths)
+        return self._feed_even(steps, rows, before.images, placed, lengths)
+
+    def feed_for_generation(self, steps: Steps, going: torch.Tensor | None = None) -> torch.Tensor:
+        """Feed a prompt as transformers' `generate` does: rows that get past a border of RoPE are computed again.
+
+        Args:
+            steps: The prompt.
+            going: Rows whose answers go on, bool [batch] on the host; all by default. No others are computed again.
+
+        Returns:
+            Logits [batch, vocab] of each row's last token.
+
+        Raises:
+            InputError: If the tokens that a row holds are not known, or the prompt is more than text.
+        """
+        again = self.crossing(steps.rows.lengths, going)
+        return self.feed(self._from_start(steps, again) if again else steps)
+
+    def crossing(self, added: Sequence[int], going: torch.Tensor | None = None) -> list[int]:
+        """Return the rows that generation computes again, because they get past a border of RoPE.
+
+        Args:
+            added: Tokens that are to be fed to each row.
+            going: Rows whose answers go on, bool [batch] on the host; all by default.
+        """
+        if self.rope is None:
+            return []
+        counts = self.all_rows if going is None else going
+        rows = enumerate(zip(self.state.length.tolist(), added, counts.tolist(), strict=True))
+        return [row for row, (held, more, goes) in rows if goes and self.rope.crosses(held, held + more)]
+
+    def equal_steps(self, going: torch.Tensor | None = None) -> int:
+        """Return how many tokens can be fed in one step as though one by one, because RoPE has the same factors.
+
+        0 means that rows have to be computed again first, see `go_on`.
+
+        Args:
+            going: See `crossing`.
+        """
+        if self.rope is None:
+            return ANY
+        if self.crossing([1] * self.batch_size, going):
+            return 0
+        assert self.state.rope is not None
+        rows = zip(self.state.length.tolist(), self.state.rope.lengths.tolist(), strict=True)
+        return min(self.rope.equal_steps(held, before) for held, before in rows)
+
+    def go_on(self, tokens: torch.Tensor, going: torch.Tensor | None = None) -> torch.Tensor:
+        """Feed one token per row, int64 [batch], as transformers' `generate` does, see `feed_for_generation`."""
+        fed = tokens[:, None]
+        return self.feed_for_generation(Steps(fed, TokenRows.whole(fed)), going)
+
+    def _from_start(self, steps: Steps, again: list[int]) -> Steps:
+        """Return a prompt with what rows hold in front of it, and go to position 0 in those rows."""
+        rope, state = self.rope, self.state
+        assert rope is not None and state.rope is not None
+        if not steps.are_ids or steps.further or steps.first:
+            raise InputError(
+                f"the prompt must be text where a row gets past {rope.border} tokens ({rope}), got more than token "
+                "ids; reset(), and pass the whole conversation in one prompt"
+            )
+        rows = []
+        for row, length in enumerate(steps.rows.lengths):
+            ids, held = steps.rows.ids[row, -length:], state.rope.tokens[row]
+            if row in again:
+                if held is None or len(held) < int(state.length[row]):
+                    raise InputError(
+                        f"row {row} must hold tokens that the session has been fed, got {int(state.length[row])} from "
+                        f"elsewhere, to generate past {rope.border} tokens ({rope}): they are computed again there; "
+                        "reset(), and pass the whole text in one prompt"
+                    )
+                ids = torch.cat([held[: int(state.length[row])].to(ids.device), ids])
+            rows.append(ids)
+        whole = TokenRows.of(rows)
+        mine = torch.zeros_like(self.all_rows)
+        mine[again] = True
+        self.move_to(replace(state, length=state.length * ~mine, rope=state.rope.emptied(mine)))
+        return Steps(whole.ids, whole)
 
     def _feed_even(
-        self, steps: Steps, rows: torch.Tensor | None, before: PlacedImages, placed: PlacedImages | None
+        self,
+        steps: Steps,
+        rows: torch.Tensor | None,
+        before: PlacedImages,
+        placed: PlacedImages | None,
+        lengths: torch.Tensor | None,
     ) -> torch.Tensor:
         """The same for rows of equal length; `placed` are the items of the whole prompt, behind those of `before`."""
         start = 0
@@ -172,13 +261,13 @@ class ProgramStepper:
             chunk = slice(start, start + size)
             further = {name: tensor[..., chunk].contiguous() for name, tensor in steps.further.items()}
             further |= steps.first if start == 0 else {}
-            logits = self.step(steps.fed[:, chunk].contiguous(), further, rows)
+            logits = self.step(steps.fed[:, chunk].contiguous(), further, rows, lengths=lengths)
             start += size
             if placed is not None:
                 self._place(before, placed)
         return logits
 
-    def _feed_apart(self, steps: Steps, placed: PlacedImages | None) -> torch.Tensor:
+    def _feed_apart(self, steps: Steps, placed: PlacedImages | None, lengths: torch.Tensor | None) -> torch.Tensor:
         before = self.state.images
         with set_aside(self, rows_to_set_aside(self, steps.rows)) as aside:
             for segment in steps.rows.segments():
@@ -186,7 +275,7 @@ class ProgramStepper:
                 columns = slice(segment.start, segment.end)
                 further = {name: tensor[..., columns] for name, tensor in steps.further.items()}
                 part = Steps(steps.fed[:, columns], TokenRows.whole(steps.rows.ids[:, columns]), further=further)
-                logits = self._feed_even(part, segment.rows, before, placed)
+                logits = self._feed_even(part, segment.rows, before, placed, lengths)
         return logits
 
     def _place(self, before: PlacedImages, placed: PlacedImages) -> None:
@@ -199,6 +288,7 @@ class ProgramStepper:
         further: Mapping[str, torch.Tensor] = _NONE,
         rows: torch.Tensor | None = None,
         scores: bool = False,
+        lengths: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One step of any length.
 
@@ -208,6 +298,8 @@ class ProgramStepper:
             rows: Whose tokens count, bool [batch] on the host; all by default. The others stay where they are, and find
                 what was written behind them overwritten by their next step.
             scores: Whether logits after every token are wanted.
+            lengths: Those that the factors of RoPE are chosen by, int64 [batch] on the host, where they change; those
+                after the step by default.
 
         Returns:
             Logits [batch, vocab], or [batch, length, vocab].
@@ -216,14 +308,16 @@ class ProgramStepper:
         size = fed.shape[1]
         with self.guard:
             self.guard.check_whole()
-            method, inputs = self._call(fed, size, further, scores)
+            if lengths is None and self.rope is not None:
+                lengths = self._rope_lengths(self._ends_after(size))
+            method, inputs = self._call(fed, size, further, scores, lengths)
             before = self.state.length
             self._reach(size, rows)
             with starting_at(inputs[1], _common(before)):
                 logits = self.runner.run(method, *inputs)
             if self.runner.methods[method].scored_tokens and not scores:
                 logits = logits[:, -1]
-            self.state = self.state.fed(size, rows)
+            self._move_on(size, rows, fed, lengths)
             self.guard.is_broken = False
         if self.logits_size not in (None, logits.shape[-1]):
             raise BundleError(
@@ -245,10 +339,13 @@ class ProgramStepper:
         mine[rows.start : rows.stop] = True
         with self.guard:
             self.guard.check_whole()
-            method, inputs = self._call(tokens[:, None], 1)
+            lengths = None if self.rope is None else self._rope_lengths(self._ends_after(1))
+            # The inputs are those of all rows, and the tokens those of the group.
+            method, inputs = self._call(tokens[:, None], 1, lengths=lengths)
             self._reach(1, mine)
             begun = runner.begin(method, rows, inputs[0], *(one[rows.start : rows.stop] for one in inputs[1:]))
-            self.state = self.state.fed(1, mine)
+            # Which tokens the rows hold is for the loop to know.
+            self._move_on(1, mine, None, lengths)
             self.guard.is_broken = False
         return begun
 
@@ -258,6 +355,34 @@ class ProgramStepper:
         assert isinstance(runner, OverlapsSteps)
         with self.guard:
             return runner.finish(begun)
+
+    def _move_on(
+        self, tokens: int, rows: torch.Tensor | None, fed: torch.Tensor | None, lengths: torch.Tensor | None
+    ) -> None:
+        """Go to where a step of `tokens` ends, see `step` and `RopeState.fed`."""
+        state = self.state.fed(tokens, rows)
+        if self.rope is not None:
+            assert state.rope is not None and lengths is not None
+            counts = self.all_rows if rows is None else rows
+            state = replace(state, rope=state.rope.fed(self.rope, self.state.length, lengths, fed, counts))
+        self.state = state
+
+    def _rope_lengths(self, ends: torch.Tensor) -> torch.Tensor:
+        """Return the lengths that the factors of RoPE are chosen by in a call after which rows are at `ends`."""
+        assert self.rope is not None and self.state.rope is not None
+        return self.rope.after(self.state.rope.lengths, ends)
+
+    def _ends_after(self, tokens: int | torch.Tensor) -> torch.Tensor:
+        """Return the positions that rows have reached after `tokens` more, one more than the largest, int64 [batch]."""
+        length = self.state.length
+        return length + tokens + self.state.images.deltas(length)
+
+    def _ends(self, steps: Steps) -> torch.Tensor:
+        """Return the positions that rows have reached after a prompt, one more than the largest, int64 [batch]."""
+        positions = steps.further.get(POSITIONS)
+        if positions is not None:
+            return positions.amax(dim=(0, 2)).cpu() + 1
+        return self._ends_after(torch.tensor(steps.rows.lengths))
 
     def _reach(self, tokens: int, rows: torch.Tensor | None = None) -> None:
         """About to run a step of `tokens`: until it has finished, what it may write stands against the session."""
@@ -295,24 +420,30 @@ class ProgramStepper:
             return chooser.choose(self.step(fed))[:, None]
         with self.guard:
             self.guard.check_whole()
-            method, inputs = self._call(fed, steps)
+            lengths = None if self.rope is None else self._rope_lengths(self._ends_after(steps))
+            method, inputs = self._call(fed, steps, lengths=lengths)
             before = self.state.length
             self._reach(steps)
             with starting_at(inputs[1], _common(before)):
                 chosen = self.runner.run_and_choose(method, chooser, *inputs, steps=steps)
-            self.state = self.state.fed(steps)
+            self._move_on(steps, None, torch.cat([fed, chosen[:, :-1]], dim=1), lengths)
             self.guard.is_broken = False
         return chosen
 
     def _call(
-        self, fed: torch.Tensor, tokens: int, further: Mapping[str, torch.Tensor] = _NONE, scores: bool = False
+        self,
+        fed: torch.Tensor,
+        tokens: int,
+        further: Mapping[str, torch.Tensor] = _NONE,
+        scores: bool = False,
+        lengths: torch.Tensor | None = None,
     ) -> tuple[str, list[torch.Tensor]]:
         """The method that serves a step, after which rows hold `tokens` more, and what it takes.
 
         Args:
             fed: See `step`.
             tokens: Those fed, and those that it chooses itself.
-            further, scores: See `step`.
+            further, scores, lengths: See `step`.
         """
         by_ids = not fed.is_floating_point()
         longest = int(self.state.length.max())
@@ -329,8 +460,11 @@ class ProgramStepper:
         method = methods[method_for(able, fed.shape[1], longest + tokens, scores)]
         inputs = [fed, self.state.length.to(self.device, copy=True)]
         names = method.input_names[2:]
+        if lengths is not None:
+            further = {**further, ROPE_LENGTHS.name: lengths.to(self.device)}
         if _ENCODED in names:
-            return method.name, [*inputs, *self.state.encoded]
+            of_encoder = [name for name in names if name != ROPE_LENGTHS.name]
+            further = {**further, **dict(zip(of_encoder, self.state.encoded, strict=True))}
         for spec in method.inputs[2:]:
             if spec.name == ROPE_DELTAS.name:
                 inputs.append(self.state.images.deltas(self.state.length).to(self.device))
@@ -359,6 +493,8 @@ class ProgramStepper:
 
     def move_to(self, state: SequenceState) -> None:
         """Go to another place, and count that."""
+        if self.rope is not None and state.rope is None:
+            state = replace(state, rope=RopeState.of(state.length))
         self.state = state
         self.moves += 1
 

@@ -10,6 +10,7 @@ import torch
 
 from ..errors import InputError
 from .inputs.image_places import PlacedImages
+from .rope_state import RopeState
 
 if TYPE_CHECKING:
     from ..cache.layers import CacheLayer
@@ -32,6 +33,7 @@ class SequenceState:
         images: Images that rewinding may not cut, or after which rotary positions are not those in the cache.
         encoded: What an encoder gave, hidden states [batch, encoder_length, hidden_size] and their number per row;
             empty without one, or before its first run.
+        rope: Factors of RoPE that the rows were computed with; None where they are the same at every length.
     """
 
     length: torch.Tensor
@@ -39,6 +41,7 @@ class SequenceState:
     unfed: tuple[int | None, ...]
     images: PlacedImages
     encoded: tuple[torch.Tensor, ...] = ()
+    rope: RopeState | None = None
 
     @classmethod
     def empty(cls, batch_size: int, encoded: tuple[torch.Tensor, ...] = ()) -> SequenceState:
@@ -67,7 +70,8 @@ class SequenceState:
 
     def emptied(self) -> SequenceState:
         """At position 0 again; what was encoded stays."""
-        return self.empty(len(self.length), self.encoded)
+        emptied = self.empty(len(self.length), self.encoded)
+        return emptied if self.rope is None else replace(emptied, rope=RopeState.of(emptied.length))
 
     def reaching(self, tokens: int, rows: torch.Tensor | None = None) -> SequenceState:
         """About to run a step of `tokens` for `rows`, bool [batch], or all: should it fail halfway, slots may have been
@@ -91,6 +95,7 @@ class SequenceState:
             self,
             length=torch.where(mine, length, self.length),
             max_len_ever=torch.where(mine, length, self.max_len_ever),
+            rope=None if self.rope is None else self.rope.with_row(row, length),
         )
 
     def rewound(self, tokens: int, layers: Sequence[CacheLayer]) -> SequenceState:

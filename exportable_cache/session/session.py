@@ -23,7 +23,7 @@ from ..errors import InputError
 from ..generation.sampler import Sampler
 from ..generation.sampling import Sampling
 from ..program.items import ITEMS_SEEN
-from ..program.methods import ROPE_DELTAS, smallest_inputs
+from ..program.methods import ROPE_DELTAS, ROPE_LENGTHS, smallest_inputs
 from . import persistence
 from .checks import check_max_new_tokens, split_stops
 from .generate import checked_steps, generated_text, make_request
@@ -113,7 +113,7 @@ class Session(SteppedSession):
         """
         from ..backends.compiling import CompileOptions
         from ..program.row_lengths import needs_equal_rows
-        from .live import LiveOptions, live_session
+        from .live import LiveOptions, changing_rope, live_session
 
         options = LiveOptions(
             CompileOptions(compile, mode, graph_cache, graph_cache_mb, progress),
@@ -126,7 +126,8 @@ class Session(SteppedSession):
         )
         session = live_session(cls, model, cache, options, tokenizer)
         session._cache = cache
-        session._stepper.state = SequenceState.of_layers(cache.layers, cache.cumulative_length.detach().cpu().clone())
+        session._stepper.rope = changing_rope(model, cache)
+        session._stepper.move_to(SequenceState.of_layers(cache.layers, cache.cumulative_length.detach().cpu().clone()))
         session._stepper.needs_equal_rows = functools.cache(lambda: needs_equal_rows(model, cache))
         return session
 
@@ -194,7 +195,7 @@ class Session(SteppedSession):
                     for inputs in smallest_inputs(self.runner.methods[method.name], self.batch_size, self.device):
                         self.runner.run(method.name, *inputs)
             warm.add(graph_of(method.name))
-            tokens, further = {"input_ids", "input_pos"}, {ROPE_DELTAS.name, ITEMS_SEEN}
+            tokens, further = {"input_ids", "input_pos"}, {ROPE_DELTAS.name, ROPE_LENGTHS.name, ITEMS_SEEN}
             feeds = tokens <= set(method.input_names) <= tokens | further
             if feeds and method.max_length == 1 and self.chooses_in_graph:
                 for sampling, steps in product((Sampling(), Sampling(temperature=1.0)), {1, self.steps_per_launch}):

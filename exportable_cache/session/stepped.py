@@ -374,6 +374,68 @@ class SteppedSession:
         check_room(int(self.sequence.length.max()), self.max_length, 1)
         return self._stepper.step(tokens[:, None])
 
+    def go_on(self, tokens: torch.Tensor, going: torch.Tensor | None = None) -> torch.Tensor:
+        """For decoding loops: feed one token per row as transformers' `generate` does.
+
+        It is `decode`, except where a row gets past the length at which transformers computes the whole sequence again
+        (LongRoPE of Phi 3): so it is here, in chunks, at the cost of a prompt of that length.
+
+        Args:
+            tokens: int64 [batch].
+            going: Rows whose answers go on, bool [batch] on the host; all by default. No others are computed again.
+
+        Returns:
+            Logits [batch, vocab].
+
+        Raises:
+            InputError: See `decode`; or if the tokens that such a row holds are not known.
+            CacheFullError: If a row has no slot left.
+        """
+        if not self._stepper.crossing([1] * self.batch_size, going):
+            return self.decode(tokens)
+        self.check_same("go_on", tokens=tokens)
+        check_ids("tokens", tokens, self._stages.limits.dims("batch"), self._stages.limits)
+        check_room(int(self.sequence.length.max()), self.max_length, 1)
+        return self._stepper.go_on(tokens, going)
+
+    def crossed(self, row: int) -> bool:
+        """Return True if the newest token of a row was fed by `decode` where `go_on` would have computed it again."""
+        rule, length = self._stepper.rope, int(self.sequence.length[row])
+        return rule is not None and rule.crosses(length - 1, length)
+
+    def equal_steps(self, going: torch.Tensor | None = None) -> int:
+        """Return how many tokens can be fed in one step as though one by one; 0 where `go_on` computes rows again.
+
+        Args:
+            going: See `go_on`.
+        """
+        return self._stepper.equal_steps(going)
+
+    def continues(self, kept: int, length: int) -> bool:
+        """Return True if the first tokens of a session of one row are those of a prompt fed at once from position 0.
+
+        They are not where the factors of RoPE change with the length, and were others.
+
+        Args:
+            kept: How many of the tokens that it holds.
+            length: Tokens of the prompt.
+        """
+        rule, rope = self._stepper.rope, self.sequence.rope
+        if rule is None or rope is None or kept == 0:
+            return True
+        end = torch.tensor([length])
+        wanted = rule.factors(end)
+        return bool((rope.factors == wanted) & (rule.factors(rule.after(rope.lengths, end)) == wanted))
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """For decoding loops that have put the cache's rows in another order: row i is now what row `rows[i]` was.
+
+        All rows hold as many tokens.
+        """
+        sequence = self.sequence
+        if sequence.rope is not None:
+            self._stepper.state = replace(sequence, rope=sequence.rope.select(rows.tolist()))
+
     @property
     def row_groups(self) -> RowGroups:
         """Rows whose steps may overlap with those of others, for decoding loops."""

@@ -24,6 +24,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ...common.patch import Patch
 from .conditions import kept_hidden_states
+from .rope_lengths import phimoe_by_lengths
 
 if TYPE_CHECKING:
     from torch import nn
@@ -159,6 +160,10 @@ def _relative_positions(
     return table[(query - key + (k_size - 1) * higher).long()]
 
 
+def _phimoe_forward(original: Callable) -> Callable:
+    return phimoe_by_lengths(off_cpu(_phimoe)(original))
+
+
 _REASON = "it makes a tensor on the CPU, or of a list, in every step, which is copied to a GPU"
 
 
@@ -184,7 +189,16 @@ PATCHES = {
         _made_there("longt5", "_mask_local_attention_mask", _local_mask, "a6b9ada9da3d7cdc"),
         _made_there("longt5", "_make_global_fixed_block_ids", _global_blocks, "0481dacc1cf2b130"),
     ),
-    "phimoe": (_made_there("phimoe", "PhimoeRotaryEmbedding.forward", _phimoe, "b9c85539c82b68e8"),),
+    "phimoe": (
+        Patch(
+            "phimoe.modeling_phimoe",
+            "PhimoeRotaryEmbedding.forward",
+            _phimoe_forward,
+            _REASON,
+            ("b9c85539c82b68e8",),
+            needed=False,
+        ),
+    ),
     "pp_formulanet": _tower("pp_formulanet", "PPFormulaNetVisionAttention"),
     "unlimited_ocr": _tower("unlimited_ocr", "UnlimitedOcrSamVisionAttention"),
 }

@@ -49,6 +49,7 @@ from . import (
     xmod,
     zaya,
 )
+from .rope_lengths import patch_rope
 
 if TYPE_CHECKING:
     from torch import nn
@@ -135,7 +136,7 @@ def patch_model(model: nn.Module) -> list[str]:
                     f"{name} has a function {function!r}, which is wrong with a static cache, and no patch for the "
                     f"types {', '.join(sorted(model_types(model)))}; add one to models/patches, or use DynamicCache"
                 )
-    labels |= prepare_model(model)
+    labels |= prepare_model(model) | patch_rope(model)
     return sorted(labels - {""})
 
 

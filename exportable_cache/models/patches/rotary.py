@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...common.patch import Patch
+from .rope_lengths import by_lengths
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,13 +26,17 @@ if TYPE_CHECKING:
 
 def _cosines_and_sines(original: Callable) -> Callable:
     def forward(self: nn.Module, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        # Those that change their frequencies with the length look at it, which is upstream's affair.
+        # Those that change their frequencies with the length are static here within `rope_lengths.rope_by`.
         if not torch.compiler.is_compiling() or "dynamic" in self.rope_type or self.rope_type == "longrope":
             return original(self, x, position_ids)
         angles = position_ids[..., None].float() * self.inv_freq.float()
         return torch.stack([torch.cos(angles), torch.sin(angles)], dim=-1) * self.attention_scaling
 
     return forward
+
+
+def _by_lengths(original: Callable) -> Callable:
+    return by_lengths(_cosines_and_sines(original))
 
 
 def _rotated_by(heads: int) -> Callable[[Callable], Callable]:
@@ -64,7 +69,7 @@ def _of_file(
     """Args: heads: The dimension that heads take in queries and keys."""
     file = f"{model}.modeling_{model}"
     return (
-        Patch(file, f"{name}.forward", _cosines_and_sines, _REASON, of_class, source=name),
+        Patch(file, f"{name}.forward", _by_lengths, _REASON, of_class, source=name),
         Patch(file, "apply_rotary_emb", _rotated_by(heads), _REASON, of_function),
     )
 

@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING
 
 from ...common.tensor_spec import TensorSpec
 from ...errors import InputError, UnsupportedModelError
-from ..methods import ROPE_DELTAS, ProgramMethod, text_inputs
+from ..methods import POSITIONS, ROPE_DELTAS, ProgramMethod, text_inputs
 from .examples import MAIN_INPUTS
 
 if TYPE_CHECKING:
     from .modality import Modality
 
-#: Name of the rotary positions of each token of a step, [axes, batch, length], such as time, height and width.
-POSITIONS = "position_ids"
 #: Which image each token of a step belongs to, -1 on text.
 IMAGE_IDS = TensorSpec("image_ids", "int64", ("batch", "length"))
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...errors import InputError
-from ...program.inputs.multimodal import IMAGE_IDS, POSITIONS
+from ...program.inputs.multimodal import IMAGE_IDS
+from ...program.methods import POSITIONS
 from .image_places import Pattern, grid_pattern, image_ids, placed_images, rope_positions, runs, whole_chunks
 from .items import placeholders
 
