@@ -8,6 +8,7 @@ sequence, because dynamic NTK keeps the longest length on the module.
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
 
-from exportable_cache import ExportableCache, Session
+from exportable_cache import ExportableCache, Session, export, load
+from exportable_cache.bundle.manifest import Manifest
 from exportable_cache.decoding import Completer, CompletionOptions, ContinuousBatch, PromptLookup, beam_search
 from exportable_cache.errors import InputError
 from exportable_cache.models.rope import rope_rule
@@ -26,6 +28,9 @@ from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
 
 from .support.models import among, tiny_model, tokens
+from .support.multimodal import prompt as multimodal_prompt
+from .support.multimodal import reference_logits as multimodal_reference
+from .support.multimodal import tiny_multimodal
 
 BORDER, SLOTS, CHUNK = 16, 48, 8
 TOLERANCE = 2e-5
@@ -165,7 +170,7 @@ def test_the_factors_differ_past_the_border(kind: str) -> None:
 
 
 @pytest.mark.parametrize("prompt", [BORDER - 5, BORDER, BORDER + 1])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", among(KINDS, [*EACH, "longrope phimoe"]))
 def test_generate_gives_what_transformers_gives(kind: str, prompt: int) -> None:
     model = model_of(kind)
     assert list(session_of(model).generate(torch.tensor([IDS[:prompt]]), 14)) == generated(model, IDS[:prompt], 14)
@@ -243,7 +248,7 @@ def masks(*lengths: int) -> torch.Tensor:
     return pad(*([1] * length for length in lengths))
 
 
-@pytest.mark.parametrize("kind", CHANGING)
+@pytest.mark.parametrize("kind", among(CHANGING, EACH))
 def test_rows_are_generated_as_alone(kind: str) -> None:
     """They cross the border in different steps, and one ends at it while the others go on."""
     model = model_of(kind)
@@ -258,7 +263,7 @@ def test_rows_are_generated_as_alone(kind: str) -> None:
         assert row[:end] == answer[:end]
 
 
-@pytest.mark.parametrize("kind", CHANGING)
+@pytest.mark.parametrize("kind", among(CHANGING, EACH))
 def test_continuous_batch(kind: str) -> None:
     model = model_of(kind)
     batch = ContinuousBatch.from_model(model, SLOTS, 2, prefill_chunk=CHUNK)
@@ -305,11 +310,15 @@ def test_proposals_end_at_the_border(kind: str) -> None:
 @pytest.mark.parametrize("kind", EACH)
 def test_beams(kind: str) -> None:
     model = model_of(kind)
-    found = beam_search(session_of(model, rows=3), torch.tensor([IDS[: BORDER - 3]]), 8)
-    assert found[0].tokens == generated(model, IDS[: BORDER - 3], 8, num_beams=3, early_stopping=True)
+    prompt = torch.tensor([IDS[: BORDER - 3]])
+    found = beam_search(session_of(model, rows=3), prompt, 12)[0]
+    options = {"num_beams": 3, "early_stopping": True, "output_scores": True, "return_dict_in_generate": True}
+    expected = Oracle(model).model.generate(prompt, max_new_tokens=12, do_sample=False, **options)
+    assert found.tokens == expected.sequences[0, BORDER - 3 :].tolist()
+    assert abs(found.score - float(expected.sequences_scores)) < 1e-4
 
 
-@pytest.mark.parametrize("kind", CHANGING)
+@pytest.mark.parametrize("kind", among(CHANGING, EACH))
 def test_a_prefix_that_a_session_holds(kind: str) -> None:
     """The same request with every prefix before it: below, across and past the border, and back."""
     model = model_of(kind)
@@ -329,6 +338,28 @@ def test_a_prefix_that_a_session_holds(kind: str) -> None:
     assert reused == [False, True, again, kind.startswith("longrope"), False, True, again]
 
 
+def test_an_answer_is_given_up_while_it_is_computed_again() -> None:
+    """Between chunks, and the session answers the next prompt right: what was fed has the factors past the border."""
+    model = model_of("longrope phi3")
+    words = Tokenizer(WordLevel({f"t{token}": token for token in range(128)}, unk_token="t0"))
+    session = session_of(model, tokenizer=PreTrainedTokenizerFast(tokenizer_object=words))
+    completer = Completer(session)
+    completion = completer.complete(IDS[: BORDER - 1], CompletionOptions(max_new_tokens=8))
+    next(completion), next(completion)
+    run, lengths = session.runner.run, []
+
+    def give_up(method: str, *inputs: torch.Tensor) -> Any:
+        completion.give_up()
+        lengths.append(inputs[0].shape[1])
+        return run(method, *inputs)
+
+    session.runner.run = give_up
+    assert list(completion) == [] and lengths == [CHUNK] and session.length.tolist() == [CHUNK]
+    session.runner.run = run
+    pieces = list(completer.complete(IDS[: BORDER - 2], CompletionOptions(max_new_tokens=2)))
+    assert [piece.token for piece in pieces] == generated(model, IDS[: BORDER - 2], 2)
+
+
 def test_a_program_for_below_the_border_and_none_past_it() -> None:
     for kind in CHANGING:
         model = model_of(kind)
@@ -340,6 +371,28 @@ def test_a_program_for_below_the_border_and_none_past_it() -> None:
         oracle = Oracle(model)
         for index, token in enumerate(IDS[:BORDER]):
             near(decode(torch.tensor([[token]]), torch.tensor([index]))[0], oracle.feed([token])[-1])
+
+
+@pytest.mark.parametrize("kind", among(EACH, ["longrope phi3"]))
+def test_a_program_across_the_border(kind: str, tmp_path: Path) -> None:
+    """A bundle whose steps take the lengths: verified on both sides, and generating as the model does."""
+    model = model_of(kind)
+    bundle = export(model, target="pt2", max_cache_len=SLOTS, prefill_chunk=CHUNK, output_dir=tmp_path / "x")
+    assert any(prompt["length"] > BORDER for prompt in bundle.manifest.verification["prompts"])
+    session = load(tmp_path / "x")
+    assert session.rope == rope_rule(model)
+    for prompt in (BORDER - 3, BORDER + 4):
+        session.reset()
+        oracle = Oracle(model)
+        near(session.prefill(torch.tensor([IDS[:prompt]]))[0], oracle.feed(IDS[:prompt])[-1])
+        for token in IDS[prompt : prompt + 6]:
+            near(session.decode(torch.tensor([token]))[0], oracle.feed([token])[-1])
+        session.reset()
+        assert list(session.generate(torch.tensor([IDS[:prompt]]), 10)) == generated(model, IDS[:prompt], 10)
+    fields = json.loads((tmp_path / "x" / "manifest.json").read_text())
+    fields["program"]["rope"] = None
+    with pytest.raises(ValueError, match="takes rope_lengths, but rope is missing"):
+        Manifest.model_validate(fields)
 
 
 @pytest.mark.parametrize("kind", among(EACH, ["longrope phi3"]))
@@ -359,6 +412,24 @@ def test_compiled(kind: str) -> None:
         got = list(session.generate(torch.tensor([IDS[:prompt]]), 16))
         assert got == generated(model, IDS[:prompt], 16)
     assert counters["stats"]["unique_graphs"] == graphs
+
+
+@pytest.mark.parametrize("rope", [{**_LONG, **_ORIGINAL}, {**_DYNAMIC, "factor": 4.0}], ids=["longrope", "dynamic"])
+def test_positions_of_images_count(rope: dict[str, Any]) -> None:
+    """Images take fewer positions than tokens: the border is one of positions, in prompts and in later tokens."""
+    model = tiny_multimodal("qwen2_5_vl")
+    config = model.config.text_config
+    config.rope_parameters = {**config.rope_parameters, **copy.deepcopy(rope)}
+    config.max_position_embeddings = BORDER if rope["rope_type"] == "dynamic" else 256
+    language = model.model.language_model
+    language.rotary_emb = type(language.rotary_emb)(config)
+    for length in (10, BORDER + 4):
+        inputs, following = multimodal_prompt(model, 1, length, 6), tokens(12).clamp(max=50)
+        expected = multimodal_reference(copy.deepcopy(model), inputs, following)[0]
+        session = session_of(model, modalities=("image",), image_size=(16, 24))
+        inputs.pop("mm_token_type_ids")
+        got = [session.prefill(**inputs), *(session.decode(token[None]) for token in following[0])]
+        near(torch.cat(got), expected)
 
 
 def test_rules() -> None:

@@ -15,11 +15,12 @@ from ..common.tensor_spec import TensorSpec
 from ..generation.checkpoint_settings import end_tokens
 from ..models.fingerprint import fingerprint
 from ..models.layout import layer_types_and_windows, logits_size_of, vocab_size_of
+from ..models.rope import rope_rule
 from ..program.row_lengths import needs_equal_rows
 from ..program.spec import Form, Logits
 from .layer_entry import Layer, Tensor
 from .manifest import SCHEMA_VERSION, Manifest
-from .program_entry import LOGITS, STATE_PREFIX, ItemEntry, MethodEntry, ProgramEntry, Signature
+from .program_entry import LOGITS, STATE_PREFIX, ItemEntry, MethodEntry, ProgramEntry, RopeEntry, Signature
 from .versions import installed_versions
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ def describe(
             max_cache_len=provenance.max_cache_len,
             methods={name: _method(program, method, logits_size) for name, method in program.methods.items()},
             equal_rows=needs_equal_rows(program.model, cache),
+            rope=_rope(program),
         ),
         vocab_size=vocab_size,
         logits_size=None if logits_size == vocab_size else logits_size,
@@ -118,6 +120,13 @@ def describe(
         options=json.loads(json.dumps(dict(provenance.options), default=str)),
         verification=None,
     )
+
+
+def _rope(program: Program) -> RopeEntry | None:
+    rule = rope_rule(program.model)
+    if rule is None or not rule.is_reached(program.cache.max_length):
+        return None
+    return RopeEntry(kind=rule.kind, borders=list(rule.borders), recomputes=rule.recomputes)
 
 
 def config_fields(model: PreTrainedModel) -> dict[str, Any]:

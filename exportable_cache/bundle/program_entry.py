@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from ..common.tensor_spec import TensorSpec
+from ..models.rope import RopeRule
 from ..program.items import FixedInput, ItemFacts
-from ..program.methods import ProgramMethod
+from ..program.methods import ROPE_LENGTHS, ProgramMethod
 from ..program.spec import Form, Logits
 from .entries import Entry, names_of
 
@@ -133,6 +135,25 @@ class MethodEntry(Entry):
         return self.read_length
 
 
+class RopeEntry(Entry):
+    """When the factors of the model's RoPE change, see `RopeRule`."""
+
+    kind: Literal["longrope", "dynamic"]
+    borders: list[int] = Field(min_length=1, max_length=64)
+    recomputes: bool = False
+
+    @field_validator("borders")
+    @classmethod
+    def _ascend(cls, borders: list[int]) -> list[int]:
+        if borders[0] < 1 or any(before >= after for before, after in itertools.pairwise(borders)):
+            raise ValueError(f"borders are {borders}, which do not ascend from 1 on")
+        return borders
+
+    def described(self) -> RopeRule:
+        """Return it as a session knows it."""
+        return RopeRule(self.kind, tuple(self.borders), self.recomputes)
+
+
 class ProgramEntry(Entry):
     """The program's form and methods."""
 
@@ -143,6 +164,16 @@ class ProgramEntry(Entry):
     methods: dict[str, MethodEntry]
     # Whether all rows have to hold as many tokens, see `row_lengths.needs_equal_rows`.
     equal_rows: bool = False
+    # Where its steps are handed the lengths that RoPE's factors are chosen by.
+    rope: RopeEntry | None = None
+
+    @model_validator(mode="after")
+    def _lengths_have_a_rule(self) -> ProgramEntry:
+        for name, method in self.methods.items():
+            takes = any(signature.name == ROPE_LENGTHS.name for signature in method.inputs)
+            if takes and self.rope is None:
+                raise ValueError(f"method {name!r} takes {ROPE_LENGTHS.name}, but rope is missing")
+        return self
 
     @field_validator("methods")
     @classmethod

@@ -87,6 +87,10 @@ def _print_bundle(terminal: Terminal, bundle: Bundle) -> None:
         )
     terminal.print(_method_table(bundle))
     terminal.print(f"\ntakes {_taken(bundle)}")
+    if program.rope is not None:
+        terminal.print(
+            f"{program.rope.described()}: rope_lengths are the tokens that each row holds after the whole call"
+        )
     terminal.print()
     print_files(terminal, bundle)
     terminal.print("every checksum is right" + (f", signed by {bundle.signed_by}" if bundle.signed_by else "") + "\n")

@@ -144,7 +144,10 @@ class Completion(Iterator[Piece]):
             yield Piece(text, token, *_judged(logits[0], token, options.alternatives))
             if self.finish_reason is not None or self._is_given_up.is_set():
                 return
-            logits = completer.step(token)
+            try:
+                logits = completer.step(token, self._check_wanted)
+            except _GivenUp:
+                return
 
     def _completes(self, token: int) -> bool:
         if self._follower is None:
@@ -310,11 +313,21 @@ class Completer:
         self._held = list(ids)
         return common, logits
 
-    def step(self, token: int) -> torch.Tensor:
-        """Logits [1, vocab] after one more token."""
-        held, self._held = self._held, None
-        with steps_of(self._since):
-            logits = self.session.go_on(torch.tensor([token], device=self.session.device))
+    def step(self, token: int, before_chunk: Callable[[], None] = lambda: None) -> torch.Tensor:
+        """Logits [1, vocab] after one more token.
+
+        Args:
+            token: Its id.
+            before_chunk: See `feed`, where the sequence is computed again because RoPE changes.
+        """
+        session, held = self.session, self._held
+        self._held = None
+        try:
+            with steps_of(self._since), session.paced(MOST_A_CHUNK, before_chunk):
+                logits = session.go_on(torch.tensor([token], device=session.device))
+        except _GivenUp:
+            self._held = None if held is None else [*held, token][: int(session.length[0])]
+            raise
         if held is not None:
             held.append(token)
         self._held = held

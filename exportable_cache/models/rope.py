@@ -8,6 +8,7 @@ rows of a batch share it there. Here each row has a length of its own, which eve
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -115,19 +116,42 @@ def rope_rule(model: PreTrainedModel) -> RopeRule | None:
     return RopeRule(kinds.pop(), tuple(sorted(borders)), recomputes)
 
 
-def check_rope(model: PreTrainedModel, max_length: int | None) -> None:
+@contextmanager
+def lengths_forgotten(model: PreTrainedModel) -> Iterator[None]:
+    """Run a block in which a model has seen no sequence yet, and leave it so."""
+    _forget_lengths(model)
+    try:
+        yield
+    finally:
+        _forget_lengths(model)
+
+
+def _forget_lengths(model: PreTrainedModel) -> None:
+    """Put back the frequencies of short sequences, which dynamic NTK replaces on the module by those of the longest."""
+    for module, layer_type, kind in changing(model):
+        if kind == DYNAMIC:
+            setattr(module, f"{prefix(layer_type)}max_seq_len_cached", module.original_max_seq_len)
+            short = getattr(module, f"{prefix(layer_type)}original_inv_freq")
+            module.register_buffer(f"{prefix(layer_type)}inv_freq", short.clone(), persistent=False)
+
+
+def check_rope(model: PreTrainedModel, max_length: int | None, takes_lengths: bool = False) -> None:
     """Refuse a program whose rows could get past a change of its RoPE's factors.
+
+    Args:
+        max_length: Tokens a row can hold in all, None for any number.
+        takes_lengths: True if the program is handed the lengths of its rows.
 
     Raises:
         InputError: If they could.
     """
     rule = rope_rule(model)
-    if rule is not None and rule.is_reached(max_length):
+    if rule is not None and rule.is_reached(max_length) and not takes_lengths:
         held = "any number of" if max_length is None else max_length
         raise InputError(
             f"max_cache_len must be at most {rule.border} for a program of {type(model).__name__}, got a cache of "
-            f"{held} tokens: the model has {rule}, and a program has those of shorter sequences; export it with "
-            f"max_cache_len={rule.border}, or run longer sequences in a session, Session.from_model"
+            f"{held} tokens: the model has {rule}, and programs of this target have those of shorter sequences; export "
+            f"with max_cache_len={rule.border}, or for longer sequences with target='pt2' or 'aoti'"
         )
 
 

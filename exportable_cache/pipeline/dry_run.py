@@ -84,7 +84,7 @@ def dry_run(spec: ExportSpec) -> DryRun:
     weights = made.weights_bytes
     if model is not None:
         check_positions(model, made.max_length)
-        check_rope(model, made.max_length)
+        check_rope(model, made.max_length, resolved.program.takes_lengths)
     coverage = None
     if spec.quantization is not None:
         weights = None

@@ -246,7 +246,7 @@ def allocate(resolved: Resolved, model: PreTrainedModel) -> ExportableCache:
     """
     cache = ExportableCache.from_model_spec(model, resolved.spec.cache, attn_implementation=None)
     check_positions(model, cache.max_length)
-    check_rope(model, cache.max_length)
+    check_rope(model, cache.max_length, resolved.program.takes_lengths)
     return cache
 
 

@@ -301,7 +301,7 @@ class Program:
         self.attention = spec.attention or ATTENTION
         self.experts = spec.experts
         self.modalities = spec.modalities
-        check_rope(model, cache.max_length)
+        check_rope(model, cache.max_length, spec.takes_lengths)
         # Before the model is run to adapt the cache to it.
         checked_prefill_chunk(cache, spec.prefill_chunk)
         if not any(isinstance(modality, CrossModality) for modality in self.modalities):

@@ -53,6 +53,8 @@ class ProgramSpec:
         modalities: What is fed beside text.
         attention: Name of one of our attention functions; None for the one that runs anywhere.
         experts: Experts implementation for models that have experts, or None to leave it.
+        takes_lengths: Hand each step the lengths that RoPE's factors are chosen by, where these change before the cache
+            is full. Only sessions of this package give them.
         adapt: Puts the layers into another layout, that of a target's own operators: `(model, cache) -> cache`.
 
     Raises:
@@ -78,6 +80,7 @@ class ProgramSpec:
     modalities: Sequence[Modality] = ()
     attention: str | None = None
     experts: str | None = None
+    takes_lengths: bool = False
     adapt: Callable[[PreTrainedModel, ExportableCache], ExportableCache] | None = None
 
     def __post_init__(self) -> None:

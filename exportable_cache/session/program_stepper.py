@@ -188,9 +188,10 @@ class ProgramStepper:
             added: Tokens that are to be fed to each row.
             going: Rows whose answers go on, bool [batch] on the host; all by default.
         """
-        if self.rope is None:
+        if self.rope is None or not self.rope.recomputes:
             return []
-        counts = self.all_rows if going is None else going
+        # Rows of one length are computed again together.
+        counts = self.all_rows if going is None or self.equal_rows else going
         rows = enumerate(zip(self.state.length.tolist(), added, counts.tolist(), strict=True))
         return [row for row, (held, more, goes) in rows if goes and self.rope.crosses(held, held + more)]
 

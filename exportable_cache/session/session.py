@@ -158,6 +158,9 @@ class Session(SteppedSession):
         )
         session.use_ranks(getattr(runner, "ranks", None), manifest.parts_of_heads)
         session._stepper.needs_equal_rows = lambda: manifest.program.equal_rows
+        if manifest.program.rope is not None:
+            session._stepper.rope = manifest.program.rope.described()
+            session._stepper.move_to(session.sequence)
         session._stepper.logits_size = manifest.logits_size or manifest.vocab_size
         return session
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ..cache.layers import CacheLayer
     from ..generation.sampling import Sampling
     from ..models.ranks import Ranks
+    from ..models.rope import RopeRule
     from .inputs.stage import Prompt
 
 
@@ -397,6 +398,11 @@ class SteppedSession:
         check_ids("tokens", tokens, self._stages.limits.dims("batch"), self._stages.limits)
         check_room(int(self.sequence.length.max()), self.max_length, 1)
         return self._stepper.go_on(tokens, going)
+
+    @property
+    def rope(self) -> RopeRule | None:
+        """When the factors of the model's RoPE change; None where no row gets that far."""
+        return self._stepper.rope
 
     def crossed(self, row: int) -> bool:
         """Return True if the newest token of a row was fed by `decode` where `go_on` would have computed it again."""

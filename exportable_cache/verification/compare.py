@@ -71,14 +71,15 @@ def compare(
     sinks = kept_sinks(session)
     windows = {window for _, window in layer_types_and_windows(model.config) if window is not None}
     windows = sorted(windows if sinks is None else {*windows, sinks.tokens + sinks.window})
-    plan = planned(session, spec, most_tokens(session, model), windows)
+    changes = () if session.rope is None else session.rope.borders
+    plan = planned(session, spec, most_tokens(session, model), sorted({*windows, *changes}))
     storage = None if spec.exact_cache else rounding_storage(session.layers)
     generator = torch.Generator().manual_seed(spec.seed)
     encode = session.runner.methods.get("encode")
     seen = _Seen(progress, 2 * sum(1 + steps for _, steps in plan))
     # Of the others, a reference is one of single steps.
     of_prompt = any(layer.policy.keeps_prompt for layer in session.layers)
-    alone = sinks is None and storage is None and encode is None and not of_prompt
+    alone = sinks is None and storage is None and encode is None and not of_prompt and not changes
     at_once = alone and is_large(model) and not takes_no_cache(model)
     if at_once:
         sequence = random_text(session, max(length + steps for length, steps in plan), generator)
@@ -172,7 +173,8 @@ class _Seen:
         Returns:
             The session's logits [batch, vocab] of the prompt and of the first `KEPT_STEPS` steps.
         """
-        feeds = prompt_feeds(length, longest_chunk(session))
+        # Where RoPE changes, several calls are not one: the last of them chooses the factors of its own tokens alone.
+        feeds = prompt_feeds(length, longest_chunk(session)) if session.rope is None else [[length]]
         differences, squares, agreements, kept = [], [], [], []
         for step, reference in enumerate(expected):
             if step == 0:

@@ -33,7 +33,7 @@ class AotiBackend:
     options = AotiOptions
 
     def program_spec(self, asked: ProgramSpec, options: AotiOptions) -> ProgramSpec:
-        return replace(options.program_spec(asked), attention=ATTENTION)
+        return replace(options.program_spec(asked), attention=ATTENTION, takes_lengths=True)
 
     def lower(self, program: Program, folder: Path, options: AotiOptions) -> list[LoweredFile]:
         from .package import compile_methods, write_constants

@@ -36,7 +36,7 @@ class Pt2Backend:
     options = Pt2Options
 
     def program_spec(self, asked: ProgramSpec, options: Pt2Options) -> ProgramSpec:
-        return replace(options.program_spec(asked), attention=ATTENTION)
+        return replace(options.program_spec(asked), attention=ATTENTION, takes_lengths=True)
 
     def lower(self, program: Program, folder: Path, options: Pt2Options) -> list[LoweredFile]:
         exported = {name: program.export(name, strict=options.strict) for name in program.methods}

@@ -11,6 +11,7 @@ from transformers import DynamicCache
 
 from ...cache.attention.implementation import attention_of
 from ...models.layout import cache_argument, vocab_size_of
+from ...models.rope import lengths_forgotten, rope_rule
 from ...models.support import RIGHT_BY_TOKEN
 from ...program.program import takes_positions
 from .encoder_decoder import decoder_of
@@ -40,7 +41,7 @@ def logits_by_step(
     """Logits [batch, vocab] after the prompt and after each later token of `ids` [batch, length]."""
     ids = ids.to(model.device)
     if encoder_inputs is not None:
-        with attention_of(model, "eager"):
+        with attention_of(model, "eager"), lengths_forgotten(model):
             decoder = decoder_of(model, encoder_inputs)
             for piece in ids[:, :prompt].split(1 if model.config.model_type in RIGHT_BY_TOKEN else prompt, dim=1):
                 logits = decoder(piece)
@@ -59,7 +60,9 @@ def logits_by_step(
             # The prompt comes in pieces (Unlimited OCR).
             layer.set_prefill_length(prompt)
     one_by_one = sinks is not None or model.config.model_type in RIGHT_BY_TOKEN
-    chunk = 1 if one_by_one else _REFERENCE_CHUNK
+    # The length of a call chooses the factors of such RoPE.
+    whole = rope_rule(model) is not None
+    chunk = 1 if one_by_one else prompt if whole else _REFERENCE_CHUNK
     argument, explicit = cache_argument(model), takes_positions(model)
 
     def logits_of(start: int, end: int) -> torch.Tensor:
@@ -68,7 +71,7 @@ def logits_by_step(
             options["position_ids"] = torch.arange(start, end, device=ids.device).expand(ids.shape[0], -1)
         return model(ids[:, start:end], use_cache=True, **options).logits[:, -1]
 
-    with attention_of(model, "eager"):
+    with attention_of(model, "eager"), lengths_forgotten(model):
         for start in range(0, prompt, chunk):
             last = logits_of(start, min(start + chunk, prompt))
         yield last.clone()
@@ -81,7 +84,7 @@ def rounding_effect(model: PreTrainedModel, length: int, storage: Storage) -> fl
     """Largest |logit difference| that keeping keys and values in `storage` makes over `length` random tokens."""
     ids = torch.randint(vocab_size_of(model), (1, length), generator=torch.Generator().manual_seed(0))
     logits = []
-    with attention_of(model, "eager"):
+    with attention_of(model, "eager"), lengths_forgotten(model):
         for cache in (DynamicCache(config=model.config), RoundingCache(storage, config=model.config)):
             caches = {cache_argument(model): cache}
             logits.append(model(ids.to(model.device), use_cache=True, **caches).logits.float())
