@@ -22,8 +22,10 @@ from exportable_cache.errors import InputError
 
 from ..support.models import tiny_model, tokens
 from .mutations import MUTATIONS, mutate, mutate_archive
+from .operators import PROGRAM, Pool, random_program, run_program, write_pool
 
 GRAPHS = "graphs"
+OPERATORS = "operators"
 _PROMPT = [5, 6, 7]
 _STEPS = 3
 
@@ -109,6 +111,11 @@ def _only_file(folder: Path, choose: random.Random) -> None:
 def attacks(work: Path, targets: list[str], bundles: Path | None = None) -> list[Attack]:
     """Everything that is attacked, made now, but for bundles that are in `bundles` already."""
     found = []
+    if OPERATORS in targets:
+        found.append(_operator_attack(work))
+        targets = [target for target in targets if target != OPERATORS]
+        if not targets:
+            return found
     for target in targets:
         if target == GRAPHS:
             found += _graph_attacks(work)
@@ -146,6 +153,20 @@ def attacks(work: Path, targets: list[str], bundles: Path | None = None) -> list
     found.append(Attack("session state", work / "state", state, _only_file))
     found.append(Attack("saved cache", work / "cache", cache, _only_file))
     return found
+
+
+def _operator_attack(work: Path) -> Attack:
+    """Random operators with random arguments in a program whose file is whole."""
+    source = work / OPERATORS
+    source.mkdir()
+    write_pool(source / PROGRAM)
+    pool = Pool(source / PROGRAM)
+    return Attack(
+        "`pt2`, random operators, sealed",
+        source,
+        run_program,
+        lambda folder, choose: random_program(folder / PROGRAM, choose, pool),
+    )
 
 
 def _graph_attacks(work: Path) -> list[Attack]:

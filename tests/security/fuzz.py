@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 import traceback
 import warnings
 from collections import Counter
@@ -33,7 +34,9 @@ from .attacks import Attack, attacks
 
 #: What may come of a mutation.
 REFUSED, SAME, DIFFERENT, RAW, CRASH, CODE = "refused", "same output", "other output", "raw error", "crash", "code run"
-_SECONDS = 60
+SLOW = "over 20 s"
+#: Seconds of processor time that a mutation may take, and after which it is given up.
+_LONGEST, _SECONDS = 20, 60
 #: Mutations that one process tries, so that none meets what many before it have left.
 _A_WORKER = 100
 #: Events of Python's that nothing which is opened may cause.
@@ -86,6 +89,8 @@ class Worker:
             return tuple(json.loads(told))
         self.is_alive = False
         status = os.waitpid(self._child, 0)[1]
+        if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
+            return SLOW, f"given up after {_SECONDS} s"
         return CRASH, f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"exit {os.WEXITSTATUS(status)}"
 
     def close(self) -> None:
@@ -123,6 +128,7 @@ def _serve(attack: Attack, stream: TextIO) -> None:
         told = ""
         # Of processor time: on a busy machine a minute of the clock says nothing.
         signal.setitimer(signal.ITIMER_PROF, _SECONDS)
+        begun = time.process_time()
         try:
             outcome = SAME if attack.use(Path(line.strip())) == expected else DIFFERENT
         except ExportableCacheError as error:
@@ -130,6 +136,9 @@ def _serve(attack: Attack, stream: TextIO) -> None:
         except BaseException:
             outcome, told = RAW, traceback.format_exc()
         signal.setitimer(signal.ITIMER_PROF, 0)
+        seconds = time.process_time() - begun
+        if seconds > _LONGEST and outcome != RAW:
+            outcome, told = SLOW, f"{seconds:.0f} s; {told}"
         if ran:
             outcome, told = CODE, repr(ran)
         stream.write(json.dumps([outcome, told]) + "\n")
@@ -182,7 +191,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.security.fuzz", description=__doc__.splitlines()[0])
     parser.add_argument("--mutations", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--targets", default="pt2,executorch,graphs")
+    parser.add_argument("--targets", default="operators,pt2,executorch,graphs")
     parser.add_argument("--bundles", type=Path, help="folder to make the bundles in, and to find them in next time")
     parser.add_argument("--verbose", action="store_true", help="print every outcome that is none of the harmless ones")
     arguments = parser.parse_args()
@@ -196,20 +205,26 @@ def main() -> None:
         done += 1
         if arguments.verbose and done % 500 == 0:
             print(f"{done} mutations", flush=True)
-        if arguments.verbose and outcome in (RAW, CRASH, CODE):
+        if arguments.verbose and outcome in (RAW, CRASH, CODE, SLOW):
             last = said.strip().splitlines()[-1:] or [""]
             print(f"{name}, seed {seed}: {outcome}: {last[0][:300]}", flush=True)
 
     # Interrupted, it says what it has found until then.
     with suppress(KeyboardInterrupt):
         fuzz(arguments.mutations, arguments.seed, arguments.targets.split(","), keep, arguments.bundles)
-    columns = (REFUSED, SAME, DIFFERENT, RAW, CRASH, CODE)
+    columns = (REFUSED, SAME, DIFFERENT, RAW, CRASH, CODE, SLOW)
     print(f"| attack | {' | '.join(columns)} |")
     print(f"|---|{'---|' * len(columns)}")
     for name, found in counts.items():
         print(f"| {name} | {' | '.join(str(found[column]) for column in columns)} |")
     print(f"{done} mutations")
-    bad = sum(found[RAW] + found[CODE] + found[DIFFERENT] * ("unsealed" in name) for name, found in counts.items())
+    bad = sum(
+        found[RAW]
+        + found[CODE]
+        + found[DIFFERENT] * ("unsealed" in name)
+        + (found[CRASH] + found[SLOW]) * ("pt2" in name)
+        for name, found in counts.items()
+    )
     sys.exit(1 if bad else 0)
 
 

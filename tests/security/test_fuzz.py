@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 
@@ -21,6 +22,14 @@ def test_mutations_are_refused_or_harmless() -> None:
     unsealed = counts["pt2, any file, unsealed"]
     assert unsealed[fuzz.DIFFERENT] == 0
     assert unsealed[fuzz.REFUSED] > 0
+
+
+def test_random_operators_are_refused_or_run() -> None:
+    found: list[tuple[str, int, str, str]] = []
+    (counts,) = fuzz.fuzz(150, seed=5, targets=["operators"], keep=lambda *what: found.append(what)).values()
+    assert [what for what in found if what[2] not in (fuzz.REFUSED, fuzz.SAME)] == []
+    # Neither are all of them refused, nor do all of them run.
+    assert min(counts[fuzz.REFUSED], counts[fuzz.SAME]) >= 20
 
 
 def test_it_would_see_code_that_runs(tmp_path) -> None:
@@ -45,6 +54,7 @@ def test_it_would_see_code_that_runs(tmp_path) -> None:
         fuzz.RAW: fails,
         fuzz.REFUSED: refuses,
         fuzz.CRASH: dies,
+        fuzz.SLOW: lambda folder: os.kill(os.getpid(), signal.SIGPROF),
         fuzz.DIFFERENT: lambda folder: 3,
         fuzz.SAME: lambda folder: None,
     }

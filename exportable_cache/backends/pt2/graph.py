@@ -19,13 +19,16 @@ from torch import fx, nn
 
 from ...common.compat.torch import OpOverload, operator_arguments
 from ...errors import BundleError
+from .argument_kinds import check_kind
 from .checked import checked
 from .codes import DTYPES, LAYOUTS, MEMORY_FORMATS
 from .operators import operator_named
 
 #: Devices that a graph may name.
 _DEVICES = ("cpu", "cuda", "mps", "xpu")
+_MOST_DEVICES = 64
 _KEYWORD = 2
+_LEAST, _GREATEST = -(2**63), 2**63 - 1
 _FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 #: Kinds of inputs that are tensors of the file: where their names are.
 _STORED = {
@@ -153,7 +156,9 @@ class _GraphReader:
             item = given.pop(argument.name, None)
             if item is None:
                 in_order = False
-            elif in_order and not argument.kwarg_only and item.get("kind") != _KEYWORD:
+                continue
+            check_kind(called, argument, _only(item["arg"])[0])
+            if in_order and not argument.kwarg_only and item.get("kind") != _KEYWORD:
                 args.append(self._value(item["arg"]))
             elif keyword.iskeyword(argument.name):
                 raise ValueError(f"{called} is given {argument.name!r} by name")
@@ -177,7 +182,7 @@ class _GraphReader:
         if kind == "as_tensors":
             return [self.values[item["name"]] for item in value]
         if kind in ("as_optional_tensors", "as_optional_tensor"):
-            return [self._value(item) for item in value] if kind.endswith("s") else self._value(value)
+            return [self._optional(item) for item in value] if kind.endswith("s") else self._optional(value)
         if kind == "as_graph":
             return self._subgraph(value["graph"])
         if kind == "as_device":
@@ -189,6 +194,12 @@ class _GraphReader:
         if kind.endswith("s") and kind[:-1] in _PLAIN:
             return [_plain(item, _PLAIN[kind[:-1]]) for item in value]
         raise BundleError(f"a graph has an argument of kind {kind!r:.40}, which no program of ours has")
+
+    def _optional(self, argument: Mapping[str, Any]) -> fx.Node | None:
+        kind, value = _only(argument)
+        if kind not in ("as_tensor", "as_none"):
+            raise ValueError(f"{kind!r:.40} is not a tensor")
+        return None if kind == "as_none" else self.values[value["name"]]
 
     def _size(self, value: Mapping[str, Any]) -> Any:
         kind, given = _only(value)
@@ -218,12 +229,14 @@ def _plain(value: Any, kind: type) -> Any:
     if kind is float and type(value) is int:
         return float(value)
     if type(value) is not kind:
-        raise ValueError(f"{value!r:.40} is no {kind.__name__}")
+        raise ValueError(f"{value!r:.40} is not of type {kind.__name__}")
+    if type(value) is int and not _LEAST <= value <= _GREATEST:
+        raise ValueError(f"{value!r:.40} does not fit in 64 bits")
     return value
 
 
 def _device(value: Mapping[str, Any]) -> torch.device:
     kind, index = value["type"], value.get("index")
-    if kind not in _DEVICES or not (index is None or type(index) is int):
+    if kind not in _DEVICES or not (index is None or (type(index) is int and 0 <= index < _MOST_DEVICES)):
         raise ValueError(f"{value!r:.60} is no device that a program of ours has")
     return torch.device(kind) if index is None else torch.device(kind, index)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +20,21 @@ STATE_PREFIX = "layers_"
 _RECORD = re.compile(r"(weight|tensor)_\d+")
 #: The most elements that a tensor of zeros may have: 2^40, above every memory there is.
 _MOST_ELEMENTS = 1 << 40
+#: The most elements that a view may have of memory that holds fewer.
+_MOST_VIEWED = 1 << 32
+
+
+def check_view(sizes: Sequence[int], held: int) -> None:
+    """Check that a view of `held` elements claims no more elements than a computer goes through in seconds.
+
+    A view of one element can claim any number of them, and takes no memory for it.
+
+    Raises:
+        ValueError: If it claims more.
+    """
+    # A dimension of 0 makes the product 0 whatever the others are, but strides are products of the others.
+    if math.prod(max(size, 1) for size in sizes) > max(_MOST_VIEWED, held):
+        raise ValueError(f"a view of {held} elements must have at most {_MOST_VIEWED}, got {list(sizes)!r:.80}")
 
 
 class TensorWriter:
@@ -133,7 +148,12 @@ class TensorReader:
             return torch.zeros(sizes, dtype=dtype)
         if length * dtype.itemsize != held:
             raise BundleError(f"{name!r:.80} takes {length * dtype.itemsize} bytes, its record has {held}")
-        return self._entries.bytes_of(path).view(dtype).as_strided(sizes, strides)
+        check_view(sizes, length)
+        data = self._entries.bytes_of(path)
+        # A bool of another byte counts as that many elements in some kernels, which write past their results then.
+        if dtype is torch.bool and data.numel() and int(data.max()) > 1:
+            raise ValueError(f"{name!r:.80} is of bools and must have bytes of 0 and 1, got {int(data.max())}")
+        return data.view(dtype).as_strided(sizes, strides)
 
 
 def _count(value: Any) -> int:

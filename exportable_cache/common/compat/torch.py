@@ -16,7 +16,6 @@
 | `torch._C.parse_schema` | programs for a device hold kernels of every operator |
 | `torch.ops.aten._reshape_copy` | networks of TensorRT have reshapes with sizes that it does not know |
 | `torch.ops.aten._assert_tensor_metadata` | equal layers are lowered one by one |
-| `torch._C._dispatch_get_all_op_names` | functions of TorchScript are not told from operators that a file may call |
 | `torch._C._nn.linear`, `torch.ops.mkldnn._linear_pointwise` | linear layers are MKL's where it is slow |
 | `torch.fx.experimental.symbolic_shapes.is_concrete_int` | some steps leave linear layers to oneDNN or MKL |
 | `torch._dynamo.mark_dynamic`, `maybe_mark_dynamic`, `exc.TorchDynamoException` | each length of a prompt is a graph |
@@ -33,7 +32,6 @@ of. Modules that take long to import, `torch._dynamo` and `torch._inductor`, are
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -124,11 +122,6 @@ def gives_views(operator: OpOverload) -> bool:
     return any(result.alias_info is not None for result in operator._schema.returns)
 
 
-def operator_results(operator: OpOverload) -> Sequence[Any]:
-    """What an operator gives, in order: `type` of each."""
-    return operator._schema.returns
-
-
 def schema_of(operator: str) -> Any:
     """Schema of an operator of torch's dispatcher by its name, such as "aten::add.out"."""
     library, name = operator.split("::")
@@ -139,18 +132,6 @@ def schema_of(operator: str) -> Any:
 def schema_of_text(text: str) -> Any:
     """Schema that a text describes, such as "add.out(Tensor self, Tensor other, *, Tensor(a!) out) -> Tensor(a!)"."""
     return torch._C.parse_schema(text)
-
-
-def is_dispatched(operator: OpOverload) -> bool:
-    """Whether it is an operator of torch's dispatcher, not one of TorchScript's alone."""
-    schema = operator._schema
-    name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
-    return name in _dispatched()
-
-
-@functools.cache
-def _dispatched() -> frozenset[str]:
-    return frozenset(torch._C._dispatch_get_all_op_names())
 
 
 def serialized_program(program: ExportedProgram) -> dict[str, Any]:
