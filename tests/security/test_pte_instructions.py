@@ -12,6 +12,7 @@ import pytest
 from exportable_cache import load
 from exportable_cache.backends.executorch import instructions
 from exportable_cache.backends.executorch.instructions import check_instructions
+from exportable_cache.common.compat.executorch import runtime
 from exportable_cache.errors import BundleError
 
 from ..support.shared_tables import with_one_call_for_all
@@ -22,6 +23,8 @@ pytest.importorskip("executorch")
 
 @pytest.fixture(scope="module")
 def program(demo_bundle: Path) -> bytes:
+    # Its libraries of kernels bring the schemas of their operators.
+    runtime()
     return (demo_bundle / "program.pte").read_bytes()
 
 
@@ -60,12 +63,15 @@ def test_operators_and_delegates_that_there_are_not(program: bytes, tmp_path: Pa
 
 def test_one_list_for_many_instructions(program: bytes, tmp_path: Path) -> None:
     """Some kilobytes that would be read as many megabytes; a hundred times as long, they would be read for days."""
-    path = tmp_path / "few.pte"
-    path.write_bytes(with_one_call_for_all(program, 3, 5))
-    check_instructions(path)
+    # Few of them are refused for what they call alone.
+    assert "with 5 values, of" in _refused(with_one_call_for_all(program, 3, 5), tmp_path)
     hostile = with_one_call_for_all(program, 20_000, 20_000)
     assert 16 * len(hostile) < 4 * 20_000 * 20_000
-    assert "share more lists and names" in _refused(hostile, tmp_path)
+    assert "with 20000 values, of" in _refused(hostile, tmp_path)
+    file = instructions._Bytes(hostile)
+    file.spend(16 * len(hostile))
+    with pytest.raises(ValueError, match="share more lists and names"):
+        file.spend(1 << 20)
 
 
 def test_values_that_there_are_not(program: bytes, tmp_path: Path) -> None:
@@ -85,8 +91,8 @@ def test_the_last_value_there_is_and_one_past_it(program: bytes, tmp_path: Path)
     struct.pack_into("<i", spoiled, at, size)
     assert f"names number {size} of {size}" in _refused(spoiled, tmp_path)
     struct.pack_into("<i", spoiled, at, size - 1)
-    (tmp_path / "program.pte").write_bytes(spoiled)
-    check_instructions(tmp_path / "program.pte")
+    # It exists, and is of another kind than the kernel takes.
+    assert "must be" in _refused(spoiled, tmp_path)
 
 
 # An operator's; the method's; what XNNPACK calls its weights.
@@ -118,3 +124,85 @@ def test_a_bundle_with_one(demo_bundle: Path, program: bytes, tmp_path: Path) ->
     reseal(bundle)
     with pytest.raises(BundleError, match="names number 1073741824 of"):
         load(bundle)
+
+
+def _plan(program: bytes | bytearray) -> instructions._Table:
+    return instructions._root(instructions._Bytes(program), 0).tables(instructions._PLANS)[0]
+
+
+def _tensors(program: bytes | bytearray) -> list[instructions._Table]:
+    held = [value.union(0) for value in _plan(program).tables(instructions._VALUES)]
+    return [table for kind, table in held if kind == instructions.TENSOR and table is not None]
+
+
+def _with_kind(program: bytes, index: int, kind: int) -> bytearray:
+    """The program with another kind of a value; what it holds is left."""
+    value = _plan(program).tables(instructions._VALUES)[index]
+    spoiled = bytearray(program)
+    spoiled[value._table.Pos + value._at(0)] = kind
+    return spoiled
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "kind", "wanted"),
+    [
+        ("aten::embedding", 0, instructions.INT, "must be Tensor, got Int"),
+        ("aten::unsqueeze_copy", 1, instructions.BOOL, "must be Int, got Bool"),
+        ("aten::view_copy", 1, instructions.TENSOR, "must be IntList, got Tensor"),
+        ("llama::custom_sdpa", 5, instructions.INT, "must be Double, got Int"),
+        ("executorch_prim::", 0, instructions.NULL, "got Null"),
+        ("executorch_prim::et_view", 1, instructions.INT, "must be IntList, got Int"),
+    ],
+)
+def test_values_of_another_kind_than_the_kernel_takes(
+    program: bytes, tmp_path: Path, name: str, argument: int, kind: int, wanted: str
+) -> None:
+    """The kernel would ask the value for what it is not, and the process would end."""
+    operators = [f"{one.text(0)}.{one.text(1)}" for one in _plan(program).tables(instructions._OPERATORS)]
+    called = _calls(program, instructions._KERNEL_CALL)
+    call = next((call for call in called if operators[call.number(0)].startswith(name)), None)
+    if call is None:
+        pytest.skip(f"the demo's program does not call {name}")
+    assert wanted in _refused(_with_kind(program, call.numbers(1)[argument], kind), tmp_path)
+
+
+def test_a_kernel_called_with_too_few_values(program: bytes, tmp_path: Path) -> None:
+    call = next(call for call in _calls(program, instructions._KERNEL_CALL) if len(call.numbers(1)) > 3)
+    spoiled = bytearray(program)
+    at = call._table.Vector(call._at(1)) - 4
+    struct.pack_into("<I", spoiled, at, len(call.numbers(1)) - 1)
+    assert re.search(r"with \d+ values, of \d+", _refused(spoiled, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("size", "said"), [(-294967296, "must be at least 0"), (2**31 - 1, "past the end of its buffer|must have at most")]
+)
+def test_sizes_that_no_tensor_has(program: bytes, tmp_path: Path, size: int, said: str) -> None:
+    tensor = next(
+        one for one in _tensors(program) if one.numbers(instructions._SIZES) and one.table(instructions._ALLOCATION)
+    )
+    spoiled = bytearray(program)
+    struct.pack_into("<i", spoiled, tensor._table.Vector(tensor._at(instructions._SIZES)), size)
+    assert re.search(said, _refused(spoiled, tmp_path))
+
+
+def test_a_tensor_past_the_end_of_its_buffer_and_one_of_no_dtype(program: bytes, tmp_path: Path) -> None:
+    place = next(found for one in _tensors(program) if (found := one.table(instructions._ALLOCATION)) and found._at(1))
+    spoiled = bytearray(program)
+    struct.pack_into("<I", spoiled, place._table.Pos + place._at(1), 2**31)
+    assert "past the end of its buffer" in _refused(spoiled, tmp_path)
+    tensor = next(one for one in _tensors(program) if one._at(instructions._SCALAR_TYPE))
+    spoiled = bytearray(program)
+    spoiled[tensor._table.Pos + tensor._at(instructions._SCALAR_TYPE)] = 99
+    assert "has dtype 99, which there is not" in _refused(spoiled, tmp_path)
+
+
+def test_a_list_of_ints_that_names_tensors(program: bytes, tmp_path: Path) -> None:
+    values = _plan(program).tables(instructions._VALUES)
+    held = [value.union(0) for value in values]
+    tensor = next(index for index, (kind, _) in enumerate(held) if kind == instructions.TENSOR)
+    ints = next(table for kind, table in held if kind == instructions.INTS and table.wide_numbers(0))
+    for index, said in ((tensor, "must be Int, got Tensor"), (10**6, "names number 1000000 of")):
+        spoiled = bytearray(program)
+        struct.pack_into("<q", spoiled, ints._table.Vector(ints._at(0)), index)
+        assert said in _refused(spoiled, tmp_path)

@@ -3,28 +3,41 @@
 The runtime (seen in 1.4.1) ends the process where an instruction names an operator that there is not, and where a name
 that goes into one of its messages is no UTF-8. This looks at every instruction and name, those of weights in XNNPACK's
 payloads too, by the fields of ExecuTorch's `program.fbs` and of XNNPACK's `schema.fbs`, with the library that such
-files are written with.
+files are written with. It also compares the kinds of values with what kernels take, and the sizes of tensors with the
+buffers that they lie in, because the runtime aborts on others.
 """
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ...errors import BundleError
+from .kernel_arguments import BOOL, INT, INTS, NAMES, NULL, STRING, TENSOR, TENSORS, check_call
+from .kernel_arguments import OPTIONAL_TENSORS as OPTIONALS
 
 # Fields of the schema's tables, by their place in it.
 _PLANS, _SEGMENTS, _NAMED_DATA = 1, 4, 7
 _NAME, _VALUES, _INPUTS, _OUTPUTS, _CHAINS, _OPERATORS, _DELEGATES = 0, 2, 3, 4, 5, 6, 7
 _INSTRUCTIONS = 2
 _PROCESSED, _COMPILE_SPECS = 1, 2
-#: The union of values: a tensor, a text, lists of values. Of a tensor, its name; of lists, whether -1 stands for none.
-_TENSOR, _STRING, _LISTS = 5, 6, {10: 0, 11: -1}
-_TENSOR_INFO, _TENSOR_NAME = 9, 1
+_PLANNED = 8
+#: Fields of a tensor.
+_SCALAR_TYPE, _SIZES, _DIM_ORDER, _ALLOCATION, _TENSOR_INFO, _TENSOR_NAME = 0, 2, 3, 6, 9, 1
+#: Lists of values: the kinds that these may be of, and the least index, where -1 represents a missing tensor.
+_LISTS = {INTS: ({INT}, 0), TENSORS: ({TENSOR}, 0), OPTIONALS: ({TENSOR, NULL}, -1)}
+#: Bytes of an element by ExecuTorch's number for its dtype; 0 where several elements share one.
+_ITEM_SIZES = {
+    0: 1, 1: 1, 2: 2, 3: 4, 4: 8, 5: 2, 6: 4, 7: 8, 8: 4, 9: 8, 10: 16, 11: 1, 12: 1, 13: 1, 14: 4, 15: 2,
+    16: 1, 17: 1, 22: 0, 23: 1, 24: 1, 25: 1, 26: 1, 27: 2, 28: 4, 29: 8,
+}  # fmt: skip
+#: The most bytes that a tensor may claim, above every memory that there is.
+_MOST_BYTES = 1 << 40
 #: The union of instructions.
 _KERNEL_CALL, _DELEGATE_CALL, _MOVE, _JUMP, _FREE = 1, 2, 3, 4, 5
 #: Where the file's own header says that segments begin, and XNNPACK's where its tables do; names of weights in these.
@@ -110,14 +123,41 @@ def _check(program: _Table) -> None:
                 _check_payload(segments, delegate.table(_PROCESSED))
             for spec in delegate.tables(_COMPILE_SPECS):
                 spec.text(0)
-        _check_values(values, name)
+        kinds = _check_values(values, plan.wide_numbers(_PLANNED), name)
         _within(plan.numbers(_INPUTS), len(values), f"inputs of {name!r}")
         _within(plan.numbers(_OUTPUTS), len(values), f"outputs of {name!r}")
+        names = [f"{operator.text(0)}.{operator.text(1)}".rstrip(".") for operator in operators]
+        ids = [delegate.text(0) for delegate in delegates]
         for chain in plan.tables(_CHAINS):
             instructions = chain.tables(_INSTRUCTIONS)
             sizes = {_KERNEL_CALL: len(operators), _DELEGATE_CALL: len(delegates)}
             for instruction in instructions:
-                _check_instruction(instruction, sizes, len(values), len(instructions), f"an instruction of {name!r}")
+                what = f"an instruction of {name!r}"
+                _check_instruction(instruction, sizes, len(values), len(instructions), what)
+                _check_call_kinds(instruction, names, ids, kinds, what)
+
+
+def _check_call_kinds(
+    instruction: _Table, operators: list[str], delegates: list[str], kinds: list[int], what: str
+) -> None:
+    """Check kinds of the values that an instruction takes, whose indices were checked."""
+    kind, call = instruction.union(0)
+    if call is None:
+        return
+    if kind == _KERNEL_CALL:
+        check_call(operators[call.number(0)], [kinds[index] for index in call.numbers(1)], what)
+    elif kind == _DELEGATE_CALL and delegates[call.number(0)] == _XNNPACK:
+        _check_kinds(call.numbers(1), kinds, {TENSOR}, what)
+    elif kind == _JUMP:
+        # A comparison of numbers puts its bool where the file has a number.
+        _check_kinds([call.number(0)], kinds, {TENSOR, BOOL, INT}, what)
+
+
+def _check_kinds(indices: Any, kinds: list[int], allowed: set[int], what: str) -> None:
+    for index in indices:
+        if index >= 0 and kinds[index] not in allowed:
+            names = " or ".join(NAMES[kind] for kind in sorted(allowed))
+            raise ValueError(f"value {index} in {what} must be {names}, got {NAMES.get(kinds[index], 'another kind')}")
 
 
 def _check_payload(segments: list[_Table], processed: _Table | None) -> None:
@@ -134,19 +174,55 @@ def _check_payload(segments: list[_Table], processed: _Table | None) -> None:
         constant.text(_CONSTANT_NAME)
 
 
-def _check_values(values: list[_Table], name: str) -> None:
-    for value in values:
-        kind, held = value.union(0)
-        if held is None:
+def _check_values(values: list[_Table], planned: Sequence[int], name: str) -> list[int]:
+    """Check the values of a method, and return the kind of each.
+
+    Args:
+        planned: Sizes in bytes of the buffers that its tensors are planned into; the first one is not used.
+    """
+    held = [value.union(0) for value in values]
+    kinds = [kind if table is not None else 0 for kind, table in held]
+    for kind, table in held:
+        if table is None:
             continue
-        if kind == _STRING:
-            held.text(0)
-        elif kind == _TENSOR:
-            info = held.table(_TENSOR_INFO)
-            if info is not None:
-                info.text(_TENSOR_NAME)
+        if kind == STRING:
+            table.text(0)
+        elif kind == TENSOR:
+            _check_tensor(table, planned, name)
         elif kind in _LISTS:
-            _within(held.numbers(0), len(values), f"a list of {name!r}", least=_LISTS[kind])
+            allowed, least = _LISTS[kind]
+            items = table.wide_numbers(0) if kind == INTS else table.numbers(0)
+            _within(items, len(values), f"a list of {name!r}", least=least)
+            _check_kinds(items, kinds, allowed, f"a list of {name!r}")
+        elif kind not in NAMES:
+            raise ValueError(f"a value of {name!r} is of kind {kind}, which there is not")
+    return kinds
+
+
+def _check_tensor(tensor: _Table, planned: Sequence[int], name: str) -> None:
+    """Check sizes: the runtime aborts on one below 0, and multiplies them without a look at what fits in 64 bits."""
+    info = tensor.table(_TENSOR_INFO)
+    if info is not None:
+        info.text(_TENSOR_NAME)
+    sizes, dtype = tensor.numbers(_SIZES), tensor.number(_SCALAR_TYPE, "<b")
+    if dtype not in _ITEM_SIZES:
+        raise ValueError(f"a tensor of {name!r} has dtype {dtype}, which there is not")
+    if any(size < 0 for size in sizes):
+        raise ValueError(f"sizes of a tensor of {name!r} must be at least 0, got {list(sizes)!r:.80}")
+    length = math.prod(max(size, 1) for size in sizes) * _ITEM_SIZES[dtype]
+    if length > _MOST_BYTES:
+        raise ValueError(f"a tensor of {name!r} must have at most {_MOST_BYTES} bytes, got sizes {list(sizes)!r:.80}")
+    order = tensor.small_numbers(_DIM_ORDER)
+    if order and sorted(order) != list(range(len(sizes))):
+        raise ValueError(f"dimensions of a tensor of {name!r} are in the order {list(order)!r:.80}")
+    place = tensor.table(_ALLOCATION)
+    if place is not None and 0 not in sizes:
+        buffer, offset = place.number(0, "<I"), place.number(1, "<I") + (place.number(2, "<I") << 32)
+        # A dtype or a delegate that packs elements takes less; what is missing is at most that.
+        if not 0 < buffer < len(planned) or offset + length > planned[buffer]:
+            raise ValueError(
+                f"a tensor of {name!r} lies at {offset} with {length} bytes, past the end of its buffer {buffer}"
+            )
 
 
 def _check_instruction(instruction: _Table, sizes: dict[int, int], values: int, instructions: int, what: str) -> None:
@@ -219,13 +295,24 @@ class _Table:
         return struct.unpack_from(form, self._table.Bytes, self._table.Pos + at)[0] if at else 0
 
     def numbers(self, field: int) -> tuple[int, ...]:
-        """A vector of int32."""
+        """Return a vector of int32."""
+        return self._vector(field, "i", 4)
+
+    def wide_numbers(self, field: int) -> tuple[int, ...]:
+        """Return a vector of int64."""
+        return self._vector(field, "q", 8)
+
+    def small_numbers(self, field: int) -> tuple[int, ...]:
+        """Return a vector of uint8."""
+        return self._vector(field, "B", 1)
+
+    def _vector(self, field: int, form: str, size: int) -> tuple[int, ...]:
         at = self._at(field)
         if not at:
             return ()
         count = self._table.VectorLen(at)
-        self.file.spend(4 * count)
-        return struct.unpack_from(f"<{count}i", self._table.Bytes, self._table.Vector(at))
+        self.file.spend(size * count)
+        return struct.unpack_from(f"<{count}{form}", self._table.Bytes, self._table.Vector(at))
 
     def text(self, field: int) -> str:
         """A text, "" for one that is not stored."""
