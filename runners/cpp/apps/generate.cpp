@@ -32,7 +32,7 @@ constexpr const char* kUsage =
     "  --encode-file FILE      float32 numbers for its encoder, as a speech model's processor makes them, with --tokens\n"
     "  --input NAME=FILE       what the model's processor gives for images or sound, such as pixel_values: raw float32 (or int64)\n"
     "                          values, item after item, with --tokens that have their placeholders; may be given several times\n"
-    "  --max-new-tokens N      at most N; as many as fit by default\n"
+    "  --max-new-tokens N      at most N; by default the checkpoint's own limit, or as many as fit\n"
     "  --temperature T         draw, after dividing logits by T; greedy by default\n"
     "  --top-k K, --top-p P    draw from the K most probable, from the fewest that reach P\n"
     "  --seed N                the same draws every time\n"
@@ -204,10 +204,18 @@ int converse(Session& session, const Arguments& arguments) {
   return 0;
 }
 
+// Names what the checkpoint asks for and this runner does not follow.
+void note_unheeded(const Manifest& manifest) {
+  for (const std::string& name : manifest.settings.unheeded) {
+    std::cerr << "generation_config asks for " << name << ", which is not followed: tokens may differ from those of transformers\n";
+  }
+}
+
 // The answers of a batch, a line each: rows end at different times.
 int answer_rows(const Arguments& arguments) {
   Result<BatchSession> session = BatchSession::open(arguments.bundle);
   if (!session.ok()) return report(session.error());
+  note_unheeded(session->manifest());
   std::vector<std::string> texts(arguments.prompts.size());
   const Result<std::vector<Generation>> answers =
       arguments.prompts.empty() ? session->generate(arguments.tokens, arguments.options)
@@ -253,6 +261,7 @@ int main(int argc, char** argv) {
   if (arguments.prompts.size() + arguments.tokens.size() > 1) return answer_rows(arguments);
   Result<Session> session = Session::open(arguments.bundle);
   if (!session.ok()) return report(session.error());
+  note_unheeded(session->manifest());
 
   if (arguments.encoded_tokens) {
     if (const Status status = session->encode_input(*arguments.encoded_tokens); !status.ok()) return report(status.error());

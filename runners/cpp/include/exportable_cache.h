@@ -60,7 +60,7 @@ typedef int (*ec_allow_tokens)(const int64_t* tokens, size_t count, uint32_t* ma
 /* How tokens are generated. Fill it with ec_options_init first. */
 typedef struct ec_options {
   size_t size;                     /* of this structure, as the caller knows it */
-  int64_t max_new_tokens;          /* 0: as many as fit */
+  int64_t max_new_tokens;          /* 0: the checkpoint's own limit, or else as many as fit */
   double temperature;              /* 0: always the likeliest token */
   int64_t top_k;                   /* 0: all */
   double top_p;                    /* 1: all */

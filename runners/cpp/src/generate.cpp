@@ -7,6 +7,7 @@
 #include "checks.h"
 #include "timing.h"
 #include "token_mask.h"
+#include "token_rules.h"
 #include "utf8.h"
 
 namespace exportable_cache {
@@ -40,14 +41,18 @@ double Statistics::prefill_tokens_per_second() const { return rate(prompt_tokens
 
 double Statistics::decode_tokens_per_second() const { return rate(std::max<int64_t>(0, generated_tokens - 1), decode_seconds); }
 
-Result<Generation> Session::run(std::vector<int64_t> prompt, const GenerateOptions& options,
+Result<Generation> Session::run(std::vector<int64_t> prompt, const GenerateOptions& given,
                                 const std::function<std::optional<StopReason>(int64_t token)>& on_token) {
-  if (const Status status = check_options(options, manifest_); !status.ok()) return status.error();
-  if (const Status status = check_lookup(options); !status.ok()) return status.error();
+  if (const Status status = check_options(given, manifest_); !status.ok()) return status.error();
+  if (const Status status = check_lookup(given); !status.ok()) return status.error();
   if (const Status status = check_tokens(prompt, manifest_, "tokens"); !status.ok()) return status.error();
   const auto prompt_size = static_cast<int64_t>(prompt.size());
-  const Status fits = check_room(max_length(), length_, prompt_size, options.max_new_tokens);
+  const Status fits = check_room(max_length(), length_, prompt_size, given.max_new_tokens);
   if (!fits.ok()) return fits.error();
+  const Result<std::optional<int64_t>> limit = limit_of(manifest_, given.max_new_tokens, length_ + prompt_size);
+  if (!limit.ok()) return limit.error();
+  GenerateOptions options = given;
+  options.max_new_tokens = *limit;
   if (const Status status = check_encoded(length_); !status.ok()) return status.error();
   if (const Status status = check_items(prompt); !status.ok()) return status.error();
   Result<Sampler> sampler = Sampler::make(options.sampling);
@@ -60,9 +65,14 @@ Result<Generation> Session::run(std::vector<int64_t> prompt, const GenerateOptio
   TokenMask mask(options.allowed_tokens, static_cast<size_t>(manifest_.logits_size));
   Result<bool> goes_on = mask.ask({});
   if (!goes_on.ok()) return goes_on.error();
+  const int64_t held = length_;
   Result<std::span<const float>> logits = feed(prompt, true);
   if (!logits.ok()) return logits.error();
   Generation generation;
+  // The newest token takes no slot.
+  std::optional<int64_t> most = *limit;
+  if (room()) most = std::min(most.value_or(*room() + 1), *room() + 1);
+  TokenRules rules(manifest_, {held, prompt_size, most, manifest_.encoder ? encoded_tokens_ : prompt});
   std::vector<int64_t> context = std::move(prompt);
   int64_t proposed = 0, accepted = 0;
   std::vector<int64_t> judged;  // the tokens that `logits` are of: the newest one, and what was proposed to follow it
@@ -76,7 +86,13 @@ Result<Generation> Session::run(std::vector<int64_t> prompt, const GenerateOptio
     const size_t vocabulary = logits->size() / rows;
     size_t used = 0;
     while (!reason && used < rows) {
-      const int64_t token = sampler->choose(logits->subspan(used * vocabulary, vocabulary), mask.words());
+      const Result<std::span<const float>> ruled = rules.apply(logits->subspan(used * vocabulary, vocabulary), context, mask.words());
+      if (!ruled.ok()) {
+        // What was proposed behind the newest token is taken back.
+        length_ -= static_cast<int64_t>(rows - used) - 1;
+        return ruled.error();
+      }
+      const int64_t token = sampler->choose(*ruled, mask.words());
       ++used;
       if (generation.tokens.empty()) first = Clock::now();
       generation.tokens.push_back(token);

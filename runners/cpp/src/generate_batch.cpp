@@ -5,6 +5,7 @@
 
 #include "checks.h"
 #include "timing.h"
+#include "token_rules.h"
 
 namespace exportable_cache {
 namespace {
@@ -32,6 +33,10 @@ Result<std::vector<Generation>> BatchSession::run(std::span<const std::vector<in
                 rows(), "; leave it out, or export with batch_size=1 and use a Session");
   }
   if (const Status status = check_prompts(prompts, options.max_new_tokens); !status.ok()) return status.error();
+  int64_t longest = 0;
+  for (size_t row = 0; row < rows(); ++row) longest = std::max(longest, lengths_[row] + static_cast<int64_t>(prompts[row].size()));
+  const Result<std::optional<int64_t>> limit = limit_of(manifest_, options.max_new_tokens, longest);
+  if (!limit.ok()) return limit.error();
   Result<std::vector<Sampler>> samplers = samplers_of(options.sampling, rows());
   if (!samplers.ok()) return samplers.error();
 
@@ -41,9 +46,18 @@ Result<std::vector<Generation>> BatchSession::run(std::span<const std::vector<in
   // Rows that have ended stay where they are, where every layer can take back what is written behind them.
   constexpr int64_t kFar = int64_t{1} << 40;
   const bool rows_stay = limits_.max_rollback(kFar, kFar).tokens > 0 && !manifest_.equal_rows;
+  const std::vector<int64_t> held = lengths_;
   Result<std::span<const float>> logits = feed(prompts, true);
   if (!logits.ok()) return logits.error();
 
+  // The newest token takes no slot.
+  std::optional<int64_t> most = *limit;
+  if (room()) most = std::min(most.value_or(*room() + 1), *room() + 1);
+  std::vector<TokenRules> rules;
+  std::vector<std::vector<int64_t>> contexts(prompts.begin(), prompts.end());
+  for (size_t row = 0; row < rows(); ++row) {
+    rules.emplace_back(manifest_, RowStart{held[row], static_cast<int64_t>(prompts[row].size()), most, prompts[row]});
+  }
   std::vector<Generation> answers(rows());
   std::vector<std::optional<StopReason>> reasons(rows());
   std::vector<int64_t> newest(rows());
@@ -60,14 +74,17 @@ Result<std::vector<Generation>> BatchSession::run(std::span<const std::vector<in
       if (reasons[row]) continue;
       Generation& answer = answers[row];
       std::optional<StopReason>& reason = reasons[row];
-      const int64_t token = (*samplers)[row].choose(logits->subspan(row * vocabulary, vocabulary));
+      const Result<std::span<const float>> ruled = rules[row].apply(logits->subspan(row * vocabulary, vocabulary), contexts[row], {});
+      if (!ruled.ok()) return ruled.error();
+      const int64_t token = (*samplers)[row].choose(*ruled);
+      contexts[row].push_back(token);
       if (first == start) first = Clock::now();
       newest[row] = token;
       is_unfed[row] = true;
       answer.tokens.push_back(token);
       reason = on_token(row, token);
       if (!reason && is_end(token, manifest_, options)) reason = StopReason::kEndToken;
-      if (!reason && static_cast<int64_t>(answer.tokens.size()) == options.max_new_tokens) reason = StopReason::kMaxNewTokens;
+      if (!reason && static_cast<int64_t>(answer.tokens.size()) == *limit) reason = StopReason::kMaxNewTokens;
       answer.statistics.decode_seconds = seconds(Clock::now() - first);
     }
     if (room() == 0) end_all(StopReason::kCacheFull);

@@ -53,12 +53,96 @@ class Reader {
   std::string problem_;
 };
 
-std::vector<int64_t> token_ids(const Json& ids, Reader& reader) {
+// One id, several, or none.
+std::vector<int64_t> listed(const Json& ids, const std::string& name, Reader& reader) {
   std::vector<int64_t> tokens;
   if (ids.is_null()) return tokens;
-  if (ids.array() == nullptr) return {reader.integer(ids, "generation_config.eos_token_id", 0)};
-  for (const Json& id : *ids.array()) tokens.push_back(reader.integer(id, "generation_config.eos_token_id", 0));
+  if (ids.array() == nullptr) return {reader.integer(ids, "generation_config." + name, 0)};
+  for (const Json& id : *ids.array()) tokens.push_back(reader.integer(id, "generation_config." + name, 0));
   return tokens;
+}
+
+double positive(const Json& value, const std::string& name, Reader& reader) {
+  const double number = value.integer() != nullptr ? static_cast<double>(*value.integer()) : value.number() != nullptr ? *value.number() : 0;
+  if (!(number > 0)) reader.complain("generation_config." + name + " is no number above 0");
+  return number;
+}
+
+std::vector<std::vector<int64_t>> sequences(const Json& value, const std::string& name, int64_t vocab_size, Reader& reader) {
+  std::vector<std::vector<int64_t>> found;
+  const Json::Array none;
+  for (const Json& ids : value.array() == nullptr ? none : *value.array()) {
+    std::vector<int64_t> tokens = listed(ids, name, reader);
+    if (tokens.empty() || *std::max_element(tokens.begin(), tokens.end()) >= vocab_size) {
+      reader.complain("generation_config." + name + " is no list of lists of token ids below " + std::to_string(vocab_size));
+    }
+    if (!tokens.empty()) found.push_back(std::move(tokens));
+  }
+  return found;
+}
+
+// Whether a setting asks for something, which false, 0, 1 and nothing do not: the values that change nothing.
+bool asks(const Json& value, int64_t neutral) {
+  if (value.is_null() || (value.boolean() != nullptr && !*value.boolean())) return false;
+  if (value.integer() != nullptr) return *value.integer() != neutral;
+  if (value.number() != nullptr) return *value.number() != static_cast<double>(neutral);
+  return value.array() == nullptr || !value.array()->empty();
+}
+
+GenerationSettings settings_of(const Json& fields, int64_t vocab_size, Reader& reader) {
+  GenerationSettings settings;
+  const auto count = [&](const char* name, int64_t least) -> std::optional<int64_t> {
+    if (fields[name].is_null()) return std::nullopt;
+    return reader.integer(fields[name], std::string("generation_config.") + name, least);
+  };
+  const auto penalty = [&](const char* name) { return fields[name].is_null() ? 1 : positive(fields[name], name, reader); };
+  settings.max_new_tokens = count("max_new_tokens", 1);
+  settings.max_length = count("max_length", 1);
+  settings.encoder_repetition_penalty = penalty("encoder_repetition_penalty");
+  settings.repetition_penalty = penalty("repetition_penalty");
+  settings.no_repeat_ngram_size = count("no_repeat_ngram_size", 0).value_or(0);
+  settings.encoder_no_repeat_ngram_size = count("encoder_no_repeat_ngram_size", 0).value_or(0);
+  settings.min_new_tokens = count("min_new_tokens", 0).value_or(0);
+  // The number of new tokens comes before that of all.
+  if (fields["min_new_tokens"].is_null()) settings.min_length = count("min_length", 0).value_or(0);
+  settings.bad_words = sequences(fields["bad_words_ids"], "bad_words_ids", vocab_size, reader);
+  const Json::Array none;
+  for (const Json& pair : fields["sequence_bias"].array() == nullptr ? none : *fields["sequence_bias"].array()) {
+    const Json::Array* both = pair.array();
+    const bool is_pair = both != nullptr && both->size() == 2;
+    const double* number = is_pair ? (*both)[1].number() : nullptr;
+    const int64_t* whole = is_pair ? (*both)[1].integer() : nullptr;
+    std::vector<int64_t> tokens = is_pair ? listed((*both)[0], "sequence_bias", reader) : std::vector<int64_t>();
+    if (tokens.empty() || (number == nullptr && whole == nullptr)) {
+      reader.complain("generation_config.sequence_bias is no list of pairs of token ids and a number");
+      break;
+    }
+    settings.sequence_bias.emplace_back(std::move(tokens), number != nullptr ? *number : static_cast<double>(*whole));
+  }
+  settings.forced_begin = count("forced_bos_token_id", 0);
+  settings.forced_ends = listed(fields["forced_eos_token_id"], "forced_eos_token_id", reader);
+  settings.remove_invalid_values = asks(fields["remove_invalid_values"], 0);
+  if (const Json::Array* decay = fields["exponential_decay_length_penalty"].array()) {
+    const bool is_pair = decay->size() == 2 && (*decay)[0].integer() != nullptr;
+    if (!is_pair) reader.complain("generation_config.exponential_decay_length_penalty is no pair of an integer and a number");
+    if (is_pair) settings.decay = {*(*decay)[0].integer(), positive((*decay)[1], "exponential_decay_length_penalty", reader)};
+  }
+  // Tokens that the model does not have never come.
+  const auto suppressed = [&](const char* name) {
+    std::vector<int64_t> tokens = listed(fields[name], name, reader);
+    std::erase_if(tokens, [&](int64_t token) { return token >= vocab_size; });
+    return tokens;
+  };
+  settings.suppressed = suppressed("suppress_tokens");
+  settings.suppressed_first = suppressed("begin_suppress_tokens");
+  for (const char* name : {"num_beams", "num_beam_groups", "num_return_sequences", "guidance_scale"}) {
+    if (asks(fields[name], 1)) settings.unheeded.emplace_back(name);
+  }
+  for (const char* name : {"diversity_penalty", "penalty_alpha", "dola_layers", "constraints", "force_words_ids", "stop_strings",
+                           "max_time", "token_healing", "watermarking_config", "forced_decoder_ids"}) {
+    if (asks(fields[name], 0)) settings.unheeded.emplace_back(name);
+  }
+  return settings;
 }
 
 // Whether a method is a step. Others, such as an encoder, are not needed.
@@ -273,7 +357,8 @@ Result<Manifest> Manifest::read(const std::string& folder) {
   manifest.equal_rows = program["equal_rows"].boolean() != nullptr && *program["equal_rows"].boolean();
   manifest.program_sha256 = reader.text(fields["files"]["program.pte"]["sha256"], "files.program.pte.sha256");
   manifest.has_tokenizer = fields["tokenizer"].string() != nullptr;
-  manifest.end_tokens = token_ids(fields["generation_config"]["eos_token_id"], reader);
+  manifest.end_tokens = listed(fields["generation_config"]["eos_token_id"], "eos_token_id", reader);
+  manifest.settings = settings_of(fields["generation_config"], manifest.vocab_size, reader);
 
   manifest.chat = chat_of(fields["files"]["tokenizer/tokenizer.json"]["details"]["chat_turns"], reader);
   manifest.encoder = encoder_of(program["methods"]["encode"], reader);

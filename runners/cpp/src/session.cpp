@@ -222,7 +222,9 @@ Status Session::encode_input(std::span<const int64_t> tokens) {
   std::vector<int64_t> padded(tokens.begin(), tokens.end());
   padded.resize(static_cast<size_t>(std::max(whole, encoder.min_length)));
   const auto size = static_cast<int32_t>(padded.size());
-  return encode_input(padded.data(), {1, size}, size - static_cast<int32_t>(length));
+  const Status status = encode_input(padded.data(), {1, size}, size - static_cast<int32_t>(length));
+  if (status.ok()) encoded_tokens_.assign(tokens.begin(), tokens.end());
+  return status;
 }
 
 Status Session::encode_input(std::span<const float> values) {
@@ -253,6 +255,7 @@ Status Session::encode_input(const void* values, std::vector<int32_t> sizes, int
   Result<Encoded> encoded = program_.encode(*manifest_.encoder, values, std::move(sizes), padding);
   if (!encoded.ok()) return encoded.error();
   encoded_ = std::move(*encoded);
+  encoded_tokens_.clear();
   begin();
   return {};
 }

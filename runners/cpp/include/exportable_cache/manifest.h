@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include <exportable_cache/generation_settings.h>
 #include <exportable_cache/result.h>
 
 namespace exportable_cache {
@@ -109,6 +110,7 @@ struct Manifest {
   std::optional<ChatTurns> chat{};
   std::optional<int64_t> start_token{};  // decoder_start_token_id of the generation config
   std::vector<int64_t> end_tokens;  // eos_token_id of the generation config; may be empty
+  GenerationSettings settings{};    // what else it asks of every generation
   bool has_tokenizer;
   std::string program_sha256;  // of program.pte, by which a saved state knows its program
 

@@ -22,7 +22,7 @@
 namespace exportable_cache {
 
 struct GenerateOptions {
-  std::optional<int64_t> max_new_tokens{};  // as many as fit by default
+  std::optional<int64_t> max_new_tokens{};  // by default the checkpoint's own limit, or else as many as fit
   Sampling sampling{};
   std::vector<int64_t> stop_tokens{};       // besides the model's end tokens
   std::vector<std::string> stop_strings{};
@@ -211,6 +211,7 @@ class Session {
   BundleText text_;
   std::vector<float> logits_;
   std::optional<Encoded> encoded_;
+  std::vector<int64_t> encoded_tokens_;  // what was encoded, where that is text
   Items items_;                     // for the next prompt
   std::vector<Placed> placed_;      // the items that are held, oldest first
   std::unique_ptr<std::atomic<bool>> cancelled_ = std::make_unique<std::atomic<bool>>(false);

@@ -1,0 +1,42 @@
+// What a checkpoint's generation_config asks of every generation.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace exportable_cache {
+
+/// The settings that decide which tokens come, drawn or not, as transformers has them. How tokens are drawn is an argument, see
+/// `Sampling`. Values that change nothing are the defaults.
+struct GenerationSettings {
+  std::optional<int64_t> max_new_tokens{};  // where a call has no limit
+  std::optional<int64_t> max_length{};      // of all tokens, where there is no max_new_tokens either
+  std::vector<std::pair<std::vector<int64_t>, double>> sequence_bias{};
+  double encoder_repetition_penalty = 1;
+  double repetition_penalty = 1;
+  int64_t no_repeat_ngram_size = 0;
+  int64_t encoder_no_repeat_ngram_size = 0;
+  std::vector<std::vector<int64_t>> bad_words{};
+  int64_t min_length = 0;
+  int64_t min_new_tokens = 0;
+  std::optional<int64_t> forced_begin{};
+  std::vector<int64_t> forced_ends{};
+  bool remove_invalid_values = false;
+  std::optional<std::pair<int64_t, double>> decay{};  // exponential_decay_length_penalty
+  std::vector<int64_t> suppressed{};
+  std::vector<int64_t> suppressed_first{};
+  /// Names of settings that are set and change what transformers gives, and that are not followed.
+  std::vector<std::string> unheeded{};
+
+  /// True if logits are changed before a token is chosen.
+  bool has_rules() const {
+    return !sequence_bias.empty() || encoder_repetition_penalty != 1 || repetition_penalty != 1 || no_repeat_ngram_size > 0 ||
+           encoder_no_repeat_ngram_size > 0 || !bad_words.empty() || min_length > 0 || min_new_tokens > 0 || forced_begin ||
+           !forced_ends.empty() || remove_invalid_values || decay || !suppressed.empty() || !suppressed_first.empty();
+  }
+};
+
+}  // namespace exportable_cache

@@ -1,0 +1,50 @@
+// A checkpoint's settings at work on the logits of one row.
+#pragma once
+
+#include <optional>
+#include <span>
+#include <vector>
+
+#include <exportable_cache/manifest.h>
+
+namespace exportable_cache {
+
+/// Where the generation of a row begins.
+struct RowStart {
+  int64_t held = 0;                 // tokens in the cache before the prompt
+  int64_t prompt = 0;               // tokens of the prompt
+  std::optional<int64_t> limit{};   // most new tokens
+  std::vector<int64_t> encoded{};   // what the encoder was given, of a text decoder the prompt; nothing where that is no text
+};
+
+/// The limit of new tokens: what was asked for, or else the checkpoint's. Error kInput if its limit of all tokens is reached.
+Result<std::optional<int64_t>> limit_of(const Manifest& manifest, std::optional<int64_t> asked, int64_t tokens);
+
+class TokenRules {
+ public:
+  /// `manifest` outlives this.
+  TokenRules(const Manifest& manifest, RowStart start) : manifest_(manifest), start_(std::move(start)) {}
+
+  /// Logits as the settings leave them, valid until the next call: in the order of `GenerationMixin._get_logits_processor` of
+  /// transformers. `tokens` are the prompt's, and those chosen so far; `mask` is that of `Sampler::choose`, whose tokens come
+  /// before the settings: where these leave none of them, they do not count.
+  ///
+  /// Error kInput if no token is left.
+  Result<std::span<const float>> apply(std::span<const float> logits, std::span<const int64_t> tokens, std::span<const uint32_t> mask);
+
+ private:
+  void bias(std::span<const int64_t> tokens);
+  void repeat(std::span<const int64_t> tokens, double penalty);
+  void ban_ngrams(std::span<const int64_t> tokens, std::span<const int64_t> text, int64_t size);
+  void ban(int64_t token);
+  void ban_ends();
+  void only(std::span<const int64_t> tokens);
+  void decay(int64_t length);
+
+  const Manifest& manifest_;
+  RowStart start_;
+  std::vector<float> scores_;
+  std::vector<bool> seen_;
+};
+
+}  // namespace exportable_cache
