@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
-from .templates import limited_template
+from .templates import render_chat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -78,12 +78,7 @@ def chat_turns(tokenizer: PreTrainedTokenizerBase) -> ChatTurns | None:
         return None
 
     def rendered(messages: Messages) -> str:
-        with limited_template(template):
-            return str(
-                tokenizer.apply_chat_template(
-                    [dict(one) for one in messages], tokenize=False, add_generation_prompt=True
-                )
-            )
+        return render_chat(tokenizer, messages)
 
     try:
         found = _found(rendered)

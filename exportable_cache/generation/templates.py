@@ -1,125 +1,147 @@
-"""Limits on a chat template, which is a small program that comes with a tokenizer.
+"""Chat templates, rendered within limits: each is a small program that comes with a tokenizer.
 
-transformers runs it in Jinja's sandbox: it reaches no files, no modules and no private names. A sandbox bounds neither
-time nor size, so a template could still keep the process busy for ever, or fill its memory. While one runs, each of its
-lines and each piece of its output is counted, in this thread only.
+Jinja's sandbox, which transformers runs them in, reaches no files, no modules and no private names. It bounds neither
+time nor size, and one filter over a long value returns after minutes. So a subprocess renders them, which is killed at
+a deadline and has a limit of memory. It is kept, because starting it takes a tenth of a second.
 """
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
-from typing import Any
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from ..errors import InputError, first_line
+import numpy as np
 
-#: What a template may take: lines of its compiled form that are run, a few for each message, and seconds.
-MOST_LINES = 1_000_000
+from ..common.limited_process import LimitedProcess, WorkEnded, WorkFailed
+from ..errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+    from ..models.text_tokenizer import TextTokenizer
+
+#: Limits of a rendering: seconds, bytes of memory with Python's own, and characters of output, to which four times
+#: those of the messages are added. The output is tokenised, which takes a second for a million characters.
 MOST_SECONDS = 10.0
-#: Characters of output, and items or characters of one value.
-MOST_CHARACTERS = 10_000_000
-#: Of an int: arithmetic on longer ones takes time that nothing can interrupt.
-_MOST_BITS = 4096
-#: The file name of Jinja's compiled templates.
-_TEMPLATE = "<template>"
+MOST_MEMORY = 1 << 30
+MOST_CHARACTERS = 1_000_000
+_OF_MESSAGES = 4
+_RENDERING = LimitedProcess("exportable_cache.generation.template_child", MOST_MEMORY, MOST_MEMORY)
+#: Names under which messages carry a model's reasoning; the first is the one that templates read.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+#: A template that gives a text as it is, for processors, which insist on rendering one.
+_RENDERED = "exportable_cache_rendered"
+_GIVE_RENDERED = f"{{{{ {_RENDERED} }}}}"
 
 
-class TemplateLimit(Exception):
-    """A chat template takes too much."""
-
-
-@contextmanager
-def limited_template(template: Any) -> Iterator[None]:
-    """A block that renders a chat template, stopped where it takes more than a template needs.
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase | TextTokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    template: str | Mapping[str, str] | None = None,
+) -> str:
+    """Render the chat template over messages, up to where the assistant begins, as `apply_chat_template` does.
 
     Args:
-        template: Its text, or several by name.
+        tokenizer: Its special tokens are variables of the template.
+        messages: `[{"role": "user", "content": "hello"}]`. The template sees JSON: any other object is replaced by the
+            name of its type.
+        template: Another one than the tokenizer's, as processors have; of several by name the one called `default`.
+
+    Returns:
+        The text. The template has written its special tokens, so it is encoded with `add_special_tokens=False`.
 
     Raises:
-        InputError: If it exceeds a limit, or fails.
+        InputError: If there is no template, it refuses the messages, or it takes too much time or memory.
     """
-    for text in template.values() if isinstance(template, dict) else [template]:
-        if isinstance(text, str) and "**" in text and _has_power(text):
-            raise InputError("the chat template computes a power (**), which none needs and which may take for ever")
-    before = sys.gettrace()
-    sys.settrace(_Watch().trace)
+    text = _chosen(tokenizer.chat_template if template is None else template)
+    variables = {
+        # Keys without a value are left out: many templates write "None" for them.
+        "messages": [_with_reasoning(_plain({k: v for k, v in one.items() if v is not None})) for one in messages],
+        "tools": None,
+        "documents": None,
+        "add_generation_prompt": True,
+        **_plain(tokenizer.special_tokens_map),
+    }
+    request = {"variables": variables, "most": MOST_CHARACTERS + _OF_MESSAGES * _characters(variables["messages"])}
     try:
-        yield
-    except InputError:
-        raise
-    except MemoryError as error:
-        raise InputError("the chat template ran out of memory; correct it, or pass the prompt as text") from error
-    except Exception as error:  # templates raise what they like
+        _, rendered = _RENDERING.call(MOST_SECONDS, request, text.encode("utf-8", "surrogatepass"))
+    except WorkEnded as error:
         raise InputError(
-            f"the chat template refuses the messages: {first_line(error)[:300]}; change them, or pass text instead"
+            f"the chat template takes too much: {error}; correct it, or pass the prompt as text"
         ) from error
-    finally:
-        sys.settrace(before)
+    except WorkFailed as error:  # templates raise what they like
+        raise InputError(
+            f"the chat template refuses the messages: {str(error)[:300]}; change them, or pass text instead"
+        ) from error
+    except (RecursionError, ValueError) as error:
+        raise InputError(f"the messages are no JSON ({error}); pass text, numbers, lists and mappings") from error
+    return rendered.decode("utf-8", "surrogatepass")
 
 
-def _has_power(text: str) -> bool:
-    """Whether a template has a power. It is parsed and not compiled, since the compiler computes constant ones."""
-    from jinja2 import Environment, TemplateError, nodes
-    from jinja2.ext import Extension, loopcontrols
+def apply_chat_template(processor: ProcessorMixin, messages: Sequence[Mapping[str, Any]], **options: Any) -> Any:
+    """Do what a processor's `apply_chat_template` does, with the template rendered by `render_chat`.
 
-    class Generation(Extension):
-        """`{% generation %}`, which transformers adds: its contents."""
+    Args:
+        processor: It reads images and audio from the messages, and puts their tokens into the text.
+        messages: Of one conversation.
+        options: Of the processor's method.
 
-        tags = {"generation"}
-
-        def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    try:
-        tree = Environment(extensions=[loopcontrols, Generation], autoescape=False).parse(text)
-    except (TemplateError, RecursionError) as error:
-        raise InputError(f"the chat template cannot be read: {first_line(error)[:300]}; correct it") from error
-    return tree.find(nodes.Pow) is not None
+    Raises:
+        InputError: See `render_chat`.
+    """
+    rendered = render_chat(processor.tokenizer, messages, processor.chat_template)
+    return processor.apply_chat_template(
+        list(messages), chat_template=_GIVE_RENDERED, add_generation_prompt=True, **{_RENDERED: rendered}, **options
+    )
 
 
-class _Watch:
-    """Counts the lines of a template and what it gives out."""
+def _chosen(template: Any) -> str:
+    if isinstance(template, Mapping):
+        if "default" not in template:
+            raise InputError(
+                f"the chat templates must have one named default, got {', '.join(sorted(template)) or 'none'}; name one"
+            )
+        template = template["default"]
+    if not isinstance(template, str):
+        raise InputError(
+            f"the chat template must be text, got {type(template).__name__}; correct the tokenizer's files"
+        )
+    return template
 
-    def __init__(self) -> None:
-        self.lines = self.characters = 0
-        self.end = time.monotonic() + MOST_SECONDS
-        # Imported where chats are: opening a bundle does not need it.
-        from jinja2.utils import Namespace
 
-        self.namespace: type = Namespace
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with its reasoning under all names that templates read, as transformers does."""
+    reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    if reasoning is None:
+        return message
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
-    def trace(self, frame: FrameType, event: str, argument: Any) -> Any:
-        return self.trace_template if frame.f_code.co_filename == _TEMPLATE else None
 
-    def trace_template(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if event == "line":
-            self.lines += 1
-            if self.lines > MOST_LINES:
-                raise TemplateLimit(f"it runs more than {MOST_LINES} lines")
-            if time.monotonic() > self.end:
-                raise TemplateLimit(f"it runs longer than {MOST_SECONDS:.0f} s")
-            for value in frame.f_locals.values():
-                self._check_size(value)
-        elif event == "return" and isinstance(argument, str):
-            # A piece of output, which a template yields.
-            self.characters += len(argument)
-            if self.characters > MOST_CHARACTERS:
-                raise TemplateLimit(f"it gives more than {MOST_CHARACTERS} characters")
-        return self.trace_template
+def _characters(value: Any) -> int:
+    """Return the number of characters of all texts in a value."""
+    if isinstance(value, str):
+        return len(value)
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return sum(map(_characters, parts))
 
-    def _check_size(self, value: Any) -> None:
-        if isinstance(value, int):
-            if value.bit_length() > _MOST_BITS:
-                raise TemplateLimit(f"it computes a number of more than {_MOST_BITS} bits")
-        elif isinstance(value, (str, list, tuple, dict)):
-            if len(value) > MOST_CHARACTERS:
-                raise TemplateLimit(f"it makes a value of {len(value)} items or characters")
-        elif isinstance(value, self.namespace):
-            # What a template sets on it; its own `__getattribute__` looks there, too.
-            for attribute in object.__getattribute__(value, "_Namespace__attrs").values():
-                if not isinstance(attribute, self.namespace):
-                    self._check_size(attribute)
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it. Images and arrays are replaced by a name, which templates never look into."""
+    if value is None or isinstance(value, bool):
+        return value
+    # Of an enum, too, the value and not the name.
+    for kind, convert in ((str, str.__str__), (int, int.__int__), (float, float.__float__)):
+        if isinstance(value, kind):
+            return convert(value)
+    if isinstance(value, np.generic):
+        return _plain(value.item())
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if callable(getattr(value, "model_dump", None)):
+        return _plain(value.model_dump())
+    return f"<{type(value).__name__}>"

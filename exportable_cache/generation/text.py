@@ -9,15 +9,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import InputError
+from ..models.tokenizer_errors import tokenizer_errors
 from .control_tokens import ControlTokens, MarkedMessages
 from .stops import StopStrings
-from .templates import limited_template
+from .templates import render_chat
 from .token_text import TextStream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ..models.text_tokenizer import TextTokenizer
+
+_ENCODE = "the tokenizer cannot encode the prompt"
 
 
 def encode_prompt(
@@ -45,7 +48,8 @@ def encode_prompt(
     """
     if isinstance(prompt, str):
         check_text(prompt)
-        ids = tokenizer(prompt, add_special_tokens=starts)["input_ids"]
+        with tokenizer_errors(_ENCODE):
+            ids = tokenizer(prompt, add_special_tokens=starts)["input_ids"]
     elif isinstance(prompt, Sequence) and prompt and all(isinstance(message, Mapping) for message in prompt):
         if not getattr(tokenizer, "chat_template", None):
             raise InputError(
@@ -57,12 +61,13 @@ def encode_prompt(
             for text in message.values():
                 if isinstance(text, str):
                     check_text(text)
-        control = ControlTokens(tokenizer)
-        marked = control.marked(messages) if split_special_tokens else MarkedMessages(messages)
-        with limited_template(tokenizer.chat_template):
-            rendered = tokenizer.apply_chat_template(marked.messages, add_generation_prompt=True, tokenize=False)
+        with tokenizer_errors(_ENCODE):
+            control = ControlTokens(tokenizer)
+            marked = control.marked(messages) if split_special_tokens else MarkedMessages(messages)
+        rendered = render_chat(tokenizer, marked.messages)
         check_text(rendered)
-        ids = control.encode(rendered, marked)
+        with tokenizer_errors(_ENCODE):
+            ids = control.encode(rendered, marked)
     else:
         raise InputError(
             f"prompt is {prompt!r:.80}; pass text, or chat messages as a list of mappings with 'role' and 'content'"

@@ -11,12 +11,14 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..models.text_tokenizer import plain_backend
+from ..models.tokenizer_errors import tokenizer_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ..models.text_tokenizer import TextTokenizer
 
+_DECODE = "the tokenizer cannot decode tokens"
 # What decoders put in place of bytes that are not (yet) a character.
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # A text before a token, which no decoder changes.
@@ -72,6 +74,7 @@ class TokenTexts:
         """Return what a token adds to a text before it, special tokens included; half a character is U+FFFD."""
         return self.bytes(token).decode("utf-8", "replace")
 
+    @tokenizer_errors(_DECODE)
     def bytes(self, token: int) -> bytes:
         """Return what a token adds to the bytes of a text before it, special tokens included."""
         name = self.name(token)
@@ -119,6 +122,7 @@ class TextStream:
         ahead: Characters that the newest token completed and that are held back with a run of bytes.
     """
 
+    @tokenizer_errors(_DECODE)
     def __init__(self, tokenizer: PreTrainedTokenizerBase | TextTokenizer, after: Sequence[int] = ()) -> None:
         self._texts = texts = TokenTexts(tokenizer)
         tail = [*islice((token for token in reversed(after) if token not in texts.specials), _TAIL)][::-1]
@@ -132,12 +136,14 @@ class TextStream:
             self._joiner.settle()
         self.ahead = ""
 
+    @tokenizer_errors(_DECODE)
     def special(self, token: int) -> tuple[str, str] | None:
         """Return the text and the name of a special token, None for another token."""
         if token not in self._texts.specials:
             return None
         return self._texts.text(token), self._texts.name(token) or ""
 
+    @tokenizer_errors(_DECODE)
     def push(self, token: int) -> str:
         """Return the text that `token` completes, possibly none."""
         if token in self._texts.specials:
@@ -147,6 +153,7 @@ class TextStream:
         self.ahead = self._joiner.ahead
         return text
 
+    @tokenizer_errors(_DECODE)
     def finish(self) -> str:
         """Return the text that is still held back."""
         self.ahead = ""

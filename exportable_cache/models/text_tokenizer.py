@@ -9,7 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InputError, first_line
+from ..errors import InputError
+from .tokenizer_errors import tokenizer_errors
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -49,7 +50,8 @@ class TextTokenizer:
         self._make_whole = make_whole
 
     def __call__(self, text: str, *, add_special_tokens: bool = True) -> dict[str, list[int]]:
-        return {"input_ids": self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids}
+        with tokenizer_errors("the tokenizer cannot encode the text"):
+            return {"input_ids": self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids}
 
     def decode(
         self, tokens: Sequence[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool = False
@@ -57,7 +59,8 @@ class TextTokenizer:
         """Text of tokens; spaces are left as they are."""
         if clean_up_tokenization_spaces:
             return self.whole.decode(tokens, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=True)
-        return self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
+        with tokenizer_errors("the tokenizer cannot decode tokens"):
+            return self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
 
     @property
     def backend_tokenizer(self) -> Tokenizer:
@@ -109,8 +112,9 @@ def reads_alike(folder: Path, tokenizer: PreTrainedTokenizerBase) -> bool:
     if not (folder / FILE).is_file():
         return False
     try:
-        return _gives_the_same(_read(folder), tokenizer)
-    except Exception:  # tokenizers of all kinds, each with errors of its own; what cannot be tried is not relied on
+        with tokenizer_errors("the tokenizer cannot be tried"):
+            return _gives_the_same(_read(folder), tokenizer)
+    except InputError:  # what cannot be tried is not relied on
         return False
 
 
@@ -136,10 +140,8 @@ def _gives_the_same(alone: Tokenizer, tokenizer: PreTrainedTokenizerBase) -> boo
 def _read(folder: Path) -> Tokenizer:
     from tokenizers import Tokenizer
 
-    try:
+    with tokenizer_errors(f"cannot read {folder / FILE}", "export the model again"):
         tokenizer = Tokenizer.from_file(str(folder / FILE))
-    except Exception as error:  # the library raises nothing narrower
-        raise InputError(f"cannot read {folder / FILE}: {first_line(error)}; export the model again") from error
     # Of a file saved amid training; transformers goes by its own options.
     tokenizer.no_padding()
     tokenizer.no_truncation()

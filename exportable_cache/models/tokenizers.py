@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from transformers import AutoTokenizer
 
-from ..errors import InputError, first_line
+from ..errors import InputError
 from .places import Place, file_in, place_of, quiet
+from .tokenizer_errors import tokenizer_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,14 +52,11 @@ def _has_files(place: Place) -> bool:
 def tokenizer_of(place: Place) -> PreTrainedTokenizerBase | None:
     if not _has_files(place):
         return None
-    try:
+    with tokenizer_errors(
+        f"cannot read the tokenizer of {place.source!r}", "correct its files, or remove them to go without"
+    ):
         tokenizer = AutoTokenizer.from_pretrained(place.path, **place.options)
-    except Exception as error:  # tokenizer files are read by several libraries, each with errors of its own
-        raise InputError(
-            f"cannot read the tokenizer of {place.source!r}: {first_line(error)}; "
-            "correct its files, or remove them to go without"
-        ) from error
-    _check_pieces(place, tokenizer)
+        _check_pieces(place, tokenizer)
     return tokenizer
 
 

@@ -120,7 +120,7 @@ def test_turns_are_the_template(tokenizer: PreTrainedTokenizerBase, family: str)
 def test_what_is_no_turns_is_not_taken_for_it(
     tokenizer: PreTrainedTokenizerBase, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("exportable_cache.generation.templates.MOST_LINES", 20_000)
+    monkeypatch.setattr("exportable_cache.generation.templates.MOST_SECONDS", 0.5)
     tokenizer.chat_template = NOT_TURNS[what]
     assert chat_turns(tokenizer) is None
 

@@ -10,7 +10,7 @@ import torch
 
 from ...errors import InputError, first_line
 from ...generation.control_tokens import ControlTokens
-from ...generation.templates import limited_template
+from ...generation.templates import apply_chat_template
 from ...program.inputs.modality import AUDIO, IMAGE
 from .media_files import read_image, read_sound
 
@@ -94,16 +94,15 @@ def _chat_inputs(
         )
     content = [{"type": kind, kind: item} for kind, given in items.items() for item in given]
     message = {"role": "user", "content": [*content, {"type": "text", "text": text}]}
-    with limited_template(processor.chat_template):
-        return _processed(
-            processor.apply_chat_template,
-            [message],
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
-            processor_kwargs=dict(options),
-        )
+    return _processed(
+        apply_chat_template,
+        processor,
+        [message],
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+        processor_kwargs=dict(options),
+    )
 
 
 def _encoder_inputs(
@@ -125,6 +124,8 @@ def _encoder_inputs(
 def _processed(call: Any, *arguments: Any, **options: Any) -> Any:
     try:
         return call(*arguments, **{name: value for name, value in options.items() if value is not None})
+    except InputError:
+        raise
     except Exception as error:  # every processor has checks of its own, under errors of many classes
         raise InputError(
             f"the model's processor refuses the prompt: {first_line(error)}; change it, or use the processor in Python"
