@@ -14,6 +14,7 @@ from ..generation.answer import steps_of
 from ..generation.constraint import Constraint, ConstraintCompiler, Follower
 from ..generation.sampling import Sampling
 from ..generation.text import TextPieces, encode_prompt
+from ..session.checks import check_stops
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -73,8 +74,7 @@ class CompletionOptions:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
                 raise InputError(f"{name} is {value!r}; it must be an int of at least {least}, or None")
-        if any(not isinstance(text, str) or not text for text in self.stop):
-            raise InputError(f"stop is {list(self.stop)!r:.80}; it must be texts of at least one character")
+        check_stops(self.stop)
 
 
 class _GivenUp(Exception):
@@ -92,19 +92,32 @@ class Completion(Iterator[Piece]):
             tokens; None before the end.
     """
 
-    def __init__(self, completer: Completer, ids: Sequence[int], options: CompletionOptions) -> None:
-        self._follower = None if options.constraint is None else completer.follow(options.constraint)
+    def __init__(
+        self, completer: Completer, ids: Sequence[int], options: CompletionOptions, follower: Follower | None = None
+    ) -> None:
+        if follower is None and options.constraint is not None:
+            follower = completer.follow(options.constraint)
+        self._follower = follower
         self.prompt_tokens, self.reused_tokens, self.new_tokens = len(ids), 0, 0
         self.finish_reason: FinishReason | None = None
         self._is_given_up = threading.Event()
         self._pieces = self._run(completer, list(ids), options)
 
     def __next__(self) -> Piece:
-        return next(self._pieces)
+        try:
+            return next(self._pieces)
+        except BaseException:  # StopIteration, too: no other piece comes
+            self._close_form()
+            raise
 
     def close(self) -> None:
         """Give it up; the session keeps what it holds."""
         self._pieces.close()
+        self._close_form()
+
+    def _close_form(self) -> None:
+        if self._follower is not None:
+            self._follower.close()
 
     def give_up(self) -> None:
         """End it from any thread, also while another one computes a piece: after the chunk of the prompt, or the step,
@@ -192,6 +205,7 @@ class Completer:
         # Another object for each answer.
         self._since = object()
         self._constraints: ConstraintCompiler | None = None
+        self._compiling = threading.Lock()
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | TextTokenizer:
@@ -218,12 +232,18 @@ class Completer:
         """
         return encode_prompt(self.tokenizer, prompt, split_special_tokens=self._split_special_tokens)[0].tolist()
 
-    def complete(self, ids: Sequence[int], options: CompletionOptions = CompletionOptions()) -> Completion:
+    def complete(
+        self,
+        ids: Sequence[int],
+        options: CompletionOptions = CompletionOptions(),
+        follower: Follower | None = None,
+    ) -> Completion:
         """The answer to a prompt. An answer that was not taken to its end is given up.
 
         Args:
             ids: Token ids of the whole prompt.
             options: How it is answered.
+            follower: What `follow` gave for the constraint, where that was compiled before. The completion closes it.
 
         Raises:
             InputError: If it is empty, an id is out of the vocabulary, or the constraint cannot be read.
@@ -236,18 +256,24 @@ class Completer:
         if wrong is not None:
             raise InputError(f"token id {wrong} is outside the vocabulary of 0 to {self.session.vocab_size - 1}")
         self.limit(len(ids), options.max_new_tokens)
-        return Completion(self, ids, options)
+        return Completion(self, ids, options, follower)
 
     def follow(self, constraint: Constraint) -> Follower:
-        """One answer's way through a constraint.
+        """Begin to follow a constraint, for one answer. Any thread may do so, also while another answer is given.
 
         Raises:
             InputError, MissingDependencyError: See `complete`.
         """
-        if self._constraints is None:
-            # Half a second with a large vocabulary: once, and only where a form is asked for.
-            self._constraints = ConstraintCompiler(self.tokenizer, self.session.vocab_size, self.end_tokens)
+        with self._compiling:
+            if self._constraints is None:
+                # Half a second with a large vocabulary: once, and only where a form is asked for.
+                self._constraints = ConstraintCompiler(self.tokenizer, self.session.vocab_size, self.end_tokens)
         return self._constraints.follow(constraint)
+
+    def close(self) -> None:
+        """End the processes that follow forms. The session stays open."""
+        if self._constraints is not None:
+            self._constraints.close()
 
     def limit(self, prompt: int, asked: int | None) -> int | None:
         """Most tokens after a prompt of so many, None for any number. The newest token takes no slot.

@@ -5,15 +5,20 @@ https://github.com/guidance-ai/llguidance works out, token by token, which may c
 
 from __future__ import annotations
 
-import json
+import threading
+import time
+import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import torch
 
-from ..errors import InputError, MissingDependencyError, first_line
+from ..common.limited_process import LimitedProcess, WorkFailed
+from ..errors import InputError, MissingDependencyError
+from .schema_numbers import exact_schema
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,6 +27,15 @@ if TYPE_CHECKING:
 
 ConstraintKind = Literal["json_schema", "regex", "lark"]
 
+#: Seconds that a form may take to be compiled, or one of its tokens, and on average each of its tokens after that.
+MOST_SECONDS = 3.0
+TOKEN_SECONDS = 0.1
+#: Seconds that a large vocabulary may take.
+_TOKENIZER_SECONDS = 60.0
+#: Address space of a process, with Python's own and the vocabulary, and bytes of a mask.
+_MOST_MEMORY, _MOST_BYTES = 2 << 30, 1 << 24
+#: Processes that are kept while no form is followed.
+_MOST_FREE = 2
 _SHOWN = 300
 
 
@@ -35,7 +49,8 @@ class Constraint:
         text: As text; a schema is JSON.
 
     Raises:
-        InputError: If the kind is unknown, or a schema is no JSON object.
+        InputError: If the kind is unknown, the text has half a character, or a schema is not a JSON object or has a
+            number that cannot be followed exactly, see `exact_schema`.
     """
 
     kind: ConstraintKind
@@ -47,13 +62,15 @@ class Constraint:
             raise InputError(f"the kind of a constraint is {self.kind!r}; it must be one of {', '.join(kinds)}")
         if not isinstance(self.text, str):
             raise InputError(f"a constraint is text, got {type(self.text).__name__}; pass a schema as JSON")
+        try:
+            self.text.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(
+                f"a constraint must be text that has a form in UTF-8, got {self.text[error.start]!r} at character "
+                f"{error.start}; correct it"
+            ) from error
         if self.kind == "json_schema":
-            try:
-                schema = json.loads(self.text)
-            except (ValueError, RecursionError) as error:
-                raise InputError(f"the JSON schema cannot be read: {first_line(error)[:_SHOWN]}") from error
-            if not isinstance(schema, dict):
-                raise InputError(f"the JSON schema is {type(schema).__name__}, not an object: {self.text[:80]}")
+            exact_schema(self.text)
 
     @classmethod
     def json_object(cls) -> Constraint:
@@ -64,10 +81,13 @@ class Constraint:
 class ConstraintCompiler:
     """Makes followers of constraints over one tokenizer.
 
+    llguidance works in subprocesses, because some forms crash it or keep it busy for hours. Each follower has one to
+    itself until it is closed. A process that is free again is kept for the next form.
+
     Args:
         tokenizer: One that the library `tokenizers` runs ("fast").
-        vocab_size: Of the logits.
-        end_tokens: Which tokens end an answer.
+        vocab_size: Size of the logits.
+        end_tokens: Tokens that end an answer.
 
     Raises:
         InputError: If the tokenizer is another one.
@@ -77,13 +97,10 @@ class ConstraintCompiler:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase | TextTokenizer, vocab_size: int, end_tokens: Collection[int]
     ) -> None:
-        try:
-            import llguidance
-        except ImportError as error:
+        if find_spec("llguidance") is None:
             raise MissingDependencyError(
                 "answers of a given form need llguidance; pip install 'exportable-cache[serve]'"
-            ) from error
-        self._library = llguidance
+            )
         self._vocab_size = vocab_size
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
@@ -91,55 +108,94 @@ class ConstraintCompiler:
                 f"answers of a given form need a tokenizer of the library tokenizers, and {type(tokenizer).__name__} "
                 "is none; export the model with its fast tokenizer"
             )
-        known = backend.get_vocab_size(with_added_tokens=True)
-        try:
-            # A model's head may be wider than its tokenizer, by tokens that mean nothing.
-            self._tokens = llguidance.LLTokenizer(
-                backend.to_str(), n_vocab=max(known, vocab_size), eos_token=sorted(end_tokens) or None
-            )
-        except ValueError as error:
-            raise InputError(
-                f"this tokenizer cannot be followed token by token: {first_line(error)[:_SHOWN]}; ask for no form"
-            ) from error
+        # A model's head may be wider than its tokenizer, by tokens that mean nothing.
+        known = max(backend.get_vocab_size(with_added_tokens=True), vocab_size)
+        self._start = {"do": "tokenizer", "vocab": known, "ends": sorted(end_tokens)}
+        self._tokenizer = backend.to_str().encode()
+        self._lock = threading.Lock()
+        self._free: list[LimitedProcess] = []
+        self._all: weakref.WeakSet[LimitedProcess] = weakref.WeakSet()
+        # A tokenizer that cannot be followed is refused here.
+        self._release(self._new())
 
     def follow(self, constraint: Constraint) -> Follower:
-        """One answer's way through a constraint.
+        """Begin to follow a constraint. Threads may do so at the same time.
 
         Raises:
             InputError: If it cannot be read, or takes too much to follow.
         """
-        matcher_of = self._library.LLMatcher
-        readers: dict[ConstraintKind, Callable[[str], str]] = {
-            "json_schema": matcher_of.grammar_from_json_schema,
-            "regex": matcher_of.grammar_from_regex,
-            "lark": matcher_of.grammar_from_lark,
-        }
-        # Silent: what is wrong is in the error.
-        return Follower(
-            matcher_of(self._tokens, readers[constraint.kind](constraint.text), log_level=0), self._vocab_size
-        )
+        text = exact_schema(constraint.text) if constraint.kind == "json_schema" else constraint.text
+        with self._lock:
+            process = self._free.pop() if self._free else None
+        if process is None or not process.is_alive:
+            process = self._new()
+        return Follower(process, self._release, constraint.kind, text, self._vocab_size)
+
+    def close(self) -> None:
+        """End all processes. Followers that wait for one are refused."""
+        for process in list(self._all):
+            process.stop()
+
+    def _new(self) -> LimitedProcess:
+        process = LimitedProcess("exportable_cache.generation.constraint_child", _MOST_MEMORY, _MOST_BYTES)
+        self._all.add(process)
+        try:
+            process.call(_TOKENIZER_SECONDS, self._start, self._tokenizer)
+        except WorkFailed as error:
+            raise InputError(
+                f"this tokenizer cannot be followed token by token: {str(error)[:_SHOWN]}; ask for no form"
+            ) from error
+        return process
+
+    def _release(self, process: LimitedProcess) -> None:
+        with self._lock:
+            if len(self._free) < _MOST_FREE and process.is_alive:
+                self._free.append(process)
+                return
+        process.stop()
 
 
 class Follower:
-    """Where an answer is in its constraint; made by `ConstraintCompiler.follow`."""
+    """Where an answer is in its constraint; made by `ConstraintCompiler.follow`.
 
-    def __init__(self, matcher: Any, vocab_size: int) -> None:
-        self._matcher, self._vocab_size = matcher, vocab_size
-        self._check()
+    Args:
+        process: The process that follows it, with the tokenizer.
+        release: Takes the process back.
+        kind, text: The form.
+        vocab_size: Size of the logits.
 
-    @property
-    def ended(self) -> bool:
-        """Whether nothing may come but the end."""
-        return self._matcher.is_stopped()
+    Attributes:
+        ended: True if nothing may come but the end.
+    """
+
+    def __init__(
+        self,
+        process: LimitedProcess,
+        release: Callable[[LimitedProcess], None],
+        kind: ConstraintKind,
+        text: str,
+        vocab_size: int,
+    ) -> None:
+        self._process, self._vocab_size = process, vocab_size
+        self._starts = process.starts
+        self._seconds = MOST_SECONDS
+        #: Also for a follower that nobody closes.
+        self._finalizer = weakref.finalize(self, release, process)
+        self.ended, self._allowed = False, b""
+        try:
+            self._call({"do": "compile", "kind": kind}, text.encode())
+        except BaseException:
+            self.close()
+            raise
 
     def only_allowed(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits [1, vocab], those of tokens that may not come next at minus infinity.
 
         Raises:
-            InputError: If there are none that may.
+            InputError: If there are none that may, or the follower is closed.
         """
-        packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        self._check()
+        self._check_open()
+        packed = np.frombuffer(self._allowed, dtype=np.uint8)
         allowed = torch.from_numpy(np.unpackbits(packed, bitorder="little")[: self._vocab_size]).bool()
         if not allowed.any():
             raise InputError("no token of this model can go on in the form that was asked for; ask for another form")
@@ -151,10 +207,27 @@ class Follower:
         Raises:
             InputError: If following takes too much from here.
         """
-        self._matcher.consume_token(token)
-        self._check()
+        self._check_open()
+        self._call({"do": "take", "token": token})
+        # What a simple form leaves of the time of one token is for later ones, up to the limit.
+        self._seconds = min(MOST_SECONDS, self._seconds + TOKEN_SECONDS)
 
-    def _check(self) -> None:
-        if self._matcher.is_error():
-            said = " ".join(self._matcher.get_error().split())[:_SHOWN]
-            raise InputError(f"the form that was asked for cannot be followed: {said}; ask for a simpler one")
+    def close(self) -> None:
+        """Give the process back. A closed follower follows nothing."""
+        self._finalizer()
+
+    def _check_open(self) -> None:
+        # A process that was started again knows nothing of the form.
+        if not (self._finalizer.alive and self._process.is_alive and self._process.starts == self._starts):
+            raise InputError("this answer's form is closed, and nothing follows it; ask again")
+
+    def _call(self, request: dict[str, Any], data: bytes = b"") -> None:
+        start = time.monotonic()
+        try:
+            reply, self._allowed = self._process.call(max(self._seconds, TOKEN_SECONDS), request, data)
+        except WorkFailed as error:
+            raise InputError(
+                f"the form that was asked for cannot be followed: {str(error)[:_SHOWN]}; ask for a simpler one"
+            ) from error
+        self._seconds -= time.monotonic() - start
+        self.ended = reply["ended"]

@@ -9,6 +9,9 @@ import torch
 
 from ..errors import CacheFullError, InputError
 
+#: Limits of the strings that end an answer: each token's text is searched for all of them.
+MOST_STOPS, MOST_STOP_CHARACTERS = 64, 1024
+
 
 @dataclass(frozen=True)
 class ProgramLimits:
@@ -181,11 +184,29 @@ def check_room(held: int, limit: int | None, tokens: int, max_new_tokens: int | 
         )
 
 
+def check_stops(strings: Sequence[str]) -> None:
+    """Check the strings that end an answer.
+
+    Raises:
+        InputError: If one is empty or not text, or there are more or longer ones than the limits.
+    """
+    if isinstance(strings, str) or any(not isinstance(text, str) or not text for text in strings):
+        raise InputError(f"stop must be texts of at least one character, got {strings!r:.80}; leave out what is empty")
+    if len(strings) > MOST_STOPS:
+        raise InputError(f"stop must be at most {MOST_STOPS} texts, got {len(strings)}; leave some out")
+    longest = max(map(len, strings), default=0)
+    if longest > MOST_STOP_CHARACTERS:
+        raise InputError(
+            f"stop must be texts of at most {MOST_STOP_CHARACTERS} characters, got one of {longest}; shorten it"
+        )
+
+
 def split_stops(stop: int | str | Sequence[int | str] | None, vocab_size: int) -> tuple[list[int], list[str]]:
     """Stop tokens and stop strings, from one, several or none of either.
 
     Raises:
-        InputError: If one is neither a token id of the vocabulary nor a string of at least one character.
+        InputError: If one is neither a token id of the vocabulary nor a string of at least one character, or strings
+            are more or longer than `check_stops` allows.
     """
     given = [] if stop is None else [stop] if isinstance(stop, (int, str)) else list(stop)
     tokens, strings = [], []
@@ -198,4 +219,5 @@ def split_stops(stop: int | str | Sequence[int | str] | None, vocab_size: int) -
             raise InputError(
                 f"stop has {item!r}; pass token ids from 0 to {vocab_size - 1}, or strings of at least one character"
             )
+    check_stops(strings)
     return tokens, strings

@@ -147,7 +147,7 @@ def make_app(completer: Completer, options: ServerOptions) -> FastAPI:
     async def answered(request: Request, asked: ChatRequest | CompletionRequest, ids: Callable[[], list[int]]) -> Any:
         how: CompletionOptions = asked.options()
         answer = Answer(options.model_name, isinstance(asked, ChatRequest), TokenTexts(completer.tokenizer))
-        pieces = engine.run(lambda: completer.complete(ids(), how))
+        pieces = engine.run(lambda follower: completer.complete(ids(), how, follower), how.constraint)
         # What is refused is refused with the first piece: before that no status was sent.
         first = await _unless_gone(request, anext(pieces))
         if asked.stream:

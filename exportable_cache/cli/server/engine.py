@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
 from ...decoding.completion import Completer, Completion, Piece
+from ...generation.constraint import Constraint, Follower
 
 Result = TypeVar("Result")
+#: Requests whose forms are compiled or followed at a time: each has a process.
+_MOST_FORMS = 4
 
 
 class Busy(Exception):
@@ -37,6 +41,9 @@ class Engine:
         self._waiting = 0
         self._turn = asyncio.Lock()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="session")
+        # Forms are compiled before the turn of a request, because some take seconds until they are refused.
+        self._forms = asyncio.Semaphore(_MOST_FORMS)
+        self._compiler = ThreadPoolExecutor(_MOST_FORMS, thread_name_prefix="forms")
 
     @property
     def waiting(self) -> int:
@@ -47,36 +54,47 @@ class Engine:
         """Something done in the session's thread, between steps."""
         return await asyncio.get_running_loop().run_in_executor(self._worker, function, *arguments)
 
-    async def run(self, begin: Callable[[], Completion]) -> AsyncIterator[tuple[Completion, Piece]]:
+    async def run(
+        self, begin: Callable[[Follower | None], Completion], form: Constraint | None = None
+    ) -> AsyncIterator[tuple[Completion, Piece]]:
         """The pieces of an answer, each with the answer as far as it is there.
 
         Args:
-            begin: Makes it; tokenising is done there, too.
+            begin: Makes it, given what follows `form`; tokenising is done there, too.
+            form: The form of the answer.
 
         Raises:
             Busy: If too many wait.
         """
-        if self._turn.locked() and self._waiting >= self._most_waiting:
+        if self._waiting >= self._most_waiting and (self._turn.locked() or self._forms.locked()):
             raise Busy
-        self._waiting += 1
-        try:
-            await self._turn.acquire()
-        finally:
-            self._waiting -= 1
-        completion = None
-        try:
-            completion = await self.call(begin)
-            while (piece := await self.call(next, completion, None)) is not None:
-                yield completion, piece
-        finally:
-            # Behind the step that may be running; the next request's first one comes behind this.
-            if completion is not None:
-                self.answered += 1
-                # The worker may be feeding the prompt: that ends with the chunk that is running.
-                completion.give_up()
-                self._worker.submit(completion.close)
-            self._turn.release()
+        follower = completion = None
+        async with AsyncExitStack() as held:
+            self._waiting += 1
+            try:
+                if form is not None:
+                    await held.enter_async_context(self._forms)
+                    loop = asyncio.get_running_loop()
+                    follower = await loop.run_in_executor(self._compiler, self.completer.follow, form)
+                await held.enter_async_context(self._turn)
+            finally:
+                self._waiting -= 1
+            try:
+                completion = await self.call(begin, follower)
+                while (piece := await self.call(next, completion, None)) is not None:
+                    yield completion, piece
+            finally:
+                # Behind the step that may be running; the next request's first one comes behind this.
+                if completion is not None:
+                    self.answered += 1
+                    # The worker may be feeding the prompt: that ends with the chunk that is running.
+                    completion.give_up()
+                    self._worker.submit(completion.close)
+                elif follower is not None:
+                    follower.close()
 
     def close(self) -> None:
-        """End the thread, after the step that is running."""
+        """End the threads, after the step that is running, and what compiles and follows forms."""
+        self._compiler.shutdown(wait=False, cancel_futures=True)
+        self.completer.close()
         self._worker.shutdown(wait=True, cancel_futures=True)
