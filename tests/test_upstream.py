@@ -17,7 +17,7 @@ INDEX = (FOLDER / "index.md").read_text(encoding="utf-8")
 PAGES = [pytest.param(Page.read(path), id=path.stem) for path in sorted(FOLDER.glob("*.md")) if path.name != "index.md"]
 SECTIONS = ["", "What happens", "Script", "What should happen", "Cause", "Change", "Test"]
 #: Projects whose packages are not everywhere.
-OPTIONAL = {"ExecuTorch": "executorch", "Torch-TensorRT": "tensorrt_rtx"}
+OPTIONAL = {"ExecuTorch": "executorch", "Torch-TensorRT": "tensorrt_rtx", "llguidance": "llguidance"}
 
 
 def test_there_are_pages() -> None:

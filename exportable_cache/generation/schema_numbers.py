@@ -63,7 +63,7 @@ def _schema(schema: Any) -> Any:
         elif key in ("const", "enum"):
             found[key] = _values(value, key)
         elif key in _LIMITS and _is_number(value):
-            found[key] = _limit(key, value)
+            found[key] = _limit(key, value, schema.get("type") == "number")
         elif _is_number(value):
             found[key] = _number(value, key)
         else:
@@ -71,9 +71,12 @@ def _schema(schema: Any) -> Any:
     return found
 
 
-def _limit(key: str, value: int | Decimal) -> int | float:
-    if _LIMITS[key] * value > MOST_WHOLE and isinstance(value, int):
-        return _LIMITS[key] * MOST_WHOLE
+def _limit(key: str, value: int | Decimal, is_real: bool) -> int | float:
+    # A limit of numbers that need not be whole is compared as a float, which may be larger.
+    if abs(value) > MOST_WHOLE and not (is_real and isinstance(value, Decimal)):
+        if _LIMITS[key] * value > 0:
+            return _LIMITS[key] * MOST_WHOLE
+        raise InputError(f"{key} must be a number of at most 2**53 either way, got {_shown(value)}; use text")
     return _number(value, key)
 
 

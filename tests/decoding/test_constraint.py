@@ -185,6 +185,8 @@ NUMBER = {"type": "number"}
         ({"type": "integer", "minimum": -(2**63)}, {"type": "integer", "minimum": -(2**53)}),
         ({"type": "integer", "maximum": 2**64 - 1}, {"type": "integer", "maximum": 2**53}),
         ({"exclusiveMaximum": 2**63, "exclusiveMinimum": 1.5}, {"exclusiveMaximum": 2**53, "exclusiveMinimum": 1.5}),
+        ({"type": "integer", "maximum": 1e19}, {"type": "integer", "maximum": 2**53}),
+        ({"type": "number", "minimum": -1e20, "maximum": 1e20}, None),
         ({"const": 2**53, "default": 2**60, "examples": [0.12345678901234567]}, {"const": 2**53}),
         # Names of properties are no keywords.
         ({"properties": {"default": NUMBER, "minimum": NUMBER}}, None),
@@ -201,6 +203,7 @@ def test_numbers_of_a_schema_that_are_followed(schema, exact) -> None:
         ('{"const": 9007199254740993}', "const must be a whole number of at most 2[*][*]53 .*, got 9007199254740993; "),
         ('{"enum": [{"a": [-9007199254740993]}]}', "enum must be .*, got -9007199254740993"),
         ('{"minimum": 9223372036854775808}', "minimum must be .*, got 9223372036854775808"),
+        ('{"type": "integer", "minimum": 1e19}', r"minimum must be .*, got 1E\+19"),
         ('{"maximum": -9223372036854775809}', "maximum must be .*, got -9223372036854775809"),
         ('{"properties": {"const": {"const": 1234567890123456789}}}', "const must be .*, got 1234567890123456789"),
         (

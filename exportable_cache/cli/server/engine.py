@@ -94,7 +94,7 @@ class Engine:
                     follower.close()
 
     def close(self) -> None:
-        """End the threads, after the step that is running, and what compiles and follows forms."""
+        """End the processes that follow forms, and the threads after the step that is running."""
         self._compiler.shutdown(wait=False, cancel_futures=True)
         self.completer.close()
         self._worker.shutdown(wait=True, cancel_futures=True)
