@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from exportable_cache.errors import InputError
 from exportable_cache.generation.text import encode_prompt, stream_text
+from exportable_cache.models import tokenizer_patterns
 from exportable_cache.models.text_tokenizer import TextTokenizer, reads_alike
 from exportable_cache.models.tokenizer_errors import tokenizer_errors
 from exportable_cache.models.tokenizers import load_tokenizer
@@ -77,6 +79,47 @@ def test_a_text_that_cannot_be_encoded_is_one_sentence(tmp_path: Path, what: str
         ) as caught:
             encode_prompt(tokenizer, prompt)
         assert "\n" not in str(caught.value)
+
+
+#: Tried at each character, with a quarter of a million steps that end below the library's limit of a match.
+SLOW = "(a?){18}b|a"
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_pattern_that_is_slow_at_every_character_is_ended(chat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(SLOW), "isolated")])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    assert encode_prompt(tokenizer, "aab").tolist() == [[0, 0, 1]]
+    monkeypatch.setattr(tokenizer_patterns, "MOST_SECONDS", 0.3)
+    text = "a" * 20_000 + "b"
+    start = time.monotonic()
+    with pytest.raises(InputError, match="the tokenizer cannot encode the prompt: it runs longer than 0.3 s; shorten"):
+        encode_prompt(tokenizer, [{"role": "user", "content": text}] if chat else text)
+    assert time.monotonic() - start < 3
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+        r" {2,}",
+        r"[|)+*]+|\(\)*",
+    ],
+)  # fmt: skip
+def test_well_known_patterns_are_not_tried_first(pattern: str) -> None:
+    assert tokenizer_patterns.is_plain(pattern)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [SLOW, "((a+)+)+b", "a*a*[bc]", "a|(a|aa)+b", "a?a?a?a?a?b", r"[a]*\[a*", "(a|b", "x{3}{3}", "(?:a?){22}"],
+)
+def test_others_are(pattern: str) -> None:
+    assert not tokenizer_patterns.is_plain(pattern)
 
 
 def test_tokens_that_cannot_be_decoded_are_one_sentence() -> None:

@@ -15,6 +15,7 @@ import numpy as np
 
 from ..common.limited_process import LimitedProcess, WorkEnded, WorkFailed
 from ..errors import InputError
+from ..models.tokenizer_patterns import check_cost
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -91,6 +92,7 @@ def apply_chat_template(processor: ProcessorMixin, messages: Sequence[Mapping[st
         InputError: See `render_chat`.
     """
     rendered = render_chat(processor.tokenizer, messages, processor.chat_template)
+    check_cost(processor.tokenizer, rendered)
     return processor.apply_chat_template(
         list(messages), chat_template=_GIVE_RENDERED, add_generation_prompt=True, **{_RENDERED: rendered}, **options
     )

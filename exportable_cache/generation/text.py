@@ -10,6 +10,7 @@ import torch
 
 from ..errors import InputError
 from ..models.tokenizer_errors import tokenizer_errors
+from ..models.tokenizer_patterns import check_cost
 from .control_tokens import ControlTokens, MarkedMessages
 from .stops import StopStrings
 from .templates import render_chat
@@ -48,6 +49,7 @@ def encode_prompt(
     """
     if isinstance(prompt, str):
         check_text(prompt)
+        check_cost(tokenizer, prompt)
         with tokenizer_errors(_ENCODE):
             ids = tokenizer(prompt, add_special_tokens=starts)["input_ids"]
     elif isinstance(prompt, Sequence) and prompt and all(isinstance(message, Mapping) for message in prompt):
@@ -57,15 +59,15 @@ def encode_prompt(
                 "pass the prompt as text, or set tokenizer.chat_template before exporting"
             )
         messages = [dict(message) for message in prompt]
-        for message in messages:
-            for text in message.values():
-                if isinstance(text, str):
-                    check_text(text)
+        texts = "\n".join(_texts(messages))
+        check_text(texts)
+        check_cost(tokenizer, texts)
         with tokenizer_errors(_ENCODE):
             control = ControlTokens(tokenizer)
             marked = control.marked(messages) if split_special_tokens else MarkedMessages(messages)
         rendered = render_chat(tokenizer, marked.messages)
         check_text(rendered)
+        check_cost(tokenizer, rendered)
         with tokenizer_errors(_ENCODE):
             ids = control.encode(rendered, marked)
     else:
@@ -73,6 +75,15 @@ def encode_prompt(
             f"prompt is {prompt!r:.80}; pass text, or chat messages as a list of mappings with 'role' and 'content'"
         )
     return torch.tensor([ids], dtype=torch.int64).reshape(1, -1)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield all texts of messages."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(one)
 
 
 def check_text(text: str) -> None:

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...errors import InputError, first_line
+from ...errors import InputError
 from ...generation.control_tokens import ControlTokens
 from ...generation.templates import apply_chat_template
+from ...generation.text import encode_prompt
+from ...models.tokenizer_errors import tokenizer_errors
 from ...program.inputs.modality import AUDIO, IMAGE
 from .media_files import read_image, read_sound
 
@@ -116,20 +118,14 @@ def _encoder_inputs(
     found = _of_dtypes(_processed(processor, return_tensors="pt", **given, **options), {"encode": encode})
     inputs = {name: tensor for name, tensor in found.items() if name in (encode.inputs[0].name, "attention_mask")}
     if text:
-        ids = processor.tokenizer(text, add_special_tokens=False)["input_ids"]
-        inputs["decoder_input_ids"] = torch.tensor([ids], dtype=torch.int64)
+        inputs["decoder_input_ids"] = encode_prompt(processor.tokenizer, text, starts=False)
     return inputs
 
 
 def _processed(call: Any, *arguments: Any, **options: Any) -> Any:
-    try:
+    # Every processor has checks of its own, under errors of many classes.
+    with tokenizer_errors("the model's processor refuses the prompt", "change it, or use the processor in Python"):
         return call(*arguments, **{name: value for name, value in options.items() if value is not None})
-    except InputError:
-        raise
-    except Exception as error:  # every processor has checks of its own, under errors of many classes
-        raise InputError(
-            f"the model's processor refuses the prompt: {first_line(error)}; change it, or use the processor in Python"
-        ) from error
 
 
 def _of_dtypes(found: Mapping[str, torch.Tensor], methods: Mapping[str, ProgramMethod]) -> dict[str, torch.Tensor]:
