@@ -81,8 +81,8 @@ def test_a_text_that_cannot_be_encoded_is_one_sentence(tmp_path: Path, what: str
         assert "\n" not in str(caught.value)
 
 
-#: Tried at each character, with a quarter of a million steps that end below the library's limit of a match.
-SLOW = "(a?){18}b|a"
+#: Tried at each character, in millions of steps, which are fewer than the library's limit of a match.
+SLOW = "a*a*[cd]|a"
 
 
 @pytest.mark.parametrize("chat", [True, False])
@@ -93,7 +93,7 @@ def test_a_pattern_that_is_slow_at_every_character_is_ended(chat: bool, monkeypa
     tokenizer.chat_template = "{{ messages[0].content }}"
     assert encode_prompt(tokenizer, "aab").tolist() == [[0, 0, 1]]
     monkeypatch.setattr(tokenizer_patterns, "MOST_SECONDS", 0.3)
-    text = "a" * 20_000 + "b"
+    text = "a" * 3000
     start = time.monotonic()
     with pytest.raises(InputError, match="the tokenizer cannot encode the prompt: it runs longer than 0.3 s; shorten"):
         encode_prompt(tokenizer, [{"role": "user", "content": text}] if chat else text)
@@ -116,7 +116,7 @@ def test_well_known_patterns_are_not_tried_first(pattern: str) -> None:
 
 @pytest.mark.parametrize(
     "pattern",
-    [SLOW, "((a+)+)+b", "a*a*[bc]", "a|(a|aa)+b", "a?a?a?a?a?b", r"[a]*\[a*", "(a|b", "x{3}{3}", "(?:a?){22}"],
+    [SLOW, "((a+)+)+b", "a|(a|aa)+b", "a?a?a?a?a?b", r"[a]*\[a*", "(a|b", "x{3}{3}", "(?:a?){22}"],
 )
 def test_others_are(pattern: str) -> None:
     assert not tokenizer_patterns.is_plain(pattern)

@@ -128,7 +128,8 @@ def _waits(requests: IO[bytes], parent: int) -> bool:
 
 
 def _exactly(file: IO[bytes], size: int) -> bytes:
-    parts, left = [], size
+    parts: list[bytes] = []
+    left = size
     while left:
         part = file.read(left)
         if not part:

@@ -54,7 +54,7 @@ def _schema(schema: Any) -> Any:
         return [_schema(one) for one in schema]
     if not isinstance(schema, dict):
         return _values(schema, "the JSON schema")
-    found = {}
+    found: dict[str, Any] = {}
     for key, value in schema.items():
         if key in _REMARKS:
             continue

@@ -25,7 +25,8 @@ def handle(request: dict[str, Any], data: bytes) -> tuple[dict[str, Any], bytes]
         request: `variables` of the template, and `most`, the largest number of characters of its output.
         data: The template.
     """
-    parts, count = [], 0
+    parts: list[str] = []
+    count = 0
     for part in _compiled(data.decode("utf-8", "surrogatepass")).generate(**request["variables"]):
         count += len(part)
         if count > request["most"]:

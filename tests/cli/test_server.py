@@ -5,6 +5,9 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ pytest.importorskip("openai", reason="the test extra is not installed")
 
 import openai
 
-from .serving import CHAT, MAX_CACHE_LEN, QUESTION, TEXT, client_of, post
+from .serving import CHAT, MAX_CACHE_LEN, QUESTION, TEXT, client_of, post, served
 
 pytestmark = pytest.mark.usefixtures("fake_backend")
 
@@ -254,6 +257,41 @@ def test_what_clients_send_and_changes_nothing_is_answered(client, greedy_answer
     text = {"echo": False, "best_of": 1, "suffix": "", "logprobs": False, "top_k": 0}
     answer = client.completions.create(model="demo", prompt="x", max_tokens=2, temperature=0, extra_body=text)
     assert answer.choices[0].logprobs is None
+
+
+#: A form that is compiled for hours.
+ENDLESS = schema_of({"allOf": [{"type": "string", "pattern": f"a{index}"} for index in range(30)]})
+
+
+def test_a_form_without_end_holds_up_no_other_request_and_not_the_end(server_bundle: Path) -> None:
+    replies: list[tuple[int, Any]] = []
+
+    def ask() -> None:
+        with suppress(http.client.HTTPException, OSError):  # the server may end first
+            replies.append(post(address, "/v1/chat/completions", {**CHAT, "response_format": ENDLESS}))
+
+    with served(load(server_bundle)) as address:
+        # What compiles forms is started.
+        assert post(
+            address, "/v1/chat/completions", {**CHAT, "response_format": schema_of({"const": 1}), "max_tokens": 4}
+        )
+        asking = [threading.Thread(target=ask) for _ in range(2)]
+        for one in asking:
+            one.start()
+        time.sleep(0.3)
+        start = time.monotonic()
+        status, _ = post(address, "/v1/chat/completions", {**CHAT, "max_tokens": 2})
+        assert status == 200 and time.monotonic() - start < 2 and not replies
+        for one in asking:
+            one.join()
+        assert {status for status, _ in replies} == {400}
+        assert "it runs longer than 3 s" in replies[0][1]["error"]["message"]
+        last = threading.Thread(target=ask)
+        last.start()
+        time.sleep(0.3)
+        start = time.monotonic()
+    assert time.monotonic() - start < 8
+    last.join()
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,8 @@ class Engine:
         """
         if self._waiting >= self._most_waiting and (self._turn.locked() or self._forms.locked()):
             raise Busy
-        follower = completion = None
+        follower: Follower | None = None
+        completion: Completion | None = None
         async with AsyncExitStack() as held:
             self._waiting += 1
             try:
