@@ -1,4 +1,4 @@
-# Needs make and Python 3.10 to 3.12 with pip and venv; everything else goes into $(VENV).
+# Needs make and Python 3.10 to 3.13 with pip and venv; everything else goes into $(VENV).
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -30,8 +30,12 @@ VERSION_TESTS ?= tests/compat tests/layers tests/patches/test_registry.py tests/
 	tests/backends/test_pt2.py tests/backends/test_executorch.py tests/backends/test_executorch_fused.py \
 	tests/backends/test_executorch_quantized.py tests/backends/test_executorch_stamping.py
 
+# Pythons by version, as `python3.10` on the path, and the tests that run on each.
+PYTHONS ?= 3.10 3.12 3.13
+PYTHON_TESTS ?= tests/test_python_versions.py tests/test_cache.py tests/test_session.py tests/backends/test_executorch.py
+
 .DEFAULT_GOAL := help
-.PHONY: help setup kernels kernels-sanitized demo check test test-full test-device test-canary test-versions zoo zoo-media fuzz kills soak docs clean
+.PHONY: help setup kernels kernels-sanitized demo check test test-full test-device test-canary test-versions test-pythons zoo zoo-media fuzz kills soak docs clean
 
 help:
 	@echo "make demo    set up $(VENV), export the demo model to ExecuTorch, verify it, and ask it for a fact"
@@ -42,6 +46,7 @@ help:
 	@echo "make test-canary  only the canaries: workarounds that upstream may need no longer"
 	@echo "make test-versions  the tests of what others provide, at both ends of the ranges of torch, transformers, executorch"
 	@echo "             (downloads both; VERSIONS=newest to choose)"
+	@echo "make test-pythons  the package on Python 3.10, 3.12 and 3.13, each from the path (PYTHONS=3.13 to choose)"
 	@echo "make zoo     every generative architecture of transformers on every target, into docs/architectures.md"
 	@echo "             (hours; resumes; ZOO_ARGS='--only llama,mamba2 --targets eager,pt2' to choose)"
 	@echo "make zoo-media  pictures, film and sound of every architecture that takes them, into docs/media.md (hours; resumes)"
@@ -54,7 +59,7 @@ help:
 	@echo "make kernels-sanitized  the tests of these kernels under the address and undefined-behaviour sanitizers"
 	@echo "make clean   remove $(VENV), $(OUTPUT) and caches"
 	@echo
-	@echo "Variables: PYTHON=$(PYTHON) (3.10 to 3.12)  VENV=$(VENV)  OUTPUT=$(OUTPUT)  MAX_CACHE_LEN=$(MAX_CACHE_LEN)  PROMPT='...'"
+	@echo "Variables: PYTHON=$(PYTHON) (3.10 to 3.13)  VENV=$(VENV)  OUTPUT=$(OUTPUT)  MAX_CACHE_LEN=$(MAX_CACHE_LEN)  PROMPT='...'"
 	@echo "pip's own settings (PIP_INDEX_URL, PIP_FIND_LINKS, ...) decide where packages come from."
 
 setup: $(VENV)/.installed
@@ -102,6 +107,12 @@ test-device: $(VENV)/.installed-test
 test-canary: $(VENV)/.installed-test
 	@$(PYTEST) -m canary $(PYTEST_ARGS)
 
+# The package on each Python, in an environment of its own: a cache, sessions, and the ExecuTorch runtime.
+test-pythons: $(PYTHONS:%=test-python-%)
+test-python-%:
+	@$(MAKE) --no-print-directory .envs/python-$*/.installed-versions PYTHON=python$* VENV=.envs/python-$*
+	@.envs/python-$*/bin/python -m pytest -n $(JOBS) --dist loadfile -p no:cacheprovider $(PYTHON_TESTS) $(PYTEST_ARGS)
+
 # Each by this Makefile over again, with another environment and other constraints.
 test-versions: $(VERSIONS:%=test-version-%)
 test-version-%:
@@ -135,9 +146,9 @@ clean:
 # The environment is made anew only if it is missing or was left half-made; a changed pyproject.toml installs into it again.
 $(VENV)/bin/python:
 	@command -v $(PYTHON) >/dev/null || { \
-		echo "make: there is no '$(PYTHON)'; install Python 3.10 to 3.12, or name one: make PYTHON=python3.12 ..." >&2; exit 1; }
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 10) <= v <= (3, 12) else \
-		"make: $(PYTHON) is Python %d.%d; torch and executorch need 3.10 to 3.12: make PYTHON=python3.12 ..." % v)'
+		echo "make: there is no '$(PYTHON)'; install Python 3.10 to 3.13, or name one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 10) <= v <= (3, 13) else \
+		"make: $(PYTHON) is Python %d.%d; torch and executorch need 3.10 to 3.13: make PYTHON=python3.12 ..." % v)'
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 		echo "make: $(PYTHON) has no venv module; install it (on Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }
 	$(PYTHON) -m venv --clear $(VENV)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import InputError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class Component:

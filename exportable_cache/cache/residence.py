@@ -7,7 +7,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -15,6 +15,8 @@ from ..common.ordinary_tensors import ordinary_tensors
 from ..errors import InputError
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from .layers import CacheLayer
 
 Layer = TypeVar("Layer", bound="CacheLayer")

@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -19,6 +19,8 @@ from ..step import PLAIN
 from ..storage import FloatStorage, Storage
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from ..component import Component
     from ..context_ranks import ContextRanks
     from ..residence import Residence
