@@ -9,12 +9,15 @@ from transformers import PreTrainedModel
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as gemma2_attention
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss_attention
 from transformers.models.llama.modeling_llama import eager_attention_forward as llama_attention
+from transformers.models.mistral import modeling_mistral
 
 from exportable_cache import ExportableCache, Session
-from exportable_cache.cache.attention.functions import fused_attention, matmul_attention
+from exportable_cache.cache.attention import functions
+from exportable_cache.cache.attention.functions import fused_attention, matmul_attention, passed_to_attention
 from exportable_cache.cache.attention.implementation import attention_of
 from exportable_cache.errors import InputError, UnsupportedModelError
 
+from .support.models import tiny_model, tokens
 from .support.multimodal import tiny_multimodal
 
 HEADS, KV_HEADS, KV_LENGTH = 6, 2, 11
@@ -119,9 +122,10 @@ def test_softmax_is_taken_in_float32() -> None:
     torch.testing.assert_close(actual.float(), expected, atol=5e-3, rtol=5e-3)
 
 
-def test_an_unknown_argument_is_refused_by_name(attend) -> None:
+def test_an_unknown_argument_of_the_model_is_refused_by_name(attend, monkeypatch) -> None:
     """It asks for another result than the one without it: dropped, the logits would be wrong silently."""
     query, key, value, mask = inputs(3)
+    monkeypatch.setattr(functions, "passed_to_attention", lambda module: frozenset({"block_indices"}))
     with pytest.raises(UnsupportedModelError, match="passes 'block_indices' to attention"):
         attend(module(), query, key, value, mask, scaling=0.3, block_indices=torch.zeros(2, 1, 3, 1))
     expected, _ = attend(module(), query, key, value, mask, scaling=0.3)
@@ -192,3 +196,19 @@ def test_a_block_puts_back_what_each_part_of_the_model_named() -> None:
 
 def names_of(model) -> list[str]:
     return [found.config._attn_implementation for found in model.modules() if isinstance(found, PreTrainedModel)]
+
+
+def test_arguments_that_a_model_does_not_hand_to_attention_itself_change_nothing() -> None:
+    """A caller's own keywords reach attention through `**kwargs`, and transformers' attention ignores them."""
+    model, ids = tiny_model("llama"), tokens(7)
+    expected = model(ids).logits
+    cache = ExportableCache.from_model(model, 32)
+    given = {"num_items_in_batch": torch.tensor(9), "tokenizer": object(), "cache_position": torch.arange(7), "mine": 3}
+    torch.testing.assert_close(model(ids, **given).logits, expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(model(ids, past_key_values=cache, **given).logits, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_names_that_modeling_code_hands_to_attention_are_found() -> None:
+    found = passed_to_attention(modeling_mistral.__name__)
+    assert "sliding_window" in found and "num_items_in_batch" not in found
+    assert passed_to_attention("no.such.module") == frozenset()

@@ -59,8 +59,9 @@ def print_plan(terminal: Terminal, made: Plan) -> None:
     terminal.print(f"\nstatic cache   {bytes_text(made.cache_bytes)} for {holds} per row")
     terminal.print(f"DynamicCache   {bytes_text(made.dynamic_bytes)} at {made.max_cache_len} tokens")
     terminal.print(f"weights        {bytes_text(made.weights_bytes)}")
-    if made.remark:
-        terminal.print(made.remark)
+    for remark in (made.remark, made.positions):
+        if remark:
+            terminal.print(remark)
     if made.tensor_parallel is not None:
         _print_rank(terminal, made.tensor_parallel)
     if made.pipeline is not None:

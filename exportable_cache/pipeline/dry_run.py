@@ -97,6 +97,7 @@ def dry_run(spec: ExportSpec) -> DryRun:
         weights = exact_bytes(model.to(dtype), resolved.dtype.stored)
     stored = stored_quantization(config)
     remarks = [] if stored is None else [stored.remark.replace("were dequantised", "would be dequantised")]
+    remarks += [made.positions] if made.positions else []
     remarks += [coverage.remark] if coverage is not None and coverage.remark else []
     # A tuple of paths, since the spec was made.
     remarks += [f"the adapter in {folder} would be merged into the weights" for folder in tuple(spec.lora)]  # type: ignore[arg-type]

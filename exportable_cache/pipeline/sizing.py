@@ -20,6 +20,7 @@ from ..models.dtypes import stored_dtype
 from ..models.layout import check_longest, check_model_type, check_sinks, layout_from_config
 from ..models.loading import live_model, load_config
 from ..models.patches.registry import patch_model
+from ..models.positions import beyond_positions
 from ..models.stage_plan import StagePlan, plan_stages
 from ..models.tensor_plan import RankPlan, check_tensor_parallel, messages_of_token, split_layers, weights_of_rank
 from ..models.without_weights import ask_without_weights, model_without_weights
@@ -89,6 +90,7 @@ class Plan:
         target: That it was planned for, if any.
         stored_dtype: Of the weights as they are; None where the config does not say.
         remark: What becomes of the stored dtype, where it is not kept.
+        positions: One line where `max_cache_len` is beyond the positions that the model was made for.
         tensor_parallel: What each of several ranks would have and send, if that was asked for.
         pipeline: What each of several stages would have and send; of one rank each, if there are such as well.
         memory: Bytes that a process may take for weights and cache, if that was asked for.
@@ -110,6 +112,7 @@ class Plan:
     target: str | None = None
     stored_dtype: str | None = None
     remark: str = ""
+    positions: str = ""
     tensor_parallel: RankPlan | None = None
     pipeline: StagePlan | None = None
     memory: int | None = None
@@ -180,6 +183,7 @@ def plan_cache(
         "target": target,
         "stored_dtype": None if stored is None else dtype_name(stored),
         "remark": str(choice) if stored is not None and choice.stored != choice.chosen else "",
+        "positions": beyond_positions(config, spec.max_cache_len, spec.sinks is not None),
     }
     try:
         check_model_type(config)

@@ -35,7 +35,7 @@ from ..models.dtypes import stored_dtype
 from ..models.exact_sizes import exact_bytes
 from ..models.layout import layer_types_and_windows, vocab_size_of
 from ..models.loading import check_checkpoint, live_model, load_config, load_model, load_to_quantise
-from ..models.positions import check_positions
+from ..models.positions import beyond_positions, check_positions
 from ..models.quantization import quantize
 from ..models.quantized_sizes import Coverage, coverage_of
 from ..models.rope import check_rope
@@ -296,6 +296,8 @@ def lower(resolved: Resolved, source: Source, made: Program, folder: Path, progr
         "remarks": list(source.loaded.remarks),
         "ranks": ranked,
     }
+    beyond = beyond_positions(made.model.config, spec.cache.max_cache_len, spec.cache.sinks is not None)
+    recorded["remarks"] += [beyond] if beyond else []
     if source.weights_bytes is not None:
         recorded["weights_bytes"] = source.weights_bytes
     if spec.quantization is not None:

@@ -86,7 +86,7 @@ def test_a_changed_original_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_missing_original_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     changed(monkeypatch, "mamba")
-    (patch,) = PATCHES["mamba"]
+    patch = PATCHES["mamba"][0]
     monkeypatch.setitem(PATCHES, "mamba", (replace(patch, name="scan_of_tomorrow"),))
     with pytest.raises(UnsupportedModelError, match="scan_of_tomorrow of transformers .* does not exist"):
         patch_types(["mamba"])

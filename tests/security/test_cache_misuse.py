@@ -232,6 +232,21 @@ def test_a_manifest_whose_ring_has_no_window(bundle: Path, window) -> None:
 FAMILIES = ("llama", "gemma2", "mistral")
 
 
+LFM2 = {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3, "block_auto_adjust_ff_dim": False}
+QWEN3_NEXT = {
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+
+
 def _graph(tensor: torch.Tensor) -> int:
     """Nodes of the graph that a tensor keeps."""
     seen, left = set(), [tensor.grad_fn]
@@ -310,3 +325,25 @@ def test_a_cache_as_long_as_the_window_is_a_ring() -> None:
         found += [model(ids[:, step : step + 1], past_key_values=cache).logits for step in range(5, 3 * WINDOW)]
     assert torch.allclose(torch.cat(found, dim=1), expected, atol=1e-4)
     assert ExportableCache.from_model(model, WINDOW - 1).max_length == WINDOW - 1
+
+
+def test_gradients_over_recurrent_states_are_those_without_a_cache() -> None:
+    model, ids = tiny_model("qwen3_next", **QWEN3_NEXT), tokens(9)
+    model(ids, use_cache=False).logits[:, -1].square().sum().backward()
+    expected = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+    model.zero_grad()
+    cache = ExportableCache.from_model(model, 48)
+    model(ids, past_key_values=cache).logits[:, -1].square().sum().backward()
+    for name, parameter in model.named_parameters():
+        if name in expected:
+            torch.testing.assert_close(parameter.grad, expected[name], atol=1e-4, rtol=1e-3)
+    assert all(_graph(tensor) == 0 and not tensor.requires_grad for _, tensor in cache.named_state())
+
+
+@pytest.mark.parametrize(("family", "sizes"), [("lfm2", LFM2), ("qwen3_next", QWEN3_NEXT)])
+def test_a_batch_of_other_rows_is_refused_before_a_state_is_written(family: str, sizes: dict) -> None:
+    model = tiny_model(family, **sizes)
+    cache = ExportableCache.from_model(model, 32)
+    with pytest.raises(InputError, match="allocated for 1 rows, the model runs 2"):
+        model.generate(tokens(5, 2), past_key_values=cache, max_new_tokens=2, do_sample=False)
+    assert all(not tensor.any() for _, tensor in cache.named_state())

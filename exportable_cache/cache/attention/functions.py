@@ -10,6 +10,11 @@ and keys on the left are neither transposed nor packed.
 
 from __future__ import annotations
 
+import ast
+import functools
+import inspect
+import re
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +26,9 @@ from ...errors import UnsupportedModelError
 from .extended import EXTENDED_ATTENTION, EXTENSIONS, define, is_captured
 from .masks import register_masks
 from .names import ATTENTION, ATTENTION_NAMES, MATMUL_ATTENTION
+
+#: What modeling code calls attention functions by.
+_CALLED = re.compile(r"(?:attention|attn)_?(?:interface|forward|fn|func|function)|ALL_ATTENTION_FUNCTIONS")
 
 #: Arguments that models pass for attention that is not the plain kind; `matmul_attention` knows them all.
 EXTRAS = ("softcap", "s_aux", "sinks", "position_bias")
@@ -39,6 +47,10 @@ HARMLESS = {
     "vision_feature_layer": "of the projector, which takes it from the layers' outputs",
     "vision_feature_select_strategy": "of the projector, behind the layers",
     "grid_thw": "of convolutions between the layers of a tower of pictures",
+    "cache_position": "positions come as position_ids, and slots from the cache",
+    "num_items_in_batch": "of the loss, as Trainer passes it",
+    "token_type_ids": "of the embeddings",
+    "tokenizer": "of generate's stop strings",
 }
 
 
@@ -72,7 +84,7 @@ def fused_attention(
     Raises:
         UnsupportedModelError: If there is an argument that neither function knows, see `HARMLESS`.
     """
-    refuse_unknown(kwargs)
+    refuse_unknown(module, kwargs)
     if indices is not None:
         attention_mask = among_indices(attention_mask, indices, key.shape[2], query.dtype)
     extras = {name for name in EXTRAS if kwargs.get(name) is not None}
@@ -139,7 +151,7 @@ def matmul_attention(
         position_bias: Added to the scores, broadcastable to [batch, heads, q_length, kv_length] (T5).
         indices: See `among_indices`.
     """
-    refuse_unknown(kwargs)
+    refuse_unknown(module, kwargs)
     if indices is not None:
         attention_mask = among_indices(attention_mask, indices, key.shape[2], query.dtype)
     batch, heads, q_length, _ = query.shape
@@ -209,20 +221,57 @@ def with_addend(scores: torch.Tensor, addend: torch.Tensor) -> torch.Tensor:
     return scores + by_group(addend, scores.shape[1], scores.shape[2]).to(scores.dtype)
 
 
-def refuse_unknown(arguments: Mapping[str, Any]) -> None:
+def refuse_unknown(module: torch.nn.Module, arguments: Mapping[str, Any]) -> None:
     """Refuse what would have to change the result: a kind of attention that is not computed here.
 
     None and False ask for nothing, nor does an empty mapping: transformers' stages hand on the arguments that nobody
-    gave under one name.
+    gave under one name. What a caller of the model gave beside is handed on as well, and transformers' own attention
+    ignores it; so only names that the model's code itself passes to attention are refused.
+
+    Args:
+        module: The attention module of the model.
+        arguments: By name.
+
+    Raises:
+        UnsupportedModelError: If there is one.
     """
     for name, value in arguments.items():
         if isinstance(value, Mapping) and not value:
             continue
-        if value is not None and value is not False and name not in HARMLESS and name not in EXTRAS:
+        if value is None or value is False or name in HARMLESS or name in EXTRAS:
+            continue
+        if name in passed_to_attention(type(module).__module__):
             raise UnsupportedModelError(
                 f"the model passes {name!r} to attention, which this package's attention does not know; use its own "
                 "(attn_implementation='eager') with DynamicCache"
             )
+
+
+@functools.cache
+def passed_to_attention(module: str) -> frozenset[str]:
+    """Return the keywords that the code of a modeling module passes to attention functions by name.
+
+    These are the keywords of its calls of functions named after attention, and the keys that it adds to `kwargs`.
+
+    Args:
+        module: Name of a module that is imported.
+    """
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except (KeyError, OSError, TypeError, SyntaxError):
+        return frozenset()
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and _CALLED.search(ast.unparse(node.func)):
+            names.update(keyword.arg for keyword in node.keywords if keyword.arg is not None)
+        elif (
+            isinstance(node, ast.Subscript)
+            and isinstance(node.ctx, ast.Store)
+            and isinstance(node.slice, ast.Constant)
+            and "kwargs" in ast.unparse(node.value)
+        ):
+            names.add(str(node.slice.value))
+    return frozenset(names)
 
 
 def among_indices(

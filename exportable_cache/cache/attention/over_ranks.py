@@ -40,7 +40,7 @@ def attention_over_ranks(
     if ranks is None:
         return fused_attention(module, query, key, value, attention_mask, **how)
     known = ("scaling", "softcap", "s_aux", "sinks", "dropout", "is_causal")
-    refuse_unknown({name: given for name, given in how.items() if name not in known})
+    refuse_unknown(module, {name: given for name, given in how.items() if name not in known})
     if attention_mask is None or how.get("position_bias") is not None:
         raise UnsupportedModelError(
             "attention over a context that is split over ranks needs a mask of positions, and knows no position bias; "

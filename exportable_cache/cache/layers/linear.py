@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import InputError
+from ..checks import check_rows
 from ..component import Component
 from ..kernel import PORTABLE, StateTensor
 from ..policies import RecurrentPolicy
@@ -220,6 +221,14 @@ class LinearLayer(CacheLayer):
         if self.residence is not None:
             return self.residence.turn(self).update_conv_state(conv_states, state_idx, **kwargs)
         name = f"conv_state_{state_idx}"
+        try:
+            check_rows(getattr(self, name).shape[0], conv_states.shape[0])
+        except InputError:
+            # What reading the state has counted is taken back.
+            if self._counted_one:
+                self.advance(-1)
+                self._counted_one = False
+            raise
         before = self._enter(name)
         carry(self._enter(f"recurrent_state_{state_idx}") if self._has("recurrent", state_idx) else None)
         joined = torch.cat([before.to(conv_states.dtype), conv_states], dim=-1)
@@ -241,10 +250,16 @@ class LinearLayer(CacheLayer):
         if self.residence is not None:
             return self.residence.turn(self).update_recurrent_state(recurrent_states, state_idx, **kwargs)
         name = f"recurrent_state_{state_idx}"
+        check_rows(getattr(self, name).shape[0], recurrent_states.shape[0])
         self._entered.add(name)
         carry(None)
         if "tokens" in kwargs and self.is_linear and state_idx == 0:
             self.advance(kwargs["tokens"])
+        if self.context.in_place and recurrent_states.requires_grad and not torch.compiler.is_compiling():
+            # The state that the model has read is needed by backward(), so its successor gets memory of its own.
+            state = getattr(self, name)
+            state.data = recurrent_states.detach().to(state.dtype, copy=True)
+            return recurrent_states
         return self._store(name, recurrent_states)
 
     def _has(self, kind: str, state_idx: int) -> bool:

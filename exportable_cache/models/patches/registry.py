@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ...common.patch import ORIGINAL
 from ...errors import UnsupportedModelError
 from . import (
+    bloom,
     ctrl,
     decoder_masks,
     deepseek_v4,
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from ...common.patch import Patch
 
 _FAMILIES = (
+    bloom,
     ctrl,
     decoder_masks,
     deepseek_v4,
