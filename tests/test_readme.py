@@ -8,8 +8,10 @@ import importlib
 import importlib.util
 import inspect
 import json
+import os
 import re
 import shlex
+import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -144,6 +146,24 @@ def test_links_lead_somewhere(path: Path) -> None:
         assert target.exists(), link
         if anchor:
             assert anchor in anchors(target), link
+
+
+def test_python_blocks_of_live_models_run(tmp_path: Path) -> None:
+    """In a process of their own, because some register classes. Those that export or compile take minutes."""
+    pages = [path for path in DOCUMENTS if path.parent == ROOT / "docs" / "guides"]
+    found = {
+        f"{path.stem} {index}": code
+        for path in pages
+        for index, code in enumerate(blocks(path, "python"))
+        if not re.search(r"\bexport\(|artifacts/|compile=True\)|compile=True, |NotImplementedError", code)
+    }
+    assert {"add-a-layer 0", "batch 2", "parallel 0", "prefixes 0", "pytree 0", "speculate 0"} <= set(found)
+    script = tmp_path / "run.py"
+    runs = "exec(compile(code, name, 'exec'), {'__name__': '__main__'})"
+    script.write_text(f"for name, code in {found!r}.items():\n    print(name, flush=True)\n    {runs}\n")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, (done.stdout.splitlines()[-3:], done.stderr[-3000:])
 
 
 def test_the_target_of_the_guide_can_be_lowered_and_opened(tmp_path: Path) -> None:
