@@ -5,11 +5,12 @@ A process follows one form at a time. It keeps its tokenizer from one to the nex
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
 
-_READERS = {
+_READERS: dict[str, Callable[[str], str]] = {
     "json_schema": LLMatcher.grammar_from_json_schema,
     "regex": LLMatcher.grammar_from_regex,
     "lark": LLMatcher.grammar_from_lark,
