@@ -23,6 +23,7 @@ from .options import (
     TopPOption,
     TrustOption,
 )
+from .questions import Questions
 from .settings import at_least
 from .terminal import Terminal
 
@@ -63,7 +64,10 @@ def chat(
     ignore_versions: IgnoreVersionsOption = False,
     check: CheckOption = False,
 ) -> None:
-    """Talk with a model: each line of the input is a question, lines that begin with / are commands (/help)."""
+    """Talk with a model: each line of the input is a question, lines that begin with / are commands (/help).
+
+    At a terminal, text of several lines that is pasted at once is one question.
+    """
     terminal: Terminal = ctx.obj
     with terminal.opening(folder):
         from ..decoding.completion import Completer, CompletionOptions
@@ -86,23 +90,30 @@ def chat(
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
     talk = _Talk(terminal, completer, options, system)
+    questions = Questions(terminal.stdout)
     terminal.note("/help lists commands")
-    while (line := _line(terminal)) is not None:
+    _answer_all(talk, questions)
+
+
+def _answer_all(talk: _Talk, questions: Questions) -> None:
+    """Take questions until the end of the input; two interrupts in a row end a conversation at a terminal."""
+    was_interrupted = False
+    while True:
         try:
-            if not talk.take(line):
+            question = questions.next()
+            was_interrupted = False
+            if question is None or not talk.take(question):
                 return
+        except KeyboardInterrupt:
+            if not questions.is_typed:
+                raise
+            talk.terminal.write("\n")
+            if was_interrupted:
+                return
+            was_interrupted = True
+            talk.terminal.note("the conversation is kept; Ctrl+C again, or Ctrl+D, ends it")
         except (InputError, CacheFullError) as error:
-            terminal.error(f"error: {error}")
-
-
-def _line(terminal: Terminal) -> str | None:
-    """The next line of the input, None at its end."""
-    if sys.stdin is None:
-        raise InputError("stdin is closed; chat reads questions from it")
-    if sys.stdin.isatty():
-        terminal.write("> ")
-    line = sys.stdin.readline()
-    return line.rstrip("\n") if line else None
+            talk.terminal.error(f"error: {error}")
 
 
 @dataclass
@@ -127,7 +138,8 @@ class _Talk:
         """
         if not line.strip():
             return True
-        if not line.startswith("/"):
+        # Pasted text of several lines is a question, even if it begins like a command.
+        if not line.startswith("/") or "\n" in line:
             self._ask(line)
             return True
         command, _, argument = line.strip().partition(" ")

@@ -58,7 +58,7 @@ class Terminal:
     """
 
     def __init__(self, stdout: TextIO) -> None:
-        self._stdout = stdout
+        self.stdout = stdout
         self._out = _Results(file=stdout, width=_WIDTH, highlight=False, markup=False, emoji=False)
         # The stream itself: what stands in for sys.stderr while a bar is drawn writes through this console.
         self._err = _Remarks(file=sys.stderr, highlight=False, markup=False, emoji=False)
@@ -73,8 +73,8 @@ class Terminal:
         """Text as it is, to stdout, at once."""
         if self._is_silent:
             return
-        self._stdout.write(text)
-        self._stdout.flush()
+        self.stdout.write(text)
+        self.stdout.flush()
 
     def json(self, document: Any) -> None:
         """The one JSON document of a command."""

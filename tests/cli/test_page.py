@@ -71,6 +71,42 @@ def test_a_chat_in_the_page(browser: Any, server_bundle: Path) -> None:
         assert [entry["message"] for entry in browser.get_log("browser") if "favicon" not in entry["message"]] == []
 
 
+def test_long_words_wrap_and_the_newest_answer_stays_in_view(browser: Any, server_bundle: Path) -> None:
+    bottom = "document.documentElement.scrollHeight - innerHeight"
+    with served(load(server_bundle)) as address:
+        browser.get(f"{address}/#long")
+        browser.set_window_size(500, 400)
+        wait_for(browser, READY)
+        ask(browser, "x" * 90)
+        ask(browser, QUESTION)
+        assert browser.execute_script("return document.documentElement.scrollWidth <= innerWidth")
+        assert browser.execute_script(f"return {bottom} > 100 && Math.abs(scrollY - ({bottom})) < 3")
+        # A reader who has scrolled up is left there; the next question goes to the end.
+        browser.execute_script("scrollTo(0, 0)")
+        browser.execute_script("turn('text', 'more '.repeat(200))")
+        assert browser.execute_script("return scrollY") == 0
+        ask(browser, QUESTION)
+        assert browser.execute_script(f"return Math.abs(scrollY - ({bottom})) < 3")
+
+
+def test_a_system_message_and_a_new_conversation(browser: Any, server_bundle: Path) -> None:
+    from selenium.webdriver.common.by import By
+
+    system, question = "the code of amber is 7.", {"role": "user", "content": "amber?"}
+    told = "".join(load(server_bundle).generate_text([{"role": "system", "content": system}, question]))
+    alone = "".join(load(server_bundle).generate_text([question]))
+    with served(load(server_bundle)) as address:
+        browser.get(f"{address}/#system")
+        wait_for(browser, READY)
+        ask(browser, QUESTION)
+        browser.find_element(By.ID, "new").click()
+        assert browser.find_elements(By.CSS_SELECTOR, "#turns > *") == []
+        assert ask(browser, "amber?").strip() == alone.strip()
+        browser.find_element(By.ID, "new").click()
+        browser.find_element(By.ID, "system").send_keys(system)
+        assert ask(browser, "amber?").strip() == told.strip() != alone.strip()
+
+
 def test_a_refusal_is_shown_in_the_page(browser: Any, server_bundle: Path) -> None:
     with served(load(server_bundle)) as address:
         browser.get(f"{address}/#again")
