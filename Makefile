@@ -11,6 +11,8 @@ JOBS ?= 2
 ZOO_ARGS ?=
 # Such as `--mutations 500 --seed 7 --targets pt2 --verbose`.
 FUZZ_ARGS ?=
+# Such as `--requests 500 --seed 7 --verbose`.
+FUZZ_SERVER_ARGS ?=
 KILLS_ARGS ?=
 SOAK_ARGS ?=
 
@@ -50,7 +52,8 @@ help:
 	@echo "make zoo     every generative architecture of transformers on every target, into docs/architectures.md"
 	@echo "             (hours; resumes; ZOO_ARGS='--only llama,mamba2 --targets eager,pt2' to choose)"
 	@echo "make zoo-media  pictures, film and sound of every architecture that takes them, into docs/media.md (hours; resumes)"
-	@echo "make fuzz    10,000 mutated bundles, states and caches, and what each does (an hour; FUZZ_ARGS=...)"
+	@echo "make fuzz    10,000 mutated bundles, states and caches, and what each does (an hour; FUZZ_ARGS=...);"
+	@echo "             then 10,000 odd requests to a server (minutes; FUZZ_SERVER_ARGS=...)"
 	@echo "make kills   exports killed at random times and at each call to the file system (minutes; KILLS_ARGS=...)"
 	@echo "make soak    1,000,000 steps of a ring, and 24 sessions in 8 threads for ten minutes (SOAK_ARGS=...)"
 	@echo "make docs    build the pages of docs/ into site/; a warning is an error"
@@ -128,6 +131,7 @@ zoo-media: $(VENV)/.installed-test
 
 fuzz: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.security.fuzz $(FUZZ_ARGS)
+	@$(BIN)/python -m tests.security.fuzz_server $(FUZZ_SERVER_ARGS)
 
 kills: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.security.kills $(KILLS_ARGS)
