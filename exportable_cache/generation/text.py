@@ -59,9 +59,11 @@ def encode_prompt(
                 "pass the prompt as text, or set tokenizer.chat_template before exporting"
             )
         messages = [dict(message) for message in prompt]
-        texts = "\n".join(_texts(messages))
-        check_text(texts)
-        check_cost(tokenizer, texts)
+        texts = list(_texts(messages))
+        # One by one, because an error names the place in what was said.
+        for text in texts:
+            check_text(text)
+        check_cost(tokenizer, "\n".join(texts))
         with tokenizer_errors(_ENCODE):
             control = ControlTokens(tokenizer)
             marked = control.marked(messages) if split_special_tokens else MarkedMessages(messages)
