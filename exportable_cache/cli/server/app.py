@@ -273,6 +273,12 @@ def _refuse_in_the_form_of_the_api(app: FastAPI, completer: Completer, options: 
         sentence, field = sentence_of(wrong)
         return refuse(400, sentence, param=field)
 
+    @app.exception_handler(UnicodeEncodeError)
+    async def of_text(request: Request, error: UnicodeEncodeError) -> JSONResponse:
+        # Names of fields that pydantic cannot write down, and text that no tokenizer takes.
+        got = ascii(error.object[error.start : error.start + 1])
+        return refuse(400, f"the request must be text in UTF-8, got half a character, {got}; leave it out")
+
     @app.exception_handler(CacheFullError)
     async def of_room(request: Request, error: CacheFullError) -> JSONResponse:
         # litellm knows an overflow by how this sentence begins, langchain by the code within it.

@@ -61,6 +61,8 @@ def refuse(must: str, value: Any, fix: str, at: str = "") -> NoReturn:
     Raises:
         PydanticCustomError: Always.
     """
+    # pydantic writes it as UTF-8, which half a character has no form in.
+    at = at.encode("utf-8", "backslashreplace").decode()
     raise PydanticCustomError(_REFUSED, "{must}", {"must": must, "got": shown(value), "fix": fix, "at": at})
 
 
