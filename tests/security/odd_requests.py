@@ -243,7 +243,10 @@ def _places(document: Any) -> list[tuple[Any, Any]]:
 def _at_a_place(change: Callable[[random.Random, Any, Any], None]) -> Callable[[random.Random, Any], Any]:
     def changed(rng: random.Random, document: Any) -> Any:
         # A copy: parts of some documents are one object.
-        document = json.loads(json.dumps(document))
+        try:
+            document = json.loads(json.dumps(document))
+        except (RecursionError, ValueError):  # too deep, or a number of too many digits: odd enough
+            return document
         places = _places(document)
         if places:
             change(rng, *rng.choice(places))
