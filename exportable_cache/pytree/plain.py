@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.utils._pytree as pytree
 
-from . import _torch_private
-from .registry import is_ours
+from .registry import is_ours, named_children
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -36,8 +35,7 @@ def takes_own_classes(program: ExportedProgram) -> bool:
 
 def _plain(value: Any) -> Any:
     if is_ours(type(value)):
-        children, _ = _torch_private.node_of(type(value)).flatten_with_keys_fn(value)
-        return {key.name: _plain(child) for key, child in children}
+        return {key: _plain(child) for key, child in named_children(value)}
     if type(value) is dict:
         return {name: _plain(child) for name, child in value.items()}
     return type(value)(_plain(child) for child in value) if type(value) in (list, tuple) else value

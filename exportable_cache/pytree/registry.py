@@ -141,6 +141,11 @@ def is_ours(cls: type) -> bool:
     return node is not None and ours is not None and node.flatten_fn is ours.node_flatten
 
 
+def named_children(value: Any) -> Sequence[tuple[Key, Any]]:
+    """Return the children of an object of a class that `is_ours`, each with its key."""
+    return _ours[type(value)].flatten(value)[0]
+
+
 def owner_of(cls: type) -> str | None:
     """The top-level package whose function flattens `cls` now ("transformers", "tico", ...), None if unregistered."""
     node = _torch_private.node_of(cls)
