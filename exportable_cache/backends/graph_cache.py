@@ -13,7 +13,6 @@ import logging
 import os
 import platform
 import re
-import time
 import zipfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ import transformers
 
 from .. import __version__
 from ..common.compat.torch import inductor_config, unwritable_guards
-from ..common.files import PARTIAL, atomic_path
+from ..common.files import atomic_path, clear_partials
 from ..common.garbage import few_collections
 from ..common.own_files import is_own_file, own_folder, sealed, unsealed
 from ..common.own_key import own_key
@@ -44,8 +43,6 @@ log = logging.getLogger(__name__)
 GRAPH = ".graph"
 #: Megabytes that a folder holds unless told otherwise: some hundred graphs.
 GRAPH_CACHE_MB = 1024
-#: Seconds after which what a killed process was writing counts as left behind.
-_ABANDONED = 3600.0
 _MAIN, _PLAIN = "graph", b"plain"
 _LIBRARY = re.compile(r"\w+/[\w.]+\.so")
 
@@ -187,10 +184,7 @@ class GraphCache:
         """Drop what was used longest ago. Other processes may do so at the same time, or be about to read: whoever
         finds no file compiles.
         """
-        with contextlib.suppress(OSError):
-            for path in self.folder.glob(f".*{PARTIAL}"):
-                if time.time() - path.stat().st_mtime > _ABANDONED:
-                    path.unlink(missing_ok=True)
+        clear_partials(self.folder)
         found = []
         for path in self.folder.glob(f"*{GRAPH}"):
             with contextlib.suppress(OSError):

@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+import torch
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+#: A number of bytes, or a size: what 64 bits hold.
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+def _is_dtype(name: str) -> str:
+    if not isinstance(getattr(torch, name, None), torch.dtype):
+        raise ValueError(f"must be the name of a dtype of torch, got {name!r}")
+    return name
+
+
+#: The name of a dtype, such as `float32`.
+Dtype = Annotated[str, AfterValidator(_is_dtype)]
 
 
 class Entry(BaseModel):
@@ -18,7 +32,7 @@ class File(Entry):
     """One file of the bundle, by its path inside the folder; `details` are its target's."""
 
     sha256: str
-    bytes: int
+    bytes: Count
     holds: str
     details: dict[str, Any] = Field(default_factory=dict)
 
@@ -57,7 +71,7 @@ class RoundedCache(Entry):
     """
 
     dtype: str
-    float_bytes: int
+    float_bytes: Count
     positions: int | None = None
     max_difference: float | None = None
     argmax_agreement: float | None = None
@@ -72,7 +86,7 @@ class RankedProgram(Entry):
 
     size: int = Field(ge=2)
     parts_of_heads: list[int]
-    weights_bytes: int
+    weights_bytes: Count
 
 
 def rank_folder(rank: int) -> str:

@@ -9,16 +9,16 @@ from pydantic import model_validator
 from ..cache.kernel import Kernel
 from ..cache.layers import layer_from
 from ..errors import InputError
-from .entries import Entry, names_of
+from .entries import Count, Dtype, Entry, names_of
 
 
 class Tensor(Entry):
     """One state tensor of a layer; `dims` names the dimensions of `shape`."""
 
-    shape: list[int]
+    shape: list[Count]
     dims: list[str]
-    dtype: str
-    bytes: int
+    dtype: Dtype
+    bytes: Count
 
     @model_validator(mode="after")
     def _one_name_per_dimension(self) -> Tensor:
@@ -41,7 +41,7 @@ class Layer(Entry):
     states: dict[str, Any] | None = None
     indexer: dict[str, Any] | None = None
     tensors: dict[str, Tensor]
-    bytes: int
+    bytes: Count
 
     @model_validator(mode="after")
     def _fits_its_parts(self) -> Layer:
@@ -68,21 +68,11 @@ class Layer(Entry):
             layer = layer_from(self.config, {})
         except InputError as error:
             return str(error)
-        if set(self.tensors) != set(layer.state):
-            return f"tensors: has {names_of(self.tensors)}, a layer of {layer.label} has {names_of(layer.state)}"
-        sizes = {} if layer.storage is None else dict(layer.kernel.sizes(layer.policy))
         for name, tensor in self.tensors.items():
-            declared = layer.state[name]
-            if tuple(tensor.dims) != declared.dims:
+            declared = layer.state.get(name)
+            if declared is not None and tuple(tensor.dims) != declared.dims:
                 return (
                     f"tensors.{name}.dims: are {names_of(tensor.dims)}, those of a layer of {layer.label} are "
                     f"{names_of(declared.dims)}"
                 )
-            if tensor.dtype != str(declared.dtype).removeprefix("torch."):
-                return f"tensors.{name}.dtype: is {tensor.dtype}, a layer of {layer.label} keeps {declared.dtype}"
-            for dim, size in zip(tensor.dims, tensor.shape, strict=True):
-                if sizes.setdefault(dim, size) != size:
-                    return (
-                        f"tensors.{name}.shape: {dim} is {size}, it is {sizes[dim]} by the policy or in another tensor"
-                    )
-        return None
+        return layer.misfit({name: (tensor.shape, tensor.dtype) for name, tensor in self.tensors.items()})

@@ -15,7 +15,7 @@ from transformers.utils import logging as transformers_logging
 from ..backends.base import ProgramDescription
 from ..common.files import PARTIAL, retired_folder
 from ..errors import BundleError, first_line
-from .entries import Entry, File, Quantized, RankedProgram, RoundedCache, rank_folder
+from .entries import Count, Dtype, Entry, File, Quantized, RankedProgram, RoundedCache, rank_folder
 from .layer_entry import Layer
 from .program_entry import ProgramEntry
 
@@ -37,13 +37,13 @@ class Manifest(Entry):
     model_type: str
     architecture: str
     program: ProgramEntry
-    vocab_size: int = Field(ge=1)
+    vocab_size: int = Field(ge=1, lt=2**63)
     #: Tokens that have a logit, where that is another number.
-    logits_size: int | None = Field(default=None, ge=1)
-    dtype: str
+    logits_size: int | None = Field(default=None, ge=1, lt=2**63)
+    dtype: Dtype
     layers: list[Layer] = Field(min_length=1)
-    cache_bytes: int
-    weights_bytes: int
+    cache_bytes: Count
+    weights_bytes: Count
     fingerprint: str
     tokenizer: str | None
     config: dict[str, Any]
@@ -55,7 +55,7 @@ class Manifest(Entry):
     quantization: Quantized | None = None
     kv_cache: RoundedCache | None = None
     # Of the weights before they were converted to `dtype`; None in bundles of releases that always kept it.
-    stored_dtype: str | None = None
+    stored_dtype: Dtype | None = None
     # What was done to the weights as they came, such as merging an adapter, a line each.
     remarks: list[str] = Field(default_factory=list)
     # Of a program in parts, one for each of several processes.
@@ -68,6 +68,9 @@ class Manifest(Entry):
             path = PurePosixPath(name)
             if path.is_absolute() or ".." in path.parts:
                 raise ValueError(f"file {name!r} lies outside the bundle")
+            # What file systems take; others raise errors of their own, or take another file's name.
+            if not name.isprintable() or any(len(part.encode()) > 255 for part in path.parts) or len(name) > 1024:
+                raise ValueError(f"file {name[:64]!r}... must have a name of printable characters, at most 255 bytes")
         return files
 
     @field_validator("generation_config")
@@ -193,6 +196,8 @@ class Manifest(Entry):
             if check is not None:
                 check(content)
             fields = json.loads(content)
+            # Half a character, which JSON can spell, is none that a name or a message can have.
+            json.dumps(fields, ensure_ascii=False).encode()
         except (OSError, ValueError, RecursionError, MemoryError) as error:
             raise BundleError(f"cannot read {path}: {error}; export the model again") from error
         if not isinstance(fields, dict):

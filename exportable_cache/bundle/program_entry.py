@@ -12,7 +12,7 @@ from ..models.rope import RopeRule
 from ..program.items import FixedInput, ItemFacts
 from ..program.methods import ROPE_LENGTHS, ProgramMethod
 from ..program.spec import Form, Logits
-from .entries import Entry, names_of
+from .entries import Count, Dtype, Entry, names_of
 
 # What the names of an explicit program's state tensors begin with, among the inputs and outputs of its methods.
 STATE_PREFIX = "cache."
@@ -27,15 +27,15 @@ class Signature(Entry):
     """
 
     name: str
-    dtype: str
-    shape: list[int | str]
+    dtype: Dtype
+    shape: list[Count | str]
 
 
 class FixedEntry(Entry):
     """See `FixedInput`."""
 
-    dtype: str
-    shape: list[int]
+    dtype: Dtype
+    shape: list[Count]
     values: list[int | bool | float]
 
 
@@ -60,15 +60,15 @@ class ItemEntry(Entry):
 class MethodEntry(Entry):
     """One method of the program, see `ProgramMethod`."""
 
-    min_length: int = Field(ge=1)
-    max_length: int = Field(ge=1)
+    min_length: int = Field(ge=1, lt=2**63)
+    max_length: int = Field(ge=1, lt=2**63)
     # `ProgramMethod.kv_read_len`, under the name that the format has had from the start.
-    read_length: int | None = Field(default=None, ge=1)
+    read_length: int | None = Field(default=None, ge=1, lt=2**63)
     # Of files that were written before `scored_tokens`: it is max_length then.
     scores: bool = False
-    scored_tokens: int = Field(default=0, ge=0)
+    scored_tokens: Count = 0
     # Least and most of every size named in a shape, besides "batch" and "length".
-    ranges: dict[str, tuple[int, int]] = {}
+    ranges: dict[str, tuple[Count, Count]] = {}
     inputs: list[Signature]
     outputs: list[Signature]
     # image_grid_thw of every image that it takes.
@@ -76,7 +76,7 @@ class MethodEntry(Entry):
     # Of the items that it encodes; bundles from before have a grid alone.
     item: ItemEntry | None = None
     # Of what "length" is a multiple.
-    multiple: int = Field(default=1, ge=1)
+    multiple: int = Field(default=1, ge=1, lt=2**63)
 
     @model_validator(mode="after")
     def _range(self) -> MethodEntry:
@@ -159,8 +159,8 @@ class ProgramEntry(Entry):
 
     form: Form
     logits: Logits
-    batch_size: int = Field(ge=1)
-    max_cache_len: int = Field(ge=1)
+    batch_size: int = Field(ge=1, lt=2**63)
+    max_cache_len: int = Field(ge=1, lt=2**63)
     methods: dict[str, MethodEntry]
     # Whether all rows have to hold as many tokens, see `row_lengths.needs_equal_rows`.
     equal_rows: bool = False

@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from safetensors.torch import save_file
 from transformers import Cache
 
 from ..common.compat.transformers import attention_implementation
-from ..common.files import atomic_path, damaged_if_malformed, read_tensors
+from ..common.dtypes import dtype_name
+from ..common.saved_tensors import damaged_if_malformed, read_tensors, write_tensors
 from ..errors import BundleError, InputError
 from .attention.names import ATTENTION, ATTENTION_NAMES, RANKS_ATTENTION
 from .checks import check_rollback, check_room, check_rows_agree, check_some, is_traced
+from .kernel import PORTABLE
 from .layers import CacheLayer, LinearLayer, layer_from
 from .step import PLAIN
 
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
     from .step import StepContext
 
-# Of the second: layers are described by their parts, not by a class.
-_FORMAT = "exportable_cache.cache.v2"
+# File format version. v2 describes layers by their parts instead of a class, v3 adds a checksum.
+_FORMAT = "exportable_cache.cache.v3"
 
 
 class LayeredCache(Cache):
@@ -321,55 +322,81 @@ class LayeredCache(Cache):
         return cache
 
     def save(self, path: str | Path) -> None:
-        """Write all state to a safetensors file, atomically.
+        """Write all state to a safetensors file, atomically, with a checksum.
 
         Raises:
-            InputError: If there is something else than a file at `path`.
+            InputError: If there is something else than a file at `path`, or the slots are split over ranks.
         """
-        tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in self.named_state()}
-        layers = [
-            {"config": layer.config(), "tensors": list(layer.state), "high_water": layer._max_len_ever}
-            for layer in self.layers
-        ]
-        with atomic_path(Path(path)) as temporary:
-            save_file(
-                tensors,
-                temporary,
-                metadata={
-                    "format": _FORMAT,
-                    "cache": type(self).__name__,
-                    "layers": json.dumps(layers),
-                    "model_types": json.dumps(self.model_types),
-                },
+        if any(layer.over is not None for layer in self.layers):
+            raise InputError(
+                "the cache must be whole to be saved, and the slots of its full layers are split over ranks; call "
+                "save_state() of its session"
             )
+        tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in self.named_state()}
+        layers = [{"config": layer.config(), "high_water": layer._max_len_ever} for layer in self.layers]
+        metadata = {
+            "format": _FORMAT,
+            "cache": type(self).__name__,
+            "layers": json.dumps(layers),
+            "model_types": json.dumps(self.model_types),
+        }
+        write_tensors(Path(path), tensors, metadata)
 
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str = "cpu") -> LayeredCache:
         """Read what `save` wrote; the next step continues where it stopped.
 
+        Every tensor is compared with the description of its layer, whatever the file's checksum says.
+
         Raises:
             BundleError: If the file is missing, damaged or not a saved cache, of another format, or of parts unknown
-            here.
+                here.
+            InputError: If there is no such device.
         """
         tensors, metadata = read_tensors(path, "a saved cache", _FORMAT, "save()", device)
         with damaged_if_malformed(path, "a saved cache"):
-            layers = []
-            for index, described in enumerate(json.loads(metadata["layers"])):
-                state = {name: tensors[f"layers.{index}.{name}"] for name in described["tensors"]}
-                try:
-                    layer = layer_from(described["config"], state)
-                except InputError as error:
-                    raise BundleError(
-                        f"{path}: layer {index} is of parts that this release does not have: {error}; save the cache "
-                        "again"
-                    ) from error
-                layer._max_len_ever = described["high_water"]
-                _check_lengths(layer, index)
-                layers.append(layer)
-            cache = LayeredCache.classes[metadata.get("cache", "ExportableCache")](layers)
-            types = json.loads(metadata.get("model_types", "null"))
+            layers = [
+                _saved_layer(path, index, described, tensors)
+                for index, described in enumerate(json.loads(metadata["layers"]))
+            ]
+            if tensors:
+                raise ValueError(f"tensors {', '.join(sorted(tensors))}, which no layer has")
+            cache = LayeredCache.classes[metadata["cache"]](layers)
+            types = json.loads(metadata["model_types"])
+            if types is not None and not (isinstance(types, list) and all(isinstance(one, str) for one in types)):
+                raise ValueError(f"model_types {types!r}, which are no list of names")
             cache.model_types = None if types is None else tuple(types)
             return cache
+
+
+def _saved_layer(
+    path: str | Path, index: int, described: Mapping[str, Any], tensors: dict[str, torch.Tensor]
+) -> CacheLayer:
+    """Return a layer of a file, and take its tensors out of `tensors`.
+
+    Raises:
+        BundleError: If it is of parts unknown here, or a tensor does not fit its description.
+    """
+    try:
+        layer = layer_from(described["config"], {})
+    except InputError as error:
+        raise BundleError(
+            f"{path}: layer {index} is of parts that this release does not have: {error}; save the cache again"
+        ) from error
+    if layer.kernel != PORTABLE:
+        raise BundleError(
+            f"{path}: layer {index} must have the kernel {PORTABLE.kind!r}, got {layer.kernel.kind!r}, which layers of "
+            "a program or of a rank have; save a whole cache"
+        )
+    prefix = f"layers.{index}."
+    state = {name.removeprefix(prefix): tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
+    misfit = layer.misfit({name: (tensor.shape, dtype_name(tensor.dtype)) for name, tensor in state.items()})
+    if misfit is not None:
+        raise BundleError(f"{path} is damaged: layers.{index}: {misfit}; save the cache again")
+    layer = layer_from(described["config"], state)
+    layer._max_len_ever = described["high_water"]
+    _check_lengths(layer, index)
+    return layer
 
 
 def _check_lengths(layer: CacheLayer, index: int) -> None:
@@ -378,11 +405,10 @@ def _check_lengths(layer: CacheLayer, index: int) -> None:
     Raises:
         ValueError: If a length or the most tokens ever held is out of range.
     """
-    most, ever = layer.max_length, layer._max_len_ever
-    if ever is not None and (type(ever) is not int or ever < 0):
+    ever = layer._max_len_ever
+    if ever is not None and (type(ever) is not int or not 0 <= ever < 2**62):
         raise ValueError(f"layer {index} held {ever!r} tokens at most")
-    lengths = getattr(layer, "cumulative_length", None)
-    if lengths is None:
-        return
-    if lengths.dtype != torch.int64 or bool((lengths < 0).any()) or (most is not None and bool((lengths > most).any())):
-        raise ValueError(f"layer {index} holds {lengths.tolist()} tokens, of 0 to {most or 'any number'}")
+    for name, most in layer.length_limits().items():
+        lengths = getattr(layer, name)
+        if bool((lengths < 0).any()) or (most is not None and bool((lengths > most).any())):
+            raise ValueError(f"layer {index} holds {lengths.tolist()} tokens, of 0 to {most or 'any number'}")

@@ -10,21 +10,15 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from safetensors import SafetensorError, safe_open
-
-from ..errors import BundleError, ExportableCacheError, InputError, first_line
+from ..errors import InputError
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
-
-if TYPE_CHECKING:
-    import torch
 
 #: Suffix of what is being written; names begin with a dot.
 PARTIAL = ".partial"
@@ -36,54 +30,12 @@ LOCK_FILE = ".exporting"
 _YOUNG = 86400.0
 
 
-def read_tensors(
-    path: Path | str, what: str, expected: str, writer: str, device: torch.device | str = "cpu"
-) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Tensors and metadata of a safetensors file whose metadata has the `format` that is expected.
-
-    Args:
-        what: The file holds, for messages; `writer` makes such files.
-
-    Raises:
-        BundleError: If the file is missing, damaged or has another format.
-    """
-    from .ordinary_tensors import ordinary_tensors
-
-    try:
-        with ordinary_tensors(), safe_open(path, framework="pt", device=str(device)) as file:
-            metadata = file.metadata() or {}
-            # Copied, as a tensor's place in the file is not aligned as torch's own are, and kernels then round
-            # otherwise.
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}
-    except (OSError, SafetensorError) as error:
-        raise BundleError(f"cannot read {what} from {path}: {error}; save it again") from error
-    if metadata.get("format") != expected:
-        raise BundleError(
-            f"{path} has format {metadata.get('format')!r}, expected {expected!r}; it was not written by {writer}"
-        )
-    return tensors, metadata
-
-
-@contextmanager
-def damaged_if_malformed(path: Path | str, what: str) -> Iterator[None]:
-    """A block that reads the parts of a file that was opened: what does not fit is one error.
-
-    Raises:
-        BundleError: If a part is missing, or is of another type or size.
-    """
-    try:
-        yield
-    except ExportableCacheError:
-        raise
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError, RecursionError) as error:
-        raise BundleError(
-            f"{path} is damaged: {what} has {type(error).__name__}: {first_line(error)[:200]}; save it again"
-        ) from error
-
-
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path`, moved onto it when the block ends well and removed when it does not.
+    """Yield a temporary path, moved onto `path` when the block ends well and removed when it does not.
+
+    The temporary file lies in a locked folder next to `path`, because libraries write temporary files of their own next
+    to what they write. What a killed process leaves is removed by the next one: `clear_partials`.
 
     Raises:
         InputError: If `path` is a folder, a device or anything else than a file: it would be replaced, and /dev/null is
@@ -93,16 +45,20 @@ def atomic_path(path: Path) -> Iterator[Path]:
     if path.exists() and not path.is_file():
         raise InputError(f"{path} is no file, so nothing is written over it; name a file, or one that is to be made")
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=PARTIAL, dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
+    clear_partials(path.parent, path.name)
+    folder, lock = _new_locked(path)
+    temporary = folder / f"written{path.suffix}"
     try:
+        # Readable by this user alone: states hold what somebody asked, and graphs of others are not loaded.
+        os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
         yield temporary
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)
+        _remove(folder)
+        if lock is not None:
+            os.close(lock)
 
 
 @contextmanager
@@ -165,9 +121,41 @@ def clear_leftovers(path: Path, remove: Callable[[Path], None] | None = None) ->
         left = path.parent / name
         if name.endswith(RETIRED):
             (remove or _remove)(left)
-        elif name.endswith(PARTIAL) and left.is_dir() and _is_abandoned(left):
+        elif name.endswith(PARTIAL) and left.is_dir() and not left.is_symlink() and _is_abandoned(left):
             # Without a lock it is what was at `path` before an exchange.
             ((remove or _remove) if not (left / LOCK_FILE).exists() else _remove)(left)
+
+
+def clear_partials(folder: Path, name: str | None = None) -> None:
+    """Remove what killed processes left of `atomic_path` in a folder.
+
+    Args:
+        name: Name of the file that was to be written; None for all files of the folder.
+    """
+    mine = "*" if name is None else f"{glob.escape(name)}.*"
+    for found in glob.glob(f".{mine}{PARTIAL}", root_dir=folder):
+        left = folder / found
+        # Another user's, or gone by now.
+        with suppress(OSError):
+            if left.is_symlink():
+                continue
+            if not left.is_dir():
+                # Earlier releases wrote files without a lock.
+                if _is_old(left):
+                    left.unlink()
+            elif (left / LOCK_FILE).exists():
+                if _is_abandoned(left):
+                    _remove(left)
+            elif any(left.iterdir()):
+                # File systems without locks.
+                if _is_old(left):
+                    _remove(left)
+            else:
+                left.rmdir()
+
+
+def _is_old(path: Path) -> bool:
+    return time.time() - path.stat().st_mtime > _YOUNG
 
 
 def _remove(folder: Path) -> None:
@@ -209,7 +197,7 @@ def _is_abandoned(folder: Path) -> bool:
     """Whether no process writes it any more."""
     lock = folder / LOCK_FILE
     if fcntl is None:
-        return time.time() - folder.stat().st_mtime > _YOUNG
+        return _is_old(folder)
     if not lock.exists():
         # Empty, or what was at `path` before an exchange.
         return True

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from ..errors import ExportableCacheError, first_line
-from .files import PARTIAL, atomic_path
+from .files import PARTIAL, atomic_path, clear_partials
 from .own_files import HAS_OWNERS, home_folder, is_own_file, own_folder
 from .processor import instructions, processor_name
 
@@ -81,7 +81,7 @@ class MachineCode:
         if self._is_loaded or self._begun is not None or not self.can_be_loaded() or self.path.is_file():
             return
         try:
-            own_folder(self.path.parent, make=True)
+            clear_partials(own_folder(self.path.parent, make=True))
             handle, temporary = tempfile.mkstemp(prefix=f".{self.path.name}.", suffix=PARTIAL, dir=self.path.parent)
             os.close(handle)
             ended, theirs = os.pipe()

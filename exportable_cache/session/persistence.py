@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors.torch import save_file
 
 from ..backends.base import state_of
 from ..cache.kernel import PORTABLE
 from ..cache.policies import FullPolicy
-from ..common.files import atomic_path, damaged_if_malformed, read_tensors
+from ..common.saved_tensors import damaged_if_malformed, read_tensors, write_tensors
 from ..errors import ExportableCacheError, InputError
 from .inputs.image_places import PlacedImages
 from .rope_state import RopeState
@@ -23,8 +22,8 @@ if TYPE_CHECKING:
     from ..cache.layers import CacheLayer
     from .session import Session
 
-# Of the second: layers are described by their parts, not by a class.
-_FORMAT = "exportable_cache.session_state.v2"
+# File format version. v2 describes layers by their parts instead of a class, v3 adds a checksum.
+_FORMAT = "exportable_cache.session_state.v3"
 #: Names of what an encoder gave, which the next prefill of its session takes.
 _ENCODED = "encoded."
 #: Names of what rows remember of RoPE whose factors change with the length, see `RopeState`.
@@ -86,8 +85,7 @@ def save_state(session: Session, path: Path) -> None:
     error: Exception | None = None
     if ranks is None or ranks.rank == 0:
         try:
-            with atomic_path(path) as temporary:
-                save_file(tensors, temporary, metadata=described)
+            write_tensors(path, tensors, described)
         except Exception as failed:
             if ranks is None:
                 raise
@@ -160,35 +158,22 @@ def _read(session: Session, path: Path) -> tuple[dict[str, torch.Tensor], Sequen
                 "max_cache_len"
             )
         rope = _rope_of(tensors, length, session.vocab_size)
-        encoded = [tensors.pop(name) for name in sorted(tensors) if name.startswith(_ENCODED)]
-        state = runner_state(session)
-        for name, tensor in state.items():
-            if name not in tensors:
-                raise InputError(
-                    f"{path} has no {name}, which a {session.target!r} session keeps; save the state on that target"
-                )
-            if session.ranks is not None:
-                _check_parts(session, name, tensors[name], tensor, path)
-                tensors[name] = session.ranks.part(tensors[name], *_cut(session, name))
-                if _is_split(session, name):
-                    tensors[name] = _own_slots(tensors[name], session, name)
-            expected = list(tensor.shape)
-            dim = _capacity_dim(session, name)
-            given = list(tensors[name].shape)
-            if dim is not None:
-                # More tokens once than this cache has slots: the slots behind its length are no longer wanted.
-                tensors[name] = tensors[name].narrow(dim, 0, min(given[dim], _layer_of(session, name).capacity))
-                expected[dim] = tensors[name].shape[dim]
-            if list(tensors[name].shape) != expected or tensors[name].dtype != tensor.dtype:
-                raise InputError(
-                    f"{name} is {tensors[name].dtype} {given} in {path}, this session's is {tensor.dtype} "
-                    f"{list(tensor.shape)}; use the same dtype and model"
-                )
         unfed = json.loads(metadata["pending"])
-        # Files of earlier releases state no images: those saved text only, or images that left nothing behind.
-        images = PlacedImages.from_lists(json.loads(metadata.get("images", "null")) or [[]] * len(length))
         unfed = tuple(unfed) if isinstance(unfed, list) else (unfed,) * len(length)
         _check_rows(session, length, max_len_ever, unfed)
+        images = PlacedImages.from_saved(json.loads(metadata["images"]), max_len_ever.tolist())
+        encoded = tuple(tensors.pop(f"{_ENCODED}{index}") for index in range(_count_encoded(tensors)))
+        session.check_encoded(encoded)
+        state = runner_state(session)
+        missing, unknown = set(state) - set(tensors), set(tensors) - set(state)
+        if missing:
+            raise InputError(
+                f"{path} has no {min(missing)}, which a {session.target!r} session keeps; save the state on that target"
+            )
+        if unknown:
+            raise ValueError(f"a tensor {min(unknown)!r}, which no layer has")
+        for name, tensor in state.items():
+            tensors[name] = _fitting(session, name, tensors[name], tensor, path, (length, max_len_ever))
     encoded_here = tuple(tensor.to(session.device) for tensor in encoded)
     return tensors, SequenceState(length, max_len_ever, unfed, images, encoded_here, rope)
 
@@ -218,6 +203,79 @@ def _rope_of(tensors: dict[str, torch.Tensor], length: torch.Tensor, vocab_size:
         ):
             raise ValueError(f"tokens that rows hold of {ids.dtype} {list(ids.shape)}, of a vocabulary of {vocab_size}")
     return RopeState(lengths, factors, tokens)
+
+
+def _fitting(
+    session: Session,
+    name: str,
+    saved: torch.Tensor,
+    tensor: torch.Tensor,
+    path: Path,
+    rows: tuple[torch.Tensor, torch.Tensor],
+) -> torch.Tensor:
+    """Return the part of a saved state tensor that this session's has room for.
+
+    Args:
+        saved: The tensor of the file, of all ranks.
+        tensor: The session's own.
+        rows: Tokens that each row holds, and the most that it ever held, int64 [batch] each.
+
+    Raises:
+        ValueError: If it has other slots than its rows have filled, or counts more tokens than fit.
+        InputError: If shape or dtype are not those of the session's.
+    """
+    layer, dim = _layer_of(session, name), _capacity_dim(session, name)
+    given = list(saved.shape)
+    # Before slots are cut to what this session has.
+    if dim is not None:
+        _check_slots(layer, name, saved, dim, rows)
+    if session.ranks is not None:
+        _check_parts(session, name, saved, tensor, path)
+        saved = session.ranks.part(saved, *_cut(session, name))
+        if _is_split(session, name):
+            saved = _own_slots(saved, session, name)
+    expected = list(tensor.shape)
+    if dim is not None and saved.dim() == tensor.dim():
+        # More tokens once than this cache has slots: the slots after its length are no longer wanted.
+        saved = saved.narrow(dim, 0, min(saved.shape[dim], layer.capacity))
+        expected[dim] = saved.shape[dim]
+    if list(saved.shape) != expected or saved.dtype != tensor.dtype:
+        raise InputError(
+            f"{name} is {saved.dtype} {given} in {path}, this session's is {tensor.dtype} {list(tensor.shape)}; use "
+            "the same dtype and model"
+        )
+    limits = layer.length_limits()
+    kept = name.split(".")[-1]
+    if kept in limits:
+        most = limits[kept]
+        if bool((saved < 0).any()) or (most is not None and bool((saved > most).any())):
+            raise ValueError(f"{name} of {saved.tolist()} tokens, of 0 to {most or 'any number'}")
+    return saved
+
+
+def _check_slots(
+    layer: CacheLayer, name: str, saved: torch.Tensor, dim: int, rows: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    """Refuse a tensor that has other slots than its rows have filled.
+
+    Raises:
+        ValueError: Then.
+    """
+    slots = saved.shape[dim] if dim < saved.dim() else 0
+    longest, most = (int(tokens.max()) for tokens in rows)
+    if layer.max_length is not None:
+        # Slots are positions. A cache that was larger than this one may have filled more, or have fewer than `most`
+        # says where its history is unknown.
+        least = longest
+    else:
+        least = most = min(most, layer.capacity)
+    if not least <= slots <= most:
+        filled = str(least) if least == most else f"{least} to {most}"
+        raise ValueError(f"{name} of {slots} slots, where rows have filled {filled}")
+
+
+def _count_encoded(tensors: Mapping[str, torch.Tensor]) -> int:
+    return sum(name.startswith(_ENCODED) for name in tensors)
 
 
 def _check_no_stages(session: Session) -> None:

@@ -507,6 +507,14 @@ class SteppedSession:
         """
         self._stepper.shift(tokens)
 
+    def check_encoded(self, encoded: Sequence[torch.Tensor]) -> None:
+        """Refuse what no encoder of this session can have given; nothing is right, too.
+
+        Raises:
+            ValueError: Then.
+        """
+        self._stages.check_given(encoded, self.runner.methods)
+
     def go_on_from(self, sequence: SequenceState) -> None:
         """Take up another place, for loops that write the cache's tensors themselves."""
         self._stepper.move_to(sequence)

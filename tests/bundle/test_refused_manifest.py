@@ -39,6 +39,13 @@ def test_unreadable_manifest(folder: Path, contents: bytes, said: str) -> None:
     refused(folder, "manifest.json", said, "export the model again")
 
 
+@pytest.mark.parametrize("place", ["dtype", "source"])
+def test_half_a_character(folder: Path, place: str) -> None:
+    """No file name and no message can have it."""
+    edit(folder, lambda fields: fields.update({place: "\ud800"}))
+    refused(folder, "cannot read", "surrogates not allowed", "export the model again")
+
+
 @pytest.mark.parametrize("version", [0, 1, "2", None])
 def test_other_schema_version(folder: Path, version: Any) -> None:
     edit(folder, lambda fields: fields.update(schema_version=version, unheard_of=1))
@@ -126,6 +133,26 @@ DAMAGE: dict[str, tuple[Callable[[dict], Any], str]] = {
     "padding token": (
         lambda fields: fields["generation_config"].update(pad_token_id=[1]),
         "generation_config: pad_token_id is [1]; it must be a token id",
+    ),
+    "a long name": (
+        lambda fields: fields["files"].update({"x" * 5000: {"sha256": "0", "bytes": 0, "holds": "x"}}),
+        f"files: file '{'x' * 64}'... must have a name of printable characters, at most 255 bytes",
+    ),
+    "a name that ends early": (
+        lambda fields: fields["files"].update({"program\0.pt2": {"sha256": "0", "bytes": 0, "holds": "x"}}),
+        "files: file 'program\\x00.pt2'... must have a name of printable characters",
+    ),
+    "a dtype of no kind": (
+        lambda fields: fields["layers"][1]["tensors"]["keys"].update(dtype="nn"),
+        "layers.1.tensors.keys.dtype: must be the name of a dtype of torch, got 'nn'",
+    ),
+    "bytes past 64 bits": (
+        lambda fields: fields.update(cache_bytes=2**63),
+        "cache_bytes: Input should be less than 9223372036854775808",
+    ),
+    "a negative size": (
+        lambda fields: fields["layers"][1]["tensors"]["keys"]["shape"].__setitem__(1, -2),
+        "layers.1.tensors.keys.shape.1: Input should be greater than or equal to 0",
     ),
     "generation field": (
         lambda fields: fields["generation_config"].update(max_new_tokens=-1),

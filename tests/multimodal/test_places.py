@@ -73,7 +73,7 @@ def test_deltas_follow_the_newest_image() -> None:
     assert placed.rows == ((Placed(2, 8, -3), Placed(9, 15, -6)),)
     placed = shifted(placed, torch.tensor([10]), torch.tensor([-3]))
     assert [int(placed.deltas(torch.tensor([length]))) for length in (10, 18, 24, 25)] == [0, -6, -6, -9]
-    assert PlacedImages.from_lists(placed.to_lists()) == placed
+    assert PlacedImages.from_saved(placed.to_lists(), [100] * len(placed.rows)) == placed
     assert placed.up_to(torch.tensor([18])).rows == ((Placed(12, 18, -6),),)
     with pytest.raises(InputError, match="cannot rewind to 20 tokens, which is inside the image at 19 to 24"):
         placed.up_to(torch.tensor([20]))

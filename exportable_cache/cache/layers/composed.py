@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from ...common.dtypes import dtype_name
 from ...common.ordinary_tensors import ordinary_tensors
 from ...errors import InputError, first_line
-from ..component import check_count
+from ..component import check_count, names
 from ..kernel import PORTABLE, Kernel, StateTensor
 from ..policies import SlotPolicy
 from ..step import PLAIN
@@ -129,6 +130,44 @@ class ComposedLayer:
             **self.kernel.sizes(self.policy),
             **self.storage.sizes(sizes.head_dim, sizes.value_head_dim),
         }
+
+    def known_sizes(self) -> dict[str, int]:
+        """Return the sizes of dimensions that follow from the parts; the others are the model's."""
+        if self.storage is None:
+            return {}
+        return {**self.storage.known_sizes, **self.kernel.sizes(self.policy)}
+
+    def misfit(self, tensors: Mapping[str, tuple[Sequence[int], str]]) -> str | None:
+        """Return why tensors cannot be this layer's, or None.
+
+        Args:
+            tensors: Shape and name of the dtype of each, by the tensor's name.
+        """
+        if set(tensors) != set(self.state):
+            return f"tensors: has {names(tensors)}, a layer of {self.label} has {names(self.state)}"
+        sizes = self.known_sizes()
+        for name, (shape, dtype) in tensors.items():
+            declared = self.state[name]
+            if dtype != dtype_name(declared.dtype):
+                return f"tensors.{name}.dtype: is {dtype}, a layer of {self.label} keeps {dtype_name(declared.dtype)}"
+            if len(shape) != len(declared.dims):
+                return f"tensors.{name}.shape: is {list(shape)}, its dimensions are {names(declared.dims)}"
+            for dim, size in zip(declared.dims, shape, strict=True):
+                # Where latent keys are all there is of a token, its value has no element.
+                least = 0 if dim == "value_head_dim" else 1
+                if size < least:
+                    return f"tensors.{name}.shape: {dim} is {size}, it must be at least {least}"
+                if sizes.setdefault(dim, size) != size:
+                    return (
+                        f"tensors.{name}.shape: {dim} is {size}, it is {sizes[dim]} by the policy or in another tensor"
+                    )
+        return None
+
+    def length_limits(self) -> dict[str, int | None]:
+        """Return the largest value of each state tensor that holds a number of tokens, None for any."""
+        most = self.policy.max_length if self.policy.follows_decoder else self.policy.capacity
+        name = self.policy.length_name
+        return {} if name is None else {name: most}
 
     def allocate(self, sizes: Mapping[str, int], device: torch.device | str) -> None:
         """Allocate the declared tensors, zeroed: zero is the right start of every state.

@@ -42,6 +42,9 @@ class IndexerKeys(Component):
 
     def __post_init__(self) -> None:
         check_count(self.head_dim, "index_head_dim of an indexed layer", 1)
+        dtype = getattr(torch, self.dtype, None) if isinstance(self.dtype, str) else None
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise InputError(f"dtype of an indexed layer must be a floating dtype such as float32, got {self.dtype!r}")
 
     def to_config(self) -> dict[str, Any]:
         """As JSON."""
@@ -94,6 +97,9 @@ class IndexedLayer(CacheLayer):
             **super().declare(),
             "indexer_keys": StateTensor("batch_size", "capacity", "index_head_dim", dtype=dtype),
         }
+
+    def known_sizes(self) -> dict[str, int]:
+        return {**super().known_sizes(), "index_head_dim": self.indexer.head_dim}
 
     def begin(self, context: StepContext, max_len_ever: int | None) -> None:
         super().begin(context, max_len_ever)

@@ -73,7 +73,9 @@ class LinearStates(Component):
 
     def __post_init__(self) -> None:
         for shape in (*self.conv, *self.recurrent):
-            if shape is not None and not all(isinstance(size, int) and size > 0 for size in shape.shape):
+            if shape is not None and not isinstance(shape.dtype, torch.dtype):
+                raise InputError(f"dtype of a linear layer's state must be a dtype of torch, got {shape.dtype!r}")
+            if shape is not None and not all(type(size) is int and size > 0 for size in shape.shape):
                 raise InputError(
                     f"a state of a linear layer has shape {list(shape.shape)}; its sizes must be ints of at least 1"
                 )
@@ -166,6 +168,9 @@ class LinearLayer(CacheLayer):
 
     def declare(self) -> dict[str, StateTensor]:
         return {**super().declare(), **self.states.declare()}
+
+    def known_sizes(self) -> dict[str, int]:
+        return {**super().known_sizes(), **self.states.sizes()}
 
     @property
     def forgetting(self) -> str:

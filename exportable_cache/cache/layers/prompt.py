@@ -29,6 +29,9 @@ class PromptLayer(CacheLayer):
     def declare(self) -> dict[str, StateTensor]:
         return {**super().declare(), "prompt_length": StateTensor("batch_size", dtype=torch.int64)}
 
+    def length_limits(self) -> dict[str, int | None]:
+        return {**super().length_limits(), "prompt_length": self.policy.max_length}
+
     def prompt_after(self, query_length: int) -> torch.Tensor:
         """Length of the prompt once `query_length` more tokens have come, int64 [batch_size]."""
         start = self.cumulative_length

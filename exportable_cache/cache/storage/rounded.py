@@ -20,6 +20,7 @@ class RoundedStorage(Storage):
     """
 
     rounds = True
+    known_sizes = {"scale": 1}
     #: Of a number that is kept.
     bits: ClassVar[int]
     #: Element type of `keys` and `values`.

@@ -40,6 +40,8 @@ class Storage(Component, ABC):
 
     #: Whether what comes out differs from what went in.
     rounds: ClassVar[bool]
+    #: Sizes of those last dimensions that are the same for heads of any size.
+    known_sizes: ClassVar[dict[str, int]] = {}
 
     dtype: str
 

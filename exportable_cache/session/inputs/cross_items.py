@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...common.tensor_spec import TensorSpec
 from ...errors import InputError
 from ...program.items import CROSS_MASK, ITEM_STATES, ITEMS_SEEN
+from .encoder import check_tensors
 from .image_places import Placed, PlacedImages
 from .items import ItemStage, placeholders
 
@@ -67,10 +69,9 @@ class CrossItemStage(ItemStage):
         if self.method.name not in prompt.items:
             return steps
         items, state = prompt.items[self.method.name], stepper.state
-        method = next(one for one in stepper.runner.methods.values() if ITEM_STATES in one.input_names)
-        shapes = {spec.name: spec.sizes({"batch": 1}) for spec in method.inputs if "length" not in spec.shape}
+        shape = _states_spec(stepper.runner.methods).sizes({"batch": 1})
         slots = int(self.method.outputs[0].shape[0])
-        most, held = shapes[ITEM_STATES][1] // slots, len(state.images.rows[0])
+        most, held = shape[1] // slots, len(state.images.rows[0])
         if held + len(items) > most:
             raise InputError(
                 f"the session holds {held} pictures, the prompt has {len(items)}, and the cache keeps {most}; reset(), "
@@ -80,7 +81,7 @@ class CrossItemStage(ItemStage):
             states, tiles = (tensor.clone() for tensor in state.encoded)
         else:
             dtype = getattr(torch, self.method.outputs[0].dtype)
-            states = torch.zeros(shapes[ITEM_STATES], dtype=dtype, device=self.device)
+            states = torch.zeros(shape, dtype=dtype, device=self.device)
             tiles = torch.zeros(1, most, self.tiles, dtype=torch.int64)
         for index, (*item, real) in enumerate(items, start=held):
             states[0, index * slots : (index + 1) * slots] = stepper.runner.run(self.method.name, *item)[0]
@@ -101,6 +102,16 @@ class CrossItemStage(ItemStage):
             placed=PlacedImages((placed,)),
         )
 
+    def check_given(self, encoded: Sequence[torch.Tensor], methods: Mapping[str, ProgramMethod]) -> None:
+        """Refuse tensors of a file that this encoder cannot have given.
+
+        Raises:
+            ValueError: Then.
+        """
+        states = replace(_states_spec(methods), dtype=self.method.outputs[0].dtype)
+        most = states.sizes({"batch": 1})[1] // int(self.method.outputs[0].shape[0])
+        check_tensors(encoded, (states, TensorSpec("tiles", "int64", (1, most, self.tiles))), {"batch": 1})
+
     def _tiles(self, rows: TokenRows, items: int, mask: Any) -> torch.Tensor:
         """Which tiles of each item are real, bool [items, tiles], of the mask that a processor gives."""
         expected = [1, rows.ids.shape[1], items, self.tiles]
@@ -120,6 +131,11 @@ class CrossItemStage(ItemStage):
                 "nearest before it; pass what the processor gave for the prompt"
             )
         return tiles
+
+
+def _states_spec(methods: Mapping[str, ProgramMethod]) -> TensorSpec:
+    """Return the input of the states of all pictures."""
+    return next(spec for method in methods.values() for spec in method.inputs if spec.name == ITEM_STATES)
 
 
 def seen_by_next(state: SequenceState, spec_size: int, length: int) -> torch.Tensor:

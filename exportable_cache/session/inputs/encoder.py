@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from ...errors import InputError
 from ..checks import check_ids, check_no_autocast
 
 if TYPE_CHECKING:
+    from ...common.tensor_spec import TensorSpec
     from ...models.cache_factory import ExportableEncoderDecoderCache
     from ...program.methods import ProgramMethod
     from ..checks import ProgramLimits
@@ -73,6 +75,17 @@ class EncoderStage:
         if not state.encoded:
             raise InputError(f"nothing was encoded yet; call session.encode({self.method.inputs[0].name}=...) first")
 
+    def check_given(self, encoded: Sequence[torch.Tensor]) -> None:
+        """Refuse tensors of a file that this encoder cannot have given.
+
+        Raises:
+            ValueError: Then.
+        """
+        check_tensors(encoded, self.method.outputs, {"batch": self.batch_size})
+        hidden, lengths = encoded
+        if bool((lengths < 0).any()) or bool((lengths > hidden.shape[1]).any()):
+            raise ValueError(f"{lengths.tolist()} states of an encoder, of 0 to {hidden.shape[1]}")
+
     def update_cache(self, cache: ExportableEncoderDecoderCache, state: SequenceState) -> None:
         """Tell a cache whether its cross-attention layers hold what the newest `encode` gave, and in how many slots."""
         cache.is_updated = dict.fromkeys(range(len(cache)), state.has_begun)
@@ -132,6 +145,28 @@ class EncoderStage:
                 "attention_mask must be 1 on each row's tokens and 0 behind them; pad on the right "
                 "(padding_side='right')"
             )
+
+
+def check_tensors(tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec], sizes: Mapping[str, int]) -> None:
+    """Refuse tensors that are not as specified.
+
+    Args:
+        sizes: Sizes by name; those of other names may be any number of at least 1.
+
+    Raises:
+        ValueError: Then.
+    """
+    if len(tensors) != len(specs):
+        raise ValueError(f"{len(tensors)} tensors of an encoder, of {len(specs)}")
+    for tensor, spec in zip(tensors, specs, strict=True):
+        expected = [sizes.get(size, size) if isinstance(size, str) else size for size in spec.shape]
+        found = list(tensor.shape)
+        fits = len(found) == len(expected) and all(
+            size >= 1 if isinstance(wanted, str) else size == wanted
+            for size, wanted in zip(found, expected, strict=True)
+        )
+        if not fits or tensor.dtype != getattr(torch, spec.dtype):
+            raise ValueError(f"{spec.name} of {tensor.dtype} {found}, where it is {spec.dtype} {expected}")
 
 
 def start_tokens(generation_config: Any, batch_size: int, device: torch.device) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,9 +40,28 @@ class PlacedImages:
         return cls(((),) * batch_size)
 
     @classmethod
-    def from_lists(cls, rows: Iterable[Iterable[Iterable[int]]]) -> PlacedImages:
-        """What `to_lists` gave."""
-        return cls(tuple(tuple(Placed(*image) for image in row) for row in rows))
+    def from_saved(cls, rows: list[list[list[int]]], lengths: Sequence[int]) -> PlacedImages:
+        """Return what `to_lists` gave, checked.
+
+        Args:
+            lengths: Most tokens that each row ever held.
+
+        Raises:
+            ValueError: If it is something else, or an image lies outside of its row.
+        """
+        found = cls(tuple(tuple(Placed(*image) for image in row) for row in rows))
+        if len(found.rows) != len(lengths):
+            raise ValueError(f"images of {len(found.rows)} rows, of {len(lengths)}")
+        for row, length in zip(found.rows, lengths, strict=True):
+            behind = 0
+            for image in row:
+                numbers = (image.start, image.end, image.delta)
+                if any(type(number) is not int or abs(number) >= 2**62 for number in numbers):
+                    raise ValueError(f"an image at {numbers!r}")
+                if not behind <= image.start < image.end <= length:
+                    raise ValueError(f"an image at {image.start} to {image.end}, of {length} tokens")
+                behind = image.end
+        return found
 
     def to_lists(self) -> list[list[list[int]]]:
         """JSON."""

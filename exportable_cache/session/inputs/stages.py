@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -76,6 +76,22 @@ class InputStages:
                 "export, with modalities="
             )
         return Prompt(rows)
+
+    def check_given(self, encoded: Sequence[torch.Tensor], methods: Mapping[str, ProgramMethod]) -> None:
+        """Refuse tensors of a file that no encoder of this program can have given; none at all are right.
+
+        Raises:
+            ValueError: Then.
+        """
+        if not encoded:
+            return
+        if self.encoder is not None:
+            self.encoder.check_given(encoded)
+            return
+        cross = next((stage for stage in self._stages if isinstance(stage, CrossItemStage)), None)
+        if cross is None:
+            raise ValueError(f"{len(encoded)} tensors of an encoder, of a program without one")
+        cross.check_given(encoded, methods)
 
     def steps(self, prompt: Prompt, stepper: ProgramStepper) -> Steps:
         """A checked prompt as steps from where the session is; encoders run for what it holds."""
