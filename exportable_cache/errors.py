@@ -3,9 +3,47 @@
 Each message names the value, the limit and the remedy; the command line exits with 2 on them.
 """
 
+from __future__ import annotations
+
+from typing import Any
+
+#: Characters that a terminal obeys, or that turn text round. Others that do not print, such as the joiners of emoji,
+#: belong to texts of many languages.
+_OBEYED = {*range(0x20), *range(0x7F, 0xA0), 0x202D, 0x202E} - {ord("\n"), ord("\t")}
+_SPELLED = {code: ascii(chr(code))[1:-1] for code in _OBEYED}
+
+
+def shown(text: object, keep: str = "") -> str:
+    """Return the text of an object with each character that does not print spelled as Python spells it.
+
+    Names in bundles and checkpoints, and words of requests, are a stranger's: on a terminal, control characters write
+    the clipboard, clear the screen or replace a line that was read already, and others hide what stands next to them.
+
+    Args:
+        text: A name or a sentence.
+        keep: Characters that stay as they are, such as the line breaks of a text that is several lines.
+    """
+    written = str(text)
+    if written.isprintable():
+        return written
+    return "".join(one if one.isprintable() or one in keep else ascii(one)[1:-1] for one in written)
+
+
+def shown_generated(text: str) -> str:
+    """Return text that a model generates with each character spelled that a terminal obeys, except line breaks and
+    tabs.
+    """
+    return text.translate(_SPELLED)
+
 
 class ExportableCacheError(Exception):
-    """Base of every error that a user can cause and mend."""
+    """Base of every error that a user can cause and mend.
+
+    Messages quote files and requests of strangers, so characters in them that do not print are spelled.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*(shown(arg, keep="\n\t") if isinstance(arg, str) else arg for arg in args), **kwargs)
 
 
 class InputError(ExportableCacheError, ValueError):

@@ -167,7 +167,7 @@ class _Talk:
             completion = self.completer.complete(ids, self.options)
             for piece in completion:
                 answer += piece.text
-                self.terminal.write(piece.text)
+                self.terminal.generated(piece.text)
         except KeyboardInterrupt:
             self.terminal.note(" interrupted")
         finally:

@@ -11,6 +11,7 @@ import typer
 from ..backends.executorch.options import OWN_KERNELS_NEEDED, ExecutorchOptions, needs_own_kernels
 from ..backends.tensorrt.options import TensorRTOptions
 from ..cache.spec import CacheSpec
+from ..errors import shown
 from ..models.quantization_spec import Quantization
 from ..pipeline.spec import ExportSpec
 from ..program.spec import ProgramSpec
@@ -140,7 +141,9 @@ def _print_dry_run(terminal: Terminal, found: DryRun, json: bool) -> None:
     if json:
         terminal.json(found.to_dict())
         return
-    terminal.print(f"{found.output_dir} would hold {found.architecture} with its cache, for {found.target}\n")
+    terminal.print(
+        f"{shown(found.output_dir)} would hold {shown(found.architecture)} with its cache, for {found.target}\n"
+    )
     table = simple_table("file", "holds")
     for name, holds in found.files.items():
         table.add_row(name, holds)
@@ -150,13 +153,13 @@ def _print_dry_run(terminal: Terminal, found: DryRun, json: bool) -> None:
         f"memory at least {bytes_text(found.least_memory_bytes)}, for both; how long it takes is not foreseen"
     )
     for remark in found.remarks:
-        terminal.print(remark)
+        terminal.print(shown(remark))
     terminal.print("nothing was read of the weights, and nothing written")
 
 
 def _print_export(terminal: Terminal, bundle: Bundle) -> None:
     manifest = bundle.manifest
-    terminal.print(f"{bundle.path}: {manifest.architecture} with its cache, for {manifest.target}\n")
+    terminal.print(f"{shown(bundle.path)}: {shown(manifest.architecture)} with its cache, for {manifest.target}\n")
     print_files(terminal, bundle)
     terminal.print(f"\nweights {bytes_text(manifest.weights_bytes)}, cache {bytes_text(manifest.cache_bytes)}")
     print_verification(terminal, bundle)
@@ -193,13 +196,13 @@ def print_verification(terminal: Terminal, bundle: Bundle) -> None:
     from ..verification.report import VerifyReport
 
     for remark in bundle.manifest.remarks:
-        terminal.print(remark)
+        terminal.print(shown(remark))
     print_dtype(terminal, bundle)
     recorded = bundle.manifest.verification
     if recorded is None:
-        terminal.print(f"not verified; run: exportable-cache verify {bundle.path} --model MODEL")
+        terminal.print(f"not verified; run: exportable-cache verify {shown(bundle.path)} --model MODEL")
     else:
-        terminal.print(str(VerifyReport(**recorded)))
+        terminal.print(shown(VerifyReport.recorded(recorded)))
     print_quantization(terminal, bundle)
     print_kv_cache(terminal, bundle)
     if needs_own_kernels(bundle.manifest.options):

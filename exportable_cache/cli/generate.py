@@ -155,7 +155,7 @@ def generate(
     try:
         for piece in timed.follow(pieces):
             if not json:
-                terminal.write(piece)
+                terminal.generated(piece)
     finally:
         # An interrupted answer ends its line, too.
         if not json and timed.text and not timed.text.endswith("\n"):

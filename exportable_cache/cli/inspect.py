@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..errors import shown
 from .elsewhere import opened_elsewhere
 from .engine_table import engine_table, engines
 from .export import print_files, print_verification
@@ -39,6 +40,7 @@ def inspect(
     json: JsonOption = False,
 ) -> None:
     """Show what a bundle holds, and check its files."""
+    from ..common.saved_tensors import damaged_if_malformed
     from ..errors import InputError
 
     terminal: Terminal = ctx.obj
@@ -53,7 +55,7 @@ def inspect(
             print_plan(terminal, made)
         return
     with terminal.progress(f"reading {folder}") as progress:
-        from ..bundle.bundle import Bundle
+        from ..bundle.bundle import MANIFEST_FILE, Bundle
 
         # Whatever is installed here, people want to see which versions a bundle needs.
         bundle = Bundle.open(folder, check_versions=False, key=key, progress=progress)
@@ -65,17 +67,19 @@ def inspect(
     if json:
         terminal.json({"path": str(bundle.path), **bundle.manifest.model_dump(mode="json")})
     else:
-        _print_bundle(terminal, bundle)
+        # A stranger's manifest may say anything where its schema takes any value.
+        with damaged_if_malformed(bundle.path / MANIFEST_FILE, "the manifest"):
+            _print_bundle(terminal, bundle)
 
 
 def _print_bundle(terminal: Terminal, bundle: Bundle) -> None:
     manifest = bundle.manifest
     program = manifest.program
     terminal.print(
-        f"{bundle.path}: {manifest.architecture} with its cache, for {manifest.target}\n"
-        f"from {manifest.source}, batch size {program.batch_size}, {manifest.dtype}, max_cache_len "
+        f"{shown(bundle.path)}: {shown(manifest.architecture)} with its cache, for {shown(manifest.target)}\n"
+        f"from {shown(manifest.source)}, batch size {program.batch_size}, {manifest.dtype}, max_cache_len "
         f"{program.max_cache_len}, "
-        f"exported {manifest.created}\n"
+        f"exported {shown(manifest.created)}\n"
     )
     terminal.print(layer_table(_row(layer, program.batch_size) for layer in manifest.model_dump(mode="json")["layers"]))
     terminal.print(f"\ncache {bytes_text(manifest.cache_bytes)}, weights {bytes_text(manifest.weights_bytes)}\n")
@@ -83,7 +87,7 @@ def _print_bundle(terminal: Terminal, bundle: Bundle) -> None:
         size = manifest.ranks.size
         terminal.print(
             f"of {size} ranks, each with this cache and at most {bytes_text(manifest.ranks.weights_bytes)} of the "
-            f"weights: torchrun --nproc-per-node {size} -m exportable_cache generate {bundle.path}\n"
+            f"weights: torchrun --nproc-per-node {size} -m exportable_cache generate {shown(bundle.path)}\n"
         )
     terminal.print(_method_table(bundle))
     terminal.print(f"\ntakes {_taken(bundle)}")
@@ -97,7 +101,7 @@ def _print_bundle(terminal: Terminal, bundle: Bundle) -> None:
     if engines(manifest.files):
         terminal.print(engine_table(manifest.files))
         terminal.print()
-    terminal.print("made with " + ", ".join(f"{name} {version}" for name, version in manifest.packages.items()))
+    terminal.print(shown("made with " + ", ".join(f"{name} {one}" for name, one in manifest.packages.items())))
     print_verification(terminal, bundle)
     lines = opened_elsewhere(manifest)
     if lines:

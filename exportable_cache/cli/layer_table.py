@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 from rich.table import Table
 
+from ..errors import shown
 from .terminal import bytes_text
 
 
@@ -44,6 +46,13 @@ def layer_table(rows: Iterable[LayerRow]) -> Table:
     return table
 
 
+class _Table(Table):
+    """A table whose cells are each one line, whatever is in them."""
+
+    def add_row(self, *cells: Any, **options: Any) -> None:
+        super().add_row(*(shown(cell) if isinstance(cell, str) else cell for cell in cells), **options)
+
+
 def simple_table(*headers: str, right: Collection[str] = ()) -> Table:
     """A table without frames.
 
@@ -51,7 +60,7 @@ def simple_table(*headers: str, right: Collection[str] = ()) -> Table:
         headers: Of the columns.
         right: Those of the columns to align right.
     """
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table = _Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for header in headers:
         table.add_column(header, justify="right" if header in right else "left", no_wrap=True)
     return table

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ..cache.spec import CacheSpec
+from ..errors import shown
 from ..pipeline.split import Split
 from .layer_table import LayerRow, layer_table
 from .options import JsonOption, ModelArgument, PlanTargetOption
@@ -49,7 +50,8 @@ def print_plan(terminal: Terminal, made: Plan) -> None:
 
     name = made.architecture or made.model_type
     terminal.print(
-        f"{made.source}: {name}, batch size {made.batch_size}, {made.dtype}, max_cache_len {made.max_cache_len}\n"
+        f"{shown(made.source)}: {shown(name)}, batch size {made.batch_size}, {made.dtype}, max_cache_len "
+        f"{made.max_cache_len}\n"
     )
     names = LayerRow.__dataclass_fields__
     terminal.print(
@@ -61,7 +63,7 @@ def print_plan(terminal: Terminal, made: Plan) -> None:
     terminal.print(f"weights        {bytes_text(made.weights_bytes)}")
     for remark in (made.remark, made.positions):
         if remark:
-            terminal.print(remark)
+            terminal.print(shown(remark))
     if made.tensor_parallel is not None:
         _print_rank(terminal, made.tensor_parallel)
     if made.pipeline is not None:

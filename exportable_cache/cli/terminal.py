@@ -19,6 +19,7 @@ from rich.text import Text
 
 from ..common.garbage import no_collections
 from ..common.quiet import forget, without_chatter
+from ..errors import shown, shown_generated
 
 # Wider than any table: where the terminal is narrower it continues on the next line, and nothing is lost.
 _WIDTH = 1000
@@ -65,9 +66,12 @@ class Terminal:
         self._who, self._is_silent = "", False
 
     def print(self, renderable: RenderableType = "", style: str | None = None) -> None:
-        """A line or a table, to stdout. Neither is cut or wrapped."""
-        if not self._is_silent:
-            self._out.print(renderable, style=style, soft_wrap=isinstance(renderable, str))
+        """Print lines or a table to stdout. Neither is cut or wrapped; characters that do not print are spelled."""
+        if self._is_silent:
+            return
+        if isinstance(renderable, str):
+            renderable = shown(renderable, keep="\n")
+        self._out.print(renderable, style=style, soft_wrap=isinstance(renderable, str))
 
     def write(self, text: str) -> None:
         """Text as it is, to stdout, at once."""
@@ -76,6 +80,10 @@ class Terminal:
         self.stdout.write(text)
         self.stdout.flush()
 
+    def generated(self, text: str) -> None:
+        """Write what a model generates to stdout, at once; on a terminal without what that would obey."""
+        self.write(shown_generated(text) if self._stdout.isatty() else text)
+
     def json(self, document: Any) -> None:
         """The one JSON document of a command."""
         self.write(json.dumps(_finite(document), indent=2) + "\n")
@@ -83,7 +91,7 @@ class Terminal:
     def note(self, text: str) -> None:
         """A remark for people, to stderr."""
         if not self._is_silent:
-            self._err.print(text, style="dim", soft_wrap=True)
+            self._err.print(shown(text, keep="\n"), style="dim", soft_wrap=True)
 
     def note_all(self, lines: Iterable[str]) -> None:
         """Write several remarks to stderr."""
@@ -92,7 +100,7 @@ class Terminal:
 
     def error(self, text: str) -> None:
         """A complaint, to stderr."""
-        self._err.print(self._who + text, style="red", soft_wrap=True)
+        self._err.print(self._who + shown(text, keep="\n"), style="red", soft_wrap=True)
 
     def of_rank(self, rank: int) -> None:
         """Of several processes that run one command the first alone writes; the others say what they cannot do."""
@@ -114,7 +122,7 @@ class Terminal:
         with (_bars if self._err.is_terminal else _lines)(self._err) as draw:
 
             def callback(stage: str, done: int, total: int | None) -> None:
-                draw(_as_one_line(stage), done, total)
+                draw(shown(stage), done, total)
 
             callback(first, 0, None)
             yield callback
@@ -124,11 +132,6 @@ class Terminal:
         """Draw that a bundle is opened, and import what runs it without looking for garbage."""
         with self.progress(f"opening {folder}"), no_collections():
             yield
-
-
-def _as_one_line(text: str) -> str:
-    """Names of folders may have line breaks, and what moves a terminal's cursor."""
-    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
 
 
 class _Bar(BarColumn):

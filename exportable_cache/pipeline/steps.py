@@ -373,7 +373,7 @@ def measure(resolved: Resolved, bundle: Bundle, fed: list[FedPrompt], progress: 
     stored = given
     if lora or not isinstance(given, PreTrainedModel):
         stored = load_model(given, getattr(torch, bundle.manifest.stored_dtype), lora=lora, progress=progress).model
-    report = VerifyReport(**bundle.manifest.verification)
+    report = VerifyReport.recorded(bundle.manifest.verification)
     report = replace(report, stored=measure_stored(stored, fed, progress))
     return replace(bundle, manifest=bundle.manifest.model_copy(update={"verification": report.to_dict()}))
 

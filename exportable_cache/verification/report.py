@@ -8,7 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 
+from ..errors import BundleError
 from .stored import StoredDistance
 
 
@@ -93,6 +95,22 @@ class VerifyReport:
     at_once: bool = False
     rms_tolerance: float | None = None
     spread: float | None = None
+
+    @classmethod
+    def recorded(cls, fields: Mapping[str, Any]) -> VerifyReport:
+        """Return what `to_dict` gave, of a manifest that may be a stranger's.
+
+        Raises:
+            BundleError: If it is something else.
+        """
+        # Differences that are not a number are null in JSON.
+        numbers = {name: math.nan for name in ("max_difference", "tolerance") if fields.get(name, 0) is None}
+        try:
+            return TypeAdapter(cls).validate_python({**fields, **numbers})
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, ("verification", *first["loc"])))
+            raise BundleError(f"the manifest is damaged: {where}: {first['msg']}; export the model again") from error
 
     @property
     def rms_difference(self) -> float | None:

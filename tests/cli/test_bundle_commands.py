@@ -186,6 +186,24 @@ def test_inspect_json_is_the_manifest_and_its_path(run, exported):
     assert document == json.loads((exported.path / "manifest.json").read_text())
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"verification": {"a": 1}},
+        {"verification": {"passed": True, "max_difference": "x"}},
+        {"remarks": ["a\x1b[2J\nevery checksum is right"], "source": "a\x1b]52;c;eA==\x1b\\b\u202e\nc"},
+        {"packages": {"torch\x1b[2J": "1\u2028"}, "created": "\x9b2J", "architecture": "\n\n"},
+    ],
+)
+def test_inspect_shows_or_refuses_what_a_stranger_wrote(run, damaged, changes):
+    edit_manifest(damaged, **changes)
+    result = run("inspect", str(damaged))
+    assert result.exit_code == (2 if "verification" in changes else 0)
+    assert (result.stdout + result.stderr).replace("\n", "").isprintable()
+    assert "\nevery checksum is right\n" in result.stdout
+    assert result.stdout.count("\nevery checksum is right") == 1
+
+
 def test_inspect_refuses_another_max_cache_len_for_a_bundle(run, exported):
     refused(run("inspect", exported.path, "-n", 1024), "1024", str(MAX_CACHE_LEN), "leave it out")
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import pickle
 import sys
 import time
 
@@ -10,8 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from exportable_cache.cli import terminal as module
+from exportable_cache.cli.layer_table import simple_table
 from exportable_cache.cli.quiet import quiet_third_parties
 from exportable_cache.cli.terminal import Terminal, bytes_text
+from exportable_cache.errors import InputError, MissingDependencyError
 
 
 @pytest.fixture
@@ -141,3 +144,37 @@ def test_tables_and_lines_are_never_cut(streams):
 )
 def test_bytes_text(count, text):
     assert bytes_text(count) == text
+
+
+STRANGE = "a\x1b]52;c;eA==\x07b\x9b2Jc\u202ed\u2028e"
+SPELLED = r"a\x1b]52;c;eA==\x07b\x9b2Jc\u202ed\u2028e"
+
+
+def test_a_strangers_words_are_spelled_wherever_they_are_shown(streams):
+    terminal, out, err = streams()
+    terminal.print(STRANGE)
+    terminal.note(STRANGE)
+    terminal.error(STRANGE)
+    terminal.error(str(InputError(f"{STRANGE} is wrong")))
+    table = simple_table("name")
+    table.add_row(STRANGE + "\n")
+    terminal.print(table)
+    assert [line.rstrip() for line in out.getvalue().splitlines()] == [SPELLED, "name", SPELLED + r"\n"]
+    assert err.getvalue().splitlines() == [SPELLED, SPELLED, SPELLED, f"{SPELLED} is wrong"]
+
+
+def test_what_a_model_generates_does_not_reach_a_terminals_controls(streams, monkeypatch):
+    """A file gets every byte; joiners of emoji and marks of direction are text."""
+    terminal, out, _ = streams()
+    emoji = "\U0001f468\u200d\U0001f469 \u05d0\u200f\n\t"
+    terminal.generated(STRANGE + emoji)
+    assert out.getvalue() == STRANGE + emoji
+    monkeypatch.setattr(out, "isatty", lambda: True)
+    out.truncate(0), out.seek(0)
+    terminal.generated("a\x1b[2Jb\rc\u202ed" + emoji)
+    assert out.getvalue() == r"a\x1b[2Jb\rc\u202ed" + emoji
+
+
+def test_errors_spell_what_they_quote():
+    error = MissingDependencyError("no \x1b[2J\u202e\nhere")
+    assert str(error) == "no \\x1b[2J\\u202e\nhere" == str(pickle.loads(pickle.dumps(error)))

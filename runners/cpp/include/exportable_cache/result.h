@@ -4,6 +4,7 @@
 #include <optional>
 #include <sstream>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <variant>
 
@@ -25,12 +26,33 @@ struct Error {
   std::string message;
 };
 
+/// A text with the bytes spelled of each character that a terminal obeys or that turns text round: messages quote files of strangers.
+inline std::string shown(std::string_view text) {
+  const auto at = [text](size_t index) { return index < text.size() ? static_cast<unsigned char>(text[index]) : 0u; };
+  std::string found;
+  for (size_t index = 0; index < text.size();) {
+    const unsigned first = at(index), second = at(index + 1), third = at(index + 2);
+    size_t obeyed = 0;  // bytes of the character, if it is one of these
+    if ((first < 0x20 && first != '\n' && first != '\t') || first == 0x7F) obeyed = 1;
+    if (first == 0xC2 && second >= 0x80 && second < 0xA0) obeyed = 2;                      // U+0080 to U+009F
+    if (first == 0xE2 && second == 0x80 && third >= 0xA8 && third <= 0xAE) obeyed = 3;  // U+2028 to U+202E
+    if (first == 0xE2 && second == 0x81 && third >= 0xA6 && third <= 0xA9) obeyed = 3;  // U+2066 to U+2069
+    if (obeyed == 0) found += text[index++];
+    for (; obeyed > 0; --obeyed, ++index) {
+      found += "\\x";
+      found += "0123456789abcdef"[at(index) / 16];
+      found += "0123456789abcdef"[at(index) % 16];
+    }
+  }
+  return found;
+}
+
 /// An error whose message is its arguments written one after the other: `fail(ErrorCode::kInput, "got ", 3)`.
 template <class... Parts>
 Error fail(ErrorCode code, const Parts&... parts) {
   std::ostringstream message;
   (message << ... << parts);
-  return Error{code, message.str()};
+  return Error{code, shown(message.str())};
 }
 
 /// Success, or an error.
