@@ -104,11 +104,31 @@ final class SessionCalls {
       System.out.println(refused(() -> session.encodeInput(new float[] {1})));
       System.out.println(refused(() -> session.loadState(bundle)));
       System.out.println(refused(() -> new Session(state)));
-      try {
-        session.prefill(null);
-      } catch (NullPointerException failure) {
-        System.out.println("null");
-      }
+      System.out.println(refused(() -> session.prefill(null)));
+      System.out.println(refused(() -> session.tokenize("ab\0c", true)));
+      System.out.println(refused(() -> session.tokenize("ab\ud83d", true)));
+      System.out.println(refused(() -> session.tokenize("\ude00\ud83d", true)));
+      System.out.println(refused(() -> session.tokenize(null, true)));
+      System.out.println(Arrays.equals(session.tokenize("\ud83d\ude00", true), session.tokenize(new String(Character.toChars(0x1f600)), true)));
+      Session.Options plain = new Session.Options();
+      System.out.println(refused(() -> session.generateText("a\0b", plain, piece -> true)));
+      System.out.println(refused(() -> session.chat(question, null, plain, piece -> true)));
+      System.out.println(refused(() -> session.generateText(question, null, piece -> true)));
+      System.out.println(refused(() -> session.generateText(question, plain, null)));
+      System.out.println(refused(() -> session.generate(null, plain, token -> true)));
+      System.out.println(refused(() -> session.generate(prompt, plain, null)));
+      plain.stopStrings = new String[] {"a", "\ud83d"};
+      System.out.println(refused(() -> session.generateText(question, plain, piece -> true)));
+      plain.stopStrings = new String[] {null};
+      System.out.println(refused(() -> session.generateText(question, plain, piece -> true)));
+      plain.stopStrings = null;
+      System.out.println(refused(() -> session.generateText(question, plain, piece -> true)));
+      plain.stopStrings = new String[] {};
+      plain.stopTokens = null;
+      System.out.println(refused(() -> session.generateText(question, plain, piece -> true)));
+      System.out.println(refused(() -> session.saveState(state + "\0x")));
+      System.out.println(refused(() -> new Session(null)));
+      System.out.println(session.length());
     }
     try {
       closed.length();

@@ -75,4 +75,27 @@ def test_java_answers_as_the_session_in_python(classes: Path, demo_bundle: Path,
     assert lines[9].startswith("1 tokens[0] is token id 1000000")
     assert lines[10] == lines[11] == "1 this model has no encoder; pass the tokens to prefill"
     assert lines[12].startswith("1 ") and lines[13].startswith("3 ")
-    assert lines[14:] == ["null", "the session is closed"]
+    zero = "must have no zero character, where C takes it to end, got one at"
+    half = "must be whole characters, got half of a surrogate pair; leave it out"
+    assert lines[14:] == [
+        "1 tokens must be given, got null",
+        f"1 text {zero} 2; leave it out",
+        f"1 text {half}",
+        f"1 text {half}",
+        "1 text must be given, got null",
+        "true",
+        f"1 prompt {zero} 1; leave it out",
+        "1 system must be given, got null",
+        "1 options must be given, got null",
+        "1 onText must be given, got null",
+        "1 prompt must be given, got null",
+        "1 onToken must be given, got null",
+        f"1 options.stopStrings[1] {half}",
+        "1 options.stopStrings[0] must be given, got null",
+        "1 options.stopStrings must be given, got null",
+        "1 options.stopTokens must be given, got null",
+        f"1 path {zero} {len(str(tmp_path / 'java.state'))}; leave it out",
+        "1 folder must be given, got null",
+        lines[-2],
+        "the session is closed",
+    ]

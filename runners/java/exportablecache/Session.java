@@ -1,6 +1,10 @@
 package exportablecache;
 
+import java.nio.ByteBuffer;
+import java.nio.CharBuffer;
+import java.nio.charset.CharacterCodingException;
 import java.nio.charset.StandardCharsets;
+import java.util.Arrays;
 import java.util.function.LongPredicate;
 import java.util.function.Predicate;
 
@@ -69,6 +73,8 @@ public final class Session implements AutoCloseable {
     }
   }
 
+  private static final int INPUT = 1; // of ec_status
+
   private long handle;
 
   /**
@@ -81,7 +87,7 @@ public final class Session implements AutoCloseable {
 
   /** Open the bundle in a folder, at position 0. */
   public Session(String folder) {
-    handle = open(bytes(folder));
+    handle = open(bytes("folder", folder));
   }
 
   @Override
@@ -92,17 +98,17 @@ public final class Session implements AutoCloseable {
 
   /** Feed tokens after those that are held: logits of the last one. */
   public float[] prefill(long[] tokens) {
-    return prefill(open(), tokens);
+    return prefill(open(), given("tokens", tokens));
   }
 
   /** Give an encoder-decoder its input; the decoder begins anew. */
   public void encodeInput(long[] tokens) {
-    encodeTokens(open(), tokens);
+    encodeTokens(open(), given("tokens", tokens));
   }
 
   /** Give a speech model's encoder the numbers that its processor makes; the decoder begins anew. */
   public void encodeInput(float[] values) {
-    encodeValues(open(), java.util.Objects.requireNonNull(values));
+    encodeValues(open(), given("values", values));
   }
 
   /** Take back the newest tokens. */
@@ -128,28 +134,31 @@ public final class Session implements AutoCloseable {
   /** Tokens that follow a prompt; the callback returns false to end it. */
   public Statistics generate(long[] prompt, Options options, LongPredicate onToken) {
     double[] seconds = new double[2];
-    return new Statistics(generate(open(), prompt, null, null, options, stops(options), onToken, seconds), seconds);
+    byte[][] stops = stops(options);
+    given("onToken", onToken);
+    return new Statistics(generate(open(), given("prompt", prompt), null, null, options, stops, onToken, seconds), seconds);
   }
 
   /** Text that follows a text; the callback returns false to end it. */
   public Statistics generateText(String prompt, Options options, Predicate<String> onText) {
-    return answer(prompt, null, options, onText);
+    return answer(bytes("prompt", prompt), null, options, onText);
   }
 
   /** The answer to a question, in the turns of the model's chat template; {@code system} before the first one, or "". */
   public Statistics chat(String question, String system, Options options, Predicate<String> onText) {
-    return answer(question, bytes(system), options, onText);
+    return answer(bytes("question", question), bytes("system", system), options, onText);
   }
 
-  private Statistics answer(String text, byte[] system, Options options, Predicate<String> onText) {
+  private Statistics answer(byte[] text, byte[] system, Options options, Predicate<String> onText) {
     double[] seconds = new double[2];
+    given("onText", onText);
     Predicate<byte[]> onBytes = piece -> onText.test(text(piece));
-    return new Statistics(generate(open(), null, bytes(text), system, options, stops(options), onBytes, seconds), seconds);
+    return new Statistics(generate(open(), null, text, system, options, stops(options), onBytes, seconds), seconds);
   }
 
   /** Token ids of a text. */
   public long[] tokenize(String text, boolean starts) {
-    return tokenize(open(), bytes(text), starts);
+    return tokenize(open(), bytes("text", text), starts);
   }
 
   /** End the generation that is running, from any thread. */
@@ -159,12 +168,12 @@ public final class Session implements AutoCloseable {
 
   /** Write where the session is to a file. */
   public void saveState(String path) {
-    state(open(), bytes(path), true);
+    state(open(), bytes("path", path), true);
   }
 
   /** Go to where a session of this bundle was. */
   public void loadState(String path) {
-    state(open(), bytes(path), false);
+    state(open(), bytes("path", path), false);
   }
 
   private long open() {
@@ -173,8 +182,24 @@ public final class Session implements AutoCloseable {
   }
 
   // Java's own encoding of strings for C is another one than UTF-8.
-  private static byte[] bytes(String text) {
-    return (text + "\0").getBytes(StandardCharsets.UTF_8);
+  private static byte[] bytes(String name, String text) {
+    int zero = given(name, text).indexOf('\0');
+    if (zero >= 0) throw refused(name + " must have no zero character, where C takes it to end, got one at " + zero + "; leave it out");
+    try {
+      ByteBuffer encoded = StandardCharsets.UTF_8.newEncoder().encode(CharBuffer.wrap(text));
+      return Arrays.copyOf(encoded.array(), encoded.limit() + 1);
+    } catch (CharacterCodingException error) {
+      throw refused(name + " must be whole characters, got half of a surrogate pair; leave it out");
+    }
+  }
+
+  private static <Value> Value given(String name, Value value) {
+    if (value == null) throw refused(name + " must be given, got null");
+    return value;
+  }
+
+  private static Failure refused(String message) {
+    return new Failure(INPUT, message.getBytes(StandardCharsets.UTF_8));
   }
 
   private static String text(byte[] bytes) {
@@ -182,8 +207,9 @@ public final class Session implements AutoCloseable {
   }
 
   private static byte[][] stops(Options options) {
-    byte[][] found = new byte[options.stopStrings.length][];
-    for (int index = 0; index < found.length; ++index) found[index] = bytes(options.stopStrings[index]);
+    given("options.stopTokens", given("options", options).stopTokens);
+    byte[][] found = new byte[given("options.stopStrings", options.stopStrings).length][];
+    for (int index = 0; index < found.length; ++index) found[index] = bytes("options.stopStrings[" + index + "]", options.stopStrings[index]);
     return found;
   }
 

@@ -54,7 +54,7 @@ public final class Session {
     /// Open the bundle in a folder, at position 0.
     public init(_ folder: String) throws {
         var opened: OpaquePointer?
-        try check(ec_open(folder, &opened))
+        try check(ec_open(try whole(folder, "folder"), &opened))
         handle = opened!
     }
 
@@ -89,10 +89,10 @@ public final class Session {
     public func cancel() { ec_cancel(handle) }
 
     /// Write where the session is to a file.
-    public func saveState(_ path: String) throws { try check(ec_save_state(handle, path)) }
+    public func saveState(_ path: String) throws { try check(ec_save_state(handle, try whole(path, "path"))) }
 
     /// Go to where a session of this bundle was.
-    public func loadState(_ path: String) throws { try check(ec_load_state(handle, path)) }
+    public func loadState(_ path: String) throws { try check(ec_load_state(handle, try whole(path, "path"))) }
 
     /// Tokens that follow a prompt; the callback returns false to end it.
     @discardableResult
@@ -112,13 +112,16 @@ public final class Session {
     /// Text that follows a text; the callback returns false to end it.
     @discardableResult
     public func generateText(_ prompt: String, _ options: Options = Options(), onText: (String) -> Bool) throws -> ec_statistics {
-        try withoutActuallyEscaping(onText) { taker in
+        let prompt = try whole(prompt, "prompt")
+        return try withoutActuallyEscaping(onText) { taker in
             let (box, allowed) = (Box(taker), options.allowedTokens.map { Box($0) })
             var (how, statistics) = (options.c(allowed), emptyStatistics())
             let status = ec_generate_text(
                 handle, prompt, &how,
-                { piece, _, user in
-                    Unmanaged<Box<(String) -> Bool>>.fromOpaque(user!).takeUnretainedValue().value(String(cString: piece!)) ? 1 : 0
+                { piece, size, user in
+                    // By its size, because a model may generate a zero byte.
+                    let text = String(decoding: UnsafeRawBufferPointer(start: piece, count: size), as: UTF8.self)
+                    return Unmanaged<Box<(String) -> Bool>>.fromOpaque(user!).takeUnretainedValue().value(text) ? 1 : 0
                 },
                 Unmanaged.passUnretained(box).toOpaque(), &statistics)
             try withExtendedLifetime((box, allowed)) { try check(status) }
@@ -136,6 +139,14 @@ private func emptyStatistics() -> ec_statistics {
     var statistics = ec_statistics()
     statistics.size = MemoryLayout<ec_statistics>.size
     return statistics
+}
+
+/// A text for C, which takes a zero byte for the end.
+private func whole(_ text: String, _ name: String) throws -> String {
+    if text.utf8.contains(0) {
+        throw Failure(status: EC_INPUT.rawValue, description: "\(name) must have no zero byte, where C takes it to end; leave it out")
+    }
+    return text
 }
 
 private func check(_ status: ec_status) throws {
