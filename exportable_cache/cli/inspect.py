@@ -68,7 +68,7 @@ def inspect(
         terminal.json({"path": str(bundle.path), **bundle.manifest.model_dump(mode="json")})
     else:
         # A stranger's manifest may say anything where its schema takes any value.
-        with damaged_if_malformed(bundle.path / MANIFEST_FILE, "the manifest"):
+        with damaged_if_malformed(bundle.path / MANIFEST_FILE, "the manifest", "export the model again"):
             _print_bundle(terminal, bundle)
 
 

@@ -86,8 +86,12 @@ def read_tensors(
 
 
 @contextmanager
-def damaged_if_malformed(path: Path | str, what: str) -> Iterator[None]:
+def damaged_if_malformed(path: Path | str, what: str, remedy: str = "save it again") -> Iterator[None]:
     """Turn whatever does not fit in the parts of a file that was opened into one error.
+
+    Args:
+        what: What the file holds, for the message.
+        remedy: What to do then.
 
     Raises:
         BundleError: If a part is missing, or is of another type or size.
@@ -98,7 +102,7 @@ def damaged_if_malformed(path: Path | str, what: str) -> Iterator[None]:
         raise
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as error:
         raise BundleError(
-            f"{path} is damaged: {what} has {type(error).__name__}: {first_line(error)[:200]}; save it again"
+            f"{path} is damaged: {what} has {type(error).__name__}: {first_line(error)[:200]}; {remedy}"
         ) from error
 
 

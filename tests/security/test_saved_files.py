@@ -229,6 +229,26 @@ def test_a_changed_cache_is_refused(model: Any, change: Change, tmp_path: Path) 
     assert "\n" not in str(caught.value) and "checksum" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("family", "options", "other"),
+    [
+        ("llama", {}, {"num_key_value_heads": 1}),
+        ("llama", {}, {"head_dim": 16}),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}, {"hidden_size": 96}),
+    ],
+)
+def test_a_cache_of_another_model_is_refused_by_its_first_step(
+    family: str, options: dict, other: dict, tmp_path: Path
+) -> None:
+    model, another = tiny_model(family, **options), tiny_model(family, **options, **other)
+    ExportableCache.from_model(another, 32).save(tmp_path / "cache")
+    with pytest.raises(InputError, match="allocate"):
+        model(tokens(5), past_key_values=ExportableCache.load(tmp_path / "cache"))
+    with Session.from_model(model, ExportableCache.load(tmp_path / "cache")) as session:
+        with pytest.raises(InputError, match="allocate"):
+            session.prefill(tokens(5))
+
+
 def test_a_device_that_there_is_not(model: Any, tmp_path: Path) -> None:
     ExportableCache.from_model(model, 48).save(tmp_path / "cache")
     with pytest.raises(InputError, match="device must be one that torch has here, got 'nowhere'"):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import InputError
-from ..checks import check_rows
+from ..checks import check_rows, is_traced
 from ..component import Component
 from ..kernel import PORTABLE, StateTensor
 from ..policies import RecurrentPolicy
@@ -222,18 +222,23 @@ class LinearLayer(CacheLayer):
 
         Returns:
             [batch_size, channels, kernel_size + query_length]: what came before, and the new ones.
+
+        Raises:
+            InputError: In eager mode, if rows or channels are not those of the state.
         """
         if self.residence is not None:
             return self.residence.turn(self).update_conv_state(conv_states, state_idx, **kwargs)
         name = f"conv_state_{state_idx}"
-        try:
-            check_rows(getattr(self, name).shape[0], conv_states.shape[0])
-        except InputError:
-            # What reading the state has counted is taken back.
-            if self._counted_one:
-                self.advance(-1)
-                self._counted_one = False
-            raise
+        held = getattr(self, name)
+        if not is_traced(held):
+            try:
+                check_conv_inputs(name, held, conv_states)
+            except InputError:
+                # What reading the state has counted is taken back.
+                if self._counted_one:
+                    self.advance(-1)
+                    self._counted_one = False
+                raise
         before = self._enter(name)
         carry(self._enter(f"recurrent_state_{state_idx}") if self._has("recurrent", state_idx) else None)
         joined = torch.cat([before.to(conv_states.dtype), conv_states], dim=-1)
@@ -288,6 +293,25 @@ class LinearLayer(CacheLayer):
         value = value.to(state.dtype)
         setattr(self, name, value)
         return value
+
+
+def check_conv_inputs(name: str, held: torch.Tensor, new: torch.Tensor) -> None:
+    """Refuse inputs of a convolution that are not of the rows and channels of its state.
+
+    Args:
+        name: Name of the state.
+        held: The state [batch_size, channels, kernel_size].
+        new: [batch_size, channels, query_length].
+
+    Raises:
+        InputError: If they differ.
+    """
+    check_rows(held.shape[0], new.shape[0])
+    if new.shape[1:-1] != held.shape[1:-1]:
+        raise InputError(
+            f"new inputs of {name} must have the channels {list(held.shape[1:-1])} that the cache was allocated for, "
+            f"got {list(new.shape[1:-1])}; allocate it for this model (ExportableCache.from_model)"
+        )
 
 
 def _given_out(state: torch.Tensor) -> torch.Tensor:
