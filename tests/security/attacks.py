@@ -9,19 +9,24 @@ import random
 import shutil
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from typer.testing import CliRunner
 
 from exportable_cache import ExportableCache, Session, export, load
 from exportable_cache.bundle.manifest import MANIFEST_FILE, checksum_of
+from exportable_cache.cli.app import app
 from exportable_cache.common import own_files
 from exportable_cache.common.own_key import own_key
+from exportable_cache.common.saved_tensors import write_tensors
 from exportable_cache.errors import InputError
 
 from ..support.models import tiny_model, tokens
-from .mutations import MUTATIONS, mutate, mutate_archive
+from .mutations import MUTATIONS, mutate, mutate_archive, strange
 from .operators import PROGRAM, Pool, random_program, run_program, write_pool
 
 GRAPHS = "graphs"
@@ -104,6 +109,65 @@ def _program(folder: Path, choose: random.Random) -> None:
         mutate(path, choose, None if path.suffix == ".pt2" else 60_000)
 
 
+def _manifest(folder: Path, choose: random.Random) -> None:
+    path = folder / MANIFEST_FILE
+    fields = json.loads(path.read_text())
+    fields.pop("checksum")
+    strange(fields, choose)
+    path.write_text(json.dumps(fields))
+
+
+def _opened_and_inspected(folder: Path) -> list[float]:
+    """Numbers of a bundle that is shown to a person first.
+
+    Raises:
+        RuntimeError: If showing it fails, or shows what a terminal obeys.
+    """
+    shown = CliRunner().invoke(app, ["inspect", str(folder)])
+    if shown.exit_code not in (0, 2) or not shown.output.replace("\n", "").isprintable():
+        raise RuntimeError(f"inspect exits with {shown.exit_code}: {shown.output[-300:]!r}")
+    return _opened(folder)
+
+
+def _saved_parts(folder: Path, choose: random.Random) -> None:
+    """Change a saved state or cache in its parts, and make its checksum right again."""
+    path = next(folder.iterdir())
+    with safe_open(path, "pt") as file:
+        metadata, tensors = dict(file.metadata()), {name: file.get_tensor(name).clone() for name in file.keys()}
+    metadata.pop("checksum")
+    if choose.random() < 0.5:
+        name = choose.choice(sorted(metadata))
+        document = {"": _parsed(metadata[name])}
+        strange(document, choose)
+        value = document.get("")
+        metadata[name] = value if isinstance(value, str) and value.isascii() else json.dumps(value)
+    else:
+        name = choose.choice(sorted(tensors))
+        tensor = tensors[name]
+        dim = choose.randrange(max(tensor.dim(), 1))
+        changes: list[Callable[[], Any]] = [
+            lambda: tensor.narrow(dim, 0, choose.randint(0, tensor.shape[dim])),
+            lambda: torch.cat([tensor, tensor], dim),
+            lambda: tensor.to(choose.choice((torch.float16, torch.int8, torch.bool, torch.int64, torch.float64))),
+            lambda: tensor[None],
+            lambda: tensor.select(dim, 0),
+            lambda: torch.full_like(tensor, choose.choice((0, 1, -1, 21, 2**62))),
+            lambda: torch.full_like(tensor, float("nan")),
+        ]
+        with suppress(RuntimeError, IndexError, ValueError):
+            tensors[name] = choose.choice(changes)()
+        if choose.random() < 0.1:
+            tensors[choose.choice(("x", "layers.9.keys", "encoded.0", "\x1b[2J"))] = tensors.pop(name)
+    write_tensors(path, {name: tensor.contiguous() for name, tensor in tensors.items()}, metadata)
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
 def _only_file(folder: Path, choose: random.Random) -> None:
     mutate(next(folder.iterdir()), choose, choose.choice((None, 2000)))
 
@@ -131,6 +195,7 @@ def attacks(work: Path, targets: list[str], bundles: Path | None = None) -> list
             Attack(f"{target}, any file, unsealed", source, _opened, _any_file),
             Attack(f"{target}, any file, sealed", source, _opened, _any_file, reseal),
             Attack(f"{target}, program, sealed", small, _opened, _program, reseal),
+            Attack(f"{target}, manifest, sealed", small, _opened_and_inspected, _manifest, reseal),
         ]
     model = tiny_model("gemma2")
     session = Session.from_model(model, ExportableCache.from_model(model, 48))
@@ -147,11 +212,16 @@ def attacks(work: Path, targets: list[str], bundles: Path | None = None) -> list
 
     def cache(folder: Path) -> list[float]:
         loaded = ExportableCache.load(folder / "cache.safetensors")
-        return Session.from_model(model, loaded).decode(torch.tensor([3]))[0, :8].tolist()
+        with torch.no_grad():
+            direct = model(torch.tensor([[3]]), past_key_values=loaded).logits[0, -1, :8].tolist()
+        loaded = ExportableCache.load(folder / "cache.safetensors")
+        return direct + Session.from_model(model, loaded).decode(torch.tensor([3]))[0, :8].tolist()
 
     session.close()
-    found.append(Attack("session state", work / "state", state, _only_file))
-    found.append(Attack("saved cache", work / "cache", cache, _only_file))
+    for name, use in (("session state", state), ("saved cache", cache)):
+        source = work / name.split()[-1]
+        found.append(Attack(f"{name}, unsealed", source, use, _only_file))
+        found.append(Attack(f"{name}, sealed", source, use, _saved_parts))
     return found
 
 

@@ -151,18 +151,20 @@ def fuzz(
     targets: list[str],
     keep: Callable[[str, int, str, str], None],
     bundles: Path | None = None,
+    only: str = "",
 ) -> dict[str, Counter]:
     """Outcomes of each attack, `mutations` in all.
 
     Args:
         bundles: Where bundles are kept that are attacked; they are made anew by default.
         keep: Told of every mutation: attack, seed, outcome, what was said.
+        only: Part of the names of the attacks that are made.
     """
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
-        made = attacks(work, targets, bundles)
+        made = [attack for attack in attacks(work, targets, bundles) if only in attack.name]
         counts = {attack.name: Counter() for attack in made}
         for first in range(0, mutations, _A_WORKER * len(made)):
             for index, attack in enumerate(made):
@@ -192,6 +194,7 @@ def main() -> None:
     parser.add_argument("--mutations", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--targets", default="operators,pt2,executorch,graphs")
+    parser.add_argument("--only", default="", help="attacks whose name has this in it; all by default")
     parser.add_argument("--bundles", type=Path, help="folder to make the bundles in, and to find them in next time")
     parser.add_argument("--verbose", action="store_true", help="print every outcome that is none of the harmless ones")
     arguments = parser.parse_args()
@@ -211,7 +214,8 @@ def main() -> None:
 
     # Interrupted, it says what it has found until then.
     with suppress(KeyboardInterrupt):
-        fuzz(arguments.mutations, arguments.seed, arguments.targets.split(","), keep, arguments.bundles)
+        targets = [name for name in arguments.targets.split(",") if name]
+        fuzz(arguments.mutations, arguments.seed, targets, keep, arguments.bundles, arguments.only)
     columns = (REFUSED, SAME, DIFFERENT, RAW, CRASH, CODE, SLOW)
     print(f"| attack | {' | '.join(columns)} |")
     print(f"|---|{'---|' * len(columns)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from pathlib import Path
@@ -82,6 +83,53 @@ def value(data: bytes, choose: random.Random) -> bytes:
     else:
         node[key] = choose.choice(_VALUES)
     return json.dumps(document).encode()
+
+
+#: What a stranger would write where a name, a number or a list is wanted.
+STRANGE: tuple[Any, ...] = (
+    *_VALUES,
+    "\ud800",
+    "x" * 5000,
+    "\x1b]52;c;eA==\x1b\\\x1b[2J",
+    "a\u202eb\u2028c",
+    "a\nb\0c",
+    2**31,
+    10**30,
+    10**400,
+    1.5,
+    float("nan"),
+    ["\ud800"],
+    {"\x1b[2J": ["x"]},
+    [1, 2, 3],
+    "int8",
+    "float64",
+)
+
+
+def strange(document: Any, choose: random.Random) -> None:
+    """Put a strange value, or a strange name, somewhere into a JSON document, in place."""
+    places: list[tuple[Any, Any]] = []
+
+    def walk(node: Any) -> None:
+        for key in list(node) if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ():
+            places.append((node, key))
+            walk(node[key])
+
+    walk(document)
+    if not places:
+        return
+    node, key = choose.choice(places)
+    kind = choose.random()
+    if isinstance(node, dict) and kind < 0.15:
+        node[choose.choice([one for one in STRANGE if isinstance(one, str)])] = node.pop(key)
+    elif isinstance(node, dict) and kind < 0.25:
+        del node[key]
+    elif isinstance(node, list) and kind < 0.25:
+        node.insert(key, copy.deepcopy(node[key]))
+    elif type(node[key]) is int and kind < 0.6:
+        node[key] = choose.choice((node[key] * 2, node[key] + 1, node[key] - 1, 0, -node[key]))
+    else:
+        node[key] = copy.deepcopy(choose.choice(STRANGE))
 
 
 MUTATIONS = (flip, cut, repeat, number, value)
