@@ -160,7 +160,7 @@ def test_a_strangers_words_are_spelled_wherever_they_are_shown(streams):
     table.add_row(STRANGE + "\n")
     terminal.print(table)
     assert [line.rstrip() for line in out.getvalue().splitlines()] == [SPELLED, "name", SPELLED + r"\n"]
-    assert err.getvalue().splitlines() == [SPELLED, SPELLED, SPELLED, f"{SPELLED} is wrong"]
+    assert err.getvalue().splitlines() == [SPELLED, SPELLED, f"{SPELLED} is wrong"]
 
 
 def test_what_a_model_generates_does_not_reach_a_terminals_controls(streams, monkeypatch):
