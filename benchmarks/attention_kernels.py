@@ -120,7 +120,7 @@ def work(kind: str, folder: Path, threads: int) -> None:
     os.dup2(2, 1)
     from exportable_cache.backends.executorch.blas_threads import one_blas_thread
     from exportable_cache.common.compat.executorch import runtime
-    from exportable_cache.common.own_kernels import load_own_kernels
+    from exportable_cache.common.native.kernels import load_own_kernels
 
     if threads:
         runtime()._unsafe_reset_threadpool(threads)
@@ -198,7 +198,7 @@ def main(
     steps: Annotated[int, typer.Option(help="Decode steps a round.")] = 5,
 ) -> None:
     """Time the forms, and print a table."""
-    from exportable_cache.common.processor import processor_name
+    from exportable_cache.common.native.processor import processor_name
 
     with tempfile.TemporaryDirectory() as temporary:
         kind = "operators" if folder is None else "bundle"

@@ -21,9 +21,9 @@ from loop import copy_bandwidth
 from rich.console import Console
 from rich.table import Table
 
-from exportable_cache.backends import few_queries
-from exportable_cache.common.processor import processor_name
-from exportable_cache.program.read_lengths import READ_STEP
+from exportable_cache.backends.live.ops import attention
+from exportable_cache.common.native.processor import processor_name
+from exportable_cache.program.lengths import READ_STEP
 
 LAYERS = 12
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -41,8 +41,8 @@ def main(
     rounds: Annotated[int, typer.Option(help="Interleaved rounds; their median counts.")] = 9,
 ) -> None:
     """Print the speed of each form at each length."""
-    if not few_queries.OPERATORS.load():
-        raise SystemExit(f"the kernel is not there: {few_queries.OPERATORS.code.reason or 'there is no compiler'}")
+    if not attention.OPERATORS.load():
+        raise SystemExit(f"the kernel is not there: {attention.OPERATORS.code.reason or 'there is no compiler'}")
     bandwidth, kind = copy_bandwidth(), DTYPES[dtype]
     table = Table("rows", "tokens", "torch, ms (GB/s)", "ours, ms (GB/s)", "of the bound")
     for batch in batches or [1, 8]:
@@ -60,7 +60,7 @@ def main(
                     for k, v in zip(keys, values)
                 ],
                 "ours": lambda query=query, keys=keys, values=values, mask=mask: [
-                    few_queries.attention(query, k, v, mask) for k, v in zip(keys, values)
+                    attention.attention(query, k, v, mask) for k, v in zip(keys, values)
                 ],
             }
             times: dict[str, list[float]] = {form: [] for form in forms}

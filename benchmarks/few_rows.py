@@ -17,9 +17,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from exportable_cache.backends import few_rows
+from exportable_cache.backends.live.ops import linear
 from exportable_cache.common.compat.torch import linear_by_onednn
-from exportable_cache.common.processor import processor_name
+from exportable_cache.common.native.processor import processor_name
 
 #: [in, out] of the linear layers of a layer.
 SHAPES = {
@@ -37,8 +37,8 @@ def main(
     rounds: Annotated[int, typer.Option(help="Interleaved rounds; the fastest counts.")] = 5,
 ) -> None:
     """Print the speed of each form and number of rows."""
-    if not few_rows.OPERATORS.load():
-        raise SystemExit(f"the kernel is not there: {few_rows.OPERATORS.code.reason or 'there is no compiler'}")
+    if not linear.OPERATORS.load():
+        raise SystemExit(f"the kernel is not there: {linear.OPERATORS.code.reason or 'there is no compiler'}")
     weights: list[torch.Tensor] = []
     while sum(weight.nbytes for weight in weights) < megabytes * 10**6:
         weights += [torch.randn(out, size) for size, out in SHAPES[model]]
@@ -56,8 +56,8 @@ def main(
         calls |= {
             ("float32, MKL", count): lambda of=of: [*map(torch.nn.functional.linear, of, weights)],
             ("float32, oneDNN", count): lambda of=of: [*map(linear_by_onednn, of, weights)],
-            ("float32, ours", count): lambda of=of: [few_rows.plain_linear(*one, None) for one in zip(of, weights)],
-            ("bfloat16, ours", count): lambda of=of: [few_rows.plain_linear(*one, None) for one in zip(of, low)],
+            ("float32, ours", count): lambda of=of: [linear.plain_linear(*one, None) for one in zip(of, weights)],
+            ("bfloat16, ours", count): lambda of=of: [linear.plain_linear(*one, None) for one in zip(of, low)],
             ("int8, ours", count): lambda of=of: [int8(*one) for one in zip(of, integers, scales)],
             ("int8 in groups of 32, ours", count): lambda of=of: [
                 int8(*one) for one in zip(of, integers, groups, zeros)

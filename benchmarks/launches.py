@@ -18,7 +18,7 @@ import typer
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from exportable_cache import ExportableCache, Session
-from exportable_cache.models.loading import load_model
+from exportable_cache.models.loading.loading import load_model
 
 
 def two_layers() -> PreTrainedModel:

@@ -96,7 +96,7 @@ def used_kernels(folder: Path) -> Path | None:
     It is the one that the environment has or names, else the one in the folder. None means the kernels of executorch's
     wheel: because none is compiled, or because `EXPORTABLE_CACHE_KERNELS=executorch` asks for them.
     """
-    from exportable_cache.common.own_kernels import FILE, VARIABLE, chosen_path
+    from exportable_cache.common.native.kernels import FILE, VARIABLE, chosen_path
 
     chosen = chosen_path()
     if chosen is not None or os.environ.get(VARIABLE):
@@ -107,8 +107,8 @@ def used_kernels(folder: Path) -> Path | None:
 
 def own_kernels(folder: Path) -> None:
     """Compile the kernels into the folder, unless there are some; without a compiler the wheel's serve."""
-    from exportable_cache.backends.executorch.build_kernels import build_kernels
-    from exportable_cache.common.own_kernels import FILE, VARIABLE
+    from exportable_cache.backends.executorch.native.build import build_kernels
+    from exportable_cache.common.native.kernels import FILE, VARIABLE
     from exportable_cache.errors import ExportableCacheError
 
     if used_kernels(folder) is None and not os.environ.get(VARIABLE):
@@ -145,7 +145,7 @@ def own_runner(folder: Path) -> Path:
     Raises:
         Failed: If it cannot be compiled.
     """
-    from exportable_cache.backends.executorch.build_kernels import find_cmake
+    from exportable_cache.backends.executorch.native.build import find_cmake
 
     build, kernels = (folder / "runner").resolve(), used_kernels(folder)
     library, built = build / "libexportable_cache.so", build / "built.txt"

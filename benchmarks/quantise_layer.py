@@ -15,8 +15,8 @@ import torch
 import typer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from exportable_cache.models.quantization import quantize
-from exportable_cache.models.quantization_spec import SCALES, Quantization
+from exportable_cache.models.quantization.quantize import quantize
+from exportable_cache.models.quantization.spec import SCALES, Quantization
 
 LAYER = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from transformers import AutoConfig
 
-from exportable_cache.models.stage_plan import StagePlan
-from exportable_cache.models.tensor_plan import RankPlan
+from exportable_cache.models.parallel.plan import RankPlan
+from exportable_cache.models.parallel.stage_plan import StagePlan
 from exportable_cache.pipeline.sizing import Plan, plan
 
 #: Assumed, in bytes, bytes a second and seconds: memory and its bandwidth; devices of one machine, what one sends

@@ -32,11 +32,11 @@ from rich.table import Table
 from transformers import DynamicCache, PreTrainedModel
 
 from exportable_cache import ExportableCache, Session, export
-from exportable_cache.backends.compiling import CompileOptions
-from exportable_cache.backends.module import ModuleRunner
+from exportable_cache.backends.live.compile import CompileOptions
+from exportable_cache.backends.live.runner import ModuleRunner
 from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.errors import ExportableCacheError, MissingDependencyError
-from exportable_cache.models.loading import load_model
+from exportable_cache.models.loading.loading import load_model
 from exportable_cache.verification.verify import verify_session
 
 Step = Callable[[int], object]
@@ -85,7 +85,7 @@ def compute_capability() -> int:
 
 def build(model: PreTrainedModel, max_cache_len: int, folder: Path) -> Bundle:
     """Export for this GPU, or portably where plans cannot be built for it by name."""
-    from exportable_cache.backends.tensorrt.capabilities import CAPABILITIES
+    from exportable_cache.backends.tensorrt.options import CAPABILITIES
 
     here = compute_capability()
     options = {"sm": str(here)} if here in CAPABILITIES else {}

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .common.quiet import known_chatter_dropped
+    from .common.process.quiet import known_chatter_dropped
 
     # What it imports imports torchao, which complains.
     with known_chatter_dropped():

@@ -11,7 +11,7 @@ import torch
 
 from exportable_cache import export, load
 from exportable_cache.errors import InputError, MissingDependencyError, UnsupportedModelError
-from exportable_cache.models.loading import load_config, load_model
+from exportable_cache.models.loading.loading import load_config, load_model
 from exportable_cache.verification.verify import verify
 
 from .support.models import tiny_model, tokens

@@ -14,11 +14,11 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from exportable_cache import export, load
 from exportable_cache.errors import InputError, MissingDependencyError, UnsupportedModelError
-from exportable_cache.models import prequantized
-from exportable_cache.models.generation_configs import named_ends
-from exportable_cache.models.loading import load_config, load_model
+from exportable_cache.models.loading import prequantized
+from exportable_cache.models.loading.generation_configs import named_ends
+from exportable_cache.models.loading.loading import load_config, load_model
 from exportable_cache.models.places import place_of
-from exportable_cache.models.tokenizers import load_tokenizer
+from exportable_cache.models.tokenizers.tokenizers import load_tokenizer
 from exportable_cache.pipeline.sizing import plan
 
 from .support import checkpoints

@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 from exportable_cache import export
 from exportable_cache.cli.app import app
 from exportable_cache.errors import BundleError, InputError, UnsupportedModelError
-from exportable_cache.models.quantization import quantize
-from exportable_cache.models.quantization_spec import Quantization
-from exportable_cache.models.quantized_sizes import quantized_bytes
-from exportable_cache.models.without_weights import model_without_weights
+from exportable_cache.models.loading.without_weights import model_without_weights
+from exportable_cache.models.quantization.quantize import quantize
+from exportable_cache.models.quantization.sizes import quantized_bytes
+from exportable_cache.models.quantization.spec import Quantization
 
 from .decoding.byte_tokenizer import SIZE, byte_tokenizer
 from .support import checkpoints

@@ -14,8 +14,8 @@ from exportable_cache import export, load
 from exportable_cache.backends import TARGETS
 from exportable_cache.bundle.manifest import Manifest
 from exportable_cache.errors import InputError
-from exportable_cache.models.exact_sizes import exact_bytes
-from exportable_cache.models.without_weights import model_without_weights
+from exportable_cache.models.loading.without_weights import model_without_weights
+from exportable_cache.models.quantization.sizes import exact_bytes
 from exportable_cache.pipeline.dtypes import choose_dtype
 from exportable_cache.verification.report import VerifyReport
 

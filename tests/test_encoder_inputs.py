@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 from exportable_cache import ExportableCache, Session
 from exportable_cache.errors import InputError
-from exportable_cache.models.encoder import encoder_of
-from exportable_cache.program.inputs.encoder import encode_method
-from exportable_cache.verification.references.encoder_decoder import random_inputs
+from exportable_cache.models.layers.encoder import encoder_of
+from exportable_cache.program.inputs.encoder_decoder import encode_method
+from exportable_cache.verification.references import random_inputs
 
 from .support.seq2seq import reference_logits
 from .support.sessions import lowered_session

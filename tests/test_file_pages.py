@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from exportable_cache.common import file_pages
-from exportable_cache.common.file_pages import give_back_pages
+from exportable_cache.common.fs import file_pages
+from exportable_cache.common.fs.file_pages import give_back_pages
 
 from .support.memory import of_file
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from exportable_cache.common.files import atomic_folder, atomic_path, retired_folder
+from exportable_cache.common.fs.files import atomic_folder, atomic_path, retired_folder
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_failed_rename_restores_the_earlier_folder(
 ) -> None:
     fail_at(monkeypatch, number, error)
     # As on a system that exchanges no folders.
-    monkeypatch.setattr("exportable_cache.common.files.exchange", lambda one, other: False)
+    monkeypatch.setattr("exportable_cache.common.fs.files.exchange", lambda one, other: False)
     with pytest.raises(type(error), match="no rename"):
         replace(earlier)
     assert (earlier / "file").read_text() == "earlier"

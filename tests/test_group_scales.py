@@ -5,11 +5,11 @@ import torch
 
 from exportable_cache.backends.executorch.options import ExecutorchOptions
 from exportable_cache.cache.spec import CacheSpec
-from exportable_cache.common.scratch import Scratch
-from exportable_cache.models import group_scales
-from exportable_cache.models.group_scales import round_groups
-from exportable_cache.models.quantization import quantize
-from exportable_cache.models.quantization_spec import Quantization
+from exportable_cache.common.fs.scratch import Scratch
+from exportable_cache.models.quantization import group_scales
+from exportable_cache.models.quantization.group_scales import round_groups
+from exportable_cache.models.quantization.quantize import quantize
+from exportable_cache.models.quantization.spec import Quantization
 from exportable_cache.pipeline.spec import ExportSpec
 
 from .support.models import tiny_model

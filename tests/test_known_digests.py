@@ -14,10 +14,10 @@ import pytest
 
 from exportable_cache import export, load
 from exportable_cache.backends import TARGETS
-from exportable_cache.bundle import digests, known_digests
+from exportable_cache.bundle import digests
+from exportable_cache.bundle import digests as known_digests
 from exportable_cache.bundle.bundle import Bundle
-from exportable_cache.bundle.digests import digests_of
-from exportable_cache.bundle.known_digests import KnownDigests, record_path
+from exportable_cache.bundle.digests import KnownDigests, digests_of, record_path
 from exportable_cache.common.progress import silent
 from exportable_cache.errors import BundleError
 

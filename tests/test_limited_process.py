@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from exportable_cache.common.limited_process import LimitedProcess, WorkEnded, WorkFailed
+from exportable_cache.common.process.limited import LimitedProcess, WorkEnded, WorkFailed
 
 WORK = """
 import os, re, sys, time
@@ -153,7 +153,7 @@ def test_a_fork_has_a_process_of_its_own_and_leaves_this_one_alone(process: Limi
 
 PROGRAM = """
 import os, sys, threading
-from exportable_cache.common.limited_process import LimitedProcess
+from exportable_cache.common.process.limited import LimitedProcess
 process = LimitedProcess("work_of_a_test", 1 << 29, 1 << 20)
 print(process.call(5, {"do": "echo"})[0]["pid"], flush=True)
 if sys.argv[1] == "busy":

@@ -159,11 +159,11 @@ def test_the_runner_is_linked_with_the_kernels_that_the_other_forms_use(tmp_path
     """They may be in the environment, where `exportable-cache kernels build` puts them, and may come later."""
     import peer_prepare
 
-    from exportable_cache.common import own_kernels
+    from exportable_cache.common.native import kernels as own_kernels
 
     asked = []
     monkeypatch.setattr(peer_prepare, "logged", lambda command, log: asked.append(command))
-    monkeypatch.setattr("exportable_cache.backends.executorch.build_kernels.find_cmake", lambda: "cmake")
+    monkeypatch.setattr("exportable_cache.backends.executorch.native.build.find_cmake", lambda: "cmake")
     monkeypatch.delenv(own_kernels.VARIABLE, raising=False)
     in_environment, in_folder = tmp_path / "platlib" / own_kernels.FILE, tmp_path / own_kernels.FILE
     monkeypatch.setattr(own_kernels, "installed_path", lambda: in_environment)

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from exportable_cache import ExportableCache
 from exportable_cache.errors import InputError, UnsupportedModelError
-from exportable_cache.models.rank_heads import check_type
+from exportable_cache.models.parallel.heads import check_type
 from exportable_cache.pipeline.sizing import MOST_TOKENS, plan
 
 from .support.models import FAMILIES, WINDOW, tiny_model, tokens
@@ -124,7 +124,7 @@ def test_sizes_are_refused_rather_than_guessed(monkeypatch):
     def failing(model):
         raise RuntimeError("the meta device cannot")
 
-    monkeypatch.setattr("exportable_cache.models.layout.layout_from_model", failing)
+    monkeypatch.setattr("exportable_cache.models.layers.layout.layout_from_model", failing)
     config = AutoConfig.for_model("deepseek_v3", **_LATENT)
     made = plan(config, LENGTH)
     assert made.cache_bytes is None and "kv_lora_rank" in made.refusal and "from_model" in made.refusal

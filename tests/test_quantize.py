@@ -8,16 +8,16 @@ import torch
 from transformers import AutoModelForCausalLM, FalconConfig
 
 from exportable_cache import ExportableCache, Session, export
-from exportable_cache.backends.probe import probe_attention
+from exportable_cache.backends.probe_attention import probe_attention
 from exportable_cache.bundle.manifest import Manifest
 from exportable_cache.common.patch import ORIGINAL
 from exportable_cache.errors import InputError, UnsupportedModelError
 from exportable_cache.models import quantized_rows
 from exportable_cache.models.patches.registry import patch_model
-from exportable_cache.models.quantization import check_quantizable, is_tied, quantize, rounding_noise
-from exportable_cache.models.quantization_spec import Quantization, quantization_of
+from exportable_cache.models.quantization.quantize import check_quantizable, is_tied, quantize, rounding_noise
+from exportable_cache.models.quantization.sizes import coverage_of, quantized_bytes
+from exportable_cache.models.quantization.spec import Quantization, quantization_of
 from exportable_cache.models.quantized_rows import QuantizedRows
-from exportable_cache.models.quantized_sizes import coverage_of, quantized_bytes
 from exportable_cache.verification.tolerance import tolerances_of
 from exportable_cache.verification.verify import verify, verify_session
 

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from exportable_cache.common.quiet import everything_shown, known_chatter_dropped, quietly
+from exportable_cache.common.process.quiet import everything_shown, known_chatter_dropped, quietly
 
 from .support.readme import bare, example, run_example
 

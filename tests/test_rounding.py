@@ -8,8 +8,7 @@ from exportable_cache import ExportableCache, Session, export, load
 from exportable_cache.cache.attention.implementation import attention_of
 from exportable_cache.cache.storage import KV_DTYPES, Int8Storage, Storage, storage_of
 from exportable_cache.errors import InputError
-from exportable_cache.verification.references.by_step import rounding_effect
-from exportable_cache.verification.references.rounding import RoundingCache
+from exportable_cache.verification.references import RoundingCache, rounding_effect
 from exportable_cache.verification.verify import verify_session
 
 from .support.compiling import compiling_with
@@ -163,7 +162,7 @@ def test_one_token_at_a_time_on_executorch() -> None:
     check(lowered_session(model, "executorch", CAPACITY, prefill_chunk=1, cache_options={"kv_dtype": "int8"}), model)
 
 
-# Prefill lowers with XNNPACK's own partitions to none that could run: see backends/executorch/partition.py.
+# Prefill lowers with XNNPACK's own partitions to none that could run: see backends/executorch/delegates/xnnpack.py.
 @pytest.mark.parametrize(
     ("family", "kv_dtype"),
     [

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from exportable_cache.common.scratch import Scratch
+from exportable_cache.common.fs.scratch import Scratch
 from exportable_cache.errors import BundleError
-from exportable_cache.models.quantization import quantize
-from exportable_cache.models.quantization_spec import Quantization
+from exportable_cache.models.quantization.quantize import quantize
+from exportable_cache.models.quantization.spec import Quantization
 from exportable_cache.pipeline import steps
 
 from .support.models import tiny_model

@@ -9,7 +9,7 @@ from exportable_cache.cache.attention.implementation import attention_of
 from exportable_cache.cache.policies import SinkPolicy
 from exportable_cache.cache.spec import Sinks
 from exportable_cache.errors import InputError, UnsupportedModelError
-from exportable_cache.verification.references.sinks import evicting_cache
+from exportable_cache.verification.references import evicting_cache
 from exportable_cache.verification.verify import verify_session
 
 from .support.layers import sink_layer

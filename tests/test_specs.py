@@ -26,7 +26,7 @@ from exportable_cache.cache.spec import CacheSpec, Sinks
 from exportable_cache.cli.app import app
 from exportable_cache.common.settings import keyword_of, setting_of
 from exportable_cache.errors import BundleError, InputError, UnsupportedModelError
-from exportable_cache.models.quantization_spec import Quantization
+from exportable_cache.models.quantization.spec import Quantization
 from exportable_cache.pipeline import steps
 from exportable_cache.pipeline.sizing import plan, plan_cache
 from exportable_cache.pipeline.spec import ExportSpec

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from exportable_cache import ExportableCache, export
 from exportable_cache.backends import TARGETS
 from exportable_cache.backends.base import RunsElsewhere, StandIn
-from exportable_cache.backends.module import ModuleRunner
+from exportable_cache.backends.live.runner import ModuleRunner
 from exportable_cache.backends.pt2.target import Pt2Backend
 from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.program.methods import ProgramMethod

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from exportable_cache import export, load
 from exportable_cache.errors import InputError
-from exportable_cache.models.text_tokenizer import TextTokenizer, reads_alike
+from exportable_cache.models.tokenizers.text import TextTokenizer, reads_alike
 from tests.decoding.byte_tokenizer import END, SIZE, byte_tokenizer
 from tests.support.models import tiny_model
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from exportable_cache import ExportableCache, Session
-from exportable_cache.backends.module import ModuleRunner
+from exportable_cache.backends.live.runner import ModuleRunner
 from exportable_cache.errors import InputError
 from exportable_cache.verification.compare import spread_of
 from exportable_cache.verification.prompts import default_decode_steps, default_prompts, prompt_feeds

@@ -8,7 +8,7 @@ import torch
 from exportable_cache import export
 from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.verification import compare as comparing
-from exportable_cache.verification.references import at_once
+from exportable_cache.verification import references
 from exportable_cache.verification.verify import verify
 
 from .support.models import tiny_model
@@ -19,7 +19,7 @@ pytest.importorskip("executorch", reason="the executorch extra is not installed"
 def test_the_reference_comes_first_and_a_program_of_other_weights_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(at_once, "MOST_PARAMETERS", 0)
+    monkeypatch.setattr(references, "MOST_PARAMETERS", 0)
     events = []
     reference, opened = comparing.logits_of_beginnings, Bundle.open_runner
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from ..cache.layers import CacheLayer
-    from ..generation.sampler import Sampler
+    from ..generation.sampling import Sampler
     from ..program.methods import ProgramMethod
     from ..program.program import Program
     from ..program.spec import Form, Logits, ProgramSpec

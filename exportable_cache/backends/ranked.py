@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from ..common.compat.torch_distributed import group_apart, name_group
 from ..errors import BundleError
-from ..models.ranks import is_of_communication
+from ..models.parallel.ranks import is_of_communication
 
 if TYPE_CHECKING:
     import torch
 
-    from ..models.ranks import Ranks
+    from ..models.parallel.ranks import Ranks
     from ..program.methods import ProgramMethod
     from .base import Runner
 

@@ -1,9 +1,4 @@
-"""The layers of a captured graph, equal ones found by their text: what is compiled once and called for each of them.
-
-TorchDynamo records of which module each operator is. Operators of one layer follow each other, so a graph is cut into
-contiguous runs, and every write happens in the order in which the model does it. Runs of equal text, over inputs of
-equal shapes, dtypes and strides, compute the same function of their inputs, and weights and cache tensors are inputs.
-"""
+"""Find the layers of a captured graph, group equal ones by their text, and keep sizes inside each region."""
 
 from __future__ import annotations
 
@@ -16,12 +11,63 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.node import map_aggregate
+from torch.fx.node import map_aggregate, map_arg
 
 from ..common.compat.torch import OpOverload, writes_in_place
 from ..common.compat.torch_compile import FakeTensor, free_symbols, storage_of, symbol_range
-from ..common.tensor_kind import kind_of_tensor
-from .region_sizes import compute_own_sizes, value_of
+from ..common.tensors import kind_of_tensor
+
+#: Values of nodes that are sizes, and what is asked of them.
+SIZES = (torch.SymInt, torch.SymBool, torch.SymFloat)
+
+
+def value_of(node: Node) -> Any:
+    """What TorchDynamo or `torch.export` has seen of a node: a fake tensor, a size, or several."""
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def compute_own_sizes(runs: Sequence[list[Node]], graph: Graph) -> None:
+    """Have each run begin with the sizes that it reads, in the order in which it does, whoever has computed them: few
+    sums and products of sizes of tensors. So no size goes from run to run, and runs that read alike are alike.
+
+    Args:
+        runs: All operators of the graph, cut into parts that follow each other; changed in place, as the graph is. One
+            that had sizes alone is empty then.
+    """
+    for nodes in runs:
+        if nodes:
+            _compute_own_sizes(nodes, graph)
+    for nodes in reversed(runs):
+        for node in reversed(list(nodes)):
+            if isinstance(value_of(node), SIZES) and not node.users:
+                graph.erase_node(node)
+                nodes.remove(node)
+
+
+def _compute_own_sizes(nodes: list[Node], graph: Graph) -> None:
+    first, members = nodes[0], set(nodes)
+    copies: dict[Node, Node] = {}
+
+    def can_begin(source: Node) -> bool:
+        if isinstance(value_of(source), SIZES):
+            return all(map(can_begin, source.all_input_nodes))
+        return source not in members
+
+    def own(source: Node) -> Node:
+        if source.op == "placeholder" or not isinstance(value_of(source), SIZES) or not can_begin(source):
+            return source
+        if source not in copies:
+            for needed in source.all_input_nodes:
+                own(needed)
+            with graph.inserting_before(first):
+                copies[source] = graph.node_copy(source, own)
+        return copies[source]
+
+    for node in list(nodes):
+        if not isinstance(value_of(node), SIZES):
+            node.args, node.kwargs = map_arg((node.args, node.kwargs), own)
+    nodes[:0] = copies.values()
+
 
 #: A layer's number in the name of a module.
 _LAYER = re.compile(r"^(.*?\.\d+)(?:\.|$)")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..backends import backend_for
 from ..cache.kernel import Kernel
 from ..cache.layers import layer_from
-from ..common.files import atomic_path
+from ..common.fs.files import atomic_path
 from ..common.progress import silent
 from ..errors import BundleError, InputError
 from . import signature
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ..backends.base import Runner
     from ..cache.layers import CacheLayer
     from ..common.progress import Progress
-    from ..models.text_tokenizer import TextTokenizer
+    from ..models.tokenizers.text import TextTokenizer
 
 __all__ = ["MANIFEST_FILE", "SCHEMA_VERSION", "TOKENIZER_FOLDER", "Bundle", "Manifest"]
 
@@ -127,7 +127,7 @@ class Bundle:
             return backend.open(self.path, self.manifest.description()), layers
         # Here, as most programs are one process's.
         from ..backends.ranked import RankedRunner
-        from ..models.ranks import ranks_of_program
+        from ..models.parallel.ranks import ranks_of_program
 
         ranks = ranks_of_program(ranked.size, str(self.path))
         ranks.check_same("load", bundle=self.manifest.checksum)
@@ -227,7 +227,7 @@ class Bundle:
             BundleError: If the model was exported without one, or it cannot be read.
             MissingDependencyError: If it needs a package that is not installed, such as Pillow for images.
         """
-        from ..models.loading import load_processor
+        from ..models.loading.loading import load_processor
 
         if not self.has_processor:
             raise BundleError(
@@ -241,7 +241,7 @@ class Bundle:
         file = self.manifest.files.get(TOKENIZER_FILE)
         if file is None or file.details.get(READS_ALIKE) is not True:
             return self.tokenizer()
-        from ..models.text_tokenizer import TextTokenizer
+        from ..models.tokenizers.text import TextTokenizer
 
         return TextTokenizer(self._tokenizer_folder, self._whole_tokenizer)
 
@@ -252,14 +252,14 @@ class Bundle:
     @cached_property
     def _tokenizer_folder(self) -> Path:
         """Folder of the tokenizer, whose config was seen to name no file outside of it."""
-        from ..models.tokenizer_config import check_tokenizer_config
+        from ..models.tokenizers.config import check_tokenizer_config
 
         folder = self.path / TOKENIZER_FOLDER
         check_tokenizer_config(folder)
         return folder
 
     def _whole_tokenizer(self) -> PreTrainedTokenizerBase:
-        from ..models.tokenizers import load_tokenizer
+        from ..models.tokenizers.tokenizers import load_tokenizer
 
         tokenizer = load_tokenizer(self._tokenizer_folder)
         if tokenizer is None:

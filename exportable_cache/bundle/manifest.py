@@ -13,11 +13,9 @@ from transformers import GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from ..backends.base import ProgramDescription
-from ..common.files import PARTIAL, retired_folder
+from ..common.fs.files import PARTIAL, retired_folder
 from ..errors import BundleError, first_line
-from .entries import Count, Dtype, Entry, File, Quantized, RankedProgram, RoundedCache, rank_folder
-from .layer_entry import Layer
-from .program_entry import ProgramEntry
+from .entries import Count, Dtype, Entry, File, Layer, ProgramEntry, Quantized, RankedProgram, RoundedCache, rank_folder
 
 # 2: layers by their parts, not by a class.
 SCHEMA_VERSION = 2

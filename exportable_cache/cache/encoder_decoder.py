@@ -15,7 +15,7 @@ from .step import PLAIN
 if TYPE_CHECKING:
     import torch
 
-    from ..models.encoder import Encoder
+    from ..models.layers.encoder import Encoder
     from .layers import CacheLayer
     from .step import StepContext
 

@@ -14,11 +14,11 @@ def main() -> None:
     # to take 1.8x as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-    from ..common.garbage import collect_seldom
+    from ..common.process.garbage import collect_seldom
 
     collect_seldom()
     from .app import app
-    from .streams import output_checked
+    from .output.streams import output_checked
 
     if sys.stderr is None:
         # Closed (`2>&-`): remarks that nobody reads are no reason to stop.

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .layer_table import simple_table
 from .options import BundleArgument, CheckOption, IgnoreVersionsOption, JsonOption, KeyOption, TrustOption
+from .output.tables import simple_table
+from .output.terminal import Terminal, bytes_text
 from .settings import at_least
-from .terminal import Terminal, bytes_text
 
 if TYPE_CHECKING:
     from ..pipeline.bench import BenchReport

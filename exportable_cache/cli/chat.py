@@ -23,9 +23,9 @@ from .options import (
     TopPOption,
     TrustOption,
 )
+from .output.terminal import Terminal
 from .questions import Questions
 from .settings import at_least
-from .terminal import Terminal
 
 if TYPE_CHECKING:
     from ..decoding.completion import Completer, CompletionOptions

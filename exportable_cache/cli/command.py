@@ -10,11 +10,11 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
-from ..common.quiet import everything_shown, forget
+from ..common.process.quiet import everything_shown, forget
 from ..errors import ExportableCacheError, VerificationError
-from .quiet import quiet_third_parties
-from .streams import EXIT_INPUT, exit_code_of, is_of_a_stream, unwritable
-from .terminal import Terminal
+from .output.quiet import quiet_third_parties
+from .output.streams import EXIT_INPUT, exit_code_of, is_of_a_stream, unwritable
+from .output.terminal import Terminal
 
 EXIT_MISMATCH = 1
 EXIT_UNEXPECTED = 70

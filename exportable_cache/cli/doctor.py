@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import typer
 
-from .layer_table import simple_table
 from .options import JsonOption
-from .terminal import Terminal
+from .output.tables import simple_table
+from .output.terminal import Terminal
 
 
 def doctor(ctx: typer.Context, json: JsonOption = False) -> None:

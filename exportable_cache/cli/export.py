@@ -12,13 +12,13 @@ from ..backends.executorch.options import OWN_KERNELS_NEEDED, ExecutorchOptions,
 from ..backends.tensorrt.options import TensorRTOptions
 from ..cache.spec import CacheSpec
 from ..errors import shown
-from ..models.quantization_spec import Quantization
+from ..models.quantization.spec import Quantization
 from ..pipeline.spec import ExportSpec
 from ..program.spec import ProgramSpec
-from .layer_table import simple_table
 from .options import REQUIRED_OPTION, TARGET, JsonOption, ModelArgument
+from .output.tables import simple_table
+from .output.terminal import Terminal, bytes_text
 from .settings import Changes, at_least, declared, options_of, takes
-from .terminal import Terminal, bytes_text
 
 if TYPE_CHECKING:
     from ..bundle.bundle import Bundle

@@ -24,9 +24,9 @@ from .options import (
     TopPOption,
     TrustOption,
 )
+from .output.streams import prompt_from_stdin
+from .output.terminal import Terminal
 from .settings import at_least
-from .streams import prompt_from_stdin
-from .terminal import Terminal
 
 if TYPE_CHECKING:
     from torch import Tensor

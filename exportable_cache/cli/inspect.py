@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import shown
-from .elsewhere import opened_elsewhere
-from .engine_table import engine_table, engines
 from .export import print_files, print_verification
-from .layer_table import LayerRow, layer_table, simple_table
 from .options import BundleOrDemoArgument, JsonOption, KeyOption
+from .output.elsewhere import opened_elsewhere
+from .output.tables import LayerRow, engine_table, engines, layer_table, simple_table
+from .output.terminal import Terminal, bytes_text
 from .plan import print_plan
 from .settings import at_least
-from .terminal import Terminal, bytes_text
 
 if TYPE_CHECKING:
     from ..bundle.bundle import Bundle
@@ -40,7 +39,7 @@ def inspect(
     json: JsonOption = False,
 ) -> None:
     """Show what a bundle holds, and check its files."""
-    from ..common.saved_tensors import damaged_if_malformed
+    from ..common.fs.saved_tensors import damaged_if_malformed
     from ..errors import InputError
 
     terminal: Terminal = ctx.obj

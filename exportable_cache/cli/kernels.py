@@ -9,7 +9,7 @@ import typer
 
 from .command import Command
 from .options import JsonOption
-from .terminal import Terminal
+from .output.terminal import Terminal
 
 kernels = typer.Typer(help="Compile attention kernels for ExecuTorch bundles.", no_args_is_help=True)
 
@@ -32,7 +32,7 @@ def build(
     """Compile them, into this environment: they serve from then on."""
     terminal: Terminal = ctx.obj
     with terminal.progress("compiling the attention kernels"):
-        from ..backends.executorch.build_kernels import build_kernels
+        from ..backends.executorch.native.build import build_kernels
 
         path = build_kernels(sources, output)
     if json:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from .options import JsonOption, KeyOption
-from .terminal import Terminal
+from .output.terminal import Terminal
 
 
 def operators(

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from .layer_table import simple_table
 from .options import BundleArgument, JsonOption, KeyOption
-from .terminal import Terminal, bytes_text
+from .output.tables import simple_table
+from .output.terminal import Terminal, bytes_text
 
 
 def package(

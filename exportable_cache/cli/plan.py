@@ -10,13 +10,13 @@ import typer
 from ..cache.spec import CacheSpec
 from ..errors import shown
 from ..pipeline.split import Split
-from .layer_table import LayerRow, layer_table
 from .options import JsonOption, ModelArgument, PlanTargetOption
+from .output.tables import LayerRow, layer_table
+from .output.terminal import Terminal, bytes_text
 from .settings import declared, options_of, takes
-from .terminal import Terminal, bytes_text
 
 if TYPE_CHECKING:
-    from ..models.tensor_plan import RankPlan
+    from ..models.parallel.plan import RankPlan
     from ..pipeline.sizing import Plan
 
 

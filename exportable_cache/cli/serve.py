@@ -16,8 +16,8 @@ from .options import (
     SplitSpecialTokensOption,
     TrustOption,
 )
+from .output.terminal import Terminal
 from .settings import at_least
-from .terminal import Terminal
 
 
 def serve(

@@ -9,7 +9,6 @@ import typer
 
 from ..verification.spec import VerifySpec
 from .command import EXIT_MISMATCH
-from .layer_table import simple_table
 from .options import (
     BundleArgument,
     IgnoreVersionsOption,
@@ -19,8 +18,9 @@ from .options import (
     ModelOption,
     TrustOption,
 )
+from .output.tables import simple_table
+from .output.terminal import Terminal
 from .settings import Changes, at_least, declared, options_of, takes
-from .terminal import Terminal
 
 RecordOption = Annotated[
     bool, typer.Option("--record", help="Write the report into the bundle's manifest, in place of the earlier one.")

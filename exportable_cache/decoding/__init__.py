@@ -6,8 +6,16 @@ from typing import Any
 from ..generation.constraint import Constraint
 from ..generation.loop import generate_tokens
 from ..generation.multi_step import check_steps_per_launch
-from ..generation.sampler import Sampler
-from ..generation.sampling import Sampling, SamplingSettings, check_seed, draw, penalise, sample, sorted_distribution
+from ..generation.sampling import (
+    Sampler,
+    Sampling,
+    SamplingSettings,
+    check_seed,
+    draw,
+    penalise,
+    sample,
+    sorted_distribution,
+)
 from ..generation.speculative import (
     Draft,
     DraftModel,

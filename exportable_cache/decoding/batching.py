@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..backends.base import BegunStep
-    from ..generation.sampler import Sampler
+    from ..generation.sampling import Sampler
     from ..session.session import Session
 
 
@@ -154,7 +154,7 @@ class ContinuousBatch:
             CacheFullError: If the prompt does not fit a row, or not with `max_new_tokens`.
         """
         from ..session.choosing import default_limit, sampler_after
-        from ..session.token_rows import TokenRows
+        from ..session.rows import TokenRows
 
         self.decode.check_same("submit", input_ids=input_ids, options=(max_new_tokens, sampling, stop))
         ends = self.prefill.check_request(input_ids, max_new_tokens, stop)

@@ -54,7 +54,7 @@ def beam_search(
     """
     from ..session.choosing import sampler_after
     from ..session.persistence import runner_state
-    from ..session.token_rows import TokenRows
+    from ..session.rows import TokenRows
 
     runner_state(session)
     beams, vocab = session.batch_size, session.vocab_size

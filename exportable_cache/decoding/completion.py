@@ -19,7 +19,7 @@ from ..session.checks import check_stops
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ..models.text_tokenizer import TextTokenizer
+    from ..models.tokenizers.text import TextTokenizer
     from ..session.session import Session
 
 FinishReason = Literal["stop", "length"]
@@ -131,7 +131,7 @@ class Completion(Iterator[Piece]):
 
     def _run(self, completer: Completer, ids: list[int], options: CompletionOptions) -> Generator[Piece]:
         from ..session.choosing import sampler_after
-        from ..session.token_rows import TokenRows
+        from ..session.rows import TokenRows
 
         session = completer.session
         limit = completer.limit(len(ids), options.max_new_tokens)

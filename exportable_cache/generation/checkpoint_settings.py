@@ -18,7 +18,7 @@ from ..errors import InputError, first_line
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase
 
-    from ..models.text_tokenizer import TextTokenizer
+    from ..models.tokenizers.text import TextTokenizer
 
 _REMEDY = "correct generation_config.json, or set generation_config.{name} of the model or the session"
 

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 import torch
 
-from ..common.limited_process import LimitedProcess, WorkFailed
+from ..common.process.limited import LimitedProcess, WorkFailed
 from ..errors import InputError, MissingDependencyError
 from .schema_numbers import exact_schema
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ..models.text_tokenizer import TextTokenizer
+    from ..models.tokenizers.text import TextTokenizer
 
 ConstraintKind = Literal["json_schema", "regex", "lark"]
 

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from ..errors import InputError
-from ..models.text_tokenizer import plain_backend
+from ..models.tokenizers.text import plain_backend
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-    from ..models.text_tokenizer import TextTokenizer
+    from ..models.tokenizers.text import TextTokenizer
 
 # Characters for private use; two that the messages do not have are the marks.
 _PRIVATE = range(0xF0000, 0xFFFFE)

@@ -15,8 +15,8 @@ from .text import TextPieces
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ..models.text_tokenizer import TextTokenizer
-    from .sampler import Sampler
+    from ..models.tokenizers.text import TextTokenizer
+    from .sampling import Sampler
     from .stepper import PromptStepper, Stepper
 
 

@@ -10,7 +10,7 @@ import torch
 from ..errors import InputError
 
 if TYPE_CHECKING:
-    from .sampler import Sampler
+    from .sampling import Sampler
     from .stepper import Stepper
 
 

@@ -15,7 +15,7 @@ import torch
 
 from ..errors import InputError
 from .loop import Chosen, Ending
-from .sampler import Sampler
+from .sampling import Sampler
 
 if TYPE_CHECKING:
     from .sampling import Sampling

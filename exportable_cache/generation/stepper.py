@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
-    from .sampler import Sampler
+    from .sampling import Sampler
 
 
 class Stepper(Protocol):

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..common.limited_process import LimitedProcess, WorkEnded, WorkFailed
+from ..common.process.limited import LimitedProcess, WorkEnded, WorkFailed
 from ..errors import InputError
-from ..models.tokenizer_patterns import check_cost
+from ..models.tokenizers.patterns import check_cost
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-    from ..models.text_tokenizer import TextTokenizer
+    from ..models.tokenizers.text import TextTokenizer
 
 #: Limits of a rendering: seconds, bytes of memory with Python's own, and characters of output, to which four times
 #: those of the messages are added. The output is tokenised, which takes a second for a million characters.

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import InputError
-from ..models.tokenizer_errors import tokenizer_errors
-from ..models.tokenizer_patterns import check_cost
+from ..models.tokenizers.errors import tokenizer_errors
+from ..models.tokenizers.patterns import check_cost
 from .control_tokens import ControlTokens, MarkedMessages
 from .stops import StopStrings
 from .templates import render_chat
@@ -19,7 +19,7 @@ from .token_text import TextStream
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ..models.text_tokenizer import TextTokenizer
+    from ..models.tokenizers.text import TextTokenizer
 
 _ENCODE = "the tokenizer cannot encode the prompt"
 

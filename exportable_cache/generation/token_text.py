@@ -10,13 +10,13 @@ from functools import cache, cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..models.text_tokenizer import plain_backend
-from ..models.tokenizer_errors import tokenizer_errors
+from ..models.tokenizers.errors import tokenizer_errors
+from ..models.tokenizers.text import plain_backend
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ..models.text_tokenizer import TextTokenizer
+    from ..models.tokenizers.text import TextTokenizer
 
 _DECODE = "the tokenizer cannot decode tokens"
 # What decoders put in place of bytes that are not (yet) a character.

@@ -18,30 +18,29 @@ from ..cache.attention.over_ranks import register_over_ranks
 from ..cache.cache import LayeredCache
 from ..cache.context_ranks import UNSEEN, ContextRanks
 from ..cache.encoder_decoder import EncoderDecoderLayeredCache
-from ..cache.residence import Residence
+from ..cache.offload import Residence
 from ..cache.spec import CacheSpec
 from ..common.compat.transformers import attention_implementation, set_attention_implementation
 from ..common.settings import renamed
 from ..errors import ExportableCacheError, InputError, UnsupportedModelError, first_line
 from ..pytree import register_node
-from .context_split import check_split, ranks_of_context
-from .cross_layers import check_in_one_place, item_slots_of
-from .encoder import encoder_of
-from .encoder_decoder_layout import encoder_decoder_layers
-from .layout import check_longest, check_model_type, check_sinks, layout_from_config, layout_from_model
+from .layers.cross import check_in_one_place, item_slots_of
+from .layers.encoder import encoder_of
+from .layers.encoder_decoder import encoder_decoder_layers
+from .layers.layout import check_longest, check_model_type, check_sinks, layout_from_config, layout_from_model
+from .parallel.context import check_split, ranks_of_context
+from .parallel.heads import check_heads, parts_of_heads, repeat_heads
+from .parallel.ranks import ranks_of
+from .parallel.stages import Stage, stage_of
 from .patches.registry import config_types, model_types, patch_imported, patch_model, patch_types
 from .quantized_rows import QuantizedRows, has_quantized_weights
-from .rank_heads import check_heads, parts_of_heads
-from .ranks import ranks_of
-from .repeated_heads import repeat_heads
-from .stages import Stage, stage_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..cache.layers import CacheLayer
     from ..cache.layout import LayerLayout
-    from .ranks import Ranks
+    from .parallel.ranks import Ranks
 
 register_attention()
 register_over_ranks()

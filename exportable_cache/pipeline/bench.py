@@ -15,7 +15,7 @@ import torch
 from ..common.progress import silent
 from ..errors import InputError
 from ..generation.sampling import check_seed
-from ..verification.references.encoder_decoder import encoder_lengths, random_inputs
+from ..verification.references import encoder_lengths, random_inputs
 
 if TYPE_CHECKING:
     from ..common.progress import Progress

@@ -10,8 +10,8 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
-from ..common.own_kernels import TARGET_VARIABLE, VARIABLE, load_own_kernels
-from ..common.processor import cpu_fields, processor_name
+from ..common.native.kernels import TARGET_VARIABLE, VARIABLE, load_own_kernels
+from ..common.native.processor import cpu_fields, processor_name
 
 _BUILD = "exportable-cache kernels build"
 

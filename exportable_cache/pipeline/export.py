@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from ..backends import backend_for
 from ..cache.spec import CacheSpec
+from ..common.process.quiet import quietly
 from ..common.progress import silent
-from ..common.quiet import quietly
 from ..common.settings import renamed
-from ..models.quantization_spec import quantization_of
+from ..models.quantization.spec import quantization_of
 from ..program.spec import ProgramSpec
 from .dry_run import dry_run as foresee
 from .spec import ExportSpec

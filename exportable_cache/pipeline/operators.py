@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..backends.executorch.instructions import called_operators
-from ..backends.executorch.kernel_signatures import WHOLE_LIBRARIES, KernelSignature, is_in_runtime, signatures_of
+from ..backends.executorch.pte.instructions import called_operators
+from ..backends.executorch.pte.kernels import WHOLE_LIBRARIES, KernelSignature, is_in_runtime, signatures_of
 from ..backends.executorch.target import FILE as PROGRAM_FILE
 from ..bundle.builder import cannot_write
-from ..common.files import atomic_path
+from ..common.fs.files import atomic_path
 from ..errors import BundleError
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from ..bundle.builder import cannot_write
 from ..bundle.manifest import MANIFEST_FILE
 from ..bundle.signature import SIGNATURE_FILE
-from ..common.elf import read_program
-from ..common.files import atomic_folder
+from ..common.fs.files import atomic_folder
+from ..common.native.elf import read_program
 from ..common.progress import Progress, silent
 from ..errors import BundleError, InputError, VerificationError
 from .package_check import Question, question_of

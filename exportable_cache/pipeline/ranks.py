@@ -6,15 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..bundle.describe import weights_bytes
+from ..bundle.builder import weights_bytes
 from ..bundle.entries import RankedProgram, rank_folder
 from ..common.compat.torch_distributed import group_to_come
 from ..errors import UnsupportedModelError
-from ..models.layout import layout_from_config, layout_from_model
-from ..models.rank_heads import parts_of_heads
-from ..models.rank_model import RankOf, part_of_model
-from ..models.tensor_plan import check_tensor_parallel
-from ..models.without_weights import model_without_weights
+from ..models.layers.layout import layout_from_config, layout_from_model
+from ..models.loading.without_weights import model_without_weights
+from ..models.parallel.heads import parts_of_heads
+from ..models.parallel.plan import check_tensor_parallel
+from ..models.parallel.rank_model import RankOf, part_of_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable

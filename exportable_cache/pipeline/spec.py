@@ -15,7 +15,7 @@ from ..backends.registry import backend_for
 from ..cache.spec import CacheSpec
 from ..common.settings import REQUIRED, check_settings, same_setting, setting
 from ..errors import InputError
-from ..models.quantization_spec import check_schemes
+from ..models.quantization.spec import check_schemes
 from ..program.spec import ProgramSpec
 from ..verification.spec import VerifySpec, check_tolerance
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from ..backends.options import TargetOptions
-    from ..models.quantization_spec import Quantization
+    from ..models.quantization.spec import Quantization
 
 _NO_OUTPUT = "name the folder to write, such as 'artifacts/model'"
 
@@ -194,7 +194,7 @@ def _check_ranks(spec: ExportSpec, backend: Any) -> None:
 def _checked_lora(lora: str | os.PathLike | Sequence[str | os.PathLike] | None) -> tuple[str, ...]:
     if not lora:
         return ()
-    from ..models.adapters import check_adapters
+    from ..models.loading.adapters import check_adapters
 
     return check_adapters([lora] if isinstance(lora, (str, os.PathLike)) else lora)
 

@@ -20,26 +20,24 @@ from transformers import PreTrainedModel
 from ..backends import backend_for
 from ..backends.dtypes import target_dtypes
 from ..bundle import signature
-from ..bundle.builder import check_free, new_folder, write_bundle
-from ..bundle.describe import Provenance
+from ..bundle.builder import Provenance, check_free, new_folder, write_bundle
 from ..bundle.entries import Quantized, RoundedCache
 from ..common.dtypes import dtype_name
-from ..common.garbage import few_collections
+from ..common.fs.scratch import Scratch
+from ..common.process.garbage import few_collections
 from ..common.progress import silent
-from ..common.scratch import Scratch
 from ..errors import BundleError, InputError, UnsupportedModelError, VerificationError
 from ..generation.checkpoint_settings import CheckpointSettings
 from ..models.cache_factory import ExportableCache
-from ..models.codebooks import codebooks_of
 from ..models.dtypes import stored_dtype
-from ..models.exact_sizes import exact_bytes
-from ..models.layout import layer_types_and_windows, vocab_size_of
-from ..models.loading import check_checkpoint, live_model, load_config, load_model, load_to_quantise
-from ..models.positions import beyond_positions, check_positions
-from ..models.quantization import quantize
-from ..models.quantized_sizes import Coverage, coverage_of
+from ..models.layers.codebooks import codebooks_of
+from ..models.layers.layout import layer_types_and_windows, vocab_size_of
+from ..models.layers.positions import beyond_positions, check_positions
+from ..models.loading.loading import check_checkpoint, live_model, load_config, load_model, load_to_quantise
+from ..models.quantization.quantize import quantize
+from ..models.quantization.sizes import Coverage, coverage_of, exact_bytes
 from ..models.rope import check_rope
-from ..program.inputs.modalities import modalities_of
+from ..program.inputs.multimodal import modalities_of
 from ..program.program import Program
 from ..verification.compare import compare, measure_stored
 from ..verification.quantization_effect import measure_distance, measure_quantization
@@ -57,10 +55,10 @@ if TYPE_CHECKING:
     from ..backends.base import Backend
     from ..bundle.bundle import Bundle
     from ..common.progress import Progress
-    from ..models.loading import LoadedModel
+    from ..models.loading.loading import LoadedModel
     from ..program.spec import ProgramSpec
     from ..session.session import Session
-    from ..verification.stored import FedPrompt
+    from ..verification.tolerance import FedPrompt
     from .dtypes import DtypeChoice
     from .spec import ExportSpec
 

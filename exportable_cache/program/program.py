@@ -19,23 +19,22 @@ from ..cache.step import StepContext, known_length
 from ..common.named_forward import name_forward
 from ..errors import InputError, UnsupportedModelError
 from ..models.cache_factory import ExportableEncoderDecoderCache
-from ..models.codebooks import codebooks_of
-from ..models.layout import cache_argument
+from ..models.layers.codebooks import codebooks_of
+from ..models.layers.layout import cache_argument
+from ..models.patches.mechanisms.rope_lengths import check_follows, rope_by
+from ..models.patches.mechanisms.speech import short_masks
 from ..models.patches.registry import patch_model
-from ..models.patches.rope_lengths import check_follows, rope_by
-from ..models.patches.speech import short_masks
 from ..models.rope import check_rope, rope_rule
 from ..models.scans import longest_step
 from .inputs.cross_items import CrossModality, cross_methods, without_items
 from .inputs.deepstack import travelling_beside
-from .inputs.encoder import EncodeModule
-from .inputs.encoder_decoder import decoder_arguments, seq2seq_methods
+from .inputs.encoder_decoder import EncodeModule, decoder_arguments, seq2seq_methods
 from .inputs.image_masks import image_masks
 from .inputs.modality import EmbedModule
 from .inputs.multimodal import multimodal_methods
 from .items import ITEM_STATES, ITEMS_SEEN
-from .last_token import choose_last_token_early
 from .methods import KV_SLOTS, ROPE_LENGTHS, checked_prefill_chunk, methods_for
+from .passes.last_token import choose_last_token_early
 from .spec import Form, Logits, ProgramSpec
 from .tracing import told_by
 

@@ -51,7 +51,7 @@ def check_rows_may_differ(equal_rows: bool, found: str) -> None:
     """Refuse rows of different length where the model takes one length for all.
 
     Args:
-        equal_rows: Whether it does, see `program.row_lengths`.
+        equal_rows: Whether it does, see `program.lengths`.
         found: What would make them differ, for the message.
 
     Raises:

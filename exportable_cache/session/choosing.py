@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..generation.checkpoint_settings import RowStart
-from ..generation.sampler import Sampler
+from ..generation.sampling import Sampler
 
 if TYPE_CHECKING:
     import torch
 
     from ..generation.sampling import Sampling
+    from .rows import TokenRows
     from .stepped import SteppedSession
-    from .token_rows import TokenRows
 
 
 def sampler_after(

@@ -17,15 +17,15 @@ from .checks import check_max_new_tokens, check_one_id_a_token, split_stops
 from .choosing import default_limit, sampler_after
 from .guard import Answer
 from .inputs.encoder import start_tokens
-from .inputs.stage import Prompt
-from .token_rows import TokenRows
+from .inputs.stages import Prompt
+from .rows import TokenRows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ..generation.sampling import Sampling
     from ..generation.speculative import Draft
-    from ..models.text_tokenizer import TextTokenizer
+    from ..models.tokenizers.text import TextTokenizer
     from .program_stepper import ProgramStepper
     from .session import Session
 

@@ -7,17 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..backends.compiling import CompileOptions
-from ..backends.module import ModuleRunner
-from ..backends.staged import StagedRunner
+from ..backends.live.compile import CompileOptions
+from ..backends.live.runner import ModuleRunner
+from ..backends.live.staged import StagedRunner
 from ..errors import InputError
 from ..models.cache_factory import ExportableCache
-from ..models.fingerprint import fingerprint
-from ..models.layout import check_layers, vocab_size_of
-from ..models.positions import check_positions
+from ..models.layers.layout import check_layers, vocab_size_of
+from ..models.layers.positions import check_positions
+from ..models.loading.fingerprint import fingerprint
 from ..models.rope import rope_rule
 from ..models.split_weights import is_split
-from ..program.inputs.modalities import modalities_of
+from ..program.inputs.multimodal import modalities_of
 from ..program.methods import length_buckets
 from ..program.spec import ProgramSpec
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..common.process.quiet import quietly
 from ..common.progress import silent
-from ..common.quiet import quietly
 from .session import Session
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ import torch
 from ..backends.base import state_of
 from ..cache.kernel import PORTABLE
 from ..cache.policies import FullPolicy
-from ..common.saved_tensors import damaged_if_malformed, read_tensors, write_tensors
+from ..common.fs.saved_tensors import damaged_if_malformed, read_tensors, write_tensors
 from ..errors import ExportableCacheError, InputError
-from .inputs.image_places import PlacedImages
+from .inputs.image import PlacedImages
 from .rope_state import RopeState
 from .sequence_state import SequenceState
 

@@ -18,21 +18,20 @@ from ..program.methods import POSITIONS, ROPE_DELTAS, ROPE_LENGTHS, chunk_sizes,
 from .checks import check_no_autocast, check_pieces, check_room, check_rows_may_differ
 from .guard import StepGuard
 from .inputs.cross_items import seen_by_next
-from .inputs.image_places import shifted
-from .inputs.stage import Steps
+from .inputs.image import shifted
+from .inputs.stages import Steps
 from .rope_state import RopeState
-from .rows_aside import rows_to_set_aside, set_aside
+from .rows import TokenRows, rows_to_set_aside, set_aside
 from .sequence_state import SequenceState
-from .token_rows import TokenRows
 
 if TYPE_CHECKING:
     from ..backends.base import BegunStep, Runner
     from ..cache.layers import CacheLayer
-    from ..generation.sampler import Sampler
-    from ..models.ranks import Ranks
+    from ..generation.sampling import Sampler
+    from ..models.parallel.ranks import Ranks
     from ..models.rope import RopeRule
     from .checks import ProgramLimits
-    from .inputs.image_places import PlacedImages
+    from .inputs.image import PlacedImages
 
 _NONE: Mapping[str, torch.Tensor] = MappingProxyType({})
 

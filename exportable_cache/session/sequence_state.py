@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import InputError
-from .inputs.image_places import PlacedImages
+from .inputs.image import PlacedImages
 from .rope_state import RopeState
 
 if TYPE_CHECKING:

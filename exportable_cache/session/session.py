@@ -14,14 +14,13 @@ import torch
 from transformers import GenerationConfig
 
 from ..backends.base import HasDevice, WaitsForGraphs
-from ..backends.fork import ForkedRunner
-from ..backends.graph_cache import GRAPH_CACHE_MB
-from ..common.ordinary_tensors import ordinary_tensors
+from ..backends.live.fork import ForkedRunner
+from ..backends.live.graph_cache import GRAPH_CACHE_MB
 from ..common.progress import silent
 from ..common.settings import renamed
+from ..common.tensors import ordinary_tensors
 from ..errors import InputError
-from ..generation.sampler import Sampler
-from ..generation.sampling import Sampling
+from ..generation.sampling import Sampler, Sampling
 from ..program.items import ITEMS_SEEN
 from ..program.methods import ROPE_DELTAS, ROPE_LENGTHS, smallest_inputs
 from . import persistence
@@ -100,7 +99,7 @@ class Session(SteppedSession):
                 gives for one item, whose sizes the program is made for: see `modalities.modalities_of`.
             image_size: Of every image, in pixels, where the model's config leaves it open: see there.
             graph_cache: Folder that keeps compiled graphs, so that a later process neither traces nor compiles them,
-                see `backends.graph_cache.GraphCache`; only with `compile`.
+                see `backends.live.graph_cache.GraphCache`; only with `compile`.
             graph_cache_mb: Megabytes that the folder may hold; those used longest ago are dropped first.
             tokenizer: For text.
             progress: Told of graphs that are compiled in the background, from another thread.
@@ -111,8 +110,8 @@ class Session(SteppedSession):
                 than the model has positions for; or if an argument is out of range, such as more steps per launch than
                 a ring with these rollback slots, or a state of fixed size, can take back.
         """
-        from ..backends.compiling import CompileOptions
-        from ..program.row_lengths import needs_equal_rows
+        from ..backends.live.compile import CompileOptions
+        from ..program.lengths import needs_equal_rows
         from .live import LiveOptions, changing_rope, live_session
 
         options = LiveOptions(

@@ -15,8 +15,8 @@ from transformers import GenerationConfig
 from ..errors import InputError
 from ..generation.checkpoint_settings import CheckpointSettings
 from ..generation.multi_step import check_steps_per_launch
-from ..generation.sampler import Sampler
-from ..models.text_tokenizer import TextTokenizer
+from ..generation.sampling import Sampler
+from ..models.tokenizers.text import TextTokenizer
 from .checks import ProgramLimits, check_ids, check_one_id_a_token, check_room
 from .inputs.stages import InputStages
 from .program_stepper import ProgramStepper
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from ..backends.base import Runner
     from ..cache.layers import CacheLayer
     from ..generation.sampling import Sampling
-    from ..models.ranks import Ranks
+    from ..models.parallel.ranks import Ranks
     from ..models.rope import RopeRule
-    from .inputs.stage import Prompt
+    from .inputs.stages import Prompt
 
 
 class SteppedSession:

@@ -15,7 +15,7 @@ from ..common.progress import silent
 from ..demo.task import accuracy, make_questions
 from ..models.cache_factory import ExportableCache
 from ..models.dtypes import converted
-from ..models.loading import MOST_WIDENED_BYTES
+from ..models.loading.loading import MOST_WIDENED_BYTES
 from ..session.session import Session
 from .compare import compare
 from .spec import VerifySpec
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..common.progress import Progress
-    from ..models.loading import LoadedModel
+    from ..models.loading.loading import LoadedModel
 
 _PROMPT, _DECODE_STEPS = 40, 24
 _QUESTIONS, _QUESTIONS_SEED = 50, 20_000

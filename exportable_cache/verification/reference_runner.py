@@ -16,7 +16,7 @@ from ..program.program import Program
 from ..program.spec import ProgramSpec
 from ..session.session import Session
 from .rank_runner import RankProcesses
-from .references.at_once import is_large
+from .references import is_large
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

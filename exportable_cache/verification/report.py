@@ -11,7 +11,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from ..errors import BundleError
-from .stored import StoredDistance
+from .tolerance import StoredDistance
 
 
 @dataclass(frozen=True)

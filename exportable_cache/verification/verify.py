@@ -59,7 +59,7 @@ def verify(
         InputError: If the model cannot be loaded, or is of another type or vocabulary, or a value is out of range.
     """
     from ..bundle.bundle import Bundle
-    from ..models.loading import load_model, load_to_quantise
+    from ..models.loading.loading import load_model, load_to_quantise
     from .reference_runner import session_to_verify
 
     # Before the model is loaded, which takes long.
@@ -82,8 +82,8 @@ def verify(
             f"{model.config.model_type!r}; verify with the model it was made from"
         )
     if manifest.quantization is not None:
-        from ..models.quantization import quantize
-        from ..models.quantization_spec import Quantization
+        from ..models.quantization.quantize import quantize
+        from ..models.quantization.spec import Quantization
         from .tolerance import tolerances_of
 
         recorded = manifest.quantization

@@ -1,4 +1,4 @@
-// Our operators for linear layers, of which exportable_cache/backends/executorch/own_linears.py has the meaning:
+// Our operators for linear layers, of which exportable_cache/backends/executorch/native/linears.py has the meaning:
 //   exportable_cache::linear_4bit.out(Tensor source, Tensor weights, Tensor? bias, int outputs, *, Tensor(a!) out)
 //                   -> Tensor(a!)
 //   exportable_cache::linears_4bit.out(Tensor source, Tensor[] weights, Tensor[] biases, int[] outputs, *,

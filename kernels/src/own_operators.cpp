@@ -1,4 +1,4 @@
-// Our operators, of which exportable_cache/backends/executorch/own_operators.py has the meaning:
+// Our operators, of which exportable_cache/backends/executorch/native/operators.py has the meaning:
 //   exportable_cache::attention.out(Tensor query, Tensor[] stored, Tensor[] fresh, Tensor length, float scaling,
 //                   int kept, int window, int chunk, float softcap, Tensor? sinks, Tensor? bias, *, Tensor(a!) out)
 //                   -> Tensor(a!)

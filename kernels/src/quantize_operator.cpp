@@ -1,4 +1,4 @@
-// Our operator for rounded keys and values, of which exportable_cache/backends/executorch/own_operators.py has the meaning:
+// Our operator for rounded keys and values, of which exportable_cache/backends/executorch/native/operators.py has the meaning:
 //   exportable_cache::quantize.out(Tensor rows, int bits, *, Tensor(a!) numbers, Tensor(b!) scales)
 //                   -> (Tensor(a!), Tensor(b!))
 #include <executorch/runtime/kernel/operator_registry.h>

@@ -15,13 +15,14 @@ import pytest
 import torch
 from torch._inductor import config as inductor
 
-from exportable_cache.backends import background, background_worker
-from exportable_cache.backends.background_process import _runner
-from exportable_cache.backends.graph_cache import GRAPH
-from exportable_cache.backends.graphs import OutdatedGraph
-from exportable_cache.backends.skeleton import from_skeleton, skeleton
+from exportable_cache.backends.live import background
+from exportable_cache.backends.live import background as background_worker
+from exportable_cache.backends.live.background_process import _runner
+from exportable_cache.backends.live.graph_cache import GRAPH
+from exportable_cache.backends.live.graphs import OutdatedGraph
+from exportable_cache.backends.live.model_snapshot import from_skeleton, skeleton
 from exportable_cache.common.compat.torch import inductor_config
-from exportable_cache.common.threads import threads_of_torch
+from exportable_cache.common.process.threads import threads_of_torch
 from exportable_cache.decoding import ContinuousBatch
 from exportable_cache.errors import InputError
 
@@ -223,7 +224,7 @@ def test_what_cannot_be_compiled_elsewhere_is_refused_by_name_only(caplog) -> No
     model.model.norm.hook = lambda: None
     with pytest.raises(InputError, match='cannot be pickled .*pass compile="wait"'):
         session_of(model)
-    with caplog.at_level("INFO", "exportable_cache.backends.background"):
+    with caplog.at_level("INFO", "exportable_cache.backends.live.background"):
         assert session_of(model, True).runner.background is None
     assert "graphs are compiled when they are needed: this model cannot be" in caplog.text
     with compiling_with("eager"), pytest.raises(InputError, match="backend is 'eager'"):

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from exportable_cache.backends import background_worker
-from exportable_cache.backends.background_process import _Requests
-from exportable_cache.backends.background_twin import Twin, can_fork
+from exportable_cache.backends.live import background
+from exportable_cache.backends.live.background_process import Twin, _Requests, can_fork
 
 from ..support.background import SLEEPS, in_its_place, model_of, process_of, session_of, wait_until
 from ..support.models import tokens
@@ -69,7 +68,7 @@ def test_closing_ends_the_process_and_takes_its_folder_along(monkeypatch) -> Non
 
 def test_the_process_is_of_this_session_and_not_of_its_group(monkeypatch) -> None:
     """Else its niceness would not count beside steps, or an interrupt from the keyboard would end it."""
-    program, _, _ = background_worker._CHILD.partition("from exportable_cache")
+    program, _, _ = background._CHILD.partition("from exportable_cache")
     in_its_place(monkeypatch, f"{program}import time; time.sleep(600)")
     session = session_of(model_of())
     session.prefill(tokens(3))

@@ -10,10 +10,10 @@ import torch
 from torch.nn import functional
 
 from exportable_cache import ExportableCache
-from exportable_cache.backends import eager_operators as module
-from exportable_cache.backends.eager_operators import OWN_OPERATORS, eager_operators
-from exportable_cache.backends.graph_cache import GraphCache
-from exportable_cache.backends.own_operators import OwnOperators
+from exportable_cache.backends.live.graph_cache import GraphCache
+from exportable_cache.backends.live.ops import eager as module
+from exportable_cache.backends.live.ops.eager import OWN_OPERATORS, eager_operators
+from exportable_cache.backends.live.ops.native import OwnOperators
 
 from ..support.compiling import compiling_with
 from ..support.models import tiny_model

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from exportable_cache import ExportableCache, export
 from exportable_cache.backends import backend_for
 from exportable_cache.bundle.bundle import Bundle
-from exportable_cache.common.own_kernels import VARIABLE
+from exportable_cache.common.native.kernels import VARIABLE
 from exportable_cache.errors import BundleError, InputError, UnsupportedModelError
 from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
@@ -29,8 +29,8 @@ from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 from executorch.exir._serialize._program import deserialize_pte_binary
 from executorch.runtime import Runtime
 
-from exportable_cache.backends.executorch.kernels import check_kernels
-from exportable_cache.backends.executorch.lower import to_edge, to_program
+from exportable_cache.backends.executorch.lowering.lower import to_edge, to_program
+from exportable_cache.backends.executorch.pte.kernels import check_kernels
 
 CAPACITY = 96
 
@@ -193,7 +193,7 @@ def on_the_runtime(function, x: torch.Tensor, partitioner=None) -> torch.Tensor:
 
 @pytest.mark.canary
 def test_xnnpack_still_needs_tanh_gelu_spelled_out() -> None:
-    """Fails once the delegate honours `approximate`: then backends/executorch/decompositions.py can go."""
+    """Fails once the delegate honours `approximate`: then backends/executorch/passes/rewrites.py can go."""
     x = torch.linspace(-4, 4, 513)
     gap = on_the_runtime(lambda t: F.gelu(t, approximate="tanh"), x, [XnnpackPartitioner()]) - F.gelu(
         x, approximate="tanh"
@@ -237,7 +237,7 @@ def test_what_cannot_be_lowered_is_refused_by_a_sentence(monkeypatch, tmp_path) 
     def failing(*arguments):
         raise RuntimeError("reshape only supports 1 dynamic dimension\nmore")
 
-    monkeypatch.setattr("exportable_cache.backends.executorch.program_file.lower_programs", failing)
+    monkeypatch.setattr("exportable_cache.backends.executorch.lowering.lower.lower_programs", failing)
     with pytest.raises(
         UnsupportedModelError,
         match=r"LlamaForCausalLM cannot be lowered .*\(RuntimeError: reshape only supports 1 dynamic dimension\)",

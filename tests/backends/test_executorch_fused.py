@@ -24,11 +24,11 @@ pytest.importorskip("executorch", reason="the executorch extra is not installed"
 
 from executorch.exir._serialize._program import deserialize_pte_binary
 
-from exportable_cache.backends.executorch.fused import fusable_layers
-from exportable_cache.backends.executorch.fused_kernels import FusedFullKernel, FusedRingKernel, fold_of
-from exportable_cache.backends.executorch.needed_passes import LINEAR_ONLY
-from exportable_cache.backends.executorch.own_kernel import OwnKernel
-from exportable_cache.backends.executorch.own_layers import own_kernels
+from exportable_cache.backends.executorch.attention.fused import fusable_layers
+from exportable_cache.backends.executorch.attention.fused_kernels import FusedFullKernel, FusedRingKernel, fold_of
+from exportable_cache.backends.executorch.attention.native_kernel import OwnKernel
+from exportable_cache.backends.executorch.attention.native_layers import own_kernels
+from exportable_cache.backends.executorch.delegates.xnnpack import LINEAR_ONLY
 from exportable_cache.cache.layers import layer_from
 
 from .test_executorch import instructions

@@ -10,8 +10,7 @@ from exportable_cache import ExportableCache, export, load
 from exportable_cache.cache.attention.implementation import attention_of
 from exportable_cache.cache.layers import layer_from
 from exportable_cache.cache.storage import Int8Storage, storage_of
-from exportable_cache.verification.references.by_step import rounding_effect
-from exportable_cache.verification.references.rounding import RoundingCache
+from exportable_cache.verification.references import RoundingCache, rounding_effect
 from exportable_cache.verification.verify import verify_session
 
 from ..support.models import WINDOW, tiny_model, tokens
@@ -21,9 +20,9 @@ pytest.importorskip("executorch", reason="the executorch extra is not installed"
 
 from executorch.exir._serialize._program import deserialize_pte_binary
 
-from exportable_cache.backends.executorch.attention_forms import dequantize_slots
-from exportable_cache.backends.executorch.fused import fuse_layers
-from exportable_cache.backends.executorch.fused_kernels import FusedFullKernel, FusedRingKernel, fold_of
+from exportable_cache.backends.executorch.attention.forms import dequantize_slots
+from exportable_cache.backends.executorch.attention.fused import fuse_layers
+from exportable_cache.backends.executorch.attention.fused_kernels import FusedFullKernel, FusedRingKernel, fold_of
 
 from .test_executorch import instructions
 

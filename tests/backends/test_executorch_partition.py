@@ -12,8 +12,8 @@ from executorch.backends.xnnpack._passes import XNNPACKPassManager
 from executorch.exir import to_edge
 from executorch.runtime import Runtime
 
-from exportable_cache.backends.executorch.lower import lower_programs
-from exportable_cache.backends.executorch.partition import has_cycle, is_serialisable, partitions_by_level
+from exportable_cache.backends.executorch.delegates.xnnpack import has_cycle, is_serialisable, partitions_by_level
+from exportable_cache.backends.executorch.lowering.lower import lower_programs
 
 
 def two_chains() -> tuple[Graph, dict]:

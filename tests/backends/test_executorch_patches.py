@@ -12,7 +12,7 @@ pytest.importorskip("executorch", reason="the executorch extra is not installed"
 
 from executorch.exir import to_edge
 
-from exportable_cache.backends.executorch.patches import PATCHES
+from exportable_cache.backends.executorch.lowering.patches import PATCHES
 from exportable_cache.common.compat.executorch import edge_config, operator_of
 from exportable_cache.common.patch import ORIGINAL
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from exportable_cache import load
-from exportable_cache.models.quantization import quantize
-from exportable_cache.models.quantization_spec import Quantization
+from exportable_cache.models.quantization.quantize import quantize
+from exportable_cache.models.quantization.spec import Quantization
 from exportable_cache.verification.tolerance import tolerances_of
 from exportable_cache.verification.verify import verify_session
 
@@ -16,9 +16,9 @@ pytest.importorskip("executorch", reason="the executorch extra is not installed"
 
 from executorch.exir._serialize._program import deserialize_pte_binary
 
-from exportable_cache.backends.executorch.lower import lower_programs
-from exportable_cache.backends.executorch.quantized import pack_int4
-from exportable_cache.backends.executorch.tied import tied_pieces
+from exportable_cache.backends.executorch.dedup.tied import tied_pieces
+from exportable_cache.backends.executorch.lowering.lower import lower_programs
+from exportable_cache.backends.executorch.quantized.embeddings import pack_int4
 
 VOCAB = 2048
 

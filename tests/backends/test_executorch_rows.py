@@ -15,8 +15,8 @@ from exportable_cache.errors import UnsupportedModelError
 
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
 
-from exportable_cache.backends.executorch.fused import fuse_layers
-from exportable_cache.backends.executorch.rows_kernel import RowsKernel, takes_rows
+from exportable_cache.backends.executorch.attention.fused import fuse_layers
+from exportable_cache.backends.executorch.attention.rows_kernel import RowsKernel, takes_rows
 
 from ..support.kinds import kind_model
 from ..support.models import WINDOW, tiny_model

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 
 from exportable_cache import ExportableCache, export
 from exportable_cache.cache.spec import CacheSpec
-from exportable_cache.models.quantization import quantize
-from exportable_cache.models.quantization_spec import Quantization
+from exportable_cache.models.quantization.quantize import quantize
+from exportable_cache.models.quantization.spec import Quantization
 from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
 
@@ -27,13 +27,13 @@ pytest.importorskip("executorch", reason="the executorch extra is not installed"
 
 from executorch.exir.backend.utils import get_delegates
 
-from exportable_cache.backends.executorch import lower, segment_calls, stamping
-from exportable_cache.backends.executorch.graph_edits import forget_histories
+from exportable_cache.backends.executorch.dedup import segment_calls, stamping
+from exportable_cache.backends.executorch.dedup.segment_calls import StampedSegments
+from exportable_cache.backends.executorch.lowering import lower
 from exportable_cache.backends.executorch.options import ExecutorchOptions
-from exportable_cache.backends.executorch.quantized_linears import fold_linears
-from exportable_cache.backends.executorch.quantized_tracing import FoldedLinears
-from exportable_cache.backends.executorch.segment_calls import StampedSegments
-from exportable_cache.backends.executorch.state_order import traced_order
+from exportable_cache.backends.executorch.passes.graph_edits import forget_histories
+from exportable_cache.backends.executorch.passes.state_order import traced_order
+from exportable_cache.backends.executorch.quantized.linears import FoldedLinears, fold_linears
 from exportable_cache.backends.executorch.target import backend
 from exportable_cache.common.compat.executorch import load_program
 

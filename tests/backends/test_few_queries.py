@@ -13,8 +13,9 @@ import torch
 from torch.nn import functional
 
 from exportable_cache import ExportableCache, Session
-from exportable_cache.backends import background_worker, few_queries
-from exportable_cache.common.threads import threads_of_torch
+from exportable_cache.backends.live import background
+from exportable_cache.backends.live.ops import attention as few_queries
+from exportable_cache.common.process.threads import threads_of_torch
 
 from ..support.models import tiny_model, tokens
 from ..support.oracle import difference, reference_logits
@@ -351,7 +352,7 @@ print(json.dumps({
 
 
 def test_steps_that_wait_for_their_graph_call_it(loaded, inductor, monkeypatch) -> None:
-    monkeypatch.setattr(background_worker, "_CHILD", "import time; time.sleep(600)")
+    monkeypatch.setattr(background, "_CHILD", "import time; time.sleep(600)")
     model = tiny_model("llama", head_dim=16)
     with Session.from_model(model, ExportableCache.from_model(model, 64), compile="background") as session:
         session.prefill(tokens(3))

@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 from exportable_cache import ExportableCache, Session
-from exportable_cache.backends import background_worker, few_rows
-from exportable_cache.backends.eager_operators import eager_operators
-from exportable_cache.common import machine_code
-from exportable_cache.common.machine_code import MachineCode
-from exportable_cache.common.own_files import HOME_VARIABLE
-from exportable_cache.common.threads import threads_of_torch
+from exportable_cache.backends.live import background
+from exportable_cache.backends.live.ops import linear as few_rows
+from exportable_cache.backends.live.ops.eager import eager_operators
+from exportable_cache.common.fs.user_files import HOME_VARIABLE
+from exportable_cache.common.native import machine_code
+from exportable_cache.common.native.machine_code import MachineCode
+from exportable_cache.common.process.threads import threads_of_torch
 
 from ..support.models import tiny_model, tokens
 from ..support.oracle import difference, reference_logits
@@ -297,7 +298,7 @@ def test_layers_as_they_run(loaded, rows: int) -> None:
 
 
 def test_steps_that_wait_for_their_graph_call_it(loaded, inductor, monkeypatch) -> None:
-    monkeypatch.setattr(background_worker, "_CHILD", "import time; time.sleep(600)")
+    monkeypatch.setattr(background, "_CHILD", "import time; time.sleep(600)")
     model = tiny_model("llama", num_hidden_layers=LAYERS)
     session = Session.from_model(model, ExportableCache.from_model(model, 64), compile="background")
     with session:

@@ -13,19 +13,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from exportable_cache import ExportableCache, Session
-from exportable_cache.backends import few_rows, layered, recorded
-from exportable_cache.backends.followed import FollowedStep, graph_ran
-from exportable_cache.backends.own_tensors import OwnTensors
-from exportable_cache.backends.recorded import RecordedSteps
+from exportable_cache.backends.live import layered, replay
+from exportable_cache.backends.live.followed import FollowedStep, graph_ran
+from exportable_cache.backends.live.layer_tensors import OwnTensors
+from exportable_cache.backends.live.ops import linear
+from exportable_cache.backends.live.replay import RecordedSteps
 from exportable_cache.decoding import Completer, CompletionOptions, ContinuousBatch, beam_search
 from exportable_cache.generation.answer import steps_of
-from exportable_cache.program import read_lengths
+from exportable_cache.program import lengths
 
 from ..support.compiling import compiling_with
 from ..support.letters import letter_tokenizer
 from ..support.models import tiny_model, tokens
 
-pytestmark = pytest.mark.skipif(not few_rows.OPERATORS.is_wanted(), reason="there is no C++ compiler")
+pytestmark = pytest.mark.skipif(not linear.OPERATORS.is_wanted(), reason="there is no C++ compiler")
 
 SIZE = 48
 #: Steps of an answer that ask the model: one that shows what moves, one that is recorded.
@@ -49,7 +50,7 @@ class Step:
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
         inputs = (x, self.weight)
-        outputs = self.graph(lambda given: (few_rows.plain_linear(*given, None),), inputs)
+        outputs = self.graph(lambda given: (linear.plain_linear(*given, None),), inputs)
         graph_ran(inputs, outputs, self.graph.recording)
         return outputs[0]
 
@@ -94,7 +95,7 @@ def weight(loaded) -> torch.Tensor:
 
 
 def expected(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return few_rows.plain_linear(x, weight, None)
+    return linear.plain_linear(x, weight, None)
 
 
 @pytest.mark.parametrize("kind", [Step, InATuple])
@@ -183,7 +184,7 @@ def test_who_watches_operators_sees_them(weight: torch.Tensor) -> None:
 @pytest.fixture
 def calls(monkeypatch) -> Iterator[list[None]]:
     """Of compiled graphs by TorchDynamo, which asks the model first; a bucket is 8 slots."""
-    monkeypatch.setattr(read_lengths, "READ_STEP", 8)
+    monkeypatch.setattr(lengths, "READ_STEP", 8)
     made: list[None] = []
     call = layered.LayeredGraph.__call__
     monkeypatch.setattr(
@@ -228,7 +229,7 @@ def test_answers_to_the_bit_what_steps_from_python_give(calls: list[None], monke
             return [int(one) for one in session.generate(ids, NEW, temperature=1.0, seed=3, repetition_penalty=1.3)]
 
     got = drawn()
-    monkeypatch.setenv(recorded.VARIABLE, "python")
+    monkeypatch.setenv(replay.VARIABLE, "python")
     assert got == drawn()
 
 

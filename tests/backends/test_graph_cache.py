@@ -17,10 +17,10 @@ from torch._inductor import config as inductor
 from transformers.models.mistral import modeling_mistral
 
 from exportable_cache import ExportableCache, Session
-from exportable_cache.backends import graph_cache
+from exportable_cache.backends.live import graph_cache
 from exportable_cache.common.compat import torch_compile as private
 from exportable_cache.common.patch import ORIGINAL
-from exportable_cache.common.threads import threads_of_torch
+from exportable_cache.common.process.threads import threads_of_torch
 from exportable_cache.errors import InputError
 
 from ..support.compiling import compiling_with

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from exportable_cache import ExportableCache, Session
-from exportable_cache.backends import graph_cache
-from exportable_cache.backends.graph_cache import GraphCache
-from exportable_cache.common.files import PARTIAL
+from exportable_cache.backends.live import graph_cache
+from exportable_cache.backends.live.graph_cache import GraphCache
+from exportable_cache.common.fs.files import PARTIAL
 from exportable_cache.errors import InputError
 
 from ..support.models import tiny_model

@@ -12,14 +12,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from exportable_cache import ExportableCache, Session
-from exportable_cache.backends import few_rows, layered
-from exportable_cache.backends.guards import checked_in_each_step
+from exportable_cache.backends.live import layered
+from exportable_cache.backends.live.guards import checked_in_each_step
+from exportable_cache.backends.live.ops import linear
 
 from ..support.compiling import compiling_with
 from ..support.models import tiny_model, tokens
 from ..support.oracle import difference, reference_logits
 
-pytestmark = pytest.mark.skipif(not few_rows.OPERATORS.is_wanted(), reason="there is no C++ compiler")
+pytestmark = pytest.mark.skipif(not linear.OPERATORS.is_wanted(), reason="there is no C++ compiler")
 
 
 def transposed(model: PreTrainedModel) -> None:

@@ -9,10 +9,10 @@ import torch
 from torch._dynamo.utils import counters
 
 from exportable_cache import ExportableCache, Session
-from exportable_cache.backends.layered import LayeredBackend
+from exportable_cache.backends.live.layered import LayeredBackend
 from exportable_cache.backends.regions import regions_of
 from exportable_cache.common.compat.torch_compile import InductorByRanges
-from exportable_cache.program import read_lengths
+from exportable_cache.program import lengths
 
 from ..support.compiling import compiling_with
 from ..support.models import tiny_model, tokens
@@ -25,7 +25,7 @@ AROUND = 2
 
 @pytest.fixture(autouse=True)
 def generated_code(monkeypatch) -> Iterator[None]:
-    monkeypatch.setattr(read_lengths, "READ_STEP", 8)
+    monkeypatch.setattr(lengths, "READ_STEP", 8)
     counters.clear()
     with compiling_with("inductor"), torch._dynamo.config.patch(error_on_recompile=True):
         yield

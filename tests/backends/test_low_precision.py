@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from exportable_cache import ExportableCache, Session
-from exportable_cache.backends import background_worker
-from exportable_cache.backends.graph_cache import GraphCache
+from exportable_cache.backends.live import background
+from exportable_cache.backends.live.graph_cache import GraphCache
+from exportable_cache.backends.live.model_snapshot import from_skeleton, skeleton
 from exportable_cache.backends.regions import described
-from exportable_cache.backends.skeleton import from_skeleton, skeleton
-from exportable_cache.models.fingerprint import fingerprint
+from exportable_cache.models.loading.fingerprint import fingerprint
 
 from ..support.models import tiny_model, tokens
 
@@ -95,7 +95,7 @@ def test_keys_and_values_are_of_the_dtype_that_quantised_weights_compute_in() ->
 
 
 def test_quantised_weights_are_compiled_in_the_background(monkeypatch) -> None:
-    monkeypatch.setattr(background_worker, "_CHILD", "import time; time.sleep(600)")
+    monkeypatch.setattr(background, "_CHILD", "import time; time.sleep(600)")
     with session_of(quantized_model(), True) as session:
         session.prefill(tokens(3))
         assert session.runner.background is not None and session.pending_graphs

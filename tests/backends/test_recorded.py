@@ -11,17 +11,19 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from exportable_cache import ExportableCache, Session
-from exportable_cache.backends import few_queries, few_rows, layered, recorded
-from exportable_cache.backends.equal_layers import EqualLayers
-from exportable_cache.backends.own_tensors import OwnTensors, owners_of_tensors
-from exportable_cache.backends.recorded import RecordedSteps
-from exportable_cache.program import read_lengths
+from exportable_cache.backends.live import layered
+from exportable_cache.backends.live import replay as recorded
+from exportable_cache.backends.live.clone_layers import EqualLayers
+from exportable_cache.backends.live.layer_tensors import OwnTensors, owners_of_tensors
+from exportable_cache.backends.live.ops import attention, linear
+from exportable_cache.backends.live.replay import RecordedSteps
+from exportable_cache.program import lengths
 
 from ..support.compiling import compiling_with
 from ..support.models import tiny_model, tokens
 from ..support.oracle import difference, reference_logits
 
-pytestmark = pytest.mark.skipif(not few_rows.OPERATORS.is_wanted(), reason="there is no C++ compiler")
+pytestmark = pytest.mark.skipif(not linear.OPERATORS.is_wanted(), reason="there is no C++ compiler")
 
 SIZE = 48
 #: The first step of a size shows what is another tensor in each, the second is recorded, the third is not from Python.
@@ -56,9 +58,9 @@ def test_own_operators_run_again_over_new_inputs(weight: torch.Tensor) -> None:
     other, bias = weight.T.contiguous(), torch.randn(SIZE)
 
     def function(x: torch.Tensor) -> torch.Tensor:
-        first, second = few_rows.plain_linears(few_rows.plain_linear(x, weight, bias), [weight, other], [])
+        first, second = linear.plain_linears(linear.plain_linear(x, weight, bias), [weight, other], [])
         query, key = first.view(1, 1, 1, SIZE), second.view(1, 1, 1, SIZE)
-        return few_queries.attention(query, key, key)
+        return attention.attention(query, key, key)
 
     graph, given = Graph(function), []
     for step in range(5):
@@ -77,9 +79,9 @@ def in_8_bits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("kind", "function"),
     [
-        ("another operator", lambda x, weight: few_rows.plain_linear(x, weight, None) + 1),
+        ("another operator", lambda x, weight: linear.plain_linear(x, weight, None) + 1),
         ("an operator that makes one of its inputs", in_8_bits),
-        ("an input with gaps", lambda x, weight: few_rows.plain_linear(x.view(SIZE, -1).T, weight, None)),
+        ("an input with gaps", lambda x, weight: linear.plain_linear(x.view(SIZE, -1).T, weight, None)),
         ("a view of an input", lambda x, weight: weight[:1]),
     ],
 )
@@ -92,7 +94,7 @@ def test_what_is_not_recorded_stays_as_it_is(weight: torch.Tensor, kind: str, fu
 
 
 def test_what_a_step_writes_to_an_input_is_there(weight: torch.Tensor) -> None:
-    graph = Graph(lambda x: few_rows.plain_linear(x.add_(1), weight, None))
+    graph = Graph(lambda x: linear.plain_linear(x.add_(1), weight, None))
     for step in range(4):
         x = torch.zeros(1, SIZE)
         graph(x)
@@ -106,7 +108,7 @@ def test_what_cannot_be_recorded_keeps_no_memory(weight: torch.Tensor) -> None:
 
     def function(x: torch.Tensor) -> torch.Tensor:
         for _ in range(4):
-            x = few_rows.plain_linear(x, weight, None) + 1
+            x = linear.plain_linear(x, weight, None) + 1
             alive.append(sum(one() is not None for one in seen))
             seen.append(weakref.ref(x))
         return x
@@ -119,7 +121,7 @@ def test_what_cannot_be_recorded_keeps_no_memory(weight: torch.Tensor) -> None:
 
 def test_other_sizes_and_other_tensors_are_recorded_again(weight: torch.Tensor) -> None:
     def function(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return few_rows.plain_linear(x, weight, None)
+        return linear.plain_linear(x, weight, None)
 
     graph = Graph(function)
     for expected, rows in ((BEFORE, 1), (2 * BEFORE, 2)):
@@ -140,14 +142,14 @@ def test_tensors_that_a_graph_looks_up_are_seen_to_be_elsewhere(loaded) -> None:
         own = OwnTensors([place for place, _ in EqualLayers(model, cache).own_tensors(3)])
     weight = model.model.layers[3].mlp.up_proj.weight
     assert any(one is weight for one in own.tensors())
-    graph = Graph(lambda x: few_rows.plain_linear(x, weight, None))
+    graph = Graph(lambda x: linear.plain_linear(x, weight, None))
     graph.steps = RecordedSteps(own)
     x = torch.randn(1, weight.shape[1])
     for _ in range(3):
         graph(x.clone())
     assert graph.steps.recording is not None
     weight.data = weight * 2
-    assert torch.equal(graph(x), few_rows.plain_linear(x, weight, None)) and graph.calls == BEFORE + 1
+    assert torch.equal(graph(x), linear.plain_linear(x, weight, None)) and graph.calls == BEFORE + 1
 
 
 @pytest.mark.parametrize("change", [lambda weight: weight.T, lambda weight: weight[:-1]], ids=["transposed", "cut"])
@@ -177,7 +179,7 @@ class Census(TorchDispatchMode):
 
 
 def test_who_watches_operators_sees_them(weight: torch.Tensor) -> None:
-    graph = Graph(lambda x: few_rows.plain_linear(x, weight, None))
+    graph = Graph(lambda x: linear.plain_linear(x, weight, None))
     for _ in range(3):
         graph(torch.randn(1, SIZE))
     with Census() as census:
@@ -188,7 +190,7 @@ def test_who_watches_operators_sees_them(weight: torch.Tensor) -> None:
 @pytest.fixture
 def generated_code(monkeypatch) -> Iterator[list[layered.LayeredGraph]]:
     """Graphs compiled by layers, as machine code; a bucket is 8 slots."""
-    monkeypatch.setattr(read_lengths, "READ_STEP", 8)
+    monkeypatch.setattr(lengths, "READ_STEP", 8)
     made: list[layered.LayeredGraph] = []
     begin = layered.LayeredGraph.__init__
     monkeypatch.setattr(

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from exportable_cache.backends import background, background_worker, throttle
-from exportable_cache.backends.graph_cache import GRAPH
-from exportable_cache.backends.throttle import STEPS, Throttle
-from exportable_cache.common.garbage import RARELY
+from exportable_cache.backends.live import background, throttle
+from exportable_cache.backends.live import background as background_worker
+from exportable_cache.backends.live.graph_cache import GRAPH
+from exportable_cache.backends.live.throttle import STEPS, Throttle
+from exportable_cache.common.process.garbage import RARELY
 
 from ..support.background import SLEEPS, in_its_place, model_of, session_of, wait_until
 from ..support.models import tokens

@@ -131,7 +131,7 @@ def test_killed_commands_leave_nothing_half_written(tmp_path, number, code):
         "import exportable_cache.cli.app as module\n"
         "from exportable_cache.cli import main\n"
         "from exportable_cache.cli.command import Command\n"
-        "from exportable_cache.common.files import atomic_folder\n"
+        "from exportable_cache.common.fs.files import atomic_folder\n"
         "@module.app.command(cls=Command)\n"
         "def wait(ctx: typer.Context, target: Path) -> None:\n"
         "    with atomic_folder(target) as folder:\n"

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from exportable_cache.common.quiet import without_chatter
+from exportable_cache.common.process.quiet import without_chatter
 
 CHATTER = "[cpuinfo_utils.cpp:71] Reading file /sys/devices/soc0/image_version\n"
 

@@ -10,10 +10,10 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from exportable_cache.cli import terminal as module
-from exportable_cache.cli.layer_table import simple_table
-from exportable_cache.cli.quiet import quiet_third_parties
-from exportable_cache.cli.terminal import Terminal, bytes_text
+from exportable_cache.cli.output import terminal as module
+from exportable_cache.cli.output.quiet import quiet_third_parties
+from exportable_cache.cli.output.tables import simple_table
+from exportable_cache.cli.output.terminal import Terminal, bytes_text
 from exportable_cache.errors import InputError, MissingDependencyError
 
 

@@ -15,7 +15,7 @@ from exportable_cache import load
 from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.bundle.manifest import Manifest
 from exportable_cache.bundle.signature import private_key, sign
-from exportable_cache.cli.streams import EXIT_INPUT
+from exportable_cache.cli.output.streams import EXIT_INPUT
 
 from ..support.models import tiny_model, tokens
 from .bundles import MAX_CACHE_LEN, refused

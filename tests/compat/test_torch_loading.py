@@ -70,7 +70,7 @@ def test_a_process_that_only_loads_imports_no_compiler(tmp_path: Path) -> None:
     script = tmp_path / "steps.py"
     script.write_text(
         "import os, sys\n"
-        "from exportable_cache.backends.graph_cache import GraphCache, import_loader\n"
+        "from exportable_cache.backends.live.graph_cache import GraphCache, import_loader\n"
         "from tests.support.background import model_of, session_of\n"
         "from tests.support.models import tokens\n"
         "import_loader()\n"

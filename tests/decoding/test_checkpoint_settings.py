@@ -22,8 +22,7 @@ from exportable_cache.decoding import (
 from exportable_cache.decoding.completion import Completion
 from exportable_cache.errors import InputError
 from exportable_cache.generation.checkpoint_settings import CheckpointSettings, RowStart
-from exportable_cache.generation.sampler import Sampler
-from exportable_cache.generation.sampling import Sampling
+from exportable_cache.generation.sampling import Sampler, Sampling
 
 from ..support.models import VOCAB, tiny_model, tokens
 from ..support.seq2seq import encoder_inputs, tiny_seq2seq

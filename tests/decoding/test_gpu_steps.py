@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from exportable_cache import ExportableCache
-from exportable_cache.backends.compiling import CompileOptions, StepCompiler
+from exportable_cache.backends.live.compile import CompileOptions, StepCompiler
 from exportable_cache.program.program import ResidentModule, program_methods
 from exportable_cache.program.spec import ProgramSpec
 

@@ -22,7 +22,7 @@ Build = Callable[..., Path]
 @pytest.fixture(scope="session")
 def kernels_build(request: pytest.FixtureRequest) -> Build:
     """`kernels_build("-DEC_KERNELS_TESTS=ON", ...)` -> folder with what is built so; skips where nothing can be."""
-    from exportable_cache.backends.executorch.build_kernels import find_cmake
+    from exportable_cache.backends.executorch.native.build import find_cmake
 
     cmake = find_cmake()
     if cmake is None:

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from torch.export import Dim
 
-from exportable_cache.backends.executorch.lower import lower_programs
-from exportable_cache.backends.executorch.own_operators import check_own_kernels
+from exportable_cache.backends.executorch.lowering.lower import lower_programs
+from exportable_cache.backends.executorch.native.operators import check_own_kernels
 from exportable_cache.cache.storage import FloatStorage, Int4Storage, Int8Storage, RoundedStorage, Storage
 from exportable_cache.common.compat.executorch import load_program
 

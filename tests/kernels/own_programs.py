@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from exportable_cache import Session, export, load
-from exportable_cache.common.own_kernels import load_own_kernels
+from exportable_cache.common.native.kernels import load_own_kernels
 
 from ..support.kinds import KINDS, kind_model
 from ..support.models import WINDOW, tiny_model, tokens

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from exportable_cache.common import own_kernels
-from exportable_cache.common.own_kernels import TARGET_VARIABLE, VARIABLE, chosen_path, load_own_kernels
+from exportable_cache.common.native import kernels
+from exportable_cache.common.native.kernels import TARGET_VARIABLE, VARIABLE, chosen_path, load_own_kernels
 from exportable_cache.errors import MissingDependencyError
 
 from .conftest import SOURCES
@@ -22,7 +22,7 @@ from .conftest import SOURCES
 RUN = """
 import json, sys, torch
 from exportable_cache import load
-from exportable_cache.common.own_kernels import load_own_kernels
+from exportable_cache.common.native.kernels import load_own_kernels
 session = load(sys.argv[1])
 logits = []
 for length in (3, 40, 200):
@@ -81,7 +81,7 @@ def test_an_unknown_instruction_set_is_refused(own_library: Path, fresh: pytest.
 
 def test_the_wheels_kernels_serve_where_none_are_built(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fresh.delenv(VARIABLE, raising=False)
-    fresh.setattr(own_kernels, "installed_path", lambda: tmp_path / "none.so")
+    fresh.setattr(kernels, "installed_path", lambda: tmp_path / "none.so")
     assert chosen_path() is None and load_own_kernels() is None
     (tmp_path / "none.so").touch()
     assert chosen_path() == tmp_path / "none.so"
@@ -99,7 +99,7 @@ def test_a_library_that_does_not_load_is_passed_over_with_a_warning(fresh: pytes
     broken = tmp_path / "broken.so"
     broken.write_text("no library")
     fresh.delenv(VARIABLE, raising=False)
-    fresh.setattr(own_kernels, "installed_path", lambda: broken)
+    fresh.setattr(kernels, "installed_path", lambda: broken)
     with pytest.warns(RuntimeWarning, match="broken.so cannot be loaded"):
         assert load_own_kernels() is None
     load_own_kernels.cache_clear()
@@ -109,7 +109,7 @@ def test_a_library_that_does_not_load_is_passed_over_with_a_warning(fresh: pytes
 
 
 def test_the_package_puts_the_library_where_it_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_kernels, "_release", lambda: "${EC_EXECUTORCH_RELEASE}")
-    folder, name = own_kernels.installed_path().parts[-3:-1], own_kernels.installed_path().name
+    monkeypatch.setattr(kernels, "_release", lambda: "${EC_EXECUTORCH_RELEASE}")
+    folder, name = kernels.installed_path().parts[-3:-1], kernels.installed_path().name
     assert f'LIBRARY DESTINATION "{"/".join(folder)}"' in (SOURCES / "CMakeLists.txt").read_text()
     assert name == "libexportable_cache_kernels.so"

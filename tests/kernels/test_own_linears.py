@@ -8,14 +8,13 @@ from torch import nn
 
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
 
-from exportable_cache.backends.executorch.own_embeddings import tables_to_own
-from exportable_cache.backends.executorch.own_linears import linears_to_own
-from exportable_cache.backends.executorch.own_weights import BLOCK, pack, unpack
-from exportable_cache.backends.executorch.quantized_linears import int4_layer
-from exportable_cache.backends.executorch.quantized_tracing import FoldedLinears
+from exportable_cache.backends.executorch.native.embeddings import tables_to_own
+from exportable_cache.backends.executorch.native.linears import linears_to_own
+from exportable_cache.backends.executorch.native.weights import BLOCK, pack, unpack
+from exportable_cache.backends.executorch.quantized.linears import FoldedLinears, int4_layer
 from exportable_cache.common.dtypes import exact_dtype
-from exportable_cache.models.quantization import quantize
-from exportable_cache.models.quantization_spec import Quantization
+from exportable_cache.models.quantization.quantize import quantize
+from exportable_cache.models.quantization.spec import Quantization
 
 from ..support.models import tiny_model
 from .own_linear_programs import DTYPES, KINDS, packed_of

@@ -13,19 +13,19 @@ import torch
 pytest.importorskip("executorch", reason="the executorch extra is not installed")
 
 from exportable_cache import ExportableCache
-from exportable_cache.backends.executorch.fused import fusable_layers, fuse_layers
-from exportable_cache.backends.executorch.own_kernel import OwnKernel, OwnLatentKernel
-from exportable_cache.backends.executorch.own_layers import own_kernels
-from exportable_cache.backends.executorch.own_operators import check_own_kernels
-from exportable_cache.backends.executorch.rows_kernel import RowsKernel
+from exportable_cache.backends.executorch.attention.fused import fusable_layers, fuse_layers
+from exportable_cache.backends.executorch.attention.native_kernel import OwnKernel, OwnLatentKernel
+from exportable_cache.backends.executorch.attention.native_layers import own_kernels
+from exportable_cache.backends.executorch.attention.rows_kernel import RowsKernel
+from exportable_cache.backends.executorch.native.operators import check_own_kernels
 from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.cache.attention.functions import matmul_attention
 from exportable_cache.cache.layers import layer_from
 from exportable_cache.cache.storage import KV_DTYPES, storage_of
-from exportable_cache.cli.elsewhere import opened_elsewhere
-from exportable_cache.common.own_kernels import VARIABLE
+from exportable_cache.cli.output.elsewhere import opened_elsewhere
+from exportable_cache.common.native.kernels import VARIABLE
 from exportable_cache.errors import BundleError, MissingDependencyError
-from exportable_cache.models.patches import own_attention
+from exportable_cache.models.patches.mechanisms import own_attention
 from exportable_cache.models.patches.registry import patch_model
 
 from ..support.kinds import KINDS, kind_model
@@ -167,7 +167,7 @@ def test_a_program_is_opened_by_the_lines_of_inspect(
     own_bundle, own_library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = own_bundle("rows")
-    monkeypatch.setattr("exportable_cache.common.own_kernels.installed_path", lambda: own_library)
+    monkeypatch.setattr("exportable_cache.common.native.kernels.installed_path", lambda: own_library)
     lines = opened_elsewhere(Bundle.open(folder).manifest)
     code = "\n".join([*lines, "import sys", "assert 'exportable_cache' not in sys.modules", "print(list(methods))"])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder)
@@ -198,7 +198,7 @@ def test_a_program_over_fewer_bits_is_the_model_over_them(
 
 
 def test_they_cannot_be_exported_without_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("exportable_cache.backends.executorch.own_operators.load_own_kernels", lambda: None)
+    monkeypatch.setattr("exportable_cache.backends.executorch.native.operators.load_own_kernels", lambda: None)
     with pytest.raises(MissingDependencyError, match="kernels or linears is 'own'.*exportable-cache kernels build"):
         check_own_kernels()
 
@@ -267,7 +267,9 @@ def test_latents_are_expanded_where_the_operator_cannot_take_them(monkeypatch: p
     cache = ExportableCache.from_model(model, CAPACITY)
     assert not any(fusable_layers(model, cache))
     # Its weights are in fewer bits: their parts cannot be taken from them.
-    monkeypatch.setattr("exportable_cache.backends.executorch.own_layers.has_quantized_weights", lambda model: True)
+    monkeypatch.setattr(
+        "exportable_cache.backends.executorch.attention.native_layers.has_quantized_weights", lambda model: True
+    )
     assert own_kernels(model, cache) == [None] * 2
 
 

@@ -7,7 +7,7 @@ import torch
 
 from exportable_cache import ExportableCache
 from exportable_cache.cache.layers import LinearLayer, RowSizes, StateShape
-from exportable_cache.cache.layers.carried import take_carried
+from exportable_cache.cache.layers.linear import take_carried
 from exportable_cache.cache.policies import FullPolicy
 from exportable_cache.cache.step import StepContext
 from exportable_cache.errors import InputError

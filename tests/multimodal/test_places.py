@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from exportable_cache.errors import InputError
-from exportable_cache.session.inputs.image_places import (
+from exportable_cache.session.inputs.image import (
     Placed,
     PlacedImages,
     grid_pattern,

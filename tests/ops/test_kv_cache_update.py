@@ -5,7 +5,7 @@ it, and spelled out.
 import pytest
 import torch
 
-from exportable_cache.backends.tensorrt.kv_cache_update import kv_cache_update, reference_update, scatter_update
+from exportable_cache.backends.tensorrt.kv_cache import kv_cache_update, reference_update, scatter_update
 
 CAPACITY = 12
 

@@ -13,7 +13,7 @@ from transformers.models.phimoe.modeling_phimoe import PhimoeRotaryEmbedding
 from transformers.models.pp_formulanet.modeling_pp_formulanet import PPFormulaNetVisionAttention
 
 from exportable_cache.common.patch import ORIGINAL
-from exportable_cache.models.patches import host_tensors
+from exportable_cache.models.patches.mechanisms import host_tensors
 from exportable_cache.models.patches.registry import PATCHES, patch_model
 
 from ..decoding.test_gpu_steps import in_a_fork

@@ -13,9 +13,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from exportable_cache.common.patch import Patch
 from exportable_cache.errors import UnsupportedModelError
-from exportable_cache.models.patches import rope_lengths
+from exportable_cache.models.patches.mechanisms import rope_lengths
+from exportable_cache.models.patches.mechanisms.rope_lengths import check_follows, rope_by
 from exportable_cache.models.patches.registry import patch_model
-from exportable_cache.models.patches.rope_lengths import check_follows, rope_by
 
 from ..support.models import tiny_model
 

@@ -10,7 +10,7 @@ from transformers import NllbMoeConfig, SwitchTransformersConfig
 from transformers.models.nllb_moe.modeling_nllb_moe import NllbMoeSparseMLP
 from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersTop1Router
 
-from exportable_cache.models.patches.experts import _nllb_block, _switch_router
+from exportable_cache.models.patches.mechanisms.experts import _nllb_block, _switch_router
 
 TOKENS, HIDDEN = 12, 16
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from exportable_cache.common.patch import ORIGINAL
+from exportable_cache.models.patches.mechanisms.speech import short_masks
 from exportable_cache.models.patches.registry import patch_model
-from exportable_cache.models.patches.speech import short_masks
 
 from ..test_encoder_inputs import model_of
 

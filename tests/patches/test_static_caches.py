@@ -9,8 +9,8 @@ import torch
 from exportable_cache import ExportableCache, Session
 from exportable_cache.common.patch import ORIGINAL
 from exportable_cache.errors import UnsupportedModelError
+from exportable_cache.models.loading.support import WITHOUT_DYNAMIC_CACHE
 from exportable_cache.models.patches.registry import PATCHES, patch_model
-from exportable_cache.models.support import WITHOUT_DYNAMIC_CACHE
 from exportable_cache.verification.verify import verify_session
 
 from ..zoo.architectures import architectures
@@ -158,7 +158,7 @@ def test_a_state_counts_in_plain_use() -> None:
 def test_prophetnets_buckets_are_those_of_upstream() -> None:
     from transformers.models.prophetnet.modeling_prophetnet import compute_relative_buckets
 
-    from exportable_cache.models.patches.prophetnet import _buckets
+    from exportable_cache.models.patches.families.prophetnet import _buckets
 
     relative = torch.arange(-700, 50)
     for count, most in ((32, 128), (8, 16), (6, 40)):
@@ -169,7 +169,7 @@ def test_prophetnets_buckets_are_those_of_upstream() -> None:
 def test_a_saved_model_of_speech_is_built_as_one() -> None:
     from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, SeamlessM4TConfig
 
-    from exportable_cache.models.auto_class import auto_class
+    from exportable_cache.models.loading.loading import auto_class
 
     config = SeamlessM4TConfig(architectures=["SeamlessM4TForSpeechToText"])
     assert auto_class(config) is AutoModelForSpeechSeq2Seq
@@ -178,11 +178,11 @@ def test_a_saved_model_of_speech_is_built_as_one() -> None:
 
 
 def test_an_encoder_that_is_wrong_in_float16_is_refused() -> None:
-    from exportable_cache.models.encoder import encoder_of
+    from exportable_cache.models.layers.encoder import encoder_of
 
     model = SimpleNamespace(config=SimpleNamespace(model_type="longt5"), dtype=torch.float16)
     with (
-        mock.patch("exportable_cache.models.encoder._input_of"),
+        mock.patch("exportable_cache.models.layers.encoder._input_of"),
         pytest.raises(
             UnsupportedModelError, match="in float16: its encoder adds -1e10.*load it in bfloat16 or float32"
         ),

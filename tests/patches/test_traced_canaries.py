@@ -3,7 +3,8 @@
 import pytest
 
 from exportable_cache.common.patch import ORIGINAL
-from exportable_cache.models.patches import decoder_masks, glm5_next, jetmoe, led, relative_shift, zaya
+from exportable_cache.models.patches.families import glm5_next, jetmoe, led, zaya
+from exportable_cache.models.patches.mechanisms import decoder_masks, relative_shift
 from exportable_cache.models.patches.registry import PATCHES
 
 from ..zoo.architectures import architectures

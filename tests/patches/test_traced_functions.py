@@ -9,7 +9,8 @@ from transformers.models.jetmoe.modeling_jetmoe import JetMoeMoE
 from transformers.models.seamless_m4t import modeling_seamless_m4t
 
 from exportable_cache.common.patch import ORIGINAL
-from exportable_cache.models.patches import glm5_next, jetmoe, relative_shift
+from exportable_cache.models.patches.families import glm5_next, jetmoe
+from exportable_cache.models.patches.mechanisms import relative_shift
 
 
 def original(function):

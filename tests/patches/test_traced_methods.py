@@ -6,7 +6,8 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from exportable_cache import ExportableCache
 from exportable_cache.errors import UnsupportedModelError
-from exportable_cache.models.patches import decoder_masks, experts, git, mpt, position_tables, xmod
+from exportable_cache.models.patches.families import git, mpt, xmod
+from exportable_cache.models.patches.mechanisms import decoder_masks, experts, position_tables
 from exportable_cache.models.patches.registry import patch_model
 from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec

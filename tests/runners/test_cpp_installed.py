@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from exportable_cache.bundle.bundle import Bundle
-from exportable_cache.common.own_kernels import VARIABLE
+from exportable_cache.common.native.kernels import VARIABLE
 from exportable_cache.pipeline.operators import list_operators, write_list
 from exportable_cache.session.opening import load
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from exportable_cache.backends.executorch import instructions
+from exportable_cache.backends.executorch.pte import instructions
 
 from ..security.conftest import reseal
 from ..support.shared_tables import with_one_call_for_all

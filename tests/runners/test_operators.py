@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from exportable_cache.backends.executorch.instructions import called_operators
+from exportable_cache.backends.executorch.pte.instructions import called_operators
 from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.cli.app import app
 from exportable_cache.common.compat.executorch import deserialized_program, operator_names
@@ -26,7 +26,7 @@ from ..support.sessions import CAPACITY, exported_bundle, folded_bundle
 from .conftest import SOURCES, Probe, cmake_program
 
 signatures = pytest.importorskip(
-    "exportable_cache.backends.executorch.kernel_signatures", reason="the executorch extra is not installed"
+    "exportable_cache.backends.executorch.pte.kernels", reason="the executorch extra is not installed"
 )
 PACKAGE = Path(util.find_spec("executorch").submodule_search_locations[0]) if util.find_spec("executorch") else Path()
 FLAGS = [

@@ -28,7 +28,7 @@ import torch
 from exportable_cache import export
 from exportable_cache.backends import TARGETS
 from exportable_cache.bundle.bundle import Bundle
-from exportable_cache.common import files
+from exportable_cache.common.fs import files
 from exportable_cache.errors import ExportableCacheError
 
 from ..support import fake_target

@@ -15,7 +15,7 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from exportable_cache import ExportableCache, Session
 from exportable_cache.decoding import Completer, encode_prompt
 from exportable_cache.errors import InputError
-from exportable_cache.models.text_tokenizer import TextTokenizer
+from exportable_cache.models.tokenizers.text import TextTokenizer
 from exportable_cache.session.inputs.prompt import prompt_inputs
 from tests.decoding.byte_tokenizer import byte_tokenizer
 from tests.support.models import tiny_model

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from exportable_cache.common import files
+from exportable_cache.common.fs import files
 
 from . import kills
 

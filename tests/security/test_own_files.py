@@ -14,42 +14,42 @@ import pytest
 import torch
 
 from exportable_cache import ExportableCache, Session
-from exportable_cache.backends.graph_cache import GraphCache, packed, unpacked
-from exportable_cache.common import own_files
-from exportable_cache.common.own_key import own_key
+from exportable_cache.backends.live.graph_cache import GraphCache, packed, unpacked
+from exportable_cache.common.fs import user_files
+from exportable_cache.common.fs.user_files import own_key
 from exportable_cache.errors import InputError
 
 from ..support.models import tiny_model
 
-pytestmark = pytest.mark.skipif(not own_files.HAS_OWNERS, reason="the system does not say whose a file is")
+pytestmark = pytest.mark.skipif(not user_files.HAS_OWNERS, reason="the system does not say whose a file is")
 
 
 def _open(folder: Path) -> bool:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        return own_files.is_own_file(descriptor)
+        return user_files.is_own_file(descriptor)
     finally:
         os.close(descriptor)
 
 
 def test_a_folder_of_the_users_own(tmp_path: Path) -> None:
-    assert own_files.own_folder(tmp_path) == tmp_path.resolve()
-    made = own_files.own_folder(tmp_path / "a" / "b", make=True)
+    assert user_files.own_folder(tmp_path) == tmp_path.resolve()
+    made = user_files.own_folder(tmp_path / "a" / "b", make=True)
     assert made.stat().st_mode & 0o777 == 0o700
     (tmp_path / "link").symlink_to(made)
-    assert own_files.own_folder(tmp_path / "link") == made
+    assert user_files.own_folder(tmp_path / "link") == made
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o757, 0o775])
 def test_a_folder_that_others_can_write_to(tmp_path: Path, mode: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_files, "_only_group_is_the_users", lambda status: False)
+    monkeypatch.setattr(user_files, "_only_group_is_the_users", lambda status: False)
     folder = tmp_path / "shared"
     folder.mkdir()
     folder.chmod(mode)
     (tmp_path / "link").symlink_to(folder)
     for given in (folder, tmp_path / "link"):
         with pytest.raises(InputError, match=rf"{folder} can be written by others \(mode {mode:o}\).*chmod go-w"):
-            own_files.own_folder(given)
+            user_files.own_folder(given)
 
 
 def test_a_folder_below_one_that_others_can_write_to(tmp_path: Path) -> None:
@@ -57,11 +57,11 @@ def test_a_folder_below_one_that_others_can_write_to(tmp_path: Path) -> None:
     (above / "mine").mkdir(parents=True)
     above.chmod(0o777)
     with pytest.raises(InputError, match=f"{above} can be written by others"):
-        own_files.own_folder(above / "mine")
+        user_files.own_folder(above / "mine")
     with pytest.raises(InputError, match=f"{above} can be written by others"):
-        own_files.own_folder(above / "not there yet", make=True)
+        user_files.own_folder(above / "not there yet", make=True)
     above.chmod(0o1777)
-    assert own_files.own_folder(above / "mine") == (above / "mine").resolve()
+    assert user_files.own_folder(above / "mine") == (above / "mine").resolve()
 
 
 def test_what_is_somebody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +79,7 @@ def test_what_is_somebody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(os, "geteuid", lambda: user + 1)
     assert not _open(tmp_path / "file")
     with pytest.raises(InputError, match="belongs to user"):
-        own_files.own_folder(tmp_path)
+        user_files.own_folder(tmp_path)
 
 
 def test_a_group_of_its_own_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +92,7 @@ def test_a_group_of_its_own_may_write(tmp_path: Path, monkeypatch: pytest.Monkey
     for members, name, alone in (([], user.pw_name, True), (["eve"], user.pw_name, False), ([], "staff", False)):
         group = grp.struct_group((name, "x", user.pw_gid, members))
         monkeypatch.setattr(grp, "getgrgid", lambda number, group=group: group)
-        assert own_files._only_group_is_the_users(tmp_path.stat()) is alone
+        assert user_files._only_group_is_the_users(tmp_path.stat()) is alone
 
 
 def test_a_session_refuses_a_graph_cache_that_others_can_write_to(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_inductors_own_folder_is_looked_at_too(tmp_path: Path, monkeypatch: pyte
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A user's own cache folder, new."""
     folder = tmp_path / "home"
-    monkeypatch.setenv(own_files.HOME_VARIABLE, str(folder))
+    monkeypatch.setenv(user_files.HOME_VARIABLE, str(folder))
     return folder
 
 
@@ -163,7 +163,7 @@ def test_a_planted_graph_is_not_read(tmp_path: Path, home: Path, caplog: pytest.
 
     def read(key: bytes, name: str = path.name, mode: int = 0o600, folder_mode: int = 0o700) -> str:
         caplog.clear()
-        path.write_bytes(own_files.sealed(planted, key, name))
+        path.write_bytes(user_files.sealed(planted, key, name))
         path.chmod(mode)
         folder.chmod(folder_mode)
         with caplog.at_level(logging.INFO):
@@ -195,16 +195,16 @@ def _read_as_it_is(cache: GraphCache, path: Path, written: bytes, caplog: pytest
 
 
 def test_a_byte_of_a_sealed_file() -> None:
-    whole = own_files.sealed(b"content", bytes(32), "name")
-    assert own_files.unsealed(whole, bytes(32), "name") == b"content"
+    whole = user_files.sealed(b"content", bytes(32), "name")
+    assert user_files.unsealed(whole, bytes(32), "name") == b"content"
     for index in range(len(whole)):
         changed = bytearray(whole)
         changed[index] ^= 1
         with pytest.raises(ValueError, match="damaged, or not written"):
-            own_files.unsealed(bytes(changed), bytes(32), "name")
+            user_files.unsealed(bytes(changed), bytes(32), "name")
     for short in (b"", whole[:16], whole[:32]):
         with pytest.raises(ValueError, match="damaged, or not written"):
-            own_files.unsealed(short, bytes(32), "name")
+            user_files.unsealed(short, bytes(32), "name")
 
 
 # -- the key ---------------------------------------------------------------------------------------------------------
@@ -254,9 +254,9 @@ def test_a_key_that_is_none_is_refused(home: Path, tmp_path: Path, monkeypatch: 
     with pytest.raises(InputError, match="cannot be read or made.*name a folder"):
         own_key()
     (tmp_path / "file").touch()
-    monkeypatch.setenv(own_files.HOME_VARIABLE, str(tmp_path / "file" / "home"))
+    monkeypatch.setenv(user_files.HOME_VARIABLE, str(tmp_path / "file" / "home"))
     model = tiny_model("llama")
-    with pytest.raises(InputError, match=f"cannot be read or made.*name a folder.*{own_files.HOME_VARIABLE}"):
+    with pytest.raises(InputError, match=f"cannot be read or made.*name a folder.*{user_files.HOME_VARIABLE}"):
         GraphCache(tmp_path / "graphs", model, ExportableCache.from_model(model, 32))
 
 

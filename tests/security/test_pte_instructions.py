@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from exportable_cache import load
-from exportable_cache.backends.executorch import instructions
-from exportable_cache.backends.executorch.instructions import check_instructions
+from exportable_cache.backends.executorch.pte import instructions
+from exportable_cache.backends.executorch.pte.instructions import check_instructions
 from exportable_cache.common.compat.executorch import runtime
 from exportable_cache.errors import BundleError
 

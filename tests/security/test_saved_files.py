@@ -15,9 +15,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from exportable_cache import ExportableCache, Session
-from exportable_cache.common import files
-from exportable_cache.common.files import LOCK_FILE, PARTIAL, atomic_path, clear_partials
-from exportable_cache.common.saved_tensors import write_tensors
+from exportable_cache.common.fs import files
+from exportable_cache.common.fs.files import LOCK_FILE, PARTIAL, atomic_path, clear_partials
+from exportable_cache.common.fs.saved_tensors import write_tensors
 from exportable_cache.errors import BundleError, InputError
 
 from ..support.models import tiny_model, tokens

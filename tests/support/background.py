@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from exportable_cache import ExportableCache, Session
-from exportable_cache.backends import background_worker
+from exportable_cache.backends.live import background
 
 from .models import tiny_model
 
@@ -37,7 +37,7 @@ def wait_until(condition: Callable[[], object], seconds: float = 600) -> None:
 
 def in_its_place(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
     """Another program as the process that compiles."""
-    monkeypatch.setattr(background_worker, "_CHILD", program)
+    monkeypatch.setattr(background, "_CHILD", program)
 
 
 SLEEPS = "import time; time.sleep(600)"

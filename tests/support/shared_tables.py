@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 
-from exportable_cache.backends.executorch import instructions
+from exportable_cache.backends.executorch.pte import instructions
 
 #: Where the file's own header says how long the program is.
 _PROGRAM_SIZE = 16

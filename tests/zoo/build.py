@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel
 
-from exportable_cache.models.codebooks import codebooks_of
-from exportable_cache.models.encoder import encoder_of
-from exportable_cache.models.support import RIGHT_BY_TOKEN
-from exportable_cache.program.inputs.encoder import encode_method
-from exportable_cache.verification.references.encoder_decoder import random_inputs
+from exportable_cache.models.layers.codebooks import codebooks_of
+from exportable_cache.models.layers.encoder import encoder_of
+from exportable_cache.models.loading.support import RIGHT_BY_TOKEN
+from exportable_cache.program.inputs.encoder_decoder import encode_method
+from exportable_cache.verification.references import random_inputs
 
 from .architectures import Architecture
 from .shrink import FIRST_TOKEN, VOCAB, WINDOW, tiny_config

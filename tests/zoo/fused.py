@@ -10,8 +10,8 @@ import sys
 import warnings
 
 from exportable_cache import ExportableCache
-from exportable_cache.backends.executorch.fused import fusable_layers
-from exportable_cache.backends.executorch.own_layers import own_kernels
+from exportable_cache.backends.executorch.attention.fused import fusable_layers
+from exportable_cache.backends.executorch.attention.native_layers import own_kernels
 from exportable_cache.errors import ExportableCacheError
 
 from .architectures import architectures

@@ -8,7 +8,7 @@ import pytest
 
 from exportable_cache import ExportableCache
 from exportable_cache.errors import UnsupportedModelError
-from exportable_cache.models.without_weights import model_without_weights
+from exportable_cache.models.loading.without_weights import model_without_weights
 from exportable_cache.pipeline.sizing import Plan, plan
 
 from .architectures import Architecture, architectures

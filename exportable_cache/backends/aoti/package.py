@@ -16,7 +16,7 @@ import torch
 
 from ...common.compat.torch import load_machine_code
 from ...common.compat.torch_aoti import write_package
-from ...models.layout import vocab_size_of
+from ...models.layers.layout import vocab_size_of
 from .regional import RegionalCompiler
 from .table import VERSION, Table, region_name
 

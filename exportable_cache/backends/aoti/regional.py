@@ -16,9 +16,8 @@ from torch.fx import GraphModule, Node
 
 from ...common.compat.torch import METADATA_ASSERTION
 from ...common.compat.torch_aoti import compile_ahead_of_time
-from ..onednn_linears import linears_by_onednn
-from ..region_sizes import value_of
-from ..regions import Region, regions_of
+from ..live.ops.onednn import linears_by_onednn
+from ..regions import Region, regions_of, value_of
 from .table import Call, Method
 
 if TYPE_CHECKING:

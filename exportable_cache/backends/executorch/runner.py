@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...common.compat.executorch import load_program, operator_names
-from ...common.own_kernels import how_to_get_them
+from ...common.native.kernels import how_to_get_them
 from ...errors import BundleError
 from .blas_threads import one_blas_thread
-from .instructions import called_operators, check_instructions
+from .pte.instructions import called_operators, check_instructions
 
 if TYPE_CHECKING:
     import torch
@@ -78,7 +78,7 @@ def _missing(path: Path, operators: frozenset[str]) -> BundleError:
 def _check_runs_here(path: Path) -> None:
     """Say so where a file that failed to load is for delegates that this machine's runtime lacks."""
     # The readers of the file's tables belong to the exporter, which takes seconds to import.
-    from .delegates import check_runs_here
+    from .delegates.delegates import check_runs_here
 
     if path.is_file() and path.stat().st_size:
         try:

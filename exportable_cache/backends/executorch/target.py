@@ -13,7 +13,11 @@ from ...errors import BundleError
 from ...program.spec import Form
 from ..base import LoweredFile, StandIn
 from ..registry import backend_for
-from . import fused_kernels, own_kernel, rows_kernel  # noqa: F401  kernels of layers, by which bundles describe them
+from .attention import (  # noqa: F401  kernels of layers, by which bundles describe them
+    fused_kernels,
+    native_kernel,
+    rows_kernel,
+)
 from .options import ELSEWHERE, ExecutorchOptions
 from .runner import ExecutorchRunner
 
@@ -41,8 +45,8 @@ class ExecutorchBackend:
     options = ExecutorchOptions
 
     def program_spec(self, asked: ProgramSpec, options: ExecutorchOptions) -> ProgramSpec:
-        from .fused import EXECUTORCH_ATTENTION, fuse_layers, one_method_suffices
-        from .own_operators import check_own_kernels
+        from .attention.fused import EXECUTORCH_ATTENTION, fuse_layers, one_method_suffices
+        from .native.operators import check_own_kernels
 
         if options.delegate == "tensorrt":
             return backend_for("tensorrt").program_spec(asked, options)
@@ -65,10 +69,10 @@ class ExecutorchBackend:
 
     def lower(self, program: Program, folder: Path, options: ExecutorchOptions) -> list[LoweredFile]:
         if options.delegate == "tensorrt":
-            from .tensorrt_delegate import lower_to_plans
+            from .delegates.tensorrt import lower_to_plans
 
             return lower_to_plans(program, folder, FILE, options)
-        from .program_file import write_program
+        from .lowering.lower import write_program
 
         own = options.own_linears
         return [LoweredFile(FILE, write_program(program, folder / FILE, options.delegate, options.llm_runner, own))]
@@ -89,8 +93,8 @@ class ExecutorchBackend:
         """The networks of TensorRT plans, on the CPU; for other delegates the XNNPACK lowering of the program."""
         delegate = options.delegate
         if delegate in ELSEWHERE:
-            from .delegates import elsewhere_remark
-            from .program_file import write_program
+            from .delegates.delegates import elsewhere_remark
+            from .lowering.lower import write_program
 
             with tempfile.TemporaryDirectory() as temporary:
                 path = Path(temporary) / FILE

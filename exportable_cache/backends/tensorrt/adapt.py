@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from ...cache.layers import CacheLayer, ItemsLayer, rounding_storage
 from ...errors import UnsupportedModelError
 from ...models.cache_factory import ExportableCache
-from ..probe import probe_attention
+from ..probe_attention import probe_attention
 from .attention import is_expressible, sinks_of
-from .kernel import EngineKernel
+from .kv_cache import EngineKernel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import kv_cache_update  # noqa: F401  registers the operator
+from . import kv_cache  # noqa: F401  registers the operator
 from .upstream import (
     ConverterPriority,
     cast_trt_tensor,

@@ -16,9 +16,8 @@ import torch
 from ...common.compat.torch_tensorrt import builder_config, construct_network
 from ...errors import UnsupportedModelError, first_line
 from .converters import TORCH_DTYPES
-from .decompositions import decompositions
+from .decompositions import decompositions, state_sizes
 from .log import collected_errors
-from .reshapes import state_sizes
 from .upstream import (
     DYNAMO_CONVERTERS,
     CompilationSettings,

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ...errors import BundleError
-from .capabilities import describe_capabilities
+from .options import describe_capabilities
 from .signature import STATE_IN
 
 #: Field of a file's details that lists its engines.

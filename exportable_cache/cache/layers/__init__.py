@@ -1,9 +1,8 @@
 """Cache layers: what one attention layer keeps, composed of a slot policy, a storage and a kernel."""
 
 from .composed import RowSizes, label_of
-from .cross import CrossLayer
+from .cross import CrossLayer, ItemsLayer
 from .indexed import IndexedLayer, IndexerKeys
-from .items import ItemsLayer
 from .layer import CacheLayer
 from .linear import LinearLayer, LinearStates, StateShape
 from .make import layer_class, layer_from, rounding_storage

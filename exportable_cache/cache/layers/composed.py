@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from ...common.dtypes import dtype_name
-from ...common.ordinary_tensors import ordinary_tensors
+from ...common.tensors import ordinary_tensors
 from ...errors import InputError, first_line
 from ..component import check_count, names
 from ..kernel import PORTABLE, Kernel, StateTensor
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from ..component import Component
     from ..context_ranks import ContextRanks
-    from ..residence import Residence
+    from ..offload import Residence
     from ..step import StepContext
 
 

@@ -1,7 +1,8 @@
-"""Linear attention, state space and convolution layers: states of fixed size instead of keys and values per token."""
+"""States of linear attention, state space and convolution layers, and the state that a scan starts from."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,14 +15,52 @@ from ..component import Component
 from ..kernel import PORTABLE, StateTensor
 from ..policies import RecurrentPolicy
 from ..storage.slots import tracked
-from .carried import carry
 from .layer import CacheLayer
 
 if TYPE_CHECKING:
+    import torch
+
     from ..policies import SlotPolicy
     from ..step import StepContext
     from ..storage import Storage
     from .composed import RowSizes
+
+
+class _Carried(threading.local):
+    def __init__(self) -> None:
+        # On the instance, in every thread: guards of a thread's first graph would else fail once a step has set them.
+        self.state: torch.Tensor | None = None
+        #: Scans of this step that took their part of it.
+        self.heads = 0
+
+
+_carried = _Carried()
+
+
+def carry(state: torch.Tensor | None) -> None:
+    """Leave the state [batch, ...] for the scan of the step that this thread is in, or None where that step is over."""
+    _carried.state = state
+    _carried.heads = 0
+
+
+def take_carried() -> torch.Tensor | None:
+    """The state that the next scan of this thread's step starts from, or None outside of a step over one of our layers.
+
+    Returns:
+        [batch, channels, states]. Of a state [batch, heads, channels, states], which Zamba scans head by head, that
+        of the next head. Nothing is left after the last.
+    """
+    state = _carried.state
+    if state is None:
+        return None
+    if state.dim() == 3:
+        carry(None)
+        return state
+    head = _carried.heads
+    _carried.heads = head + 1
+    if head + 1 == state.shape[1]:
+        _carried.state = None
+    return state[:, head]
 
 
 @dataclass(frozen=True)

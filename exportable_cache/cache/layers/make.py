@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 from ...errors import InputError
 from ...pytree import register_node
 from ..policies import CrossPolicy, ItemsPolicy, PromptPolicy
-from .cross import CrossLayer
+from .cross import CrossLayer, ItemsLayer
 from .indexed import IndexedLayer
-from .items import ItemsLayer
 from .layer import CacheLayer
 from .linear import LinearLayer
 from .prompt import PromptLayer

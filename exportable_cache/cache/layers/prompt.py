@@ -17,7 +17,7 @@ class PromptLayer(CacheLayer):
     A prompt is what a row begins with: its first step, and those of several tokens that go on from there. A step of one
     token ends it, so that no graph has to be told. Zero is the right start, and a row at position 0 begins anew. So
     sessions feed no part of a prompt as one token (`program.methods.chunk_sizes`), keep rows equally long
-    (`program.row_lengths`) and take nothing back (`PromptPolicy.max_rollback`).
+    (`program.lengths`) and take nothing back (`PromptPolicy.max_rollback`).
     """
 
     prompt_length: torch.Tensor

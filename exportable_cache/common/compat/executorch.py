@@ -32,8 +32,8 @@ from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ...errors import MissingDependencyError
-from ..file_pages import give_back_pages
-from ..own_kernels import load_own_kernels
+from ..fs.file_pages import give_back_pages
+from ..native.kernels import load_own_kernels
 
 if TYPE_CHECKING:
     import torch

@@ -14,43 +14,41 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...common.patch import ORIGINAL
 from ...errors import UnsupportedModelError
-from . import (
+from .families import (
     bloom,
     ctrl,
-    decoder_masks,
     deepseek_v4,
-    delta_rule,
-    experts,
     falcon,
     fsmt,
     git,
     glm5_next,
     gpt_neo,
-    host_tensors,
     jetmoe,
     led,
-    minimax,
     mllama,
     mpt,
-    openai_gpt,
-    own_attention,
-    position_tables,
-    prepared_masks,
     prophetnet,
     qwen4_exp,
-    recurrent_gemma,
-    relative_shift,
-    rotary,
-    rwkv,
-    selective_scan,
-    speech,
-    state_space,
     unlimited_ocr,
-    xlstm,
     xmod,
     zaya,
 )
-from .rope_lengths import patch_rope
+from .mechanisms import (
+    decoder_masks,
+    delta_rule,
+    experts,
+    host_tensors,
+    own_attention,
+    position_tables,
+    prepared_masks,
+    relative_shift,
+    rotary,
+    selective_scan,
+    speech,
+    state_space,
+)
+from .mechanisms.rope_lengths import patch_rope
+from .own_caches import minimax, openai_gpt, recurrent_gemma, rwkv, xlstm
 
 if TYPE_CHECKING:
     from torch import nn

@@ -12,15 +12,15 @@ from ...common.tensor_spec import TensorSpec
 from ...errors import InputError
 from ...program.items import CROSS_MASK, ITEM_STATES, ITEMS_SEEN
 from .encoder import check_tensors
-from .image_places import Placed, PlacedImages
+from .image import Placed, PlacedImages
 from .items import ItemStage, placeholders
 
 if TYPE_CHECKING:
     from ...program.methods import ProgramMethod
     from ..program_stepper import ProgramStepper
+    from ..rows import TokenRows
     from ..sequence_state import SequenceState
-    from ..token_rows import TokenRows
-    from .stage import Prompt, Steps
+    from .stages import Prompt, Steps
 
 
 class CrossItemStage(ItemStage):

@@ -14,8 +14,8 @@ from ...program.inputs.examples import VIDEO_GRID
 if TYPE_CHECKING:
     from ...program.methods import ProgramMethod
     from ..program_stepper import ProgramStepper
-    from ..token_rows import TokenRows
-    from .stage import Prompt, Steps
+    from ..rows import TokenRows
+    from .stages import Prompt, Steps
 
 # What some processors give beside pixels that a program does not take: nothing is padded in items of one size.
 _MASK = "pixel_attention_mask"

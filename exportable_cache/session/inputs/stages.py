@@ -1,25 +1,69 @@
-"""What a user gives, through the stages of a program's input: checked once, then turned into steps."""
+"""Input stages: each checks what a user gives of its kind and turns it into inputs of steps."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...errors import InputError
-from ..token_rows import TokenRows
+from ..rows import TokenRows
 from .cross_items import CrossItemStage
 from .encoder import EncoderStage
 from .image import ItemPlaces
 from .items import ItemStage, placeholders
-from .stage import Prompt, Steps
 
 if TYPE_CHECKING:
+    import torch
+
     from ...program.methods import ProgramMethod
     from ..checks import ProgramLimits
     from ..program_stepper import ProgramStepper
+    from ..rows import TokenRows
     from ..sequence_state import SequenceState
+    from .image import PlacedImages
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What is fed, checked but for what depends on where the session is.
+
+    Attributes:
+        rows: Its token ids.
+        items: What encoders are to be given for it, item by item, by name of the method.
+    """
+
+    rows: TokenRows
+    items: Mapping[str, list[tuple[torch.Tensor, ...]]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A prompt as the steps take it.
+
+    Attributes:
+        fed: Token ids int64 [batch, length], or embeddings [batch, length, hidden_size].
+        rows: Where each row's tokens are.
+        sizes: Tokens of each step, where that is not free.
+        further: What steps take besides, by name of the input, [..., length].
+        first: What the first step takes besides, by name of the input.
+        placed: Where its images are, counted from its first token, their rotary offset from there.
+    """
+
+    fed: torch.Tensor
+    rows: TokenRows
+    sizes: Sequence[int] | None = None
+    further: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    first: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    placed: PlacedImages | None = None
+
+    @property
+    def are_ids(self) -> bool:
+        """Whether tokens are fed by id."""
+        return not self.fed.is_floating_point()
+
 
 # What processors give beside the main inputs, and says which tokens stand for something else.
 _KINDS = ("token_type_ids", "mm_token_type_ids")

@@ -1,6 +1,6 @@
 // Where the items of a prompt lie, and what its steps take for that: positions of several axes, items that stay whole.
 //
-// The rules are those of exportable_cache/session/inputs/image_places.py.
+// The rules are those of exportable_cache/session/inputs/image.py.
 #pragma once
 
 #include <cstdint>

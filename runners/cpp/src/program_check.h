@@ -9,7 +9,7 @@
 namespace exportable_cache {
 
 /// What is wrong with a file, or nothing: an instruction that names an operator, a delegate, a value or an instruction that there is
-/// not, or a name that is no UTF-8. The rules are those of exportable_cache/backends/executorch/instructions.py; the runtime (seen
+/// not, or a name that is no UTF-8. The rules are those of exportable_cache/backends/executorch/pte/instructions.py; the runtime (seen
 /// in 1.4.1) ends the process over some of them.
 std::string program_problem(std::span<const uint8_t> file);
 

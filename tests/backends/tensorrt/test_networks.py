@@ -13,7 +13,7 @@ from ...support.models import WINDOW, among
 
 pytest.importorskip("exportable_cache.backends.tensorrt.upstream", reason="no tensorrt extra is installed")
 
-from exportable_cache.backends.tensorrt.kernel import EngineKernel
+from exportable_cache.backends.tensorrt.kv_cache import EngineKernel
 from exportable_cache.backends.tensorrt.network import Network
 from exportable_cache.backends.tensorrt.options import TensorRTOptions
 from exportable_cache.backends.tensorrt.target import engine_networks, engine_program_spec, program_networks

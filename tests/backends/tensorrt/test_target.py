@@ -10,7 +10,7 @@ import torch
 
 from exportable_cache import export, load
 from exportable_cache.backends import backend_for
-from exportable_cache.backends.tensorrt.capabilities import CAPABILITIES, parse_capabilities
+from exportable_cache.backends.tensorrt.options import CAPABILITIES, parse_capabilities
 from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.cli.app import app
 from exportable_cache.errors import BundleError, InputError, VerificationError

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ....errors import InputError, VerificationError
-from .kv_cache import check_aliases
+from .attention import check_aliases
 from .layer import KINDS, read_layer, read_tensor
 
 if TYPE_CHECKING:

@@ -1,6 +1,4 @@
-"""One layer of a network definition, read once: kind, tensors, attributes; and the registry of what
-each kind computes.
-"""
+"""One layer of a network definition: kind, tensors, attributes, dtypes; and the registry of evaluators."""
 
 from __future__ import annotations
 
@@ -9,11 +7,43 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ....errors import VerificationError
-from .dtypes import torch_dtype
 
 if TYPE_CHECKING:
     import torch
+
+
+_TORCH = {
+    "FLOAT": torch.float32,
+    "HALF": torch.float16,
+    "BF16": torch.bfloat16,
+    "INT32": torch.int32,
+    "INT64": torch.int64,
+    "INT8": torch.int8,
+    "UINT8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a `tensorrt.DataType` by its name.
+
+    Raises:
+        VerificationError: If torch has none that computes on a CPU.
+    """
+    if name not in _TORCH:
+        raise VerificationError(
+            f"the network has a tensor of type {name}; the reference evaluator knows {', '.join(_TORCH)}"
+        )
+    return _TORCH[name]
+
+
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """Half-precision values in float32, in which TensorRT accumulates sums and products; others as they are."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
 
 #: What a layer computes: its input tensors, None where one is absent, to its one output or its several ones.
 Compute = Callable[..., "torch.Tensor | tuple[torch.Tensor, ...]"]

@@ -1,16 +1,18 @@
-"""MATRIX_MULTIPLY and EINSUM: products, accumulated in float32 for half precision and rounded once."""
+"""Evaluate products, convolutions, reductions, softmax and normalization, accumulated in float32."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from torch.nn import functional as F
 
-from .dtypes import widened
-from .layer import layer_kind
+from .layer import layer_kind, torch_dtype, widened
 
 if TYPE_CHECKING:
     from .layer import Compute, NetworkLayer
+
 
 _OPERANDS = ("NONE", "TRANSPOSE", "VECTOR")
 
@@ -40,3 +42,157 @@ def einsum(layer: NetworkLayer) -> Compute:
     if len({tensor.dtype for tensor in layer.inputs}) > 1:
         raise layer.wrong("multiplies tensors of different dtypes")
     return lambda *tensors: torch.einsum(equation, *map(widened, tensors)).to(tensors[0].dtype)
+
+
+def _dims(layer: NetworkLayer) -> list[int]:
+    """Dimensions of the bitmask `axes`."""
+    return [dim for dim in range(len(layer.inputs[0].shape)) if layer["axes"] >> dim & 1]
+
+
+def _one_dim(layer: NetworkLayer) -> int:
+    dims = _dims(layer)
+    if len(dims) != 1:
+        raise layer.unsupported(f"works along dimensions {dims}")
+    return dims[0]
+
+
+def _product(x: torch.Tensor, dims: list[int]) -> torch.Tensor:
+    for dim in dims:
+        x = x.prod(dim, keepdim=True)
+    return x
+
+
+def _average(x: torch.Tensor, dims: list[int]) -> torch.Tensor:
+    total = x.sum(dims, keepdim=True)
+    count = x.numel() // max(1, total.numel())
+    return total / count if x.is_floating_point() else torch.div(total, count, rounding_mode="trunc")
+
+
+_REDUCTIONS = {
+    "SUM": lambda x, dims: x.sum(dims, keepdim=True),
+    "PROD": _product,
+    "MAX": lambda x, dims: x.amax(dims, keepdim=True),
+    "MIN": lambda x, dims: x.amin(dims, keepdim=True),
+    "AVG": _average,
+}
+
+
+@layer_kind("REDUCE", "IReduceLayer", honours=("op", "axes", "keep_dims"))
+def reduce(layer: NetworkLayer) -> Compute:
+    operation, dims, keep = layer.choose("op", _REDUCTIONS), _dims(layer), layer["keep_dims"]
+    if not dims:
+        raise layer.unsupported("reduces no dimension")
+
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        # torch widens sums of int32 to int64.
+        result = operation(widened(x), dims).to(x.dtype)
+        return result if keep else result.squeeze(dims)
+
+    return compute
+
+
+@layer_kind("TOPK", "ITopKLayer", honours=("op", "k", "axes", "indices_type"), replaced={"k": 1}, inputs=(1, 2))
+def topk(layer: NetworkLayer) -> Compute:
+    """Values, sorted, and their indices.
+
+    Which of two equal values comes first is torch's choice, as in the eager model.
+    """
+    largest, dim = layer.choose("op", {"MAX": True, "MIN": False}), _one_dim(layer)
+    dtype = torch_dtype(layer["indices_type"])
+
+    def compute(x: torch.Tensor, k: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        values, indices = x.topk(layer["k"] if k is None else int(k), dim, largest=largest, sorted=True)
+        return values, indices.to(dtype)
+
+    return compute
+
+
+@layer_kind("SOFTMAX", "ISoftMaxLayer", honours=("axes",))
+def softmax(layer: NetworkLayer) -> Compute:
+    dim = _one_dim(layer)
+    return lambda x: widened(x).softmax(dim).to(x.dtype)
+
+
+@layer_kind("CUMULATIVE", "ICumulativeLayer", honours=("op", "exclusive", "reverse"), inputs=(2, 2))
+def cumulative(layer: NetworkLayer) -> Compute:
+    """Running sums along the dimension that the second input names."""
+    layer.choose("op", {"SUM": None})
+    exclusive, reverse = layer["exclusive"], layer["reverse"]
+
+    def compute(x: torch.Tensor, axis: torch.Tensor) -> torch.Tensor:
+        dim, wide = int(axis), widened(x)
+        sums = (wide.flip(dim) if reverse else wide).cumsum(dim)
+        if exclusive:
+            sums = torch.cat([torch.zeros_like(sums.narrow(dim, 0, 1)), sums.narrow(dim, 0, x.shape[dim] - 1)], dim)
+        return (sums.flip(dim) if reverse else sums).to(x.dtype)
+
+    return compute
+
+
+@layer_kind(
+    "NORMALIZATION",
+    "INormalizationLayer",
+    honours=("axes", "epsilon", "is_v2"),  # the second version differs in the shape of scale and bias of groups only
+    expects={"num_groups": 1},
+    inputs=(3, 3),
+)
+def normalization(layer: NetworkLayer) -> Compute:
+    """(x - mean) / sqrt(variance + epsilon) * scale + bias over `axes`, the variance being the biased one."""
+    dims, epsilon = _dims(layer), layer["epsilon"]
+
+    def compute(x: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        wide = widened(x)
+        centred = wide - wide.mean(dims, keepdim=True)
+        normal = centred / torch.sqrt(centred.square().mean(dims, keepdim=True) + epsilon)
+        return (normal * widened(scale) + widened(bias)).to(x.dtype)
+
+    return compute
+
+
+_CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+
+
+@layer_kind(
+    "CONVOLUTION",
+    "IConvolutionLayer",
+    honours=(
+        "kernel", "bias", "kernel_size_nd", "num_output_maps", "num_groups", "stride_nd", "dilation_nd", "padding_nd",
+        "pre_padding", "post_padding",
+    ),
+    expects={"padding_mode": "EXPLICIT_ROUND_DOWN"},
+)  # fmt: skip
+def convolution(layer: NetworkLayer) -> Compute:
+    """Of [batch, channels, sizes ...] with the layer's own kernel [maps, channels / groups, sizes ...], accumulated in
+    float32.
+    """
+    groups, maps, size = layer["num_groups"], layer["num_output_maps"], layer["kernel_size_nd"]
+    if layer["pre_padding"] != layer["post_padding"] or layer["pre_padding"] != layer["padding_nd"]:
+        raise layer.unsupported(f"is padded by {layer['pre_padding']} before and {layer['post_padding']} after")
+    if len(size) not in _CONVOLVE:
+        raise layer.unsupported(f"goes over {len(size)} dimensions")
+    kernel = _weights(layer, "kernel").reshape(maps, layer.inputs[0].shape[1] // groups, *size)
+    bias = _weights(layer, "bias")
+    bias = widened(bias) if bias.numel() else None
+    settings = (layer["stride_nd"], layer["padding_nd"], layer["dilation_nd"], groups)
+    return lambda x: _CONVOLVE[len(size)](widened(x), widened(kernel), bias, *settings).to(x.dtype)
+
+
+def _weights(layer: NetworkLayer, which: str) -> torch.Tensor:
+    """Kernel or bias: the network's own, or the caller's where TensorRT cannot show them (bfloat16)."""
+    weights: Any = layer[which]
+    dtype = layer.inputs[0].dtype
+    if isinstance(weights, np.ndarray):
+        tensor = torch.from_numpy(weights.copy())
+    elif not weights.size:
+        tensor = torch.zeros(0, dtype=dtype)
+    elif (name := f"{layer.name} {which.upper()}") in layer.constants:
+        tensor = layer.constants[name].detach().clone()
+        if weights.size != tensor.numel():
+            raise layer.wrong(f"has a {which} of {weights.size} values, `constants` has {tensor.numel()} for it")
+    else:
+        raise layer.wrong(
+            f"has a {which} of {dtype}, which TensorRT's Python cannot read; pass it in `constants` as {name!r}"
+        )
+    if tensor.numel() and tensor.dtype != dtype:
+        raise layer.wrong(f"has a {which} of {tensor.dtype} for an input of {dtype}")
+    return tensor

@@ -1,0 +1,1 @@
+"""Attention and cache layers in the forms that the ExecuTorch runtime computes."""

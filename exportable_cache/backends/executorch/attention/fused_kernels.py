@@ -1,0 +1,261 @@
+"""Kernels over ExecuTorch's own operators, whose cost follows the filled length, not the allocated one.
+
+`llama::update_cache`, `llama::update_cache_with_indices` and `llama::custom_sdpa` (extension/llm/custom_ops of
+ExecuTorch 1.4) take a cache as [batch, slots, heads, dim]. A program of one row gives them its heads for the batch,
+[num_heads, slots, 1, dim]: what a head reads then lies together, instead of a slot's heads. One program serves steps of
+one token and of several: the form of attention is chosen at run time, per layer, see `attention_forms`.
+
+Keys and values in 8 bits are written by the same operators, and read as far as they are filled. ExecuTorch's own
+attention over such a cache, `llama::custom_quantized_sdpa`, rounds the queries as well, and is 2.5 times as slow as the
+one in float32 on a full cache here. So the filled slots are made float32 by one kernel, into memory that all layers
+share, and attended to by the operator that float caches use.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ....cache.kernel import Kernel
+from ....cache.layers import CacheLayer, RowSizes
+from .forms import fused_attention
+
+if TYPE_CHECKING:
+    from ....cache.policies import SlotPolicy
+
+#: The operator runs its heads in parallel: folding leaves at least this many, or all there are.
+LEAST_PARALLEL_HEADS = 4
+
+# Larger than any cache: what makes a step of several tokens miss a bound that a step of one is held to.
+_SEVERAL = 1 << 40
+
+
+@dataclass(eq=False)
+class FusedStep:
+    """A layer between its update and its attention.
+
+    Attributes:
+        layer: What was updated.
+        new: What its new tokens add to each of the stored tensors, [num_heads, query_length, 1, ...].
+        asked: How often attention has asked for it.
+    """
+
+    layer: CacheLayer
+    new: tuple[torch.Tensor, ...]
+    asked: int = 0
+
+
+# Transformers calls attention with tensors alone: this is where the updates that come before it leave what attention
+# needs.
+_updated: ContextVar[tuple[FusedStep, ...]] = ContextVar("_updated", default=())
+
+
+def updated_just_now(keys: torch.Tensor) -> FusedStep | None:
+    """The layer whose `update` has returned these keys in this step, or None where they are not of a fused layer; asked
+    as often as its kernel has readers.
+    """
+    for step in _updated.get():
+        if step.layer.keys is keys:
+            step.asked += 1
+            if step.asked == step.layer.kernel.readers:
+                _updated.set(tuple(other for other in _updated.get() if other is not step))
+            return step
+    return None
+
+
+def takes_latents(keys: torch.Tensor) -> bool:
+    """Whether these keys are of a layer whose kernel attends over latents."""
+    return any(step.layer.keys is keys and step.layer.kernel.attends_latents for step in _updated.get())
+
+
+class FusedKernel(Kernel):
+    """What these kernels share. They exist in traced programs only, and attention must go through `attend`."""
+
+    #: Times that a step attends over a layer.
+    readers = 1
+    #: Whether keys and values are not expanded before attention.
+    attends_latents = False
+
+    def fused(self, layer: CacheLayer) -> CacheLayer:
+        """An empty layer of the same policy, storage and sizes, in this kernel's layout."""
+        batch_size, num_heads, _, head_dim = layer.keys.shape
+        sizes = RowSizes(batch_size, num_heads, layer.storage.head_dim(head_dim))
+        return CacheLayer(layer.policy, layer.storage, sizes, kernel=self, device=layer.device)
+
+    def update(
+        self, layer: CacheLayer, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take the new tokens [batch_size, num_heads, query_length, head_dim], and return the buffers, which only
+        `attend` reads.
+        """
+        new = self.encoded(layer, key_states, value_states)
+        self.write_before(layer, new)
+        # Those of an earlier step are what a trace that failed has left.
+        others = (step for step in _updated.get() if step.layer.context is layer.context)
+        _updated.set((*others, FusedStep(layer, new)))
+        layer.advance(key_states.shape[2])
+        return layer.keys, layer.keys if self.attends_latents else layer.values
+
+    def stored(self, layer: CacheLayer) -> tuple[torch.Tensor, ...]:
+        """The buffers, in the order of `encoded`."""
+        return tuple(getattr(layer, name) for name in layer.storage.parts)
+
+    def encoded(
+        self, layer: CacheLayer, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """What is kept of new tokens, [batch_size * num_heads, query_length, 1, ...]."""
+        return layer.storage.encode(heads_as_batch(key_states), heads_as_batch(value_states))
+
+    def write_before(self, layer: CacheLayer, new: tuple[torch.Tensor, ...]) -> None:
+        """Write the new rows, each [num_heads, query_length, 1, ...], as far as that is done before attention."""
+
+    @abstractmethod
+    def attend(
+        self,
+        step: FusedStep,
+        query: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float,
+        **extras: Any,
+    ) -> torch.Tensor:
+        """Attention over what the layer holds after the step.
+
+        Args:
+            step: Of the layer.
+            query: [1, heads, query_length, head_dim].
+            attention_mask: As the kernel's `mask_positions` make it, or None.
+            scaling: Factor on the scores.
+            **extras: What attention is given besides; of `fusable_layers` there is nothing.
+
+        Returns:
+            [1, query_length, heads, head_dim].
+        """
+
+
+@dataclass(frozen=True)
+class FusedFullKernel(FusedKernel, kind="executorch_full"):
+    """Of a full policy: stored tensors are [num_heads, capacity, 1, dim]. The mask is not looked at: attention is
+    causal.
+    """
+
+    row_dims = ("num_heads", "capacity", "batch_size")
+
+    def write_before(self, layer: CacheLayer, new: tuple[torch.Tensor, ...]) -> None:
+        start = _start(layer, new[0].shape[1])
+        for buffer, rows in zip(self.stored(layer), new, strict=True):
+            torch.ops.llama.update_cache(rows, buffer, start)
+
+    def attend(
+        self,
+        step: FusedStep,
+        query: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float,
+        **extras: Any,
+    ) -> torch.Tensor:
+        layer, (heads, query_length) = step.layer, query.shape[1:3]
+        fold = fold_of(heads, layer.keys.shape[0])
+        operands = [query, layer.cumulative_length, *self.stored(layer)]
+        single = _newest_if_single(_start(layer, query_length), query_length)
+        return fused_attention(operands, single, "full", fold, layer.capacity, scaling)[0]
+
+
+@dataclass(frozen=True)
+class FusedRingKernel(FusedKernel, kind="executorch_ring"):
+    """Of a ring without rollback slots: stored tensors are [num_heads, capacity + 1, 1, dim].
+
+    The last slot takes what is to be written nowhere, and is never read. One token is written before attention, which
+    then runs over the filled slots without a mask: in a ring of exactly one window all of them are seen, and their
+    order does not matter. Several attend over the ring as it was plus themselves, under the mask, and are written after
+    that.
+    """
+
+    row_dims = ("num_heads", "slots", "batch_size")
+
+    def sizes(self, policy: SlotPolicy) -> Mapping[str, int]:
+        return {"slots": policy.capacity + 1}
+
+    def mask_positions(self, layer: CacheLayer, query_length: int) -> torch.Tensor:
+        # Of the ring before this step and the new tokens after it, for any number of them: `attend` joins the two.
+        return layer.policy.positions_beside_new(layer.cumulative_length, query_length)
+
+    def attend(
+        self,
+        step: FusedStep,
+        query: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float,
+        **extras: Any,
+    ) -> torch.Tensor:
+        """See `FusedKernel.attend`; the mask is additive, [1, 1, query_length, capacity + query_length]."""
+        layer, (heads, query_length) = step.layer, query.shape[1:3]
+        stored = self.stored(layer)
+        slot, reach, slots = _places(layer, query_length)
+        for buffer, rows in zip(stored, step.new, strict=True):
+            torch.ops.llama.update_cache(rows[:, :1], buffer, slot)
+        fold = fold_of(heads, layer.keys.shape[0])
+        operands = [query, attention_mask[0, 0], slots, layer.cumulative_length, *stored, *step.new]
+        single = _newest_if_single(reach, query_length)
+        # The slots are handed through: nothing else keeps the writes below from being scheduled before the reads above.
+        output, slots = fused_attention(operands, single, "ring", fold, layer.capacity, scaling)
+        for buffer, rows in zip(stored, step.new, strict=True):
+            torch.ops.llama.update_cache_with_indices(rows, buffer, 0, slots)
+        return output
+
+
+def _start(layer: CacheLayer, query_length: int) -> int:
+    """The row's length as a symbolic integer, which is what the operators take."""
+    start = layer.context.once("start", lambda: layer.cumulative_length[0].item())
+    torch._check(start >= 0)
+    torch._check(start < layer.capacity)
+    torch._check(start + query_length <= layer.capacity)
+    return start
+
+
+def _places(layer: CacheLayer, query_length: int) -> tuple[int, int, torch.Tensor]:
+    """Where the tokens of a step go in a ring.
+
+    Returns:
+        The slot of a single token, or the spare one where there are several; the newest filled slot if the token is
+        single; and the slot of each token, int64 [num_heads, query_length], the spare one for those already past the
+        window.
+    """
+
+    def read() -> tuple[int, int, torch.Tensor]:
+        length, spare = layer.cumulative_length, layer.capacity
+        slot = torch.clamp(torch.remainder(length, spare) + (query_length - 1) * spare, max=spare)[0].item()
+        reach = torch.clamp(length, max=spare - 1)[0].item()
+        torch._check(slot >= 0)
+        torch._check(slot <= spare)
+        torch._check(reach >= 0)
+        offsets = torch.arange(query_length, device=layer.device)
+        slots = torch.where(offsets < query_length - spare, spare, torch.remainder(length + offsets, spare))
+        return slot, reach, slots.repeat(layer.keys.shape[0], 1)
+
+    return layer.context.once((layer.capacity, layer.keys.shape[0]), read)
+
+
+def heads_as_batch(states: torch.Tensor) -> torch.Tensor:
+    """[batch_size, num_heads, length, dim] -> [batch_size * num_heads, length, 1, dim]."""
+    return states.reshape(states.shape[0] * states.shape[1], states.shape[2], 1, states.shape[3])
+
+
+def fold_of(heads: int, kv_heads: int) -> int:
+    """How many query heads that share a key head become rows of one product: the most that leave enough heads in
+    parallel.
+    """
+    groups = heads // kv_heads
+    enough = min(LEAST_PARALLEL_HEADS, heads)
+    return max(fold for fold in range(1, groups + 1) if groups % fold == 0 and heads // fold >= enough)
+
+
+def _newest_if_single(newest: int, query_length: int) -> int:
+    """The newest slot to read of a step of one token, below zero for several: symbolic, as one number that is compared
+    once.
+    """
+    return newest - _SEVERAL * (query_length - 1)

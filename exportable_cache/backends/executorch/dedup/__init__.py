@@ -1,0 +1,1 @@
+"""Lower equal layers once, and keep one copy of equal weights."""

@@ -1,0 +1,311 @@
+"""Find runs of operators that repeat between layers, and make a program of each kind."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.export import Dim
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_aggregate, map_arg
+
+from ....common.compat.torch import OpOverload, writes_in_place
+from ..passes.state_order import StateOrder
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
+
+#: Below this a run is not worth a lowering of its own.
+_FEWEST_OPERATORS = 12
+#: Of fewer equal ones, lowering them where they are takes no longer.
+_FEWEST_TIMES = 3
+_LIBRARIES = ("aten", "exportable_cache", "torchao", "quantized_decomposed")
+#: Stays where it is: see `attention_forms`.
+_IN_PLACE = "exportable_cache::fused_attention"
+
+
+class Unexplained(Exception):
+    """Why equal segments are not lowered as one."""
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """One such run.
+
+    Attributes:
+        nodes: In the graph's order.
+        inputs: Tensors computed before it, or inputs of the program.
+        weights: Parameters, which may differ between equal segments.
+        constants: Other tensors of the program, which have the same values in equal segments.
+        outputs: Those of `nodes` that are read after it.
+        text: The same for equal segments.
+    """
+
+    nodes: tuple[Node, ...]
+    inputs: tuple[Node, ...]
+    weights: tuple[Node, ...]
+    constants: tuple[Node, ...]
+    outputs: tuple[Node, ...]
+    text: str
+
+
+def repeated_segments(program: ExportedProgram, order: StateOrder) -> list[list[Segment]]:
+    """The segments that a program has several times, equal ones together, in the graph's order."""
+    reader = _Reader(program)
+    segments = [segment for run in _runs(program, order) if (segment := reader.segment(run)) is not None]
+    counts = Counter(segment.text for segment in segments)
+    groups: dict[str, list[Segment]] = {}
+    for segment in segments:
+        if counts[segment.text] >= _FEWEST_TIMES:
+            groups.setdefault(segment.text, []).append(segment)
+    return list(groups.values())
+
+
+def may_repeat(program: ExportedProgram) -> bool:
+    """Whether a program, functional or not, can have a segment so often that it is lowered once: by the layers that its
+    operators say they come from, where they do.
+    """
+    numbers: dict[str, set[str]] = {}
+    for node in program.graph.nodes:
+        for path, _ in (node.meta.get("nn_module_stack") or {}).values():
+            parent, _, name = path.rpartition(".")
+            if name.isdecimal():
+                numbers.setdefault(parent, set()).add(name)
+    return not numbers or max(map(len, numbers.values())) >= _FEWEST_TIMES
+
+
+def _runs(program: ExportedProgram, order: StateOrder) -> Iterator[list[Node]]:
+    """Operators that can be moved together: each run ends before the first that waits for one outside it."""
+    run: list[Node] = []
+    members: set[Node] = set()
+    waiting: set[Node] = set()
+    for node in program.graph.nodes:
+        if node.op != "call_function":
+            continue
+        sources = {*node.all_input_nodes, *order.before(node)}
+        if not _is_movable(node) or not order.states.isdisjoint(node.all_input_nodes):
+            # Its results, and what they lead to, come after the run that they wait for.
+            if sources & (members | waiting):
+                waiting.add(node)
+            continue
+        if sources & waiting:
+            yield run
+            run, members, waiting = [], set(), set()
+        run.append(node)
+        members.add(node)
+    yield run
+
+
+def _is_movable(node: Node) -> bool:
+    target = node.target
+    if target is operator.getitem:
+        return _is_movable(node.args[0])
+    if not isinstance(target, OpOverload) or target.namespace not in _LIBRARIES or target.name() == _IN_PLACE:
+        return False
+    values = node.meta.get("val")
+    values = values if isinstance(values, (list, tuple)) else [values]
+    return not writes_in_place(target) and all(isinstance(value, torch.Tensor) for value in values)
+
+
+class _Reader:
+    """Makes segments of runs."""
+
+    def __init__(self, program: ExportedProgram) -> None:
+        signature = program.graph_signature
+        self._tensors = {**program.state_dict, **program.constants}
+        self._names = {
+            **signature.inputs_to_parameters,
+            **signature.inputs_to_buffers,
+            **signature.inputs_to_lifted_tensor_constants,
+        }
+        self._parameters = signature.inputs_to_parameters
+
+    def segment(self, run: Sequence[Node]) -> Segment | None:
+        """None where a run is too short, or one of its sizes is not a size of its inputs."""
+        # What states facts about sizes has no users; the inputs' sizes are known anyway.
+        nodes = [node for node in run if node.users]
+        if len(nodes) < _FEWEST_OPERATORS:
+            return None
+        members = set(nodes)
+        read = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in members)
+        weights = [node for node in read if self._is_weight(node)]
+        constants = [node for node in read if self._tensor(node) is not None and node not in weights]
+        others = [node for node in read if self._tensor(node) is None]
+        inputs = [node for node in others if isinstance(node.meta["val"], torch.Tensor)]
+        outputs = [node for node in nodes if any(user not in members for user in node.users)]
+        if not all(isinstance(node.meta["val"], torch.Tensor) for node in outputs):
+            return None
+        sizes = {node: place_of_size(node.meta["val"], inputs) for node in others if node not in inputs}
+        dims = [dim for node in outputs for dim in node.meta["val"].shape]
+        if None in (*sizes.values(), *(place_of_size(dim, inputs) for dim in dims)):
+            return None
+        names = {node: f"size of {place}" for node, place in sizes.items()}
+        for letter, group in (("w", weights), ("c", constants), ("i", inputs), ("n", nodes)):
+            names |= {node: f"{letter}{index}" for index, node in enumerate(group)}
+        lines = [f"{names[node]}: {_shape(node)} {self._digest(node)}" for node in (*weights, *constants, *inputs)]
+        lines += [_call(node, names) for node in nodes]
+        lines.append(", ".join(names[node] for node in outputs))
+        parts = (nodes, inputs, weights, constants, outputs)
+        return Segment(*map(tuple, parts), "\n".join(lines))
+
+    def _tensor(self, node: Node) -> torch.Tensor | None:
+        return self._tensors.get(self._names.get(node.name, ""))
+
+    def _is_weight(self, node: Node) -> bool:
+        if node.name not in self._parameters:
+            return False
+        tensor = self._tensor(node)
+        # Zero points that are all the same decide which kernel a delegate takes.
+        return tensor.is_floating_point() or _varies(tensor.flatten())
+
+    def _digest(self, node: Node) -> str:
+        """Of a constant's values."""
+        tensor = self._tensor(node)
+        if tensor is None or self._is_weight(node):
+            return ""
+        return hashlib.sha256(tensor.detach().contiguous().flatten().view(torch.uint8).numpy()).hexdigest()
+
+
+def _varies(numbers: torch.Tensor) -> bool:
+    # Of a weight, billions of them, the first say it.
+    return any(bool((part != numbers[0]).any()) for part in (numbers[:1024], numbers))
+
+
+def place_of_size(size: int | torch.SymInt, inputs: Sequence[Node]) -> str | None:
+    """Where a size is found among the dimensions of inputs: a static one itself, `input.dim` of another; None if
+    nowhere.
+    """
+    if isinstance(size, int):
+        return str(size)
+    if not isinstance(size, torch.SymInt):
+        return None
+    for index, node in enumerate(inputs):
+        for dim, other in enumerate(node.meta["val"].shape):
+            if isinstance(other, torch.SymInt) and other.node.expr == size.node.expr:
+                return f"{index}.{dim}"
+    return None
+
+
+def _call(node: Node, names: dict[Node, str]) -> str:
+    arguments = map_aggregate(
+        (node.args, tuple(node.kwargs.items())), lambda value: names[value] if isinstance(value, Node) else value
+    )
+    return f"{node.target} {arguments} {_shape(node)}"
+
+
+def _shape(node: Node) -> str:
+    values = node.meta["val"]
+    values = values if isinstance(values, (list, tuple)) else [values]
+    return ", ".join(f"{value.dtype} {list(value.shape)}" for value in values)
+
+
+WEIGHT, CONSTANT = "weight_", "constant_"
+
+
+def segment_program(program: ExportedProgram, segment: Segment) -> ExportedProgram:
+    """Trace a segment: its inputs in order, to its outputs; tensors are `weight_N` and `constant_N`.
+
+    Weights have random values in the range of the segment's own, so that no two are equal: where a compiler has put
+    each can be told.
+
+    Raises:
+        Exception: Whatever torch.export has against it.
+    """
+    root = nn.Module()
+    generator = torch.Generator().manual_seed(0)
+    graph = Graph()
+    copies: dict[Node, Any] = {}
+    for index, node in enumerate(segment.weights):
+        name = f"{WEIGHT}{index}"
+        root.register_parameter(name, nn.Parameter(_marked(tensor_of(program, node), generator), requires_grad=False))
+        copies[node] = graph.get_attr(name)
+    for index, node in enumerate(segment.constants):
+        root.register_buffer(f"{CONSTANT}{index}", tensor_of(program, node).detach())
+        copies[node] = graph.get_attr(f"{CONSTANT}{index}")
+    for index, node in enumerate(segment.inputs):
+        copies[node] = graph.placeholder(f"input_{index}")
+
+    def copied(node: Node) -> Any:
+        if node not in copies:
+            index, dim = map(int, place_of_size(node.meta["val"], segment.inputs).split("."))
+            copies[node] = graph.call_function(torch.ops.aten.sym_size.int, (copies[segment.inputs[index]], dim))
+        return copies[node]
+
+    for node in segment.nodes:
+        arguments, keywords = map_arg((node.args, node.kwargs), copied)
+        copies[node] = graph.call_function(node.target, arguments, keywords)
+    graph.output(tuple(copies[node] for node in segment.outputs))
+    # Read before the first use, as a trace would.
+    graph.lint()
+    values = [node.meta["val"] for node in segment.inputs]
+    examples = tuple(torch.zeros([_example(size) for size in value.shape], dtype=value.dtype) for value in values)
+    dims: dict[str, Dim] = {}
+    shapes = tuple(
+        {index: _dim(size, program, dims) for index, size in enumerate(value.shape) if isinstance(size, torch.SymInt)}
+        for value in values
+    )
+    traced = torch.export.export(
+        GraphModule(root, graph),
+        examples,
+        dynamic_shapes=shapes,
+        prefer_deferred_runtime_asserts_over_guards=True,
+    )
+    _check_sizes(segment, traced)
+    return traced
+
+
+def _check_sizes(segment: Segment, traced: ExportedProgram) -> None:
+    """Refuse a trace that took a size for its example's: torch.export does so with sizes of one."""
+    placeholders = {node.name: node for node in traced.graph.find_nodes(op="placeholder")}
+    for node, name in zip(segment.inputs, traced.graph_signature.user_inputs, strict=True):
+        found = placeholders[name].meta["val"].shape
+        for size, other in zip(node.meta["val"].shape, found, strict=True):
+            if isinstance(size, torch.SymInt) and not isinstance(other, torch.SymInt):
+                raise Unexplained(f"size {size} of {name} was taken for {other}")
+
+
+def tensor_of(program: ExportedProgram, node: Node) -> torch.Tensor:
+    """Values of a parameter, buffer or constant of a program."""
+    signature = program.graph_signature
+    names = {
+        **signature.inputs_to_parameters,
+        **signature.inputs_to_buffers,
+        **signature.inputs_to_lifted_tensor_constants,
+    }
+    name = names[node.name]
+    return program.state_dict[name] if name in program.state_dict else program.constants[name]
+
+
+def _marked(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    if tensor.is_floating_point():
+        return torch.rand(tensor.shape, generator=generator).add(0.5).to(tensor.dtype)
+    return torch.randint(
+        int(tensor.min()), int(tensor.max()) + 1, tensor.shape, generator=generator, dtype=tensor.dtype
+    )
+
+
+def _example(size: int | torch.SymInt) -> int:
+    return size.node.hint if isinstance(size, torch.SymInt) else size
+
+
+def _dim(size: torch.SymInt, program: ExportedProgram, dims: dict[str, Any]) -> Any:
+    """A size of the program, or a multiple of one and a constant; what else there is, is left to torch.export."""
+    expression = size.node.expr
+    symbols = list(expression.free_symbols)
+    if len(symbols) != 1 or not expression.is_polynomial(*symbols) or expression.diff(symbols[0]).free_symbols:
+        return Dim.AUTO
+    (symbol,) = symbols
+    if str(symbol) not in dims:
+        limits = program.range_constraints[symbol]
+        dims[str(symbol)] = Dim(str(symbol), min=int(limits.lower), max=int(limits.upper))
+    factor, offset = int(expression.diff(symbol)), int(expression.subs(symbol, 0))
+    dim = dims[str(symbol)]
+    dim = dim if factor == 1 else factor * dim
+    return dim + offset if offset else dim

@@ -1,0 +1,1 @@
+"""Delegates by name, and how each one partitions a graph."""

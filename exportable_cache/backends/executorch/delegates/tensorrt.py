@@ -1,0 +1,116 @@
+"""ExecuTorch programs whose methods are one TensorRT plan each, made without a GPU.
+
+torch_tensorrt 2.13.0 writes such files from live engines, which need a GPU. Its partitioner also takes the operator
+that stands for an engine and holds the plan's bytes, so a module that calls it is exported in the engine's place.
+"""
+
+from __future__ import annotations
+
+import base64
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.export import Dim
+
+from ....common.compat.executorch import deserialized_program, edge_config
+from ...base import LoweredFile
+from ...tensorrt.record import details_of
+from ...tensorrt.target import program_networks, record_of
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
+    from ....program.program import Program
+    from ...tensorrt.record import EngineRecord
+    from ..options import ExecutorchOptions
+
+_DELIMITER = "%"
+
+
+class PlanModule(nn.Module):
+    """Calls a plan: `forward(tensors)` takes the engine's inputs and gives its outputs, both in the record's order.
+
+    Args:
+        plan: Serialized.
+        record: Of the plan.
+    """
+
+    def __init__(self, plan: bytes, record: EngineRecord) -> None:
+        from ...tensorrt.upstream import register_engine_operator
+
+        register_engine_operator()
+        super().__init__()
+        self.register_buffer("plan", torch.frombuffer(bytearray(plan), dtype=torch.uint8))
+        # The order of these strings is the operator's signature.
+        self.before = ("9", record.method, _DELIMITER.join(("0", "0", "0", "0", "gpu")))  # ABI, name, GPU 0
+        names = (_DELIMITER.join(tensor.name for tensor in tensors) for tensors in (record.inputs, record.outputs))
+        self.after = (*names, "0", _metadata(record), "linux_x86_64", "0", "0", "0")
+
+    def forward(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        return torch.ops.tensorrt.no_op_placeholder_for_execute_engine(tensors, *self.before, self.plan, *self.after)
+
+
+def _metadata(record: EngineRecord) -> str:
+    """What the operator's fake kernel reads: the outputs' shapes. torch_tensorrt wants a pickle; it holds plain values
+    only.
+    """
+    outputs = [{"shape_exprs": list(tensor.shape), "dtype": getattr(torch, tensor.dtype)} for tensor in record.outputs]
+    return base64.b64encode(pickle.dumps({"inout_symexprs": {"inputs": [], "outputs": outputs}})).decode()
+
+
+def export_plan(plan: bytes, record: EngineRecord) -> ExportedProgram:
+    """An exported program that calls a plan."""
+    tensors, shapes = [], []
+    for tensor in record.inputs:
+        tensors.append(torch.zeros(tensor.max_shape, dtype=getattr(torch, tensor.dtype)))
+        sizes = zip(tensor.min_shape, tensor.max_shape, strict=True)
+        shapes.append(
+            {dim: Dim("length", min=least, max=most) for dim, (least, most) in enumerate(sizes) if least != most}
+        )
+    return torch.export.export(PlanModule(plan, record).eval(), (tensors,), dynamic_shapes=(shapes,))
+
+
+def lower_to_plans(program: Program, folder: Path, file: str, options: ExecutorchOptions) -> list[LoweredFile]:
+    """Write one `.pte` with a plan per method.
+
+    Caches are inputs and outputs of each method: the delegate cannot alias them.
+    """
+    capabilities = options.capabilities
+    records, exported = [], {}
+    for method, network in program_networks(program, options, in_place=False).items():
+        record = record_of(method, network, capabilities)
+        exported[method] = export_plan(network.build_plan(capabilities), record)
+        records.append(record)
+    with (folder / file).open("wb") as target:
+        _to_executorch(exported).write_to_file(target)
+    return [LoweredFile(file, f"TensorRT plans of {', '.join(exported)}, weights in each", details_of(*records))]
+
+
+def _to_executorch(exported: Mapping[str, ExportedProgram]) -> Any:
+    from executorch.exir import to_edge_transform_and_lower
+    from torch_tensorrt.executorch import TensorRTPartitioner
+
+    from ...tensorrt import upstream  # noqa: F401  torch_tensorrt is importable after it
+
+    edge = to_edge_transform_and_lower(
+        dict(exported), partitioner=[TensorRTPartitioner()], compile_config=edge_config()
+    )
+    return edge.to_executorch()
+
+
+def plans_in(path: Path) -> list[tuple[bytes, Sequence[str]]]:
+    """The plans inside a `.pte`, each with the names that it binds, inputs before outputs."""
+    from torch_tensorrt.executorch.serialization import deserialize_engine
+
+    from ...tensorrt import upstream  # noqa: F401
+
+    program = deserialized_program(path.read_bytes())
+    plans = []
+    for delegate in program.backend_delegate_data:
+        plan, metadata = deserialize_engine(bytes(delegate.data))
+        plans.append((plan, [binding.name for binding in metadata.io_bindings]))
+    return plans

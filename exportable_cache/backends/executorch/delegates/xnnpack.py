@@ -1,0 +1,151 @@
+"""Partition graphs for XNNPACK without circular waits, and skip compiler passes they do not need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
+from typing import TYPE_CHECKING
+
+import torch
+from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+from executorch.exir.backend.canonical_partitioners.config_partitioner import ConfigerationBasedPartitioner
+from executorch.exir.backend.canonical_partitioners.pattern_op_partitioner import (
+    generate_grouped_partitions_from_list_of_nodes,
+)
+from executorch.exir.backend.compile_spec_schema import CompileSpec
+from executorch.exir.backend.partitioner import DelegationSpec, PartitionResult
+from torch.fx import Node
+from torch.fx.passes.infra.partitioner import Partition
+
+if TYPE_CHECKING:
+    from executorch.exir.backend.partitioner import PartitionResult
+    from torch.export import ExportedProgram
+    from torch.fx import Graph, Node
+
+    from ....common.compat.torch import OpOverload
+
+
+#: Read by backends/xnnpack/xnnpack_preprocess.py; the runtime does not look at it.
+LINEAR_ONLY = CompileSpec("dqlinear_partitioner", b"")
+
+_ATEN = (
+    *("linear.default", "addmm.default", "mm.default", "bmm.default"),
+    *("_softmax.default", "sigmoid.default", "tanh.default", "gelu.default"),
+    *("add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "maximum.default", "minimum.default"),
+    *("exp.default", "log.default", "sqrt.default", "rsqrt.default", "pow.Tensor_Scalar", "neg.default", "abs.default"),
+    *("sin.default", "cos.default", "clamp.default"),
+    *("permute_copy.default", "view_copy.default", "unsqueeze_copy.default", "slice_copy.Tensor"),
+)
+_TORCHAO = ("choose_qparams_affine.default", "quantize_affine.default", "dequantize_affine.default")
+#: No pass but that one looks for these. Of operators with several results, only torchao's are among them.
+PLAIN = frozenset((*(f"aten.{name}" for name in _ATEN), *(f"torchao.{name}" for name in _TORCHAO), "getitem"))
+#: XNNPACK concatenates so many tensors at once; a pass splits longer lists.
+LONGEST_CAT = 5
+
+
+def with_needed_passes(result: PartitionResult) -> PartitionResult:
+    """The same partitions, those of plain operators marked so that one pass is run over them."""
+    nodes: dict[str, list[Node]] = {tag: [] for tag in result.partition_tags}
+    for node in result.tagged_exported_program.graph.nodes:
+        if node.op == "call_function" and node.meta.get("delegation_tag") in nodes:
+            nodes[node.meta["delegation_tag"]].append(node)
+    specs = {
+        tag: _linear_only(spec) if all(map(is_plain, nodes[tag])) else spec
+        for tag, spec in result.partition_tags.items()
+    }
+    return PartitionResult(tagged_exported_program=result.tagged_exported_program, partition_tags=specs)
+
+
+def is_plain(node: Node) -> bool:
+    """Whether no pass but the one for linear layers has anything to do with an operator of a delegate."""
+    name = getattr(node.target, "__name__", "")
+    return name in PLAIN or (name == "aten.cat.default" and len(node.args[0]) <= LONGEST_CAT)
+
+
+def _linear_only(spec: DelegationSpec) -> DelegationSpec:
+    return DelegationSpec(spec.backend_id, [*spec.compile_specs, LINEAR_ONLY])
+
+
+#: Operators that the delegate takes for a reshape.
+_RESHAPES = ("aten.squeeze_copy.dim", "aten.unsqueeze_copy.default")
+
+#: What runs as a whole: one operator, or those of one number.
+Step = Node | int
+
+
+class AcyclicXnnpackPartitioner(XnnpackPartitioner):
+    """Upstream's partitions where they can run one after the other, `partitions_by_level` where not."""
+
+    def generate_partitions(self, ep: ExportedProgram) -> list[Partition]:
+        matched = [group for group in self.get_matched_nodes_from_configs(ep) if all(map(is_serialisable, group))]
+        partitions = generate_grouped_partitions_from_list_of_nodes(ep.graph_module, matched)
+        return partitions_by_level(ep.graph, matched) if has_cycle(ep.graph, partitions) else partitions
+
+    def partition(self, exported_program: ExportedProgram) -> PartitionResult:
+        # Not XNNPACK's own, which says that operators to keep are spelled out unless one certain function calls it.
+        return with_needed_passes(ConfigerationBasedPartitioner.partition(self, exported_program))
+
+    def kept_operators(self, programs: Iterable[ExportedProgram]) -> list[OpOverload] | None:
+        """The operators that a lowering leaves whole for the delegate.
+
+        Returns:
+            None if the delegate takes some calls of one operator and not others: those are to be spelled out.
+        """
+        kept: set[OpOverload] = set()
+        others: set[OpOverload] = set()
+        for program in programs:
+            offered, takes = self.ops_to_not_decompose(program)
+            for node in program.graph.nodes:
+                if node.target in offered:
+                    (kept if takes is None or takes(node) else others).add(node.target)
+        return None if kept & others else list(kept)
+
+
+def is_serialisable(node: Node) -> bool:
+    """Whether XNNPACK has a form for an operator: it reshapes to one dynamic size at most."""
+    if getattr(node.target, "__name__", None) not in _RESHAPES:
+        return True
+    return sum(isinstance(size, torch.SymInt) for size in node.meta["val"].shape) <= 1
+
+
+def has_cycle(graph: Graph, partitions: Sequence[Partition]) -> bool:
+    """Whether some partitions wait for one another."""
+    inputs = _inputs(graph, {node: partition.id for partition in partitions for node in partition.nodes})
+    try:
+        TopologicalSorter(inputs).prepare()
+    except CycleError:
+        return True
+    return False
+
+
+def partitions_by_level(graph: Graph, groups: Sequence[Sequence[Node]]) -> list[Partition]:
+    """A delegate's operators by how often the longest way to them leaves or enters the delegate.
+
+    That number never falls along an edge, and rises where one leaves the delegate: what left a partition never returns
+    to it.
+
+    Args:
+        graph: To be partitioned.
+        groups: The delegate's operators; those of one group go together.
+    """
+    inputs = _inputs(graph, {node: index for index, group in enumerate(groups) for node in group})
+    level: dict[Step, int] = {}
+    members: dict[int, dict[Node, None]] = {}
+    for step in TopologicalSorter(inputs).static_order():
+        delegated = isinstance(step, int)
+        level[step] = max((level[used] + (isinstance(used, int) is not delegated) for used in inputs[step]), default=0)
+        if delegated:
+            members.setdefault(level[step], {}).update(dict.fromkeys(groups[step]))
+    return [Partition(id=index, nodes=nodes) for index, nodes in enumerate(members.values())]
+
+
+def _inputs(graph: Graph, number_of: Mapping[Node, int]) -> dict[Step, set[Step]]:
+    """The steps that each waits for: nodes by themselves, but those that have a number under it."""
+    inputs: dict[Step, set[Step]] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":  # There from the start; a constant in several partitions is copied to each.
+            continue
+        step = number_of.get(node, node)
+        used = {number_of.get(one, one) for one in node.all_input_nodes if one.op != "placeholder"}
+        inputs.setdefault(step, set()).update(used - {step})
+    return inputs

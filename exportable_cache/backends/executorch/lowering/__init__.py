@@ -1,0 +1,1 @@
+"""Lower exported programs to one `.pte` file."""

@@ -1,0 +1,164 @@
+"""Replace functions of ExecuTorch's exporter: same program, without passes that have nothing to do."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.passes.infra.pass_base import PassResult
+
+from ....common.compat.executorch import operator_of, without_submodules
+from ....common.compat.torch import OpOverload, operator_arguments
+from ....common.patch import Patch
+from ....errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+    from torch.fx import Node
+
+
+_ATEN = torch.ops.aten
+#: Operators that give the dtype that their operands are promoted to.
+_PROMOTING = frozenset(
+    (_ATEN.add.Tensor, _ATEN.sub.Tensor, _ATEN.mul.Tensor)
+    + (_ATEN.div.Tensor, _ATEN.div.Tensor_mode, _ATEN.minimum.default)
+)
+#: Operators whose portable kernels read their input in the default order of dimensions.
+_ORDERED = frozenset(
+    ("aten._adaptive_avg_pool2d.default", "aten.avg_pool2d.default")
+    + ("aten.expand_copy.default", "aten.mean.dim", "aten.sum.dim_IntList")
+)
+
+
+def unless_idle(has_work: Callable[[Node], bool]) -> Callable[[Callable], Callable]:
+    """The replacement of a pass's `call`: the graph as it is, where `has_work` is true of no call in it."""
+
+    def replace(original: Callable[[Any, GraphModule], PassResult]) -> Callable[[Any, GraphModule], PassResult]:
+        def call(self: Any, graph_module: GraphModule) -> PassResult:
+            if any(map(has_work, _calls(graph_module))):
+                return original(self, graph_module)
+            return PassResult(graph_module, False)
+
+        return call
+
+    return replace
+
+
+def _calls(graph_module: GraphModule) -> Iterator[Node]:
+    """Of operators, in a graph and those inside it."""
+    for module in graph_module.modules():
+        if isinstance(module, GraphModule):
+            yield from (node for node in module.graph.nodes if node.op == "call_function")
+
+
+def is_transpose(node: Node) -> bool:
+    """What `NormalizeTransposePass` replaces."""
+    return operator_of(node.target) is _ATEN.t.default
+
+
+def is_view(node: Node) -> bool:
+    """What `ReplaceBrokenOpsWithFunctionalOpsPass` replaces."""
+    target = operator_of(node.target)
+    return isinstance(target, OpOverload) and target.is_view
+
+
+def takes_symbol_as_tensor(node: Node) -> bool:
+    """What `SymToTensorPass` changes: an argument that the operator declares a tensor is a number of unknown value."""
+    target = operator_of(node.target)
+    if not isinstance(target, OpOverload):
+        return False
+    declared = operator_arguments(target)
+    given = dict(zip((argument.name for argument in declared), node.args, strict=False)) | node.kwargs
+    return any(
+        isinstance(argument.type, torch.TensorType)
+        and isinstance(given.get(argument.name), Node)
+        and not isinstance(_value(given[argument.name]), torch.Tensor)
+        for argument in declared
+    )
+
+
+def mixes_dtypes(node: Node) -> bool:
+    """What `RemoveMixedTypeOperators` may change: other operands than floating tensors of one dtype."""
+    if operator_of(node.target) not in _PROMOTING:
+        return False
+    values = [_value(argument) for argument in node.args]
+    tensors = [value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()]
+    return len(tensors) < len(values) or len({tensor.dtype for tensor in tensors}) > 1
+
+
+def reads_another_order(node: Node) -> bool:
+    """What `LegalizePortableDimOrderPass` copies the input of."""
+    if str(operator_of(node.target)) not in _ORDERED:
+        return False
+    value = _value(node.args[0])
+    return not isinstance(value, torch.Tensor) or tuple(map(int, value.dim_order())) != tuple(range(value.dim()))
+
+
+def _value(argument: Any) -> Any:
+    """What an argument is when the program is run on fake tensors."""
+    if not isinstance(argument, Node):
+        return argument
+    if "val" not in argument.meta and argument.op == "get_attr":
+        return getattr(argument.graph.owning_module, str(argument.target), None)
+    return argument.meta.get("val")
+
+
+log = logging.getLogger(__name__)
+
+
+def _once(original: Callable[[ExportedProgram], ExportedProgram]) -> Callable[[ExportedProgram], ExportedProgram]:
+    """For the program's own graph, which the original goes over again for every graph inside it."""
+
+    def remove(program: ExportedProgram) -> ExportedProgram:
+        original(without_submodules(program))
+        return program
+
+    return remove
+
+
+def _idle(file: str, name: str, has_work: Callable[[Node], bool], digest: str) -> Patch:
+    return Patch(
+        f"executorch.exir.passes.{file}",
+        f"{name}.call",
+        unless_idle(has_work),
+        "it runs every operator of a program again, whether it finds what it looks for or not",
+        digests=(digest,),
+        source=name,
+        package="executorch",
+        url=f"https://github.com/pytorch/executorch/blob/v1.4.1/exir/passes/{file}.py",
+    )
+
+
+PATCHES = (
+    Patch(
+        "executorch.exir.program._program",
+        "unsafe_remove_auto_functionalized_pass",
+        _once,
+        "it takes the square of the time: two branches a layer, and the whole graph for each",
+        digests=("1d9a9a7259e920bd",),
+        package="executorch",
+        url="https://github.com/pytorch/pytorch/blob/v2.13.0/torch/export/_remove_auto_functionalized_pass.py",
+    ),
+    _idle("normalize_transpose_pass", "NormalizeTransposePass", is_transpose, "912bf0029f61ec18"),
+    _idle(
+        "replace_broken_ops_with_function_ops_pass",
+        "ReplaceBrokenOpsWithFunctionalOpsPass",
+        is_view,
+        "0e84e744baf1bfa8",
+    ),
+    _idle("sym_to_tensor_pass", "SymToTensorPass", takes_symbol_as_tensor, "6da3bdcf53b35a48"),
+    _idle("remove_mixed_type_operators", "RemoveMixedTypeOperators", mixes_dtypes, "984d68821522d093"),
+    _idle("legalize_portable_dim_order_pass", "LegalizePortableDimOrderPass", reads_another_order, "43565f5a825c2a26"),
+)
+
+
+def patch_exporter() -> None:
+    """Apply them; where the original changed, it is left as it is."""
+    for patch in PATCHES:
+        try:
+            patch.apply()
+        except UnsupportedModelError as error:
+            log.info("%s", error)

@@ -1,0 +1,1 @@
+"""Operators of this package's compiled kernels, and the build of those kernels."""

@@ -1,0 +1,237 @@
+"""Operators of this package, for which only its compiled kernels have code on ExecuTorch's runtime; see `kernels/`.
+
+`exportable_cache::attention` is one call for all that causal attention over a cache comes with: rows of different
+length, rings that have turned, windows and chunks, soft-capping, sinks, a bias; over keys and values as they are
+stored, in float32, float16 and bfloat16, in 8 and in 4 bits. `exportable_cache::write` puts new rows where it looks for
+them. Both take the lengths as a tensor, so that no number of a step is read into the program.
+`exportable_cache::quantize` makes rows of 8 or 4 bits of new ones.
+
+Slots are of two kinds, as `SinkPolicy` has them: the first `kept` hold the tokens of their positions and are never
+written again, the others are a ring of the newest tokens behind those. A full layer keeps all of its slots, a ring
+none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ....cache.storage.int4 import Int4Storage
+from ....cache.storage.int8 import Int8Storage
+from ....cache.storage.rounded import RoundedStorage
+from ....common.compat.executorch import runtime
+from ....common.native.kernels import load_own_kernels
+from ....errors import MissingDependencyError
+
+_ATTENTION = (
+    "(Tensor query, Tensor[] stored, Tensor[] fresh, Tensor length, float scaling, int kept, int window, int chunk, "
+    "float softcap, Tensor? sinks, Tensor? bias"
+)
+_WRITE = "(Tensor rows, Tensor(a!) cache, Tensor length, int kept, Tensor? after"
+_QUANTIZE = "(Tensor rows, int bits"
+_ROUNDED: dict[int, type[RoundedStorage]] = {one.bits: one for one in (Int8Storage, Int4Storage)}
+_library = torch.library.Library("exportable_cache", "FRAGMENT")
+# ExecuTorch calls those that are named out.
+_library.define(f"attention{_ATTENTION}) -> Tensor")
+_library.define(f"attention.out{_ATTENTION}, *, Tensor(a!) out) -> Tensor(a!)")
+_library.define(f"write{_WRITE}) -> Tensor")
+_library.define(f"write.out{_WRITE}, *, Tensor(b!) out) -> Tensor(b!)")
+_library.define(f"quantize{_QUANTIZE}) -> (Tensor, Tensor)")
+_library.define(f"quantize.out{_QUANTIZE}, *, Tensor(a!) numbers, Tensor(b!) scales) -> (Tensor(a!), Tensor(b!))")
+
+
+def check_own_kernels() -> None:
+    """Refuse to export a program that could not be verified here.
+
+    Raises:
+        MissingDependencyError: If the compiled kernels are not loaded.
+    """
+    runtime()
+    if load_own_kernels() is None:
+        raise MissingDependencyError(
+            "kernels or linears is 'own', but the compiled kernels of this package are not in use here; build them "
+            "with `exportable-cache kernels build`, or pass kernels='executorch' and linears='delegate'"
+        )
+
+
+def attention(
+    query: torch.Tensor,
+    stored: Sequence[torch.Tensor],
+    fresh: Sequence[torch.Tensor],
+    length: torch.Tensor,
+    scaling: float,
+    kept: int,
+    window: int,
+    chunk: int,
+    softcap: float,
+    sinks: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """Causal attention over a cache, in plain operators: what the kernel computes.
+
+    Args:
+        query: [batch, heads, query_length, head_dim].
+        stored: What the layer's storage keeps. Keys and values [batch * num_heads, slots, 1, dim]; of int8, and of
+            uint8 for two numbers a byte as `Int4Storage` packs them, also the scales of both, float32 [..., 1]. Or keys
+            alone, which are the values as well.
+        fresh: The same of the new tokens, of which the queries are the last, [batch * num_heads, new_length, 1, dim].
+            Where all slots are kept, these hold them already.
+        length: Tokens of each row before the new ones, int64 [batch].
+        scaling: Factor on the scores.
+        kept: See the module.
+        window: Newest tokens that a query sees of those that are not in kept slots, itself included; 0 for all.
+        chunk: A query sees those of its own chunk of this length; 0 for all.
+        softcap: Scores become `softcap * tanh(scores / softcap)`; 0 for none.
+        sinks: One more score under the softmax that carries no value, float32, to be broadcast to [batch, heads,
+            query_length, 1].
+        bias: Added to the scores after that, by the key's position: float32, to be broadcast to [batch, heads,
+            query_length, positions].
+
+    Returns:
+        [batch, query_length, heads, value_head_dim].
+    """
+    batch, heads, query_length = query.shape[:3]
+    tokens, beside = fresh[0].shape[1], kept < stored[0].shape[1]
+    outputs = []
+    for row in range(batch):
+        start = int(length[row])
+        at = start + torch.arange(tokens)
+        held = start if beside else start + tokens
+        keys, values, positions = _in_slots([_of_row(part, row, batch) for part in stored], held, kept)
+        if beside:
+            new_keys, new_values = _numbers([_of_row(part, row, batch) for part in fresh])
+            keys, values = torch.cat([keys, new_keys], dim=1), torch.cat([values, new_values], dim=1)
+            positions = torch.cat([positions, at])
+        groups = heads // keys.shape[0]
+        scores = query[row].float() @ keys.repeat_interleave(groups, dim=0).transpose(1, 2) * scaling
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        if bias is not None:
+            of_row = bias[row if bias.shape[0] > 1 else 0]
+            scores = scores + of_row[..., positions]
+        query_at = at[tokens - query_length :, None]
+        seen = positions > query_at - window if window else positions >= 0
+        if chunk:
+            seen = seen & (positions // chunk == query_at // chunk)
+        seen = (seen | (positions < kept)) & (positions <= query_at)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if sinks is not None:
+            of_row = sinks[row if sinks.shape[0] > 1 else 0].expand(heads, query_length, 1)
+            scores = torch.cat([scores, of_row], dim=-1)
+        weights = scores.softmax(dim=-1)[..., : len(positions)]
+        outputs.append((weights @ values.repeat_interleave(groups, dim=0)).transpose(0, 1))
+    return torch.stack(outputs).to(query.dtype).contiguous()
+
+
+def write(
+    rows: torch.Tensor, cache: torch.Tensor, length: torch.Tensor, kept: int, after: torch.Tensor | None
+) -> torch.Tensor:
+    """Put rows into their slots, in place.
+
+    Args:
+        rows: Of new tokens, [batch * num_heads, query_length, 1, dim].
+        cache: [batch * num_heads, slots, 1, dim].
+        length: Tokens of each row before them, int64 [batch].
+        kept: See the module.
+        after: What is to be computed before: nothing else keeps a write behind the attention that reads what it writes
+            over.
+
+    Returns:
+        [1], which says nothing: an operator of ExecuTorch gives something.
+    """
+    heads, ring = rows.shape[0] // length.shape[0], max(cache.shape[1] - kept, 1)
+    starts, each = length.repeat_interleave(heads), torch.arange(rows.shape[0])
+    for token in range(rows.shape[1]):
+        position = starts + token
+        slot = torch.where(position < kept, position, kept + (position - kept) % ring)
+        cache[each, slot] = rows[:, token]
+    return _nothing()
+
+
+def quantize(rows: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `Int8Storage` and `Int4Storage` keep of rows.
+
+    Args:
+        rows: float32 [batch * num_heads, length, 1, dim].
+        bits: 8 or 4.
+
+    Returns:
+        int8 [batch * num_heads, length, 1, dim], or uint8 [..., dim / 2] of two numbers each, and float32 scales
+        [batch * num_heads, length, 1, 1].
+    """
+    return _ROUNDED[bits](dtype="float32").quantize(rows)
+
+
+def _of_row(part: torch.Tensor, row: int, batch: int) -> torch.Tensor:
+    """[num_heads, length, dim] of one row of the batch."""
+    return part.reshape(batch, -1, *part.shape[1:])[row].squeeze(2)
+
+
+def _in_slots(stored: Sequence[torch.Tensor], held: int, kept: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Keys and values of the tokens that slots hold, and their positions [length]."""
+    slots = stored[0].shape[1]
+    positions = torch.cat(
+        [torch.arange(min(held, kept)), torch.arange(max(kept, held - (slots - kept)), max(kept, held))]
+    )
+    ring = max(slots - kept, 1)
+    places = torch.where(positions < kept, positions, kept + (positions - kept) % ring)
+    keys, values = _numbers([part[:, places] for part in stored])
+    return keys, values, positions
+
+
+def _numbers(parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """float32 keys and values [num_heads, length, dim] of what is stored."""
+    rows = [
+        Int4Storage(dtype="float32").unpack(part) if part.dtype == torch.uint8 else part.float() for part in parts[:2]
+    ]
+    if len(parts) > 2:
+        return [part * scales for part, scales in zip(rows, parts[2:], strict=True)]
+    return rows if len(parts) == 2 else rows * 2
+
+
+def _nothing() -> torch.Tensor:
+    return torch.zeros(1)
+
+
+def _attention_into(*arguments: object, out: torch.Tensor) -> torch.Tensor:
+    return out.copy_(attention(*arguments))
+
+
+def _write_into(*arguments: object, out: torch.Tensor) -> torch.Tensor:
+    return out.copy_(write(*arguments))
+
+
+def _attention_output(query: torch.Tensor, stored: Sequence[torch.Tensor], *further: object) -> torch.Tensor:
+    batch, heads, query_length = query.shape[:3]
+    values = stored[1 if len(stored) > 1 else 0]
+    packed = 2 if values.dtype == torch.uint8 else 1
+    return query.new_empty(batch, query_length, heads, values.shape[3] * packed)
+
+
+def _write_output(rows: torch.Tensor, *further: object) -> torch.Tensor:
+    return rows.new_empty(1, dtype=torch.float32)
+
+
+def _quantize_into(
+    rows: torch.Tensor, bits: int, *, numbers: torch.Tensor, scales: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    found = quantize(rows, bits)
+    return numbers.copy_(found[0]), scales.copy_(found[1])
+
+
+def _quantize_output(rows: torch.Tensor, bits: int, **further: object) -> tuple[torch.Tensor, torch.Tensor]:
+    *others, dim = rows.shape
+    is_packed = bits == 4
+    numbers = rows.new_empty(*others, dim // 2 if is_packed else dim, dtype=torch.uint8 if is_packed else torch.int8)
+    return numbers, rows.new_empty(*others, 1, dtype=torch.float32)
+
+
+for _name, _plain, _into, _fake in (
+    ("attention", attention, _attention_into, _attention_output),
+    ("write", write, _write_into, _write_output),
+    ("quantize", quantize, _quantize_into, _quantize_output),
+):
+    _library.impl(_name, _plain, "CompositeExplicitAutograd")
+    _library.impl(f"{_name}.out", _into, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"exportable_cache::{_name}", _fake, lib=_library)

@@ -1,0 +1,1 @@
+"""Rewrites of exported graphs before they are lowered."""

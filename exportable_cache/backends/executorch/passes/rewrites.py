@@ -1,0 +1,230 @@
+"""Replace operators that the ExecuTorch runtime lacks, computes differently, or runs slowly."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from math import pi, sqrt
+from typing import TYPE_CHECKING, Any
+
+import torch
+from executorch.backends.transforms.utils import delete_constant_placeholder
+from torch.fx.passes.infra.pass_base import PassBase, PassResult
+
+from ....common.compat.executorch import operator_of
+from .graph_edits import add_constant, add_weight, calls_to_linear, constant_of, insert_call, replace_call
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+    from torch.fx import Graph, GraphModule, Node
+
+
+_ATEN = torch.ops.aten
+
+
+def spell_out_gelus(program: ExportedProgram) -> ExportedProgram:
+    """Write each `gelu(x, approximate="tanh")` in elementary operators, in place; other forms are left alone.
+
+    ExecuTorch 1.4.1's XNNPACK delegate drops `approximate` and evaluates the exact form: up to 4.7e-4 off per element,
+    which Gemma 2 and 3 carry into their logits.
+    """
+    gelus = program.graph.find_nodes(op="call_function", target=_ATEN.gelu.default)
+    approximate = [node for node in gelus if node.kwargs.get("approximate") == "tanh"]
+    for node in approximate:
+        with program.graph.inserting_before(node):
+            replace_call(node, _tanh_gelu(program.graph, node.args[0]))
+    if approximate:
+        program.graph_module.recompile()
+    return program
+
+
+def _tanh_gelu(graph: Graph, x: Node) -> Node:
+    """0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))."""
+    call = functools.partial(insert_call, graph)
+    multiply, add = _ATEN.mul.Tensor, _ATEN.add.Tensor
+    cube = call(multiply, call(multiply, call(multiply, x, 0.044715), x), x)
+    tanh = call(_ATEN.tanh.default, call(multiply, call(add, cube, x), sqrt(2.0 / pi)))
+    return call(multiply, call(add, tanh, 1.0), call(multiply, x, 0.5))
+
+
+_CLONE = torch.ops.aten.clone.default
+
+
+class RemoveNeedlessCopies(PassBase):
+    """Let the readers of such a copy read the original, where no one else does.
+
+    With another reader the original may be a cache that is written in between, or a result of the program.
+    """
+
+    def call(self, graph_module: GraphModule) -> PassResult:
+        graph = graph_module.graph
+        copies = [node for node in graph.nodes if operator_of(node.target) is _CLONE and _is_needless(node)]
+        for copy in copies:
+            replace_call(copy, copy.all_input_nodes[0])
+        if copies:
+            graph_module.recompile()
+        return PassResult(graph_module, bool(copies))
+
+
+def _is_needless(copy: Node) -> bool:
+    (original,) = copy.all_input_nodes
+    # What a call with several results gives may be one of its operands.
+    if original.op != "call_function" or original.target is operator.getitem or len(original.users) > 1:
+        return False
+    return all(node.meta["val"].is_contiguous() for node in (copy, original))
+
+
+def means_to_linear(program: ExportedProgram) -> ExportedProgram:
+    """Rewrite each float32 `mean(x, -1, keepdim=True)` of a static size n as `linear(x, full([1, n], 1 / n))`, in
+    place.
+    """
+    return calls_to_linear(program, "mean_over", _averaged, lambda size: torch.full((1, size), 1.0 / size))
+
+
+def _averaged(node: Node) -> Node | None:
+    """The tensor that is averaged over its last dimension, None if a call does something else."""
+    if node.target is not torch.ops.aten.mean.dim or "dtype" in node.kwargs or len(node.args) != 3:
+        return None
+    source, dims, keepdim = node.args
+    value = source.meta["val"]
+    is_last = value.dim() > 1 and list(dims) in ([-1], [value.dim() - 1]) and isinstance(value.shape[-1], int)
+    return source if keepdim and is_last and value.dtype == torch.float32 else None
+
+
+# The end of a slice that goes to the end.
+_END = 2**63 - 1
+
+
+def rotations_to_linear(program: ExportedProgram) -> ExportedProgram:
+    """Rewrite each float32 `cat([-x[..., n:], x[..., :n]], -1)` of a static size 2 n as `linear(x, rotation(2 n))`, in
+    place.
+
+    The result is the same to the bit for finite numbers: every sum has one term that is not zero.
+    """
+    return calls_to_linear(program, "rotation_of", _rotated, rotation)
+
+
+def rotation(size: int) -> torch.Tensor:
+    """The matrix R float32 [size, size] with `x @ R.T == cat([-x[size // 2:], x[:size // 2]])`, of an even size."""
+    half = size // 2
+    matrix = torch.zeros(size, size)
+    indices = torch.arange(half)
+    matrix[indices, half + indices] = -1.0
+    matrix[half + indices, indices] = 1.0
+    return matrix
+
+
+def _rotated(node: Node) -> Node | None:
+    """The tensor whose halves a call swaps, None if it does something else."""
+    if node.target is not torch.ops.aten.cat.default or len(node.args[0]) != 2:
+        return None
+    value, dim = node.meta["val"], node.args[1] if len(node.args) > 1 else 0
+    negated, first = node.args[0]
+    size = value.shape[-1]
+    if (
+        value.dtype != torch.float32
+        or dim not in (-1, value.dim() - 1)
+        or negated.target is not torch.ops.aten.neg.default
+    ):
+        return None
+    second = negated.args[0]
+    if not isinstance(size, int) or _bounds(first) != (0, size // 2) or _bounds(second) != (size // 2, size):
+        return None
+    source = first.args[0]
+    return source if source is second.args[0] and source.meta["val"].shape[-1] == size else None
+
+
+def _bounds(node: Node) -> tuple[int, int] | None:
+    """Where a slice of step 1 over the last dimension begins and ends, None of anything else."""
+    if node.target is not torch.ops.aten.slice.Tensor:
+        return None
+    source, dim, start, end, step = (*node.args, *(0, 0, _END, 1)[len(node.args) - 1 :])
+    shape = source.meta["val"].shape
+    return (start, min(end, shape[-1])) if step == 1 and dim in (-1, len(shape) - 1) else None
+
+
+_WRITES = {torch.ops.aten.index_put.default: False, torch.ops.aten.index_put_.default: True}
+
+
+def masked_writes_to_where(program: ExportedProgram) -> ExportedProgram:
+    """Rewrite each `x[mask] = value` and `x[..., constant indices] = value` as `where`, in place.
+
+    The value is one number, or one tensor for every place, as large as the dimensions behind those of the index.
+    """
+    graph = program.graph
+    for node in [node for node in graph.nodes if node.target in _WRITES]:
+        target, indices, value, *accumulate = node.args
+        index = indices[-1]
+        if any(accumulate) or index is None or any(other is not None for other in indices[:-1]):
+            continue
+        # A mask takes as many dimensions as it has, indices take one.
+        taken = index.meta["val"].dim() if index.meta["val"].dtype == torch.bool else 1
+        behind = target.meta["val"].dim() - (len(indices) - 1) - taken
+        if value.meta["val"].numel() != 1 and value.meta["val"].dim() > behind:
+            continue
+        mask = _mask_of(program, node)
+        if mask is None:
+            continue
+        with graph.inserting_before(node):
+            for _ in range(behind):
+                mask = insert_call(graph, torch.ops.aten.unsqueeze.default, mask, -1)
+            result = insert_call(graph, torch.ops.aten.where.self, mask, value, target)
+            if _WRITES[node.target]:
+                result = insert_call(graph, torch.ops.aten.copy_.default, target, result)
+        replace_call(node, result)
+    program.graph_module.recompile()
+    return program
+
+
+def _mask_of(program: ExportedProgram, node: Node) -> Node | None:
+    """Where a write with one index lands, bool over the dimensions that the index takes; None for indices that are no
+    constants.
+    """
+    target, indices = node.args[:2]
+    index, size = indices[-1], target.meta["val"].shape[len(indices) - 1]
+    if index.meta["val"].dtype == torch.bool:
+        return index
+    chosen = constant_of(program, index)
+    if chosen is None or not isinstance(size, int):
+        return None
+    mask = torch.zeros(size, dtype=torch.bool)
+    mask[chosen] = True
+    return add_constant(program, f"{node.name}_mask", mask)
+
+
+_PRODUCT = torch.ops.aten.bmm.default
+#: What gives a part of a tensor, or the same in another order.
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten.slice.Tensor, torch.ops.aten.transpose.int)
+
+
+def parts_to_weights(program: ExportedProgram) -> ExportedProgram:
+    """Rewrite each `bmm` whose second operand is a view of a weight, in place."""
+    graph, parameters = program.graph, program.graph_signature.inputs_to_parameters
+    replaced = False
+    for node in graph.find_nodes(op="call_function", target=_PRODUCT):
+        part = node.all_input_nodes[-1]
+        views = _views(part)
+        if not views or views[0].all_input_nodes[0].name not in parameters:
+            continue
+        value = program.state_dict[parameters[views[0].all_input_nodes[0].name]].detach()
+        for view in views:
+            operator: Any = view.target
+            value = operator(value, *view.args[1:], **view.kwargs)
+        node.replace_input_with(part, add_weight(program, f"{node.name}_weight", value.contiguous()))
+        replaced = True
+    if replaced:
+        graph.eliminate_dead_code()
+        for node in graph.find_nodes(op="placeholder"):
+            if not node.users and node.name in parameters:
+                delete_constant_placeholder(program, node)
+        program.graph_module.recompile()
+    return program
+
+
+def _views(node: Node) -> list[Node]:
+    """The views that lead to a node, from what they are of on; their sizes are numbers."""
+    views: list[Node] = []
+    while node.op == "call_function" and node.target in _VIEWS and len(node.all_input_nodes) == 1:
+        views.insert(0, node)
+        node = node.all_input_nodes[0]
+    return views

@@ -1,0 +1,1 @@
+"""Checks and edits of `.pte` files."""

@@ -1,0 +1,301 @@
+"""Trace and lower each quantized linear layer as one operator."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.fx import Node
+from torch.fx.node import map_aggregate
+from torch.fx.passes.infra.pass_base import PassBase, PassResult
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from ....common.compat.executorch import edge_operator, operator_of
+from ....models.quantized_rows import is_quantized
+from ..passes.graph_edits import replace_call
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+    from torch.fx import GraphModule
+
+
+@torch.library.custom_op("exportable_cache::quantized_linear", mutates_args=())
+def quantized_linear(source: torch.Tensor, weights: Sequence[torch.Tensor], recipe: str) -> torch.Tensor:
+    """A linear layer over rounded weights, and perhaps over rounded inputs. `UnfoldLinears` puts back what it stands
+    for; it is never run.
+
+    Args:
+        source: [..., inputs].
+        weights: What the folded operators read beside it: the integers [outputs, inputs] first.
+        recipe: Key of the folded operators.
+    """
+    raise NotImplementedError("exportable_cache::quantized_linear stands for other operators and has no kernel")
+
+
+@quantized_linear.register_fake
+def _(source: torch.Tensor, weights: Sequence[torch.Tensor], recipe: str) -> torch.Tensor:
+    return source.new_empty(*source.shape[:-1], weights[0].shape[0])
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """One of the weights, in a recipe."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class _Result:
+    """What an earlier step of a recipe gave; -1 is the source."""
+
+    index: int
+
+
+#: A call for each folded operator, in order: what is called, and with which arguments.
+_Recipe = tuple[tuple[Any, tuple], ...]
+#: By key, which is the recipe's text: equal layers share one.
+_RECIPES: dict[str, _Recipe] = {}
+
+_OPERATOR = torch.ops.exportable_cache.quantized_linear.default
+_LINEAR = torch.ops.aten.linear.default
+_CHOOSE = torch.ops.torchao.choose_qparams_affine.default
+_QUANTIZE = torch.ops.torchao.quantize_affine.default
+_DEQUANTIZE = torch.ops.torchao.dequantize_affine.default
+
+
+def fold_linears(program: ExportedProgram) -> ExportedProgram:
+    """Fold each linear layer whose weight is dequantised, in place; other programs are left as they are."""
+    graph = program.graph
+    linears = [node for node in graph.find_nodes(op="call_function", target=_LINEAR) if _is(node.args[1], _DEQUANTIZE)]
+    for node in linears:
+        folded = _folded(node)
+        if folded is None:
+            continue
+        source, weights, recipe = folded
+        key = repr(recipe)
+        _RECIPES[key] = recipe
+        with graph.inserting_before(node):
+            call = graph.call_function(_OPERATOR, (source, weights, key))
+        call.meta = dict(node.meta)
+        replace_call(node, call)
+    if graph.find_nodes(op="call_function", target=_OPERATOR):
+        graph.eliminate_dead_code()
+        program.graph_module.recompile()
+    return program
+
+
+class FoldedCall(NamedTuple):
+    """What a call of the operator is given: its input, what the folded operators read beside it, and their key."""
+
+    source: Node
+    weights: Sequence[Node]
+    recipe: str
+
+
+def folded_call(node: Node) -> FoldedCall | None:
+    """None of a node that is no such call."""
+    return FoldedCall(*node.args) if node.target is _OPERATOR else None
+
+
+class Int4Layer(NamedTuple):
+    """A linear layer over weights of 4 bits in groups, its input rounded to 8 bits, each token by itself.
+
+    Attributes:
+        source: [..., inputs].
+        integers: [outputs, inputs], of -8 to 7.
+        scale: [outputs, groups].
+        zero_point: [outputs, groups], or None.
+        bias: [outputs], or None.
+        group: Weights that share a scale.
+    """
+
+    source: Node
+    integers: Node
+    scale: Node
+    zero_point: Node | None
+    bias: Node | None
+    group: int
+
+
+def int4_layer(node: Node) -> Int4Layer | None:
+    """What a call of the operator stands for, if it is such a layer."""
+    call = folded_call(node)
+    if call is None:
+        return None
+    steps = _RECIPES[call.recipe]
+    if [target for target, _ in steps if target is not operator.getitem] != [
+        _CHOOSE, _QUANTIZE, _DEQUANTIZE, _DEQUANTIZE, _LINEAR
+    ]:  # fmt: skip
+        return None
+    chosen, weight, linear = steps[0][1], steps[-2][1], steps[-1][1]
+    inputs = call.source.meta["val"].shape[-1]
+    *tokens, block = chosen[2]
+    of_tokens = chosen[1] == "ASYMMETRIC" and chosen[3:6] == (torch.int8, -128, 127) and set(tokens) <= {1}
+    (one, group), (integers, scale, zero_point), limits = weight[1], (weight[0], *weight[2:4]), weight[4:7]
+    if not of_tokens or block != inputs or one != 1 or limits != (torch.int8, -8, 7):
+        return None
+    names = (integers, scale, zero_point, linear[2] if len(linear) > 2 else None)
+    parts = [call.weights[name.index] if isinstance(name, _Weight) else None for name in names]
+    return Int4Layer(call.source, *parts, group)
+
+
+class UnfoldLinears(PassBase):
+    """Put back, in the edge dialect, what `fold_linears` folded."""
+
+    def call(self, graph_module: GraphModule) -> PassResult:
+        graph = graph_module.graph
+        calls = [node for node in graph.nodes if operator_of(node.target) is _OPERATOR]
+        for call in calls:
+            with graph.inserting_before(call):
+                replace_call(call, _unfolded(call))
+        if calls:
+            graph_module.recompile()
+        return PassResult(graph_module, bool(calls))
+
+
+def _folded(linear: Node) -> tuple[Node, list[Node], _Recipe] | None:
+    """Source, weights and recipe of a layer; None where its weights are made from more than constants."""
+    steps = list(dict.fromkeys(_steps(linear)))
+    chosen = next((step for step in steps if step.target is _CHOOSE), None)
+    source = linear.args[0] if chosen is None else chosen.args[0]
+    # The integers are first: they tell the number of outputs.
+    integers = linear.args[1].args[0]
+    read = (value for step in steps for value in step.all_input_nodes if value not in steps and value is not source)
+    weights = list(dict.fromkeys((integers, *read)))
+    if any(weight.op != "placeholder" for weight in weights) or any(step.kwargs for step in steps):
+        return None
+    names: dict[Node, _Weight | _Result] = {weight: _Weight(index) for index, weight in enumerate(weights)}
+    names[source] = _Result(-1)
+    names |= {step: _Result(index) for index, step in enumerate(steps)}
+    recipe = tuple(
+        (step.target, map_aggregate(step.args, lambda value: names[value] if isinstance(value, Node) else value))
+        for step in steps
+    )
+    return source, weights, recipe
+
+
+def _steps(node: Node) -> Iterator[Node]:
+    """A layer's operators, inputs first."""
+    for value in node.all_input_nodes:
+        of_choice = _is(value, operator.getitem) and _is(value.args[0], _CHOOSE)
+        if of_choice or any(_is(value, target) for target in (_CHOOSE, _QUANTIZE, _DEQUANTIZE)):
+            yield from _steps(value)
+    yield node
+
+
+def _unfolded(call: Node) -> Node:
+    source, weights, key = call.args
+    results: list[Node] = []
+
+    def operand(value: Any) -> Any:
+        if isinstance(value, _Weight):
+            return weights[value.index]
+        if isinstance(value, _Result):
+            return source if value.index < 0 else results[value.index]
+        return value
+
+    for target, arguments in _RECIPES[key]:
+        step = call.graph.call_function(edge_operator(target), map_aggregate(arguments, operand))
+        step.meta = {name: value for name, value in call.meta.items() if name != "val"}
+        step.meta["val"] = target(
+            *map_aggregate(step.args, lambda value: value.meta["val"] if isinstance(value, Node) else value)
+        )
+        results.append(step)
+    return results[-1]
+
+
+def _is(value: Any, target: Any) -> bool:
+    return isinstance(value, Node) and value.target is target
+
+
+#: What a layer's operators may read beside its input.
+_PARTS = ("qdata", "scale", "zero_point", "bias")
+#: Dimensions of what layers are applied to: [batch, length, features]. Layers over others are folded after the trace.
+_DIMENSIONS = 3
+
+
+class _Kind(NamedTuple):
+    """Attributes:
+    parts: Which of `_PARTS` the operator takes, in order.
+    recipe: Its key.
+    """
+
+    parts: tuple[str, ...]
+    recipe: str
+
+
+class FoldedLinears(TorchFunctionMode):
+    """A block in which quantised linear layers are traced as `exportable_cache::quantized_linear`: what `fold_linears`
+    makes of them otherwise.
+
+    Args:
+        model: Its layers are looked at; what cannot be folded is traced as it is.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._kinds: dict[tuple, _Kind | None] = {}
+        for module in model.modules():
+            if isinstance(module, nn.Linear) and is_quantized(weight := module.weight):
+                key = _key(weight, module.bias)
+                if key not in self._kinds:
+                    self._kinds[key] = _traced(weight, module.bias)
+
+    def __torch_function__(
+        self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.linear and len(args) > 1 and is_quantized(args[1]):
+            source, weight = args[:2]
+            bias = args[2] if len(args) > 2 else kwargs.get("bias")
+            kind = self._kinds.get(_key(weight, bias))
+            if kind is not None and source.dim() == _DIMENSIONS and source.dtype == torch.float32:
+                tensors = [bias if part == "bias" else getattr(weight, part) for part in kind.parts]
+                return torch.ops.exportable_cache.quantized_linear(source, tensors, kind.recipe)
+        return func(*args, **kwargs)
+
+
+def _key(weight: Any, bias: torch.Tensor | None) -> tuple:
+    """The same for layers of one recipe: it does not depend on the number of outputs."""
+    form = (type(weight), weight.target_dtype, tuple(weight.block_size), weight.dtype, weight.activation_quantization)
+    parts = (weight.qdata, weight.scale, weight.zero_point)
+    return (*form, bias is None, *((part.dtype, tuple(part.shape[1:])) for part in parts))
+
+
+def _traced(weight: Any, bias: torch.Tensor | None) -> _Kind | None:
+    """One output of a layer, traced and folded."""
+    with torch.no_grad():
+        layer = _Layer(weight, bias)
+        source = torch.zeros((2, *[3] * (_DIMENSIONS - 2), weight.shape[1]))
+        program = fold_linears(torch.export.export(layer, (source,)))
+    call = folded_call(program.graph.output_node().args[0][0])
+    if call is None or call.source.name not in program.graph_signature.user_inputs:
+        return None
+    parameters = program.graph_signature.inputs_to_parameters
+    return _Kind(tuple(parameters[part.name] for part in call.weights), call.recipe)
+
+
+class _Layer(nn.Module):
+    """The first output of a quantised linear layer, whose parts are parameters."""
+
+    def __init__(self, weight: Any, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self._class = type(weight)
+        self._form = (weight.target_dtype, weight.block_size, weight.dtype, weight.activation_quantization)
+        for name, part in zip(_PARTS, (weight.qdata, weight.scale, weight.zero_point, bias), strict=True):
+            first = None if part is None else nn.Parameter(part[:1].detach().clone(), requires_grad=False)
+            self.register_parameter(name, first)
+
+    qdata: torch.Tensor
+    scale: torch.Tensor
+    zero_point: torch.Tensor
+    bias: torch.Tensor | None
+
+    def forward(self, source: torch.Tensor) -> torch.Tensor:
+        weight = self._class(self.qdata, self.scale, self.zero_point, *self._form)
+        return functional.linear(source, weight, self.bias)

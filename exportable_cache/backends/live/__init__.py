@@ -1,0 +1,1 @@
+"""Run a model in this process, eagerly or through torch.compile."""

@@ -1,0 +1,370 @@
+"""Compiled graphs on disk: a later process loads them instead of tracing and compiling the model again."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib
+import inspect
+import io
+import json
+import logging
+import os
+import platform
+import re
+import zipfile
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+
+from ... import __version__
+from ...common.compat.torch import inductor_config, unwritable_guards
+from ...common.fs.files import atomic_path, clear_partials
+from ...common.fs.user_files import is_own_file, own_folder, own_key, sealed, unsealed
+from ...common.native.processor import instructions, processor_name
+from ...common.process.garbage import few_collections
+from ...common.tensors import kind_of_tensor
+from .layer_tensors import owners_of_tensors
+from .ops.eager import OWN_OPERATORS
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ...models.cache_factory import ExportableCache
+
+log = logging.getLogger(__name__)
+
+#: Suffix of a graph's file.
+GRAPH = ".graph"
+#: Megabytes that a folder holds unless told otherwise: some hundred graphs.
+GRAPH_CACHE_MB = 1024
+_MAIN, _PLAIN = "graph", b"plain"
+_LIBRARY = re.compile(r"\w+/[\w.]+\.so")
+
+
+class GraphCache:
+    """Compiled steps of one model over one layout of its cache, a file each.
+
+    torch's own cache keeps generated code, and a later process still traces every graph; what is kept here is called as
+    it is (`aot_compile` of torch.compile, see `torch.compiler.load_compiled_function`). Weights are not kept. A file is
+    used only if versions, processor, torch's settings, the model's structure and the cache's layout are those it was
+    compiled for, if the source of every function in the graph is unchanged, and if TorchDynamo's guards on the model
+    and the inputs hold; otherwise the step is compiled again and the file replaced. Like torch's own, such files are
+    pickled, which runs code: a folder that others can write to is refused, and a file that is somebody else's, or was
+    not written with this user's key, is not read.
+
+    Args:
+        folder: Made when the first graph is kept.
+        model: In eval mode, its attention implementation chosen.
+        cache: What its steps write.
+        limit: Megabytes. When a graph is kept that goes beyond, those used longest ago are dropped, whatever model they
+            are of, but for those that this object has kept or loaded.
+
+    Raises:
+        InputError: If others than this user and root can write to the folder, or to one above it, or there is no
+            key, see `own_key`.
+    """
+
+    def __init__(
+        self, folder: str | Path, model: nn.Module, cache: ExportableCache, limit: int = GRAPH_CACHE_MB
+    ) -> None:
+        self.folder = own_folder(Path(folder))
+        self._owners = model, cache
+        self._key = own_key()
+        self._limit = limit * 10**6
+        self._used: set[Path] = set()
+        # Regions are shared by graphs, so each graph has the machine code of all.
+        self._libraries: set[Path] = set()
+        #: Graphs taken from the folder, and graphs compiled, since this object was made.
+        self.loaded, self.compiled = 0, 0
+        #: Why the newest graph was not kept, "" if it was.
+        self.last_error = ""
+        self._structure = _digest([*_settings(), *_structure(model, cache)])
+
+    @functools.cached_property
+    def _identity(self) -> str:
+        # When it is needed: the compiler takes long to import.
+        return self._structure + _digest([inductor_config()])
+
+    def get(
+        self,
+        key: str,
+        step: Callable[..., Any],
+        external: dict[str, nn.Module],
+        inputs: Sequence[torch.Tensor],
+        **options: Any,
+    ) -> Callable[..., Any] | None:
+        """A step from the folder, or compiled and kept there; None if it cannot be compiled in the form that can be
+        kept.
+
+        Args:
+            key: Of the step, among those of this model and cache.
+            step: To compile.
+            external: Modules that `step` closes over, by name; they are not written.
+            inputs: Examples of its inputs, dynamic sizes marked.
+            options: Of torch.compile.
+
+        Raises:
+            InputError: If others can write to Inductor's own folder, from which machine code is taken as it is.
+        """
+        self.last_error = ""
+        call = self.load(key, step, external, inputs)
+        if call is not None:
+            return call
+        # Here, as it imports the compiler, which takes long.
+        from ...common.compat import torch_compile as private
+
+        own_folder(private.code_folder())
+        if not self._libraries:
+            private.forget_processor()
+        by_layers = "backend" in options
+        options["options"] = {**(options.get("options") or {}), "guard_filter_fn": _keepable}
+        try:
+            with (
+                private.sources_once(),
+                private.nameless_methods_left_out(),
+                private.libraries_noted(self._libraries),
+                owners_of_tensors(*self._owners),
+                few_collections(),
+            ):
+                call = self._compiled(step, inputs, options)
+        except Exception as error:  # tensor subclasses and backends that cannot be written, under errors of their own
+            self._not_kept(key, error)
+            return None
+        self.compiled += 1
+        try:
+            own_folder(self.folder, make=True)
+            with atomic_path(self._path(key)) as temporary:
+                call.save_compiled_function(str(temporary), external_data=external)
+                plainly = not by_layers or not private.takes_short_cuts()
+                written = packed(temporary.read_bytes(), self._libraries, private.code_folder(), plainly)
+                temporary.write_bytes(sealed(written, self._key, self._path(key).name))
+            self._used.add(self._path(key))
+            self._trim()
+        except (
+            Exception
+        ) as error:  # a full disk, or something in the graph that cannot be pickled: it runs all the same
+            self._not_kept(key, error)
+        return call
+
+    def _compiled(self, step: Callable[..., Any], inputs: Sequence[torch.Tensor], options: dict[str, Any]) -> Any:
+        def compiled() -> Any:
+            # torch.compile takes out of its options what is not Inductor's.
+            own = {**options, "options": dict(options["options"])}
+            return torch.compile(step, fullgraph=True, **own).aot_compile((tuple(inputs), {}))
+
+        equal = getattr(options.get("backend"), "equal", None)
+        if equal is not None and equal.kinds:
+            try:
+                with equal.traced_once():
+                    return compiled()
+            except Exception as error:  # of TorchDynamo's, around ours
+                log.info("every layer is traced: %s", error)
+        return compiled()
+
+    def load(
+        self, key: str, step: Callable[..., Any], external: dict[str, nn.Module], inputs: Sequence[torch.Tensor]
+    ) -> Callable[..., Any] | None:
+        """A step from the folder, or None. See `get`."""
+        # A copy carries no marks, like the inputs of later calls.
+        call = self._load(self._path(key), step, external, [tensor.clone() for tensor in inputs])
+        if call is not None:
+            self.loaded += 1
+            self._used.add(self._path(key))
+            with contextlib.suppress(OSError):  # dropped by another process since
+                os.utime(self._path(key))
+        return call
+
+    def _trim(self) -> None:
+        """Drop what was used longest ago. Other processes may do so at the same time, or be about to read: whoever
+        finds no file compiles.
+        """
+        clear_partials(self.folder)
+        found = []
+        for path in self.folder.glob(f"*{GRAPH}"):
+            with contextlib.suppress(OSError):
+                found.append((path.stat().st_mtime_ns, path.stat().st_size, path))
+        size = sum(each for _, each, _ in found)
+        for _, each, path in sorted(found):
+            if size <= self._limit:
+                break
+            if path not in self._used:
+                with contextlib.suppress(OSError):
+                    path.unlink(missing_ok=True)
+                    size -= each
+
+    def _path(self, key: str) -> Path:
+        return self.folder / f"{hashlib.sha256(f'{self._identity} {key}'.encode()).hexdigest()}{GRAPH}"
+
+    def _not_kept(self, key: str, error: Exception) -> None:
+        self.last_error = f"{type(error).__name__}: {error}".partition("\n")[0]
+        log.warning("%s: not kept in %s: %s", key, self.folder, self.last_error)
+
+    def _load(
+        self, path: Path, step: Callable[..., Any], external: dict[str, nn.Module], inputs: Sequence[torch.Tensor]
+    ) -> Callable[..., Any] | None:
+        if not path.exists():
+            return None
+        try:
+            own_folder(self.folder)
+            with path.open("rb") as file:
+                if not is_own_file(file.fileno()):
+                    log.warning("%s is not read: it is not yours, or others can write to it", path)
+                    return None
+                written = unsealed(file.read(), self._key, path.name)
+            # Here, as it imports the compiler, which takes long.
+            from ...common.compat.torch_compile import code_folder, compiled_here, libraries_noted
+
+            graph, plainly = unpacked(written, own_folder(code_folder()))
+            for operators in OWN_OPERATORS:
+                if operators.are_called_in(graph):
+                    operators.load()
+            owners = owners_of_tensors(*self._owners)
+            with compiled_here(plainly), libraries_noted(self._libraries), owners:
+                call = torch.compiler.load_compiled_function(
+                    io.BytesIO(graph), f_globals=step.__globals__, external_data=external
+                )
+            if _sources_unchanged(call) and call.guard_check(*inputs):
+                return call
+            reason = "the model's code or its state has changed"
+        except Exception as error:  # a damaged file, or one of another version
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        log.info("%s is compiled again: %s", path.name, reason)
+        return None
+
+
+def import_loader() -> None:
+    """Import what the first graph of a process would import while it is loaded."""
+    from ...common.compat.torch_loading import import_loader
+
+    import_loader()
+    for name in ("..common.compat.torch_compile", ".layered", ".equal_layers"):
+        importlib.import_module(name, __package__)
+
+
+def packed(graph: bytes, libraries: Iterable[Path], folder: Path, plainly: bool) -> bytes:
+    """A graph with its machine code, which Inductor's own folder may lose: it lies among temporary files.
+
+    Args:
+        graph: As torch writes it.
+        libraries: Files of machine code; those that are not in `folder` stay out.
+        folder: Inductor's.
+        plainly: Whether it was compiled without short cuts, as it has to be loaded.
+    """
+    written = io.BytesIO()
+    with zipfile.ZipFile(written, "w") as archive:
+        archive.writestr(_MAIN, graph)
+        archive.comment = _PLAIN if plainly else b""
+        for path in sorted(libraries):
+            if path.is_relative_to(folder) and path.is_file():
+                archive.write(path, path.relative_to(folder).as_posix())
+    return written.getvalue()
+
+
+def unpacked(written: bytes, folder: Path) -> tuple[bytes, bool]:
+    """The graph that `packed` was given, and whether it was compiled plainly; machine code goes to Inductor's folder,
+    where there is none.
+    """
+    with zipfile.ZipFile(io.BytesIO(written)) as archive:
+        for name in archive.namelist():
+            path = folder / name
+            if _LIBRARY.fullmatch(name) and not path.exists():
+                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                with atomic_path(path) as temporary:
+                    temporary.write_bytes(archive.read(name))
+        return archive.read(_MAIN), archive.comment == _PLAIN
+
+
+def _keepable(guards: Sequence[Any]) -> list[bool]:
+    """Guards that are written: most of the time of a load is theirs, and a step checks all of them.
+
+    Left out are those that cannot be, which compare identities and global names (sources stand for them), and those
+    that the file's name stands for, thousands: on the modules' hooks, own attributes and classes, and on dictionaries
+    being such.
+    """
+    left_out = {
+        *unwritable_guards(),
+        "EMPTY_NN_MODULE_HOOKS_DICT",
+        "NOT_PRESENT_IN_GENERIC_DICT",
+    }
+    # torchao's weights cannot be written either, nor what they are made of: the file's name stands for them, too.
+    packed_weights = tuple(
+        f"{guard.name}." for guard in guards if guard.has_value and hasattr(guard.value, "__tensor_flatten__")
+    )
+    return [
+        not (
+            guard.is_global
+            or left_out & {guard.guard_type, *(guard.derived_guard_types or ())}
+            or f"{guard.name}.".startswith(packed_weights)
+            or _is_of_a_class(guard)
+        )
+        for guard in guards
+    ]
+
+
+def _is_of_a_class(guard: Any) -> bool:
+    """Whether a guard compares the class of a module or a dictionary, or looks into a class."""
+    if guard.guard_type == "DICT_NOT_CONTAINS":
+        return guard.name.startswith("dict(type(")
+    return guard.guard_type == "TYPE_MATCH" and guard.has_value and isinstance(guard.value, (torch.nn.Module, dict))
+
+
+def _sources_unchanged(call: Any) -> bool:
+    """Whether each function that was traced into the graph reads as it did then."""
+    return all(
+        hashlib.sha256(
+            "".join(_lines(source.module)[source.firstlineno - 1 : source.lastlineno - 1]).encode()
+        ).hexdigest()
+        == source.checksum
+        for source in call.source_info().inlined_sources
+    )
+
+
+@functools.cache
+def _lines(module: str) -> list[str]:
+    return inspect.getsourcelines(importlib.import_module(module))[0]
+
+
+def _digest(values: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=repr).encode()).hexdigest()
+
+
+def _settings() -> list[Any]:
+    return [
+        __version__,
+        torch.__version__,
+        transformers.__version__,
+        platform.machine(),
+        # Kernels are compiled for the very processor, not for a kind of it.
+        processor_name(),
+        instructions(),
+        torch.backends.cpu.get_cpu_capability(),
+        torch.get_num_threads(),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.compiler.get_default_backend(),
+        *(operators.identity() for operators in OWN_OPERATORS),
+    ]
+
+
+def _structure(model: nn.Module, cache: ExportableCache) -> list[Any]:
+    tensors = [*model.named_parameters(), *model.named_buffers(), *cache.named_state()]
+    return [
+        model.config.to_dict(),
+        str(model),
+        [
+            (name, type(module).__module__, type(module).__qualname__, *_attributes(module))
+            for name, module in model.named_modules()
+        ],
+        [(type(layer).__qualname__, layer.config()) for layer in cache.layers],
+        [(name, *kind_of_tensor(tensor)) for name, tensor in tensors],
+    ]
+
+
+def _attributes(module: nn.Module) -> list[str]:
+    """Names of a module's own attributes, with the number of its hooks."""
+    return sorted(f"{name} {len(value)}" if name.endswith("_hooks") else name for name, value in vars(module).items())

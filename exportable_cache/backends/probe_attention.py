@@ -1,0 +1,73 @@
+"""How a model's attention takes the keys of each layer, found by running a few tokens through the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AttentionInterface
+
+from ..cache.attention.functions import matmul_attention
+from ..cache.attention.implementation import attention_of
+from ..cache.attention.masks import register_masks
+from ..cache.policies import FullPolicy
+from ..models.cache_factory import ExportableCache
+from ..models.layers.layout import cache_argument, probe_tokens
+from ..models.patches.mechanisms.own_attention import expanded_latents
+from ..models.quantized_rows import QuantizedZeros
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_ATTENTION = "exportable_cache_probe"
+#: Tokens that go in at once: enough for a causal mask to be told from others. Windows are not reached.
+_LENGTH = 3
+
+#: Of one call: query, key, value, attention mask, further arguments.
+Look = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, dict[str, Any]], Any]
+
+
+@torch.no_grad()
+def probe_attention(model: PreTrainedModel, look: Look, latents: bool = False) -> dict[int, list[Any]]:
+    """What `look` says of each call of attention over the very keys and values that a full layer returned.
+
+    Args:
+        model: A causal language model; its attention implementation is as before afterwards.
+        look: Given the inputs of a call as `AttentionInterface` functions get them, the module among the last. Of
+            quantised models only shapes and masks are what they would be.
+        latents: Have models that keep latents hand on these, not the keys and values that they stand for.
+
+    Returns:
+        By layer, one entry for each call over its keys; false where the values were others than the layer's. Layers
+        without keys, or whose keys were changed on the way, are left out.
+    """
+    calls: dict[int, list[Any]] = {}
+    probe = ExportableCache.from_model(model, _LENGTH, attn_implementation=None)
+
+    def record(module, query, key, value, attention_mask, **kwargs):
+        for index, layer in enumerate(probe.layers):
+            if isinstance(layer.policy, FullPolicy) and key is layer.keys:
+                given = {**kwargs, "module": module}
+                calls.setdefault(index, []).append(
+                    value is layer.values and look(query, key, value, attention_mask, given)
+                )
+                if latents and hasattr(module, "expand_kv"):
+                    key, value = expanded_latents(module, key, value)
+                    break
+        return matmul_attention(module, query, key, value, attention_mask, **kwargs)
+
+    record.takes_latents = lambda keys: latents and any(keys is layer.keys for layer in probe.layers if layer.storage)
+    AttentionInterface.register(_ATTENTION, record)
+    register_masks(_ATTENTION)
+    with attention_of(model, _ATTENTION), QuantizedZeros():
+        model(input_ids=probe_tokens(model, _LENGTH), use_cache=True, **{cache_argument(model): probe})
+    return calls
+
+
+def is_causal(attention_mask: torch.Tensor) -> bool:
+    """Whether the mask that a probe met, additive [1, 1 or heads, query_length, key_length], hides what comes later and
+    nothing else.
+    """
+    causal = torch.ones(attention_mask.shape[-2:], dtype=torch.bool).tril()
+    return bool(((attention_mask == 0) == causal).all())

@@ -1,0 +1,123 @@
+"""The operator `kv_cache_update` and the layers that write their cache with it, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional as F
+
+from ...cache.component import check_count
+from ...cache.kernel import PORTABLE, Kernel
+from ...cache.policies.circular import CircularPolicy, is_one
+from ...common.compat.torch import check
+
+if TYPE_CHECKING:
+    from ...cache.layers import CacheLayer
+    from ...cache.policies import SlotPolicy
+
+
+@torch.library.custom_op("exportable_cache::kv_cache_update", mutates_args=())
+def kv_cache_update(cache: torch.Tensor, update: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+    """The cache with `update` at positions `start[b] .. start[b] + Q - 1` of each row.
+
+    The caller keeps `start[b] + Q <= S`; no lowering can check it.
+
+    Args:
+        cache: [B, H, S, D].
+        update: [B, H, Q, D], of the cache's dtype.
+        start: int64 [B].
+
+    Returns:
+        [B, H, S, D], a new tensor.
+    """
+    return scatter_update(cache, update, start)
+
+
+@kv_cache_update.register_fake
+def _(cache: torch.Tensor, update: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+    # Static facts only: lengths may be symbolic.
+    check(update.dtype == cache.dtype, lambda: f"update is {update.dtype}, the cache {cache.dtype}; cast it")
+    check(start.dtype == torch.int64, lambda: f"start is {start.dtype}; it must be int64")
+    check(start.dim() == 1, lambda: f"start has {start.dim()} dimensions; it must be [batch]")
+    return torch.empty_like(cache)
+
+
+def scatter_update(cache: torch.Tensor, update: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+    """The same in plain operators, for runtimes that cannot alias; it copies the cache."""
+    batch, heads, length, dim = update.shape
+    slots = start[:, None] + torch.arange(length, device=cache.device)
+    return cache.scatter(2, slots[:, None, :, None].expand(batch, heads, length, dim), update)
+
+
+def reference_update(cache: torch.Tensor, update: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+    """The oracle: row by row, by slices."""
+    result = cache.clone()
+    for row, first in enumerate(start.tolist()):
+        result[row, :, first : first + update.shape[2]] = update[row]
+    return result
+
+
+@dataclass(frozen=True)
+class EngineKernel(Kernel, kind="tensorrt"):
+    """Writes float keys and values through `kv_cache_update`, and may keep a null slot.
+
+    TensorRT's attention layer knows no sinks, but a key of zeros has the score that the mask gives it, and a value of
+    zeros adds nothing: one slot that is never written, under a mask that holds each head's sink logit there, makes its
+    softmax one with a sink. The slot is the last of the tensors and of what `update` returns, no part of the policy's
+    capacity, and seen by attention alone: positions, masks and bounds do not count it.
+
+    Of what overwrites its oldest tokens, one token is written so, at the policy's next slot. A prompt's write gathers
+    the newest tokens: it reads the cache and the new tokens together, which no layer of TensorRT does in place.
+
+    Attributes:
+        null_slots: 1 where the layer's attention has sinks, 0 elsewhere.
+
+    Raises:
+        InputError: If `null_slots` is not an int of at least 0.
+    """
+
+    null_slots: int = 0
+
+    def __post_init__(self) -> None:
+        check_count(self.null_slots, "null_slots of a TensorRT kernel", 0)
+
+    def sizes(self, policy: SlotPolicy) -> Mapping[str, int]:
+        return {"capacity": policy.capacity + self.null_slots}
+
+    def engine_layer(self, layer: CacheLayer) -> CacheLayer:
+        """The layer with this kernel, with the same contents."""
+        tensors = dict(layer.named_state())
+        for name in layer.storage.parts:
+            tensors[name] = F.pad(tensors[name], (0, 0, 0, self.null_slots))
+        return layer.with_kernel(self, tensors)
+
+    def update(
+        self, layer: CacheLayer, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Kernel.update`; the tensors are rebound, not mutated."""
+        policy = layer.policy
+        if isinstance(policy, CircularPolicy) and not is_one(key_states.shape[2]):
+            return self._gather(layer, key_states, value_states)
+        start = policy.next_slot(layer.cumulative_length)
+        layer.keys = kv_cache_update(layer.keys, key_states, start)
+        layer.values = kv_cache_update(layer.values, value_states, start)
+        layer.advance(key_states.shape[2])
+        return layer.keys, layer.values
+
+    def _gather(
+        self, layer: CacheLayer, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.null_slots:
+            return PORTABLE.update(layer, key_states, value_states)
+        capacity = layer.capacity
+        null_keys, null_values = layer.keys[:, :, capacity:], layer.values[:, :, capacity:]
+        layer.keys, layer.values = layer.keys[:, :, :capacity], layer.values[:, :, :capacity]
+        keys, values = PORTABLE.update(layer, key_states, value_states)
+        layer.keys, layer.values = (
+            torch.cat([layer.keys, null_keys], dim=2),
+            torch.cat([layer.values, null_values], dim=2),
+        )
+        return torch.cat([keys, null_keys], dim=2), torch.cat([values, null_values], dim=2)

@@ -1,0 +1,1 @@
+"""Where and how commands write: streams, tables, and the output of other libraries."""

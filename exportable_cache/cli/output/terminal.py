@@ -1,0 +1,222 @@
+"""Where a command writes: results on stdout, everything else on stderr."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from ...common.process.garbage import no_collections
+from ...common.process.quiet import forget, without_chatter
+from ...errors import shown, shown_generated
+
+# Wider than any table: where the terminal is narrower it continues on the next line, and nothing is lost.
+_WIDTH = 1000
+_SECONDS_OF_SILENCE = 2.0
+_SECONDS_BETWEEN_LINES = 10.0
+
+Callback = Callable[[str, int, "int | None"], None]
+
+
+class _Results(Console):
+    """A stream whose reader may go away, which ends the command."""
+
+    def on_broken_pipe(self) -> None:
+        # The library's own ends the process with 1, which stands for a mismatch here.
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
+class _Remarks(Console):
+    """A stream that the command goes on without."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        try:
+            super().print(*objects, **options)
+        except OSError:
+            self.quiet = True
+            forget(sys.__stderr__)
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
+class Terminal:
+    """Output of one command.
+
+    Args:
+        stdout: The stream of results; `sys.stdout` itself may point elsewhere while a command runs.
+    """
+
+    def __init__(self, stdout: TextIO) -> None:
+        self.stdout = stdout
+        self._out = _Results(file=stdout, width=_WIDTH, highlight=False, markup=False, emoji=False)
+        # The stream itself: what stands in for sys.stderr while a bar is drawn writes through this console.
+        self._err = _Remarks(file=sys.stderr, highlight=False, markup=False, emoji=False)
+        self._who, self._is_silent = "", False
+
+    def print(self, renderable: RenderableType = "", style: str | None = None) -> None:
+        """Print lines or a table to stdout. Neither is cut or wrapped; characters that do not print are spelled."""
+        if self._is_silent:
+            return
+        if isinstance(renderable, str):
+            renderable = shown(renderable, keep="\n")
+        self._out.print(renderable, style=style, soft_wrap=isinstance(renderable, str))
+
+    def write(self, text: str) -> None:
+        """Text as it is, to stdout, at once."""
+        if self._is_silent:
+            return
+        self.stdout.write(text)
+        self.stdout.flush()
+
+    def generated(self, text: str) -> None:
+        """Write what a model generates to stdout, at once; on a terminal without what that would obey."""
+        self.write(shown_generated(text) if self._stdout.isatty() else text)
+
+    def json(self, document: Any) -> None:
+        """The one JSON document of a command."""
+        self.write(json.dumps(_finite(document), indent=2) + "\n")
+
+    def note(self, text: str) -> None:
+        """A remark for people, to stderr."""
+        if not self._is_silent:
+            self._err.print(shown(text, keep="\n"), style="dim", soft_wrap=True)
+
+    def note_all(self, lines: Iterable[str]) -> None:
+        """Write several remarks to stderr."""
+        for line in lines:
+            self.note(line)
+
+    def error(self, text: str) -> None:
+        """A complaint, to stderr."""
+        self._err.print(self._who + shown(text, keep="\n"), style="red", soft_wrap=True)
+
+    def of_rank(self, rank: int) -> None:
+        """Of several processes that run one command the first alone writes; the others say what they cannot do."""
+        if rank:
+            self._who = f"rank {rank}: "
+            self._is_silent = True
+
+    @contextmanager
+    def progress(self, first: str) -> Iterator[Callback]:
+        """Draw what the library reports, on stderr: a bar on a terminal, elsewhere a line per stage once two seconds
+        are over.
+
+        Args:
+            first: Stage to show until the first report comes.
+
+        Yields:
+            A callback `(stage, done, total or None)`.
+        """
+        with (_bars if self._err.is_terminal else _lines)(self._err) as draw:
+
+            def callback(stage: str, done: int, total: int | None) -> None:
+                draw(shown(stage), done, total)
+
+            callback(first, 0, None)
+            yield callback
+
+    @contextmanager
+    def opening(self, folder: object) -> Iterator[None]:
+        """Draw that a bundle is opened, and import what runs it without looking for garbage."""
+        with self.progress(f"opening {folder}"), no_collections():
+            yield
+
+
+class _Bar(BarColumn):
+    def render(self, task: Task) -> RenderableType:  # type: ignore[override]
+        return Text() if task.total is None else super().render(task)
+
+
+class _Count(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text("" if task.total is None else f"{task.completed:.0f}/{task.total:.0f}", style="dim")
+
+
+@contextmanager
+def _bars(console: Console) -> Iterator[Callback]:
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), _Bar(24), _Count(), TimeElapsedColumn())
+    # One bar, that of the stage at work, gone at the end. While it is drawn sys.stderr is rich's, to be filtered anew.
+    with Progress(*columns, console=console, transient=True) as bars, without_chatter():
+        shown: dict[str, Any] = {}
+
+        def callback(stage: str, done: int, total: int | None) -> None:
+            if shown.get("stage") != stage:
+                if "task" in shown:
+                    bars.remove_task(shown["task"])
+                shown.update(stage=stage, task=bars.add_task(stage, total=total))
+            bars.update(shown["task"], completed=done, total=total)
+
+        yield callback
+
+
+@contextmanager
+def _lines(console: Console) -> Iterator[Callback]:
+    lines = _Lines(console)
+    # The first stage may never report again.
+    timer = threading.Timer(_SECONDS_OF_SILENCE, lines.speak)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield lines.report
+    finally:
+        timer.cancel()
+
+
+class _Lines:
+    """A line per stage, and now and then one about how far a long stage is; none in the first seconds of a command."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._lock = threading.Lock()
+        self._start = time.monotonic()
+        self._stage, self._count = "", ""
+        self._printed_stage, self._printed_at = "", 0.0
+
+    def report(self, stage: str, done: int, total: int | None) -> None:
+        self._stage, self._count = stage, "" if total is None else f" {done}/{total}"
+        now = time.monotonic()
+        if now - self._start < _SECONDS_OF_SILENCE:
+            return
+        if stage != self._printed_stage or (total is not None and now - self._printed_at >= _SECONDS_BETWEEN_LINES):
+            self.speak()
+
+    def speak(self) -> None:
+        with self._lock:
+            repeated = self._stage == self._printed_stage
+            self._printed_stage, self._printed_at = self._stage, time.monotonic()
+            self._console.print(f"{self._stage} ...{self._count if repeated else ''}", soft_wrap=True)
+
+
+def _finite(value: Any) -> Any:
+    """`value` with null for numbers JSON has no word for."""
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def bytes_text(count: int | None) -> str:
+    """`bytes_text(1536)` is `1.5 KiB`; None is `unknown`."""
+    if count is None:
+        return "unknown"
+    size, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"

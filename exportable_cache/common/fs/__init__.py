@@ -1,0 +1,1 @@
+"""Files: atomic writes, mapped files, and files that only this user can have written."""

@@ -1,0 +1,1 @@
+"""Native code of this package: compiled on demand, found, and loaded."""

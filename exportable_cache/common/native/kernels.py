@@ -1,0 +1,136 @@
+"""The compiled attention kernels of this package, from `kernels/`, and which of them a process uses.
+
+They serve ExecuTorch's operators `llama::custom_sdpa`, `update_cache` and `update_cache_with_indices` in place of the
+kernels of its wheel. `exportable-cache kernels build` compiles them into the environment. Where they are not there, the
+wheel's serve: programs are the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import sysconfig
+import warnings
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from ...errors import MissingDependencyError, first_line
+
+#: Chooses the kernels: the path of a compiled library, or `executorch` for those of the wheel. By default the compiled
+#: ones if they are in this environment.
+VARIABLE = "EXPORTABLE_CACHE_KERNELS"
+#: Holds them to an instruction set, by Highway's name: `SSE4`, `AVX2`, `AVX3` for AVX-512, `NEON`.
+TARGET_VARIABLE = "EXPORTABLE_CACHE_KERNELS_TARGET"
+FILE = "libexportable_cache_kernels.so"
+_NONE_OF_OURS = "executorch"
+_BUILD = "exportable-cache kernels build"
+
+
+@dataclass(frozen=True, eq=False)
+class OwnKernels:
+    """A loaded library.
+
+    Attributes:
+        path: Where it lies.
+        library: Its functions.
+    """
+
+    path: Path
+    library: ctypes.CDLL
+
+    @property
+    def target(self) -> str:
+        """The instruction set in use, as Highway names it: `AVX3` is AVX-512."""
+        self.library.exportable_cache_kernels_target.restype = ctypes.c_char_p
+        return self.library.exportable_cache_kernels_target().decode()
+
+    def limit_target(self, name: str) -> None:
+        """Use nothing better than an instruction set, in this process.
+
+        Raises:
+            MissingDependencyError: If this processor, or the library, has none of that name.
+        """
+        if not self.library.exportable_cache_kernels_limit_target(name.encode()):
+            raise MissingDependencyError(
+                f"the attention kernels have no {name!r} here; the best of this processor is {self.target!r}"
+            )
+
+    @property
+    def threads(self) -> int:
+        """Threads of ExecuTorch's pool, which the kernels share."""
+        return int(self.library.exportable_cache_kernels_threads())
+
+    @property
+    def attention_calls(self) -> int:
+        """How often attention was computed since the library was loaded."""
+        self.library.exportable_cache_kernels_attention_calls.restype = ctypes.c_longlong
+        return int(self.library.exportable_cache_kernels_attention_calls())
+
+
+def installed_path() -> Path:
+    """Where `exportable-cache kernels build` puts the library: by release of executorch, whose layout of tensors is
+    compiled in.
+    """
+    return Path(sysconfig.get_path("platlib")) / "exportable_cache_kernels" / f"executorch-{_release()}" / FILE
+
+
+def chosen_path() -> Path | None:
+    """The library that a process loads, None for the wheel's kernels.
+
+    Raises:
+        MissingDependencyError: If the variable names a file that is not there.
+    """
+    wish = os.environ.get(VARIABLE, "")
+    if wish == _NONE_OF_OURS:
+        return None
+    if wish:
+        path = Path(wish)
+        if not path.is_file():
+            raise MissingDependencyError(
+                f"{VARIABLE} is {wish!r}, but there is no such file; build it with `{_BUILD}`, or set "
+                f"{_NONE_OF_OURS!r} for the kernels of executorch's wheel"
+            )
+        return path
+    path = installed_path()
+    return path if path.is_file() else None
+
+
+@functools.cache
+def load_own_kernels() -> OwnKernels | None:
+    """Register them with ExecuTorch's runtime, which is loaded already; None where the wheel's kernels serve.
+
+    Raises:
+        MissingDependencyError: If a library that the variable names cannot be loaded. One that was found by itself is
+            passed over with a warning.
+    """
+    path = chosen_path()
+    if path is None:
+        return None
+    try:
+        kernels = OwnKernels(path, ctypes.CDLL(str(path)))
+    except OSError as error:
+        message = f"the attention kernels {path} cannot be loaded: {first_line(error)}; build them again: `{_BUILD}`"
+        if os.environ.get(VARIABLE):
+            raise MissingDependencyError(message) from error
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+        return None
+    limit = os.environ.get(TARGET_VARIABLE)
+    if limit:
+        kernels.limit_target(limit)
+    return kernels
+
+
+def how_to_get_them() -> str:
+    """Return what to do where the kernels are needed and not loaded."""
+    if os.environ.get(VARIABLE) == _NONE_OF_OURS:
+        return f"unset {VARIABLE}, which is {_NONE_OF_OURS!r}"
+    return _BUILD
+
+
+def _release() -> str:
+    try:
+        return metadata.version("executorch")
+    except metadata.PackageNotFoundError:
+        return "none"

@@ -1,0 +1,168 @@
+"""C++ of this package, compiled for the processor at hand when it is first needed and kept for the user.
+
+The compiler is the one that Inductor takes. What is kept is loaded as it is, so the folder has to be the user's own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import select
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from ...errors import ExportableCacheError, first_line
+from ..fs.files import PARTIAL, atomic_path, clear_partials
+from ..fs.user_files import HAS_OWNERS, home_folder, is_own_file, own_folder
+from .processor import instructions, processor_name
+
+log = logging.getLogger(__name__)
+
+_FOLDER = "machine_code"
+#: Seconds after which a compiler is given up; it takes some five.
+_SECONDS = 300.0
+
+
+class MachineCode:
+    """A library with operators of torch.
+
+    Args:
+        source: A file of C++ that needs torch's headers and nothing else.
+        headers: Files of ours that it includes.
+        results: What its functions of C give, by their names, where that is no int.
+    """
+
+    def __init__(self, source: Path, *headers: Path, results: Mapping[str, Any] = MappingProxyType({})) -> None:
+        self.source, self.headers, self._results = source, headers, results
+        self._is_loaded = False
+        #: Once it is loaded: functions of C.
+        self.library: ctypes.CDLL | None = None
+        #: What compiles it meanwhile, and a pipe that ends with it.
+        self._begun: tuple[subprocess.Popen[bytes], int] | None = None
+        #: Why there is none, "" as long as nothing has failed.
+        self.reason = ""
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Of the sources, the compiler's options, torch's release and the processor."""
+        sources = (path.read_text() for path in (self.source, *self.headers))
+        told = [*sources, *_OPTIONS, torch.__version__, processor_name(), instructions()]
+        return hashlib.sha256("\n".join(told).encode()).hexdigest()[:32]
+
+    @property
+    def path(self) -> Path:
+        """Where it is kept.
+
+        Raises:
+            RuntimeError: If the user has no home.
+        """
+        return home_folder() / _FOLDER / f"{self.source.stem}-{self.digest}.so"
+
+    def can_be_loaded(self) -> bool:
+        """Whether it is there, or there is a compiler for it. Where owners are unknown, nothing is loaded."""
+        try:
+            return not self.reason and HAS_OWNERS and (self.path.is_file() or _compiler() is not None)
+        except (OSError, RuntimeError):  # there is no home
+            return False
+
+    def begin(self) -> None:
+        """Have it compiled beside this process, where it is not kept yet; `load` waits for it, also in a fork."""
+        if self._is_loaded or self._begun is not None or not self.can_be_loaded() or self.path.is_file():
+            return
+        try:
+            clear_partials(own_folder(self.path.parent, make=True))
+            handle, temporary = tempfile.mkstemp(prefix=f".{self.path.name}.", suffix=PARTIAL, dir=self.path.parent)
+            os.close(handle)
+            ended, theirs = os.pipe()
+            try:
+                command = ["sh", "-c", _IN_PLACE, temporary, str(self.path), *self._command(temporary)]
+                process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=theirs, stderr=subprocess.DEVNULL)
+            finally:
+                os.close(theirs)
+            self._begun = process, ended
+        except (ExportableCacheError, OSError) as error:  # `load` says so
+            log.info("%s is not compiled ahead: %s", self.source.name, error)
+
+    def load(self, compiles: bool = True) -> bool:
+        """Have its operators in this process, compiling it where it is not kept yet; a second call does nothing.
+
+        Args:
+            compiles: Whether to compile it; otherwise it is loaded only if it is there.
+
+        Returns:
+            Whether they are there. Where they cannot be, the log has one line.
+        """
+        if self._is_loaded or self.reason:
+            return self._is_loaded
+        try:
+            if not HAS_OWNERS:
+                raise OSError("the system does not say whose files are")
+            if not self.path.is_file():
+                if not compiles:
+                    return False
+                self._wait()
+            if not self.path.is_file():
+                self._compile()
+            folder = own_folder(self.path.parent)
+            with self.path.open("rb") as file:
+                if not is_own_file(file.fileno()):
+                    raise OSError(f"{self.path} is not yours, or others can write to it")
+            torch.ops.load_library(str(folder / self.path.name))
+            library = ctypes.CDLL(str(folder / self.path.name))
+            for name, kind in self._results.items():
+                getattr(library, name).restype = kind
+            self.library = library
+            self._is_loaded = True
+        except (ExportableCacheError, OSError, RuntimeError, subprocess.SubprocessError) as error:
+            self.reason = first_line(error.__cause__ or error)
+            log.warning("%s is not compiled, and torch's own operators serve: %s", self.source.name, self.reason)
+        return self._is_loaded
+
+    def _wait(self) -> None:
+        """For what `begin` has begun. If it fails, `_compile` tells why."""
+        if self._begun is not None:
+            process, ended = self._begun
+            select.select([ended], [], [], _SECONDS)
+            process.poll()
+
+    def _compile(self) -> None:
+        own_folder(self.path.parent, make=True)
+        with atomic_path(self.path) as temporary:
+            command = self._command(str(temporary))
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
+            if done.returncode:
+                errors = [line for line in done.stderr.splitlines() if "error" in line]
+                raise OSError(f"{command[0]} ends with {done.returncode}: {errors[0] if errors else done.stderr[:200]}")
+
+    def _command(self, target: str) -> list[str]:
+        compiler = _compiler()
+        if compiler is None:
+            raise OSError("there is no C++ compiler")
+        return [compiler, *_OPTIONS, str(self.source), "-o", target, *_torch_options()]
+
+
+#: Runs what follows, and puts the file that it makes in its place, or away.
+_IN_PLACE = 'path=$1; shift; "$@" && mv -f "$0" "$path" || rm -f "$0"'
+_NATIVE = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
+_OPTIONS = ("-std=c++17", "-O2", _NATIVE, "-ffp-contract=fast", "-fPIC", "-shared", "-w")
+
+
+def _compiler() -> str | None:
+    """As Inductor chooses it."""
+    return shutil.which(os.environ.get("CXX", "g++"))
+
+
+def _torch_options() -> list[str]:
+    root = Path(torch.__file__).parent
+    return [f"-I{root / 'include'}", f"-L{root / 'lib'}", "-ltorch_cpu"]

@@ -1,0 +1,1 @@
+"""Settings of the whole process: threads, garbage collection, output of other libraries."""

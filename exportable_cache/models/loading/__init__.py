@@ -1,0 +1,1 @@
+"""Find, check and load models."""

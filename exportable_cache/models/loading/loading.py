@@ -1,0 +1,367 @@
+"""Find and load models: the demo, a local folder, a hub id, or a loaded model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib import util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    AutoProcessor,
+    GgufConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    ProcessorMixin,
+)
+
+from ...common.compat.transformers import has_adapters
+from ...common.dtypes import dtype_name, parse_dtype
+from ...common.progress import silent
+from ...errors import BundleError, InputError, MissingDependencyError, UnsupportedModelError, first_line
+from ..dtypes import converted, stored_dtype
+from ..places import Place, file_in, place_of, quiet
+from ..tokenizers.tokenizers import tokenizer_of
+from .adapters import ADAPTER_CONFIG, base_of, check_adapters, is_peft, merge_folder, merged, merged_line
+from .generation_configs import check_generation_config, named_ends
+from .prequantized import check_plain, check_readable, dequantised, dequantising, stored_quantization
+from .support import check_sizes
+
+if TYPE_CHECKING:
+    from transformers import (
+        PreTrainedConfig,
+        PreTrainedTokenizerBase,
+    )
+
+    from ...common.progress import Progress
+
+
+#: Model types that are loaded whole where transformers has their text decoder by itself, too; others as that.
+MULTIMODAL = ("llava", "smolvlm", "idefics3", "voxtral", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+
+
+def auto_class(config: PreTrainedConfig) -> type | None:
+    """The auto class that loads the generating model of a config, None where there is none."""
+    kind = type(config)
+    if getattr(config, "is_encoder_decoder", False):
+        hears: Any = MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING.get(kind, None)
+        # Seamless has a model of text and one of speech for one kind of config.
+        is_named = hears is not None and hears.__name__ in (config.architectures or ())
+        if kind in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING and not is_named:
+            return AutoModelForSeq2SeqLM
+        if hears is not None:
+            return AutoModelForSpeechSeq2Seq
+    elif config.model_type in MULTIMODAL:
+        return AutoModelForMultimodalLM
+    elif kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        if kind in MODEL_FOR_MULTIMODAL_LM_MAPPING:
+            return AutoModelForMultimodalLM
+        # A text decoder that hears is no encoder-decoder, but some are listed as such.
+        return AutoModelForSeq2SeqLM if kind in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING else None
+    return AutoModelForCausalLM if kind in MODEL_FOR_CAUSAL_LM_MAPPING else None
+
+
+# What a processor is made of, beside the tokenizer's files.
+_PROCESSOR_FILES = (
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
+)
+#: A model that is to be quantised is not made float32 as a whole where that takes more.
+MOST_WIDENED_BYTES = 1 << 30
+_GGUF_NEEDS = ("gguf", "accelerate")
+# With tied embeddings such weights would pass for a causal LM's.
+_OTHER_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMaskedLM")
+
+
+@dataclass
+class LoadedModel:
+    """A model ready to export.
+
+    Attributes:
+        model: In eval mode.
+        tokenizer: None where the model came without one.
+        source: "demo", the hub id, the folder's name, or the class name of a model that was given as such.
+        processor_files: Of the processor of images or sound, none where the model came without one.
+        remarks: What was done to the weights as they came, a line each.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    source: str
+    processor_files: tuple[Path, ...] = ()
+    remarks: tuple[str, ...] = ()
+
+
+def load_model(
+    model_or_path: PreTrainedModel | str | os.PathLike,
+    dtype: torch.dtype | str | None = None,
+    *,
+    lora: Sequence[str | os.PathLike] = (),
+    progress: Progress = silent,
+) -> LoadedModel:
+    """Load a causal LM with its tokenizer, in eval mode. Nothing is printed, and no code of the model's own is run.
+
+    Args:
+        model_or_path: `demo`, a local folder or GGUF file, a hub id, or a loaded model, which is passed through, or
+            copied where `dtype` is another than its own. The adapters of a PEFT model are merged into a copy.
+        dtype: Of the weights, such as torch.float32 or "float32"; the one they are stored in by default.
+        lora: Folder of an adapter to merge into the weights, at most one.
+
+    Raises:
+        InputError: If there is no such folder or hub id, its files cannot be read, or a given model is in training mode
+            or offloaded.
+        UnsupportedModelError: If the model type is unknown or has no causal LM, the weights are of another kind of
+            model or quantised in a way that is not read, or an adapter is none that merges.
+        MissingDependencyError: If the checkpoint or the adapter needs a package that is not installed.
+    """
+    wanted, folders = parse_dtype(dtype), check_adapters(lora)
+    if isinstance(model_or_path, PreTrainedModel) or is_peft(model_or_path):
+        loaded = _given(model_or_path, wanted, progress)
+    else:
+        loaded = _read(place_of(model_or_path), wanted, progress)
+    for folder in folders:
+        progress(f"merging {folder}", 0, None)
+        with quiet():
+            model = merge_folder(loaded.model, folder)
+        name = Path(folder).expanduser().resolve().name
+        remark = f"merged the adapter {name!r} into the weights"
+        loaded = replace(loaded, model=model, source=f"{loaded.source} + {name}", remarks=(*loaded.remarks, remark))
+    return loaded
+
+
+def load_to_quantise(
+    model_or_path: PreTrainedModel | str | os.PathLike,
+    *,
+    lora: Sequence[str | os.PathLike] = (),
+    progress: Progress = silent,
+) -> LoadedModel:
+    """Load a model whose weights are to be quantised: in float32, or as they are stored where float32 would take more
+    than `MOST_WIDENED_BYTES`.
+
+    Weights are the same either way, as they are made float32 one by one. What a model computes when it is built (a
+    scale of its embeddings) has the dtype that it is loaded in. Adapters are merged in float32.
+
+    Raises:
+        InputError, UnsupportedModelError: See `load_model`.
+    """
+    if lora or is_peft(model_or_path):
+        return load_model(model_or_path, torch.float32, lora=lora, progress=progress)
+    loaded = load_model(model_or_path, progress=progress)
+    small = 4 * loaded.model.num_parameters() <= MOST_WIDENED_BYTES
+    if small and loaded.model.dtype != torch.float32:
+        return load_model(model_or_path, torch.float32, progress=progress)
+    return loaded
+
+
+def _read(place: Place, wanted: torch.dtype | None, progress: Progress) -> LoadedModel:
+    progress(f"loading {place.source}", 0, None)
+    with quiet():
+        config = _config(place)
+        check_readable(config, place.source)
+        check_generation_config(place)
+        stored = stored_quantization(config)
+        dequantising(config)
+        about = {"quantization_config": GgufConfig(dequantize=True)} if place.gguf else {}
+        try:
+            model, info = auto_class(config).from_pretrained(
+                place.path, config=config, dtype=wanted or "auto", output_loading_info=True, **about, **place.options
+            )
+        except Exception as error:  # files are read by several libraries, each with errors of its own
+            raise InputError(
+                f"cannot load the weights of {place.source!r}: {first_line(error)}; download or save it again"
+            ) from error
+        missing = sorted(info["missing_keys"])
+        if missing:
+            raise UnsupportedModelError(
+                f"{place.source!r} has no weights for {len(missing)} tensors of {type(model).__name__}, "
+                f"such as {missing[0]}: it is another kind of model, or incomplete; pass a causal LM"
+            )
+        unread = sorted(info["unexpected_keys"]) if stored is not None else []
+        if unread:
+            raise UnsupportedModelError(
+                f"{place.source!r} is quantised ({stored}) with {len(unread)} tensors that transformers does not take "
+                f"into account, such as {unread[0]}; pass the checkpoint it was made from"
+            )
+        if stored is not None:
+            model = dequantised(model, place.source, wanted or stored_dtype(config) or model.dtype)
+        tokenizer = tokenizer_of(place)
+        ends = named_ends(place, model.generation_config)
+        if ends is not None:
+            model.generation_config.eos_token_id = ends
+        processor_files = tuple(path for name in _PROCESSOR_FILES if (path := file_in(place, name)) is not None)
+    remarks = () if stored is None else (stored.remark,)
+    if place.gguf is not None:
+        remarks = (f"weights of {place.gguf} were dequantised",)
+    for remark in remarks:
+        progress(remark, 0, None)
+    return LoadedModel(model.eval(), tokenizer, place.source, processor_files, remarks)
+
+
+def load_config(model_or_path: PreTrainedModel | PreTrainedConfig | str | os.PathLike) -> PreTrainedConfig:
+    """The config of a causal LM, without weights. See `load_model` for the argument and the errors."""
+    if isinstance(model_or_path, PreTrainedConfig):
+        return model_or_path
+    if is_peft(model_or_path):
+        return model_or_path.get_base_model().config
+    if isinstance(model_or_path, PreTrainedModel):
+        return model_or_path.config
+    with quiet():
+        return _config(place_of(model_or_path))
+
+
+def live_model(model_or_path: Any) -> PreTrainedModel | None:
+    """The model that was given as such, or inside a wrapper of PEFT; None for a name of one."""
+    if is_peft(model_or_path):
+        return model_or_path.get_base_model()
+    return model_or_path if isinstance(model_or_path, PreTrainedModel) else None
+
+
+def check_checkpoint(model_or_path: Any, config: PreTrainedConfig) -> None:
+    """Refuse weights that could not be made plain ones, before they are read; see `prequantized`.
+
+    Raises:
+        UnsupportedModelError, MissingDependencyError: Then.
+    """
+    model = live_model(model_or_path)
+    if model is not None:
+        check_plain(model)
+    else:
+        check_readable(config, place_of(model_or_path).source)
+
+
+def load_processor(folder: Path, config_folder: Path) -> ProcessorMixin:
+    """The processor of images or sound of a local folder.
+
+    Args:
+        folder: Holds its files and the tokenizer's.
+        config_folder: Holds the model's config.json, which tells the processor's class where its own files do not.
+
+    Raises:
+        MissingDependencyError: If it needs a package that is not installed.
+        BundleError: If its files cannot be read, or are no processor's.
+    """
+    with quiet():
+        try:
+            config = AutoConfig.from_pretrained(config_folder, local_files_only=True, trust_remote_code=False)
+            processor = AutoProcessor.from_pretrained(
+                folder, config=config, local_files_only=True, trust_remote_code=False
+            )
+        except ImportError as error:
+            raise MissingDependencyError(f"the processor in {folder} needs a package: {first_line(error)}") from error
+        except Exception as error:  # processors read several files, each with errors of its own
+            raise BundleError(
+                f"cannot read the processor in {folder}: {first_line(error)}; export the model again"
+            ) from error
+    if not isinstance(processor, ProcessorMixin):
+        raise BundleError(f"{folder} holds a {type(processor).__name__} and no processor; export the model again")
+    return processor
+
+
+def _given(given: PreTrainedModel, dtype: torch.dtype | None, progress: Progress) -> LoadedModel:
+    model = live_model(given)
+    if given.training:
+        raise InputError(f"{type(given).__name__} is in training mode; call model.eval() first")
+    check_plain(model)
+    if has_adapters(model) and model is given:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has adapters loaded into it, beside its weights; load the model without them, and "
+            "pass lora= their folder, which is merged"
+        )
+    # By what accelerate leaves on modules: the package is no dependency.
+    absent = [name for name, parameter in model.named_parameters() if parameter.device.type == "meta"]
+    hooked = [name for name, module in model.named_modules() if hasattr(module, "_hf_hook")]
+    if absent or hooked:
+        found = f"{absent[0]} is on device meta" if absent else f"{hooked[0] or 'the model'} has a hook of accelerate"
+        raise InputError(
+            f"{type(model).__name__} is offloaded or spread over devices ({found}), and a program needs every weight "
+            "in memory; load it whole with from_pretrained(..., device_map='cpu'), or pass its folder"
+        )
+    if dtype is not None and dtype != model.dtype:
+        progress(f"converting {type(model).__name__} to {dtype_name(dtype)}", 0, None)
+        given = converted(given, dtype)
+    if not is_peft(given):
+        return LoadedModel(given, None, type(given).__name__)
+    line = merged_line(given)
+    progress(line, 0, None)
+    return LoadedModel(merged(given), None, type(model).__name__, remarks=(line,))
+
+
+def _config(place: Place) -> PreTrainedConfig:
+    if place.gguf is not None:
+        _check_gguf(place)
+    adapter = file_in(place, ADAPTER_CONFIG)
+    if adapter is not None:
+        raise InputError(
+            f"{place.source!r} holds an adapter ({ADAPTER_CONFIG}), trained for {base_of(adapter.parent)!r}; pass that "
+            "model, and the adapter's folder as lora (--lora)"
+        )
+    try:
+        fields, _ = PreTrainedConfig.get_config_dict(place.path, **place.options)
+    except OSError as error:
+        if Path(place.path).is_dir():
+            raise InputError(
+                f"folder {place.source!r} has no readable config.json ({first_line(error)}); pass a model folder"
+            ) from error
+        raise InputError(
+            f"{place.source!r} is no local folder, and the hub has no such model ({first_line(error)}); check the "
+            "path or the id"
+        ) from error
+    except Exception as error:  # a file may hold any JSON, or none
+        if place.gguf is not None:
+            raise UnsupportedModelError(
+                f"transformers cannot read {place.source!r}: {first_line(error)}; pass the checkpoint it was made from"
+            ) from error
+        raise InputError(f"cannot read config.json of {place.source!r}: {first_line(error)}; correct it") from error
+    model_type = fields.get("model_type") if isinstance(fields, dict) else None
+    if not model_type:
+        if place.gguf is None and Path(place.path).is_dir() and not (Path(place.path) / "config.json").exists():
+            raise InputError(f"folder {place.source!r} has no config.json; pass a model folder")
+        raise InputError(
+            f"config.json of {place.source!r} states no model_type; pass the folder of a transformers model"
+        )
+    # Before a config of them is made, whose lists have an item for each layer.
+    check_sizes(fields, place.source)
+    if model_type not in CONFIG_MAPPING:
+        raise UnsupportedModelError(
+            f"{place.source!r} is of model type {model_type!r}, which this transformers release does not know; "
+            "code that comes with a model is not run"
+        )
+    try:
+        config = AutoConfig.from_pretrained(place.path, **place.options)
+    except Exception as error:  # configs validate their fields with errors of many classes
+        raise InputError(f"cannot read config.json of {place.source!r}: {first_line(error)}; correct it") from error
+    if auto_class(config) is None:
+        raise UnsupportedModelError(
+            f"model type {model_type!r} has no causal LM in transformers, nor an encoder-decoder that gives text; "
+            "pass a model that generates text"
+        )
+    heads = [name for name in config.architectures or () if name.endswith(_OTHER_HEADS)]
+    if heads:
+        raise UnsupportedModelError(
+            f"{place.source!r} is a {heads[0]}, whose head gives no next token; pass a causal LM"
+        )
+    return config
+
+
+def _check_gguf(place: Place) -> None:
+    missing = [name for name in _GGUF_NEEDS if util.find_spec(name) is None]
+    if missing:
+        raise MissingDependencyError(
+            f"{place.source!r} is a GGUF file, and reading it needs {' and '.join(missing)}; "
+            "pip install 'exportable-cache[gguf]', or pass the checkpoint it was made from"
+        )

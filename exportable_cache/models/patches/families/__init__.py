@@ -1,0 +1,1 @@
+"""Patches for one model family each."""

@@ -1,0 +1,57 @@
+"""Bloom: it sizes its position bias by the padding mask, and a static cache has more slots than the mask has tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch.nn import functional as F
+
+from ....cache.checks import check_covers
+from ....common.patch import Patch
+from ..conditions import over_our_cache
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+def _bloom_model(
+    self: nn.Module,
+    input_ids: torch.Tensor | None = None,
+    *args: Any,
+    attention_mask: torch.Tensor | None = None,
+    past_key_values: Any = None,
+    inputs_embeds: torch.Tensor | None = None,
+    original: Callable,
+    **kwargs: Any,
+) -> Any:
+    new = input_ids if inputs_embeds is None else inputs_embeds
+    if attention_mask is not None and attention_mask.dim() == 2 and past_key_values is not None and new is not None:
+        length = new.shape[1]
+        check_covers(attention_mask, past_key_values.get_query_offset(0), length)
+        slots, _ = past_key_values.get_mask_sizes(length, 0)
+        # Slot s holds position s, and slots behind the mask are empty.
+        attention_mask = F.pad(attention_mask, (0, max(0, slots - attention_mask.shape[1])))
+    return original(
+        self,
+        input_ids,
+        *args,
+        attention_mask=attention_mask,
+        past_key_values=past_key_values,
+        inputs_embeds=inputs_embeds,
+        **kwargs,
+    )
+
+
+PATCHES = {
+    "bloom": (
+        Patch(
+            "bloom.modeling_bloom",
+            "BloomModel.forward",
+            over_our_cache(_bloom_model),
+            "it sizes its position bias by the padding mask, not by the slots",
+            digests=("b02943aa0253d5b5",),
+        ),
+    )
+}

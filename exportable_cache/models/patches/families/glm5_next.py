@@ -1,0 +1,67 @@
+"""GLM 5 Next: its indexer keeps as many pools of keys as are complete, a number that depends on data.
+
+What it chose it counts by 32-bit indices, which ExecuTorch does not take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ....common.patch import Patch
+from ..conditions import only_traced
+
+
+def _all_pools(
+    self: Any, packed_states: torch.Tensor, *, original: Callable
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Every pool of the slots, whether its tokens are there or not: what is asked of them takes the valid ones alone.
+
+    Returns:
+        Keys [batch, pools, dim], slots of each int64 [batch, pools, index_kpool], -1 for none, and whether all of them
+        hold tokens, bool [batch, pools].
+    """
+    keys, gates, real = packed_states.split([self.head_dim, self.head_dim, 1], dim=-1)
+    is_real = real[..., 0] != 0
+    slots = keys.shape[1]
+    pools = (slots + self.index_kpool - 1) // self.index_kpool
+    first = torch.where(is_real.any(-1), is_real.to(torch.int64).argmax(-1), slots)
+    offsets = torch.arange(pools * self.index_kpool, device=keys.device).reshape(1, pools, self.index_kpool)
+    indices = first[:, None, None] + offsets
+    row = torch.arange(keys.shape[0], device=keys.device)[:, None, None]
+    found = indices.clamp(0, slots - 1)
+    is_there = is_real[row, found] & (indices < slots)
+    logits = gates[row, found].float() + self.index_kpool_compress_ape.float()
+    # Finite, so that a pool of none is no nan.
+    logits = torch.where(is_there[..., None], logits, torch.finfo(torch.float32).min)
+    pooled = (torch.softmax(logits, dim=2).to(keys.dtype) * keys[row, found]).sum(dim=2)
+    return pooled, torch.where(is_there, indices, -1), is_there.all(-1)
+
+
+def _counted_by_long_indices(
+    self: Any, topk_indices: torch.Tensor, *args: Any, original: Callable, **kwargs: Any
+) -> Any:
+    return original(self, topk_indices.to(torch.int64), *args, **kwargs)
+
+
+_PATCHES = (
+    Patch(
+        "glm5_next.modeling_glm5_next",
+        "Glm5NextTextIndexer.get_pooled_states",
+        only_traced(_all_pools),
+        "its indexer keeps as many pools as are complete, a number that depends on data",
+        digests=("4edb0be4b131b67a",),
+        source="Glm5NextTextIndexer",
+    ),
+    Patch(
+        "glm5_next.modeling_glm5_next",
+        "Glm5NextTextAttention.build_attention_mask_from_topk",
+        only_traced(_counted_by_long_indices),
+        "it counts what was chosen by 32-bit indices",
+        digests=("c30cbbdbb1c4d8a4",),
+        needed=False,
+    ),
+)
+PATCHES = {"glm5_next": _PATCHES, "glm5_next_text": _PATCHES}

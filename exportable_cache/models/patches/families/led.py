@@ -1,0 +1,146 @@
+"""LED: its decoder masks nothing in a step of one token, whose keys a static cache has more of than were seen.
+
+Traced, its encoder is computed in blocks of half a window without asking how many tokens there are, and its position
+table looks up as many as there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional as F
+from transformers.modeling_outputs import BaseModelOutput
+
+from ....common.patch import Patch
+from ..conditions import only_traced, over_our_cache, step_mask
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def _led_attention(
+    self: nn.Module,
+    hidden_states: torch.Tensor,
+    key_value_states: torch.Tensor | None = None,
+    past_key_values: Any = None,
+    attention_mask: torch.Tensor | None = None,
+    *,
+    original: Callable,
+    **kwargs: Any,
+) -> Any:
+    if key_value_states is None and attention_mask is None:
+        layers = getattr(past_key_values, "layers", ())
+        layer = layers[self.layer_idx] if self.layer_idx < len(layers) else None
+        attention_mask = step_mask(layer, hidden_states)
+    return original(
+        self,
+        hidden_states,
+        key_value_states=key_value_states,
+        past_key_values=past_key_values,
+        attention_mask=attention_mask,
+        **kwargs,
+    )
+
+
+def _positions(
+    self: nn.Embedding,
+    input_ids_shape: torch.Size,
+    past_key_values_length: int | torch.Tensor = 0,
+    *,
+    original: Callable,
+) -> torch.Tensor:
+    at = torch.arange(input_ids_shape[1], device=self.weight.device) + past_key_values_length
+    return F.embedding(at, self.weight)
+
+
+def _encoder(
+    self: nn.Module,
+    input_ids: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
+    global_attention_mask: torch.Tensor | None = None,
+    inputs_embeds: torch.Tensor | None = None,
+    *args: Any,
+    original: Callable,
+    **kwargs: Any,
+) -> Any:
+    """Without global attention: every token sees half a window on each side (Beltagy et al. 2020, arXiv:2004.05150)."""
+    if global_attention_mask is not None:
+        return original(self, input_ids, attention_mask, global_attention_mask, inputs_embeds, *args, **kwargs)
+    hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+    if attention_mask is None:
+        attention_mask = torch.ones(hidden_states.shape[:2], dtype=torch.int64, device=hidden_states.device)
+    is_real = attention_mask > 0
+    hidden_states = self.layernorm_embedding(hidden_states + self.embed_positions(hidden_states.shape[:2]))
+    for layer in self.layers:
+        attended = _local_attention(layer.self_attn.longformer_self_attn, hidden_states, is_real)
+        hidden_states = layer.self_attn_layer_norm(hidden_states + layer.self_attn.output(attended))
+        widened = layer.activation_fn(layer.fc1(hidden_states))
+        hidden_states = layer.final_layer_norm(hidden_states + layer.fc2(widened))
+    return BaseModelOutput(last_hidden_state=hidden_states)
+
+
+def _local_attention(self: nn.Module, hidden_states: torch.Tensor, is_real: torch.Tensor) -> torch.Tensor:
+    """Blocks of half a window, each over itself and its two neighbours.
+
+    Rows are looked up, not cut out: a tracer would ask how many of them are left.
+
+    Args:
+        hidden_states: [batch, length, hidden].
+        is_real: bool [batch, length], False on padding.
+    """
+    reach, length = self.one_sided_attn_window_size, hidden_states.shape[1]
+    # One more than are needed: never a single one, which tracers take for a size of its own.
+    blocks = length // reach + 2
+    # [batch, heads, length, dim]
+    query, key, value = (
+        linear(hidden_states).reshape(*hidden_states.shape[:2], self.num_heads, self.head_dim).transpose(1, 2)
+        for linear in (self.query, self.key, self.value)
+    )
+    within = torch.arange(3 * reach, device=query.device) - reach
+    token = torch.arange(blocks, device=query.device)[:, None] * reach + within[None, reach : 2 * reach]
+    other = torch.arange(blocks, device=query.device)[:, None] * reach + within
+    query, key, value = (
+        one[:, :, at.clamp(0, length - 1)] for one, at in ((query, token), (key, other), (value, other))
+    )
+    is_key = is_real[:, other.clamp(0, length - 1)] & (other >= 0) & (other < length)
+    seen = is_key[:, :, None] & ((token[:, :, None] - other[:, None]).abs() <= reach)
+    # In float32, where the lowest number and a score are no infinity: padding may see nothing else.
+    mask = torch.where(seen, 0.0, torch.finfo(torch.float32).min)[:, None]
+    scores = torch.matmul(query / self.head_dim**0.5, key.transpose(-1, -2)).float() + mask
+    output = torch.matmul(torch.softmax(scores, dim=-1).to(query.dtype), value)
+    at = torch.arange(length, device=query.device)
+    output = output[:, :, at // reach, at % reach].transpose(1, 2)
+    return output.reshape(hidden_states.shape) * is_real[:, :, None].to(output.dtype)
+
+
+PATCHES = {
+    "led": (
+        Patch(
+            "led.modeling_led",
+            "LEDDecoderAttention.forward",
+            over_our_cache(_led_attention),
+            "it masks nothing in a step of one token",
+            digests=("f50557b77079226f",),
+        ),
+        Patch(
+            "led.modeling_led",
+            "LEDLearnedPositionalEmbedding.forward",
+            only_traced(_positions),
+            "its position table looks up a number of positions that depends on data",
+            digests=("6c7aea9039be88b9",),
+        ),
+        Patch(
+            "led.modeling_led",
+            "LEDEncoder.forward",
+            only_traced(_encoder),
+            "it looks for tokens of global attention, and pads to whole windows",
+            digests=(
+                "2978e41d817c7e47",
+                "43066e8519f63240",
+            ),
+            source="LEDEncoder LEDEncoderLayer LEDEncoderAttention LEDEncoderSelfAttention",
+        ),
+    )
+}

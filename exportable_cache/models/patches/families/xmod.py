@@ -1,0 +1,48 @@
+"""X-MOD: its adapters take out the rows of each language."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from ....common.patch import Patch
+from ..conditions import only_traced
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def _language_adapter(
+    self: nn.Module,
+    hidden_states: torch.Tensor,
+    input_tensor: torch.Tensor,
+    lang_ids: torch.Tensor,
+    *,
+    original: Callable,
+) -> torch.Tensor:
+    summed = self.dropout(self.dense(hidden_states)) + input_tensor
+    normed = summed
+    if self.adapter_layer_norm is not None:
+        normed = self.adapter_layer_norm(summed)
+    elif self.adapter_reuse_layer_norm:
+        normed = self.LayerNorm(summed)
+    adapted = torch.zeros_like(normed)
+    for index, adapter in enumerate(self.adapter_modules.values()):
+        adapted = torch.where((lang_ids == index).view(-1, 1, 1), adapter(normed), adapted)
+    return self.dropout(adapted) + (normed if self.ln_before_adapter else summed)
+
+
+PATCHES = {
+    "xmod": (
+        Patch(
+            "xmod.modeling_xmod",
+            "XmodOutput.forward",
+            only_traced(_language_adapter),
+            "it takes out the rows of each language",
+            digests=("a10dccd5877e4eb2",),
+            source="XmodOutput",
+        ),
+    )
+}

@@ -1,0 +1,1 @@
+"""Patches for mechanisms that several model families share."""

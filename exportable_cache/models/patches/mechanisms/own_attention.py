@@ -1,0 +1,192 @@
+"""Attention that a target can fuse only where it is handed it: decoders that compute it in code of their own (Bloom,
+CodeGen, Falcon, GPT-J), and those that expand latents before it (DeepSeek V2 and its kin).
+
+Any other implementation finds the original. None of them is wrong: where a source has changed, the model is as it was,
+and its attention in plain operators.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from transformers import AttentionInterface
+
+from ....cache.attention.names import ATTENTION_NAMES
+from ....common.patch import ORIGINAL, Patch
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+#: What the names of targets' attention functions begin with; those that run anywhere keep to the original.
+_OURS = ATTENTION_NAMES[0]
+_REASON = "it computes attention in code of its own, which no target can fuse"
+
+
+def fusing_attention(module: Any) -> Callable | None:
+    """The attention function of a target that fuses attention, None under any other implementation, as of a model that
+    nobody has prepared: others of its class share the patch.
+    """
+    name = getattr(getattr(module, "config", None), "_attn_implementation", None) or ""
+    fuses = name.startswith(_OURS) and name not in ATTENTION_NAMES
+    return AttentionInterface()[name] if fuses else None
+
+
+def _where_fused(replacement: Callable) -> Callable[[Callable], Callable]:
+    """A patch of a method that acts under such an implementation.
+
+    Args:
+        replacement: Takes the attention function and the method's arguments.
+    """
+
+    def patch(original: Callable) -> Callable:
+        def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            attend = fusing_attention(self)
+            if attend is None:
+                return original(self, *args, **kwargs)
+            return replacement(self, attend, *args, **kwargs)
+
+        return method
+
+    return patch
+
+
+def _attn(
+    self: Any,
+    attend: Callable,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, None]:
+    scaling = 1.0 / float(self.scale_attn)
+    return attend(self, query, key, value, attention_mask, scaling=scaling)[0].transpose(1, 2), None
+
+
+def _bloom_attention(
+    self: Any,
+    attend: Callable,
+    hidden_states: torch.Tensor,
+    residual: torch.Tensor,
+    alibi: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    layer_past: Any = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    batch_size, query_length = hidden_states.shape[:2]
+    query, key, value = self._reshape(self.query_key_value(hidden_states))
+    if layer_past is not None:
+        key, value = layer_past.update(key, value, self.layer_idx)
+    # One bias for every query, by the slot of the key.
+    bias = alibi.view(batch_size, self.num_heads, 1, alibi.shape[-1])
+    scaling = self.inv_norm_factor
+    output, _ = attend(self, query, key, value, attention_mask, scaling=scaling, position_bias=bias)
+    return self.dense(output.reshape(batch_size, query_length, self.hidden_size)) + residual, None
+
+
+def _falcon_attention(
+    self: Any,
+    attend: Callable,
+    hidden_states: torch.Tensor,
+    alibi: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None = None,
+    layer_past: Any = None,
+    use_cache: bool = False,
+    output_attentions: bool = False,
+    position_embeddings: Any = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    # With alibi a model has no static cache at all.
+    batch_size, query_length = hidden_states.shape[:2]
+    parts = self._split_heads(self.query_key_value(hidden_states))
+    query, key, value = (part.transpose(1, 2) for part in parts)
+    query, key = sys.modules[type(self).__module__].apply_rotary_pos_emb(query, key, *position_embeddings)
+    if layer_past is not None:
+        key, value = layer_past.update(key, value, self.layer_idx)
+    output, _ = attend(self, query, key, value, attention_mask, scaling=self.head_dim**-0.5)
+    return self.dense(output.reshape(batch_size, query_length, self.hidden_size)), None
+
+
+def _latents(original: Callable) -> Callable:
+    """`expand_kv` that hands on the latents, where the attention function takes these."""
+
+    def expand_kv(self: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        takes_latents = getattr(fusing_attention(self), "takes_latents", None)
+        if takes_latents is not None and takes_latents(kv_nope):
+            return kv_nope, k_rot
+        return original(self, kv_nope, k_rot)
+
+    return expand_kv
+
+
+def expanded_latents(module: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [batch, heads, length, dim] of latents [batch, 1, length, kv_lora_rank] and of the rotated part
+    of the keys [batch, 1, length, qk_rope_head_dim], of a module whose patch has handed these on.
+    """
+    return getattr(type(module).expand_kv, ORIGINAL)(module, kv_nope, k_rot)
+
+
+def with_config(name: str) -> Callable[[nn.Module], None]:
+    """Says to attention modules of a class what implementation they run with."""
+
+    def prepare(model: nn.Module) -> None:
+        for module in model.modules():
+            if type(module).__name__ == name:
+                module.config = model.config
+
+    return prepare
+
+
+PREPARATIONS = {
+    "bloom": ("", with_config("BloomAttention")),
+    "codegen": ("", with_config("CodeGenAttention")),
+}
+
+
+#: Model type, folder of its modeling file, class.
+_OF_LATENTS = (
+    ("axk1", "axk1", "AXK1Attention"),
+    ("axk2", "axk2", "AXK2Attention"),
+    ("bailing_hybrid", "bailing_hybrid", "BailingHybridAttention"),
+    ("deepseek_v2", "deepseek_v2", "DeepseekV2Attention"),
+    ("deepseek_v3", "deepseek_v3", "DeepseekV3Attention"),
+    ("deepseek_v32", "deepseek_v32", "DeepseekV32Attention"),
+    ("dots3_note_text", "dots3_note", "Dots3NoteTextAttention"),
+    ("glm4_moe_lite", "glm4_moe_lite", "Glm4MoeLiteAttention"),
+    ("glm_moe_dsa", "glm_moe_dsa", "GlmMoeDsaAttention"),
+    ("hy_v4", "hy_v4", "HYV4Attention"),
+    ("kimi_linear", "kimi_linear", "KimiLinearAttention"),
+    ("longcat_flash", "longcat_flash", "LongcatFlashMLA"),
+    ("minicpm3", "minicpm3", "MiniCPM3Attention"),
+    ("mistral4", "mistral4", "Mistral4Attention"),
+    ("mistral_large4_text", "mistral_large4", "MistralLarge4TextAttention"),
+    ("youtu", "youtu", "YoutuAttention"),
+)
+
+
+def _fused(file: str, name: str, replacement: Callable, *digests: str) -> tuple[Patch, ...]:
+    return (Patch(file, name, _where_fused(replacement), _REASON, digests=digests, needed=False),)
+
+
+PATCHES = {
+    "bloom": _fused("bloom.modeling_bloom", "BloomAttention.forward", _bloom_attention, "f545c2095d22b66c"),
+    "codegen": _fused("codegen.modeling_codegen", "CodeGenAttention._attn", _attn, "3c46930c6963e8fb"),
+    "falcon": _fused("falcon.modeling_falcon", "FalconAttention.forward", _falcon_attention, "e154487989606dcd"),
+    "gptj": _fused("gptj.modeling_gptj", "GPTJAttention._attn", _attn, "98aa510051cdcd79"),
+    **{
+        model_type: (
+            Patch(
+                f"{file}.modeling_{file}",
+                f"{owner}.expand_kv",
+                _latents,
+                "it expands the latents of every slot in every step",
+                digests=("d64ff0c4b22ebe11",),
+                needed=False,
+            ),
+        )
+        for model_type, file, owner in _OF_LATENTS
+    },
+}

@@ -1,0 +1,89 @@
+"""MVP, RoFormer and TrOCR: their position tables look up `arange(past, past + n)`, whose length depends on data.
+MusicGen's grow where that is more than they have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional as F
+
+from ....common.patch import Patch
+from ..conditions import only_traced
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def _positions(
+    self: nn.Embedding,
+    ids_or_shape: torch.Tensor | torch.Size,
+    past_key_values_length: int | torch.Tensor = 0,
+    position_ids: torch.Tensor | None = None,
+    *,
+    original: Callable,
+) -> torch.Tensor:
+    """Positions as `past + arange(n)`, n being a size. Some tables are given ids, some their shape [batch, length]."""
+    if position_ids is None:
+        shape = ids_or_shape.shape if isinstance(ids_or_shape, torch.Tensor) else ids_or_shape
+        position_ids = past_key_values_length + torch.arange(shape[1], device=self.weight.device)
+    return original(self, ids_or_shape, past_key_values_length, position_ids)
+
+
+def _sinusoids_of_ids(
+    self: nn.Module, ids: torch.Tensor, past_key_values_length: int | torch.Tensor = 0, *, original: Callable
+) -> torch.Tensor:
+    """MusicGen's, which counts ids [batch, codebooks, length]."""
+    return _sinusoids(self, ids.shape[2], past_key_values_length)
+
+
+def _sinusoids_of_embeddings(
+    self: nn.Module, embeds: torch.Tensor, past_key_values_length: int | torch.Tensor = 0, *, original: Callable
+) -> torch.Tensor:
+    """MusicGen Melody's, which counts embeddings [batch, length, hidden_size]."""
+    return _sinusoids(self, embeds.shape[1], past_key_values_length)
+
+
+def _sinusoids(table: Any, length: int, past: int | torch.Tensor) -> torch.Tensor:
+    """[length, hidden_size] as `get_embedding` makes them: the table would have to grow with what tensors hold."""
+    half = table.embedding_dim // 2
+    places = torch.arange(half, dtype=torch.int64, device=table.weights.device).float()
+    rates = torch.exp(places * -(math.log(10000) / (half - 1)))
+    angles = (past + torch.arange(length, device=rates.device)).float()[:, None] * rates
+    sinusoids = torch.cat([torch.cos(angles), torch.sin(angles)], dim=1)
+    return F.pad(sinusoids, (0, table.embedding_dim % 2)).to(table.weights.dtype)
+
+
+_REASON = "its position table looks up a number of positions that depends on data"
+
+
+def _of_class(model: str, name: str, *digests: str) -> tuple[Patch, ...]:
+    return (Patch(f"{model}.modeling_{model}", f"{name}.forward", only_traced(_positions), _REASON, digests),)
+
+
+_GROWS = "its position table grows where the number of tokens seen, which depends on data, is more than it has"
+_MUSICGEN = Patch(
+    "musicgen.modeling_musicgen",
+    "MusicgenSinusoidalPositionalEmbedding.forward",
+    only_traced(_sinusoids_of_ids),
+    _GROWS,
+    ("5f91b419b3cd9a70",),
+)
+_MUSICGEN_MELODY = Patch(
+    "musicgen_melody.modeling_musicgen_melody",
+    "MusicgenMelodySinusoidalPositionalEmbedding.forward",
+    only_traced(_sinusoids_of_embeddings),
+    _GROWS,
+    ("4851571b68c820dc",),
+)
+
+PATCHES = {
+    "musicgen_decoder": (_MUSICGEN,),
+    "musicgen_melody_decoder": (_MUSICGEN_MELODY,),
+    "mvp": _of_class("mvp", "MvpLearnedPositionalEmbedding", "ff0289e389da4468"),
+    "roformer": _of_class("roformer", "RoFormerSinusoidalPositionalEmbedding", "bd1ac856484b48d1"),
+    "trocr": _of_class("trocr", "TrOCRLearnedPositionalEmbedding", "ff0289e389da4468"),
+}

@@ -1,0 +1,204 @@
+"""Rotary embeddings that change with the length of the sequence, by a length of each row instead of the positions.
+
+| function | models | upstream (v5.23.0, src/transformers) |
+|---|---|---|
+| `dynamic_rope_update` around the `forward` of a rotary embedding | 177 modeling files | modeling_rope_utils.py |
+| `PhimoeRotaryEmbedding.forward` | PhiMoE | models/phimoe/modeling_phimoe.py |
+
+The original takes the largest position of a call, over all rows, and keeps what it found on the module. So a short row
+of a batch changes with a long one next to it, a prompt in chunks with its chunks, and one sequence with the one before.
+Dynamic NTK also branches on data, which no tracer takes. Inside `rope_by` the frequencies, [batch, 1, dim / 2], are
+computed from the rows' lengths, and the original is handed them instead of its own. Outside, it is unchanged.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ....common.patch import Patch
+from ....errors import UnsupportedModelError
+from ...rope import LONGROPE, changing, parameters_of, prefix
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_DIGEST = "08325dbe8de5e5f0"
+_PHIMOE = "b9c85539c82b68e8"
+_REASON = "it chooses frequencies by the largest position of a call, for all rows, and keeps them for later calls"
+#: Attribute of a replacement that follows `rope_by`.
+_FOLLOWS = "_exportable_cache_rope_by"
+#: Attribute of a rotary embedding: frequencies that it computes from its config, which is no work for a step.
+_KEPT = "_exportable_cache_{}frequencies"
+
+
+class _Lengths(threading.local):
+    """Of this thread's step, see `scans.bound`.
+
+    Attributes:
+        is_step: True inside `rope_by`.
+        lengths: int64 [batch], None where no row gets past a border.
+    """
+
+    def __init__(self) -> None:
+        self.is_step = False
+        self.lengths: torch.Tensor | None = None
+
+
+_step = _Lengths()
+
+
+@contextmanager
+def rope_by(lengths: torch.Tensor | None) -> Iterator[None]:
+    """Choose the frequencies of RoPE by the length of each row in the steps inside the block.
+
+    Args:
+        lengths: int64 [batch], see `RopeRule.after`; None where no row gets past a border.
+    """
+    before = _step.is_step, _step.lengths
+    _step.is_step, _step.lengths = True, lengths
+    try:
+        yield
+    finally:
+        _step.is_step, _step.lengths = before
+
+
+class _Static:
+    """A rotary embedding as its `forward` sees it, with other frequencies, which it takes for those of every length.
+
+    Args:
+        module: The rotary embedding.
+        layer_type: Whose frequencies they are, None for all.
+        inv_freq: [batch, 1, dim / 2].
+    """
+
+    def __init__(self, module: nn.Module, layer_type: str | None, inv_freq: torch.Tensor) -> None:
+        self._module = module
+        self.rope_type = "default" if layer_type is None else {layer_type: "default"}
+        setattr(self, f"{prefix(layer_type)}inv_freq", inv_freq)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def by_lengths(original: Callable) -> Callable:
+    """Make a `forward` that follows `rope_by`, and is the original elsewhere and for layers that do not change."""
+
+    def forward(self: Any, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Any:
+        further = {} if layer_type is None else {"layer_type": layer_type}
+        kind = self.rope_type if layer_type is None else self.rope_type[layer_type]
+        if not _step.is_step or not ("dynamic" in kind or kind == LONGROPE):
+            return original(self, x, position_ids, **further)
+        return original(_Static(self, layer_type, _inv_freq(self, kind, layer_type)), x, position_ids, **further)
+
+    forward = torch.no_grad()(forward)
+    setattr(forward, _FOLLOWS, True)
+    return forward
+
+
+def _inv_freq(module: Any, kind: str, layer_type: str | None) -> torch.Tensor:
+    """Return inverse frequencies, [dim / 2] or [batch, 1, dim / 2]."""
+    short, lengths = getattr(module, f"{prefix(layer_type)}original_inv_freq"), _step.lengths
+    if lengths is None:
+        return short
+    lengths, parameters = lengths[:, None, None], parameters_of(module, layer_type)
+    if kind == LONGROPE:
+        # In the dtype of the buffer that upstream copies both into.
+        longer = getattr(module, _KEPT.format(f"{prefix(layer_type)}long_")).to(short.dtype)
+        return torch.where(lengths > parameters["original_max_position_embeddings"], longer, short)
+    # As `_compute_dynamic_ntk_parameters`, of several lengths.
+    border, factor, half = module.original_max_seq_len, parameters["factor"], short.shape[-1]
+    grown = (factor * lengths.clamp(min=border) / border) - (factor - 1)
+    base = parameters["rope_theta"] * grown ** (2 * half / (2 * half - 2))
+    exponents = torch.arange(0, 2 * half, 2, dtype=torch.int64, device=short.device).float() / (2 * half)
+    return torch.where(lengths > border, 1.0 / (base**exponents), short.float())
+
+
+def phimoe_by_lengths(original: Callable) -> Callable:
+    """Make PhiMoE's `forward`: the frequencies of short sequences at every length, and a scale of each row's."""
+
+    def forward(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if not _step.is_step or self.rope_type != LONGROPE:
+            return original(self, x, position_ids)
+        parameters, lengths = self.config.rope_parameters, _step.lengths
+        angles = position_ids[..., None].float() * getattr(self, _KEPT.format("short_"))
+        angles = torch.cat((angles, angles), dim=-1)
+        scale: Any = parameters["short_mscale"]
+        if lengths is not None:
+            is_long = lengths[:, None, None] > parameters["original_max_position_embeddings"]
+            scale = torch.where(is_long, float(parameters["long_mscale"]), float(scale))
+        return (angles.cos() * scale).to(x.dtype), (angles.sin() * scale).to(x.dtype)
+
+    forward = torch.no_grad()(forward)
+    setattr(forward, _FOLLOWS, True)
+    return forward
+
+
+def patch_rope(model: nn.Module) -> set[str]:
+    """Replace the `forward` of the rotary embeddings of a model that change with the length.
+
+    Those of custom code stay as they are, see `check_follows`.
+
+    Returns:
+        Labels of the patches.
+
+    Raises:
+        UnsupportedModelError: If the original has changed.
+    """
+    labels = set()
+    for module, layer_type, kind in changing(model):
+        if not _is_own(type(module)):
+            continue
+        patch = _patch_of(type(module))
+        if not hasattr(type(module).forward, _FOLLOWS):
+            patch.apply()
+        if kind == LONGROPE:
+            _keep(module, layer_type)
+        labels.add(patch.label)
+    return labels
+
+
+def check_follows(model: nn.Module) -> None:
+    """Refuse a model one of whose rotary embeddings does not follow `rope_by`, as its rows get past a border.
+
+    Raises:
+        UnsupportedModelError: If there is one.
+    """
+    for module, _, kind in changing(model):
+        if not hasattr(type(module).forward, _FOLLOWS):
+            raise UnsupportedModelError(
+                f"{type(module).__module__}.{type(module).__name__} is not transformers' own and its RoPE ({kind}) "
+                "changes with the length, which its code takes from the positions of a call; use transformers' class "
+                "(trust_remote_code=False), a max_cache_len before the change, or DynamicCache"
+            )
+
+
+def _is_own(rotary: type) -> bool:
+    file = sys.modules[rotary.__module__]
+    return rotary.__module__.startswith("transformers.models.") and hasattr(file, "dynamic_rope_update")
+
+
+def _patch_of(rotary: type) -> Patch:
+    file, name = rotary.__module__.removeprefix("transformers.models."), f"{rotary.__name__}.forward"
+    if rotary.__name__ == "PhimoeRotaryEmbedding":
+        return Patch(file, name, phimoe_by_lengths, _REASON, (_PHIMOE,))
+    return Patch(file, name, by_lengths, _REASON, (_DIGEST,), source="dynamic_rope_update")
+
+
+def _keep(module: Any, layer_type: str | None) -> None:
+    """Keep the frequencies of both sides of the border, where the module is now."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    device = getattr(module, f"{prefix(layer_type)}original_inv_freq").device
+    border = parameters_of(module, layer_type)["original_max_position_embeddings"]
+    for side, length in (("short_", border), ("long_", border + 1)):
+        name = _KEPT.format(f"{prefix(layer_type)}{side}")
+        if getattr(module, name, None) is None or getattr(module, name).device != device:
+            further = {} if layer_type is None else {"layer_type": layer_type}
+            found, _ = ROPE_INIT_FUNCTIONS[LONGROPE](module.config, device, seq_len=length, **further)
+            setattr(module, name, found)

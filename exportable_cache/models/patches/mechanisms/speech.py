@@ -1,0 +1,144 @@
+"""How encoders of sound shorten a padding mask, for masks that are short already.
+
+A decoder's step has the encoder's output and its mask, [batch, encoder_length], but these models take the mask of the
+encoder's *input* at every step and shorten it there, once more:
+
+| method | models | upstream (v5.23.0, src/transformers/models) |
+|---|---|---|
+| `_get_feature_vector_attention_mask` | Speech2Text, SpeechT5 | speech_to_text/modeling_speech_to_text.py, ... |
+| `_compute_sub_sample_lengths_from_attention_mask` | Seamless M4T and v2 | seamless_m4t/modeling_seamless_m4t.py, ... |
+
+Inside `short_masks` these methods leave the mask as it is; elsewhere they do what they did. A test fails once the
+models take the mask of what the encoder gave (tests/patches/test_speech.py)
+
+Moonshine Streaming adds positions to what its encoder gave in place, at every step, so its decoder is given a copy.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ....common.compat.transformers import output_lengths_of_mask, output_lengths_of_samples
+from ....common.patch import Patch
+from ..conditions import over_our_cache
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class _Masks(threading.local):
+    """Of this thread's step. TorchDynamo (2.13) traces the attributes of a `threading.local`, and no `ContextVar`."""
+
+    def __init__(self) -> None:
+        # On the instance, see `scans.bound`.
+        self.are_short = False
+
+
+_masks = _Masks()
+
+
+@contextmanager
+def short_masks() -> Iterator[None]:
+    """Run a block in which every mask of an encoder's positions is that of its output."""
+    before = _masks.are_short
+    _masks.are_short = True
+    try:
+        yield
+    finally:
+        _masks.are_short = before
+
+
+def shortened_lengths(model: nn.Module, attention_mask: torch.Tensor) -> torch.Tensor:
+    """How many positions an encoder of sound gives for the real part of its input, all of them without a rule.
+
+    Args:
+        attention_mask: int64 [batch, length].
+
+    Returns:
+        int64 [batch].
+    """
+    for module in model.modules():
+        if (of_samples := output_lengths_of_samples(module)) is not None:
+            return of_samples(attention_mask.sum(-1)).to(torch.int64)
+        if (of_mask := output_lengths_of_mask(module)) is not None:
+            return of_mask(attention_mask).to(torch.int64)
+    return attention_mask.sum(-1)
+
+
+def _unless_short(when_short: Callable) -> Callable[[Callable], Callable]:
+    def patch(original: Callable) -> Callable:
+        def method(self: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return when_short(*args, **kwargs) if _masks.are_short else original(self, *args, **kwargs)
+
+        return method
+
+    return patch
+
+
+def _with_states_of_its_own(
+    self: nn.Module, *args: Any, encoder_hidden_states: torch.Tensor, original: Callable, **kwargs: Any
+) -> Any:
+    """A copy for the decoder to add to: what a session encoded serves many prompts."""
+    return original(self, *args, encoder_hidden_states=encoder_hidden_states.clone(), **kwargs)
+
+
+_REASON = "it shortens the mask of its encoder's output once more"
+_mask_as_it_is = _unless_short(lambda feature_vector_length, attention_mask, **kwargs: attention_mask)
+_lengths_of_mask = _unless_short(lambda attention_mask: attention_mask.sum(-1))
+
+
+def _features(file: str, owner: str, *digests: str) -> tuple[Patch, ...]:
+    return (Patch(file, f"{owner}._get_feature_vector_attention_mask", _mask_as_it_is, _REASON, digests),)
+
+
+def _lengths(file: str, owner: str, *digests: str) -> tuple[Patch, ...]:
+    return (
+        Patch(file, f"{owner}._compute_sub_sample_lengths_from_attention_mask", _lengths_of_mask, _REASON, digests),
+    )
+
+
+PATCHES = {
+    # Encoders of a `SpeechEncoderDecoderModel`, which shortens the mask by the encoder's method.
+    "data2vec-audio": _features("data2vec.modeling_data2vec_audio", "Data2VecAudioPreTrainedModel", "6b9955af64c23f98"),
+    "hubert": _features("hubert.modeling_hubert", "HubertPreTrainedModel", "24c2ee004a30f90d"),
+    "sew": _features("sew.modeling_sew", "SEWPreTrainedModel", "d44458fa30b68f5a"),
+    "sew-d": _features("sew_d.modeling_sew_d", "SEWDPreTrainedModel", "d44458fa30b68f5a"),
+    "unispeech": _features("unispeech.modeling_unispeech", "UniSpeechPreTrainedModel", "1813de7ef76e445d"),
+    "unispeech-sat": _features(
+        "unispeech_sat.modeling_unispeech_sat", "UniSpeechSatPreTrainedModel", "1813de7ef76e445d"
+    ),
+    "wav2vec2": _features("wav2vec2.modeling_wav2vec2", "Wav2Vec2PreTrainedModel", "6b9955af64c23f98"),
+    "wav2vec2-bert": _features(
+        "wav2vec2_bert.modeling_wav2vec2_bert", "Wav2Vec2BertPreTrainedModel", "6b9955af64c23f98"
+    ),
+    "wav2vec2-conformer": _features(
+        "wav2vec2_conformer.modeling_wav2vec2_conformer", "Wav2Vec2ConformerPreTrainedModel", "6b9955af64c23f98"
+    ),
+    "wavlm": _features("wavlm.modeling_wavlm", "WavLMPreTrainedModel", "6b9955af64c23f98"),
+    # Encoder-decoders.
+    "seamless_m4t": _lengths("seamless_m4t.modeling_seamless_m4t", "SeamlessM4TPreTrainedModel", "def8b90a1a5c399b"),
+    "seamless_m4t_v2": _lengths(
+        "seamless_m4t_v2.modeling_seamless_m4t_v2", "SeamlessM4Tv2PreTrainedModel", "def8b90a1a5c399b"
+    ),
+    "speech_to_text": _features(
+        "speech_to_text.modeling_speech_to_text", "Speech2TextPreTrainedModel", "ca7dc34de54969ba"
+    ),
+    "speecht5": _features("speecht5.modeling_speecht5", "SpeechT5SpeechEncoderPrenet", "1813de7ef76e445d"),
+    "moonshine_streaming": (
+        Patch(
+            "moonshine_streaming.modeling_moonshine_streaming",
+            "MoonshineStreamingDecoder.forward",
+            over_our_cache(_with_states_of_its_own),
+            "it adds positions to the encoder's states in place, at every step",
+            digests=(
+                "06c52f55a3d1f2f1",
+                "72dd6a2b1c055c7f",
+            ),
+        ),
+    ),
+}

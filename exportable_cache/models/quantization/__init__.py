@@ -1,0 +1,1 @@
+"""Weight quantization before export, through torchao."""

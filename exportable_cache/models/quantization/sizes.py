@@ -1,0 +1,152 @@
+"""Bytes of weights as a target stores them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import nn
+
+from ...common.dtypes import exact_dtype
+from .spec import DEFAULT_GROUP_SIZE, EMBEDDING_SCHEMES, LINEAR_SCHEMES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from .spec import Quantization
+
+
+_FLOAT32, _BFLOAT16 = 4, 2
+_INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
+#: Share of the weights below which a quantization says what it leaves.
+LEAST_SHARE = 0.8
+#: Modules that a message names.
+_NAMED = 3
+
+
+class _Form(NamedTuple):
+    """How one weight is stored: bits of an integer, and bytes of a scale."""
+
+    bits: int
+    scale: int
+
+
+def _forms(model: PreTrainedModel, quantization: Quantization) -> dict[int, _Form]:
+    """Return the form of each weight that is quantised, by the id of its parameter."""
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = head is not None and head.weight is table.weight
+    forms = {}
+    if quantization.linear is not None:
+        bits, _ = LINEAR_SCHEMES[quantization.linear]
+        # XNNPACK's scales of groups; torchao keeps others in the weights' dtype.
+        scale = _BFLOAT16 if bits == 4 and quantization.linear == "8da4w" else _FLOAT32
+        for module in model.modules():
+            if isinstance(module, nn.Linear) and not (tied and module is head):
+                forms[id(module.weight)] = _Form(bits, scale)
+    if quantization.embeddings is not None:
+        forms[id(table.weight)] = _Form(EMBEDDING_SCHEMES[quantization.embeddings], _FLOAT32)
+    return forms
+
+
+def quantized_bytes(model: PreTrainedModel, quantization: Quantization) -> int:
+    """Return what `quantize(model, quantization).weights_bytes` would be; only shapes are read.
+
+    Args:
+        model: In float32, on any device, the meta device too. Other weights are left as they are.
+    """
+    return sum(_bytes(model, quantization).values())
+
+
+def _bytes(model: PreTrainedModel, quantization: Quantization) -> dict[int, int]:
+    forms, group = _forms(model, quantization), quantization.group_size or DEFAULT_GROUP_SIZE
+    sizes = {}
+    for one in model.parameters():
+        form = forms.get(id(one))
+        if form is None:
+            sizes[id(one)] = one.numel() * _FLOAT32 if one.is_floating_point() else one.nbytes
+        else:
+            scales = one.numel() // group if form.bits == 4 else one.shape[0]
+            sizes[id(one)] = one.numel() * form.bits // 8 + scales * form.scale
+    return sizes
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """What a quantization covers of the weights that its schemes are for.
+
+    Attributes:
+        quantized_weights: Numbers that become integers.
+        other_weights: Numbers that stay in float32, without an embedding table that was left out on purpose.
+        quantized_bytes: Bytes of the integers and their scales.
+        other_bytes: Bytes of all that stays in float32.
+        left: Numbers that stay, by the path of the module that has them with layer indices as `*`, the largest first.
+    """
+
+    quantized_weights: int
+    other_weights: int
+    quantized_bytes: int
+    other_bytes: int
+    left: tuple[tuple[str, int], ...]
+
+    @property
+    def share(self) -> float:
+        """Share of the weights that become integers."""
+        return self.quantized_weights / max(1, self.quantized_weights + self.other_weights)
+
+    @property
+    def remark(self) -> str:
+        """One line that says what stays in float32 where that is much, else an empty text."""
+        if self.share >= LEAST_SHARE:
+            return ""
+        names = ", ".join(f"{name} ({count:,})" for name, count in self.left[:_NAMED])
+        return (
+            f"only {self.share:.0%} of the weights are quantised: {self.quantized_bytes:,} bytes, and "
+            f"{self.other_bytes:,} bytes stay in float32, most of them in {names}; a program of these may be larger "
+            "than the checkpoint, so consider dtype='float16' or 'bfloat16' without quantisation"
+        )
+
+
+def coverage_of(model: PreTrainedModel, quantization: Quantization) -> Coverage:
+    """Count what a quantization covers; only shapes are read.
+
+    Args:
+        model: Not quantised yet, on any device, the meta device too.
+    """
+    forms, sizes = _forms(model, quantization), _bytes(model, quantization)
+    # A table that is not to be quantised is no surprise, and neither are linear layers where a table alone is.
+    table = model.get_input_embeddings()
+    chosen = set() if quantization.embeddings is not None else {id(table.weight)}
+    if quantization.linear is None:
+        chosen |= {id(one) for one in model.parameters()} - forms.keys()
+    left: Counter[str] = Counter()
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        for one in module.parameters(recurse=False):
+            if id(one) not in seen and id(one) not in forms and id(one) not in chosen:
+                left[_INDEX.sub("*", path)] += one.numel()
+            seen.add(id(one))
+    quantized = {id(one): one.numel() for one in model.parameters() if id(one) in forms}
+    return Coverage(
+        sum(quantized.values()),
+        sum(left.values()),
+        sum(sizes[one] for one in quantized),
+        sum(size for one, size in sizes.items() if one not in quantized),
+        tuple(left.most_common()),
+    )
+
+
+def exact_bytes(model: nn.Module, stored: torch.dtype | None = None) -> int:
+    """Of all parameters, tied ones once: linear layers' and tables' weights in that type, others as they are.
+
+    Args:
+        stored: The type, where the model has shapes alone.
+    """
+    sizes = {id(parameter): parameter.nbytes for parameter in model.parameters()}
+    for module in model.modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)) and module.weight.dtype == torch.float32:
+            dtype = exact_dtype(module.weight) if stored is None else stored
+            sizes[id(module.weight)] = module.weight.numel() * dtype.itemsize
+    return sum(sizes.values())

@@ -1,0 +1,1 @@
+"""Tokenizers of models and of bundles."""

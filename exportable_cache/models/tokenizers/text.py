@@ -1,0 +1,148 @@
+"""A bundle's tokenizer for plain text, without the half second that importing transformers' tokenizers takes."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...errors import InputError
+from .errors import tokenizer_errors
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase
+
+#: Its name in the folder.
+FILE = "tokenizer.json"
+# What tokenizers differ in: spaces at either end and several, new lines, digits, accents in two forms, scripts without
+# spaces, joined emoji, a byte order mark, and nothing.
+_PROBES = (
+    "",
+    " ",
+    "the code of amber is 4821",
+    "  Two  spaces,\ttabs\r\nand\n\nlines. ",
+    "1234567 3.14 -0.5e10 x=y+z; don't {'a': [1, 2]}",
+    "caf\u00e9 cafe\u0301 \u00c5ngstr\u00f6m \u0130stanbul stra\u00dfe",
+    "\u4f60\u597d\uff0c\u4e16\u754c \u3053\u3093\u306b\u3061\u306f \u0645\u0631\u062d\u0628\u0627 \u0928\u092e\u0938",
+    "\U0001f468\u200d\U0001f469\u200d\U0001f467 \U0001f1eb\U0001f1f7 \u00a0\u2009\ufeffx",
+)
+_DRAWS, _DRAWN_TOKENS = 64, 12
+
+
+class TextTokenizer:
+    """Text to tokens and back, as `tokenizer.json` alone says. Anything else is asked of transformers' tokenizer, which
+    is made then.
+
+    Args:
+        folder: Holds the file.
+        make_whole: Gives transformers' tokenizer of the same folder.
+
+    Raises:
+        InputError: If the file cannot be read.
+    """
+
+    def __init__(self, folder: Path, make_whole: Callable[[], PreTrainedTokenizerBase]) -> None:
+        self._folder, self._tokenizer = folder, _read(folder)
+        self._make_whole = make_whole
+
+    def __call__(self, text: str, *, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        with tokenizer_errors("the tokenizer cannot encode the text"):
+            return {"input_ids": self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids}
+
+    def decode(
+        self, tokens: Sequence[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool = False
+    ) -> str:
+        """Text of tokens; spaces are left as they are."""
+        if clean_up_tokenization_spaces:
+            return self.whole.decode(tokens, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=True)
+        with tokenizer_errors("the tokenizer cannot decode tokens"):
+            return self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
+
+    @property
+    def backend_tokenizer(self) -> Tokenizer:
+        """As transformers' fast tokenizers name it."""
+        return self._tokenizer
+
+    @cached_property
+    def eos_token_id(self) -> int | None:
+        """Id of the end token that `tokenizer_config.json` names, None if it names none."""
+        try:
+            named = json.loads((self._folder / "tokenizer_config.json").read_text(encoding="utf-8"))["eos_token"]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return None
+        text = named.get("content") if isinstance(named, dict) else named
+        return self._tokenizer.token_to_id(text) if isinstance(text, str) else None
+
+    @cached_property
+    def whole(self) -> PreTrainedTokenizerBase:
+        """Transformers' tokenizer."""
+        return self._make_whole()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.whole, name)
+
+
+def plain_backend(tokenizer: PreTrainedTokenizerBase | TextTokenizer, *methods: str) -> Tokenizer | None:
+    """Return the tokenizer of the library `tokenizers` that alone does a tokenizer's work.
+
+    Args:
+        tokenizer: Any tokenizer.
+        methods: The methods that do it. None is returned where a class or an object has another one of these.
+    """
+    if isinstance(tokenizer, TextTokenizer):
+        return tokenizer.backend_tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        return None
+    known = all(getattr(type(tokenizer), name) is getattr(PreTrainedTokenizerFast, name) for name in methods)
+    return tokenizer.backend_tokenizer if known and not any(name in vars(tokenizer) for name in methods) else None
+
+
+def reads_alike(folder: Path, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether `tokenizer.json` alone gives the tokens and the text that transformers' tokenizer of the folder gives.
+
+    Tried on texts of many kinds with every special token amid them, and on drawn tokens. What transformers' classes do
+    besides, such as a token put before the text by an option of theirs, is not in the file.
+    """
+    if not (folder / FILE).is_file():
+        return False
+    try:
+        with tokenizer_errors("the tokenizer cannot be tried"):
+            return _gives_the_same(_read(folder), tokenizer)
+    except InputError:  # what cannot be tried is not relied on
+        return False
+
+
+def _gives_the_same(alone: Tokenizer, tokenizer: PreTrainedTokenizerBase) -> bool:
+    specials = [str(token) for token in tokenizer.all_special_tokens]
+    probes = [*_PROBES, *(f"one {special}two {special} three" for special in specials), "".join(specials)]
+    for text in probes:
+        for adds in (True, False):
+            if alone.encode(text, add_special_tokens=adds).ids != tokenizer(text, add_special_tokens=adds)["input_ids"]:
+                return False
+    draw = random.Random(0)
+    known = sorted(tokenizer.get_vocab().values())
+    drawn = [[draw.choice(known) for _ in range(_DRAWN_TOKENS)] for _ in range(_DRAWS)]
+    drawn += [tokenizer(text)["input_ids"] for text in probes]
+    return all(
+        alone.decode(tokens, skip_special_tokens=skips)
+        == tokenizer.decode(tokens, skip_special_tokens=skips, clean_up_tokenization_spaces=False)
+        for tokens in drawn
+        for skips in (True, False)
+    )
+
+
+def _read(folder: Path) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    with tokenizer_errors(f"cannot read {folder / FILE}", "export the model again"):
+        tokenizer = Tokenizer.from_file(str(folder / FILE))
+    # Of a file saved amid training; transformers goes by its own options.
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer

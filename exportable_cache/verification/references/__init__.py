@@ -1,1 +1,0 @@
-"""Eager models with what a cache does done to them by other means."""
