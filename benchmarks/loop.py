@@ -41,7 +41,6 @@ from transformers import (
 )
 
 from exportable_cache import ExportableCache, Session
-from exportable_cache.generation.answer import steps_of
 from exportable_cache.program.methods import method_for
 
 Step = Callable[[int], torch.Tensor]
@@ -158,14 +157,10 @@ def gpt_fast_step(model: PreTrainedModel, tokens: torch.Tensor, length: int) -> 
 
 def our_step(model: PreTrainedModel, tokens: torch.Tensor, length: int) -> Step:
     session = Session.from_model(model, ExportableCache.from_model(model, length, tokens.shape[0]), compile="wait")
-    runner, answer = session.runner, object()
+    runner = session.runner
 
     def step(position: int) -> torch.Tensor:
-        # As `generate` takes them.
-        with steps_of(answer):
-            return runner.run(
-                method_for(runner.methods, 1, position + 1), tokens, torch.full_like(tokens[:, 0], position)
-            )
+        return runner.run(method_for(runner.methods, 1, position + 1), tokens, torch.full_like(tokens[:, 0], position))
 
     return step
 

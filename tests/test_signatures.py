@@ -42,7 +42,7 @@ DICTATED = {
     "models/patches/own_caches/openai_gpt.py:_gpt": "the forward of transformers' OpenAIGPTModel, and the original",
     "models/patches/own_caches/openai_gpt.py:_xlm": "the forward of transformers' XLMModel, and the original",
     "models/patches/mechanisms/prepared_masks.py:_kosmos_text": "the forward of transformers' Kosmos-2 text model",
-    "models/patches/families/prophetnet.py:_decoder": "the forward of transformers' ProphetNetDecoder, and the original",
+    "models/patches/families/prophetnet.py:_decoder": "the forward of transformers' ProphetNetDecoder",
     "models/scans/delta_rule.py:delta_rule": "operands of transformers' torch_chunk_gated_delta_rule",
     "models/scans/selective.py:selective_scan": "operands of transformers' mamba_selective_scan",
     "models/scans/state_space.py:state_space_scan": "operands of transformers' mamba_chunk_scan_combined",

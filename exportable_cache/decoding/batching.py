@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import InputError
-from ..generation.answer import steps_of
 from ..generation.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -98,8 +97,6 @@ class ContinuousBatch:
         self.prefill = prefill
         self.decode = decode
         self._waiting: deque[Request] = deque()
-        #: Another object with each request that is admitted.
-        self._since = object()
         self._rows: list[Request | None] = [None] * decode.batch_size
         #: In the order of their turns, each with the step of it that is under way.
         self._groups: deque[tuple[range, BegunStep | None]] = deque((rows, None) for rows in decode.row_groups)
@@ -176,8 +173,7 @@ class ContinuousBatch:
         Returns:
             One token per request that was served: the first of those admitted, the next of the others.
         """
-        with steps_of(self._since):
-            return self._step_of_group() if self._groups else self._step_of_all()
+        return self._step_of_group() if self._groups else self._step_of_all()
 
     def _step_of_all(self) -> list[tuple[Request, int]]:
         rows = range(len(self._rows))
@@ -231,7 +227,6 @@ class ContinuousBatch:
             yield from self.step()
 
     def _admit(self, row: int, request: Request) -> int:
-        self._since = object()
         logits = self._prefill(row, request.input_ids)
         self._rows[row] = request
         return self._give(row, request, logits)

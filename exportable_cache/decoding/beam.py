@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import InputError
-from ..generation.answer import steps_of
 from ..generation.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -74,7 +73,6 @@ def beam_search(
     scores[0] = 0.0
     tokens = prompt.new_empty(beams, 0)
     finished: list[Hypothesis] = []
-    answer = object()
     ends = torch.tensor(
         sorted(own_ends if end_tokens is None else end_tokens), dtype=torch.int64, device=session.device
     )
@@ -100,8 +98,7 @@ def beam_search(
         for tensor in runner_state(session).values():
             tensor.copy_(tensor.index_select(0, rows))
         session.select_rows(rows)
-        with steps_of(answer):
-            logits = session.go_on(tokens[:, -1])
+        logits = session.go_on(tokens[:, -1])
     if len(finished) < beams:
         for row in range(beams):
             finished.append(Hypothesis(tokens[row].tolist(), float(scores[row]) / tokens.shape[1] ** penalty))

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from ..errors import CacheFullError, InputError
-from ..generation.answer import steps_of
 from ..generation.constraint import Constraint, ConstraintCompiler, Follower
 from ..generation.sampling import Sampling
 from ..generation.text import TextPieces, encode_prompt
@@ -202,8 +201,6 @@ class Completer:
         self._split_special_tokens = split_special_tokens
         # Tokens that the session holds; None while that is not known.
         self._held: list[int] | None = None
-        # Another object for each answer.
-        self._since = object()
         self._constraints: ConstraintCompiler | None = None
         self._compiling = threading.Lock()
 
@@ -329,7 +326,7 @@ class Completer:
         if held is None or common == 0:
             common = 0
             session.reset()
-        self._held, self._since = None, object()
+        self._held = None
         try:
             with session.paced(MOST_A_CHUNK, before_chunk):
                 logits = session.prefill(torch.tensor([ids[common:]], device=session.device))
@@ -349,7 +346,7 @@ class Completer:
         session, held = self.session, self._held
         self._held = None
         try:
-            with steps_of(self._since), session.paced(MOST_A_CHUNK, before_chunk):
+            with session.paced(MOST_A_CHUNK, before_chunk):
                 logits = session.go_on(torch.tensor([token], device=session.device))
         except _GivenUp:
             self._held = None if held is None else [*held, token][: int(session.length[0])]

@@ -13,7 +13,6 @@ from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, TypeVar
 
 from ..errors import InputError
-from ..generation.answer import steps_of
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -100,7 +99,6 @@ class Answer:
     def __init__(self, stepper: ProgramStepper) -> None:
         self._stepper = stepper
         self.has_ended = False
-        self._key = object()
         self._left: tuple[SequenceState, int] = (stepper.state, stepper.moves)
 
     @property
@@ -125,8 +123,7 @@ class Answer:
                         stepper.guard.begin(self)
                         steps = begin()
                     try:
-                        with steps_of(self._key):
-                            tokens = next(steps)
+                        tokens = next(steps)
                     except StopIteration:
                         return
                     self._left = stepper.state, stepper.moves

@@ -148,22 +148,6 @@ def test_what_aotinductor_notes_in_its_settings_makes_no_other_graphs() -> None:
         assert inductor_config() == before
 
 
-@pytest.mark.parametrize(("threads", "left"), [(1, 1), (2, 1), (3, 2), (4, 2)])
-def test_steps_leave_cores_to_what_compiles(threads: int, left: int, monkeypatch) -> None:
-    in_its_place(monkeypatch, SLEEPS)
-    model, seen = model_of(), []
-    with threads_of_torch(threads):
-        session = session_of(model)
-        model.model.norm.register_forward_hook(lambda *_: seen.append(torch.get_num_threads()))
-        session.prefill(tokens(3))
-        assert torch.get_num_threads() == threads
-        session.close()
-        # Nothing compiles any more.
-        session = session_of(model, False)
-        session.prefill(tokens(3))
-    assert seen[0] == left and set(seen[1:]) == {threads}
-
-
 def test_graphs_are_loaded_with_the_threads_that_they_were_compiled_for(tmp_path: Path, monkeypatch) -> None:
     """Though a step runs with fewer when the thread that loads them first asks."""
     in_its_place(monkeypatch, SLEEPS)

@@ -1,4 +1,4 @@
-"""The process that compiles in the background: when it ends, what it serves first, and its fork."""
+"""The process that compiles in the background: when it ends, what it serves first."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from exportable_cache.backends.live import background
-from exportable_cache.backends.live.background_process import Twin, _Requests, can_fork
+from exportable_cache.backends.live.background_process import _Requests
 
 from ..support.background import SLEEPS, in_its_place, model_of, process_of, session_of, wait_until
 from ..support.models import tokens
@@ -122,28 +121,3 @@ def test_what_a_step_waits_for_goes_before_what_is_needed_later(monkeypatch) -> 
     with pytest.raises(Ended, match="0"):
         requests.read()
     assert requests.next()[0] == 4
-
-
-def test_two_processes_compile_and_the_one_that_ends_gives_its_graph_back(monkeypatch) -> None:
-    """What one has found out about the read lengths of a method holds for both."""
-    if not can_fork():
-        pytest.skip("a second process would have no core")
-    here = os.getpid()
-
-    def serve(request: tuple, unshared: set[str]) -> tuple[str, int, str]:
-        if request[1] == "die":
-            os._exit(0)
-        found = ",".join(sorted(unshared))
-        unshared.add(f"{request[1]} {os.getpid() == here}")
-        return "ready", request[0], found
-
-    source, sent = os.pipe()
-    requests, unshared, told = _Requests(os.fdopen(source, "rb")), {"before"}, []
-    twin = Twin(serve, [sent])
-    requests.put((1, "first", [torch.zeros(2)], False))
-    requests.put((2, "die", [], True))
-    twin.serve(requests, unshared, lambda *answer: told.append(answer))
-    assert told == [("ready", 1, "before")] and unshared == {"before", "first False"}
-    assert requests.next()[:2] == (2, "die")
-    twin.close()
-    os.close(sent)

@@ -90,7 +90,7 @@ def test_what_is_not_recorded_stays_as_it_is(weight: torch.Tensor, kind: str, fu
     for step in range(4):
         x = torch.randn(2, SIZE)
         assert torch.equal(graph(x), function(x, weight) if kind != "a view of an input" else x[:1])
-        assert graph.calls == step + 1 and graph.steps.recording is None
+        assert graph.calls == step + 1 and graph.steps._recording is None
 
 
 def test_what_a_step_writes_to_an_input_is_there(weight: torch.Tensor) -> None:
@@ -147,7 +147,7 @@ def test_tensors_that_a_graph_looks_up_are_seen_to_be_elsewhere(loaded) -> None:
     x = torch.randn(1, weight.shape[1])
     for _ in range(3):
         graph(x.clone())
-    assert graph.steps.recording is not None
+    assert graph.steps._recording is not None
     weight.data = weight * 2
     assert torch.equal(graph(x), linear.plain_linear(x, weight, None)) and graph.calls == BEFORE + 1
 
@@ -184,7 +184,7 @@ def test_who_watches_operators_sees_them(weight: torch.Tensor) -> None:
         graph(torch.randn(1, SIZE))
     with Census() as census:
         graph(torch.randn(1, SIZE))
-    assert graph.steps.recording is not None and census.seen > 0 and graph.calls == BEFORE + 1
+    assert graph.steps._recording is not None and census.seen > 0 and graph.calls == BEFORE + 1
 
 
 @pytest.fixture

@@ -14,12 +14,9 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import warnings
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -37,7 +34,6 @@ from .graphs import Graph
 from .model_snapshot import skeleton
 from .ops.eager import OWN_OPERATORS, eager_operators
 from .ops.onednn import onednn_is_better
-from .throttle import STEPS
 
 if TYPE_CHECKING:
     from ...models.cache_factory import ExportableCache
@@ -247,12 +243,11 @@ class GraphWorker:
 
     @contextlib.contextmanager
     def _sparing(self) -> Iterator[None]:
-        """A block of one thread at a time, in which steps come to their turn."""
+        """A block of one thread at a time that gives the interpreter to steps often."""
         with (
             self._loading,
             _SWITCHING.during(lambda found: min(found, _SWITCH_INTERVAL)),
             few_collections(),
-            STEPS.throttled(),
         ):
             yield
 
@@ -265,36 +260,6 @@ def torch_settings() -> dict[str, Any]:
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "inductor": inductor_config(),
     }
-
-
-#: From so many on, one core is left to each of the two processes that compile.
-_CORES_FOR_TWO = 4
-#: Seconds of a step from which on it leaves none, and steps of which none was shorter.
-_LONG_STEP, _TIMED = 0.12, 3
-#: Steps of more tokens spend their time in operators, and the interpreter is free meanwhile.
-_FEW_TOKENS = 16
-
-
-class CoresLeft:
-    """Cores that steps without a graph leave to what compiles.
-
-    Compilers are done sooner with a core of their own, and it costs a short step nothing that anybody notices. One that
-    has gigabytes of weights to read is a wait of its own: it has all cores, of which compilers get what is left.
-    """
-
-    def __init__(self) -> None:
-        self._seconds: deque[float] = deque(maxlen=_TIMED)
-        self._is_long = False
-
-    def while_pending(self, threads: int) -> int:
-        """How many of the cores, one for each of a step's threads."""
-        return 0 if self._is_long else 2 if threads >= _CORES_FOR_TWO else 1
-
-    def took(self, seconds: float) -> None:
-        """Of a step of one token that left some."""
-        self._seconds.append(seconds)
-        # The first ones load this and that, and others wait for a moment.
-        self._is_long = len(self._seconds) == _TIMED and min(self._seconds) > _LONG_STEP
 
 
 class BackgroundCompiler:
@@ -336,7 +301,6 @@ class BackgroundCompiler:
         self._waits = False
         self._by_onednn = onednn_is_better()
         self._has_warned = False
-        self._cores_left = CoresLeft()
 
     @property
     def pending(self) -> int:
@@ -352,23 +316,12 @@ class BackgroundCompiler:
         finally:
             self._waits = False
 
-    def step(self, size: int) -> AbstractContextManager[None]:
-        """A block around a step of `size` tokens a row, in which no graphs are loaded where that would hold it up."""
-        return nullcontext() if self._waits or size > _FEW_TOKENS else STEPS.step()
-
     @contextlib.contextmanager
-    def meanwhile(self, size: int) -> Iterator[None]:
-        """A block for a step of `size` tokens without a graph: fewer threads while graphs are compiled, and the kernels
-        of this package, once they are there, and oneDNN's linear layers where those are better.
-        """
-        threads = self._worker.torch_threads
-        left = self._cores_left.while_pending(threads) if self.pending else 0
+    def meanwhile(self) -> Iterator[None]:
+        """Run a step that has no graph yet with this package's operators once they are compiled, or with oneDNN's."""
         rows, queries = (operators.load(compiles=False) for operators in OWN_OPERATORS)
-        start = time.perf_counter()
-        with threads_of_torch(max(1, threads - left)), eager_operators(rows, queries, self._by_onednn):
+        with threads_of_torch(self._worker.torch_threads), eager_operators(rows, queries, self._by_onednn):
             yield
-        if left and size == 1:
-            self._cores_left.took(time.perf_counter() - start)
 
     def take(self, graph: Graph, inputs: Sequence[torch.Tensor], ahead: bool = False) -> Callable[..., Any] | None:
         """A graph if it can be called; None if it is being compiled, which it is from now on, or cannot be.

@@ -19,7 +19,6 @@ from ...errors import InputError
 from ...program.methods import KV_SLOTS, ProgramMethod
 from .graph_cache import GRAPH_CACHE_MB, GraphCache
 from .graphs import OutdatedGraph
-from .guards import checked_in_each_step
 from .ops.eager import OWN_OPERATORS
 
 if TYPE_CHECKING:
@@ -104,7 +103,7 @@ class StepCompiler:
         is_plain = self._cache.residence is None and self._cache.ranks is None
         stamps = is_plain and self.graph_cache is not None
         equal = EqualLayers(self._model, self._cache) if stamps else None
-        return LayeredBackend(equal, checks_inputs=self.graph_cache is None)
+        return LayeredBackend(equal)
 
     def chooses_apart(self, penalised: bool) -> bool:
         """Whether the choice of tokens is a graph by itself, behind that of the step.
@@ -138,8 +137,6 @@ class StepCompiler:
                 return _guarded(call)
         if self.layered is None:
             backend = _whole_backend(chosen, dynamic)
-        else:
-            backend["options"] = {"guard_filter_fn": checked_in_each_step(self.layered.ids_checked)}
         return torch.compile(step, fullgraph=True, dynamic=dynamic, **backend)
 
     def load(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +11,6 @@ from torch.fx import GraphModule, Node
 
 from ...common.compat import torch_compile as private
 from ..regions import regions_of
-from .followed import graph_ran
-from .graphs import OutdatedGraph
 from .layer_tensors import OwnTensor, OwnTensors
 from .ops.attention import attention_of_few_queries
 from .ops.linear import linears_of_few_rows
@@ -21,8 +19,6 @@ from .replay import RecordedSteps
 from .stamp_layers import taken_marks
 
 if TYPE_CHECKING:
-    import torch
-
     from .clone_layers import EqualLayers
 
 #: What Inductor has compiled: its own object, which runs, and can be written.
@@ -54,10 +50,9 @@ class LayeredGraph(private.SerializableCallable):
         places: How many values there are, the graph's inputs first, and then its own tensors.
         results: Places of what it gives, or values that are the same in every step.
         own: What it takes from the model and the cache by itself.
-        checked: Tensors, by their places among the inputs, whose forms no guard compares.
 
     Raises:
-        OutdatedGraph: See `OwnTensors`. A call does so, too, where one that is checked is of another form.
+        OutdatedGraph: See `OwnTensors`.
     """
 
     def __init__(
@@ -67,22 +62,15 @@ class LayeredGraph(private.SerializableCallable):
         places: int,
         results: Sequence,
         own: Sequence[OwnTensor] = (),
-        checked: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
         self.compiled = tuple(compiled)
         self.calls, self.places, self.results = tuple(calls), places, tuple(results)
         self.own = OwnTensors(own)
         self._bound = [(private.region_function(compiled[call.region]), call) for call in calls]
         self.steps = RecordedSteps(self.own)
-        self._checked = tuple(checked or ())
-        self._forms = private.TensorForms(list(checked.values())) if checked else None
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
-        if self._forms is not None and not self._forms.are_of([inputs[place] for place in self._checked]):
-            raise OutdatedGraph
-        outputs = self.steps(self._run, inputs)
-        graph_ran(inputs, outputs, self.steps.recording)
-        return outputs
+        return self.steps(self._run, inputs)
 
     def _run(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         values = [*inputs, *self.own.tensors()]
@@ -115,24 +103,17 @@ class LayeredBackend:
 
     Args:
         equal: Layers that need not all be traced, where graphs are of such a model.
-        checks_inputs: Whether graphs compare the forms of tensors that are no step's own, and guards need not.
 
     Attributes:
         compiled: Regions compiled so far, and graphs compiled whole.
         called: Calls of regions in the graphs so far.
     """
 
-    def __init__(self, equal: EqualLayers | None = None, checks_inputs: bool = False) -> None:
+    def __init__(self, equal: EqualLayers | None = None) -> None:
         self.equal = equal
-        self._checks_inputs = checks_inputs
-        self._ids_checked: frozenset[int] = frozenset()
         self.compiled, self.called = 0, 0
         # Operators go along: the texts tell them apart by identity.
         self._regions: dict[str, tuple[Compiled, list[Any]]] = {}
-
-    def ids_checked(self) -> frozenset[int]:
-        """Of the tensors whose forms the newest graph compares, while its guards are being made."""
-        return self._ids_checked
 
     def __call__(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         self._ids_checked = frozenset()
@@ -179,6 +160,4 @@ class LayeredBackend:
         self.called += len(calls)
         results = [places[value] if isinstance(value, Node) else None for value in output.args[0]]
         own = () if marks is None else marks.own
-        checked = private.tensors_of_one_size(module, inputs) if self._checks_inputs else {}
-        self._ids_checked = frozenset(map(id, checked.values()))
-        return LayeredGraph([self._regions[text][0] for text in numbers], calls, len(places), results, own, checked)
+        return LayeredGraph([self._regions[text][0] for text in numbers], calls, len(places), results, own)

@@ -14,7 +14,7 @@ import ctypes
 import operator
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -49,11 +49,6 @@ class RecordedSteps:
         # What has another object in each step, by its place; of the others, that of the last one.
         self._moving: set[int] = set()
         self._last: list[Any] = []
-
-    @property
-    def recording(self) -> Recording | None:
-        """Which serves the next step like the last one, None where that is from Python."""
-        return self._recording
 
     def __call__(self, run: Run, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """What a step gives.
@@ -175,21 +170,11 @@ class Recording:
         self._run(inputs)
         return self._given(inputs)
 
-    @property
-    def made(self) -> set[int]:
-        """Places of results that the calls compute."""
-        return {index for index, (place, one) in enumerate(self._results) if place is None and one is not None}
-
     def is_in_place(self) -> bool:
         """Whether what the calls read and write of the model and the cache is where it was."""
         return list(map(torch.Tensor.data_ptr, self._of_others)) == self._addresses
 
-    def follow(self, moving: Mapping[int, torch.Tensor]) -> list[Any]:
-        """Its results where `is_in_place`, over other values of what moves; the next step overwrites them."""
-        self._run(moving)
-        return [result for _, result in self._results]
-
-    def _run(self, inputs: Mapping[int, torch.Tensor] | Sequence[Any]) -> None:
+    def _run(self, inputs: Sequence[Any]) -> None:
         for place, tensor in self.moving.items():
             tensor.copy_(inputs[place])
         if not self._library.exportable_cache_run(self._calls):

@@ -21,8 +21,7 @@ from ...program.program import ResidentModule, front_module, program_methods
 from ...program.spec import ProgramSpec
 from ...program.tracing import told_by
 from .background import background_compiler
-from .compile import CompileOptions, StepCompiler, marked
-from .followed import FollowedStep, followed
+from .compile import CompileOptions, Step, StepCompiler, marked
 from .graphs import Graph, OutdatedGraph, choice_graph, choosing
 
 if TYPE_CHECKING:
@@ -86,7 +85,7 @@ class ModuleRunner:
         self._slots = torch.empty(max((one.kv_read_len for one in self._shared.values()), default=0), dtype=torch.bool)
         # By methods, of the last step of each.
         self._marked: dict[str, torch.Tensor] = {}
-        self._calls: dict[tuple, FollowedStep] = {}
+        self._calls: dict[tuple, Step] = {}
         self._choices = {(greedy, penalised): Choice(greedy, penalised) for greedy in _EITHER for penalised in _EITHER}
         self._threads = torch.get_num_threads()
         # TorchDynamo does not follow a model that is left before its decoder, or whose decoder is handed more than the
@@ -129,8 +128,7 @@ class ModuleRunner:
     @torch.no_grad()
     def run(self, method: str, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         if self.ranks is None:
-            with self._step(method, inputs):
-                return self._call((method,), inputs)
+            return self._call((method,), inputs)
         with self.ranks.watched():
             result = self._call((method,), inputs)
         return self.ranks.of_first(result) if self.methods[method].is_step else result
@@ -144,14 +142,8 @@ class ModuleRunner:
         there is nothing to be saved by having both in one, and a model would be traced again for each. See
         `StepCompiler.chooses_apart`.
         """
-        with self._step(method, inputs), nullcontext() if self.ranks is None else self.ranks.watched():
+        with nullcontext() if self.ranks is None else self.ranks.watched():
             return self._run_and_choose(method, chooser, inputs, steps)
-
-    def _step(self, method: str, inputs: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
-        """A block that waits little for graphs that are being loaded, where tokens wait for it."""
-        if self.background is None or not self.methods[method].is_step:
-            return nullcontext()
-        return self.background.step(inputs[0].shape[1])
 
     def _run_and_choose(
         self, method: str, chooser: Sampler, inputs: Sequence[torch.Tensor], steps: int
@@ -169,7 +161,7 @@ class ModuleRunner:
         for index in range(steps):
             if chosen:
                 tokens, position = chosen[-1], position + 1
-            logits = self._call((method,), [tokens, position, *more], lends=True)
+            logits = self._call((method,), [tokens, position, *more])
             tokens = self._choose(choice, [logits, *of_step(further, index, greedy)])
             chosen.append((tokens if self.ranks is None else self.ranks.of_first(tokens))[:, None])
         return chosen[0] if steps == 1 else torch.cat(chosen, dim=1)
@@ -181,7 +173,7 @@ class ModuleRunner:
         graph = choice_graph(choice, inputs)
         call = self._calls.get(graph.key)
         if call is None and self.background is not None:
-            call = followed(self.background.take(graph, inputs))
+            call = self.background.take(graph, inputs)
         elif call is None:
             call = self._compile(graph)
         if call is None:
@@ -193,13 +185,12 @@ class ModuleRunner:
             self._lose(graph, outdated)
             return self._choose(choice, inputs)
 
-    def _call(self, key: tuple, inputs: Sequence[torch.Tensor], *further: torch.Tensor, lends: bool = False) -> Any:
+    def _call(self, key: tuple, inputs: Sequence[torch.Tensor], *further: torch.Tensor) -> Any:
         """What a step gives.
 
         Args:
             key: Of the step, see `Graph.asked`.
             inputs, further: What it takes.
-            lends: See `FollowedStep`.
         """
         if not self.is_open:
             raise InputError("this session is closed, and its model has its own attention again; make another session")
@@ -215,12 +206,12 @@ class ModuleRunner:
                 self.unshare(method.name)
                 return self._call(key, inputs, *further)
             if call is None:
-                with self.background.meanwhile(inputs[0].shape[1] if self.methods[key[0]].is_step else 0):
+                with self.background.meanwhile():
                     return choosing(self.modules[key[0]], key, self.ranks)(*inputs, *further)
             self._calls[graph.key] = call
         if call is not None:
             try:
-                result = self._run_graph(call, graph.arguments, lends)
+                result = self._run_graph(call, graph.arguments)
             except OutdatedGraph as outdated:
                 self._lose(graph, outdated)
                 return self._call(key, inputs, *further)
@@ -247,16 +238,16 @@ class ModuleRunner:
         # CUDA graphs give out their own buffers, which the next step overwrites.
         return private.tree_map(lambda tensor: tensor.clone() if tensor.is_cuda else tensor, result)
 
-    def _compile(self, graph: Graph) -> FollowedStep:
+    def _compile(self, graph: Graph) -> Step:
         assert self.compiler is not None
         # As it will run: a thread of the caller's may have another number of threads.
         with threads_of_torch(self._threads):
-            return FollowedStep(self.compiler.compile(graph.module, graph.method, graph.name, graph.arguments))
+            return self.compiler.compile(graph.module, graph.method, graph.name, graph.arguments)
 
-    def _run_graph(self, call: FollowedStep, arguments: Sequence[torch.Tensor], lends: bool = False) -> Any:
+    def _run_graph(self, call: Step, arguments: Sequence[torch.Tensor]) -> Any:
         # A graph is compiled for a number of threads.
         with threads_of_torch(self._threads):
-            return call(arguments, lends)
+            return call(*arguments)
 
     def _lose(self, graph: Graph, outdated: OutdatedGraph) -> None:
         """Compile a graph again when it is needed next. Another process would compile what it has: steps go on as they
@@ -268,12 +259,12 @@ class ModuleRunner:
 
     def _from_background(
         self, graph: Graph, inputs: Sequence[torch.Tensor], further: Sequence[torch.Tensor]
-    ) -> FollowedStep | None:
+    ) -> Step | None:
         """A graph if another process has compiled it, and None while it does."""
         assert self.background is not None
         if (first := self._token_behind(graph, inputs)) is not None:
             self.background.take(*first)
-        call = followed(self.background.take(graph, [*inputs, *further]))
+        call = self.background.take(graph, [*inputs, *further])
         # Steps to come, of rows that are longer: the graphs behind a ring's first turn.
         for other in self.methods.values():
             if other.inputs == self.methods[graph.asked[0]].inputs and other.is_step:

@@ -16,7 +16,6 @@
 | `torch.fx.experimental.symbolic_shapes.free_symbols`, `SymNode.shape_env` | regions of prompts are not told apart |
 | `torch.compiler.config.cache_key_tag` | a session with longer chunks of prompts than one before is not compiled |
 | `torch._TorchCompileInductorWrapper` | the same, with a `mode` and on a GPU |
-| `torch._C._dynamo.guards.TensorGuards` | steps of graphs that are not kept take 0.2 ms longer |
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from types import CodeType, MethodType
 from typing import Any, TypeVar
 
 import torch
-from torch._C._dynamo.guards import TensorGuards
 from torch._dynamo.aot_compile_types import SerializableCallable
 from torch._dynamo.guards import GuardsStatePickler, _Missing
 from torch._dynamo.package import SourceInfo
@@ -284,35 +282,6 @@ class InductorByRanges(torch._TorchCompileInductorWrapper):
 
 def _values_of_inputs(module: torch.fx.GraphModule) -> list[Any]:
     return [node.meta.get("example_value") for node in module.graph.nodes if node.op == "placeholder"]
-
-
-def tensors_of_one_size(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> dict[int, torch.Tensor]:
-    """Inputs of a graph that TorchDynamo is compiling, by their places: tensors whose sizes are numbers."""
-    values = _values_of_inputs(module)
-    return {
-        place: one
-        for place, (value, one) in enumerate(zip(values, inputs))
-        if isinstance(value, FakeTensor) and isinstance(one, torch.Tensor) and not free_symbols(value)
-    }
-
-
-class TensorForms:
-    """What TorchDynamo's guards say of tensors, in one call: class, dispatch keys, type, device, sizes, strides.
-
-    A guard on a tensor of its own looks up five attributes besides, by which sizes would be said to be dynamic.
-
-    Args:
-        tensors: Distinct ones.
-    """
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        sizes: list[Any] = [list(one.shape) for one in tensors]
-        strides: list[Any] = [list(one.stride()) for one in tensors]
-        self._check = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-
-    def are_of(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether these are of the same forms, in the same order."""
-        return self._check(*tensors)
 
 
 def compile_region(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
