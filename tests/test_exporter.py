@@ -336,21 +336,3 @@ def test_rollback_slots_let_a_bundle_of_rings_take_back_and_speculate(tmp_path: 
 def test_rollback_slots_are_a_count(tmp_path: Path, count: Any) -> None:
     with pytest.raises(InputError, match=f"rollback_slots is {count!r}; it must be an int of at least 0"):
         export("demo", "pt2", 64, tmp_path / "bundle", rollback_slots=count)
-
-
-def test_prefill_length_is_the_old_name_of_prefill_chunk(model: Any, tmp_path: Path) -> None:
-    with pytest.warns(DeprecationWarning, match="prefill_length is called prefill_chunk now") as caught:
-        bundle = export(model, "fake", CAPACITY, tmp_path / "out", prefill_length=7)
-    assert caught[0].filename == __file__
-    assert bundle.manifest.program.methods["prefill"].max_length == 7
-    with pytest.raises(InputError, match="prefill_chunk is 3 and prefill_length is 4.*pass prefill_chunk only"):
-        export(model, "fake", CAPACITY, tmp_path / "other", prefill_chunk=3, prefill_length=4)
-
-
-def test_slack_is_the_old_name_of_rollback_slots(model: Any, tmp_path: Path) -> None:
-    with pytest.warns(DeprecationWarning, match="slack is called rollback_slots now") as caught:
-        bundle = export(model, "fake", CAPACITY, tmp_path / "out", slack=4)
-    assert caught[0].filename == __file__
-    assert bundle.manifest.layers[0].policy["rollback_slots"] == 4
-    with pytest.raises(InputError, match="rollback_slots is 3 and slack is 4.*pass rollback_slots only"):
-        export(model, "fake", CAPACITY, tmp_path / "other", rollback_slots=3, slack=4)

@@ -44,7 +44,7 @@ def model_of(family: str) -> Any:
 def session_of(model: Any, rows: int = len(LENGTHS), length: int = 64, **options: Any) -> Session:
     slack = options.pop("slack", 0)
     return Session.from_model(
-        model, ExportableCache.from_model(model, length, rows, slack=slack), prefill_chunk=CHUNK, **options
+        model, ExportableCache.from_model(model, length, rows, rollback_slots=slack), prefill_chunk=CHUNK, **options
     )
 
 

@@ -228,29 +228,17 @@ def test_the_options_of_a_command_are_the_fields(command: str, specs: tuple[type
     assert flags >= 3
 
 
-def test_slack_is_the_old_name_of_rollback_slots_in_the_cache() -> None:
-    model = tiny_model("mistral")
-    for make, first in ((ExportableCache.from_model, model), (ExportableCache.from_config, model.config)):
-        with pytest.warns(DeprecationWarning, match="slack is called rollback_slots now") as caught:
-            cache = make(first, 64, slack=3)
-        assert caught[0].filename == __file__
-        assert [layer.capacity for layer in cache.layers] == [
-            layer.capacity for layer in make(first, 64, rollback_slots=3).layers
-        ]
-        with pytest.raises(InputError, match="pass rollback_slots only"):
-            make(first, 64, rollback_slots=2, slack=3)
-
-
 def test_a_config_alone_does_not_tell_of_an_encoder() -> None:
     with pytest.raises(InputError, match="max_encoder_len is 8, but a config alone does not say"):
         ExportableCache.from_config_spec(tiny_model("llama").config, CacheSpec(64, max_encoder_len=8))
 
 
-@pytest.mark.parametrize(("slots", "chunk"), [("--rollback-slots", "--prefill-chunk"), ("--slack", "--prefill-length")])
-def test_the_command_takes_both_names(slots: str, chunk: str, tmp_path: Path) -> None:
+def test_the_command_takes_slots_and_chunk(tmp_path: Path) -> None:
     tiny_model("mistral").save_pretrained(tmp_path / "model")
     arguments = ["export", str(tmp_path / "model"), "-t", "fake", "-n", "64", "-o", str(tmp_path / "out")]
-    result = CliRunner().invoke(app, [*arguments, slots, "3", chunk, "5", "--no-verify", "--json"])
+    result = CliRunner().invoke(
+        app, [*arguments, "--rollback-slots", "3", "--prefill-chunk", "5", "--no-verify", "--json"]
+    )
     assert result.exit_code == 0, result.stderr
     document = json.loads(result.stdout)
     assert document["layers"][0]["policy"]["rollback_slots"] == 3 and document["verification"] is None

@@ -18,7 +18,7 @@ from ..program.spec import ProgramSpec
 from .options import REQUIRED_OPTION, TARGET, JsonOption, ModelArgument
 from .output.tables import simple_table
 from .output.terminal import Terminal, bytes_text
-from .settings import Changes, at_least, declared, options_of, takes
+from .settings import Changes, declared, options_of, takes
 
 if TYPE_CHECKING:
     from ..bundle.bundle import Bundle
@@ -56,27 +56,12 @@ _OTHERWISE = {
     "model_or_path": "MODEL",
     "tokenizer": None,
     "progress": None,
-    "slack": "--rollback-slots",
-    "prefill_length": "--prefill-chunk",
 }
 
 
 @takes(
     declared("model", ModelArgument),
     *sorted(_OPTIONS, key=lambda option: option.default is not option.empty),
-    declared(
-        "slack",
-        Annotated[int | None, typer.Option("--slack", hidden=True, callback=at_least(0), help="Now --rollback-slots.")],
-        None,
-    ),
-    declared(
-        "prefill_length",
-        Annotated[
-            int | None,
-            typer.Option("--prefill-length", hidden=True, callback=at_least(1), help="Now --prefill-chunk."),
-        ],
-        None,
-    ),
     declared(
         "option",
         Annotated[

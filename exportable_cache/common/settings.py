@@ -5,7 +5,6 @@ Nothing here imports torch, so that the command line starts without it.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, TypeVar
@@ -126,26 +125,3 @@ def check_flag(name: str, value: Any) -> None:
     """
     if not isinstance(value, bool):
         raise InputError(f"{name} is {value!r}; it must be true or false")
-
-
-def renamed(name: str, value: _T, old: str, old_value: _T | None, default: _T, wrappers: int = 0) -> _T:
-    """The value of an argument that had another name until the last release; under the old one it comes with a warning.
-
-    Args:
-        name, value: As it is called now.
-        old, old_value: As it was called; None where it was not given so.
-        default: What `value` is where it was not given.
-        wrappers: Of the function that has the argument.
-
-    Raises:
-        InputError: If it was given under both.
-    """
-    if old_value is None:
-        return value
-    if value != default:
-        raise InputError(f"{name} is {value!r} and {old} is {old_value!r}, but both name one thing; pass {name} only")
-    # The caller of the function that has the argument.
-    warnings.warn(
-        f"{old} is called {name} now; {old} goes with the next release", DeprecationWarning, stacklevel=3 + wrappers
-    )
-    return old_value

@@ -1,8 +1,5 @@
 """From logits to tokens to text: sampling, the decode loop, and streaming detokenisation."""
 
-import warnings
-from typing import Any
-
 from ..generation.constraint import Constraint
 from ..generation.loop import generate_tokens
 from ..generation.multi_step import check_steps_per_launch
@@ -64,12 +61,3 @@ __all__ = [
     "sorted_distribution",
     "stream_text",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name != "Chooser":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn(
-        "decoding.Chooser is now decoding.Sampler; the old name goes with the next release", DeprecationWarning, 2
-    )
-    return Sampler

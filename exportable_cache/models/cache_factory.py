@@ -21,7 +21,6 @@ from ..cache.encoder_decoder import EncoderDecoderLayeredCache
 from ..cache.offload import Residence
 from ..cache.spec import CacheSpec
 from ..common.compat.transformers import attention_implementation, set_attention_implementation
-from ..common.settings import renamed
 from ..errors import ExportableCacheError, InputError, UnsupportedModelError, first_line
 from ..pytree import register_node
 from .layers.cross import check_in_one_place, item_slots_of
@@ -90,7 +89,6 @@ class ExportableCache(LayeredCache):
         attention_window: int | None = None,
         kv_dtype: str | None = None,
         attn_implementation: str | None = ATTENTION,
-        slack: int | None = None,
     ) -> ExportableCache:
         """Allocate the cache of a model from its config: per layer type a full buffer or a ring.
 
@@ -110,7 +108,6 @@ class ExportableCache(LayeredCache):
                 bits with one scale per token and head, see `cache.storage`; the dtype that the model writes by default.
             attn_implementation: Name to set on the config; None leaves it alone. Under transformers' own `sdpa` and
                 `eager` the cache works too, but for padding masks and rows of different length.
-            slack: The name of `rollback_slots` until the last release.
 
         Raises:
             InputError: If a value is out of range, see `CacheSpec`.
@@ -121,7 +118,7 @@ class ExportableCache(LayeredCache):
             batch_size,
             dtype,
             device,
-            renamed("rollback_slots", rollback_slots, "slack", slack, default=0),
+            rollback_slots,
             attention_sinks=attention_sinks,
             attention_window=attention_window,
             kv_dtype=kv_dtype,
@@ -170,7 +167,6 @@ class ExportableCache(LayeredCache):
         offload: str | Path | None = None,
         split_context: bool = False,
         attn_implementation: str | None = ATTENTION,
-        slack: int | None = None,
     ) -> ExportableCache:
         """Allocate the cache of a model; shapes, dtype and device are read from one token run through it.
 
@@ -199,7 +195,7 @@ class ExportableCache(LayeredCache):
             batch_size,
             dtype,
             device,
-            renamed("rollback_slots", rollback_slots, "slack", slack, default=0),
+            rollback_slots,
             attention_sinks=attention_sinks,
             attention_window=attention_window,
             kv_dtype=kv_dtype,

@@ -10,7 +10,6 @@ from ..backends import backend_for
 from ..cache.spec import CacheSpec
 from ..common.process.quiet import quietly
 from ..common.progress import silent
-from ..common.settings import renamed
 from ..models.quantization.spec import quantization_of
 from ..program.spec import ProgramSpec
 from .dry_run import dry_run as foresee
@@ -64,8 +63,6 @@ def export(
     lora: str | os.PathLike | Sequence[str | os.PathLike] = (),
     dry_run: bool = False,
     progress: Progress | None = None,
-    slack: int | None = None,
-    prefill_length: int | None = None,
     **options: Any,
 ) -> Bundle | DryRun:
     """Export a causal LM with its static cache, verify the result against the model, and write a bundle.
@@ -112,8 +109,6 @@ def export(
         lora: Folder of a LoRA adapter (PEFT) to merge into the weights.
         dry_run: Read no weights and write nothing; give a `DryRun`, which says what would be written.
         progress: Told about each stage.
-        slack: The name of `rollback_slots` until the last release.
-        prefill_length: The name of `prefill_chunk` until the last release.
         **options: Of the target.
 
     Raises:
@@ -137,15 +132,13 @@ def export(
         cache=CacheSpec(
             max_cache_len,
             batch_size,
-            rollback_slots=renamed("rollback_slots", rollback_slots, "slack", slack, default=0, wrappers=1),
+            rollback_slots=rollback_slots,
             attention_sinks=attention_sinks,
             attention_window=attention_window,
             kv_dtype=kv_dtype,
             max_encoder_len=max_encoder_len,
         ),
-        program=ProgramSpec(
-            renamed("prefill_chunk", prefill_chunk, "prefill_length", prefill_length, default=None, wrappers=1)
-        ),
+        program=ProgramSpec(prefill_chunk),
         quantization=quantization_of(
             quantize, group_size, quantize_embeddings, getattr(backend, "embedding_schemes", ())
         ),

@@ -17,7 +17,6 @@ from ..backends.base import HasDevice, WaitsForGraphs
 from ..backends.live.fork import ForkedRunner
 from ..backends.live.graph_cache import GRAPH_CACHE_MB
 from ..common.progress import silent
-from ..common.settings import renamed
 from ..common.tensors import ordinary_tensors
 from ..errors import InputError
 from ..generation.sampling import Sampler, Sampling
@@ -71,7 +70,6 @@ class Session(SteppedSession):
         graph_cache_mb: int = GRAPH_CACHE_MB,
         tokenizer: PreTrainedTokenizerBase | None = None,
         progress: Progress = silent,
-        prefill_length: int | None = None,
     ) -> Session:
         """Run a live model over a cache, which may hold tokens already: the session goes on from there.
 
@@ -91,10 +89,9 @@ class Session(SteppedSession):
                 costs, not what is allocated. True for powers of two, see `methods.length_buckets`; False for none.
             score_length: Most tokens that `score` takes, as speculative decoding needs it; 0 for no such method.
             steps_per_launch: Decode steps that `generate` runs at once, each choosing the tokens for the next inside
-                the graph: the same tokens, at less cost per step outside of it. Those behind a stop are dropped, and
-                    taken back by length.
-                Each method for decoding gets a second graph, as many times as large. Drafts judge several tokens as it
-                is.
+                the graph: the same tokens, at less cost per step outside of it. Tokens after a stop are dropped, and
+                taken back by length. Each method for decoding gets a second graph, as many times as large. Drafts judge
+                several tokens without it.
             modalities: What is fed beside text, of `image`, `video` and `audio`; or by kind what the model's processor
                 gives for one item, whose sizes the program is made for: see `modalities.modalities_of`.
             image_size: Of every image, in pixels, where the model's config leaves it open: see there.
@@ -103,7 +100,6 @@ class Session(SteppedSession):
             graph_cache_mb: Megabytes that the folder may hold; those used longest ago are dropped first.
             tokenizer: For text.
             progress: Told of graphs that are compiled in the background, from another thread.
-            prefill_length: The name of `prefill_chunk` until the last release.
 
         Raises:
             InputError: If the model is in training mode, or the cache is not one for this model, or holds more tokens
@@ -116,7 +112,7 @@ class Session(SteppedSession):
 
         options = LiveOptions(
             CompileOptions(compile, mode, graph_cache, graph_cache_mb, progress),
-            prefill_chunk=renamed("prefill_chunk", prefill_chunk, "prefill_length", prefill_length, default=None),
+            prefill_chunk=prefill_chunk,
             buckets=buckets,
             score_length=score_length,
             steps_per_launch=steps_per_launch,
@@ -328,8 +324,7 @@ class Session(SteppedSession):
         """Tokens that follow a prompt, one step each. Arguments are checked now, steps run as the iterator is consumed.
 
         It continues from where the session is: `reset()` first for a new sequence. The newest token given out is not in
-            the
-        cache yet; to continue after the end, start the next prompt with it. (`generate_text` does so by itself.)
+        the cache yet; to continue after the end, start the next prompt with it, as `generate_text` does.
 
         Args:
             input_ids: int64 [batch, length]; or a list of prompts of any length, one per row, each int64 [length] or
@@ -383,10 +378,8 @@ class Session(SteppedSession):
         Text continues from where the session is, and so from all that was generated before: the newest token given out,
         which is not in the cache yet, is fed in front of the prompt and takes one token of room. It is left out if it
         is an end or a stop token, or if the session was reset, rewound or fed something else since. Chat messages are a
-        whole
-        conversation: with them the session starts anew. What ends the text (an end token, a stop token or a stop
-            string) is
-        not part of it; the tokens that made up a stop string are seen by text that continues.
+        whole conversation: with them the session starts again. What ends the text (an end token, a stop token or a stop
+        string) is not part of it; the tokens that made up a stop string are seen by text that continues.
 
         Args:
             prompt: Text, or chat messages such as `[{"role": "user", "content": "hello"}]`. Empty text goes on from the

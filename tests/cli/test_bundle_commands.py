@@ -135,7 +135,6 @@ def test_export_passes_options_to_the_target(run, tiny_folder, tmp_path):
         ("=1", ("'=1'", "NAME=VALUE")),
         ("dtype=float32", ("dtype", "--dtype")),
         ("kv_dtype=int8", ("kv_dtype", "--kv-cache-dtype")),
-        ("slack=4", ("slack", "--rollback-slots")),
     ],
 )
 def test_export_refuses_bad_options(run, tiny_folder, tmp_path, option, words):

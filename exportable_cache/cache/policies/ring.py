@@ -33,7 +33,7 @@ class RingPolicy(CircularPolicy, kind="ring"):
 
     def __post_init__(self) -> None:
         check_count(self.window, "window of a ring", 1)
-        check_count(self.rollback_slots, "rollback_slots (slack) of a ring", 0)
+        check_count(self.rollback_slots, "rollback_slots of a ring", 0)
 
     @property
     def capacity(self) -> int:

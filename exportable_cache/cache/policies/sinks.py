@@ -41,7 +41,7 @@ class SinkPolicy(CircularPolicy, kind="sinks"):
     def __post_init__(self) -> None:
         check_count(self.sinks, "sinks of a sink policy", 1)
         check_count(self.window, "window of a sink policy", 1)
-        check_count(self.rollback_slots, "rollback_slots (slack) of a sink policy", 0)
+        check_count(self.rollback_slots, "rollback_slots of a sink policy", 0)
 
     @property
     def capacity(self) -> int:
