@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
     from ..generation.sampling import Sampling
     from .rows import TokenRows
-    from .stepped import SteppedSession
+    from .session import Session
 
 
 def sampler_after(
-    session: SteppedSession,
+    session: Session,
     sampling: Sampling,
     rows: TokenRows,
     limit: int | None,
@@ -54,7 +54,7 @@ def sampler_after(
 
 
 def default_limit(
-    session: SteppedSession, asked: int | None, rows: TokenRows, held: Sequence[int] | None = None
+    session: Session, asked: int | None, rows: TokenRows, held: Sequence[int] | None = None
 ) -> int | None:
     """Return the limit of new tokens that was asked for, or else that of the checkpoint; None if neither has one.
 
