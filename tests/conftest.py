@@ -9,6 +9,8 @@ import os
 # Before anything imports torch or huggingface_hub, which read them once. Tiny models are fastest on one thread.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
+# The package sets it when it comes before torch, which it does not here.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # What AOTInductor writes around its kernels takes longer to compile than to run; the kernels are as users have them.
 os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
 # Tests run side by side already: workers of the compiler would only be started, and import torch, for each process.

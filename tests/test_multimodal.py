@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from exportable_cache import ExportableCache, Session, export, load
 from exportable_cache.decoding import PromptLookup
 from exportable_cache.errors import InputError
-from exportable_cache.program.inputs.multimodal import modalities_of
+from exportable_cache.program.inputs.modalities import modalities_of
 from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
 from exportable_cache.verification.report import VerifyReport

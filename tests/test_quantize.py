@@ -209,7 +209,7 @@ def test_one_different_rounding_moves_the_logits_less_than_quantisation_does() -
     assert 1e-3 < noise.rms < noise.largest < moved / 2
     assert rounding_noise(quantize(model, Quantization("8w")).model) == (0.0, 0.0)
     assert tolerances_of(model, None) == (None, None)
-    assert tolerances_of(quantize(model, Quantization("8w")).model, Quantization("8w")) == (1e-4, None)
+    assert tolerances_of(quantize(model, Quantization("8w")).model, Quantization("8w")) == (None, None)
 
 
 @pytest.mark.parametrize("family", ["t5", "whisper", "marian"])

@@ -24,6 +24,7 @@ PUBLIC = (
     "session/session.py:Session.generate",
     "session/session.py:Session.generate_text",
     "generation/loop.py:generate_tokens",
+    "verification/verify.py:verify",
     "generation/speculative.py:generate_speculative",
 )
 

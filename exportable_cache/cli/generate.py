@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -132,7 +132,8 @@ def generate(
         session = Session.from_bundle(bundle)
         if session.ranks is not None:
             terminal.of_rank(session.ranks.rank)
-        asked = _asked(bundle, session, text, image or (), audio or (), chat, split_special_tokens)
+        files = {"image": image or (), "audio": audio or ()}
+        asked = _asked(bundle, session, text, files, chat, split_special_tokens)
     terminal.note_all(session.generation_settings.remarks())
     tokenised = _tokenised(session, asked, split_special_tokens)
     prompt_tokens, fed_tokens = _counts(session, tokenised)
@@ -226,34 +227,32 @@ def _asked(
     bundle: Bundle,
     session: Session,
     text: str,
-    images: Sequence[Path],
-    sounds: Sequence[Path],
+    files: Mapping[str, Sequence[Path]],
     chat: bool,
     split_special_tokens: bool,
 ) -> str | list[dict[str, str]] | dict[str, Tensor]:
     """The prompt as `Session.generate_text` takes it."""
-    _check_kinds(session, images, sounds)
-    if not (images or sounds):
+    _check_kinds(session, files)
+    if not any(files.values()):
         return [{"role": "user", "content": text}] if chat else text
     from ..session.inputs.prompt import prompt_inputs
 
-    return prompt_inputs(bundle.processor(), session.runner.methods, text, images, sounds, chat, split_special_tokens)
+    return prompt_inputs(bundle.processor(), session.runner.methods, text, files, chat, split_special_tokens)
 
 
-def _check_kinds(session: Session, images: Sequence[Path], sounds: Sequence[Path]) -> None:
+def _check_kinds(session: Session, files: Mapping[str, Sequence[Path]]) -> None:
     """Refuse files that the program does not take, and text alone where it takes none."""
     from ..errors import InputError
     from ..program.inputs.multimodal import kinds_taken
 
     kinds = kinds_taken(session.runner.methods)
-    files = {"image": images, "audio": sounds}
     for kind, given in files.items():
         if given and kind not in kinds:
             raise InputError(
                 f"--{kind} {given[0]} was given, but the bundle takes {' and '.join(kinds)} only; leave it out, or "
                 f"export a model that takes it, a text decoder's with --modality {kind}"
             )
-    count = len(images) + len(sounds)
+    count = sum(map(len, files.values()))
     if session.has_encoder and count > 1:
         raise InputError(f"got {count} files, but the encoder takes one; pass one of them")
     if "text" not in kinds and count == 0:

@@ -16,11 +16,11 @@ from .settings import Changes, at_least
 
 
 def targets() -> list[str]:
-    """Names of all targets: one package each, found without importing any."""
+    """Names of all targets: one package each besides that of live models, found without importing any."""
     spec = find_spec("exportable_cache")
     roots = [] if spec is None else spec.submodule_search_locations or []
     folders = [os.path.join(folder, "backends") for folder in roots]
-    return sorted(module.name for module in pkgutil.iter_modules(folders) if module.ispkg)
+    return sorted(module.name for module in pkgutil.iter_modules(folders) if module.ispkg and module.name != "live")
 
 
 def _complete_targets(incomplete: str) -> Iterator[str]:

@@ -37,7 +37,7 @@ from ..models.loading.loading import check_checkpoint, live_model, load_config, 
 from ..models.quantization.quantize import quantize
 from ..models.quantization.sizes import Coverage, coverage_of, exact_bytes
 from ..models.rope import check_rope
-from ..program.inputs.multimodal import modalities_of
+from ..program.inputs.modalities import modalities_of
 from ..program.program import Program
 from ..verification.compare import compare, measure_stored
 from ..verification.quantization_effect import measure_distance, measure_quantization
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from ..models.loading.loading import LoadedModel
     from ..program.spec import ProgramSpec
     from ..session.session import Session
-    from ..verification.tolerance import FedPrompt
+    from ..verification.stored import FedPrompt
     from .dtypes import DtypeChoice
     from .spec import ExportSpec
 

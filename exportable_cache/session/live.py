@@ -17,7 +17,7 @@ from ..models.layers.positions import check_positions
 from ..models.loading.fingerprint import fingerprint
 from ..models.rope import rope_rule
 from ..models.split_weights import is_split
-from ..program.inputs.multimodal import modalities_of
+from ..program.inputs.modalities import modalities_of
 from ..program.methods import length_buckets
 from ..program.spec import ProgramSpec
 

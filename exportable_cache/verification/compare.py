@@ -13,8 +13,8 @@ from ..common.dtypes import dtype_name
 from ..common.progress import silent
 from ..errors import InputError
 from ..models.layers.layout import layer_types_and_windows, vocab_size_of
+from ..program.inputs.modalities import modalities_of
 from ..program.inputs.modality import KINDS, features_of
-from ..program.inputs.multimodal import modalities_of
 from .plan import kept_sinks, longest_chunk, most_tokens, planned, random_text
 from .prompts import prompt_feeds
 from .references import (
@@ -28,7 +28,8 @@ from .references import (
 )
 from .report import VerifiedEncoder, VerifiedPrompt, VerifyReport, largest
 from .spec import VerifySpec
-from .tolerance import KEPT_STEPS, FedPrompt, StoredDistance, default_tolerance, distance_from_stored
+from .stored import KEPT_STEPS, FedPrompt, StoredDistance, distance_from_stored
+from .tolerance import default_tolerance
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -11,7 +11,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from ..errors import BundleError
-from .tolerance import StoredDistance
+from .stored import StoredDistance
 
 
 @dataclass(frozen=True)

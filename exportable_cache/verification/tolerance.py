@@ -1,10 +1,8 @@
-"""How close a program must be to its model, in the dtype of the computation and of the stored weights."""
+"""How close a program has to be to its model."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -17,10 +15,8 @@ from .references import encoder_lengths, random_inputs
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ..cache.spec import Sinks
     from ..models.quantization.quantize import Quantization
     from ..program.methods import ProgramMethod
-
 
 #: Largest |logit difference| that passes, by the dtype the model runs in, see `default_tolerance`.
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 5e-2}
@@ -87,65 +83,3 @@ def tolerances_of(
     if 2 * noise.largest <= usual:
         return Tolerances(None, None)
     return Tolerances(2 * noise.largest, max(usual, _RMS_MARGIN * noise.rms))
-
-
-#: Steps after each prompt whose logits are kept: a checkpoint's model has to run them as well.
-KEPT_STEPS = 8
-
-
-@dataclass(frozen=True)
-class FedPrompt:
-    """A prompt that was verified, and what the program gave.
-
-    Attributes:
-        length: Tokens of the prompt.
-        ids: int64 [batch, length + steps], the prompt and the tokens after it.
-        sinks: What full-attention layers kept, None where they kept every token.
-        encoder_inputs: Of an encoder-decoder, by name.
-        logits: [steps + 1, batch, vocab].
-    """
-
-    length: int
-    ids: torch.Tensor
-    sinks: Sinks | None
-    encoder_inputs: dict[str, torch.Tensor] | None
-    logits: torch.Tensor
-
-
-@dataclass(frozen=True)
-class StoredDistance:
-    """A program against the model in the dtype its weights are stored in.
-
-    Attributes:
-        dtype: The stored one.
-        positions: Compared, over all prompts and rows.
-        max_difference: Largest |logit difference|; not a number if either side produced one.
-    """
-
-    dtype: str
-    positions: int
-    max_difference: float
-
-    def __str__(self) -> str:
-        return f"{self.max_difference:.1e} from the model as stored in {self.dtype} ({self.positions} positions)"
-
-
-#: Logits [batch, vocab] of a model after the prompt and after each later token.
-Reference = Callable[[FedPrompt], Iterable[torch.Tensor]]
-
-
-@torch.no_grad()
-def distance_from_stored(fed: Sequence[FedPrompt], dtype: str, reference: Reference) -> StoredDistance:
-    """Compare what a program gave with the model in its stored dtype.
-
-    Args:
-        fed: What the program was fed.
-        dtype: The stored one.
-        reference: Of that model.
-    """
-    differences, positions = [], 0
-    for prompt in fed:
-        for found, expected in zip(prompt.logits, reference(prompt), strict=True):
-            differences.append((found.float() - expected.to(found.device).float()).abs().max())
-            positions += found.shape[0]
-    return StoredDistance(dtype, positions, torch.stack(differences).max().item())

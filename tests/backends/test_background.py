@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch._inductor import config as inductor
 
-from exportable_cache.backends.live import background
 from exportable_cache.backends.live import background as background_worker
 from exportable_cache.backends.live.background_process import _runner
 from exportable_cache.backends.live.graph_cache import GRAPH
@@ -74,23 +73,6 @@ def test_the_graph_of_a_token_is_asked_for_with_the_prompt(monkeypatch: pytest.M
             "decode",
             "prefill",
         ]
-
-
-@pytest.mark.parametrize(("limit", "expected"), [(0.0, [1, 1, 1, 2, 2]), (60.0, [1, 1, 1, 1, 1])])
-def test_short_steps_leave_a_core_to_what_compiles(
-    monkeypatch: pytest.MonkeyPatch, limit: float, expected: list[int]
-) -> None:
-    in_its_place(monkeypatch, SLEEPS)
-    monkeypatch.setattr(background, "_LONG_STEP", limit)
-    model, ids, seen = model_of(), tokens(8), []
-    with threads_of_torch(2), session_of(model) as session:
-        model.model.norm.register_forward_hook(lambda *_: seen.append(torch.get_num_threads()))
-        # A prompt takes long anywhere.
-        session.prefill(ids[:, :3])
-        seen.clear()
-        for place in range(3, 8):
-            session.decode(ids[:, place])
-    assert seen == expected
 
 
 def test_a_graph_that_does_not_fit_any_more_is_not_handed_out_again(monkeypatch: pytest.MonkeyPatch) -> None:

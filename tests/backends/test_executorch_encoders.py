@@ -16,7 +16,7 @@ from exportable_cache.backends.executorch.dedup.tied import write_pte
 from exportable_cache.backends.executorch.lowering.lower import lower_programs
 from exportable_cache.backends.executorch.passes.encoders import fold_constants, patches_to_linear, state_of
 from exportable_cache.errors import UnsupportedModelError
-from exportable_cache.program.inputs.multimodal import modalities_of
+from exportable_cache.program.inputs.modalities import modalities_of
 from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
 

@@ -10,7 +10,7 @@ from exportable_cache import ExportableCache, load
 from exportable_cache.bundle.bundle import Bundle
 from exportable_cache.demo.task import make_questions
 from exportable_cache.errors import InputError
-from exportable_cache.program.inputs.multimodal import modalities_of
+from exportable_cache.program.inputs.modalities import modalities_of
 from exportable_cache.program.program import Program
 from exportable_cache.program.spec import ProgramSpec
 

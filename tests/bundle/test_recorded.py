@@ -183,7 +183,7 @@ def test_without_tokenizer_ids_work_and_text_is_refused(model: Any, tmp_path: Pa
 def test_a_process_that_only_opens_knows_every_kernel_of_the_target(target: str) -> None:
     """The exporter imports more, so that a bundle opened where it was made hides what is missing."""
     pytest.importorskip("executorch" if target == "executorch" else "torch")
-    sources = (Path(exportable_cache.__file__).parent / "backends" / target).glob("*.py")
+    sources = (Path(exportable_cache.__file__).parent / "backends" / target).rglob("*.py")
     made = {
         kind for path in sources for kind in re.findall(r'Kernel, kind="(\w+)"\)', path.read_text(encoding="utf-8"))
     }

@@ -218,7 +218,7 @@ def test_a_prompt_without_places_and_template_is_refused(pixels):
     with pytest.raises(
         InputError, match=f"does not say where the image goes, and the model has no chat template; put {IMAGE} where"
     ):
-        prompt_inputs(processor, {}, "what", images=[Path("x.png")])
+        prompt_inputs(processor, {}, "what", files={"image": [Path("x.png")]})
 
 
 def test_a_processor_whose_package_is_missing_says_so(image_bundle, monkeypatch):
@@ -232,7 +232,9 @@ def test_a_processor_whose_package_is_missing_says_so(image_bundle, monkeypatch)
 
 def test_drafts_take_no_images(image_bundle, pixels):
     session = load(image_bundle)
-    inputs = prompt_inputs(Bundle.open(image_bundle).processor(), session.runner.methods, "ab", images=[Path("x.png")])
+    inputs = prompt_inputs(
+        Bundle.open(image_bundle).processor(), session.runner.methods, "ab", files={"image": [Path("x.png")]}
+    )
     assert isinstance(session, Session) and inputs["input_ids"].shape == (1, 4 + 3)
     with pytest.raises(InputError, match="a draft takes token ids, got pixel_values"):
         session.generate_text(inputs, draft=object())
@@ -296,7 +298,7 @@ def test_images_of_a_grid_are_resized_to_it(tmp_path):
     )
     cache = ExportableCache.from_model(model, 48)
     session = Session.from_model(model, cache, prefill_chunk=16, modalities=["image"], image_size=(16, 24))
-    inputs = prompt_inputs(processor, session.runner.methods, f"a{IMAGE}b", images=[tmp_path / "x.png"])
+    inputs = prompt_inputs(processor, session.runner.methods, f"a{IMAGE}b", files={"image": [tmp_path / "x.png"]})
     assert inputs["image_grid_thw"].tolist() == [[1, 4, 6]]
     session.prefill(**inputs)
     assert session.length.tolist() == [8]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -39,6 +40,12 @@ print("ended")
 LEFT, UP, INTERRUPT, END = "\x1b[D", "\x1b[A", "\x03", "\x04"
 
 
+def own_terminal() -> None:
+    """Take the terminal, and interrupts as well: a shell that starts tests in the background has them ignored."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def typed(*keys: str) -> str:
     """Return what a terminal shows of a conversation in which these are typed, each once the prompt is there."""
     controller, terminal = pty.openpty()
@@ -52,7 +59,7 @@ def typed(*keys: str) -> str:
         env=environment,
         cwd=ROOT,
         start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        preexec_fn=own_terminal,
     ) as process:
         os.close(terminal)
         end, rest, prompts = time.monotonic() + 30, list(keys), 0

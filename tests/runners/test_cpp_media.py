@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from exportable_cache import export, load
 from exportable_cache.models.layers.layout import vocab_size_of
-from exportable_cache.program.inputs.multimodal import modalities_of
+from exportable_cache.program.inputs.modalities import modalities_of
 
 from ..support.store import stored
 from ..zoo.media import media_rows, prompt_of, tiny_media_model

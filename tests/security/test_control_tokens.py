@@ -215,4 +215,4 @@ def test_a_prompt_with_sound_is_refused_control_tokens(tmp_path: Path) -> None:
         feature_extractor=SimpleNamespace(sampling_rate=8000),
     )
     with pytest.raises(InputError, match="must not spell control tokens, got '<.im_end.>'.*--no-split-special-tokens"):
-        prompt_inputs(processor, {}, FORGED, sounds=[sound])
+        prompt_inputs(processor, {}, FORGED, files={"audio": [sound]})

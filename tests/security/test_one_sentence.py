@@ -72,10 +72,8 @@ def test_a_reader_that_is_gone(pt2_bundle: Path, option: str) -> None:
     os.close(reading)
     command = [sys.executable, "-m", "exportable_cache.cli", "inspect", str(pt2_bundle), *filter(None, [option])]
     ran = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True)
-    assert ran.returncode == 2
-    assert ran.stderr.strip().splitlines()[-1] == (
-        "error: cannot write the output: Broken pipe; send it somewhere else"
-    )
+    assert ran.returncode == 141
+    assert "error" not in ran.stderr
     assert "Traceback" not in ran.stderr and "Exception ignored" not in ran.stderr
     # Remarks that nobody reads are no reason to stop.
     ran = subprocess.run(command, stdout=subprocess.PIPE, stderr=writing, text=True)
@@ -100,8 +98,8 @@ def test_stderr_that_takes_nothing_is_no_reason_to_stop(pt2_bundle: Path, redire
     [
         ("--help >/dev/full", 2),
         ("--version >/dev/full", 2),
-        ("--help 2>/dev/full | true; exit ${PIPESTATUS[0]}", 2),
-        ("export --help | sleep 0.01; exit ${PIPESTATUS[0]}", 2),
+        ("--help 2>/dev/full | true; exit ${PIPESTATUS[0]}", 141),
+        ("export --help | sleep 0.01; exit ${PIPESTATUS[0]}", 141),
         ("generate --nonsense 2>/dev/full", 2),
         ("--version 2>&- >&-", 2),
     ],

@@ -31,6 +31,9 @@ _TEXT = {
     "head_dim": 8,
     "max_position_embeddings": 256,
     "initializer_range": 0.125,
+    # Defaults of some configs lie outside of this vocabulary.
+    "bos_token_id": 1,
+    "eos_token_id": 2,
 }
 _TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 

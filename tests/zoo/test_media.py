@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from exportable_cache import ExportableCache, Session
+from exportable_cache.program.inputs.modalities import modalities_of
 from exportable_cache.program.inputs.modality import joined_items
-from exportable_cache.program.inputs.multimodal import modalities_of
 from exportable_cache.program.inputs.probe import prompt_with
 
 from .media import STEPS, check_media, media_rows, reference, tiny_media_model

@@ -21,6 +21,8 @@ _KINDS: dict[str, frozenset[str]] = {
     "number": _NUMBERS,
     "bool": frozenset({"as_bool", "as_sym_bool"}),
     "str": frozenset({"as_string"}),
+    # What functional collectives call the type of their group's name.
+    "Any": frozenset({"as_string"}),
     "ScalarType": frozenset({"as_scalar_type"}),
     "Layout": frozenset({"as_layout"}),
     "MemoryFormat": frozenset({"as_memory_format"}),

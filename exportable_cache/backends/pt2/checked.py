@@ -160,7 +160,7 @@ _CHECKS: dict[Any, Callable[[OpOverload, dict[str, Any]], None]] = {
         _check_scales,
     ),
     _ATEN.grid_sampler: _check_modes,
-    **dict.fromkeys((_ATEN._upsample_bilinear2d_aa, _ATEN._upsample_bicubic2d_aa), _check_no_scales),
+    **{getattr(_ATEN, name): _check_no_scales for name in ("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa")},
 }
 _REPLACED: dict[OpOverload, _Operator] = {
     _ATEN._weight_norm.default: _weight_norm,

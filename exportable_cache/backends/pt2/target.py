@@ -54,7 +54,7 @@ class Pt2Backend:
         programs = read_archive(folder / FILE, declared)
         if description.form is Form.RESIDENT:
             return ResidentRunner(programs, description)
-        from .runner import ExplicitRunner
+        from .explicit_runner import ExplicitRunner
 
         return ExplicitRunner(programs, description)
 

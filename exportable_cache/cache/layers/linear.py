@@ -304,9 +304,11 @@ class LinearLayer(CacheLayer):
         carry(None)
         if "tokens" in kwargs and self.is_linear and state_idx == 0:
             self.advance(kwargs["tokens"])
-        if self.context.in_place and recurrent_states.requires_grad and not torch.compiler.is_compiling():
-            # The state that the model has read is needed by backward(), so its successor gets memory of its own.
-            state = getattr(self, name)
+        state = getattr(self, name)
+        needs_both = recurrent_states.requires_grad and not torch.compiler.is_compiling()
+        if self.context.in_place and needs_both and state.nbytes == state.untyped_storage().nbytes():
+            # backward() needs the state that the model has read, so its successor gets memory of its own. Layers that
+            # are offloaded share theirs, and backward() over these fails.
             state.data = recurrent_states.detach().to(state.dtype, copy=True)
             return recurrent_states
         return self._store(name, recurrent_states)

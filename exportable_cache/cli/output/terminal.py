@@ -82,7 +82,7 @@ class Terminal:
 
     def generated(self, text: str) -> None:
         """Write what a model generates to stdout, at once; on a terminal without what that would obey."""
-        self.write(shown_generated(text) if self._stdout.isatty() else text)
+        self.write(shown_generated(text) if self.stdout.isatty() else text)
 
     def json(self, document: Any) -> None:
         """The one JSON document of a command."""

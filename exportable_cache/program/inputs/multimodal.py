@@ -1,29 +1,19 @@
-"""The modalities a model takes, and the methods that images, video and audio add to a text decoder's."""
+"""The methods that images and sound add to a text decoder's."""
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
-
-from ...cache.attention.implementation import attention_of
 from ...common.tensor_spec import TensorSpec
 from ...errors import InputError, UnsupportedModelError
-from ...models.layers.cross import item_slots_of
 from ..methods import POSITIONS, ROPE_DELTAS, ProgramMethod, text_inputs
-from .cross_items import cross_modality
-from .examples import IMAGE, KINDS, MAIN_INPUTS, example_of
-from .modality import Modality, modality_of
+from .examples import MAIN_INPUTS
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from .modality import Modality
-
 
 #: Which image each token of a step belongs to, -1 on text.
 IMAGE_IDS = TensorSpec("image_ids", "int64", ("batch", "length"))
@@ -103,49 +93,3 @@ def multimodal_methods(
     if axes:
         methods = {name: replace(method, inputs=(*method.inputs, ROPE_DELTAS)) for name, method in methods.items()}
     return {**methods, **added}
-
-
-@torch.no_grad()
-def modalities_of(
-    model: PreTrainedModel,
-    kinds: Sequence[str] | Mapping[str, Mapping[str, Any] | None],
-    image_size: int | Sequence[int] | None = None,
-) -> tuple[Modality, ...]:
-    """What of `kinds` a model takes, from running it up to its decoder on items of random numbers.
-
-    Args:
-        kinds: Any of `image`, `video` and `audio`; or by kind what the model's processor gives for one item, whose
-            sizes the program is made for. Without it the sizes come from the config.
-        image_size: Height and width of every image in pixels, or one number for both, where the model's config leaves
-            it open (Qwen2-VL).
-
-    Raises:
-        InputError: If a kind is neither, or the model does not take it.
-        UnsupportedModelError: If the model does more with it than is known here.
-    """
-    if image_size is not None and IMAGE not in kinds:
-        raise InputError(
-            f"image_size is {image_size!r}, but no images are taken; pass modalities=['image'] too, or leave it out"
-        )
-    found: list[Modality] = []
-    crosses = item_slots_of(model.config) > 0
-    for kind in kinds:
-        if kind not in KINDS:
-            raise InputError(f"modality is {kind!r}; choose of {', '.join(KINDS)}")
-        given = kinds[kind] if isinstance(kinds, Mapping) else None
-        if crosses and image_size is None:
-            with attention_of(model, "eager"):
-                found.append(cross_modality(model, kind, given))
-            continue
-        if given is not None:
-            found.append(modality_of(model, kind, given))
-            continue
-        example = example_of(model, kind, image_size)
-        try:
-            found.append(modality_of(model, kind, example))
-        except UnsupportedModelError:
-            # Those that cut images into tiles take them by prompt, [batch, images, ...].
-            if "pixel_attention_mask" not in inspect.signature(model.forward).parameters:
-                raise
-            found.append(modality_of(model, kind, {name: value[None] for name, value in example.items()}))
-    return tuple(found)

@@ -29,8 +29,7 @@ def prompt_inputs(
     processor: ProcessorMixin,
     methods: Mapping[str, ProgramMethod],
     text: str,
-    images: Sequence[Path] = (),
-    sounds: Sequence[Path] = (),
+    files: Mapping[str, Sequence[Path]],
     chat: bool = False,
     split_special_tokens: bool = True,
 ) -> dict[str, torch.Tensor]:
@@ -42,6 +41,7 @@ def prompt_inputs(
     Args:
         methods: Of the program, which takes what is given.
         text: May be empty for an encoder-decoder, which takes one file.
+        files: By kind, `image` and `audio`.
         chat: Insist on the chat template.
         split_special_tokens: False if control tokens that are spelled in a message of the chat template are what they
             spell. They are refused otherwise, because processors cannot encode them as text.
@@ -51,6 +51,7 @@ def prompt_inputs(
             chat is asked for where there can be none, or the processor refuses the prompt.
         MissingDependencyError: If a package that reads a file is not installed.
     """
+    images, sounds = files.get(IMAGE, ()), files.get(AUDIO, ())
     options = {"sampling_rate": processor.feature_extractor.sampling_rate} if sounds else {}
     items = {
         IMAGE: [read_image(path, _size(processor, methods)) for path in images],
