@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from transformers import GenerationConfig
 
@@ -125,8 +125,8 @@ def describe(
         model_type=model.config.model_type,
         architecture=type(model).__name__,
         program=ProgramEntry(
-            form=program.form,
-            logits=program.logits,
+            form=Form(program.form),
+            logits=Logits(program.logits),
             batch_size=program.batch_size,
             max_cache_len=provenance.max_cache_len,
             methods={name: _method(program, method, logits_size) for name, method in program.methods.items()},
@@ -154,7 +154,9 @@ def _rope(program: Program) -> RopeEntry | None:
     rule = rope_rule(program.model)
     if rule is None or not rule.is_reached(program.cache.max_length):
         return None
-    return RopeEntry(kind=rule.kind, borders=list(rule.borders), recomputes=rule.recomputes)
+    return RopeEntry(
+        kind=cast(Literal["longrope", "dynamic"], rule.kind), borders=list(rule.borders), recomputes=rule.recomputes
+    )
 
 
 def config_fields(model: PreTrainedModel) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from .step import PLAIN
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+    from typing_extensions import Self
 
     from .step import StepContext
 
@@ -64,7 +65,7 @@ class LayeredCache(Cache):
         sizes = [layer.cumulative_length.shape[0] for layer in layers if not layer.is_dummy]
         if len(set(sizes)) > 1:
             raise InputError(f"layers have batch sizes {sizes}; they must be equal")
-        Cache.__init__(self, layers=layers)
+        Cache.__init__(self, layers=[*layers])
         #: Types of the configs that its model is made of, None where it was not made for a model that is known.
         self.model_types: tuple[str, ...] | None = None
         self._config: PreTrainedConfig | None = None
@@ -72,7 +73,7 @@ class LayeredCache(Cache):
         self.residence = next((layer.residence for layer in layers if layer.residence is not None), None)
 
     @classmethod
-    def from_layers(cls, layers: Any) -> LayeredCache:
+    def from_layers(cls, layers: Any) -> Self:
         """Rebuild a cache around existing layers without looking at them (any pytree leaf may stand in for them)."""
         cache = cls.__new__(cls)
         cache.layers = layers
@@ -156,7 +157,8 @@ class LayeredCache(Cache):
         limit = self.max_length if layer_idx is None else self.layers[layer_idx].max_length
         return -1 if limit is None else limit
 
-    def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor | int:
+    # The types differ because transformers annotates lengths as int, although its static layers keep a tensor.
+    def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor | int:  # type: ignore[override]
         """Tokens seen, the one length of all rows: int64 0-D, or a number where the host knows it, see `starting_at`.
 
         Raises:
@@ -172,14 +174,16 @@ class LayeredCache(Cache):
             check_rows_agree(lengths)
         return lengths[0]
 
-    def get_query_offset(self, layer_idx: int = 0) -> torch.Tensor | int:
+    def get_query_offset(self, layer_idx: int = 0) -> torch.Tensor | int:  # type: ignore[override]
         """Position of the first new token: int64 0-D, or [batch_size, 1] where rows may differ, or a number."""
         layer = self.layers[self._counting_layer(layer_idx)]
         if layer.context.length is None and self._rows_may_differ:
             return layer.cumulative_length[:, None]
         return self.get_seq_length(layer_idx)
 
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int | torch.Tensor]:
+    def get_mask_sizes(  # type: ignore[override]
+        self, query_length: int, layer_idx: int
+    ) -> tuple[int, int | torch.Tensor]:
         """Number of keys that `update` will return, and their offset from `arange`.
 
         Returns:
@@ -268,7 +272,7 @@ class LayeredCache(Cache):
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """See `CacheLayer.reorder_cache`."""
         self._bring_home()
-        super().reorder_cache(beam_idx)
+        super().reorder_cache(beam_idx)  # type: ignore[arg-type]  # no tensor is an instance of LongTensor
 
     def stored_state(self) -> dict[str, torch.Tensor]:
         """`named_state` without the lengths: what a program keeps whose positions are inputs."""
@@ -306,7 +310,7 @@ class LayeredCache(Cache):
                     check_rollback(layer, -tokens_to_remove)
         super().crop(tokens_to_remove)
 
-    def with_state(self, tensors: Mapping[str, Any], context: StepContext = PLAIN) -> LayeredCache:
+    def with_state(self, tensors: Mapping[str, Any], context: StepContext = PLAIN) -> Self:
         """The same layers around other tensors, for one step; this cache is left alone.
 
         Args:

@@ -71,25 +71,26 @@ def check_new_states(layer: CacheLayer, key_states: torch.Tensor, value_states: 
     Raises:
         InputError: On another batch size, head count, head size, dtype or device.
     """
+    storage = layer.storage
+    assert storage is not None
     check_rows(layer.keys.shape[0], key_states.shape[0])
     for name, new, kept in (("keys", key_states, layer.keys), ("values", value_states, layer.values)):
-        expected = (kept.shape[0], kept.shape[1], new.shape[2], layer.storage.head_dim(kept.shape[3]))
+        expected = (kept.shape[0], kept.shape[1], new.shape[2], storage.head_dim(kept.shape[3]))
         if tuple(new.shape) != expected:
             raise InputError(
                 f"new {name} are [batch, heads, length, dim] = {list(new.shape)}, the cache was allocated for "
                 f"{list(expected)}; allocate it with the model's sizes (ExportableCache.from_model reads them from the "
                 "model)"
             )
-        if new.dtype != layer.storage.rows_dtype:
+        if new.dtype != storage.rows_dtype:
             if torch.is_autocast_enabled(new.device.type):
                 raise InputError(
                     f"torch.autocast is on, under which this model writes keys in {key_states.dtype} and values in "
-                    f"{value_states.dtype}, and the cache holds {layer.storage.rows_dtype}; leave the autocast block, "
+                    f"{value_states.dtype}, and the cache holds {storage.rows_dtype}; leave the autocast block, "
                     f"and load the model in {torch.get_autocast_dtype(new.device.type)} instead"
                 )
             raise InputError(
-                f"new {name} are {new.dtype}, the cache holds {layer.storage.rows_dtype}; allocate it with "
-                f"dtype={new.dtype}"
+                f"new {name} are {new.dtype}, the cache holds {storage.rows_dtype}; allocate it with dtype={new.dtype}"
             )
         if new.device != kept.device:
             raise InputError(

@@ -14,13 +14,16 @@ from .step import PLAIN
 
 if TYPE_CHECKING:
     import torch
+    from typing_extensions import Self
 
     from ..models.layers.encoder import Encoder
     from .layers import CacheLayer
     from .step import StepContext
 
 
-class EncoderDecoderLayeredCache(LayeredCache, EncoderDecoderCache):
+# The types differ because transformers annotates lengths as int and both halves as `DynamicCache`, although it takes
+# any cache.
+class EncoderDecoderLayeredCache(LayeredCache, EncoderDecoderCache):  # type: ignore[misc]
     """A `LayeredCache` that is a transformers `EncoderDecoderCache` too (cache_utils.py, 5.23).
 
     Its layers are those of the self-attention, followed by as many of the cross-attention. `is_updated` says per
@@ -48,7 +51,7 @@ class EncoderDecoderLayeredCache(LayeredCache, EncoderDecoderCache):
         self.is_updated = dict.fromkeys(range(half), False)
 
     @classmethod
-    def from_layers(cls, layers: Any) -> EncoderDecoderLayeredCache:
+    def from_layers(cls, layers: Any) -> Self:
         cache = super().from_layers(layers)
         cache.encoder = None
         cache.is_updated = {}
@@ -62,21 +65,23 @@ class EncoderDecoderLayeredCache(LayeredCache, EncoderDecoderCache):
         return f"{type(self).__name__}({self.layers})"
 
     @property
-    def self_attention_cache(self) -> LayeredCache:
+    def self_attention_cache(self) -> LayeredCache:  # type: ignore[override]
         """The self-attention layers, shared, as a cache of their own."""
         cache = LayeredCache.from_layers(self.layers[: len(self)])
         cache._config = self._config
         return cache
 
     @property
-    def cross_attention_cache(self) -> LayeredCache:
+    def cross_attention_cache(self) -> LayeredCache:  # type: ignore[override]
         """The cross-attention layers, shared, as a cache of their own."""
         return LayeredCache.from_layers([_Written(layer) for layer in self.cross_layers])
 
     @property
     def cross_layers(self) -> list[CrossLayer]:
         """The cross-attention layers."""
-        return self.layers[len(self) :]
+        # Not filtered by class, because the layers of a rebuilt cache may be any objects.
+        layers: Any = self.layers[len(self) :]
+        return layers
 
     @property
     def is_sliding(self) -> list[bool]:
@@ -118,7 +123,7 @@ class EncoderDecoderLayeredCache(LayeredCache, EncoderDecoderCache):
         for layer in self.layers:
             layer.batch_repeat_interleave(repeats)
 
-    def with_state(self, tensors: Mapping[str, Any], context: StepContext = PLAIN) -> EncoderDecoderLayeredCache:
+    def with_state(self, tensors: Mapping[str, Any], context: StepContext = PLAIN) -> Self:
         cache = super().with_state(tensors, context)
         cache.encoder = self.encoder
         cache.is_updated = dict(self.is_updated)

@@ -57,7 +57,7 @@ class Kernel(Component, ABC):
 
     def sizes(self, policy: SlotPolicy) -> Mapping[str, int]:
         """Size of each of `row_dims` that follows from the policy."""
-        return {"capacity": policy.capacity}
+        return {"capacity": policy.slot_count}
 
     def mask_positions(self, layer: CacheLayer, query_length: int) -> torch.Tensor | None:
         """See `SlotPolicy.mask_positions`, of the keys that `update` gives attention."""
@@ -107,7 +107,7 @@ class PortableKernel(Kernel, kind="portable"):
         if is_one(query_length):
             stored = self._write(layer, policy.next_slot(length)[:, None], key_states, value_states)
             layer.advance(1)
-            return layer.read(policy.capacity, stored)
+            return layer.read(policy.slot_count, stored)
         return self._gather(layer, key_states, value_states)
 
     def _write(
@@ -122,18 +122,19 @@ class PortableKernel(Kernel, kind="portable"):
         """Overwrite the slots whose positions are new, and return all slots as they were, the new tokens behind
         them.
         """
-        policy, query_length = layer.policy, key_states.shape[2]
+        policy, storage, query_length = layer.policy, layer.storage, key_states.shape[2]
+        assert storage is not None
         length = layer.cumulative_length[:, None]
         positions = policy.positions(length + query_length)
-        slot = torch.arange(policy.capacity, device=layer.device)
-        source = torch.where(positions >= length, policy.capacity + positions - length, slot)
+        slot = torch.arange(policy.slot_count, device=layer.device)
+        source = torch.where(positions >= length, policy.slot_count + positions - length, slot)
         seen = []
-        for name, rows in zip(layer.storage.parts, layer.storage.encode(key_states, value_states), strict=True):
+        for name, rows in zip(storage.parts, storage.encode(key_states, value_states), strict=True):
             joined = torch.cat([getattr(layer, name), rows], dim=2)
             layer.replace(name, read_slots(joined, source))
             seen.append(joined)
         layer.advance(query_length)
-        return layer.storage.decode(seen)
+        return storage.decode(seen)
 
 
 #: What layers are made with, until a target puts its own in its place.

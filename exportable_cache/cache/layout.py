@@ -110,10 +110,12 @@ class LayerLayout:
             return LinearLayer(RecurrentPolicy(), states, batch_size, device=device)
         policy = self._policy(spec)
         storage = storage_of(dtype, kv_dtype)
+        assert self.head_dim is not None
         sizes = RowSizes(batch_size, self.num_heads, self.head_dim, self.value_head_dim)
         if states is not None:
             return LinearLayer(policy, states, batch_size, storage, sizes, device=device)
         if self.index_head_dim is not None:
+            assert isinstance(policy, FullPolicy)
             indexer = IndexerKeys(self.index_head_dim, storage.dtype)
             return IndexedLayer(policy, indexer, storage, sizes, device=device)
         if self.encoder_slots is not None and storage.rounds:
@@ -140,6 +142,7 @@ class LayerLayout:
         if self.index_head_dim is not None:
             return FullPolicy(max_cache_len)
         if self.layer_type == PROMPT_TYPE:
+            assert self.window is not None
             return PromptPolicy(max_cache_len, self.window)
         if sinks is not None and self.window is None:
             return SinkPolicy(sinks.tokens, sinks.window, spec.rollback_slots)

@@ -233,10 +233,12 @@ class ContinuousBatch:
 
     def _prefill(self, row: int, ids: torch.Tensor) -> torch.Tensor:
         """Feed int64 [1, length] from position 0 into a row: logits [1, vocab]."""
+        from ..session.persistence import runner_state
+
         self.prefill.reset()
         logits = self.prefill.prefill(ids)
-        source = self.prefill.runner.state
-        for name, tensor in self.decode.runner.state.items():
+        source = runner_state(self.prefill)
+        for name, tensor in runner_state(self.decode).items():
             tensor[row].copy_(source[name][0])
         self.decode.set_length(row, ids.shape[1])
         return logits

@@ -148,7 +148,7 @@ class CheckpointSettings:
             return None
         rules = dict(self.rules)
         if repetition_penalty not in (None, 1):
-            rules["repetition_penalty"] = float(repetition_penalty)  # type: ignore[arg-type]
+            rules["repetition_penalty"] = float(repetition_penalty)
         return RowRules([row.ids for row in rows], [self._processors(rules, row) for row in rows])
 
     def _processors(self, rules: Mapping[str, Any], row: RowStart) -> LogitsProcessorList:

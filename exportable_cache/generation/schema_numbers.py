@@ -73,7 +73,7 @@ def _schema(schema: Any) -> Any:
 
 def _limit(key: str, value: int | Decimal, is_real: bool) -> int | float:
     # A limit of numbers that need not be whole is compared as a float, which may be larger.
-    if abs(value) > MOST_WHOLE and not (is_real and isinstance(value, Decimal)):
+    if abs(Decimal(value)) > MOST_WHOLE and not (is_real and isinstance(value, Decimal)):
         if (value > 0) == (_LIMITS[key] > 0):
             return _LIMITS[key] * MOST_WHOLE
         raise InputError(f"{key} must be a number of at most 2**53 either way, got {_shown(value)}; use text")

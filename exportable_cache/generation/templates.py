@@ -8,7 +8,7 @@ a deadline and has a limit of memory. It is kept, because starting it takes a te
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,6 +34,12 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 #: A template that gives a text as it is, for processors, which insist on rendering one.
 _RENDERED = "exportable_cache_rendered"
 _GIVE_RENDERED = f"{{{{ {_RENDERED} }}}}"
+#: Scalar classes and their converters. These give an enum's value, because `str()` would give its name.
+_SCALARS: tuple[tuple[type, Callable[[Any], Any]], ...] = (
+    (str, str.__str__),
+    (int, int.__int__),
+    (float, float.__float__),
+)
 
 
 def render_chat(
@@ -93,8 +99,11 @@ def apply_chat_template(processor: ProcessorMixin, messages: Sequence[Mapping[st
     """
     rendered = render_chat(processor.tokenizer, messages, processor.chat_template)
     check_cost(processor.tokenizer, rendered)
+    # Typed loosely, because transformers annotates messages as plain text and knows no variables of a template.
+    conversation: list[Any] = list(messages)
+    variables: dict[str, Any] = {_RENDERED: rendered}
     return processor.apply_chat_template(
-        list(messages), chat_template=_GIVE_RENDERED, add_generation_prompt=True, **{_RENDERED: rendered}, **options
+        conversation, chat_template=_GIVE_RENDERED, add_generation_prompt=True, **variables, **options
     )
 
 
@@ -132,8 +141,7 @@ def _plain(value: Any) -> Any:
     """Return a value as JSON has it. Images and arrays are replaced by a name, which templates never look into."""
     if value is None or isinstance(value, bool):
         return value
-    # Of an enum, too, the value and not the name.
-    for kind, convert in ((str, str.__str__), (int, int.__int__), (float, float.__float__)):
+    for kind, convert in _SCALARS:
         if isinstance(value, kind):
             return convert(value)
     if isinstance(value, np.generic):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -58,7 +58,7 @@ def encode_prompt(
                 f"got {len(prompt)} chat messages, but the tokenizer has no chat template; "
                 "pass the prompt as text, or set tokenizer.chat_template before exporting"
             )
-        messages = [dict(message) for message in prompt]
+        messages = [dict(message) for message in cast(Sequence[Mapping[str, Any]], prompt)]
         texts = list(_texts(messages))
         # One by one, because an error names the place in what was said.
         for text in texts:

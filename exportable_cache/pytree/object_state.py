@@ -167,6 +167,7 @@ def _pin_length(state: dict[str, Any]) -> None:
     length, keys = state.get("cumulative_length"), state.get("keys")
     if not isinstance(length, torch.SymInt) or "sliding_window" not in state or state.get("record_past"):
         return
+    assert keys is not None
     if keys.dim() == 4 and keys.shape[-2] < state["sliding_window"] - 1:
         state["cumulative_length"] = keys.shape[-2]
 

@@ -237,7 +237,7 @@ def _fitting(
     expected = list(tensor.shape)
     if dim is not None and saved.dim() == tensor.dim():
         # More tokens once than this cache has slots: the slots after its length are no longer wanted.
-        saved = saved.narrow(dim, 0, min(saved.shape[dim], layer.capacity))
+        saved = saved.narrow(dim, 0, min(saved.shape[dim], layer.policy.slot_count))
         expected[dim] = saved.shape[dim]
     if list(saved.shape) != expected or saved.dtype != tensor.dtype:
         raise InputError(
@@ -268,7 +268,7 @@ def _check_slots(
         # says where its history is unknown.
         least = longest
     else:
-        least = most = min(most, layer.capacity)
+        least = most = min(most, layer.policy.slot_count)
     if not least <= slots <= most:
         filled = str(least) if least == most else f"{least} to {most}"
         raise ValueError(f"{name} of {slots} slots, where rows have filled {filled}")
@@ -371,4 +371,4 @@ def _own_slots(whole: torch.Tensor, session: Session, name: str) -> torch.Tensor
 def _filled(tensor: torch.Tensor, session: Session, name: str, most: int) -> torch.Tensor:
     dim = _capacity_dim(session, name)
     # A layer may have slots behind its capacity, which no token ever reaches.
-    return tensor if dim is None else tensor.narrow(dim, 0, min(most, _layer_of(session, name).capacity))
+    return tensor if dim is None else tensor.narrow(dim, 0, min(most, _layer_of(session, name).policy.slot_count))

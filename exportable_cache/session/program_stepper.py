@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -315,6 +315,7 @@ class ProgramStepper:
             self._reach(size, rows)
             with starting_at(inputs[1], _common(before)):
                 logits = self.runner.run(method, *inputs)
+            assert isinstance(logits, torch.Tensor)
             if self.runner.methods[method].scored_tokens and not scores:
                 logits = logits[:, -1]
             self._move_on(size, rows, fed, lengths)
@@ -425,7 +426,7 @@ class ProgramStepper:
             before = self.state.length
             self._reach(steps)
             with starting_at(inputs[1], _common(before)):
-                chosen = self.runner.run_and_choose(method, chooser, *inputs, steps=steps)
+                chosen = cast(ChoosesInGraph, self.runner).run_and_choose(method, chooser, *inputs, steps=steps)
             self._move_on(steps, None, torch.cat([fed, chosen[:, :-1]], dim=1), lengths)
             self.guard.is_broken = False
         return chosen

@@ -11,12 +11,12 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from transformers import GenerationConfig
 
-from ..backends.base import HasDevice, WaitsForGraphs
+from ..backends.base import ChoosesInGraph, HasDevice, WaitsForGraphs
 from ..backends.live.fork import ForkedRunner
 from ..backends.live.graph_cache import GRAPH_CACHE_MB
 from ..common.progress import silent
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from ..cache.layers import CacheLayer
     from ..common.progress import Progress
     from ..generation.speculative import Draft
-    from ..models.cache_factory import ExportableCache
+    from ..models.cache_factory import ExportableCache, ExportableEncoderDecoderCache
     from ..models.parallel.ranks import Ranks
     from ..models.rope import RopeRule
     from ..program.methods import ProgramMethod
@@ -695,7 +695,8 @@ class Session:
                     if method.serves(1, steps) and choice not in warm:
                         warm.add(choice)
                         sampler = Sampler(sampling, examples[-1][0], self.vocab_size)
-                        self.runner.run_and_choose(method.name, sampler, *examples[-1], steps=steps)
+                        choosing = cast(ChoosesInGraph, self.runner)
+                        choosing.run_and_choose(method.name, sampler, *examples[-1], steps=steps)
 
     @property
     def pending_graphs(self) -> int:
@@ -754,7 +755,8 @@ class Session:
                 layer.cumulative_length.copy_(self.sequence.length)
             layer._max_len_ever = self.sequence.most_ever
         if self._stages.encoder is not None:
-            self._stages.encoder.update_cache(self._cache, self.sequence)
+            cache = cast("ExportableEncoderDecoderCache", self._cache)
+            self._stages.encoder.update_cache(cache, self.sequence)
         return self._cache
 
     def save_state(self, path: str | Path) -> None:

@@ -89,8 +89,8 @@ def _random(spec: TensorSpec, generator: torch.Generator | None = None) -> torch
     """Pixels or samples; of what is counted, the first that there is: 0 stands for none."""
     dtype = getattr(torch, spec.dtype)
     if not dtype.is_floating_point:
-        return torch.ones(spec.shape, dtype=dtype)
-    return torch.randn(spec.shape, generator=generator).to(dtype)
+        return torch.ones(spec.sizes({}), dtype=dtype)
+    return torch.randn(spec.sizes({}), generator=generator).to(dtype)
 
 
 # Tokens over which the effect of a rounded cache is found, for the tolerance.
@@ -132,8 +132,8 @@ def compare(
             "verify with the model it was made from"
         )
     sinks = kept_sinks(session)
-    windows = {window for _, window in layer_types_and_windows(model.config) if window is not None}
-    windows = sorted(windows if sinks is None else {*windows, sinks.tokens + sinks.window})
+    seen_windows = {window for _, window in layer_types_and_windows(model.config) if window is not None}
+    windows = sorted(seen_windows if sinks is None else {*seen_windows, sinks.tokens + sinks.window})
     changes = () if session.rope is None else session.rope.borders
     plan = planned(session, spec, most_tokens(session, model), sorted({*windows, *changes}))
     storage = None if spec.exact_cache else rounding_storage(session.layers)
@@ -158,7 +158,7 @@ def compare(
             )
         # All of the reference first: the session may run the very same model, under another attention implementation.
         if at_once:
-            reference = (known[position] for position in range(length - 1, length + steps))
+            reference: Iterator[torch.Tensor] = (known[position] for position in range(length - 1, length + steps))
         else:
             reference = logits_by_step(model, ids, length, sinks, encoder_inputs, storage)
         expected = seen.expect(reference)
@@ -175,7 +175,7 @@ def compare(
     prompts = tuple(reversed(seen.prompts))
     encoders = verify_encoders(session, model, generator, spec.tolerance)
     max_difference = largest([prompt.max_difference for prompt in prompts])
-    rms_difference = largest([prompt.rms_difference for prompt in prompts])
+    rms_difference = largest([prompt.rms_difference for prompt in prompts if prompt.rms_difference is not None])
     tolerance = spec.tolerance
     if tolerance is None:
         tolerance = default_tolerance(model.dtype, seen.largest_logit, seen.spread)

@@ -58,8 +58,9 @@ def measure_distance(session: Session, model: PreTrainedModel, progress: Progres
         model: Float, or quantised as the program's was, to see what the cache alone does.
     """
     longest = _longest(session, model)
-    steps = min(_DECODE_STEPS, max(0, longest - 2))
-    spec = VerifySpec(tolerance=math.inf, exact_cache=True, prompts=[min(_PROMPT, longest - steps)], decode_steps=steps)
+    steps = int(min(_DECODE_STEPS, max(0, longest - 2)))
+    prompt = int(min(_PROMPT, longest - steps))
+    spec = VerifySpec(tolerance=math.inf, exact_cache=True, prompts=[prompt], decode_steps=steps)
     report = compare(session, model, spec, progress)
     return {
         "positions": report.steps,
@@ -68,11 +69,11 @@ def measure_distance(session: Session, model: PreTrainedModel, progress: Progres
     }
 
 
-def _longest(session: Session, model: PreTrainedModel) -> int | float:
+def _longest(session: Session, model: PreTrainedModel) -> float:
     return min(session.max_length or math.inf, _positions(model))
 
 
-def _demo_accuracy(session: Session, float_model: LoadedModel, longest: int, progress: Progress) -> dict[str, Any]:
+def _demo_accuracy(session: Session, float_model: LoadedModel, longest: float, progress: Progress) -> dict[str, Any]:
     model = float_model.model
     window = max(window for window in [getattr(model.config, "sliding_window", 0)] if window)
     questions = make_questions(

@@ -124,6 +124,7 @@ class ComposedLayer:
         """Size of each dimension that the tensors of keys and values are declared with."""
         if sizes is None or self.storage is None:
             return {}
+        assert sizes.value_head_dim is not None
         return {
             "batch_size": sizes.batch_size,
             "num_heads": sizes.num_heads,

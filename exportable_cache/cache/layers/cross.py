@@ -11,26 +11,29 @@ from ..checks import check_new_states, is_traced
 from .layer import CacheLayer
 
 if TYPE_CHECKING:
+    from ..policies import CrossPolicy
     from ..step import StepContext
 
 
 class CrossLayer(CacheLayer):
     """Keys and values of one encoder output, under a `CrossPolicy`."""
 
+    policy: CrossPolicy
     encoder_length: torch.Tensor
 
     def begin(self, context: StepContext, max_len_ever: int | None) -> None:
         super().begin(context, max_len_ever)
         #: Slots of the newest output, padding included; all of them where that is unknown. A host value, for eager use.
-        self.written = self.capacity
+        self.written = self.policy.capacity
         self._announced: torch.Tensor | None = None
 
     def announce_length(self, encoder_length: torch.Tensor) -> None:
         """Say how many positions of each row are real in the output that comes next: int64 [batch_size]."""
         self._announced = encoder_length
 
+    # The types differ because transformers annotates lengths as int, although its static layers keep a tensor.
     @property
-    def cumulative_length(self) -> torch.Tensor:
+    def cumulative_length(self) -> torch.Tensor:  # type: ignore[override]
         """Encoder positions held per row, int64 [batch_size]."""
         return self.encoder_length
 
@@ -57,9 +60,9 @@ class CrossLayer(CacheLayer):
         length = key_states.shape[2]
         if not is_traced(self.encoder_length):
             check_new_states(self, key_states, value_states)
-            if length > self.capacity:
+            if length > self.policy.capacity:
                 raise InputError(
-                    f"the encoder gave {length} positions, the cross-attention layer holds {self.capacity}; "
+                    f"the encoder gave {length} positions, the cross-attention layer holds {self.policy.capacity}; "
                     "shorten the input, or allocate with a larger max_encoder_len"
                 )
             self.written = length
@@ -91,7 +94,7 @@ class ItemsLayer(CacheLayer):
     @property
     def device(self) -> torch.device:
         # A step hands it no length: it does not follow the decoder.
-        return self.keys.device  # type: ignore[union-attr]
+        return self.keys.device
 
     def crop(self, tokens_to_remove: int) -> None:
         """Nothing to do: the tokens taken back are the decoder's."""

@@ -28,6 +28,13 @@ class CacheLayer(ComposedLayer, CacheLayerMixin):
     is_compileable = True
     # Transformers would allocate lazily, from the first keys it sees; our tensors exist from construction.
     supports_early_init = False
+    #: True if tokens can be taken back at all.
+    is_croppable = True
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    # The types differ because transformers annotates lengths as int, although its static layers keep a tensor.
+    cumulative_length: torch.Tensor  # type: ignore[assignment]
 
     # -- what the policy says -----------------------------------------------------------------------------------------
 
@@ -47,11 +54,6 @@ class CacheLayer(ComposedLayer, CacheLayerMixin):
     def is_dummy(self) -> bool:
         """Whether it keeps nothing, as transformers' `Cache.is_dummy`."""
         return self.policy.is_dummy
-
-    @property
-    def is_croppable(self) -> bool:
-        """Whether tokens can be taken back at all."""
-        return True
 
     @property
     def follows_decoder(self) -> bool:
@@ -122,8 +124,10 @@ class CacheLayer(ComposedLayer, CacheLayerMixin):
         Returns:
             The written parts, for `read`.
         """
+        storage = self.storage
+        assert storage is not None
         parts = []
-        for name, rows in zip(self.storage.parts, self.storage.encode(key_states, value_states), strict=True):
+        for name, rows in zip(storage.parts, storage.encode(key_states, value_states), strict=True):
             if self.context.in_place:
                 # Not assigned: rebinding the attribute to an alias of itself would make it an output of compiled
                 # graphs.
@@ -146,12 +150,14 @@ class CacheLayer(ComposedLayer, CacheLayerMixin):
         """Keys and values of the first `slots` slots, [batch_size, num_heads, slots, dim], of the parts that
         `write` gave, or of what is stored.
         """
+        storage = self.storage
+        assert storage is not None
         if stored is None:
-            stored = [getattr(self, name) for name in self.storage.parts]
+            stored = [getattr(self, name) for name in storage.parts]
         # ExecuTorch copies even a slice of everything; a dynamic number must not be compared.
-        if self.reads_so_far or slots < self.policy.capacity:
+        if self.reads_so_far or slots < self.policy.slot_count:
             stored = [part[:, :, :slots] for part in stored]
-        return self.storage.decode(stored)
+        return storage.decode(stored)
 
     def slot_positions(self, query_length: int) -> torch.Tensor | None:
         """Absolute position of each key that `update` returns for `query_length` new tokens, see
@@ -166,8 +172,9 @@ class CacheLayer(ComposedLayer, CacheLayerMixin):
     @property
     def slots_read(self) -> int:
         """Slots that this step looks at."""
-        if self.reads_so_far:
-            return self.context.kv_slots
+        kv_slots = self.context.kv_slots
+        if kv_slots is not None and self.reads_so_far:
+            return kv_slots
         return self.policy.slots_read(self.context.kv_read_len)
 
     @property
@@ -197,7 +204,8 @@ class CacheLayer(ComposedLayer, CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: the tensors exist from construction."""
 
-    def get_seq_length(self) -> torch.Tensor:
+    # The types differ because transformers annotates lengths as int, although its static layers keep a tensor.
+    def get_seq_length(self) -> torch.Tensor:  # type: ignore[override]
         """Tokens seen, int64 0-D: a view of the first row, which stands for all where rows agree."""
         return self.cumulative_length[0]
 
@@ -205,7 +213,7 @@ class CacheLayer(ComposedLayer, CacheLayerMixin):
         """Transformers' form of `max_length`: -1 where there is no limit."""
         return -1 if self.max_length is None else self.max_length
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int | torch.Tensor]:
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int | torch.Tensor]:  # type: ignore[override]
         """Length of the keys that `update` will return, and their offset from `arange(kv_length)`.
 
         Adding the offset to `arange(kv_length)`, as transformers' masks do, gives each key's absolute position.

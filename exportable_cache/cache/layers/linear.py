@@ -131,7 +131,11 @@ class LinearStates(Component):
 
     def declare(self) -> dict[str, StateTensor]:
         """The state tensors: `conv_state_0`, `recurrent_state_0` and so on."""
-        return {name: StateTensor("batch_size", *dims, dtype=shape.dtype) for name, dims, shape in self._named()}
+        declared = {}
+        for name, dims, shape in self._named():
+            assert shape.dtype is not None
+            declared[name] = StateTensor("batch_size", *dims, dtype=shape.dtype)
+        return declared
 
     def sizes(self) -> dict[str, int]:
         """Size of each dimension of the state tensors, past the batch."""
@@ -189,6 +193,7 @@ class LinearLayer(CacheLayer):
     """
 
     composed_of = {**CacheLayer.composed_of, "states": LinearStates}
+    is_croppable = False
 
     states: LinearStates
 
@@ -219,10 +224,6 @@ class LinearLayer(CacheLayer):
         super().begin(context, max_len_ever)
         self._entered: set[str] = set()
         self._counted_one = False
-
-    @property
-    def is_croppable(self) -> bool:  # type: ignore[override]
-        return False
 
     def max_rollback(self, length: int, max_len_ever: int) -> int:
         return RecurrentPolicy().max_rollback(length, max_len_ever)

@@ -20,11 +20,9 @@ class PromptLayer(CacheLayer):
     (`program.lengths`) and take nothing back (`PromptPolicy.max_rollback`).
     """
 
-    prompt_length: torch.Tensor
+    is_croppable = False
 
-    @property
-    def is_croppable(self) -> bool:  # type: ignore[override]
-        return False
+    prompt_length: torch.Tensor
 
     def declare(self) -> dict[str, StateTensor]:
         return {**super().declare(), "prompt_length": StateTensor("batch_size", dtype=torch.int64)}

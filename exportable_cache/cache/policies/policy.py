@@ -44,6 +44,13 @@ class SlotPolicy(Component, ABC):
             """Slots; None where there are no keys."""
 
     @property
+    def slot_count(self) -> int:
+        """Number of slots, of a policy that keeps keys."""
+        capacity = self.capacity
+        assert capacity is not None
+        return capacity
+
+    @property
     @abstractmethod
     def max_length(self) -> int | None:
         """Tokens a row can hold in all, or None where any number may be seen."""
@@ -67,10 +74,14 @@ class SlotPolicy(Component, ABC):
 
     def slots_read(self, kv_read_len: int | None) -> int:
         """Slots that a step looks at: all, or as many as `kv_read_len` leaves of them."""
-        return self.capacity if kv_read_len is None else min(kv_read_len, self.capacity)
+        return self.slot_count if kv_read_len is None else min(kv_read_len, self.slot_count)
 
-    def reads_up_to(self, kv_read_len: int) -> bool:
-        """Whether a step that leaves no row longer than this looks at that many slots, each of its own position."""
+    def reads_up_to(self, kv_read_len: int | None) -> bool:
+        """Return True if a step that leaves no row longer than this looks at that many slots, each of its own position.
+
+        Args:
+            kv_read_len: See `StepContext`. None, for a length that is unknown, gives False.
+        """
         follows = self.keeps_keys and self.follows_decoder
         return follows and not self.wraps(kv_read_len) and self.slots_read(kv_read_len) == kv_read_len
 
@@ -88,7 +99,7 @@ class SlotPolicy(Component, ABC):
         Args:
             length: Tokens written, int64 [batch_size, 1].
         """
-        slot = torch.arange(self.capacity, device=length.device)
+        slot = torch.arange(self.slot_count, device=length.device)
         return torch.where(slot < length, slot, -1)
 
     def mask_positions(self, length: torch.Tensor, query_length: int, kv_read_len: int | None) -> torch.Tensor | None:

@@ -64,7 +64,7 @@ class SplitPolicy(SlotPolicy, kind="split"):
     def slots_read(self, kv_read_len: int | None) -> int:
         return self.own if kv_read_len is None else min(-(-kv_read_len // self.size), self.own)
 
-    def reads_up_to(self, kv_read_len: int) -> bool:
+    def reads_up_to(self, kv_read_len: int | None) -> bool:
         return False
 
     def positions(self, length: torch.Tensor) -> torch.Tensor:

@@ -105,7 +105,7 @@ class EncoderStage:
         if not isinstance(main_input, torch.Tensor):
             raise InputError(f"{spec.name} is a {type(main_input).__name__}; pass a {spec.dtype} tensor")
         least, most = self.method.min_length, self.method.max_length
-        shape = {"batch": self.batch_size}
+        shape: dict[int | str, int | str] = {"batch": self.batch_size}
         expected = [shape.get(size, size) for size in spec.shape]
         found = list(main_input.shape)
         if len(found) != len(expected) or any(size not in (given, "length") for size, given in zip(expected, found)):

@@ -142,5 +142,7 @@ def _markers(processor: ProcessorMixin, kind: str) -> list[str]:
 def _size(processor: ProcessorMixin, methods: Mapping[str, ProgramMethod]) -> tuple[int, int] | None:
     """Height and width in pixels of a program's images, where the processor would leave it open."""
     grid = next((method.grid for method in methods.values() if method.grid is not None), None)
-    patch = None if grid is None else processor.image_processor.patch_size
-    return None if grid is None else (grid[1] * patch, grid[2] * patch)
+    if grid is None:
+        return None
+    patch = processor.image_processor.patch_size
+    return grid[1] * patch, grid[2] * patch
